@@ -1,0 +1,1 @@
+//! The communicator: lifecycle and rendezvous.

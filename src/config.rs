@@ -1,0 +1,1 @@
+//! The only reader of environment variables and hints.

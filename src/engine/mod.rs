@@ -1,0 +1,1 @@
+//! Drives schedules over transports.

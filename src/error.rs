@@ -1,0 +1,154 @@
+//! What can go wrong, told apart by whose doing it is.
+
+use std::time::Duration;
+
+use crate::types::Rank;
+
+/// A call that could not have worked: found before anything is sent, and the communicator is as it was.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{operation}: argument `{argument}`: expected {expected}, got {got}")]
+pub struct UsageError {
+    /// The operation that was called.
+    pub operation: String,
+    /// The argument at fault.
+    pub argument: &'static str,
+    /// What it should have been.
+    pub expected: String,
+    /// What it was.
+    pub got: String,
+}
+
+/// Why a communicator did not come to be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InitError {
+    /// A setting or argument is not valid.
+    #[error("{0}")]
+    Config(String),
+    /// The rendezvous store failed.
+    #[error("rendezvous of communicator `{comm}`: the store failed on `{key}`: {cause}")]
+    Store {
+        /// The communicator's name.
+        comm: String,
+        /// The key that was asked for.
+        key: String,
+        /// What the store said.
+        cause: String,
+    },
+    /// Ranks did not come within the time allowed.
+    #[error("communicator `{comm}`: ranks {missing:?} did not join within {waited:?}")]
+    Missing {
+        /// The communicator's name.
+        comm: String,
+        /// The ranks that are not there.
+        missing: Vec<u32>,
+        /// How long they were waited for.
+        waited: Duration,
+    },
+    /// A rank could not be reached.
+    #[error("communicator `{comm}`: rank {rank} cannot be reached: {cause}")]
+    Unreachable {
+        /// The communicator's name.
+        comm: String,
+        /// The rank that was called.
+        rank: u32,
+        /// Each address that was tried, with what it answered.
+        cause: String,
+    },
+    /// The operating system refused a resource.
+    #[error("communicator `{comm}`: {what}: {cause}")]
+    Os {
+        /// The communicator's name.
+        comm: String,
+        /// What was asked for.
+        what: String,
+        /// What the system said.
+        cause: String,
+    },
+}
+
+/// Why an operation did not complete.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The caller's mistake.
+    #[error(transparent)]
+    Usage(#[from] UsageError),
+    /// The communicator could not be made.
+    #[error(transparent)]
+    Init(#[from] InitError),
+    /// The ranks disagree about the operation. It failed on all of them; the communicator works on.
+    #[error("{operation}: {detail}")]
+    Mismatch {
+        /// The operation as this rank called it.
+        operation: String,
+        /// What each of the two ranks called.
+        detail: String,
+    },
+    /// The operation's time ran out.
+    #[error("{operation} timed out after {waited:?}: {detail}")]
+    Timeout {
+        /// The operation.
+        operation: String,
+        /// How long it ran.
+        waited: Duration,
+        /// Which ranks it waited for.
+        detail: String,
+    },
+    /// Another rank gave the operation up.
+    #[error("{operation}: rank {rank} reported: {cause}")]
+    Remote {
+        /// The operation as this rank called it.
+        operation: String,
+        /// The rank that gave up first.
+        rank: u32,
+        /// Its reason.
+        cause: String,
+    },
+    /// A rank died or cannot be reached any more.
+    #[error("{operation}: rank {rank} is lost: {cause}")]
+    PeerLost {
+        /// The operation that noticed.
+        operation: String,
+        /// The rank that is gone.
+        rank: u32,
+        /// How that was seen.
+        cause: String,
+    },
+    /// The communicator was aborted or shut down.
+    #[error("{operation}: communicator `{comm}` was {how}")]
+    Closed {
+        /// The operation that was called or cut off.
+        operation: String,
+        /// The communicator's name.
+        comm: String,
+        /// "aborted: …" or "shut down".
+        how: String,
+    },
+}
+
+/// A lost connection, as a transport sees it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{cause}")]
+pub struct LinkDown {
+    /// What the system or the peer said.
+    pub cause: String,
+}
+
+impl LinkDown {
+    /// A loss with its reason.
+    pub fn new(cause: impl Into<String>) -> Self {
+        LinkDown { cause: cause.into() }
+    }
+}
+
+impl From<std::io::Error> for LinkDown {
+    fn from(error: std::io::Error) -> Self {
+        LinkDown::new(error.to_string())
+    }
+}
+
+/// The name of a rank in a list of ranks, for messages.
+pub(crate) fn rank_list(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}

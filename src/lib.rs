@@ -1,0 +1,26 @@
+//! Collective communication between processes: shared memory within a host, TCP between hosts.
+//!
+//! The way of an operation: [`Communicator::submit`] takes an [`Op`], plans a [`schedule`], drives it over the
+//! [`transport`]s and completes the [`Work`].
+
+pub mod algo;
+pub mod buffer;
+pub mod comm;
+pub mod config;
+pub mod engine;
+pub mod error;
+pub mod op;
+pub mod schedule;
+pub mod sync;
+pub mod sys;
+pub mod topo;
+pub mod transport;
+pub mod types;
+pub mod work;
+
+// The public interface is:
+pub use buffer::Buffer;
+pub use error::{Error, InitError, UsageError};
+pub use op::{Mode, Op, OpKind};
+pub use topo::Topology;
+pub use types::{DType, Rank, ReduceOp, Source, Tag};

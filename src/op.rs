@@ -1,0 +1,115 @@
+//! What a caller asks for: a plain description, checked once against the communicator before anything is sent.
+
+use std::time::Duration;
+
+use crate::buffer::Buffer;
+use crate::error::UsageError;
+use crate::types::{DType, Rank, ReduceOp, Source, Tag};
+
+/// Whether the caller goes on at once or will wait for the result next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Progress is made in the background; submitting never blocks.
+    Async,
+    /// The caller waits next, and drives the operation itself.
+    Blocking,
+}
+
+/// The kind of an operation with its parameters.
+#[derive(Clone, Debug, PartialEq)]
+pub enum OpKind {
+    /// Every rank ends with the reduction of all ranks' inputs. Lists are reduced element by element, as one message.
+    AllReduce(ReduceOp),
+    /// The root ends with the reduction of all ranks' inputs.
+    Reduce {
+        /// How elements combine.
+        op: ReduceOp,
+        /// Who gets the result.
+        root: Rank,
+    },
+    /// The root's outputs are copied to every rank's.
+    Broadcast {
+        /// Whose data it is.
+        root: Rank,
+    },
+    /// Every rank ends with all ranks' inputs: in one output of `size` equal blocks, or in one output a rank.
+    AllGather,
+    /// Rank r ends with the reduction of all ranks' r-th block: of one input of `size` equal blocks, or of the r-th
+    /// input.
+    ReduceScatter(ReduceOp),
+    /// Rank r's i-th block goes to rank i's r-th place. Counts in elements, one a rank.
+    AllToAll {
+        /// Elements for each rank, in the order they lie in the inputs.
+        send: Vec<usize>,
+        /// Elements from each rank, in the order they lie in the outputs.
+        recv: Vec<usize>,
+    },
+    /// The root ends with all ranks' inputs, one output a rank or one of `size` equal blocks; others have no output.
+    Gather {
+        /// Who gets the data.
+        root: Rank,
+    },
+    /// Every rank gets its block of the root's inputs (one a rank, or one of `size` equal blocks); others have none.
+    Scatter {
+        /// Whose data it is.
+        root: Rank,
+    },
+    /// Nobody leaves before everybody came.
+    Barrier,
+    /// One message to one rank. The inputs are sent end to end.
+    Send {
+        /// The receiving rank.
+        to: Rank,
+        /// Must equal the receiver's.
+        tag: Tag,
+    },
+    /// One message from one rank or any. It fills the outputs end to end.
+    Recv {
+        /// Whose message.
+        from: Source,
+        /// Must equal the sender's.
+        tag: Tag,
+    },
+}
+
+impl OpKind {
+    /// The name in messages: PyTorch's, in snake case.
+    pub fn name(&self) -> &'static str {
+        match self {
+            OpKind::AllReduce(_) => "all_reduce",
+            OpKind::Reduce { .. } => "reduce",
+            OpKind::Broadcast { .. } => "broadcast",
+            OpKind::AllGather => "all_gather",
+            OpKind::ReduceScatter(_) => "reduce_scatter",
+            OpKind::AllToAll { .. } => "all_to_all",
+            OpKind::Gather { .. } => "gather",
+            OpKind::Scatter { .. } => "scatter",
+            OpKind::Barrier => "barrier",
+            OpKind::Send { .. } => "send",
+            OpKind::Recv { .. } => "recv",
+        }
+    }
+
+    /// The reduce operation, for the kinds that have one.
+    pub fn reduce_op(&self) -> Option<ReduceOp> {
+        match *self {
+            OpKind::AllReduce(op) | OpKind::ReduceScatter(op) | OpKind::Reduce { op, .. } => Some(op),
+            _ => None,
+        }
+    }
+}
+
+/// An operation: its kind, its memory, and how long it may take.
+#[derive(Clone, Debug)]
+pub struct Op {
+    /// What is done.
+    pub kind: OpKind,
+    /// Memory that is read. For in-place operations (all_reduce, reduce, broadcast) the same as `outputs`.
+    pub inputs: Vec<Buffer>,
+    /// Memory that is written.
+    pub outputs: Vec<Buffer>,
+    /// The time limit; the communicator's when absent.
+    pub timeout: Option<Duration>,
+    /// How the caller waits.
+    pub mode: Mode,
+}

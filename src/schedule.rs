@@ -1,0 +1,284 @@
+//! A collective as data: the steps one rank takes, and which of them must wait for which.
+//!
+//! Offsets and lengths count elements. The spaces `Input` and `Output` are the operation's tensors laid end to end;
+//! `Scratch` is memory that the engine lends for the operation.
+//!
+//! ```
+//! use ncclx_rs::schedule::{Action, Builder, Slice, Space};
+//! use ncclx_rs::Rank;
+//! let all = Slice::new(Space::Output, 0, 8);
+//! let mut builder = Builder::new("example");
+//! builder.push(Action::RecvReduce { from: Rank(1), into: all });
+//! builder.push(Action::Send { to: Rank(2), from: all });
+//! let schedule = builder.finish();
+//! assert_eq!(schedule.steps[1].after.as_slice(), [0]); // it sends what the step before received
+//! ```
+
+use smallvec::SmallVec;
+
+use crate::types::Rank;
+
+/// The memory that a [`Slice`] lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Space {
+    /// The operation's input tensors, end to end; never written.
+    Input,
+    /// The operation's output tensors, end to end.
+    Output,
+    /// Memory of the engine, undefined at the start.
+    Scratch,
+}
+
+/// A run of elements in one space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Slice {
+    /// Where the elements lie.
+    pub space: Space,
+    /// The first element.
+    pub offset: usize,
+    /// The number of elements.
+    pub len: usize,
+}
+
+impl Slice {
+    /// The elements from `offset` to `offset + len`.
+    pub fn new(space: Space, offset: usize, len: usize) -> Self {
+        Slice { space, offset, len }
+    }
+
+    /// A message without content: a signal that the sender got this far.
+    pub fn empty() -> Self {
+        Slice::new(Space::Scratch, 0, 0)
+    }
+
+    /// `len` elements from the `offset`-th of this slice on.
+    ///
+    /// # Panics
+    /// When they do not lie inside this slice.
+    pub fn part(self, offset: usize, len: usize) -> Self {
+        assert!(offset + len <= self.len, "{self:?} has no part of {len} elements at {offset}");
+        Slice::new(self.space, self.offset + offset, len)
+    }
+
+    /// The `index`-th of `parts` nearly equal pieces; earlier pieces are the longer ones.
+    pub fn piece(self, index: usize, parts: usize) -> Self {
+        let (whole, rest) = (self.len / parts, self.len % parts);
+        self.part(index * whole + index.min(rest), whole + usize::from(index < rest))
+    }
+
+    fn end(self) -> usize {
+        self.offset + self.len
+    }
+
+    fn overlaps(self, other: Slice) -> bool {
+        self.space == other.space && self.offset < other.end() && other.offset < self.end()
+    }
+}
+
+/// Which factor of the operation a [`Action::Scale`] applies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scaling {
+    /// The rank's own factor of PREMUL_SUM; nothing for other operations.
+    PreMultiply,
+    /// The division by the world size of AVG; nothing for other operations.
+    Average,
+}
+
+/// What one step does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Sends a message. The k-th send to a peer meets the peer's k-th receive from this rank, in schedule order.
+    Send {
+        /// The receiving rank.
+        to: Rank,
+        /// What is sent.
+        from: Slice,
+    },
+    /// Receives a message.
+    Recv {
+        /// The sending rank.
+        from: Rank,
+        /// Where it goes.
+        into: Slice,
+    },
+    /// Receives a message and combines it: `into = into ⊕ message`.
+    RecvReduce {
+        /// The sending rank.
+        from: Rank,
+        /// The accumulator.
+        into: Slice,
+    },
+    /// Copies; a copy of memory onto itself is nothing.
+    Copy {
+        /// The source.
+        from: Slice,
+        /// The destination, as long as the source.
+        into: Slice,
+    },
+    /// `into = into ⊕ from`.
+    Reduce {
+        /// The right operand.
+        from: Slice,
+        /// The left operand and the result.
+        into: Slice,
+    },
+    /// `into = block₀ ⊕ block₁ ⊕ …` over the blocks of `into.len` elements that `from` consists of, rounded once.
+    Fold {
+        /// The blocks, in rank order; as long as `into` times a whole number.
+        from: Slice,
+        /// The result, apart from `from`.
+        into: Slice,
+    },
+    /// Multiplies in place.
+    Scale {
+        /// What is multiplied.
+        slice: Slice,
+        /// By which of the operation's factors.
+        by: Scaling,
+    },
+}
+
+impl Action {
+    /// The slice that is read, then the slice that is written.
+    fn touches(&self) -> (Option<Slice>, Option<Slice>) {
+        match *self {
+            Action::Send { from, .. } => (Some(from), None),
+            Action::Recv { into, .. } => (None, Some(into)),
+            Action::RecvReduce { into, .. } => (None, Some(into)),
+            Action::Copy { from, into } | Action::Reduce { from, into } | Action::Fold { from, into } => {
+                (Some(from), Some(into))
+            }
+            Action::Scale { slice, .. } => (None, Some(slice)),
+        }
+    }
+}
+
+/// The position of a step in its schedule.
+pub type StepId = u32;
+
+/// An action and the earlier steps that it must wait for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// What is done.
+    pub action: Action,
+    /// The steps that must be complete before, each with a smaller id, so that no cycle is possible.
+    pub after: SmallVec<[StepId; 4]>,
+}
+
+/// All that one rank does in one collective.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    /// The algorithm, for traces and tests.
+    pub name: &'static str,
+    /// The steps in an order that satisfies their dependencies.
+    pub steps: Vec<Step>,
+    /// Elements of scratch memory needed.
+    pub scratch: usize,
+}
+
+/// Writes a schedule in program order and derives the dependencies from the memory that the steps touch.
+#[derive(Debug)]
+pub struct Builder {
+    name: &'static str,
+    steps: Vec<Step>,
+    scratch: usize,
+    /// Steps before this one are waited for by every later step.
+    fence: Option<StepId>,
+    fence_pending: bool,
+}
+
+impl Builder {
+    /// An empty schedule of the algorithm `name`.
+    pub fn new(name: &'static str) -> Self {
+        Builder { name, steps: Vec::new(), scratch: 0, fence: None, fence_pending: false }
+    }
+
+    /// Reserves `len` elements of scratch memory.
+    pub fn scratch(&mut self, len: usize) -> Slice {
+        let slice = Slice::new(Space::Scratch, self.scratch, len);
+        self.scratch += len;
+        slice
+    }
+
+    /// Appends a step. It waits for every earlier step that wrote what it touches or read what it writes.
+    pub fn push(&mut self, action: Action) -> StepId {
+        let (read, write) = action.touches();
+        let conflicts = |earlier: &Action| {
+            let (was_read, was_written) = earlier.touches();
+            let meets = |a: Option<Slice>, b: Option<Slice>| matches!((a, b), (Some(a), Some(b)) if a.overlaps(b));
+            meets(was_written, read) || meets(was_written, write) || meets(was_read, write)
+        };
+        let id = self.steps.len() as StepId;
+        let after = if self.fence_pending {
+            self.fence_pending = false;
+            let first = self.fence.unwrap_or(0);
+            self.fence = Some(id);
+            (first..id).collect()
+        } else {
+            let first = self.fence.unwrap_or(0);
+            (first..id)
+                .filter(|&earlier| Some(earlier) == self.fence || conflicts(&self.steps[earlier as usize].action))
+                .collect()
+        };
+        self.steps.push(Step { action, after });
+        id
+    }
+
+    /// Makes the next step wait for all before it, and all later steps wait for that one.
+    pub fn barrier(&mut self) {
+        self.fence_pending = !self.steps.is_empty();
+    }
+
+    /// The finished schedule.
+    pub fn finish(self) -> Schedule {
+        Schedule { name: self.name, steps: self.steps, scratch: self.scratch }
+    }
+}
+
+/// Why schedules of different ranks do not fit together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("message {index} from rank {from} to rank {to}: {what}")]
+pub struct Mismatch {
+    /// The sending rank.
+    pub from: Rank,
+    /// The receiving rank.
+    pub to: Rank,
+    /// Its position among the messages from one to the other.
+    pub index: usize,
+    /// What is wrong with it.
+    pub what: String,
+}
+
+/// Checks that every send of every rank has a receive of the same length at its peer, and the other way around.
+pub fn check(all_ranks: &[Schedule]) -> Result<(), Mismatch> {
+    let size = all_ranks.len();
+    let mut sends = vec![Vec::new(); size * size];
+    let mut recvs = vec![Vec::new(); size * size];
+    for (me, schedule) in all_ranks.iter().enumerate() {
+        for step in &schedule.steps {
+            match step.action {
+                Action::Send { to, from } => sends[me * size + to.index()].push(from.len),
+                Action::Recv { from, into } | Action::RecvReduce { from, into } => {
+                    recvs[from.index() * size + me].push(into.len);
+                }
+                _ => {}
+            }
+        }
+    }
+    for (pair, (sent, received)) in sends.iter().zip(&recvs).enumerate() {
+        let differs = sent.iter().zip(received).position(|(a, b)| a != b);
+        let index = match differs {
+            Some(index) => index,
+            None if sent.len() == received.len() => continue,
+            None => sent.len().min(received.len()),
+        };
+        let length = |list: &[usize]| list.get(index).map_or("nothing".to_owned(), |len| format!("{len} elements"));
+        return Err(Mismatch {
+            from: Rank::from(pair / size),
+            to: Rank::from(pair % size),
+            index,
+            what: format!("{} sent, {} expected", length(sent), length(received)),
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,3 @@
+//! The fence: operating system calls and the unsafe code they need, behind safe faces.
+
+pub mod poller;

@@ -1,0 +1,1 @@
+//! One place to sleep for everything a communicator waits for.

@@ -1,0 +1,67 @@
+//! Byte streams between ranks: the trait, and the ordered table of what implements it.
+//!
+//! A stream goes one way, from the rank that opens it to the rank that accepts it, keeps order and loses nothing until
+//! it is down. It is opened when the first byte goes to a peer, so memory grows with peers that are talked to. Every
+//! stream proves that it knows the job's secret before its first byte reaches the reader ([`auth`]).
+//!
+//! Nothing here blocks. A thread that has nothing left to do calls `arm` on every stream, waits on the
+//! [`Poller`](crate::sys::poller::Poller), and calls `disarm`.
+
+pub mod auth;
+pub mod shm;
+pub mod sim;
+pub mod tcp;
+
+use std::io::IoSlice;
+
+use crate::error::LinkDown;
+use crate::types::Rank;
+
+/// The sending end of a stream.
+pub trait Outlet: Send {
+    /// Takes as many leading bytes of `bytes` as there is room for, possibly none; they need not outlive the call.
+    fn write(&mut self, bytes: &[IoSlice<'_>]) -> Result<usize, LinkDown>;
+
+    /// Asks for the poller to wake when there is room (only called while bytes wait). True: there is room now.
+    fn arm(&mut self) -> bool;
+
+    /// Ends what `arm` began.
+    fn disarm(&mut self);
+
+    /// Whether every byte taken so far has left this process, so that it survives this process's exit.
+    fn flushed(&mut self) -> Result<bool, LinkDown>;
+}
+
+/// The receiving end of a stream.
+pub trait Inlet: Send {
+    /// The bytes that can be read now, without copying; more may follow. Empty when there are none.
+    fn peek(&mut self) -> Result<&[u8], LinkDown>;
+
+    /// Drops the first `count` bytes of what `peek` showed.
+    fn consume(&mut self, count: usize);
+
+    /// Moves bytes into `into` and returns how many, possibly none.
+    fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
+
+    /// Asks for the poller to wake when bytes come. True: there are some now.
+    fn arm(&mut self) -> bool;
+
+    /// Ends what `arm` began.
+    fn disarm(&mut self);
+}
+
+/// A way to move bytes between ranks.
+pub trait Transport: Send {
+    /// The name in settings and messages.
+    fn name(&self) -> &'static str;
+
+    /// What peers need to reach this rank, published through the rendezvous.
+    fn address(&self) -> Vec<u8>;
+
+    /// Begins a stream to `peer`; its outlet takes bytes at once or later, and goes down when the connection fails.
+    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown>;
+
+    /// Streams that peers opened and that have proved who they are, since the last call. Never fails because of what a
+    /// stranger sent: such connections are dropped and logged.
+    fn accept(&mut self) -> Vec<(Rank, Box<dyn Inlet>)>;
+}

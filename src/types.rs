@@ -1,0 +1,175 @@
+//! The vocabulary: ranks, tags, element types, reduce operations.
+
+use std::fmt;
+
+/// A process's position in a communicator, from 0 to the world size minus one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Rank(pub u32);
+
+impl Rank {
+    /// The rank as an index into per-rank tables.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl From<usize> for Rank {
+    /// # Panics
+    /// When `index` is beyond 32 bits, which no communicator reaches.
+    fn from(index: usize) -> Self {
+        Rank(u32::try_from(index).expect("a rank fits in 32 bits"))
+    }
+}
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Tells point-to-point messages between the same two ranks apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Tag(pub u32);
+
+/// Which messages a receive accepts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// Only those of this rank.
+    Rank(Rank),
+    /// The first that arrives, from whichever rank.
+    Any,
+}
+
+/// What arithmetic a [`DType`] takes part in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// Two's complement integers: every reduce operation.
+    Integer,
+    /// IEEE-like floating point: all but the bitwise operations.
+    Float,
+    /// Complex numbers: sums only.
+    Complex,
+    /// Truth values: logical operations, with SUM as "or" and PRODUCT as "and".
+    Bool,
+    /// Bytes that are moved, never reduced.
+    None,
+}
+
+macro_rules! dtypes {
+    ($($variant:ident, $name:literal, $size:literal, $kind:ident;)*) => {
+        /// The element type of a buffer. Every type can be moved; [`DType::arithmetic`] says what can be reduced.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub enum DType {
+            $(#[doc = concat!("`", $name, "`, ", stringify!($size), " bytes")] $variant,)*
+        }
+
+        impl DType {
+            /// Every element type, in the order of its discriminants.
+            pub const ALL: &[DType] = &[$(DType::$variant),*];
+
+            /// PyTorch's name for the type.
+            pub fn name(self) -> &'static str {
+                match self { $(DType::$variant => $name,)* }
+            }
+
+            /// Bytes per element.
+            pub fn size(self) -> usize {
+                match self { $(DType::$variant => $size,)* }
+            }
+
+            /// The arithmetic the type takes part in.
+            pub fn arithmetic(self) -> Arithmetic {
+                match self { $(DType::$variant => Arithmetic::$kind,)* }
+            }
+        }
+    };
+}
+
+dtypes! {
+    Bool, "bool", 1, Bool;
+    U8, "uint8", 1, Integer;
+    I8, "int8", 1, Integer;
+    U16, "uint16", 2, Integer;
+    I16, "int16", 2, Integer;
+    U32, "uint32", 4, Integer;
+    I32, "int32", 4, Integer;
+    U64, "uint64", 8, Integer;
+    I64, "int64", 8, Integer;
+    F16, "float16", 2, Float;
+    BF16, "bfloat16", 2, Float;
+    F32, "float32", 4, Float;
+    F64, "float64", 8, Float;
+    C32, "complex32", 4, Complex;
+    C64, "complex64", 8, Complex;
+    C128, "complex128", 16, Complex;
+    F8E4M3FN, "float8_e4m3fn", 1, None;
+    F8E4M3FNUZ, "float8_e4m3fnuz", 1, None;
+    F8E5M2, "float8_e5m2", 1, None;
+    F8E5M2FNUZ, "float8_e5m2fnuz", 1, None;
+    F8E8M0FNU, "float8_e8m0fnu", 1, None;
+    F4E2M1FNX2, "float4_e2m1fn_x2", 1, None;
+    Opaque1, "1-byte elements", 1, None;
+    Opaque2, "2-byte elements", 2, None;
+    Opaque4, "4-byte elements", 4, None;
+    Opaque8, "8-byte elements", 8, None;
+    Opaque16, "16-byte elements", 16, None;
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// How a reduction combines the ranks' elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ReduceOp {
+    /// The sum.
+    Sum,
+    /// The sum divided by the world size; integers truncate toward zero.
+    Avg,
+    /// The product.
+    Product,
+    /// The least; a NaN wins.
+    Min,
+    /// The greatest; a NaN wins.
+    Max,
+    /// Bitwise and.
+    BitAnd,
+    /// Bitwise or.
+    BitOr,
+    /// Bitwise exclusive or.
+    BitXor,
+    /// Every rank's elements times its own factor, then the sum.
+    PreMulSum(f64),
+}
+
+impl ReduceOp {
+    /// PyTorch's name for the operation.
+    pub fn name(self) -> &'static str {
+        match self {
+            ReduceOp::Sum => "SUM",
+            ReduceOp::Avg => "AVG",
+            ReduceOp::Product => "PRODUCT",
+            ReduceOp::Min => "MIN",
+            ReduceOp::Max => "MAX",
+            ReduceOp::BitAnd => "BAND",
+            ReduceOp::BitOr => "BOR",
+            ReduceOp::BitXor => "BXOR",
+            ReduceOp::PreMulSum(_) => "PREMUL_SUM",
+        }
+    }
+
+    /// Whether the operation is defined on elements of `dtype`.
+    pub fn supports(self, dtype: DType) -> bool {
+        let bitwise = matches!(self, ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor);
+        match dtype.arithmetic() {
+            Arithmetic::Integer => true,
+            Arithmetic::Float => !bitwise,
+            Arithmetic::Complex => matches!(self, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_)),
+            Arithmetic::Bool => !matches!(self, ReduceOp::Avg | ReduceOp::PreMulSum(_)),
+            Arithmetic::None => false,
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! The handle of an operation in flight.

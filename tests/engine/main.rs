@@ -1,0 +1,1 @@
+//! One binary for the engine tests.
