@@ -1,1 +1,140 @@
-//! The handle of an operation in flight.
+//! The handle of an operation in flight: whether it is done, how it ended, who wants to know.
+//!
+//! A [`Work`] is completed once, by the engine. A thread that waits for it drives the engine meanwhile, through
+//! [`Drive`], so that no other thread has to be woken for an operation that its caller waits for.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use crate::error::Error;
+use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::types::Rank;
+
+/// Makes progress on behalf of a waiting thread.
+pub(crate) trait Drive: Send + Sync {
+    /// Drives until `work` is done or `deadline` has passed.
+    fn drive(&self, work: &Work, deadline: Option<Instant>);
+}
+
+type Callback = Box<dyn FnOnce(Result<(), Error>) + Send>;
+
+#[derive(Default)]
+struct State {
+    result: Option<Result<(), Error>>,
+    source: Option<Rank>,
+    callbacks: Vec<Callback>,
+}
+
+struct Inner {
+    done: AtomicBool,
+    state: Mutex<State>,
+    driver: Arc<dyn Drive>,
+    operation: &'static str,
+    sequence: u64,
+    started: Instant,
+}
+
+/// An operation in flight or done. Clones are the same operation.
+#[derive(Clone)]
+pub struct Work {
+    inner: Arc<Inner>,
+}
+
+impl Work {
+    pub(crate) fn new(driver: Arc<dyn Drive>, operation: &'static str, sequence: u64) -> Self {
+        let state = Mutex::new(State::default());
+        let done = AtomicBool::new(false);
+        Work { inner: Arc::new(Inner { done, state, driver, operation, sequence, started: Instant::now() }) }
+    }
+
+    /// Whether the operation has ended, well or badly.
+    pub fn is_done(&self) -> bool {
+        // Acquire: pairs with the Release in `complete`, so that the data the engine wrote is visible.
+        self.inner.done.load(Ordering::Acquire)
+    }
+
+    /// How the operation ended; nothing while it is in flight.
+    pub fn result(&self) -> Option<Result<(), Error>> {
+        lock(&self.inner.state).result.clone()
+    }
+
+    /// Blocks until the operation has ended, or until `timeout` has passed, which is an error and leaves it in flight.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<(), Error> {
+        if !self.is_done() {
+            let deadline = timeout.and_then(|limit| Instant::now().checked_add(limit));
+            self.inner.driver.drive(self, deadline);
+        }
+        self.run_callbacks();
+        self.result().unwrap_or_else(|| {
+            Err(Error::Timeout {
+                operation: format!("waiting for {}", self.inner.operation),
+                waited: timeout.unwrap_or_default(),
+                detail: "the operation is still in flight".to_owned(),
+            })
+        })
+    }
+
+    /// Calls `callback` with the result: now if the operation has ended, else once it does, on a thread that waits for
+    /// it or on one that the engine keeps for such calls.
+    pub fn on_complete(&self, callback: impl FnOnce(Result<(), Error>) + Send + 'static) {
+        let mut state = lock(&self.inner.state);
+        match state.result.clone() {
+            None => state.callbacks.push(Box::new(callback)),
+            Some(result) => {
+                drop(state);
+                callback(result);
+            }
+        }
+    }
+
+    /// The rank whose message a receive got.
+    pub fn source(&self) -> Option<Rank> {
+        lock(&self.inner.state).source
+    }
+
+    /// The position among the communicator's collectives, or among its point-to-point operations.
+    pub fn sequence(&self) -> u64 {
+        self.inner.sequence
+    }
+
+    /// The time since submission.
+    pub(crate) fn age(&self) -> Duration {
+        self.inner.started.elapsed()
+    }
+
+    /// Ends the operation; callbacks wait for [`Work::run_callbacks`]. The first result stays.
+    pub(crate) fn complete(&self, result: Result<(), Error>, source: Option<Rank>) {
+        let mut state = lock(&self.inner.state);
+        if state.result.is_none() {
+            state.result = Some(result);
+            state.source = source;
+            // Release: pairs with the Acquire in `is_done`.
+            self.inner.done.store(true, Ordering::Release);
+        }
+    }
+
+    /// Runs the callbacks of an ended operation that nobody has run yet. Must be called without an engine lock.
+    pub(crate) fn run_callbacks(&self) {
+        let mut state = lock(&self.inner.state);
+        let Some(result) = state.result.clone() else { return };
+        let callbacks = std::mem::take(&mut state.callbacks);
+        drop(state);
+        for callback in callbacks {
+            callback(result.clone());
+        }
+    }
+
+    pub(crate) fn has_callbacks(&self) -> bool {
+        !lock(&self.inner.state).callbacks.is_empty()
+    }
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Work")
+            .field("operation", &self.inner.operation)
+            .field("sequence", &self.inner.sequence)
+            .field("result", &self.result())
+            .finish()
+    }
+}

@@ -1,1 +1,16 @@
-//! Drives schedules over transports.
+//! Drives operations over transports and completes their works.
+//!
+//! [`core`] holds all state of a communicator's operations, behind one lock; [`driver`] decides which thread makes
+//! progress. Collectives run one after the other in the order issued ([`collective`]); point-to-point messages run
+//! beside them ([`message`]). [`frame`] is the format on the wire.
+
+pub(crate) mod collective;
+pub(crate) mod core;
+pub(crate) mod driver;
+pub(crate) mod frame;
+pub(crate) mod inbox;
+pub(crate) mod memory;
+pub(crate) mod message;
+pub(crate) mod outbox;
+pub(crate) mod plan;
+pub mod reduce;

@@ -1,0 +1,211 @@
+//! Turns an operation into the shape of a collective, and refuses what cannot be one.
+
+use crate::algo::Collective;
+use crate::buffer::Buffer;
+use crate::engine::frame::{OPERATIONS, REDUCTIONS, Signature};
+use crate::error::UsageError;
+use crate::op::{Op, OpKind};
+use crate::types::{DType, Rank, ReduceOp};
+
+/// A collective whose arguments fit together.
+#[derive(Debug)]
+pub(crate) struct Checked {
+    pub(crate) collective: Collective,
+    pub(crate) dtype: DType,
+    pub(crate) signature: Signature,
+}
+
+/// Where a communicator checks from: its size and this rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    pub(crate) me: Rank,
+    pub(crate) size: usize,
+}
+
+/// Checks a collective. The checks need no other rank: what ranks must agree on is compared when messages meet.
+pub(crate) fn collective(op: &Op, place: Place) -> Result<Checked, UsageError> {
+    let checker = Checker { op, place };
+    let dtype = checker.dtype()?;
+    checker.reduction(dtype)?;
+    let collective = match &op.kind {
+        OpKind::AllReduce(_) => Collective::AllReduce { count: checker.in_place()? },
+        OpKind::Reduce { root, .. } => {
+            Collective::Reduce { root: checker.rank("root", *root)?, count: checker.in_place()? }
+        }
+        OpKind::Broadcast { root } => {
+            Collective::Broadcast { root: checker.rank("root", *root)?, count: checker.in_place()? }
+        }
+        OpKind::AllGather => Collective::AllGather { counts: checker.blocks("output", &op.outputs, "input", &op.inputs)? },
+        OpKind::ReduceScatter(_) => {
+            Collective::ReduceScatter { counts: checker.blocks("input", &op.inputs, "output", &op.outputs)? }
+        }
+        OpKind::AllToAll { send, recv } => {
+            checker.splits("input_split_sizes", send, &op.inputs)?;
+            checker.splits("output_split_sizes", recv, &op.outputs)?;
+            let (sent, received) = (send[place.me.index()], recv[place.me.index()]);
+            if sent != received {
+                return Err(checker.error(
+                    "output_split_sizes",
+                    format!("{sent} elements from this rank itself, as the input split has"),
+                    received.to_string(),
+                ));
+            }
+            Collective::AllToAll { send: send.clone(), recv: recv.clone() }
+        }
+        OpKind::Gather { root } => {
+            let root = checker.rank("root", *root)?;
+            Collective::Gather { root, count: checker.rooted(root, "gather_list", &op.outputs, &op.inputs)? }
+        }
+        OpKind::Scatter { root } => {
+            let root = checker.rank("root", *root)?;
+            Collective::Scatter { root, count: checker.rooted(root, "scatter_list", &op.inputs, &op.outputs)? }
+        }
+        OpKind::Barrier => Collective::Barrier,
+        OpKind::Send { .. } | OpKind::Recv { .. } => unreachable!("messages are not collectives"),
+    };
+    let signature = signature(op, &collective, dtype);
+    Ok(Checked { collective, dtype, signature })
+}
+
+struct Checker<'a> {
+    op: &'a Op,
+    place: Place,
+}
+
+impl Checker<'_> {
+    fn error(&self, argument: &'static str, expected: impl Into<String>, got: impl Into<String>) -> UsageError {
+        let operation = self.op.kind.name().to_owned();
+        UsageError { operation, argument, expected: expected.into(), got: got.into() }
+    }
+
+    /// The one element type of all buffers; bytes where there are none.
+    fn dtype(&self) -> Result<DType, UsageError> {
+        let mut all = self.op.inputs.iter().chain(&self.op.outputs).map(|buffer| buffer.dtype());
+        let first = all.next().unwrap_or(DType::U8);
+        match all.find(|dtype| *dtype != first) {
+            None => Ok(first),
+            Some(other) => Err(self.error("tensors", format!("all of one dtype, {first}"), format!("also {other}"))),
+        }
+    }
+
+    fn reduction(&self, dtype: DType) -> Result<(), UsageError> {
+        match self.op.kind.reduce_op() {
+            Some(op) if !op.supports(dtype) => {
+                Err(self.error("op", format!("a reduce operation that {dtype} supports"), op.name()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn rank(&self, argument: &'static str, rank: Rank) -> Result<Rank, UsageError> {
+        if rank.index() < self.place.size {
+            return Ok(rank);
+        }
+        Err(self.error(argument, format!("a rank in [0, {})", self.place.size), rank.to_string()))
+    }
+
+    /// The number of elements where inputs and outputs have the same.
+    fn in_place(&self) -> Result<usize, UsageError> {
+        let (input, output) = (total(&self.op.inputs), total(&self.op.outputs));
+        if input == output {
+            return Ok(output);
+        }
+        Err(self.error("output", format!("{input} elements, as the input has"), output.to_string()))
+    }
+
+    /// The elements of every rank's block on the side that has all blocks: one buffer a rank, or one of equal blocks.
+    /// The other side is this rank's block.
+    fn blocks(
+        &self,
+        argument: &'static str,
+        all: &[Buffer],
+        own_argument: &'static str,
+        own: &[Buffer],
+    ) -> Result<Vec<usize>, UsageError> {
+        let size = self.place.size;
+        let counts: Vec<usize> = match all {
+            [one] if one.len() % size == 0 => vec![one.len() / size; size],
+            [one] => {
+                let expected = format!("a number of elements that {size} ranks can share equally");
+                return Err(self.error(argument, expected, one.len().to_string()));
+            }
+            many if many.len() == size => many.iter().map(|buffer| buffer.len()).collect(),
+            many => return Err(self.error(argument, format!("a list of {size} tensors"), many.len().to_string())),
+        };
+        let expected = counts[self.place.me.index()];
+        if total(own) != expected {
+            let what = format!("{expected} elements, as this rank's block of the {argument} has");
+            return Err(self.error(own_argument, what, total(own).to_string()));
+        }
+        Ok(counts)
+    }
+
+    fn splits(&self, argument: &'static str, counts: &[usize], buffers: &[Buffer]) -> Result<(), UsageError> {
+        let size = self.place.size;
+        if counts.len() != size {
+            return Err(self.error(argument, format!("{size} sizes, one a rank"), counts.len().to_string()));
+        }
+        let sum: usize = counts.iter().sum();
+        if sum != total(buffers) {
+            let expected = format!("sizes that add up to the tensor's {} elements", total(buffers));
+            return Err(self.error(argument, expected, format!("a sum of {sum}")));
+        }
+        Ok(())
+    }
+
+    /// The elements of a rank's own block in gather and scatter; the list is the root's.
+    fn rooted(&self, root: Rank, argument: &'static str, list: &[Buffer], own: &[Buffer]) -> Result<usize, UsageError> {
+        let count = total(own);
+        let size = self.place.size;
+        if self.place.me != root {
+            return match list {
+                [] => Ok(count),
+                _ => Err(self.error(argument, "no tensors on a rank that is not the root", list.len().to_string())),
+            };
+        }
+        match list {
+            [one] if one.len() == count * size => Ok(count),
+            many if many.len() == size => match many.iter().find(|buffer| buffer.len() != count) {
+                None => Ok(count),
+                Some(other) => {
+                    Err(self.error(argument, format!("tensors of {count} elements each"), other.len().to_string()))
+                }
+            },
+            [one] => Err(self.error(argument, format!("{count} elements for each of {size} ranks"), one.len().to_string())),
+            many => Err(self.error(argument, format!("a list of {size} tensors"), many.len().to_string())),
+        }
+    }
+}
+
+/// Checks a message's peer.
+pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> Result<(), UsageError> {
+    if rank.index() < size {
+        return Ok(());
+    }
+    let expected = format!("a rank in [0, {size})");
+    Err(UsageError { operation: op.kind.name().to_owned(), argument, expected, got: rank.to_string() })
+}
+
+fn total(buffers: &[Buffer]) -> usize {
+    buffers.iter().map(|buffer| buffer.len()).sum()
+}
+
+fn signature(op: &Op, collective: &Collective, dtype: DType) -> Signature {
+    let index = |list: &[&str], name: &str| list.iter().position(|known| *known == name).unwrap_or(0) as u8;
+    let (root, count) = match collective {
+        Collective::AllReduce { count } => (Rank(0), *count),
+        Collective::Reduce { count, root }
+        | Collective::Broadcast { count, root }
+        | Collective::Gather { count, root }
+        | Collective::Scatter { count, root } => (*root, *count),
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => (Rank(0), counts.iter().sum()),
+        Collective::AllToAll { .. } | Collective::Barrier => (Rank(0), 0),
+    };
+    Signature {
+        operation: index(&OPERATIONS, op.kind.name()),
+        dtype: dtype as u8,
+        reduction: op.kind.reduce_op().map_or(0, |op: ReduceOp| index(&REDUCTIONS, op.name())),
+        root: root.0,
+        count: count as u64,
+    }
+}

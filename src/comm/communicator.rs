@@ -1,0 +1,275 @@
+//! A group of ranks that communicate, and one rank's handle on it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use crate::comm::bootstrap::{self, Bootstrap, Keys};
+use crate::comm::check::{self, Place};
+use crate::comm::links::{self, Links};
+use crate::comm::store::Store;
+use crate::config::Config;
+use crate::engine::collective::Request;
+use crate::engine::core::Core;
+use crate::engine::driver::Driver;
+use crate::engine::memory::Region;
+use crate::engine::message::{Direction, MessageRequest};
+use crate::error::{Error, InitError};
+use crate::op::{Mode, Op, OpKind};
+use crate::sync::{Arc, AtomicU64, Ordering};
+use crate::sys::poller::Poller;
+use crate::topo::Topology;
+use crate::types::{Rank, Source};
+use crate::work::{Drive, Work};
+
+/// What a communicator is made from.
+#[derive(Clone)]
+pub struct CommOptions {
+    /// The name in messages. The same on every rank.
+    pub name: String,
+    /// This process's rank.
+    pub rank: Rank,
+    /// The number of ranks.
+    pub size: usize,
+    /// Where the ranks find each other. Keys of one communicator must not meet those of another.
+    pub store: Arc<dyn Store>,
+    /// The time limit of operations that have none of their own; the configuration's when absent.
+    pub timeout: Option<Duration>,
+    /// Settings for this communicator alone, by name; see [`crate::config`].
+    pub hints: Vec<(String, String)>,
+}
+
+/// One rank's handle on a communicator.
+///
+/// Operations are submitted in the same order on every rank. Collectives run in that order; point-to-point messages
+/// run beside them. All methods may be called from any thread.
+///
+/// ```
+/// use std::sync::Arc;
+/// use ncclx_rs::comm::store::MemoryStore;
+/// use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Mode, Op, OpKind, Rank, ReduceOp};
+///
+/// let store = Arc::new(MemoryStore::default());
+/// let ranks: Vec<_> = (0..2)
+///     .map(|rank| {
+///         let store = store.clone();
+///         std::thread::spawn(move || -> Result<f32, ncclx_rs::Error> {
+///             let options = CommOptions {
+///                 name: "example".into(), rank: Rank(rank), size: 2, store, timeout: None, hints: vec![],
+///             };
+///             let comm = Communicator::new(options)?;
+///             let mut value = [rank as f32 + 1.0];
+///             // SAFETY: `value` outlives the wait below and nobody else touches it before.
+///             let buffer = unsafe { Buffer::from_raw(value.as_mut_ptr().cast(), 1, DType::F32) };
+///             let kind = OpKind::AllReduce(ReduceOp::Sum);
+///             let op = Op { kind, inputs: vec![buffer], outputs: vec![buffer], timeout: None, mode: Mode::Blocking };
+///             comm.submit(op)?.wait(None)?;
+///             comm.shutdown()?;
+///             Ok(value[0])
+///         })
+///     })
+///     .collect();
+/// for rank in ranks {
+///     assert_eq!(rank.join().unwrap()?, 3.0);
+/// }
+/// # Ok::<(), ncclx_rs::Error>(())
+/// ```
+pub struct Communicator {
+    name: String,
+    place: Place,
+    timeout_millis: AtomicU64,
+    driver: Arc<Driver>,
+}
+
+impl Communicator {
+    /// Joins the communicator: returns once every rank has come, or fails after the configured time on all that came.
+    pub fn new(options: CommOptions) -> Result<Communicator, InitError> {
+        let CommOptions { name, rank, size, store, timeout, hints } = options;
+        if rank.index() >= size {
+            return Err(InitError::Config(format!("communicator `{name}`: rank {rank} is not in [0, {size})")));
+        }
+        let config = Config::resolve(&hints)?;
+        let os = |cause: std::io::Error| InitError::Os {
+            comm: name.clone(),
+            what: "the event poller".to_owned(),
+            cause: cause.to_string(),
+        };
+        let poller = Poller::new().map_err(os)?;
+        let mut links = Links::default();
+        let host = store.rendezvous_host();
+        let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
+            links = Links::open(&name, rank, size, keys, &config, &poller, host.as_deref())?;
+            Ok(links.addresses())
+        };
+        let Bootstrap { ranks, .. } = bootstrap::join(&name, rank, size, store.as_ref(), &config, open)?;
+        let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
+        let topo = Topology::new(&hosts);
+        let routes = links.routes(&name, rank, &topo, &ranks, &config)?;
+        let spin = config.spin.unwrap_or_else(|| links::default_spin(topo.hosts()[topo.host_of(rank)].len()));
+        let mut core = Core::new(name.clone(), rank, topo, links.into_transports(), routes);
+        core.eager_bytes = config.eager_bytes;
+        core.algorithm = config.algorithm;
+        let driver = Driver::new(core, poller, spin);
+        let timeout = timeout.unwrap_or(config.timeout);
+        let place = Place { me: rank, size };
+        Ok(Communicator { name, place, timeout_millis: AtomicU64::new(millis(timeout)), driver })
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> Rank {
+        self.place.me
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.place.size
+    }
+
+    /// The name in messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The number of collectives submitted so far.
+    pub fn sequence(&self) -> u64 {
+        self.driver.with_core(|core| core.collectives.next_sequence())
+    }
+
+    /// Sets the time limit of operations submitted from now on that have none of their own.
+    pub fn set_timeout(&self, timeout: Duration) {
+        // Relaxed: the value stands alone.
+        self.timeout_millis.store(millis(timeout), Ordering::Relaxed);
+    }
+
+    /// Begins an operation. A usage error means that nothing was sent and the communicator is as before.
+    ///
+    /// After [`Mode::Blocking`] the caller waits for the work next; nobody else drives it until then.
+    pub fn submit(&self, op: Op) -> Result<Work, Error> {
+        let timeout = op.timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_millis.load(Ordering::Relaxed)));
+        let mode = op.mode;
+        let work = match op.kind {
+            OpKind::Send { to, tag } => {
+                check::peer(&op, "dst", to, self.place.size)?;
+                self.message(&op, Direction::Send(to), tag, Region::of(&op.inputs), timeout)?
+            }
+            OpKind::Recv { from, tag } => {
+                if let Source::Rank(rank) = from {
+                    check::peer(&op, "src", rank, self.place.size)?;
+                }
+                self.message(&op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)?
+            }
+            _ => self.collective(&op, timeout)?,
+        };
+        if mode == Mode::Async {
+            self.driver.flush_finished();
+            if !work.is_done() {
+                self.driver.hand_over().map_err(|cause| InitError::Os {
+                    comm: self.name.clone(),
+                    what: "the background thread".to_owned(),
+                    cause: cause.to_string(),
+                })?;
+            }
+        }
+        Ok(work)
+    }
+
+    fn collective(&self, op: &Op, timeout: Duration) -> Result<Work, Error> {
+        let checked = check::collective(op, self.place)?;
+        self.enter(op, |core, driver| {
+            let work = Work::new(driver, op.kind.name(), core.collectives.next_sequence());
+            core.collectives.submit(Request {
+                collective: checked.collective,
+                signature: checked.signature,
+                reduce: op.kind.reduce_op(),
+                dtype: checked.dtype,
+                input: Region::of(&op.inputs),
+                output: Region::of(&op.outputs),
+                timeout,
+                work: work.clone(),
+            });
+            work
+        })
+    }
+
+    fn message(
+        &self,
+        op: &Op,
+        direction: Direction,
+        tag: crate::types::Tag,
+        region: Region,
+        timeout: Duration,
+    ) -> Result<Work, Error> {
+        self.enter(op, |core, driver| {
+            let work = Work::new(driver, op.kind.name(), core.messages.next_id());
+            core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
+            work
+        })
+    }
+
+    /// Runs `begin` on the open core, and for asynchronous operations takes the first steps at once.
+    fn enter(&self, op: &Op, begin: impl FnOnce(&mut Core, Arc<dyn Drive>) -> Work) -> Result<Work, Error> {
+        self.driver.with_core(|core| {
+            if let Some(how) = &core.closed {
+                return Err(core.closed_error(op.kind.name(), how));
+            }
+            let driver: Arc<Driver> = Arc::clone(&self.driver);
+            let work = begin(core, driver);
+            if op.mode == Mode::Async {
+                for _ in 0..FIRST_STEPS {
+                    if work.is_done() || !core.progress(false) {
+                        break;
+                    }
+                }
+            }
+            Ok(work)
+        })
+    }
+
+    /// Ends every operation in flight with an error that says `reason`, on this rank. Peers see this rank as lost.
+    /// Idempotent; callable while other threads wait.
+    pub fn abort(&self, reason: &str) {
+        self.close(&format!("aborted: {reason}"));
+    }
+
+    /// Lets what is in flight finish within a short grace, then leaves. Idempotent.
+    pub fn shutdown(&self) -> Result<(), Error> {
+        let now = Instant::now();
+        let settled = |core: &mut Core| core.closed.is_some() || (core.collectives.is_idle() && core.messages.is_idle());
+        self.driver.drive_until(|driver| driver.with_core(settled), now.checked_add(OPERATIONS_GRACE));
+        let flushed = |core: &mut Core| core.closed.is_some() || (!core.is_busy() && core.flushed());
+        self.driver.drive_until(|driver| driver.with_core(flushed), Instant::now().checked_add(PROTOCOL_GRACE));
+        self.close("shut down");
+        Ok(())
+    }
+
+    fn close(&self, how: &str) {
+        self.driver.with_core(|core| core.close(how));
+        self.driver.flush_finished();
+        self.driver.close();
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        self.close("dropped");
+    }
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Communicator").field("name", &self.name).field("place", &self.place).finish_non_exhaustive()
+    }
+}
+
+fn millis(timeout: Duration) -> u64 {
+    u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// How many turns of progress an asynchronous submission makes itself.
+const FIRST_STEPS: usize = 4;
+
+/// How long `shutdown` waits for operations in flight.
+const OPERATIONS_GRACE: Duration = Duration::from_secs(10);
+
+/// How long `shutdown` waits for bytes that no operation waits for, such as news of a failure.
+const PROTOCOL_GRACE: Duration = Duration::from_secs(1);

@@ -1,0 +1,495 @@
+//! Collectives: one at a time, in the order issued, each by its plan.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use crate::algo::{Collective, Setting};
+use crate::engine::core::{Core, control, deadline};
+use crate::engine::frame::{FrameKind, Header, Lane, Signature};
+use crate::engine::inbox::{Arrival, Placement, Sink};
+use crate::engine::memory::{Region, Scratch, Spaces};
+use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::engine::plan::{Plan, PlanCache};
+use crate::engine::reduce;
+use crate::error::{Error, rank_list};
+use crate::schedule::{Action, Scaling, StepId};
+use crate::sync::Arc;
+use crate::types::{DType, Rank, ReduceOp};
+use crate::work::Work;
+
+/// A collective as it is submitted.
+pub(crate) struct Request {
+    pub(crate) collective: Collective,
+    pub(crate) signature: Signature,
+    pub(crate) reduce: Option<ReduceOp>,
+    pub(crate) dtype: DType,
+    pub(crate) input: Region,
+    pub(crate) output: Region,
+    pub(crate) timeout: Duration,
+    pub(crate) work: Work,
+}
+
+/// A message that came before it was asked for.
+enum Arrived {
+    Whole(Vec<u8>),
+    Announced { token: u64, len: u64 },
+}
+
+/// A message's place among all: sender, sequence number, position between the two ranks.
+type Key = (Rank, u64, u32);
+
+struct Active {
+    sequence: u64,
+    request: Request,
+    plan: Arc<Plan>,
+    spaces: Spaces,
+    /// Per step, how many others it still waits for.
+    blocked: Vec<u32>,
+    ready: VecDeque<StepId>,
+    left: usize,
+    deadline: Option<Instant>,
+    /// When the others are told that this rank waits.
+    announce_at: Option<Instant>,
+}
+
+/// The collectives of one communicator.
+#[derive(Default)]
+pub(crate) struct Collectives {
+    next: u64,
+    queue: VecDeque<Request>,
+    active: Option<Active>,
+    /// Receives of the active collective that wait, with their steps.
+    posted: HashMap<Key, StepId>,
+    arrived: HashMap<Key, (Signature, Arrived)>,
+    /// Collectives that other ranks gave up before this rank came to them.
+    failed: BTreeMap<u64, (Rank, String)>,
+    plans: PlanCache,
+    scratch: Scratch,
+}
+
+impl Collectives {
+    pub(crate) fn is_idle(&self) -> bool {
+        self.active.is_none() && self.queue.is_empty()
+    }
+
+    /// The sequence number that the next collective gets.
+    pub(crate) fn next_sequence(&self) -> u64 {
+        self.next
+    }
+
+    pub(crate) fn submit(&mut self, request: Request) {
+        self.next += 1;
+        self.queue.push_back(request);
+    }
+
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        let active = self.active.as_ref()?;
+        active.deadline.into_iter().chain(active.announce_at).min()
+    }
+
+    /// The collective that runs now or next: what came for earlier ones is stale.
+    fn current(&self) -> u64 {
+        self.next - self.queue.len() as u64 - u64::from(self.active.is_some())
+    }
+}
+
+impl Core {
+    /// Starts, advances and completes collectives as far as they go. True: something moved.
+    pub(crate) fn run_collectives(&mut self) -> bool {
+        let mut moved = false;
+        loop {
+            if self.collectives.active.is_none() && !self.start_next() {
+                return moved;
+            }
+            while let Some(step) = self.collectives.active.as_mut().and_then(|active| active.ready.pop_front()) {
+                moved = true;
+                self.run_step(step);
+            }
+            match &self.collectives.active {
+                Some(active) if active.left == 0 => self.finish_active(Ok(())),
+                Some(_) => return moved,
+                None => {}
+            }
+            moved = true;
+        }
+    }
+
+    fn start_next(&mut self) -> bool {
+        let Some(request) = self.collectives.queue.pop_front() else { return false };
+        let sequence = self.collectives.next - self.collectives.queue.len() as u64 - 1;
+        let element = request.dtype.size();
+        let setting = Setting { me: self.me, topo: &self.topo, element };
+        let forced = self.algorithm.as_deref();
+        let plan = self.collectives.plans.plan(request.collective.clone(), setting, forced);
+        let spaces = Spaces {
+            input: request.input.clone(),
+            output: request.output.clone(),
+            scratch: self.collectives.scratch.region(plan.schedule.scratch * element),
+            element,
+        };
+        let blocked: Vec<u32> = plan.schedule.steps.iter().map(|step| step.after.len() as u32).collect();
+        let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
+        let now = Instant::now();
+        let deadline = deadline(now, request.timeout);
+        let announce_at = now.checked_add(ANNOUNCE_AFTER.min(request.timeout / 4));
+        let left = blocked.len();
+        let active = Active { sequence, request, plan, spaces, blocked, ready, left, deadline, announce_at };
+        self.collectives.active = Some(active);
+        if let Some((rank, text)) = self.collectives.failed.remove(&sequence) {
+            self.fail_active_remotely(rank, text);
+        } else {
+            self.check_arrived_signatures(sequence);
+        }
+        true
+    }
+
+    /// Compares what came early with what this rank called.
+    fn check_arrived_signatures(&mut self, sequence: u64) {
+        let early = self.collectives.arrived.iter().filter(|((_, key, _), _)| *key == sequence);
+        let early: Vec<(Rank, Signature)> = early.map(|((from, ..), (signature, _))| (*from, *signature)).collect();
+        for (from, signature) in early {
+            if !self.check_signature(from, signature) {
+                return;
+            }
+        }
+    }
+
+    /// Fails the active collective if `from` called another. True: they agree.
+    fn check_signature(&mut self, from: Rank, theirs: Signature) -> bool {
+        let Some(active) = &self.collectives.active else { return true };
+        let ours = active.request.signature;
+        if ours == theirs {
+            return true;
+        }
+        let detail = format!(
+            "the ranks disagree on collective {}: rank {} called {}, rank {from} called {}",
+            active.sequence,
+            self.me,
+            ours.describe(),
+            theirs.describe()
+        );
+        self.fail_active_with(|operation| Error::Mismatch { operation, detail });
+        false
+    }
+
+    fn run_step(&mut self, step: StepId) {
+        let Some(active) = &mut self.collectives.active else { return };
+        let (action, message) = (active.plan.schedule.steps[step as usize].action, active.plan.message[step as usize]);
+        let sequence = active.sequence;
+        let (dtype, op) = (active.request.dtype, active.request.reduce.unwrap_or(ReduceOp::Sum));
+        let world = self.size();
+        let Some(active) = &mut self.collectives.active else { return };
+        match action {
+            Action::Send { to, from } => self.start_send(step, to, active.spaces.region(from), message),
+            Action::Recv { from, .. } | Action::RecvReduce { from, .. } => self.start_receive(step, from, message),
+            Action::Copy { from, into } => {
+                let source = active.spaces.region(from);
+                active.spaces.region(into).copy_from(&source);
+                self.step_done(sequence, step);
+            }
+            Action::Reduce { from, into } => {
+                let source = active.spaces.region(from);
+                active.spaces.region(into).zip(&source, |into, from| reduce::combine(op, dtype, into, from));
+                self.step_done(sequence, step);
+            }
+            Action::Fold { from, into } => {
+                fold(op, dtype, &mut active.spaces.region(into), &active.spaces.region(from));
+                self.step_done(sequence, step);
+            }
+            Action::Scale { slice, by } => {
+                if scales(op, by) {
+                    active.spaces.region(slice).each_mut(|run| reduce::scale(op, dtype, by, world, run));
+                }
+                self.step_done(sequence, step);
+            }
+        }
+    }
+
+    fn start_send(&mut self, step: StepId, to: Rank, region: Region, message: u32) {
+        if let Some(cause) = self.lost(to).map(str::to_owned) {
+            return self.fail_active_lost(to, cause);
+        }
+        let Some(active) = &self.collectives.active else { return };
+        let len = region.len();
+        let header = Header {
+            signature: active.request.signature,
+            index: message,
+            ..control(FrameKind::Eager, Lane::Collective, active.sequence, 0, len as u64)
+        };
+        let owner = Owner { op: OpRef::Collective(active.sequence), step };
+        let body = if len == 0 { Body::Empty } else { Body::Memory(region) };
+        self.send_message(to, header, body, owner, len <= self.eager_bytes);
+        if let Some(cause) = self.lost(to).map(str::to_owned) {
+            self.fail_active_lost(to, cause);
+        }
+    }
+
+    fn start_receive(&mut self, step: StepId, from: Rank, message: u32) {
+        let Some(active) = &self.collectives.active else { return };
+        let sequence = active.sequence;
+        let key = (from, sequence, message);
+        let early = self.collectives.arrived.remove(&key);
+        match early {
+            Some((_, Arrived::Whole(bytes))) => {
+                if let Some(mut placement) = self.placement(step, from, bytes.len() as u64) {
+                    placement.take(&bytes);
+                    self.step_done(sequence, step);
+                }
+            }
+            Some((_, Arrived::Announced { token, len })) => {
+                if let Some(placement) = self.placement(step, from, len) {
+                    self.grant(from, token, Lane::Collective, placement);
+                }
+            }
+            None => {
+                self.reach(from);
+                match self.lost(from).map(str::to_owned) {
+                    Some(cause) => self.fail_active_lost(from, cause),
+                    None => {
+                        self.collectives.posted.insert(key, step);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The place that `step` receives into, if it is of the length that arrives; else the collective fails.
+    fn placement(&mut self, step: StepId, from: Rank, len: u64) -> Option<Placement> {
+        let active = self.collectives.active.as_ref()?;
+        let (into, arrival) = match active.plan.schedule.steps[step as usize].action {
+            Action::RecvReduce { into, .. } => {
+                let op = active.request.reduce.unwrap_or(ReduceOp::Sum);
+                (into, Arrival::Reduce(op, active.request.dtype))
+            }
+            Action::Recv { into, .. } => (into, Arrival::Store),
+            _ => return None,
+        };
+        let region = active.spaces.region(into);
+        if region.len() as u64 != len {
+            let detail = format!(
+                "the ranks disagree on the sizes of collective {}: rank {} expected {} bytes from rank {from}, which sent {len}",
+                active.sequence,
+                self.me,
+                region.len()
+            );
+            self.fail_active_with(|operation| Error::Mismatch { operation, detail });
+            return None;
+        }
+        let owner = Owner { op: OpRef::Collective(active.sequence), step };
+        Some(Placement { region, arrival, owner, filled: 0 })
+    }
+
+    // ---- arrivals ----
+
+    /// The step that waits for `header`, if the message is for the active collective and the ranks agree on it.
+    fn posted_step(&mut self, from: Rank, header: Header) -> Result<Option<StepId>, Stale> {
+        if header.key < self.collectives.current() {
+            return Err(Stale);
+        }
+        let is_active = self.collectives.active.as_ref().is_some_and(|active| active.sequence == header.key);
+        if is_active && !self.check_signature(from, header.signature) {
+            return Err(Stale);
+        }
+        Ok(self.collectives.posted.remove(&(from, header.key, header.index)))
+    }
+
+    pub(crate) fn collective_arrives(&mut self, from: Rank, header: Header) -> Sink {
+        match self.posted_step(from, header) {
+            Err(Stale) => Sink::Discard,
+            Ok(None) => Sink::Heap(Vec::new()),
+            Ok(Some(step)) => self.placement(step, from, header.len).map_or(Sink::Discard, Sink::Place),
+        }
+    }
+
+    /// A message that nobody waited for when its header came is complete.
+    pub(crate) fn collective_kept(&mut self, from: Rank, header: Header, bytes: Vec<u8>) {
+        let sequence = header.key;
+        match self.posted_step(from, header) {
+            Err(Stale) => {}
+            Ok(None) => {
+                let key = (from, header.key, header.index);
+                self.collectives.arrived.insert(key, (header.signature, Arrived::Whole(bytes)));
+            }
+            Ok(Some(step)) => {
+                if let Some(mut placement) = self.placement(step, from, header.len) {
+                    placement.take(&bytes);
+                    self.step_done(sequence, step);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn collective_announced(&mut self, from: Rank, header: Header) -> Sink {
+        match self.posted_step(from, header) {
+            Err(Stale) => {}
+            Ok(None) => {
+                let arrived = Arrived::Announced { token: header.token, len: header.len };
+                let key = (from, header.key, header.index);
+                self.collectives.arrived.insert(key, (header.signature, arrived));
+            }
+            Ok(Some(step)) => {
+                if let Some(placement) = self.placement(step, from, header.len) {
+                    self.grant(from, header.token, Lane::Collective, placement);
+                }
+            }
+        }
+        Sink::Discard
+    }
+
+    /// `from` has called collective `header.key` and waits.
+    pub(crate) fn collective_called(&mut self, from: Rank, header: Header) {
+        if self.collectives.active.as_ref().is_some_and(|active| active.sequence == header.key) {
+            self.check_signature(from, header.signature);
+        }
+    }
+
+    pub(crate) fn collective_failed_elsewhere(&mut self, from: Rank, sequence: u64, text: String) {
+        match &self.collectives.active {
+            Some(active) if active.sequence == sequence => self.fail_active_remotely(from, text),
+            _ if sequence >= self.collectives.current() => {
+                self.collectives.failed.entry(sequence).or_insert((from, text));
+            }
+            _ => {}
+        }
+    }
+
+    pub(crate) fn step_done(&mut self, sequence: u64, step: StepId) {
+        let Some(active) = self.collectives.active.as_mut().filter(|active| active.sequence == sequence) else { return };
+        active.left -= 1;
+        for &dependent in &active.plan.dependents[step as usize] {
+            let blocked = &mut active.blocked[dependent as usize];
+            *blocked -= 1;
+            if *blocked == 0 {
+                active.ready.push_back(dependent);
+            }
+        }
+    }
+
+    // ---- ends ----
+
+    fn finish_active(&mut self, result: Result<(), Error>) {
+        let Some(active) = self.collectives.active.take() else { return };
+        if result.is_err() {
+            self.cancel(OpRef::Collective(active.sequence));
+            self.collectives.posted.clear();
+            self.collectives.arrived.retain(|(_, sequence, _), _| *sequence > active.sequence);
+        }
+        let work = active.request.work.clone();
+        drop(active);
+        work.complete(result, None);
+        self.finished.push(work);
+    }
+
+    /// Ends the active collective with an error found here, and tells every other rank.
+    fn fail_active_with(&mut self, error: impl FnOnce(String) -> Error) {
+        let Some(active) = &self.collectives.active else { return };
+        let sequence = active.sequence;
+        let error = error(active.request.signature.describe());
+        let text = error.to_string();
+        self.finish_active(Err(error));
+        for peer in self.everyone_else() {
+            self.send_failure(peer, Lane::Collective, sequence, 0, &text);
+        }
+    }
+
+    fn fail_active_remotely(&mut self, rank: Rank, cause: String) {
+        let Some(active) = &self.collectives.active else { return };
+        let operation = active.request.signature.describe();
+        self.finish_active(Err(Error::Remote { operation, rank: rank.0, cause }));
+    }
+
+    fn fail_active_lost(&mut self, rank: Rank, cause: String) {
+        self.fail_active_with(|operation| Error::PeerLost { operation, rank: rank.0, cause });
+    }
+
+    fn everyone_else(&self) -> Vec<Rank> {
+        let all = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
+        if self.size() <= TELL_ALL_UP_TO { all.collect() } else { all.filter(|rank| self.lost(*rank).is_none()).take(TELL_ALL_UP_TO).collect() }
+    }
+
+    /// Ends the active collective if it cannot do without `peer`.
+    pub(crate) fn lose_collectives(&mut self, peer: Rank, cause: &str) {
+        let Some(active) = &self.collectives.active else { return };
+        let waits = self.collectives.posted.keys().any(|(from, ..)| *from == peer)
+            || self.exchanges(OpRef::Collective(active.sequence), peer);
+        if waits {
+            self.fail_active_lost(peer, cause.to_owned());
+        }
+    }
+
+    pub(crate) fn close_collectives(&mut self, how: &str) {
+        if let Some(active) = &self.collectives.active {
+            let error = self.closed_error(&active.request.signature.describe(), how);
+            self.finish_active(Err(error));
+        }
+        while let Some(request) = self.collectives.queue.pop_front() {
+            let error = self.closed_error(&request.signature.describe(), how);
+            let work = request.work.clone();
+            drop(request);
+            work.complete(Err(error), None);
+            self.finished.push(work);
+        }
+        self.collectives.arrived.clear();
+    }
+
+    pub(crate) fn check_collective_deadline(&mut self, now: Instant) {
+        let Some(active) = &mut self.collectives.active else { return };
+        let sequence = active.sequence;
+        if active.announce_at.is_some_and(|at| at <= now) {
+            active.announce_at = None;
+            let signature = active.request.signature;
+            let here = Header { signature, ..control(FrameKind::Here, Lane::Collective, sequence, 0, 0) };
+            for peer in self.everyone_else() {
+                self.send(peer, here, Body::Empty, Owner::PROTOCOL);
+            }
+        }
+        let Some(active) = &self.collectives.active else { return };
+        if active.deadline.is_some_and(|deadline| deadline <= now) {
+            let waited = active.request.work.age();
+            let detail = self.who_is_missing(sequence);
+            self.fail_active_with(|operation| Error::Timeout { operation, waited, detail });
+        }
+    }
+
+    /// Says which ranks have not called collective `sequence`, or, if all have, which ones this rank waits for.
+    fn who_is_missing(&self, sequence: u64) -> String {
+        let others = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
+        let missing: Vec<Rank> = others.clone().filter(|rank| !self.has_called(*rank, sequence)).collect();
+        if !missing.is_empty() {
+            return format!("collective {sequence}: rank(s) {} did not call it", rank_list(&missing));
+        }
+        let posted: HashSet<Rank> = self.collectives.posted.keys().map(|(from, ..)| *from).collect();
+        let op = OpRef::Collective(sequence);
+        let slow: Vec<Rank> = others.filter(|rank| posted.contains(rank) || self.exchanges(op, *rank)).collect();
+        format!("collective {sequence}: all ranks called it; rank(s) {} did not finish their part", rank_list(&slow))
+    }
+}
+
+/// The message belongs to a collective that is over.
+struct Stale;
+
+fn scales(op: ReduceOp, by: Scaling) -> bool {
+    matches!((op, by), (ReduceOp::Avg, Scaling::Average) | (ReduceOp::PreMulSum(_), Scaling::PreMultiply))
+}
+
+/// Folds the blocks of `from` into `into`, one run of `into` at a time.
+fn fold(op: ReduceOp, dtype: DType, into: &mut Region, from: &Region) {
+    let block = into.len();
+    if block == 0 {
+        return;
+    }
+    let mut at = 0;
+    while at < block {
+        let run = into.run_mut(at);
+        let take = run.len();
+        let blocks: Vec<&[u8]> = (0..from.len() / block).map(|index| &from.run(index * block + at)[..take]).collect();
+        reduce::fold(op, dtype, run, &blocks);
+        at += take;
+    }
+}
+
+/// How long a collective waits before this rank tells the others that it is here.
+const ANNOUNCE_AFTER: Duration = Duration::from_millis(500);
+
+/// In larger worlds, failures and waits are told to this many ranks, and they time out on the others.
+const TELL_ALL_UP_TO: usize = 128;

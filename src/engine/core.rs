@@ -1,0 +1,481 @@
+//! All state of a communicator's operations, and the loop that moves it forward.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use crate::engine::collective::Collectives;
+use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Header, Lane, Signature};
+use crate::engine::inbox::{Event, Inbox, Placement, Sink};
+use crate::engine::message::Messages;
+use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
+use crate::error::{Error, LinkDown};
+use crate::topo::Topology;
+use crate::transport::Transport;
+use crate::types::Rank;
+use crate::work::Work;
+
+/// How a peer is reached.
+#[derive(Clone, Debug)]
+pub(crate) struct Route {
+    /// Which of the core's transports.
+    pub(crate) transport: usize,
+    /// The peer's address on it.
+    pub(crate) address: Vec<u8>,
+}
+
+/// One other rank, as this one sees it.
+#[derive(Default)]
+struct Peer {
+    outbox: Outbox,
+    inbox: Option<Inbox>,
+    /// Why it cannot be reached any more.
+    lost: Option<String>,
+    /// One more than the last collective that it is known to have called.
+    called: u64,
+}
+
+/// A long message that waits for its receiver's grant.
+#[derive(Debug)]
+pub(crate) struct Announced {
+    pub(crate) to: Rank,
+    pub(crate) header: Header,
+    pub(crate) body: Body,
+    pub(crate) owner: Owner,
+}
+
+/// What a communicator's operations share.
+pub(crate) struct Core {
+    pub(crate) me: Rank,
+    pub(crate) name: String,
+    pub(crate) topo: Topology,
+    pub(crate) eager_bytes: usize,
+    /// The algorithm that the configuration forces, where it has one for the shape.
+    pub(crate) algorithm: Option<String>,
+    transports: Vec<Box<dyn Transport>>,
+    routes: Vec<Option<Route>>,
+    peers: Vec<Peer>,
+    pub(crate) collectives: Collectives,
+    pub(crate) messages: Messages,
+    /// Own long messages that are announced, by token.
+    announced: HashMap<u64, Announced>,
+    next_token: u64,
+    /// Places for long messages that were granted, by sender and token.
+    placements: HashMap<(Rank, u64), Placement>,
+    /// Works that ended and whose callbacks have not been run.
+    pub(crate) finished: Vec<Work>,
+    /// Why nothing can be submitted any more.
+    pub(crate) closed: Option<String>,
+    ticks: u32,
+}
+
+impl Core {
+    pub(crate) fn new(
+        name: String,
+        me: Rank,
+        topo: Topology,
+        transports: Vec<Box<dyn Transport>>,
+        routes: Vec<Option<Route>>,
+    ) -> Core {
+        let peers = (0..topo.size()).map(|_| Peer::default()).collect();
+        Core {
+            me,
+            name,
+            topo,
+            eager_bytes: 8192,
+            algorithm: None,
+            transports,
+            routes,
+            peers,
+            collectives: Collectives::default(),
+            messages: Messages::new(),
+            announced: HashMap::new(),
+            next_token: 0,
+            placements: HashMap::new(),
+            finished: Vec::new(),
+            closed: None,
+            ticks: 0,
+        }
+    }
+
+    /// The number of ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Whether there is anything to drive: operations, or bytes of the protocol that wait to be written.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.collectives.is_idle() || !self.messages.is_idle() || self.peers.iter().any(|peer| peer.outbox.is_waiting())
+    }
+
+    /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
+    /// checks are due. True: something moved.
+    pub(crate) fn progress(&mut self, woke: bool) -> bool {
+        self.ticks = self.ticks.wrapping_add(1);
+        let rare = woke || self.ticks.is_multiple_of(RARE_TICKS);
+        let mut moved = false;
+        if rare {
+            self.accept();
+            self.probe();
+        }
+        for peer in 0..self.peers.len() {
+            moved |= self.pump_in(Rank::from(peer));
+            moved |= self.pump_out(Rank::from(peer));
+        }
+        moved |= self.run_collectives();
+        if rare {
+            self.check_deadlines(Instant::now());
+        }
+        moved
+    }
+
+    /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Core::disarm`].
+    pub(crate) fn arm(&mut self) -> bool {
+        let mut ready = false;
+        for peer in &mut self.peers {
+            ready |= peer.inbox.as_mut().is_some_and(Inbox::arm);
+            ready |= peer.outbox.is_waiting() && peer.outbox.arm();
+        }
+        ready
+    }
+
+    /// Ends what [`Core::arm`] began.
+    pub(crate) fn disarm(&mut self) {
+        for peer in &mut self.peers {
+            if let Some(inbox) = &mut peer.inbox {
+                inbox.disarm();
+            }
+            peer.outbox.disarm();
+        }
+    }
+
+    /// When the next operation runs out of time.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        self.collectives.next_deadline().into_iter().chain(self.messages.next_deadline()).min()
+    }
+
+    /// Ends every operation with the reason that the communicator is `how` ("aborted: …"), and drops every stream.
+    pub(crate) fn close(&mut self, how: &str) {
+        if self.closed.is_some() {
+            return;
+        }
+        self.closed = Some(how.to_owned());
+        self.close_collectives(how);
+        self.close_messages(how);
+        self.announced.clear();
+        self.placements.clear();
+        for peer in &mut self.peers {
+            peer.outbox.clear();
+        }
+        self.peers.iter_mut().for_each(|peer| *peer = Peer { lost: Some(how.to_owned()), ..Peer::default() });
+        self.transports.clear();
+    }
+
+    /// Whether every byte written so far has left this process.
+    pub(crate) fn flushed(&mut self) -> bool {
+        self.peers.iter_mut().all(|peer| peer.lost.is_some() || peer.outbox.flushed().unwrap_or(true))
+    }
+
+    /// The error of an operation on a closed communicator.
+    pub(crate) fn closed_error(&self, operation: &str, how: &str) -> Error {
+        Error::Closed { operation: operation.to_owned(), comm: self.name.clone(), how: how.to_owned() }
+    }
+
+    // ---- peers ----
+
+    /// Why `peer` cannot be reached, if it cannot.
+    pub(crate) fn lost(&self, peer: Rank) -> Option<&str> {
+        self.peers[peer.index()].lost.as_deref()
+    }
+
+    /// Whether `peer` is known to have called the collective `sequence`.
+    pub(crate) fn has_called(&self, peer: Rank, sequence: u64) -> bool {
+        self.peers[peer.index()].called > sequence
+    }
+
+    /// Queues a frame.
+    pub(crate) fn send(&mut self, to: Rank, header: Header, body: Body, owner: Owner) {
+        self.reach(to);
+        if self.peers[to.index()].lost.is_none() {
+            self.peers[to.index()].outbox.push(header, body, owner);
+        }
+    }
+
+    /// Sends a message of an operation: at once if it is short, else announced. The owner is told when it is written.
+    pub(crate) fn send_message(&mut self, to: Rank, header: Header, body: Body, owner: Owner, eager: bool) {
+        if eager {
+            self.send(to, Header { kind: FrameKind::Eager, ..header }, body, owner);
+        } else {
+            let token = self.next_token;
+            self.next_token += 1;
+            let header = Header { kind: FrameKind::Announce, token, ..header };
+            self.announced.insert(token, Announced { to, header, body, owner });
+            self.send(to, header, Body::Empty, Owner::PROTOCOL);
+        }
+    }
+
+    /// Tells the sender of an announced message that there is a place for it.
+    pub(crate) fn grant(&mut self, from: Rank, token: u64, lane: Lane, placement: Placement) {
+        self.placements.insert((from, token), placement);
+        self.send(from, control(FrameKind::Grant, lane, 0, token, 0), Body::Empty, Owner::PROTOCOL);
+    }
+
+    /// Tells `to` that a collective (by `key`) or a message (by `token`) has failed here.
+    pub(crate) fn send_failure(&mut self, to: Rank, lane: Lane, key: u64, token: u64, text: &str) {
+        let mut end = text.len().min(FAIL_TEXT_MAX);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let header = control(FrameKind::Fail, lane, key, token, end as u64);
+        self.send(to, header, Body::Heap(text.as_bytes()[..end].to_vec()), Owner::PROTOCOL);
+    }
+
+    /// Opens the stream to `peer` if there is none. Also the one that waits for a peer opens a stream to it: its end
+    /// tells that the peer is gone.
+    pub(crate) fn reach(&mut self, peer: Rank) {
+        let entry = &self.peers[peer.index()];
+        if peer == self.me || entry.outbox.is_open() || entry.lost.is_some() {
+            return;
+        }
+        let opened = match &self.routes[peer.index()] {
+            Some(route) => self.transports[route.transport].open(peer, &route.address),
+            None => Err(LinkDown::new("no transport reaches it")),
+        };
+        match opened {
+            Ok(outlet) => self.peers[peer.index()].outbox.open(outlet),
+            Err(down) => self.lose(peer, &down),
+        }
+    }
+
+    /// Drops everything of `op`: nothing of the engine refers to its memory afterwards.
+    pub(crate) fn cancel(&mut self, op: OpRef) {
+        self.announced.retain(|_, announced| announced.owner.op != op);
+        self.placements.retain(|_, placement| placement.owner.op != op);
+        for peer in &mut self.peers {
+            peer.outbox.cancel(op);
+            if let Some(inbox) = &mut peer.inbox {
+                inbox.cancel(op);
+            }
+        }
+    }
+
+    /// Whether `op` waits for `peer` to take or to bring a message that both know of.
+    pub(crate) fn exchanges(&self, op: OpRef, peer: Rank) -> bool {
+        let entry = &self.peers[peer.index()];
+        entry.outbox.holds(op)
+            || entry.inbox.as_ref().is_some_and(|inbox| inbox.serves(op))
+            || self.announced.values().any(|announced| announced.to == peer && announced.owner.op == op)
+            || self.placements.iter().any(|((from, _), placement)| *from == peer && placement.owner.op == op)
+    }
+
+    /// Marks `peer` as gone and ends the operations that cannot do without it.
+    fn lose(&mut self, peer: Rank, down: &LinkDown) {
+        let entry = &mut self.peers[peer.index()];
+        if entry.lost.is_some() {
+            return;
+        }
+        log::debug!("communicator `{}` rank {}: rank {peer} is lost: {down}", self.name, self.me);
+        entry.lost = Some(down.cause.clone());
+        self.lose_messages(peer, &down.cause);
+        self.lose_collectives(peer, &down.cause);
+        let entry = &mut self.peers[peer.index()];
+        entry.outbox = Outbox::default();
+        entry.inbox = None;
+        self.announced.retain(|_, announced| announced.to != peer);
+        self.placements.retain(|(from, _), _| *from != peer);
+    }
+
+    fn accept(&mut self) {
+        for transport in &mut self.transports {
+            for (from, inlet) in transport.accept() {
+                let peer = &mut self.peers[from.index()];
+                if peer.inbox.is_none() && peer.lost.is_none() {
+                    peer.inbox = Some(Inbox::new(inlet));
+                } else {
+                    log::warn!("communicator `{}`: a second stream from rank {from} was refused", self.name);
+                }
+            }
+        }
+    }
+
+    fn probe(&mut self) {
+        for index in 0..self.peers.len() {
+            if let Err(down) = self.peers[index].outbox.probe() {
+                self.stream_ended(Rank::from(index), down);
+            }
+        }
+    }
+
+    /// A stream to or from `peer` broke: what it still brought counts first.
+    fn stream_ended(&mut self, peer: Rank, down: LinkDown) {
+        if let Some(mut inbox) = self.peers[peer.index()].inbox.take() {
+            while let Ok(Some(event)) = inbox.poll(&mut false) {
+                self.take_event(peer, &mut inbox, event);
+            }
+        }
+        self.lose(peer, &down);
+    }
+
+    fn pump_out(&mut self, peer: Rank) -> bool {
+        let outbox = &mut self.peers[peer.index()].outbox;
+        if !outbox.is_waiting() {
+            return false;
+        }
+        let mut done = Vec::new();
+        let pumped = outbox.pump(&mut done);
+        for owner in done {
+            self.written(owner);
+        }
+        pumped.unwrap_or_else(|down| {
+            self.stream_ended(peer, down);
+            true
+        })
+    }
+
+    fn pump_in(&mut self, peer: Rank) -> bool {
+        let Some(mut inbox) = self.peers[peer.index()].inbox.take() else { return false };
+        let mut moved = false;
+        for _ in 0..EVENTS_PER_TURN {
+            match inbox.poll(&mut moved) {
+                Ok(Some(event)) => self.take_event(peer, &mut inbox, event),
+                Ok(None) => break,
+                Err(down) => {
+                    self.lose(peer, &down);
+                    return true;
+                }
+            }
+            if self.lost(peer).is_some() {
+                return true;
+            }
+        }
+        self.peers[peer.index()].inbox = Some(inbox);
+        moved
+    }
+
+    // ---- frames ----
+
+    fn take_event(&mut self, from: Rank, inbox: &mut Inbox, event: Event) {
+        match event {
+            Event::Header(header) => {
+                let sink = self.take_header(from, header);
+                if header.payload() > 0 {
+                    inbox.expect(header, sink);
+                } else if let Some(event) = self.without_payload(header, sink) {
+                    self.take_payload(from, event.0, event.1);
+                }
+            }
+            Event::Payload(header, sink) => self.take_payload(from, header, sink),
+        }
+    }
+
+    /// A message of no bytes is complete with its header.
+    fn without_payload(&self, header: Header, sink: Sink) -> Option<(Header, Sink)> {
+        matches!(header.kind, FrameKind::Eager | FrameKind::Fail).then_some((header, sink))
+    }
+
+    fn take_header(&mut self, from: Rank, header: Header) -> Sink {
+        if header.lane == Lane::Collective && matches!(header.kind, FrameKind::Eager | FrameKind::Announce | FrameKind::Here)
+        {
+            let called = &mut self.peers[from.index()].called;
+            *called = (*called).max(header.key + 1);
+        }
+        match (header.kind, header.lane) {
+            (FrameKind::Eager, Lane::Collective) => self.collective_arrives(from, header),
+            (FrameKind::Eager, Lane::PointToPoint) => self.message_arrives(from, header),
+            (FrameKind::Announce, Lane::Collective) => self.collective_announced(from, header),
+            (FrameKind::Announce, Lane::PointToPoint) => self.message_announced(from, header),
+            (FrameKind::Grant, lane) => self.granted(from, lane, header.token),
+            (FrameKind::Data, _) => match self.placements.remove(&(from, header.token)) {
+                Some(placement) if placement.filled + header.payload() <= placement.region.len() => Sink::Place(placement),
+                _ => Sink::Discard,
+            },
+            (FrameKind::Fail, _) => Sink::Heap(Vec::new()),
+            (FrameKind::Here, _) => {
+                self.collective_called(from, header);
+                Sink::Discard
+            }
+            (FrameKind::Credit, _) => {
+                self.messages.credit(from, header.len);
+                Sink::Discard
+            }
+        }
+    }
+
+    fn granted(&mut self, from: Rank, lane: Lane, token: u64) -> Sink {
+        match self.announced.remove(&token) {
+            Some(announced) => {
+                let header = Header { kind: FrameKind::Data, ..announced.header };
+                self.send(from, header, announced.body, announced.owner);
+            }
+            // A collective's failure was already sent; a message's sender gave up in the meantime.
+            None if lane == Lane::PointToPoint => {
+                self.send_failure(from, lane, 0, token, "the sender gave the message up");
+            }
+            None => {}
+        }
+        Sink::Discard
+    }
+
+    fn take_payload(&mut self, from: Rank, header: Header, sink: Sink) {
+        match (header.kind, sink) {
+            (FrameKind::Fail, Sink::Heap(text)) => {
+                let text = String::from_utf8_lossy(&text).into_owned();
+                match header.lane {
+                    Lane::Collective => self.collective_failed_elsewhere(from, header.key, text),
+                    Lane::PointToPoint => self.message_failed_elsewhere(from, header.token, &text),
+                }
+            }
+            (_, Sink::Place(placement)) if placement.is_full() => self.received(from, placement.owner),
+            (_, Sink::Place(placement)) => {
+                self.placements.insert((from, header.token), placement);
+            }
+            (_, Sink::Heap(bytes)) => match header.lane {
+                Lane::Collective => self.collective_kept(from, header, bytes),
+                Lane::PointToPoint => self.message_kept(from, header, bytes),
+            },
+            (_, Sink::Discard) => {}
+        }
+    }
+
+    /// The operation that waits for the grant of `token`, or whose place has it.
+    pub(crate) fn owner_of_token(&self, peer: Rank, token: u64) -> Option<Owner> {
+        let sent = self.announced.get(&token).filter(|announced| announced.to == peer).map(|announced| announced.owner);
+        sent.or_else(|| self.placements.get(&(peer, token)).map(|placement| placement.owner))
+    }
+
+    fn written(&mut self, owner: Owner) {
+        match owner.op {
+            OpRef::Collective(sequence) => self.step_done(sequence, owner.step),
+            OpRef::Message(id) => self.message_done(id, None),
+            OpRef::Protocol => {}
+        }
+    }
+
+    pub(crate) fn received(&mut self, from: Rank, owner: Owner) {
+        match owner.op {
+            OpRef::Collective(sequence) => self.step_done(sequence, owner.step),
+            OpRef::Message(id) => self.message_done(id, Some(from)),
+            OpRef::Protocol => {}
+        }
+    }
+
+    fn check_deadlines(&mut self, now: Instant) {
+        self.check_collective_deadline(now);
+        self.check_message_deadlines(now);
+    }
+}
+
+/// A frame that carries no message.
+pub(crate) fn control(kind: FrameKind, lane: Lane, key: u64, token: u64, len: u64) -> Header {
+    Header { kind, lane, signature: Signature::default(), key, index: 0, token, len }
+}
+
+/// The end of `start + limit`; nothing for limits beyond the clock's range.
+pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
+    start.checked_add(limit)
+}
+
+/// How many turns pass between checks for new connections, broken ones, and time.
+const RARE_TICKS: u32 = 32;
+
+/// How many frames of one peer are taken before the next peer's.
+const EVENTS_PER_TURN: usize = 32;

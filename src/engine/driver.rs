@@ -1,0 +1,276 @@
+//! Which thread makes progress.
+//!
+//! A thread that waits for a work drives the engine itself: it spins for a short while, then sleeps on the poller. At
+//! most one thread sleeps there, the one whose turn it is; other waiting threads sleep until the turn is free. When
+//! nobody waits and operations are in flight, a background thread takes the turn. An idle communicator's threads all
+//! sleep.
+
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use crate::engine::core::Core;
+use crate::sync::{Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, lock};
+use crate::sys::poller::Poller;
+use crate::work::{Drive, Work};
+
+#[derive(Default)]
+struct Turn {
+    taken: bool,
+    background_started: bool,
+    closing: bool,
+}
+
+/// The shared state of a communicator's threads.
+pub(crate) struct Driver {
+    core: Mutex<Core>,
+    poller: Poller,
+    turn: Mutex<Turn>,
+    /// Threads that wait for the turn, or for another thread to complete their work.
+    turn_changed: Condvar,
+    /// The background thread, while it has nothing to do.
+    background_wanted: Condvar,
+    /// Threads inside `drive_until`, which the background thread gives way to.
+    waiters: AtomicUsize,
+    /// Whether the thread whose turn it is sleeps on the poller, or is about to.
+    asleep: AtomicBool,
+    spin: Duration,
+}
+
+impl Driver {
+    pub(crate) fn new(core: Core, poller: Poller, spin: Duration) -> Arc<Driver> {
+        Arc::new(Driver {
+            core: Mutex::new(core),
+            poller,
+            turn: Mutex::new(Turn::default()),
+            turn_changed: Condvar::new(),
+            background_wanted: Condvar::new(),
+            waiters: AtomicUsize::new(0),
+            asleep: AtomicBool::new(false),
+            spin,
+        })
+    }
+
+    /// Runs `f` on the core.
+    pub(crate) fn with_core<T>(&self, f: impl FnOnce(&mut Core) -> T) -> T {
+        f(&mut lock(&self.core))
+    }
+
+    /// Makes progress once and runs the callbacks of what ended. True: something moved.
+    fn step(&self, woke: bool) -> bool {
+        let (moved, finished) = {
+            let mut core = lock(&self.core);
+            (core.progress(woke), std::mem::take(&mut core.finished))
+        };
+        self.announce(&finished, 1);
+        for work in finished {
+            work.run_callbacks();
+        }
+        moved
+    }
+
+    /// Wakes the threads whose works ended, of which `own` is the calling one.
+    fn announce(&self, finished: &[Work], own: usize) {
+        if finished.is_empty() {
+            return;
+        }
+        // SeqCst, here and below: waiting and completing threads each write one flag and read the other's.
+        if self.waiters.load(Ordering::SeqCst) > own {
+            let _turn = lock(&self.turn);
+            self.turn_changed.notify_all();
+        }
+        self.wake();
+    }
+
+    /// Wakes the thread that sleeps on the poller, if one does.
+    fn wake(&self) {
+        if self.asleep.load(Ordering::SeqCst) {
+            self.poller.wake();
+        }
+    }
+
+    /// Tells everyone about works that ended outside `step`, as at submission or by an abort.
+    pub(crate) fn flush_finished(&self) {
+        let finished = self.with_core(|core| std::mem::take(&mut core.finished));
+        self.announce(&finished, 0);
+        for work in finished {
+            work.run_callbacks();
+        }
+    }
+
+    /// Lets the background thread go on with what is in flight, and starts it the first time.
+    pub(crate) fn hand_over(self: &Arc<Self>) -> std::io::Result<()> {
+        let mut turn = lock(&self.turn);
+        if !turn.background_started && !turn.closing {
+            let driver = Arc::clone(self);
+            std::thread::Builder::new().name("ncclx_rs".to_owned()).spawn(move || driver.run_background())?;
+            turn.background_started = true;
+        }
+        if !turn.taken {
+            self.background_wanted.notify_one();
+        }
+        drop(turn);
+        self.wake();
+        Ok(())
+    }
+
+    /// Ends the background thread, which needs no join: it holds the driver's memory itself.
+    pub(crate) fn close(&self) {
+        lock(&self.turn).closing = true;
+        self.turn_changed.notify_all();
+        self.background_wanted.notify_all();
+        self.poller.wake();
+    }
+
+    /// Drives until `done` or the deadline, on this thread.
+    pub(crate) fn drive_until(&self, done: impl Fn(&Driver) -> bool, deadline: Option<Instant>) {
+        self.waiters.fetch_add(1, Ordering::SeqCst);
+        if !self.spin_until(&done, deadline) {
+            self.sleep_until(&done, deadline);
+        }
+        let others = self.waiters.fetch_sub(1, Ordering::SeqCst) > 1;
+        let busy = !others && self.with_core(|core| core.is_busy());
+        if others || busy {
+            let _turn = lock(&self.turn);
+            self.turn_changed.notify_all();
+            self.background_wanted.notify_one();
+        }
+    }
+
+    /// Drives without sleeping for a while after the last progress. True: done, or out of time.
+    fn spin_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) -> bool {
+        let mut quiet_since = Instant::now();
+        loop {
+            let moved = self.step(false);
+            if done(self) {
+                return true;
+            }
+            let now = Instant::now();
+            if deadline.is_some_and(|deadline| deadline <= now) {
+                return true;
+            }
+            if moved {
+                quiet_since = now;
+            } else if now - quiet_since >= self.spin {
+                return false;
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    fn sleep_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) {
+        if !self.take_turn(done, deadline) {
+            return;
+        }
+        while !done(self) && deadline.is_none_or(|deadline| Instant::now() < deadline) {
+            self.sleep(deadline, || done(self));
+            if self.step(true) {
+                while !done(self) && self.step(false) {}
+            }
+        }
+        lock(&self.turn).taken = false;
+    }
+
+    /// Waits for the turn to sleep on the poller. False: done, or out of time.
+    fn take_turn(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) -> bool {
+        let mut turn = lock(&self.turn);
+        while turn.taken {
+            if done(self) || deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                return false;
+            }
+            self.wake();
+            let limit = deadline.map_or(TURN_CHECK, |deadline| deadline.saturating_duration_since(Instant::now()));
+            let waited = self.turn_changed.wait_timeout(turn, limit.min(TURN_CHECK));
+            turn = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+        turn.taken = true;
+        true
+    }
+
+    /// Sleeps until a stream has news, the next operation runs out of time, or the deadline passes. With `alert`, not
+    /// at all once a thread waits.
+    fn sleep(&self, deadline: Option<Instant>, alert: impl Fn() -> bool) {
+        self.asleep.store(true, Ordering::SeqCst);
+        let next = {
+            let mut core = lock(&self.core);
+            if core.arm() { Err(()) } else { Ok(core.next_deadline()) }
+        };
+        if let Ok(next) = next
+            && !alert()
+        {
+            let until = next.into_iter().chain(deadline).min();
+            let timeout = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if let Err(error) = self.poller.wait(timeout) {
+                log::error!("waiting for events failed: {error}");
+            }
+        }
+        self.asleep.store(false, Ordering::SeqCst);
+        self.with_core(Core::disarm);
+    }
+
+    fn run_background(self: Arc<Self>) {
+        loop {
+            let mut turn = lock(&self.turn);
+            loop {
+                if turn.closing {
+                    return;
+                }
+                let free = !turn.taken && self.waiters.load(Ordering::SeqCst) == 0;
+                if free && self.with_core(|core| core.is_busy()) {
+                    break;
+                }
+                turn = self.background_wanted.wait(turn).unwrap_or_else(std::sync::PoisonError::into_inner);
+            }
+            turn.taken = true;
+            drop(turn);
+            self.background_turn();
+            lock(&self.turn).taken = false;
+            self.turn_changed.notify_all();
+        }
+    }
+
+    /// Drives until a thread waits, nothing is in flight, or the communicator closes.
+    fn background_turn(&self) {
+        loop {
+            let (moved, finished, busy) = {
+                let mut core = lock(&self.core);
+                (core.progress(true), std::mem::take(&mut core.finished), core.is_busy())
+            };
+            self.announce(&finished, 0);
+            finished.into_iter().filter(Work::has_callbacks).for_each(run_callbacks_elsewhere);
+            if !busy || self.waiters.load(Ordering::SeqCst) > 0 || lock(&self.turn).closing {
+                return;
+            }
+            if !moved {
+                self.sleep(None, || self.waiters.load(Ordering::SeqCst) > 0);
+            }
+        }
+    }
+}
+
+impl Drive for Driver {
+    fn drive(&self, work: &Work, deadline: Option<Instant>) {
+        self.drive_until(|_| work.is_done(), deadline);
+    }
+}
+
+/// Runs the callbacks on the thread kept for them, so that a slow one (one that waits for Python's lock, say) never
+/// holds up progress.
+fn run_callbacks_elsewhere(work: Work) {
+    static CALLBACKS: std::sync::OnceLock<Option<mpsc::Sender<Work>>> = std::sync::OnceLock::new();
+    let sender = CALLBACKS.get_or_init(|| {
+        let (sender, receiver) = mpsc::channel::<Work>();
+        let run = move || receiver.into_iter().for_each(|work| work.run_callbacks());
+        std::thread::Builder::new().name("ncclx_rs_done".to_owned()).spawn(run).ok().map(|_| sender)
+    });
+    match sender {
+        Some(sender) => {
+            if let Err(mpsc::SendError(work)) = sender.send(work) {
+                work.run_callbacks();
+            }
+        }
+        None => work.run_callbacks(),
+    }
+}
+
+/// How often a thread that waits for the turn looks at its work again.
+const TURN_CHECK: Duration = Duration::from_millis(20);

@@ -1,0 +1,234 @@
+//! What travels on a stream: a header of 64 bytes, then the payload that it announces.
+//!
+//! A short message is one `Eager` frame. A long one is announced (`Announce`), waits until its receiver has a place for
+//! it (`Grant`), and then travels in `Data` frames, so that no stream is ever blocked by data nobody wants yet.
+//! All integers are little endian.
+
+use crate::error::LinkDown;
+use crate::types::DType;
+
+/// The size of every header.
+pub(crate) const HEADER_BYTES: usize = 64;
+
+/// The longest text of a `Fail` frame.
+pub(crate) const FAIL_TEXT_MAX: usize = 4096;
+
+/// The most payload of one `Data` frame: what other messages to the same peer wait for at most.
+pub(crate) const FRAGMENT_BYTES: usize = 256 * 1024;
+
+/// What a frame is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum FrameKind {
+    /// A whole message.
+    Eager = 1,
+    /// A message of `len` bytes waits at the sender under `token`.
+    Announce = 2,
+    /// The receiver is ready for the message `token` of the frame's addressee.
+    Grant = 3,
+    /// The next bytes of the message `token` of the frame's sender.
+    Data = 4,
+    /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why.
+    Fail = 5,
+    /// The sender has called the collective `key` and waits.
+    Here = 6,
+    /// The receiver has taken `len` bytes of eager point-to-point messages out of its buffer.
+    Credit = 7,
+}
+
+impl FrameKind {
+    const ALL: [FrameKind; 7] = [
+        FrameKind::Eager,
+        FrameKind::Announce,
+        FrameKind::Grant,
+        FrameKind::Data,
+        FrameKind::Fail,
+        FrameKind::Here,
+        FrameKind::Credit,
+    ];
+}
+
+/// Collectives and point-to-point messages never match each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub(crate) enum Lane {
+    /// `key` is the sequence number, `index` counts the collective's messages from one rank to another.
+    Collective = 0,
+    /// `key` is the tag.
+    PointToPoint = 1,
+}
+
+/// What every rank must agree on in one collective. Travels with every message, so that the first one tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Signature {
+    /// The operation, as an index into [`OPERATIONS`].
+    pub(crate) operation: u8,
+    /// The element type's discriminant.
+    pub(crate) dtype: u8,
+    /// The reduce operation, as an index into [`REDUCTIONS`]; zero for none.
+    pub(crate) reduction: u8,
+    /// The root, or zero.
+    pub(crate) root: u32,
+    /// The number of elements, where all ranks must have the same, or zero.
+    pub(crate) count: u64,
+}
+
+/// The names of the operations that signatures refer to.
+pub(crate) const OPERATIONS: [&str; 10] = [
+    "point-to-point",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "barrier",
+];
+
+/// The names of the reduce operations that signatures refer to.
+pub(crate) const REDUCTIONS: [&str; 10] =
+    ["", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];
+
+impl Signature {
+    /// The operation in words, as `all_reduce(SUM, 20 × float32)`.
+    pub(crate) fn describe(&self) -> String {
+        let name = |list: &[&'static str], index: u8| list.get(usize::from(index)).copied().unwrap_or("unknown");
+        let operation = name(&OPERATIONS, self.operation);
+        let dtype = DType::ALL.get(usize::from(self.dtype)).map_or("unknown", |dtype| dtype.name());
+        match operation {
+            "barrier" => "barrier()".to_owned(),
+            "all_to_all" => format!("all_to_all({dtype})"),
+            "all_reduce" | "reduce_scatter" => {
+                format!("{operation}({}, {} × {dtype})", name(&REDUCTIONS, self.reduction), self.count)
+            }
+            "reduce" => format!(
+                "reduce({}, {} × {dtype}, root {})",
+                name(&REDUCTIONS, self.reduction),
+                self.count,
+                self.root
+            ),
+            "broadcast" | "gather" | "scatter" => {
+                format!("{operation}({} × {dtype}, root {})", self.count, self.root)
+            }
+            _ => format!("{operation}({} × {dtype})", self.count),
+        }
+    }
+}
+
+/// A frame's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) kind: FrameKind,
+    pub(crate) lane: Lane,
+    pub(crate) signature: Signature,
+    /// The collective's sequence number or the message's tag.
+    pub(crate) key: u64,
+    /// Which of the collective's messages between the two ranks.
+    pub(crate) index: u32,
+    /// The sender's name for a long message.
+    pub(crate) token: u64,
+    /// The message's length in bytes; for `Data`, the frame's.
+    pub(crate) len: u64,
+}
+
+impl Header {
+    /// The header as bytes.
+    pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0] = self.kind as u8;
+        bytes[1] = self.lane as u8;
+        bytes[2] = self.signature.operation;
+        bytes[3] = self.signature.dtype;
+        bytes[4] = self.signature.reduction;
+        bytes[8..12].copy_from_slice(&self.signature.root.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.index.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.signature.count.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.key.to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.token.to_le_bytes());
+        bytes[40..48].copy_from_slice(&self.len.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header, and refuses what no peer of this version sends.
+    pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, LinkDown> {
+        let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        let kind = FrameKind::ALL.into_iter().find(|kind| *kind as u8 == bytes[0]);
+        let lane = match bytes[1] {
+            0 => Some(Lane::Collective),
+            1 => Some(Lane::PointToPoint),
+            _ => None,
+        };
+        let (Some(kind), Some(lane)) = (kind, lane) else {
+            return Err(LinkDown::new(format!("the peer sent a frame of unknown kind {}/{}", bytes[0], bytes[1])));
+        };
+        let header = Header {
+            kind,
+            lane,
+            signature: Signature {
+                operation: bytes[2],
+                dtype: bytes[3],
+                reduction: bytes[4],
+                root: u32_at(8),
+                count: u64_at(16),
+            },
+            key: u64_at(24),
+            index: u32_at(12),
+            token: u64_at(32),
+            len: u64_at(40),
+        };
+        let limit = match kind {
+            FrameKind::Fail => FAIL_TEXT_MAX as u64,
+            FrameKind::Data => FRAGMENT_BYTES as u64,
+            FrameKind::Eager => EAGER_MAX as u64,
+            _ => u64::MAX,
+        };
+        if header.len > limit {
+            return Err(LinkDown::new(format!("the peer sent a {kind:?} frame of {} bytes", header.len)));
+        }
+        Ok(header)
+    }
+
+    /// How many payload bytes follow the header.
+    pub(crate) fn payload(&self) -> usize {
+        match self.kind {
+            FrameKind::Eager | FrameKind::Data | FrameKind::Fail => self.len as usize,
+            FrameKind::Announce | FrameKind::Grant | FrameKind::Here | FrameKind::Credit => 0,
+        }
+    }
+}
+
+/// The longest eager message any configuration allows.
+pub(crate) const EAGER_MAX: usize = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_header_survives_the_wire(
+            kind in 0usize..7, p2p: bool, operation: u8, dtype: u8, reduction: u8, root: u32, count: u64,
+            key: u64, index: u32, token: u64, len in 0u64..4096,
+        ) {
+            let signature = Signature { operation, dtype, reduction, root, count };
+            let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
+            let header = Header { kind: FrameKind::ALL[kind], lane, signature, key, index, token, len };
+            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+            let _ = signature.describe();
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_announce_more_than_the_limit(bytes in prop::array::uniform32(any::<u8>())) {
+            let mut header = [0; HEADER_BYTES];
+            header[..32].copy_from_slice(&bytes);
+            header[32..].copy_from_slice(&bytes);
+            if let Ok(header) = Header::decode(&header) {
+                prop_assert!(header.payload() <= EAGER_MAX);
+            }
+        }
+    }
+}

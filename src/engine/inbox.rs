@@ -1,0 +1,172 @@
+//! What arrives from one peer: bytes in, events out.
+
+use crate::engine::frame::{HEADER_BYTES, Header};
+use crate::engine::memory::Region;
+use crate::engine::outbox::{OpRef, Owner};
+use crate::engine::reduce;
+use crate::error::LinkDown;
+use crate::transport::Inlet;
+use crate::types::{DType, ReduceOp};
+
+/// What happens to received elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Arrival {
+    /// They replace what is there.
+    Store,
+    /// They are combined with what is there.
+    Reduce(ReduceOp, DType),
+}
+
+/// Where a message goes.
+#[derive(Debug)]
+pub(crate) struct Placement {
+    pub(crate) region: Region,
+    pub(crate) arrival: Arrival,
+    pub(crate) owner: Owner,
+    /// Bytes that have arrived.
+    pub(crate) filled: usize,
+}
+
+impl Placement {
+    /// Whether the whole message has arrived.
+    pub(crate) fn is_full(&self) -> bool {
+        self.filled == self.region.len()
+    }
+
+    /// Takes bytes that arrived, as many as make whole elements; returns how many.
+    pub(crate) fn take(&mut self, bytes: &[u8]) -> usize {
+        match self.arrival {
+            Arrival::Store => {
+                self.region.write(self.filled, bytes);
+                self.filled += bytes.len();
+                bytes.len()
+            }
+            Arrival::Reduce(op, dtype) => {
+                let mut done = 0;
+                let whole = bytes.len() - bytes.len() % dtype.size();
+                while done < whole {
+                    let run = self.region.run_mut(self.filled);
+                    let take = run.len().min(whole - done);
+                    reduce::combine(op, dtype, &mut run[..take], &bytes[done..done + take]);
+                    done += take;
+                    self.filled += take;
+                }
+                whole
+            }
+        }
+    }
+}
+
+/// Where a frame's payload goes.
+#[derive(Debug)]
+pub(crate) enum Sink {
+    Place(Placement),
+    /// Kept until somebody wants it.
+    Heap(Vec<u8>),
+    /// Read and forgotten: its operation is over.
+    Discard,
+}
+
+/// What came out of the stream.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// A header; if a payload follows, [`Inbox::expect`] must be called before the next poll.
+    Header(Header),
+    /// The payload of an earlier header is complete.
+    Payload(Header, Sink),
+}
+
+/// The receiving side of one peer.
+pub(crate) struct Inbox {
+    inlet: Box<dyn Inlet>,
+    body: Option<(Header, Sink, usize)>,
+}
+
+impl Inbox {
+    pub(crate) fn new(inlet: Box<dyn Inlet>) -> Self {
+        Inbox { inlet, body: None }
+    }
+
+    /// Says where the payload of `header` goes.
+    pub(crate) fn expect(&mut self, header: Header, sink: Sink) {
+        self.body = Some((header, sink, header.payload()));
+    }
+
+    /// Moves bytes until an event is complete; nothing when the bytes run out first. `moved` is set if any came.
+    pub(crate) fn poll(&mut self, moved: &mut bool) -> Result<Option<Event>, LinkDown> {
+        let Some((_, sink, left)) = &mut self.body else {
+            let bytes = self.inlet.peek()?;
+            let Some(header) = bytes.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
+            let header = Header::decode(header)?;
+            self.inlet.consume(HEADER_BYTES);
+            *moved = true;
+            return Ok(Some(Event::Header(header)));
+        };
+        while *left > 0 {
+            let taken = receive(self.inlet.as_mut(), sink, *left)?;
+            if taken == 0 {
+                return Ok(None);
+            }
+            *moved = true;
+            *left -= taken;
+        }
+        let (header, sink, _) = self.body.take().expect("a body is being received");
+        Ok(Some(Event::Payload(header, sink)))
+    }
+
+    /// Forgets what is being received for `op`, whose memory must not be touched any more.
+    pub(crate) fn cancel(&mut self, op: OpRef) {
+        if let Some((_, sink, _)) = &mut self.body
+            && matches!(sink, Sink::Place(placement) if placement.owner.op == op)
+        {
+            *sink = Sink::Discard;
+        }
+    }
+
+    /// Whether a payload is being received for `op`.
+    pub(crate) fn serves(&self, op: OpRef) -> bool {
+        matches!(&self.body, Some((_, Sink::Place(placement), _)) if placement.owner.op == op)
+    }
+
+    /// Asks to be woken when bytes come. True: there are some now.
+    pub(crate) fn arm(&mut self) -> bool {
+        self.inlet.arm()
+    }
+
+    /// Ends what `arm` began.
+    pub(crate) fn disarm(&mut self) {
+        self.inlet.disarm();
+    }
+}
+
+/// Moves at most `left` bytes from the stream to the sink.
+fn receive(inlet: &mut dyn Inlet, sink: &mut Sink, left: usize) -> Result<usize, LinkDown> {
+    match sink {
+        Sink::Place(placement) if placement.arrival == Arrival::Store => {
+            let run = placement.region.run_mut(placement.filled);
+            let room = run.len().min(left);
+            let taken = inlet.read(&mut run[..room])?;
+            placement.filled += taken;
+            Ok(taken)
+        }
+        Sink::Heap(bytes) => {
+            let start = bytes.len();
+            bytes.resize(start + left, 0);
+            let taken = inlet.read(&mut bytes[start..])?;
+            bytes.truncate(start + taken);
+            Ok(taken)
+        }
+        Sink::Place(placement) => {
+            let bytes = inlet.peek()?;
+            let available = bytes.len().min(left);
+            let taken = placement.take(&bytes[..available]);
+            inlet.consume(taken);
+            Ok(taken)
+        }
+        Sink::Discard => {
+            let taken = inlet.peek()?.len().min(left);
+            inlet.consume(taken);
+            Ok(taken)
+        }
+    }
+}

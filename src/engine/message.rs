@@ -1,0 +1,356 @@
+//! Point-to-point messages: matched by sender and tag in the order issued, beside the collectives.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use crate::engine::core::{Core, control, deadline};
+use crate::engine::frame::{FrameKind, Header, Lane};
+use crate::engine::inbox::{Arrival, Placement, Sink};
+use crate::engine::memory::Region;
+use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::error::Error;
+use crate::types::{Rank, Source, Tag};
+use crate::work::Work;
+
+/// Which way a message goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Send(Rank),
+    Receive(Source),
+}
+
+/// A message operation as it is submitted.
+pub(crate) struct MessageRequest {
+    pub(crate) direction: Direction,
+    pub(crate) tag: Tag,
+    pub(crate) region: Region,
+    pub(crate) timeout: Duration,
+    pub(crate) work: Work,
+}
+
+/// An operation in flight.
+struct InFlight {
+    direction: Direction,
+    tag: Tag,
+    bytes: usize,
+    deadline: Option<Instant>,
+    work: Work,
+}
+
+impl InFlight {
+    fn describe(&self) -> String {
+        let (bytes, tag) = (self.bytes, self.tag.0);
+        match self.direction {
+            Direction::Send(to) => format!("send({bytes} bytes to rank {to}, tag {tag})"),
+            Direction::Receive(Source::Rank(from)) => format!("recv({bytes} bytes from rank {from}, tag {tag})"),
+            Direction::Receive(Source::Any) => format!("recv({bytes} bytes from any rank, tag {tag})"),
+        }
+    }
+}
+
+/// A receive that waits for its message.
+struct Posted {
+    id: u64,
+    from: Source,
+    tag: Tag,
+    region: Region,
+}
+
+/// A message that came before its receive.
+struct Arrived {
+    from: Rank,
+    tag: Tag,
+    content: Content,
+}
+
+enum Content {
+    Whole(Vec<u8>),
+    Announced { token: u64, len: u64 },
+}
+
+/// The point-to-point operations of one communicator.
+pub(crate) struct Messages {
+    next: u64,
+    in_flight: HashMap<u64, InFlight>,
+    posted: Vec<Posted>,
+    arrived: VecDeque<Arrived>,
+    /// Bytes of eager messages that a peer may still keep unread.
+    outstanding: HashMap<Rank, u64>,
+    /// Bytes of eager messages taken since the last credit to their sender.
+    taken: HashMap<Rank, u64>,
+}
+
+impl Messages {
+    pub(crate) fn new() -> Self {
+        Messages {
+            next: 0,
+            in_flight: HashMap::new(),
+            posted: Vec::new(),
+            arrived: VecDeque::new(),
+            outstanding: HashMap::new(),
+            taken: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    /// The id that the next operation gets.
+    pub(crate) fn next_id(&self) -> u64 {
+        self.next
+    }
+
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        self.in_flight.values().filter_map(|op| op.deadline).min()
+    }
+
+    /// `from` has taken `bytes` of eager messages.
+    pub(crate) fn credit(&mut self, from: Rank, bytes: u64) {
+        let outstanding = self.outstanding.entry(from).or_default();
+        *outstanding = outstanding.saturating_sub(bytes);
+    }
+}
+
+impl Core {
+    /// Starts a message operation.
+    pub(crate) fn submit_message(&mut self, request: MessageRequest) {
+        let id = self.messages.next;
+        self.messages.next += 1;
+        let MessageRequest { direction, tag, region, timeout, work } = request;
+        let deadline = deadline(Instant::now(), timeout);
+        self.messages.in_flight.insert(id, InFlight { direction, tag, bytes: region.len(), deadline, work });
+        match direction {
+            Direction::Send(to) if to == self.me => self.send_to_self(id, tag, &region),
+            Direction::Send(to) => self.start_message_send(id, to, tag, region),
+            Direction::Receive(from) => self.start_message_receive(Posted { id, from, tag, region }),
+        }
+    }
+
+    fn start_message_send(&mut self, id: u64, to: Rank, tag: Tag, region: Region) {
+        if let Some(cause) = self.lost(to).map(str::to_owned) {
+            return self.fail_message_lost(id, to, cause);
+        }
+        let len = region.len();
+        let cost = eager_cost(len);
+        let outstanding = self.messages.outstanding.entry(to).or_default();
+        let eager = len <= self.eager_bytes && *outstanding + cost <= EAGER_WINDOW;
+        if eager {
+            *outstanding += cost;
+        }
+        let header = control(FrameKind::Eager, Lane::PointToPoint, u64::from(tag.0), 0, len as u64);
+        let owner = Owner { op: OpRef::Message(id), step: 0 };
+        let body = if len == 0 { Body::Empty } else { Body::Memory(region) };
+        self.send_message(to, header, body, owner, eager);
+        if let Some(cause) = self.lost(to).map(str::to_owned) {
+            self.fail_message_lost(id, to, cause);
+        }
+    }
+
+    /// A message to this rank itself goes through memory of the engine.
+    fn send_to_self(&mut self, id: u64, tag: Tag, region: &Region) {
+        let bytes = region.to_vec(0, region.len());
+        self.message_done(id, None);
+        self.deliver(self.me, tag, bytes);
+    }
+
+    fn start_message_receive(&mut self, posted: Posted) {
+        let fits = |arrived: &Arrived| arrived.tag == posted.tag && accepts(posted.from, arrived.from);
+        if let Some(position) = self.messages.arrived.iter().position(fits) {
+            let arrived = self.messages.arrived.remove(position).expect("the position was just found");
+            return self.match_message(posted, arrived);
+        }
+        match posted.from {
+            Source::Rank(from) => {
+                self.reach(from);
+                if let Some(cause) = self.lost(from).map(str::to_owned) {
+                    return self.fail_message_lost(posted.id, from, cause);
+                }
+            }
+            Source::Any => {
+                // Opening streams tells soon when the last possible sender is gone.
+                (0..self.size()).map(Rank::from).for_each(|peer| self.reach(peer));
+            }
+        }
+        self.messages.posted.push(posted);
+    }
+
+    fn match_message(&mut self, posted: Posted, arrived: Arrived) {
+        let len = match &arrived.content {
+            Content::Whole(bytes) => bytes.len() as u64,
+            Content::Announced { len, .. } => *len,
+        };
+        let placement = self.message_placement(&posted, arrived.from, len);
+        match (arrived.content, placement) {
+            (Content::Whole(bytes), placement) => {
+                self.eager_taken(arrived.from, bytes.len());
+                if let Some(mut placement) = placement {
+                    placement.take(&bytes);
+                    self.message_done(posted.id, Some(arrived.from));
+                }
+            }
+            (Content::Announced { token, .. }, Some(placement)) => {
+                self.grant(arrived.from, token, Lane::PointToPoint, placement);
+            }
+            (Content::Announced { token, len }, None) => {
+                let text = format!("rank {} expected {} bytes, not {len}", self.me, posted.region.len());
+                self.send_failure(arrived.from, Lane::PointToPoint, 0, token, &text);
+            }
+        }
+    }
+
+    /// The receive's memory, if the message is as long as that; else the receive fails.
+    fn message_placement(&mut self, posted: &Posted, from: Rank, len: u64) -> Option<Placement> {
+        if posted.region.len() as u64 != len {
+            let detail = format!("rank {from} sent {len} bytes, the receive expects {}", posted.region.len());
+            self.fail_message(posted.id, |operation| Error::Mismatch { operation, detail });
+            return None;
+        }
+        let owner = Owner { op: OpRef::Message(posted.id), step: 0 };
+        Some(Placement { region: posted.region.clone(), arrival: Arrival::Store, owner, filled: 0 })
+    }
+
+    // ---- arrivals ----
+
+    fn take_posted(&mut self, from: Rank, tag: Tag) -> Option<Posted> {
+        let fits = |posted: &Posted| posted.tag == tag && accepts(posted.from, from);
+        let position = self.messages.posted.iter().position(fits)?;
+        Some(self.messages.posted.remove(position))
+    }
+
+    pub(crate) fn message_arrives(&mut self, from: Rank, header: Header) -> Sink {
+        match self.take_posted(from, tag_of(header)) {
+            None => Sink::Heap(Vec::new()),
+            Some(posted) => {
+                self.eager_taken(from, header.payload());
+                self.message_placement(&posted, from, header.len).map_or(Sink::Discard, Sink::Place)
+            }
+        }
+    }
+
+    pub(crate) fn message_kept(&mut self, from: Rank, header: Header, bytes: Vec<u8>) {
+        self.deliver(from, tag_of(header), bytes);
+    }
+
+    fn deliver(&mut self, from: Rank, tag: Tag, bytes: Vec<u8>) {
+        let arrived = Arrived { from, tag, content: Content::Whole(bytes) };
+        match self.take_posted(from, tag) {
+            Some(posted) => self.match_message(posted, arrived),
+            None => self.messages.arrived.push_back(arrived),
+        }
+    }
+
+    pub(crate) fn message_announced(&mut self, from: Rank, header: Header) -> Sink {
+        let tag = tag_of(header);
+        let content = Content::Announced { token: header.token, len: header.len };
+        let arrived = Arrived { from, tag, content };
+        match self.take_posted(from, tag) {
+            Some(posted) => self.match_message(posted, arrived),
+            None => self.messages.arrived.push_back(arrived),
+        }
+        Sink::Discard
+    }
+
+    fn eager_taken(&mut self, from: Rank, bytes: usize) {
+        if from == self.me {
+            return;
+        }
+        let taken = self.messages.taken.entry(from).or_default();
+        *taken += eager_cost(bytes);
+        if *taken >= EAGER_WINDOW / 4 {
+            let credit = std::mem::take(taken);
+            let header = control(FrameKind::Credit, Lane::PointToPoint, 0, 0, credit);
+            self.send(from, header, Body::Empty, Owner::PROTOCOL);
+        }
+    }
+
+    // ---- ends ----
+
+    pub(crate) fn message_done(&mut self, id: u64, source: Option<Rank>) {
+        if let Some(op) = self.messages.in_flight.remove(&id) {
+            op.work.complete(Ok(()), source);
+            self.finished.push(op.work);
+        }
+    }
+
+    fn fail_message(&mut self, id: u64, error: impl FnOnce(String) -> Error) {
+        let Some(op) = self.messages.in_flight.remove(&id) else { return };
+        self.cancel(OpRef::Message(id));
+        self.messages.posted.retain(|posted| posted.id != id);
+        op.work.complete(Err(error(op.describe())), None);
+        self.finished.push(op.work);
+    }
+
+    fn fail_message_lost(&mut self, id: u64, rank: Rank, cause: String) {
+        self.fail_message(id, |operation| Error::PeerLost { operation, rank: rank.0, cause });
+    }
+
+    pub(crate) fn message_failed_elsewhere(&mut self, from: Rank, token: u64, text: &str) {
+        if let Some(Owner { op: OpRef::Message(id), .. }) = self.owner_of_token(from, token) {
+            self.fail_message(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
+        }
+    }
+
+    /// Ends the messages to and from `peer`, and receives from any rank when no other rank is left.
+    pub(crate) fn lose_messages(&mut self, peer: Rank, cause: &str) {
+        let alone = (0..self.size()).map(Rank::from).all(|rank| rank == self.me || self.lost(rank).is_some());
+        // What has arrived whole can still be received; what was only announced cannot.
+        self.messages
+            .arrived
+            .retain(|arrived| arrived.from != peer || matches!(arrived.content, Content::Whole(_)));
+        let gone: Vec<u64> = self.messages.in_flight.iter().filter_map(|(id, op)| {
+            let affected = match op.direction {
+                Direction::Send(to) => to == peer,
+                Direction::Receive(Source::Rank(from)) => from == peer,
+                Direction::Receive(Source::Any) => alone || self.exchanges(OpRef::Message(*id), peer),
+            };
+            affected.then_some(*id)
+        }).collect();
+        for id in gone {
+            self.fail_message_lost(id, peer, cause.to_owned());
+        }
+    }
+
+    pub(crate) fn close_messages(&mut self, how: &str) {
+        let ids: Vec<u64> = self.messages.in_flight.keys().copied().collect();
+        for id in ids {
+            let (comm, how) = (self.name.clone(), how.to_owned());
+            self.fail_message(id, |operation| Error::Closed { operation, comm, how });
+        }
+        self.messages.arrived.clear();
+    }
+
+    pub(crate) fn check_message_deadlines(&mut self, now: Instant) {
+        let late = |op: &InFlight| op.deadline.is_some_and(|deadline| deadline <= now);
+        let ids: Vec<u64> = self.messages.in_flight.iter().filter(|(_, op)| late(op)).map(|(id, _)| *id).collect();
+        for id in ids {
+            let Some(op) = self.messages.in_flight.get(&id) else { continue };
+            let waited = op.work.age();
+            let detail = match op.direction {
+                Direction::Send(to) => format!("rank {to} did not receive it"),
+                Direction::Receive(Source::Rank(from)) => format!("rank {from} did not send it"),
+                Direction::Receive(Source::Any) => "no rank sent it".to_owned(),
+            };
+            self.fail_message(id, |operation| Error::Timeout { operation, waited, detail });
+        }
+    }
+}
+
+fn accepts(wanted: Source, from: Rank) -> bool {
+    match wanted {
+        Source::Rank(rank) => rank == from,
+        Source::Any => true,
+    }
+}
+
+fn tag_of(header: Header) -> Tag {
+    Tag(header.key as u32)
+}
+
+/// What an eager message costs of its receiver's memory.
+fn eager_cost(bytes: usize) -> u64 {
+    bytes as u64 + 64
+}
+
+/// Eager bytes that one rank may have unread at another; further messages wait at their sender.
+const EAGER_WINDOW: u64 = 1 << 20;

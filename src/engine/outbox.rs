@@ -1,0 +1,210 @@
+//! What waits to be written to one peer.
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+
+use smallvec::SmallVec;
+
+use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, HEADER_BYTES, Header};
+use crate::engine::memory::Region;
+use crate::error::LinkDown;
+use crate::schedule::StepId;
+use crate::transport::Outlet;
+
+/// The operation that a message belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OpRef {
+    /// The collective with this sequence number.
+    Collective(u64),
+    /// The point-to-point operation with this id.
+    Message(u64),
+    /// The protocol itself.
+    Protocol,
+}
+
+/// Who is told when a message has been written or received: an operation, and for a collective its step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub(crate) op: OpRef,
+    pub(crate) step: StepId,
+}
+
+impl Owner {
+    /// Nobody.
+    pub(crate) const PROTOCOL: Owner = Owner { op: OpRef::Protocol, step: 0 };
+}
+
+/// The payload of a message.
+#[derive(Debug)]
+pub(crate) enum Body {
+    Empty,
+    /// The operation's memory, read when it is written out.
+    Memory(Region),
+    /// Bytes of the engine.
+    Heap(Vec<u8>),
+}
+
+impl Body {
+    fn len(&self) -> usize {
+        match self {
+            Body::Empty => 0,
+            Body::Memory(region) => region.len(),
+            Body::Heap(bytes) => bytes.len(),
+        }
+    }
+}
+
+/// A message on its way: one frame, or as many `Data` frames as its body needs.
+#[derive(Debug)]
+struct Outgoing {
+    header: Header,
+    body: Body,
+    owner: Owner,
+    /// Where the current frame's payload begins in the body.
+    offset: usize,
+}
+
+impl Outgoing {
+    /// The payload of the current frame, as a range of the body.
+    fn frame_end(&self) -> usize {
+        match self.header.kind {
+            FrameKind::Data => self.body.len().min(self.offset + FRAGMENT_BYTES),
+            _ => self.body.len(),
+        }
+    }
+}
+
+/// The sending side of one peer.
+#[derive(Default)]
+pub(crate) struct Outbox {
+    outlet: Option<Box<dyn Outlet>>,
+    queue: VecDeque<Outgoing>,
+    /// Bytes written of the frame at the head of the queue, header included; its encoded header.
+    written: usize,
+    head: Option<[u8; HEADER_BYTES]>,
+}
+
+impl Outbox {
+    /// Whether a stream has been opened.
+    pub(crate) fn is_open(&self) -> bool {
+        self.outlet.is_some()
+    }
+
+    /// Attaches the stream.
+    pub(crate) fn open(&mut self, outlet: Box<dyn Outlet>) {
+        self.outlet = Some(outlet);
+    }
+
+    /// Whether bytes wait.
+    pub(crate) fn is_waiting(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Whether an operation's message waits here.
+    pub(crate) fn holds(&self, op: OpRef) -> bool {
+        self.queue.iter().any(|outgoing| outgoing.owner.op == op)
+    }
+
+    /// Queues a message.
+    pub(crate) fn push(&mut self, header: Header, body: Body, owner: Owner) {
+        self.queue.push_back(Outgoing { header, body, owner, offset: 0 });
+    }
+
+    /// Writes as much as there is room for; owners of finished messages are appended to `done`. True: bytes moved.
+    pub(crate) fn pump(&mut self, done: &mut Vec<Owner>) -> Result<bool, LinkDown> {
+        let Some(outlet) = &mut self.outlet else { return Ok(false) };
+        let mut moved = false;
+        while let Some(outgoing) = self.queue.front_mut() {
+            let end = outgoing.frame_end();
+            let header = self.head.get_or_insert_with(|| {
+                let len = if outgoing.header.payload() > 0 { (end - outgoing.offset) as u64 } else { outgoing.header.len };
+                Header { len, ..outgoing.header }.encode()
+            });
+            let frame = HEADER_BYTES + end - outgoing.offset;
+            let mut slices: SmallVec<[IoSlice<'_>; 4]> = SmallVec::new();
+            if self.written < HEADER_BYTES {
+                slices.push(IoSlice::new(&header[self.written..]));
+            }
+            let from = outgoing.offset + self.written.saturating_sub(HEADER_BYTES);
+            match &outgoing.body {
+                Body::Empty => {}
+                Body::Memory(region) => region.io_slices(from, end, &mut slices),
+                Body::Heap(bytes) => slices.push(IoSlice::new(&bytes[from..end])),
+            }
+            let taken = outlet.write(&slices)?;
+            self.written += taken;
+            moved |= taken > 0;
+            if self.written < frame {
+                break;
+            }
+            self.written = 0;
+            self.head = None;
+            let mut outgoing = self.queue.pop_front().expect("the head was just written");
+            if end < outgoing.body.len() {
+                // Other messages get their turn between the fragments of a long one.
+                outgoing.offset = end;
+                self.queue.push_back(outgoing);
+            } else {
+                done.push(outgoing.owner);
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Takes back what has not been sent of `op`, whose memory must not be touched any more. A frame that is under way
+    /// is finished from a copy, since the stream needs its bytes.
+    pub(crate) fn cancel(&mut self, op: OpRef) {
+        let under_way = self.written > 0;
+        let mut first = true;
+        self.queue.retain_mut(|outgoing| {
+            let is_head = std::mem::take(&mut first);
+            if outgoing.owner.op != op {
+                return true;
+            }
+            if !(is_head && under_way) {
+                return false;
+            }
+            let end = outgoing.frame_end();
+            if let Body::Memory(region) = &outgoing.body {
+                outgoing.body = Body::Heap(region.to_vec(outgoing.offset, end));
+            } else if let Body::Heap(bytes) = &mut outgoing.body {
+                *bytes = bytes[outgoing.offset..end].to_vec();
+            }
+            outgoing.offset = 0;
+            outgoing.owner = Owner::PROTOCOL;
+            true
+        });
+    }
+
+    /// Drops everything that waits; returns whose it was.
+    pub(crate) fn clear(&mut self) -> Vec<Owner> {
+        self.written = 0;
+        self.head = None;
+        self.queue.drain(..).map(|outgoing| outgoing.owner).collect()
+    }
+
+    /// Drives a connection that is being made and notices one that broke, without anything to write.
+    pub(crate) fn probe(&mut self) -> Result<(), LinkDown> {
+        self.outlet.as_mut().map_or(Ok(()), |outlet| outlet.write(&[]).map(|_| ()))
+    }
+
+    /// Asks to be woken when there is room. True: there is room now.
+    pub(crate) fn arm(&mut self) -> bool {
+        self.outlet.as_mut().is_some_and(|outlet| outlet.arm())
+    }
+
+    /// Ends what `arm` began.
+    pub(crate) fn disarm(&mut self) {
+        if let Some(outlet) = &mut self.outlet {
+            outlet.disarm();
+        }
+    }
+
+    /// Whether everything has left this process.
+    pub(crate) fn flushed(&mut self) -> Result<bool, LinkDown> {
+        match &mut self.outlet {
+            Some(outlet) if self.queue.is_empty() => outlet.flushed(),
+            _ => Ok(self.queue.is_empty()),
+        }
+    }
+}
