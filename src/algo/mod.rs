@@ -1,8 +1,27 @@
-//! Algorithms: pure functions from an operation's shape to one rank's [`Schedule`](crate::schedule::Schedule).
+//! Algorithms: pure functions from an operation's shape to one rank's [`Schedule`].
+//!
+//! Each file appends the steps of one algorithm to a [`Builder`](crate::schedule::Builder), for a group of ranks and
+//! data described by slices, so that algorithms compose ([`hierarchical`]). [`select`] is the table that picks one.
+//!
+//! **Agreement.** In an all_reduce, an equal all_gather or an equal reduce_scatter every rank needs data of every other,
+//! so nobody finishes when two ranks disagree. The other collectives end with a dissemination barrier ([`confirm`]),
+//! so that a disagreement between any two ranks is reported on every rank, also where data flows between few.
 
-use crate::schedule::Schedule;
+pub mod binomial;
+pub mod direct;
+pub mod dissemination;
+pub mod group;
+pub mod halving_doubling;
+pub mod hierarchical;
+pub mod ring;
+pub mod select;
+
+use crate::schedule::{Builder, Schedule};
 use crate::topo::Topology;
 use crate::types::Rank;
+use group::Group;
+
+pub use select::{names, plan, plan_with};
 
 /// The shape of a collective, all counts in elements. The input and output spaces of the schedule hold, end to end:
 ///
@@ -20,22 +39,56 @@ use crate::types::Rank;
 /// every rank's output. A reduce writes the root's output alone; other ranks work in scratch memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Collective {
-    /// See the table; likewise below.
-    AllReduce { count: usize },
-    /// To `root`.
-    Reduce { count: usize, root: Rank },
-    /// From `root`.
-    Broadcast { count: usize, root: Rank },
-    /// Of `counts[r]` elements from rank r.
-    AllGather { counts: Vec<usize> },
-    /// With `counts[r]` elements for rank r.
-    ReduceScatter { counts: Vec<usize> },
-    /// With this rank's counts for and from every rank.
-    AllToAll { send: Vec<usize>, recv: Vec<usize> },
-    /// To `root`.
-    Gather { count: usize, root: Rank },
-    /// From `root`.
-    Scatter { count: usize, root: Rank },
+    /// Everyone gets the reduction.
+    AllReduce {
+        /// Elements.
+        count: usize,
+    },
+    /// The root gets the reduction.
+    Reduce {
+        /// Elements.
+        count: usize,
+        /// Who gets it.
+        root: Rank,
+    },
+    /// Everyone gets the root's data.
+    Broadcast {
+        /// Elements.
+        count: usize,
+        /// Whose data.
+        root: Rank,
+    },
+    /// Everyone gets everyone's block.
+    AllGather {
+        /// Elements by rank.
+        counts: Vec<usize>,
+    },
+    /// Everyone gets its block of the reduction.
+    ReduceScatter {
+        /// Elements by rank.
+        counts: Vec<usize>,
+    },
+    /// Everyone gets its block of everyone's data.
+    AllToAll {
+        /// This rank's elements for each rank.
+        send: Vec<usize>,
+        /// This rank's elements from each rank.
+        recv: Vec<usize>,
+    },
+    /// The root gets everyone's block.
+    Gather {
+        /// Elements a rank.
+        count: usize,
+        /// Who gets them.
+        root: Rank,
+    },
+    /// Everyone gets its block of the root's data.
+    Scatter {
+        /// Elements a rank.
+        count: usize,
+        /// Whose data.
+        root: Rank,
+    },
     /// No data.
     Barrier,
 }
@@ -49,10 +102,38 @@ pub struct Setting<'a> {
     pub topo: &'a Topology,
     /// Bytes per element.
     pub element: usize,
+    /// Whether inputs are scaled before they are combined (PREMUL_SUM), so that they must be copied first.
+    pub premultiply: bool,
 }
 
-/// A schedule, or why there is none.
-pub fn plan(collective: &Collective, setting: Setting<'_>) -> Schedule {
-    let _ = (collective, setting);
-    Schedule { name: "", steps: Vec::new(), scratch: 0 }
+impl Setting<'_> {
+    /// All ranks, as seen from this one.
+    pub fn world(&self) -> Group {
+        Group::new((0..self.topo.size()).map(Rank::from).collect(), self.me)
+    }
+
+    /// How many elements the pieces of messages have in a collective over `total` elements: short enough that
+    /// consecutive steps overlap, long enough that schedules stay small.
+    fn chunk(&self, total: usize) -> usize {
+        (CHUNK_BYTES / self.element).max(total / CHUNKS_MAX).max(1)
+    }
 }
+
+/// Ends a schedule so that no rank finishes before all have done their part.
+fn confirm(builder: &mut Builder, group: &Group) {
+    builder.barrier();
+    dissemination::barrier(builder, group);
+}
+
+/// A schedule whose steps `write` appends.
+fn schedule(name: &'static str, write: impl FnOnce(&mut Builder)) -> Schedule {
+    let mut builder = Builder::new(name);
+    write(&mut builder);
+    builder.finish()
+}
+
+/// The length of the pieces that long messages travel in.
+const CHUNK_BYTES: usize = 256 * 1024;
+
+/// The most pieces that a collective's data is cut into.
+const CHUNKS_MAX: usize = 256;

@@ -236,7 +236,7 @@ impl Communicator {
         let now = Instant::now();
         let settled = |core: &mut Core| core.closed.is_some() || (core.collectives.is_idle() && core.messages.is_idle());
         self.driver.drive_until(|driver| driver.with_core(settled), now.checked_add(OPERATIONS_GRACE));
-        let flushed = |core: &mut Core| core.closed.is_some() || (!core.is_busy() && core.flushed());
+        let flushed = |core: &mut Core| core.closed.is_some() || core.flushed();
         self.driver.drive_until(|driver| driver.with_core(flushed), Instant::now().checked_add(PROTOCOL_GRACE));
         self.close("shut down");
         Ok(())

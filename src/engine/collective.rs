@@ -118,7 +118,8 @@ impl Core {
         let Some(request) = self.collectives.queue.pop_front() else { return false };
         let sequence = self.collectives.next - self.collectives.queue.len() as u64 - 1;
         let element = request.dtype.size();
-        let setting = Setting { me: self.me, topo: &self.topo, element };
+        let premultiply = matches!(request.reduce, Some(ReduceOp::PreMulSum(_)));
+        let setting = Setting { me: self.me, topo: &self.topo, element, premultiply };
         let forced = self.algorithm.as_deref();
         let plan = self.collectives.plans.plan(request.collective.clone(), setting, forced);
         let spaces = Spaces {

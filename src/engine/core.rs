@@ -102,9 +102,10 @@ impl Core {
         self.peers.len()
     }
 
-    /// Whether there is anything to drive: operations, or bytes of the protocol that wait to be written.
+    /// Whether there is anything to drive: operations, bytes that wait to be written, or streams being opened.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.collectives.is_idle() || !self.messages.is_idle() || self.peers.iter().any(|peer| peer.outbox.is_waiting())
+        let unfinished = |peer: &Peer| peer.outbox.is_waiting() || peer.outbox.is_opening();
+        !self.collectives.is_idle() || !self.messages.is_idle() || self.peers.iter().any(unfinished)
     }
 
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
@@ -170,7 +171,7 @@ impl Core {
         self.transports.clear();
     }
 
-    /// Whether every byte written so far has left this process.
+    /// Whether every byte that should has left this process.
     pub(crate) fn flushed(&mut self) -> bool {
         self.peers.iter_mut().all(|peer| peer.lost.is_some() || peer.outbox.flushed().unwrap_or(true))
     }

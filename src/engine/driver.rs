@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::engine::core::Core;
-use crate::sync::{Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
 use crate::sys::poller::Poller;
 use crate::work::{Drive, Work};
 
@@ -22,6 +22,8 @@ struct Turn {
 
 /// The shared state of a communicator's threads.
 pub(crate) struct Driver {
+    /// The driver itself, for the background thread to hold.
+    this: Weak<Driver>,
     core: Mutex<Core>,
     poller: Poller,
     turn: Mutex<Turn>,
@@ -38,7 +40,8 @@ pub(crate) struct Driver {
 
 impl Driver {
     pub(crate) fn new(core: Core, poller: Poller, spin: Duration) -> Arc<Driver> {
-        Arc::new(Driver {
+        Arc::new_cyclic(|this| Driver {
+            this: Weak::clone(this),
             core: Mutex::new(core),
             poller,
             turn: Mutex::new(Turn::default()),
@@ -98,10 +101,12 @@ impl Driver {
     }
 
     /// Lets the background thread go on with what is in flight, and starts it the first time.
-    pub(crate) fn hand_over(self: &Arc<Self>) -> std::io::Result<()> {
+    pub(crate) fn hand_over(&self) -> std::io::Result<()> {
         let mut turn = lock(&self.turn);
-        if !turn.background_started && !turn.closing {
-            let driver = Arc::clone(self);
+        if !turn.background_started
+            && !turn.closing
+            && let Some(driver) = self.this.upgrade()
+        {
             std::thread::Builder::new().name("ncclx_rs".to_owned()).spawn(move || driver.run_background())?;
             turn.background_started = true;
         }
@@ -128,11 +133,13 @@ impl Driver {
             self.sleep_until(&done, deadline);
         }
         let others = self.waiters.fetch_sub(1, Ordering::SeqCst) > 1;
-        let busy = !others && self.with_core(|core| core.is_busy());
-        if others || busy {
+        if others {
             let _turn = lock(&self.turn);
             self.turn_changed.notify_all();
-            self.background_wanted.notify_one();
+        } else if self.with_core(|core| core.is_busy())
+            && let Err(error) = self.hand_over()
+        {
+            log::error!("the background thread could not be started: {error}");
         }
     }
 

@@ -100,6 +100,11 @@ impl Outbox {
         !self.queue.is_empty()
     }
 
+    /// Whether the stream is opened but the peer has not accepted it yet.
+    pub(crate) fn is_opening(&self) -> bool {
+        self.outlet.as_ref().is_some_and(|outlet| !outlet.is_open())
+    }
+
     /// Whether an operation's message waits here.
     pub(crate) fn holds(&self, op: OpRef) -> bool {
         self.queue.iter().any(|outgoing| outgoing.owner.op == op)

@@ -46,7 +46,7 @@ impl Plan {
 /// Plans of the shapes seen lately: training repeats the same few.
 #[derive(Debug, Default)]
 pub(crate) struct PlanCache {
-    plans: HashMap<(Collective, usize), Arc<Plan>>,
+    plans: HashMap<(Collective, usize, bool), Arc<Plan>>,
 }
 
 impl PlanCache {
@@ -55,15 +55,12 @@ impl PlanCache {
         if self.plans.len() >= CAPACITY {
             self.plans.clear();
         }
-        let key = (collective, setting.element);
-        let make = |key: &(Collective, usize)| {
-            let chosen = forced.and_then(|name| algo::plan_with(name, &key.0, setting));
-            Arc::new(Plan::new(chosen.unwrap_or_else(|| algo::plan(&key.0, setting))))
-        };
+        let key = (collective, setting.element, setting.premultiply);
         if let Some(plan) = self.plans.get(&key) {
             return Arc::clone(plan);
         }
-        let plan = make(&key);
+        let chosen = forced.and_then(|name| algo::plan_with(name, &key.0, setting));
+        let plan = Arc::new(Plan::new(chosen.unwrap_or_else(|| algo::plan(&key.0, setting))));
         self.plans.insert(key, Arc::clone(&plan));
         plan
     }

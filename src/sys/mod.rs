@@ -1,3 +1,6 @@
 //! The fence: operating system calls and the unsafe code they need, behind safe faces.
 
+pub mod memory;
+pub mod net;
 pub mod poller;
+pub mod socket;

@@ -1,1 +1,220 @@
-//! Proof of the job's secret.
+//! Proof of the job's secret, before any other byte of a connection is looked at.
+//!
+//! The acceptor sends a challenge; the opener answers with a proof and a challenge of its own; the acceptor proves
+//! itself in turn. A proof is HMAC-SHA256 (RFC 2104, FIPS 198-1) under the job's secret over its role, the other side's
+//! nonce, the communicator and both ranks, so that it fits one connection, one direction and one pair of ranks. All
+//! messages have a fixed size. Nothing here does I/O.
+
+use std::fmt;
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+use crate::types::Rank;
+
+/// What every rank of a job knows and nobody else.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(pub [u8; 32]);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+/// Who a rank is, and how it proves it.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// The communicator.
+    pub comm: [u8; 16],
+    /// This rank.
+    pub me: Rank,
+    /// The number of ranks.
+    pub size: usize,
+    /// The job's secret.
+    pub secret: Secret,
+}
+
+/// Why a handshake failed. Says nothing of the secret.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AuthError {
+    /// Not our protocol.
+    #[error("the other side does not speak ncclx_rs protocol version {PROTOCOL_VERSION}")]
+    Protocol,
+    /// Another communicator's rank, or none of this one's.
+    #[error("the other side is not a rank of this communicator")]
+    Stranger,
+    /// The proof is wrong.
+    #[error("the other side does not know the job's secret")]
+    Proof,
+}
+
+/// The wire format's version: both sides have the same, or refuse each other.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// The acceptor's first message: magic, version, nonce.
+pub const CHALLENGE_BYTES: usize = 8 + 4 + 32;
+/// The opener's message: magic, version, communicator, rank, nonce, proof.
+pub const ANSWER_BYTES: usize = 8 + 4 + 16 + 4 + 32 + 32;
+/// The acceptor's last message.
+pub const PROOF_BYTES: usize = 32;
+
+const MAGIC: &[u8; 8] = b"ncclx_rs";
+
+type Nonce = [u8; 32];
+
+/// The opening side of a handshake.
+#[derive(Debug)]
+pub struct Opener {
+    identity: Identity,
+    peer: Rank,
+    nonce: Nonce,
+}
+
+impl Opener {
+    /// A handshake with `peer`.
+    pub fn new(identity: Identity, peer: Rank) -> Self {
+        Opener { identity, peer, nonce: rand::random() }
+    }
+
+    /// The answer to the acceptor's challenge.
+    pub fn answer(&self, challenge: &[u8; CHALLENGE_BYTES]) -> Result<[u8; ANSWER_BYTES], AuthError> {
+        check_version(challenge)?;
+        let Identity { comm, me, secret, .. } = &self.identity;
+        let mut answer = [0; ANSWER_BYTES];
+        answer[..8].copy_from_slice(MAGIC);
+        answer[8..12].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+        answer[12..28].copy_from_slice(comm);
+        answer[28..32].copy_from_slice(&me.0.to_le_bytes());
+        answer[32..64].copy_from_slice(&self.nonce);
+        let proof = proof(secret, Role::Opener, &challenge[12..], comm, *me, self.peer).finalize().into_bytes();
+        answer[64..].copy_from_slice(&proof);
+        Ok(answer)
+    }
+
+    /// Whether the acceptor is who it should be.
+    pub fn check(&self, theirs: &[u8; PROOF_BYTES]) -> Result<(), AuthError> {
+        let Identity { comm, me, secret, .. } = &self.identity;
+        let expected = proof(secret, Role::Acceptor, &self.nonce, comm, *me, self.peer);
+        expected.verify_slice(theirs).map_err(|_| AuthError::Proof)
+    }
+}
+
+/// The accepting side of a handshake.
+#[derive(Debug)]
+pub struct Acceptor {
+    identity: Identity,
+    nonce: Nonce,
+}
+
+impl Acceptor {
+    /// A handshake with whoever opened the connection.
+    pub fn new(identity: Identity) -> Self {
+        Acceptor { identity, nonce: rand::random() }
+    }
+
+    /// The first message.
+    pub fn challenge(&self) -> [u8; CHALLENGE_BYTES] {
+        let mut challenge = [0; CHALLENGE_BYTES];
+        challenge[..8].copy_from_slice(MAGIC);
+        challenge[8..12].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+        challenge[12..].copy_from_slice(&self.nonce);
+        challenge
+    }
+
+    /// Who the opener is, and this side's proof for it.
+    pub fn check(&self, answer: &[u8; ANSWER_BYTES]) -> Result<(Rank, [u8; PROOF_BYTES]), AuthError> {
+        check_version(answer)?;
+        let Identity { comm, me, size, secret } = &self.identity;
+        let opener = Rank(u32::from_le_bytes(std::array::from_fn(|i| answer[28 + i])));
+        let expected = proof(secret, Role::Opener, &self.nonce, comm, opener, *me);
+        expected.verify_slice(&answer[64..]).map_err(|_| AuthError::Proof)?;
+        if answer[12..28] != comm[..] || opener.index() >= *size || opener == *me {
+            return Err(AuthError::Stranger);
+        }
+        Ok((opener, proof(secret, Role::Acceptor, &answer[32..64], comm, opener, *me).finalize().into_bytes().into()))
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Role {
+    Opener,
+    Acceptor,
+}
+
+fn proof(secret: &Secret, role: Role, nonce: &[u8], comm: &[u8; 16], opener: Rank, acceptor: Rank) -> Hmac<Sha256> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(&secret.0).expect("HMAC takes keys of any length");
+    mac.update(match role {
+        Role::Opener => b"ncclx_rs opener".as_slice(),
+        Role::Acceptor => b"ncclx_rs acceptor".as_slice(),
+    });
+    mac.update(nonce);
+    mac.update(comm);
+    mac.update(&opener.0.to_le_bytes());
+    mac.update(&acceptor.0.to_le_bytes());
+    mac
+}
+
+fn check_version(message: &[u8]) -> Result<(), AuthError> {
+    let fits = message[..8] == MAGIC[..] && message[8..12] == PROTOCOL_VERSION.to_le_bytes();
+    if fits { Ok(()) } else { Err(AuthError::Protocol) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity(me: u32, secret: u8) -> Identity {
+        Identity { comm: [7; 16], me: Rank(me), size: 4, secret: Secret([secret; 32]) }
+    }
+
+    #[test]
+    fn both_sides_learn_whom_they_talk_to() {
+        let (opener, acceptor) = (Opener::new(identity(2, 1), Rank(0)), Acceptor::new(identity(0, 1)));
+        let answer = opener.answer(&acceptor.challenge()).expect("an answer");
+        let (rank, proof) = acceptor.check(&answer).expect("a good answer");
+        assert_eq!(rank, Rank(2));
+        assert_eq!(opener.check(&proof), Ok(()));
+    }
+
+    #[test]
+    fn a_wrong_secret_is_refused_on_both_sides() {
+        let (opener, acceptor) = (Opener::new(identity(2, 1), Rank(0)), Acceptor::new(identity(0, 9)));
+        let answer = opener.answer(&acceptor.challenge()).expect("an answer");
+        assert_eq!(acceptor.check(&answer), Err(AuthError::Proof));
+        assert_eq!(opener.check(&[0; PROOF_BYTES]), Err(AuthError::Proof));
+    }
+
+    #[test]
+    fn a_replayed_answer_is_refused() {
+        let (opener, first) = (Opener::new(identity(2, 1), Rank(0)), Acceptor::new(identity(0, 1)));
+        let answer = opener.answer(&first.challenge()).expect("an answer");
+        assert_eq!(Acceptor::new(identity(0, 1)).check(&answer), Err(AuthError::Proof));
+    }
+
+    #[test]
+    fn an_answer_for_another_rank_or_communicator_is_refused() {
+        let acceptor = Acceptor::new(identity(1, 1));
+        let misdirected = Opener::new(identity(2, 1), Rank(0)).answer(&acceptor.challenge()).expect("an answer");
+        assert_eq!(acceptor.check(&misdirected), Err(AuthError::Proof));
+        let other = Identity { comm: [8; 16], ..identity(2, 1) };
+        let foreign = Opener::new(other, Rank(1)).answer(&acceptor.challenge()).expect("an answer");
+        assert!(acceptor.check(&foreign).is_err());
+    }
+
+    #[test]
+    fn garbage_and_truncation_are_refused() {
+        let acceptor = Acceptor::new(identity(0, 1));
+        assert_eq!(acceptor.check(&[0; ANSWER_BYTES]), Err(AuthError::Protocol));
+        let opener = Opener::new(identity(2, 1), Rank(0));
+        assert_eq!(opener.answer(&[0; CHALLENGE_BYTES]), Err(AuthError::Protocol));
+        let mut cut = opener.answer(&acceptor.challenge()).expect("an answer");
+        cut[80..].fill(0);
+        assert_eq!(acceptor.check(&cut), Err(AuthError::Proof));
+    }
+
+    #[test]
+    fn a_secret_is_never_printed() {
+        assert_eq!(format!("{:?}", Secret([0xab; 32])), "Secret(..)");
+    }
+}

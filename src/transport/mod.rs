@@ -8,8 +8,9 @@
 //! [`Poller`](crate::sys::poller::Poller), and calls `disarm`.
 
 pub mod auth;
+pub(crate) mod handshake;
+pub(crate) mod pending;
 pub mod shm;
-pub mod sim;
 pub mod tcp;
 
 use std::io::IoSlice;
@@ -27,6 +28,9 @@ pub trait Outlet: Send {
 
     /// Ends what `arm` began.
     fn disarm(&mut self);
+
+    /// Whether the peer has accepted the stream. Until then somebody must keep driving it.
+    fn is_open(&self) -> bool;
 
     /// Whether every byte taken so far has left this process, so that it survives this process's exit.
     fn flushed(&mut self) -> Result<bool, LinkDown>;

@@ -1,1 +1,78 @@
-//! The shm transport.
+//! Shared memory within a host: a ring of bytes a direction, and a socket beside it.
+//!
+//! The opener makes the ring and hands it over a Unix socket after both sides have proved themselves. The socket then
+//! carries one byte whenever a sleeping side has to be woken, and its end tells that the other process is gone.
+
+mod channel;
+mod connect;
+
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use crate::error::LinkDown;
+use crate::sys::memory::RingMemory;
+use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::socket;
+use crate::transport::auth::Identity;
+use crate::transport::pending::Pending;
+use crate::transport::{Inlet, Outlet, Transport};
+use crate::types::Rank;
+
+/// The transport of one communicator.
+#[derive(Debug)]
+pub struct ShmTransport {
+    identity: Identity,
+    poller: Poller,
+    ring_bytes: usize,
+    name: Vec<u8>,
+    listener: UnixListener,
+    _registration: Registration,
+    pending: Pending<UnixStream>,
+}
+
+impl ShmTransport {
+    /// Listens under an unguessable name. Rings that this rank opens have `ring_bytes`, a power of two of whole pages.
+    pub fn new(identity: Identity, poller: Poller, ring_bytes: usize) -> io::Result<Self> {
+        let name = format!("ncclx_rs-{:032x}", rand::random::<u128>()).into_bytes();
+        let listener = socket::listen_unix(&name)?;
+        let registration = poller.add(listener.as_fd(), Interest::Read)?;
+        let pending = Pending::new(identity.clone(), poller.clone());
+        Ok(ShmTransport { identity, poller, ring_bytes, name, listener, _registration: registration, pending })
+    }
+}
+
+impl Transport for ShmTransport {
+    fn name(&self) -> &'static str {
+        "shm"
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.name.clone()
+    }
+
+    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+        let gone = |error: io::Error| match error.kind() {
+            io::ErrorKind::ConnectionRefused => LinkDown::new("its process is gone (connection refused)"),
+            _ => error.into(),
+        };
+        let stream = socket::connect_unix(address).map_err(gone)?;
+        let (memory, fd) = RingMemory::create(self.ring_bytes)?;
+        let outlet = connect::open(self.identity.clone(), peer, stream, memory, fd, &self.poller)?;
+        Ok(Box::new(outlet))
+    }
+
+    fn accept(&mut self) -> Vec<(Rank, Box<dyn Inlet>)> {
+        while self.pending.has_room() {
+            match self.listener.accept() {
+                Ok((stream, _)) => match stream.set_nonblocking(true) {
+                    Ok(()) => self.pending.add(stream),
+                    Err(error) => log::warn!("a connection was dropped: {error}"),
+                },
+                Err(_) => break,
+            }
+        }
+        let poller = &self.poller;
+        self.pending.drive(|candidate| connect::accept(candidate, poller))
+    }
+}

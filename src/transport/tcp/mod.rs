@@ -1,1 +1,87 @@
-//! The tcp transport.
+//! TCP between hosts, over IPv4 and IPv6: a connection a direction.
+
+mod channel;
+mod connect;
+
+use std::io;
+use std::net::{IpAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::LinkDown;
+use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::socket;
+use crate::transport::auth::Identity;
+use crate::transport::pending::Pending;
+use crate::transport::tcp::channel::TcpInlet;
+use crate::transport::tcp::connect::Connection;
+use crate::transport::{Inlet, Outlet, Transport};
+use crate::types::Rank;
+
+/// Where a rank listens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Address {
+    hosts: Vec<IpAddr>,
+    port: u16,
+}
+
+/// The transport of one communicator.
+#[derive(Debug)]
+pub struct TcpTransport {
+    identity: Identity,
+    poller: Poller,
+    advertise: Vec<IpAddr>,
+    port: u16,
+    listener: TcpListener,
+    _registration: Registration,
+    pending: Pending<TcpStream>,
+}
+
+impl TcpTransport {
+    /// Listens on every address; peers are told those of `advertise`, the best first.
+    pub fn new(identity: Identity, poller: Poller, advertise: Vec<IpAddr>) -> io::Result<Self> {
+        let listener = socket::listen_tcp()?;
+        let port = listener.local_addr()?.port();
+        let registration = poller.add(listener.as_fd(), Interest::Read)?;
+        let pending = Pending::new(identity.clone(), poller.clone());
+        Ok(TcpTransport { identity, poller, advertise, port, listener, _registration: registration, pending })
+    }
+}
+
+impl Transport for TcpTransport {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn address(&self) -> Vec<u8> {
+        let address = Address { hosts: self.advertise.clone(), port: self.port };
+        serde_json::to_vec(&address).expect("addresses are plain data")
+    }
+
+    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+        let address: Address = serde_json::from_slice(address)
+            .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
+        let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();
+        Ok(Box::new(Connection::begin(self.identity.clone(), peer, targets, &self.poller)?))
+    }
+
+    fn accept(&mut self) -> Vec<(Rank, Box<dyn Inlet>)> {
+        while self.pending.has_room() {
+            match self.listener.accept() {
+                Ok((stream, _)) => match socket::tune_tcp(&stream) {
+                    Ok(()) => self.pending.add(stream),
+                    Err(error) => log::warn!("a connection was dropped: {error}"),
+                },
+                Err(_) => break,
+            }
+        }
+        let poller = &self.poller;
+        self.pending.drive(|candidate| {
+            candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
+            let Some(rank) = candidate.rank else { return Ok(None) };
+            let inlet = TcpInlet::new(candidate.stream.try_clone()?, poller)?;
+            Ok(Some((rank, Box::new(inlet) as Box<dyn Inlet>)))
+        })
+    }
+}

@@ -1,0 +1,61 @@
+//! Direct algorithms: every rank exchanges with every other, starting with its neighbour so that no rank is everyone's
+//! first. One round for any world: the fewest steps, the best in shared memory and for few ranks. The order of peers is
+//! that of the pairwise exchange in Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
+//! in MPICH", 2005.
+
+use crate::algo::group::{Group, blocks, chunks};
+use crate::schedule::{Action, Builder, Slice};
+
+/// Sends `own` to everyone and receives everyone's block; block `me` is not touched.
+pub fn all_gather(builder: &mut Builder, group: &Group, own: Slice, blocks: &[Slice], chunk: usize) {
+    let (size, me) = (group.size(), group.me());
+    for step in 1..size {
+        for from in chunks(own, chunk) {
+            builder.push(Action::Send { to: group.rank(me + step), from });
+        }
+        let from = (me + size - step) % size;
+        for into in chunks(blocks[from], chunk) {
+            builder.push(Action::Recv { from: group.rank(from), into });
+        }
+    }
+}
+
+/// Sends block r of `own` to position r; `into` ends as the reduction of everyone's block `me`, combined in the order
+/// of the positions and rounded once. `into` may be block `me` of `own`.
+pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into: Slice, chunk: usize) {
+    let (size, me) = (group.size(), group.me());
+    for step in 1..size {
+        let to = (me + step) % size;
+        for from in chunks(own[to], chunk) {
+            builder.push(Action::Send { to: group.rank(to), from });
+        }
+    }
+    // Chunk by chunk: the memory for what others send is bounded, and combining overlaps with receiving.
+    let depth = 2;
+    let lanes: Vec<Slice> = (0..depth).map(|_| builder.scratch(chunk.min(into.len) * size)).collect();
+    for (index, (target, mine)) in chunks(into, chunk).zip(chunks(own[me], chunk)).enumerate() {
+        let gathered = lanes[index % depth].part(0, target.len * size);
+        let parts = blocks(gathered, &vec![target.len; size]);
+        builder.push(Action::Copy { from: mine, into: parts[me] });
+        for step in 1..size {
+            let from = (me + size - step) % size;
+            builder.push(Action::Recv { from: group.rank(from), into: parts[from] });
+        }
+        builder.push(Action::Fold { from: gathered, into: target });
+    }
+}
+
+/// Sends block r of `send` to position r and receives position r's block into block r of `recv`.
+pub fn all_to_all(builder: &mut Builder, group: &Group, send: &[Slice], recv: &[Slice], chunk: usize) {
+    let (size, me) = (group.size(), group.me());
+    builder.push(Action::Copy { from: send[me], into: recv[me] });
+    for step in 1..size {
+        let (to, from) = ((me + step) % size, (me + size - step) % size);
+        for slice in chunks(send[to], chunk) {
+            builder.push(Action::Send { to: group.rank(to), from: slice });
+        }
+        for into in chunks(recv[from], chunk) {
+            builder.push(Action::Recv { from: group.rank(from), into });
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! The ranks that take part in an algorithm, in an agreed order.
+
+use crate::schedule::Slice;
+use crate::types::Rank;
+
+/// An ordered group of ranks and this rank's position in it. Positions, not ranks, are what algorithms compute with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    members: Vec<Rank>,
+    position: usize,
+}
+
+impl Group {
+    /// The group of `members`, which `me` is one of.
+    ///
+    /// # Panics
+    /// When `me` is not a member.
+    pub fn new(members: Vec<Rank>, me: Rank) -> Self {
+        let position = members.iter().position(|member| *member == me).expect("the rank is in its own group");
+        Group { members, position }
+    }
+
+    /// The number of members.
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// This rank's position.
+    pub fn me(&self) -> usize {
+        self.position
+    }
+
+    /// The rank at `position`, counted around.
+    pub fn rank(&self, position: usize) -> Rank {
+        self.members[position % self.members.len()]
+    }
+
+    /// The position of `rank`.
+    ///
+    /// # Panics
+    /// When it is not a member.
+    pub fn position(&self, rank: Rank) -> usize {
+        self.members.iter().position(|member| *member == rank).expect("the rank is in the group")
+    }
+}
+
+/// Consecutive blocks, one a position, of the lengths `counts`, from the start of `all`.
+pub fn blocks(all: Slice, counts: &[usize]) -> Vec<Slice> {
+    let mut offset = 0;
+    let next = |count: &usize| {
+        let block = all.part(offset, *count);
+        offset += count;
+        block
+    };
+    counts.iter().map(next).collect()
+}
+
+/// `parts` nearly equal blocks of `all`.
+pub fn pieces(all: Slice, parts: usize) -> Vec<Slice> {
+    (0..parts).map(|index| all.piece(index, parts)).collect()
+}
+
+/// `slice` cut into pieces of at most `chunk` elements; one empty piece if it is empty.
+pub fn chunks(slice: Slice, chunk: usize) -> impl Iterator<Item = Slice> {
+    let count = slice.len.div_ceil(chunk).max(1);
+    (0..count).map(move |index| slice.part(index * chunk, chunk.min(slice.len - index * chunk)))
+}

@@ -1,0 +1,89 @@
+//! Recursive doubling and halving: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
+//! in MPICH", 2005; the combination for all_reduce is Rabenseifner's.
+//!
+//! ⌈log₂ n⌉ rounds between ranks whose positions differ in one bit. In a world that is not a power of two, the first
+//! ranks pair up: one of each pair hands its data over before and gets the result after.
+
+use crate::algo::group::{Group, pieces};
+use crate::schedule::{Action, Builder, Slice};
+use crate::types::Rank;
+
+/// Combines everyone's `data` into everyone's `data`: log₂ n messages of all data each, for short messages.
+///
+/// Both partners of a round combine the same two values; since the operations are commutative to the bit, everyone ends
+/// with the same bits.
+pub fn all_reduce_doubling(builder: &mut Builder, group: &Group, data: Slice) {
+    with_power_of_two(builder, group, data, |builder, cube| {
+        let mut bit = 1;
+        while bit < cube.size {
+            let partner = cube.rank(cube.me ^ bit);
+            builder.push(Action::Send { to: partner, from: data });
+            builder.push(Action::RecvReduce { from: partner, into: data });
+            bit *= 2;
+        }
+    });
+}
+
+/// Combines everyone's `data` into everyone's `data`: halves are exchanged until everyone has one piece, then the pieces
+/// are gathered the same way back. The least data on the wire in the fewest rounds.
+pub fn all_reduce_halving(builder: &mut Builder, group: &Group, data: Slice) {
+    with_power_of_two(builder, group, data, |builder, cube| {
+        let blocks = pieces(data, cube.size);
+        let run = |first: usize, count: usize| {
+            let len = blocks[first..first + count].iter().map(|block| block.len).sum();
+            Slice::new(data.space, blocks[first].offset, len)
+        };
+        let mut half = cube.size / 2;
+        while half > 0 {
+            let partner = cube.rank(cube.me ^ half);
+            let kept = cube.me & !(half - 1);
+            builder.push(Action::Send { to: partner, from: run(kept ^ half, half) });
+            builder.push(Action::RecvReduce { from: partner, into: run(kept, half) });
+            half /= 2;
+        }
+        let mut half = 1;
+        while half < cube.size {
+            let partner = cube.rank(cube.me ^ half);
+            let held = cube.me & !(half - 1);
+            builder.push(Action::Send { to: partner, from: run(held, half) });
+            builder.push(Action::Recv { from: partner, into: run(held ^ half, half) });
+            half *= 2;
+        }
+    });
+}
+
+/// A power-of-two selection of a group.
+struct Cube<'a> {
+    group: &'a Group,
+    size: usize,
+    /// How many pairs there are in which one rank stands in for both.
+    pairs: usize,
+    me: usize,
+}
+
+impl Cube<'_> {
+    fn rank(&self, position: usize) -> Rank {
+        self.group.rank(if position < self.pairs { 2 * position + 1 } else { position + self.pairs })
+    }
+}
+
+fn with_power_of_two(builder: &mut Builder, group: &Group, data: Slice, exchange: impl FnOnce(&mut Builder, Cube<'_>)) {
+    let (size, me) = (group.size(), group.me());
+    let cube = 1 << size.ilog2();
+    let pairs = size - cube;
+    let paired = me < 2 * pairs;
+    if paired && me.is_multiple_of(2) {
+        let partner = group.rank(me + 1);
+        builder.push(Action::Send { to: partner, from: data });
+        builder.push(Action::Recv { from: partner, into: data });
+        return;
+    }
+    let position = if paired { me / 2 } else { me - pairs };
+    if paired {
+        builder.push(Action::RecvReduce { from: group.rank(me - 1), into: data });
+    }
+    exchange(builder, Cube { group, size: cube, pairs, me: position });
+    if paired {
+        builder.push(Action::Send { to: group.rank(me - 1), from: data });
+    }
+}

@@ -1,0 +1,348 @@
+//! The table of algorithms. The first row that can do a collective and is preferred for its size and world is taken.
+
+use crate::algo::group::{blocks, pieces};
+use crate::algo::{
+    Collective, Setting, binomial, confirm, direct, dissemination, halving_doubling, hierarchical, ring, schedule,
+};
+use crate::schedule::{Action, Builder, Scaling, Schedule, Slice, Space};
+
+/// A row: what it is, what it can do, when it is the best.
+struct Row {
+    name: &'static str,
+    can: fn(&Collective, &Setting<'_>) -> bool,
+    prefer: fn(&Collective, &Setting<'_>) -> bool,
+    build: fn(&mut Builder, &Collective, &Setting<'_>),
+}
+
+const TABLE: &[Row] = &[
+    Row { name: "local", can: |_, setting| setting.topo.size() == 1, prefer: always, build: local },
+    Row { name: "hierarchical", can: can_hierarchical, prefer: always, build: build_hierarchical },
+    Row {
+        name: "recursive_doubling",
+        can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
+        prefer: |collective, setting| bytes(collective, setting) <= DOUBLING_MAX_BYTES,
+        build: |builder, collective, setting| {
+            all_reduce(builder, collective, |builder, data| {
+                halving_doubling::all_reduce_doubling(builder, &setting.world(), data);
+            });
+        },
+    },
+    Row { name: "direct", can: can_direct, prefer: prefer_direct, build: build_direct },
+    Row {
+        name: "rabenseifner",
+        can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
+        prefer: |collective, setting| bytes(collective, setting) <= HALVING_MAX_BYTES,
+        build: |builder, collective, setting| {
+            all_reduce(builder, collective, |builder, data| {
+                halving_doubling::all_reduce_halving(builder, &setting.world(), data);
+            });
+        },
+    },
+    Row { name: "ring", can: can_ring, prefer: always, build: build_ring },
+    Row { name: "binomial", can: can_binomial, prefer: always, build: build_binomial },
+    Row {
+        name: "dissemination",
+        can: |collective, _| matches!(collective, Collective::Barrier),
+        prefer: always,
+        build: |builder, _, setting| dissemination::barrier(builder, &setting.world()),
+    },
+];
+
+/// The schedule of `collective` for one rank. Every rank of the world gets schedules that fit together.
+///
+/// # Panics
+/// Never: the table has a row for every collective.
+pub fn plan(collective: &Collective, setting: Setting<'_>) -> Schedule {
+    let row = TABLE.iter().find(|row| (row.can)(collective, &setting) && (row.prefer)(collective, &setting));
+    build(row.expect("the last rows take what is left"), collective, setting)
+}
+
+/// The schedule by the algorithm `name`; nothing if there is none or it does not do this collective.
+pub fn plan_with(name: &str, collective: &Collective, setting: Setting<'_>) -> Option<Schedule> {
+    let row = TABLE.iter().find(|row| row.name == name && (row.can)(collective, &setting))?;
+    Some(build(row, collective, setting))
+}
+
+/// The algorithms' names, in the order of preference.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    TABLE.iter().map(|row| row.name)
+}
+
+fn build(row: &Row, collective: &Collective, setting: Setting<'_>) -> Schedule {
+    schedule(row.name, |builder| {
+        (row.build)(builder, collective, &setting);
+        if needs_confirmation(collective) && setting.topo.size() > 1 {
+            confirm(builder, &setting.world());
+        }
+    })
+}
+
+/// Whether ranks could finish although two others disagree.
+fn needs_confirmation(collective: &Collective) -> bool {
+    match collective {
+        Collective::AllReduce { .. } | Collective::Barrier => false,
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => !equal(counts),
+        Collective::Reduce { .. }
+        | Collective::Broadcast { .. }
+        | Collective::AllToAll { .. }
+        | Collective::Gather { .. }
+        | Collective::Scatter { .. } => true,
+    }
+}
+
+fn always(_: &Collective, _: &Setting<'_>) -> bool {
+    true
+}
+
+fn equal(counts: &[usize]) -> bool {
+    counts.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+/// The bytes that the collective is about, on one rank.
+fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
+    let count = match collective {
+        Collective::AllReduce { count }
+        | Collective::Reduce { count, .. }
+        | Collective::Broadcast { count, .. }
+        | Collective::Gather { count, .. }
+        | Collective::Scatter { count, .. } => *count,
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.iter().sum(),
+        Collective::AllToAll { send, .. } => send.iter().sum(),
+        Collective::Barrier => 0,
+    };
+    count * setting.element
+}
+
+// ---- the parts that rows share ----
+
+fn input(len: usize) -> Slice {
+    Slice::new(Space::Input, 0, len)
+}
+
+fn output(len: usize) -> Slice {
+    Slice::new(Space::Output, 0, len)
+}
+
+/// This rank's input copied to where it will be combined, and scaled if the operation does.
+fn load(builder: &mut Builder, from: Slice, into: Slice) {
+    builder.push(Action::Copy { from, into });
+    builder.push(Action::Scale { slice: into, by: Scaling::PreMultiply });
+}
+
+fn average(builder: &mut Builder, slice: Slice) {
+    builder.push(Action::Scale { slice, by: Scaling::Average });
+}
+
+/// An all_reduce whose algorithm gives everyone the whole result.
+fn all_reduce(builder: &mut Builder, collective: &Collective, combine: impl FnOnce(&mut Builder, Slice)) {
+    let Collective::AllReduce { count } = *collective else { unreachable!("checked by `can`") };
+    load(builder, input(count), output(count));
+    combine(builder, output(count));
+    average(builder, output(count));
+}
+
+/// This rank's blocks of a reduce_scatter's input, to be sent.
+fn loaded_blocks(builder: &mut Builder, counts: &[usize], in_place: bool) -> Vec<Slice> {
+    let total = counts.iter().sum();
+    if !in_place {
+        return blocks(input(total), counts);
+    }
+    let work = builder.scratch(total);
+    load(builder, input(total), work);
+    blocks(work, counts)
+}
+
+/// A reduce: the root works in its output, others in scratch memory.
+fn reduce(builder: &mut Builder, count: usize, is_root: bool, combine: impl FnOnce(&mut Builder, Slice)) {
+    let work = if is_root { output(count) } else { builder.scratch(count) };
+    load(builder, input(count), work);
+    combine(builder, work);
+    if is_root {
+        average(builder, work);
+    }
+}
+
+fn broadcast(builder: &mut Builder, count: usize, is_root: bool, spread: impl FnOnce(&mut Builder, Slice)) {
+    if is_root {
+        builder.push(Action::Copy { from: input(count), into: output(count) });
+    }
+    spread(builder, output(count));
+}
+
+/// The output blocks of an all_gather, this rank's filled.
+fn own_block_in_place(builder: &mut Builder, counts: &[usize], me: usize) -> Vec<Slice> {
+    let all = blocks(output(counts.iter().sum()), counts);
+    builder.push(Action::Copy { from: input(counts[me]), into: all[me] });
+    all
+}
+
+// ---- rows ----
+
+fn local(builder: &mut Builder, collective: &Collective, _: &Setting<'_>) {
+    let count = match collective {
+        Collective::AllReduce { count } | Collective::Reduce { count, .. } => {
+            load(builder, input(*count), output(*count));
+            return average(builder, output(*count));
+        }
+        Collective::ReduceScatter { counts } => {
+            load(builder, input(counts[0]), output(counts[0]));
+            return average(builder, output(counts[0]));
+        }
+        Collective::Broadcast { count, .. } | Collective::Gather { count, .. } | Collective::Scatter { count, .. } => {
+            *count
+        }
+        Collective::AllGather { counts } => counts[0],
+        Collective::AllToAll { send, .. } => send[0],
+        Collective::Barrier => return,
+    };
+    builder.push(Action::Copy { from: input(count), into: output(count) });
+}
+
+fn can_hierarchical(collective: &Collective, setting: &Setting<'_>) -> bool {
+    let hosts = setting.topo.hosts().len();
+    let fits = matches!(
+        collective,
+        Collective::AllReduce { .. }
+            | Collective::Broadcast { .. }
+            | Collective::Reduce { .. }
+            | Collective::AllGather { .. }
+    );
+    fits && hosts > 1 && hosts < setting.topo.size()
+}
+
+fn build_hierarchical(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
+    match collective {
+        Collective::AllReduce { .. } => {
+            all_reduce(builder, collective, |builder, data| hierarchical::all_reduce(builder, setting, data));
+        }
+        Collective::Broadcast { count, root } => broadcast(builder, *count, *root == setting.me, |builder, data| {
+            hierarchical::broadcast(builder, setting, *root, data);
+        }),
+        Collective::Reduce { count, root } => reduce(builder, *count, *root == setting.me, |builder, data| {
+            hierarchical::reduce(builder, setting, *root, data);
+        }),
+        Collective::AllGather { counts } => {
+            let all = own_block_in_place(builder, counts, setting.me.index());
+            hierarchical::all_gather(builder, setting, &all);
+        }
+        _ => unreachable!("checked by `can`"),
+    }
+}
+
+fn can_direct(collective: &Collective, _: &Setting<'_>) -> bool {
+    matches!(
+        collective,
+        Collective::AllReduce { .. }
+            | Collective::AllGather { .. }
+            | Collective::ReduceScatter { .. }
+            | Collective::AllToAll { .. }
+    )
+}
+
+fn prefer_direct(collective: &Collective, setting: &Setting<'_>) -> bool {
+    matches!(collective, Collective::AllToAll { .. }) || setting.topo.size() <= DIRECT_MAX_RANKS
+}
+
+fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
+    let (world, me) = (setting.world(), setting.me.index());
+    let size = world.size();
+    match collective {
+        Collective::AllReduce { count } => {
+            let chunk = setting.chunk(*count);
+            load(builder, input(*count), output(*count));
+            let stripes = pieces(output(*count), size);
+            direct::reduce_scatter(builder, &world, &stripes, stripes[me], chunk);
+            average(builder, stripes[me]);
+            direct::all_gather(builder, &world, stripes[me], &stripes, chunk);
+        }
+        Collective::AllGather { counts } => {
+            let all = own_block_in_place(builder, counts, me);
+            direct::all_gather(builder, &world, input(counts[me]), &all, setting.chunk(counts.iter().sum()));
+        }
+        Collective::ReduceScatter { counts } => {
+            let own = loaded_blocks(builder, counts, setting.premultiply);
+            let into = output(counts[me]);
+            direct::reduce_scatter(builder, &world, &own, into, setting.chunk(counts.iter().sum()));
+            average(builder, into);
+        }
+        Collective::AllToAll { send, recv } => {
+            let (sent, received) = (send.iter().sum::<usize>(), recv.iter().sum::<usize>());
+            let (from, into) = (blocks(input(sent), send), blocks(output(received), recv));
+            // The totals differ between ranks, so the length of the pieces must not depend on them.
+            direct::all_to_all(builder, &world, &from, &into, setting.chunk(0));
+        }
+        _ => unreachable!("checked by `can`"),
+    }
+}
+
+fn can_ring(collective: &Collective, _: &Setting<'_>) -> bool {
+    matches!(
+        collective,
+        Collective::AllReduce { .. } | Collective::AllGather { .. } | Collective::ReduceScatter { .. }
+    )
+}
+
+fn build_ring(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
+    let (world, me) = (setting.world(), setting.me.index());
+    match collective {
+        Collective::AllReduce { count } => {
+            let chunk = setting.chunk(*count);
+            load(builder, input(*count), output(*count));
+            let stripes = pieces(output(*count), world.size());
+            ring::reduce_scatter(builder, &world, &stripes, chunk);
+            average(builder, stripes[me]);
+            ring::all_gather(builder, &world, &stripes, chunk);
+        }
+        Collective::AllGather { counts } => {
+            let all = own_block_in_place(builder, counts, me);
+            ring::all_gather(builder, &world, &all, setting.chunk(counts.iter().sum()));
+        }
+        Collective::ReduceScatter { counts } => {
+            let own = loaded_blocks(builder, counts, true);
+            ring::reduce_scatter(builder, &world, &own, setting.chunk(counts.iter().sum()));
+            builder.push(Action::Copy { from: own[me], into: output(counts[me]) });
+            average(builder, output(counts[me]));
+        }
+        _ => unreachable!("checked by `can`"),
+    }
+}
+
+fn can_binomial(collective: &Collective, _: &Setting<'_>) -> bool {
+    matches!(
+        collective,
+        Collective::Broadcast { .. }
+            | Collective::Reduce { .. }
+            | Collective::Gather { .. }
+            | Collective::Scatter { .. }
+    )
+}
+
+fn build_binomial(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
+    let world = setting.world();
+    match *collective {
+        Collective::Broadcast { count, root } => broadcast(builder, count, root == setting.me, |builder, data| {
+            binomial::broadcast(builder, &world, root, data, setting.chunk(count));
+        }),
+        Collective::Reduce { count, root } => reduce(builder, count, root == setting.me, |builder, data| {
+            binomial::reduce(builder, &world, root, data, setting.chunk(count));
+        }),
+        Collective::Gather { count, root } => {
+            let all = (root == setting.me).then(|| output(count * world.size()));
+            binomial::gather(builder, &world, root, input(count), all);
+        }
+        Collective::Scatter { count, root } => {
+            let all = (root == setting.me).then(|| input(count * world.size()));
+            binomial::scatter(builder, &world, root, all, output(count));
+        }
+        _ => unreachable!("checked by `can`"),
+    }
+}
+
+/// Up to this size the number of rounds decides, and everyone may combine everything.
+const DOUBLING_MAX_BYTES: usize = 16 * 1024;
+
+/// Up to this size, in worlds too large for the direct exchange, fewer rounds beat the ring's pipelining.
+const HALVING_MAX_BYTES: usize = 512 * 1024;
+
+/// Up to this many ranks, everyone talks to everyone.
+const DIRECT_MAX_RANKS: usize = 8;

@@ -1,0 +1,289 @@
+//! Arithmetic on elements as they lie in memory, for every dtype and reduce operation from one generic loop.
+//!
+//! Elements are read and written by their bytes, so nothing needs to be aligned; the loops are simple enough for the
+//! compiler to vectorise. Half precision is computed in single precision. The operations are commutative to the bit,
+//! so that ranks which combine the same two values in different order agree.
+
+use half::{bf16, f16};
+
+use crate::schedule::Scaling;
+use crate::types::{DType, ReduceOp};
+
+/// `into = into ⊕ from`, element by element.
+///
+/// # Panics
+/// When the lengths differ, or `op` is not defined on `dtype` (see [`ReduceOp::supports`]).
+pub fn combine(op: ReduceOp, dtype: DType, into: &mut [u8], from: &[u8]) {
+    assert_eq!(into.len(), from.len(), "operands of equal length");
+    dispatch(op, dtype, Combine { into, from });
+}
+
+/// `into = blocks[0] ⊕ blocks[1] ⊕ …`, in that order, rounded once at the end.
+///
+/// # Panics
+/// As [`combine`], and when there are no blocks.
+pub fn fold(op: ReduceOp, dtype: DType, into: &mut [u8], blocks: &[&[u8]]) {
+    assert!(!blocks.is_empty() && blocks.iter().all(|block| block.len() == into.len()), "operands of equal length");
+    dispatch(op, dtype, Fold { into, blocks });
+}
+
+/// Multiplies by the factor of PREMUL_SUM, or divides by `world` for AVG; nothing for other operations. Integers
+/// truncate toward zero.
+pub fn scale(op: ReduceOp, dtype: DType, by: Scaling, world: usize, data: &mut [u8]) {
+    let factor = match (op, by) {
+        (ReduceOp::PreMulSum(factor), Scaling::PreMultiply) => Factor::Times(factor),
+        (ReduceOp::Avg, Scaling::Average) => Factor::Over(world),
+        _ => return,
+    };
+    match dtype {
+        DType::U8 => scale_each::<u8>(data, factor),
+        DType::I8 => scale_each::<i8>(data, factor),
+        DType::U16 => scale_each::<u16>(data, factor),
+        DType::I16 => scale_each::<i16>(data, factor),
+        DType::U32 => scale_each::<u32>(data, factor),
+        DType::I32 => scale_each::<i32>(data, factor),
+        DType::U64 => scale_each::<u64>(data, factor),
+        DType::I64 => scale_each::<i64>(data, factor),
+        DType::F16 | DType::C32 => scale_each::<f16>(data, factor),
+        DType::BF16 => scale_each::<bf16>(data, factor),
+        DType::F32 | DType::C64 => scale_each::<f32>(data, factor),
+        DType::F64 | DType::C128 => scale_each::<f64>(data, factor),
+        _ => panic!("{} is not defined on {dtype}", op.name()),
+    }
+}
+
+/// An element in memory and the wider type it is computed in.
+trait Element: Copy {
+    type Wide: Copy;
+    const SIZE: usize;
+    fn load(bytes: &[u8]) -> Self::Wide;
+    fn store(wide: Self::Wide, bytes: &mut [u8]);
+}
+
+macro_rules! element {
+    ($($t:ty, $wide:ty, $widen:expr, $narrow:expr;)*) => { $(
+        impl Element for $t {
+            type Wide = $wide;
+            const SIZE: usize = size_of::<$t>();
+            #[inline(always)]
+            fn load(bytes: &[u8]) -> $wide {
+                let bytes: [u8; size_of::<$t>()] = bytes.try_into().expect("a chunk of one element");
+                ($widen)(<$t>::from_ne_bytes(bytes))
+            }
+            #[inline(always)]
+            fn store(wide: $wide, bytes: &mut [u8]) {
+                let narrow: $t = ($narrow)(wide);
+                bytes.copy_from_slice(&narrow.to_ne_bytes());
+            }
+        }
+    )* };
+}
+
+element! {
+    u8, u8, |x| x, |x| x;
+    i8, i8, |x| x, |x| x;
+    u16, u16, |x| x, |x| x;
+    i16, i16, |x| x, |x| x;
+    u32, u32, |x| x, |x| x;
+    i32, i32, |x| x, |x| x;
+    u64, u64, |x| x, |x| x;
+    i64, i64, |x| x, |x| x;
+    f16, f32, f16::to_f32, f16::from_f32;
+    bf16, f32, widen_bf16, narrow_bf16;
+    f32, f32, |x| x, |x| x;
+    f64, f64, |x| x, |x| x;
+    Truth, u8, |x: Truth| x.0, Truth;
+}
+
+/// A truth value: any byte but zero is true; results are 0 and 1.
+#[derive(Clone, Copy)]
+struct Truth(u8);
+
+impl Truth {
+    fn from_ne_bytes(bytes: [u8; 1]) -> Truth {
+        Truth(u8::from(bytes[0] != 0))
+    }
+
+    fn to_ne_bytes(self) -> [u8; 1] {
+        [self.0]
+    }
+}
+
+fn widen_bf16(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+/// Rounds to nearest, ties to even, without a branch on the value but for NaN, so that the loop vectorises.
+fn narrow_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+    let nan = ((bits >> 16) | 0x40) as u16;
+    bf16::from_bits(if x.is_nan() { nan } else { rounded })
+}
+
+/// Something to be done with elements of one type under one binary operation.
+trait Job {
+    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide);
+}
+
+struct Combine<'a> {
+    into: &'a mut [u8],
+    from: &'a [u8],
+}
+
+impl Job for Combine<'_> {
+    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide) {
+        for (into, from) in self.into.chunks_exact_mut(E::SIZE).zip(self.from.chunks_exact(E::SIZE)) {
+            E::store(op(E::load(into), E::load(from)), into);
+        }
+    }
+}
+
+struct Fold<'a> {
+    into: &'a mut [u8],
+    blocks: &'a [&'a [u8]],
+}
+
+impl Job for Fold<'_> {
+    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide) {
+        // A stretch of wide accumulators at a time: rounded once, and each block is read in runs.
+        let first = E::load(&[0; 16][..E::SIZE]);
+        let mut wide = [first; STRETCH];
+        for (index, into) in self.into.chunks_mut(STRETCH * E::SIZE).enumerate() {
+            let count = into.len() / E::SIZE;
+            let part = |block: &'_ [u8]| -> std::ops::Range<usize> {
+                let start = index * STRETCH * E::SIZE;
+                start..(start + count * E::SIZE).min(block.len())
+            };
+            let head = &self.blocks[0][part(self.blocks[0])];
+            for (wide, bytes) in wide.iter_mut().zip(head.chunks_exact(E::SIZE)) {
+                *wide = E::load(bytes);
+            }
+            for block in &self.blocks[1..] {
+                for (wide, bytes) in wide.iter_mut().zip(block[part(block)].chunks_exact(E::SIZE)) {
+                    *wide = op(*wide, E::load(bytes));
+                }
+            }
+            for (wide, bytes) in wide.iter().zip(into.chunks_exact_mut(E::SIZE)) {
+                E::store(*wide, bytes);
+            }
+        }
+    }
+}
+
+const STRETCH: usize = 512;
+
+fn dispatch(op: ReduceOp, dtype: DType, job: impl Job) {
+    macro_rules! integer {
+        ($t:ty) => {
+            match op {
+                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => job.run::<$t>(|a, b| a.wrapping_add(b)),
+                ReduceOp::Product => job.run::<$t>(|a, b| a.wrapping_mul(b)),
+                ReduceOp::Min => job.run::<$t>(|a, b| a.min(b)),
+                ReduceOp::Max => job.run::<$t>(|a, b| a.max(b)),
+                ReduceOp::BitAnd => job.run::<$t>(|a, b| a & b),
+                ReduceOp::BitOr => job.run::<$t>(|a, b| a | b),
+                ReduceOp::BitXor => job.run::<$t>(|a, b| a ^ b),
+            }
+        };
+    }
+    macro_rules! float {
+        ($t:ty) => {
+            match op {
+                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => job.run::<$t>(|a, b| a + b),
+                ReduceOp::Product => job.run::<$t>(|a, b| a * b),
+                // A NaN wins: comparisons with it are false, so it is looked for first.
+                ReduceOp::Min => job.run::<$t>(|a, b| if a.is_nan() || a < b { a } else { b }),
+                ReduceOp::Max => job.run::<$t>(|a, b| if a.is_nan() || a > b { a } else { b }),
+                ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => undefined(op, dtype),
+            }
+        };
+    }
+    match dtype {
+        DType::U8 => integer!(u8),
+        DType::I8 => integer!(i8),
+        DType::U16 => integer!(u16),
+        DType::I16 => integer!(i16),
+        DType::U32 => integer!(u32),
+        DType::I32 => integer!(i32),
+        DType::U64 => integer!(u64),
+        DType::I64 => integer!(i64),
+        DType::F16 => float!(f16),
+        DType::BF16 => float!(bf16),
+        DType::F32 => float!(f32),
+        DType::F64 => float!(f64),
+        DType::C32 if is_sum(op) => float!(f16),
+        DType::C64 if is_sum(op) => float!(f32),
+        DType::C128 if is_sum(op) => float!(f64),
+        DType::Bool => match op {
+            ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => job.run::<Truth>(|a, b| a | b),
+            ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => job.run::<Truth>(|a, b| a & b),
+            ReduceOp::BitXor => job.run::<Truth>(|a, b| a ^ b),
+            ReduceOp::Avg | ReduceOp::PreMulSum(_) => undefined(op, dtype),
+        },
+        _ => undefined(op, dtype),
+    }
+}
+
+fn is_sum(op: ReduceOp) -> bool {
+    matches!(op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_))
+}
+
+fn undefined(op: ReduceOp, dtype: DType) {
+    panic!("{} is not defined on {dtype}; submission refuses it", op.name());
+}
+
+#[derive(Clone, Copy)]
+enum Factor {
+    Times(f64),
+    Over(usize),
+}
+
+/// Types that can be scaled.
+trait Scale: Element {
+    fn scaled(wide: Self::Wide, factor: Factor) -> Self::Wide;
+}
+
+macro_rules! scale_integer {
+    ($($t:ty),*) => { $(
+        impl Scale for $t {
+            #[inline(always)]
+            fn scaled(x: $t, factor: Factor) -> $t {
+                match factor {
+                    // In 128 bits, where every divisor and every whole factor of the type's range is exact.
+                    Factor::Over(count) => (i128::from(x) / count as i128) as $t,
+                    Factor::Times(by) if by.fract() == 0.0 && by.abs() <= i64::MAX as f64 => {
+                        i128::from(x).wrapping_mul(by as i128) as $t
+                    }
+                    Factor::Times(by) => (x as f64 * by) as $t,
+                }
+            }
+        }
+    )* };
+}
+
+macro_rules! scale_float {
+    ($($t:ty, $wide:ty);*) => { $(
+        impl Scale for $t {
+            #[inline(always)]
+            fn scaled(x: $wide, factor: Factor) -> $wide {
+                match factor {
+                    Factor::Over(count) => x / count as $wide,
+                    Factor::Times(by) => x * by as $wide,
+                }
+            }
+        }
+    )* };
+}
+
+scale_integer!(u8, i8, u16, i16, u32, i32, u64, i64);
+scale_float!(f16, f32; bf16, f32; f32, f32; f64, f64);
+
+fn scale_each<E: Scale>(data: &mut [u8], factor: Factor) {
+    for bytes in data.chunks_exact_mut(E::SIZE) {
+        E::store(E::scaled(E::load(bytes), factor), bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests;

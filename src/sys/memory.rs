@@ -1,0 +1,209 @@
+//! Memory that two processes share: a ring of bytes with one writer and one reader.
+//!
+//! The segment is a memfd(2): it has no name, so nobody else can open it and nothing is left behind however the
+//! processes end. Its pages are allocated when it is made, so that a lack of memory is an error then and not a signal
+//! later, and its size is sealed, so that neither side can take pages away from the other.
+//!
+//! The data pages are mapped twice, back to back: any run of up to `capacity` bytes is contiguous, also across the end.
+#![allow(unsafe_code, reason = "maps shared memory")]
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
+
+/// A ring's memory, mapped into this process.
+///
+/// Positions count bytes since the beginning; the ring holds those from `head` to `tail`. The other process is an
+/// authenticated rank of the same job: what it writes cannot lead to an access outside the mapping, but it can garble
+/// its own bytes.
+#[derive(Debug)]
+pub struct RingMemory {
+    base: NonNull<u8>,
+    capacity: usize,
+}
+
+// SAFETY: the mapping is owned and stays at its address until drop; shared words are accessed atomically, and data
+// bytes only by the one reader or the one writer that owns them by the positions.
+unsafe impl Send for RingMemory {}
+
+impl RingMemory {
+    /// Makes a ring of `capacity` bytes, a power of two of whole pages, and its file descriptor to be handed over.
+    pub fn create(capacity: usize) -> io::Result<(RingMemory, OwnedFd)> {
+        check_capacity(capacity)?;
+        let len = (header() + capacity) as u64;
+        let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, len)?;
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len)
+            .map_err(|error| io::Error::new(io::Error::from(error).kind(), format!("{len} bytes of shared memory: {error}")))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let memory = RingMemory::map(fd.as_fd(), capacity)?;
+        Ok((memory, fd))
+    }
+
+    /// Maps a ring that another process made, after checking that it can never shrink.
+    pub fn open(fd: BorrowedFd<'_>) -> io::Result<RingMemory> {
+        let len = rustix::fs::fstat(fd)?.st_size;
+        let capacity = usize::try_from(len).ok().and_then(|len| len.checked_sub(header()));
+        let capacity = capacity.ok_or_else(|| io::Error::other("a shared segment without data"))?;
+        check_capacity(capacity)?;
+        if !rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK) {
+            return Err(io::Error::other("a shared segment whose size is not sealed"));
+        }
+        RingMemory::map(fd, capacity)
+    }
+
+    fn map(fd: BorrowedFd<'_>, capacity: usize) -> io::Result<RingMemory> {
+        let total = header() + 2 * capacity;
+        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice replaces nothing.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE)
+        }?;
+        let memory = RingMemory { base: NonNull::new(base.cast()).expect("mmap never returns null"), capacity };
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: [base, base + header + capacity) lies in the reservation just made, which nothing else uses.
+        unsafe { rustix::mm::mmap(base, header() + capacity, access, flags, fd, 0) }?;
+        // SAFETY: the offset is inside the reservation of header + 2 * capacity bytes.
+        let second = unsafe { base.cast::<u8>().add(header() + capacity) };
+        // SAFETY: [second, second + capacity) is the rest of the reservation.
+        unsafe { rustix::mm::mmap(second.cast(), capacity, access, flags, fd, header() as u64) }?;
+        Ok(memory)
+    }
+
+    /// The most bytes the ring holds.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// The reader's position.
+    pub fn head(&self) -> &AtomicU64 {
+        self.word64(HEAD)
+    }
+
+    /// The writer's position.
+    pub fn tail(&self) -> &AtomicU64 {
+        self.word64(TAIL)
+    }
+
+    /// Whether the reader wants to be woken for bytes.
+    pub fn reader_asleep(&self) -> &AtomicU32 {
+        self.word32(READER_ASLEEP)
+    }
+
+    /// Whether the writer wants to be woken for room.
+    pub fn writer_asleep(&self) -> &AtomicU32 {
+        self.word32(WRITER_ASLEEP)
+    }
+
+    /// The `len` bytes from position `head` on. Only the reader calls this, for bytes that the writer has released.
+    ///
+    /// # Panics
+    /// When `len` is more than the capacity.
+    pub fn bytes(&self, head: u64, len: usize) -> &[u8] {
+        assert!(len <= self.capacity, "{len} bytes of a ring of {}", self.capacity);
+        let ptr = self.data(head);
+        // SAFETY: the start is below `capacity` and len is at most that, so the run is inside the double mapping, which
+        // lives as long as self; the writer does not touch bytes between head and tail.
+        unsafe { std::slice::from_raw_parts(ptr, len) }
+    }
+
+    /// Copies `from` to position `tail`. Only the writer calls this, for room that the reader has released.
+    ///
+    /// # Panics
+    /// When there are more bytes than the capacity.
+    pub fn write(&mut self, tail: u64, from: &[u8]) {
+        assert!(from.len() <= self.capacity, "{} bytes into a ring of {}", from.len(), self.capacity);
+        let ptr = self.data(tail);
+        // SAFETY: as in `bytes`; the reader does not touch bytes outside head to tail, and `from` is ordinary memory of
+        // this process, so the two do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), ptr, from.len()) };
+    }
+
+    fn data(&self, position: u64) -> *mut u8 {
+        let offset = (position as usize) & (self.capacity - 1);
+        // SAFETY: header + offset is inside the mapping since offset < capacity.
+        unsafe { self.base.as_ptr().add(header() + offset) }
+    }
+
+    fn word64(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: the offsets are constants inside the header page.
+        let ptr = unsafe { self.base.as_ptr().add(offset) };
+        // SAFETY: the word is 64-byte aligned in a page that lives as long as self; it is only accessed atomically.
+        unsafe { AtomicU64::from_ptr(ptr.cast()) }
+    }
+
+    fn word32(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: the offsets are constants inside the header page.
+        let ptr = unsafe { self.base.as_ptr().add(offset) };
+        // SAFETY: as for `word64`.
+        unsafe { AtomicU32::from_ptr(ptr.cast()) }
+    }
+
+    /// Clears a wish to be woken. True: there was one, and the caller must ring.
+    pub fn clear(flag: &AtomicU32) -> bool {
+        flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::SeqCst) != 0
+    }
+}
+
+impl Drop for RingMemory {
+    fn drop(&mut self) {
+        // SAFETY: the range is the reservation made in `map`, and nothing borrowed from self outlives it.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), header() + 2 * self.capacity) };
+    }
+}
+
+fn check_capacity(capacity: usize) -> io::Result<()> {
+    let page = rustix::param::page_size();
+    if capacity.is_power_of_two() && capacity.is_multiple_of(page) && capacity <= CAPACITY_MAX {
+        return Ok(());
+    }
+    Err(io::Error::other(format!(
+        "a ring of {capacity} bytes; it must be a power of two, whole pages of {page} bytes, and at most {CAPACITY_MAX}"
+    )))
+}
+
+/// The header's length: one page.
+fn header() -> usize {
+    rustix::param::page_size()
+}
+
+const CAPACITY_MAX: usize = 1 << 28;
+
+// Each on cache lines of its own, two apart because processors fetch lines in pairs.
+const HEAD: usize = 0;
+const TAIL: usize = 128;
+const READER_ASLEEP: usize = 256;
+const WRITER_ASLEEP: usize = 384;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_across_the_end_is_contiguous_for_both_sides() {
+        let (mut writer, fd) = RingMemory::create(65536).expect("a ring");
+        let reader = RingMemory::open(fd.as_fd()).expect("the same ring");
+        writer.write(65530, b"hello, world");
+        assert_eq!(reader.bytes(65530, 12), b"hello, world");
+        writer.tail().store(7, Ordering::SeqCst);
+        assert_eq!(reader.tail().load(Ordering::SeqCst), 7);
+    }
+
+    #[test]
+    fn segments_that_could_shrink_are_refused() {
+        let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("a memfd");
+        rustix::fs::ftruncate(&fd, (header() + 65536) as u64).expect("its size");
+        assert!(RingMemory::open(fd.as_fd()).is_err());
+    }
+
+    #[test]
+    fn odd_sizes_are_refused() {
+        assert!(RingMemory::create(1000).is_err());
+        assert!(RingMemory::create(3 * 65536).is_err());
+    }
+}

@@ -1,0 +1,121 @@
+//! Sockets that never block, and a file descriptor handed over one of them.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
+
+/// A listener in the abstract namespace, which vanishes with the process and belongs to its network namespace.
+pub fn listen_unix(name: &[u8]) -> io::Result<UnixListener> {
+    let listener = UnixListener::bind_addr(&UnixAddr::from_abstract_name(name)?)?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// A connection to [`listen_unix`]'s listener of that name.
+pub fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
+    let address = UnixAddr::from_abstract_name(name)?;
+    // A connection within the machine is made or refused at once.
+    let stream = UnixStream::connect_addr(&address)?;
+    stream.set_nonblocking(true)?;
+    Ok(stream)
+}
+
+/// A listener on every address, IPv6 and IPv4, or IPv4 alone where there is no IPv6.
+pub fn listen_tcp() -> io::Result<TcpListener> {
+    let dual = || {
+        let socket = Socket::new(Domain::IPV6, Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_only_v6(false)?;
+        socket.bind(&SockAddr::from(SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0))))?;
+        io::Result::Ok(socket)
+    };
+    let v4 = || {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+        socket.bind(&SockAddr::from(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))))?;
+        io::Result::Ok(socket)
+    };
+    let socket = dual().or_else(|_| v4())?;
+    socket.listen(BACKLOG)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket.into())
+}
+
+/// Begins a connection; it is made, or has failed, when the socket becomes writable.
+pub fn begin_tcp(address: SocketAddr) -> io::Result<TcpStream> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_nonblocking(true)?;
+    match socket.connect(&SockAddr::from(address)) {
+        Ok(()) => {}
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::INPROGRESS.raw_os_error()) => {}
+        Err(error) => return Err(error),
+    }
+    Ok(socket.into())
+}
+
+/// Whether a connection that was begun is made; its failure otherwise.
+pub fn is_connected(stream: &TcpStream) -> io::Result<bool> {
+    if let Some(error) = stream.take_error()? {
+        return Err(error);
+    }
+    match stream.peer_addr() {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Sends small messages at once, and notices a silent peer within a minute.
+pub fn tune_tcp(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    let keepalive = TcpKeepalive::new()
+        .with_time(Duration::from_secs(20))
+        .with_interval(Duration::from_secs(10))
+        .with_retries(4);
+    socket2::SockRef::from(stream).set_tcp_keepalive(&keepalive)
+}
+
+/// Whether the peer has closed its end of a connection on which it sends nothing.
+pub fn has_ended(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut byte = [0u8];
+    match rustix::net::recv(fd, &mut byte[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        Ok((_, count)) => Ok(count == 0),
+        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Hands `fd` over, with one byte. `WouldBlock` when there is no room.
+pub fn send_fd(stream: &UnixStream, fd: BorrowedFd<'_>) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd];
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(&[0])], &mut control, flags)?;
+    Ok(())
+}
+
+/// Takes the file descriptor that [`send_fd`] handed over. `WouldBlock` while it has not come.
+pub fn recv_fd(stream: &UnixStream) -> io::Result<OwnedFd> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    rustix::net::recvmsg(stream.as_fd(), &mut [IoSliceMut::new(&mut byte)], &mut control, flags)?;
+    let fd = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    fd.ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "the peer sent no file descriptor"))
+}
+
+const BACKLOG: i32 = 1024;

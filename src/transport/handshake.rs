@@ -1,0 +1,117 @@
+//! Drives [`auth`](super::auth) over a connection that never blocks.
+
+use std::io::{self, Read, Write};
+
+use crate::error::LinkDown;
+use crate::transport::auth::{ANSWER_BYTES, Acceptor, CHALLENGE_BYTES, Identity, Opener, PROOF_BYTES};
+use crate::types::Rank;
+
+/// Bytes that come and go in fixed-size messages.
+#[derive(Debug, Default)]
+struct Exchange {
+    outgoing: Vec<u8>,
+    sent: usize,
+    incoming: Vec<u8>,
+}
+
+impl Exchange {
+    fn queue(&mut self, bytes: &[u8]) {
+        self.outgoing.extend_from_slice(bytes);
+    }
+
+    /// Writes what is queued. True: all of it.
+    fn flush(&mut self, stream: &mut impl Write) -> Result<bool, LinkDown> {
+        while self.sent < self.outgoing.len() {
+            match stream.write(&self.outgoing[self.sent..]) {
+                Ok(0) => return Err(LinkDown::new("the connection was closed during the handshake")),
+                Ok(count) => self.sent += count,
+                Err(error) if is_passing(&error) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Reads the next message of `N` bytes; nothing while it is not complete.
+    fn next<const N: usize>(&mut self, stream: &mut impl Read) -> Result<Option<[u8; N]>, LinkDown> {
+        let mut buffer = [0; N];
+        while self.incoming.len() < N {
+            let missing = N - self.incoming.len();
+            match stream.read(&mut buffer[..missing]) {
+                Ok(0) => return Err(LinkDown::new("the connection was closed during the handshake")),
+                Ok(count) => self.incoming.extend_from_slice(&buffer[..count]),
+                Err(error) if is_passing(&error) => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let message = self.incoming[..].try_into().expect("exactly N bytes were read");
+        self.incoming.clear();
+        Ok(Some(message))
+    }
+}
+
+/// The opening side.
+#[derive(Debug)]
+pub(crate) struct Opening {
+    opener: Opener,
+    exchange: Exchange,
+    answered: bool,
+}
+
+impl Opening {
+    pub(crate) fn new(identity: Identity, peer: Rank) -> Self {
+        Opening { opener: Opener::new(identity, peer), exchange: Exchange::default(), answered: false }
+    }
+
+    /// Goes as far as it can. True: both sides have proved themselves.
+    pub(crate) fn drive(&mut self, stream: &mut (impl Read + Write)) -> Result<bool, LinkDown> {
+        if !self.answered {
+            let Some(challenge) = self.exchange.next::<CHALLENGE_BYTES>(stream)? else { return Ok(false) };
+            let answer = self.opener.answer(&challenge).map_err(|error| LinkDown::new(error.to_string()))?;
+            self.exchange.queue(&answer);
+            self.answered = true;
+        }
+        if !self.exchange.flush(stream)? {
+            return Ok(false);
+        }
+        let Some(proof) = self.exchange.next::<PROOF_BYTES>(stream)? else { return Ok(false) };
+        self.opener.check(&proof).map_err(|error| LinkDown::new(error.to_string()))?;
+        Ok(true)
+    }
+}
+
+/// The accepting side.
+#[derive(Debug)]
+pub(crate) struct Accepting {
+    acceptor: Acceptor,
+    exchange: Exchange,
+    opener: Option<Rank>,
+}
+
+impl Accepting {
+    pub(crate) fn new(identity: Identity) -> Self {
+        let acceptor = Acceptor::new(identity);
+        let mut exchange = Exchange::default();
+        exchange.queue(&acceptor.challenge());
+        Accepting { acceptor, exchange, opener: None }
+    }
+
+    /// Goes as far as it can. A rank: that one has proved itself and has been answered.
+    pub(crate) fn drive(&mut self, stream: &mut (impl Read + Write)) -> Result<Option<Rank>, LinkDown> {
+        if !self.exchange.flush(stream)? {
+            return Ok(None);
+        }
+        if self.opener.is_none() {
+            let Some(answer) = self.exchange.next::<ANSWER_BYTES>(stream)? else { return Ok(None) };
+            let (rank, proof) = self.acceptor.check(&answer).map_err(|error| LinkDown::new(error.to_string()))?;
+            self.exchange.queue(&proof);
+            self.opener = Some(rank);
+        }
+        Ok(if self.exchange.flush(stream)? { self.opener } else { None })
+    }
+}
+
+/// Whether the call may be tried again later.
+pub(crate) fn is_passing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}

@@ -1,0 +1,221 @@
+//! The two ends of a ring.
+//!
+//! Positions are published with Release and read with Acquire by the other side. Before it sleeps, a side sets its
+//! flag, issues a SeqCst fence and looks at the other's position once more; after it moved its own position, a side
+//! issues a SeqCst fence and looks at the other's flag. One of the two sees the other, so no wake is lost.
+
+use std::io::{IoSlice, Read, Write};
+use std::os::unix::net::UnixStream;
+
+use crate::error::LinkDown;
+use crate::sync::{AtomicU32, Ordering, fence};
+use crate::sys::memory::RingMemory;
+use crate::sys::poller::Registration;
+use crate::transport::handshake::is_passing;
+use crate::transport::shm::connect::Introduction;
+use crate::transport::{Inlet, Outlet};
+
+/// The socket beside a ring.
+#[derive(Debug)]
+pub(super) struct Bell {
+    stream: UnixStream,
+    ended: bool,
+    _registration: Registration,
+}
+
+impl Bell {
+    pub(super) fn new(stream: UnixStream, registration: Registration) -> Self {
+        Bell { stream, ended: false, _registration: registration }
+    }
+
+    /// Wakes the other side if its flag is set.
+    fn ring_if(&mut self, flag: &AtomicU32) {
+        // SeqCst: pairs with the fence of the side that sets the flag; see the module's text.
+        fence(Ordering::SeqCst);
+        if RingMemory::clear(flag) {
+            // A full socket has enough bytes to wake the other side; a broken one is noticed by `drain`.
+            let _ = self.stream.write(&[0]);
+        }
+    }
+
+    /// Takes the bytes that rang, and notices the end.
+    fn drain(&mut self) {
+        let mut bytes = [0; 64];
+        loop {
+            match self.stream.read(&mut bytes) {
+                Ok(0) => self.ended = true,
+                Ok(count) if count == bytes.len() => continue,
+                Ok(_) => {}
+                Err(error) => self.ended |= !is_passing(&error),
+            }
+            return;
+        }
+    }
+}
+
+fn gone() -> LinkDown {
+    LinkDown::new("it closed the connection: its process ended or its communicator was closed")
+}
+
+/// The writing end.
+#[derive(Debug)]
+pub(super) struct ShmOutlet {
+    memory: RingMemory,
+    bell: Bell,
+    tail: u64,
+    /// What is left to do before the peer has the ring.
+    introduction: Option<Introduction>,
+}
+
+impl ShmOutlet {
+    pub(super) fn new(memory: RingMemory, bell: Bell, introduction: Introduction) -> Self {
+        ShmOutlet { memory, bell, tail: 0, introduction: Some(introduction) }
+    }
+
+    /// The bytes of room. The peer's position is checked, since it is the peer's to write.
+    fn room(&self) -> Result<usize, LinkDown> {
+        // Acquire: pairs with the reader's Release, so that its reads of the room are over.
+        let head = self.memory.head().load(Ordering::Acquire);
+        let used = self.tail.wrapping_sub(head);
+        let capacity = self.memory.capacity();
+        if used > capacity as u64 {
+            return Err(LinkDown::new("the peer garbled the shared ring"));
+        }
+        Ok(capacity - used as usize)
+    }
+
+    fn introduce(&mut self) -> Result<(), LinkDown> {
+        if let Some(introduction) = &mut self.introduction
+            && introduction.drive(&mut self.bell.stream)?
+        {
+            self.introduction = None;
+        }
+        Ok(())
+    }
+}
+
+impl Outlet for ShmOutlet {
+    fn write(&mut self, bytes: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+        self.introduce()?;
+        if self.bell.ended {
+            return Err(gone());
+        }
+        if bytes.is_empty() {
+            if self.introduction.is_none() {
+                self.bell.drain();
+            }
+            return if self.bell.ended { Err(gone()) } else { Ok(0) };
+        }
+        let mut room = self.room()?;
+        let mut written = 0;
+        for slice in bytes {
+            let take = slice.len().min(room);
+            self.memory.write(self.tail, &slice[..take]);
+            self.tail += take as u64;
+            written += take;
+            room -= take;
+        }
+        if written > 0 {
+            // Release: pairs with the reader's Acquire, so that it sees the bytes.
+            self.memory.tail().store(self.tail, Ordering::Release);
+            self.bell.ring_if(self.memory.reader_asleep());
+        }
+        Ok(written)
+    }
+
+    fn arm(&mut self) -> bool {
+        self.memory.writer_asleep().store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.introduction.is_none() {
+            self.bell.drain();
+        }
+        self.bell.ended || self.room().is_ok_and(|room| room > 0)
+    }
+
+    fn disarm(&mut self) {
+        self.memory.writer_asleep().store(0, Ordering::SeqCst);
+    }
+
+    fn is_open(&self) -> bool {
+        self.introduction.is_none()
+    }
+
+    fn flushed(&mut self) -> Result<bool, LinkDown> {
+        // The ring's memory outlives this process once the peer has it.
+        self.introduce()?;
+        Ok(self.introduction.is_none() || self.tail == 0)
+    }
+}
+
+/// The reading end.
+#[derive(Debug)]
+pub(super) struct ShmInlet {
+    memory: RingMemory,
+    bell: Bell,
+    head: u64,
+    /// The writer is gone and nothing was taken since the last look.
+    stalled: bool,
+}
+
+impl ShmInlet {
+    pub(super) fn new(memory: RingMemory, bell: Bell) -> Self {
+        ShmInlet { memory, bell, head: 0, stalled: false }
+    }
+
+    fn available(&self) -> Result<usize, LinkDown> {
+        // Acquire: pairs with the writer's Release, so that the bytes are visible.
+        let tail = self.memory.tail().load(Ordering::Acquire);
+        let available = tail.wrapping_sub(self.head);
+        if available > self.memory.capacity() as u64 {
+            return Err(LinkDown::new("the peer garbled the shared ring"));
+        }
+        Ok(available as usize)
+    }
+
+    fn look(&mut self) -> Result<usize, LinkDown> {
+        let available = self.available()?;
+        if self.bell.ended {
+            if self.stalled {
+                return Err(gone());
+            }
+            self.stalled = true;
+        }
+        Ok(available)
+    }
+}
+
+impl Inlet for ShmInlet {
+    fn peek(&mut self) -> Result<&[u8], LinkDown> {
+        let available = self.look()?;
+        Ok(self.memory.bytes(self.head, available))
+    }
+
+    fn consume(&mut self, count: usize) {
+        if count == 0 {
+            return;
+        }
+        self.stalled = false;
+        self.head += count as u64;
+        // Release: pairs with the writer's Acquire, so that it reuses the room only now.
+        self.memory.head().store(self.head, Ordering::Release);
+        self.bell.ring_if(self.memory.writer_asleep());
+    }
+
+    fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
+        let count = self.look()?.min(into.len());
+        into[..count].copy_from_slice(self.memory.bytes(self.head, count));
+        self.consume(count);
+        Ok(count)
+    }
+
+    fn arm(&mut self) -> bool {
+        self.memory.reader_asleep().store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        self.bell.drain();
+        self.bell.ended || self.available().is_ok_and(|available| available > 0)
+    }
+
+    fn disarm(&mut self) {
+        self.memory.reader_asleep().store(0, Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,75 @@
+//! How a ring gets from the process that makes it to the one that reads it.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use crate::error::LinkDown;
+use crate::sys::memory::RingMemory;
+use crate::sys::poller::{Interest, Poller};
+use crate::sys::socket;
+use crate::transport::Inlet;
+use crate::transport::auth::Identity;
+use crate::transport::handshake::{Opening, is_passing};
+use crate::transport::pending::Candidate;
+use crate::transport::shm::channel::{Bell, ShmInlet, ShmOutlet};
+use crate::types::Rank;
+
+/// What the opener still has to do: prove itself, then hand over the ring.
+#[derive(Debug)]
+pub(super) struct Introduction {
+    opening: Opening,
+    proved: bool,
+    ring: OwnedFd,
+}
+
+impl Introduction {
+    /// Goes as far as it can. True: the peer has the ring.
+    pub(super) fn drive(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
+        if !self.proved {
+            self.proved = self.opening.drive(stream)?;
+        }
+        if !self.proved {
+            return Ok(false);
+        }
+        match socket::send_fd(stream, self.ring.as_fd()) {
+            Ok(()) => Ok(true),
+            Err(error) if is_passing(&error) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// An outlet on a fresh connection. Bytes go into the ring at once; the peer gets it when it has proved itself.
+pub(super) fn open(
+    identity: Identity,
+    peer: Rank,
+    stream: UnixStream,
+    memory: RingMemory,
+    ring: OwnedFd,
+    poller: &Poller,
+) -> io::Result<ShmOutlet> {
+    let registration = poller.add(stream.as_fd(), Interest::Read)?;
+    let introduction = Introduction { opening: Opening::new(identity, peer), proved: false, ring };
+    Ok(ShmOutlet::new(memory, Bell::new(stream, registration), introduction))
+}
+
+/// Drives an accepted connection until its ring is here.
+pub(super) fn accept(
+    candidate: &mut Candidate<UnixStream>,
+    poller: &Poller,
+) -> Result<Option<(Rank, Box<dyn Inlet>)>, LinkDown> {
+    if candidate.rank.is_none() {
+        candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
+    }
+    let Some(rank) = candidate.rank else { return Ok(None) };
+    let fd = match socket::recv_fd(&candidate.stream) {
+        Ok(fd) => fd,
+        Err(error) if is_passing(&error) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let memory = RingMemory::open(fd.as_fd())?;
+    let stream = candidate.stream.try_clone()?;
+    let registration = poller.add(stream.as_fd(), Interest::Read)?;
+    Ok(Some((rank, Box::new(ShmInlet::new(memory, Bell::new(stream, registration))))))
+}

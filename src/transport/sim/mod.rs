@@ -1,1 +1,0 @@
-//! The sim transport.

@@ -1,0 +1,111 @@
+//! The receiving end: a buffer for headers and short messages; long ones go straight to their place.
+
+use std::io::{self, Read};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+
+use crate::error::LinkDown;
+use crate::sys::poller::{Interest, Poller, Registration};
+use crate::transport::Inlet;
+use crate::transport::handshake::is_passing;
+
+/// The receiving end of a connection.
+#[derive(Debug)]
+pub(super) struct TcpInlet {
+    stream: TcpStream,
+    _registration: Registration,
+    buffer: Vec<u8>,
+    start: usize,
+    end: usize,
+    ended: Option<LinkDown>,
+    /// The stream has ended and nothing was taken since the last look.
+    stalled: bool,
+}
+
+impl TcpInlet {
+    pub(super) fn new(stream: TcpStream, poller: &Poller) -> io::Result<Self> {
+        let registration = poller.add(stream.as_fd(), Interest::Read)?;
+        let buffer = vec![0; BUFFER_BYTES];
+        Ok(TcpInlet { stream, _registration: registration, buffer, start: 0, end: 0, ended: None, stalled: false })
+    }
+
+    fn buffered(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Reads more when what is buffered may be too little for the caller to go on with.
+    fn fill(&mut self) -> Result<(), LinkDown> {
+        if self.buffered() >= ENOUGH {
+            return Ok(());
+        }
+        self.buffer.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+        if self.ended.is_none() {
+            let mut space = std::mem::take(&mut self.buffer);
+            self.end += self.receive(&mut space[self.end..]);
+            self.buffer = space;
+        }
+        self.look()
+    }
+
+    fn receive(&mut self, into: &mut [u8]) -> usize {
+        match self.stream.read(into) {
+            Ok(0) => self.ended = Some(LinkDown::new("it closed the connection")),
+            Ok(count) => return count,
+            Err(error) if is_passing(&error) => {}
+            Err(error) => self.ended = Some(error.into()),
+        }
+        0
+    }
+
+    /// The end of the stream is news once what came before it has been offered.
+    fn look(&mut self) -> Result<(), LinkDown> {
+        match &self.ended {
+            Some(down) if self.stalled || self.buffered() == 0 => Err(down.clone()),
+            Some(_) => {
+                self.stalled = true;
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl Inlet for TcpInlet {
+    fn peek(&mut self) -> Result<&[u8], LinkDown> {
+        self.fill()?;
+        Ok(&self.buffer[self.start..self.end])
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.start += count;
+        self.stalled &= count == 0;
+    }
+
+    fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
+        if self.buffered() > 0 || into.len() < ENOUGH {
+            let count = self.peek()?.len().min(into.len());
+            into[..count].copy_from_slice(&self.buffer[self.start..self.start + count]);
+            self.consume(count);
+            return Ok(count);
+        }
+        let count = if self.ended.is_none() { self.receive(into) } else { 0 };
+        if count == 0 {
+            self.look()?;
+        }
+        Ok(count)
+    }
+
+    fn arm(&mut self) -> bool {
+        // The poller watches the socket all the time; what is buffered it does not know of.
+        self.ended.is_some()
+    }
+
+    fn disarm(&mut self) {}
+}
+
+const BUFFER_BYTES: usize = 64 * 1024;
+
+/// At least a frame's header, and more than any element.
+const ENOUGH: usize = 64;

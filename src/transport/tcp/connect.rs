@@ -1,0 +1,154 @@
+//! The sending end: a connection that is made while bytes already wait for it.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use crate::error::LinkDown;
+use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::socket;
+use crate::transport::Outlet;
+use crate::transport::auth::Identity;
+use crate::transport::handshake::{Opening, is_passing};
+use crate::types::Rank;
+
+/// How far a connection is.
+#[derive(Debug)]
+enum Stage {
+    /// The kernel is connecting.
+    Connecting { since: Instant },
+    /// Both sides prove themselves.
+    Proving(Opening),
+    /// Bytes flow.
+    Open,
+}
+
+/// A connection to a peer, tried at its addresses one after the other.
+#[derive(Debug)]
+pub(super) struct Connection {
+    identity: Identity,
+    peer: Rank,
+    poller: Poller,
+    /// Addresses not tried yet.
+    targets: VecDeque<SocketAddr>,
+    /// What became of those that were.
+    failures: Vec<String>,
+    current: SocketAddr,
+    stream: TcpStream,
+    registration: Registration,
+    stage: Stage,
+}
+
+impl Connection {
+    /// Begins with the first address that the system lets us try.
+    pub(super) fn begin(
+        identity: Identity,
+        peer: Rank,
+        mut targets: VecDeque<SocketAddr>,
+        poller: &Poller,
+    ) -> Result<Self, LinkDown> {
+        let mut failures = Vec::new();
+        let (current, stream, registration) = next_attempt(&mut targets, &mut failures, poller)?;
+        let poller = poller.clone();
+        let stage = Stage::Connecting { since: Instant::now() };
+        Ok(Connection { identity, peer, poller, targets, failures, current, stream, registration, stage })
+    }
+
+    /// Goes as far as it can. True: open.
+    fn drive(&mut self) -> Result<bool, LinkDown> {
+        loop {
+            match &mut self.stage {
+                Stage::Open => return Ok(true),
+                Stage::Connecting { since } => match socket::is_connected(&self.stream) {
+                    Ok(true) => {
+                        socket::tune_tcp(&self.stream)?;
+                        self.registration.set(Interest::Read)?;
+                        self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
+                    }
+                    Ok(false) if since.elapsed() < ATTEMPT => return Ok(false),
+                    Ok(false) => self.try_next("no answer".to_owned())?,
+                    Err(error) => self.try_next(error.to_string())?,
+                },
+                Stage::Proving(opening) => match opening.drive(&mut self.stream) {
+                    Ok(true) => self.stage = Stage::Open,
+                    Ok(false) => return Ok(false),
+                    Err(down) => self.try_next(down.cause)?,
+                },
+            }
+        }
+    }
+
+    fn try_next(&mut self, failure: String) -> Result<(), LinkDown> {
+        self.failures.push(format!("{}: {failure}", self.current));
+        let next = next_attempt(&mut self.targets, &mut self.failures, &self.poller)?;
+        (self.current, self.stream, self.registration) = next;
+        self.stage = Stage::Connecting { since: Instant::now() };
+        Ok(())
+    }
+}
+
+fn next_attempt(
+    targets: &mut VecDeque<SocketAddr>,
+    failures: &mut Vec<String>,
+    poller: &Poller,
+) -> Result<(SocketAddr, TcpStream, Registration), LinkDown> {
+    while let Some(target) = targets.pop_front() {
+        match socket::begin_tcp(target) {
+            Ok(stream) => {
+                let registration = poller.add(stream.as_fd(), Interest::Write)?;
+                return Ok((target, stream, registration));
+            }
+            Err(error) => failures.push(format!("{target}: {error}")),
+        }
+    }
+    Err(LinkDown::new(format!("it cannot be reached at {}", failures.join(", "))))
+}
+
+impl Outlet for Connection {
+    fn write(&mut self, bytes: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+        if !self.drive()? {
+            return Ok(0);
+        }
+        if bytes.is_empty() {
+            let ended = socket::has_ended(self.stream.as_fd())?;
+            return if ended { Err(LinkDown::new("it closed the connection")) } else { Ok(0) };
+        }
+        match self.stream.write_vectored(bytes) {
+            Ok(count) => Ok(count),
+            Err(error) if is_passing(&error) => Ok(0),
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(LinkDown::new("it closed the connection")),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        if matches!(self.stage, Stage::Open)
+            && let Err(error) = self.registration.set(Interest::ReadWrite)
+        {
+            log::error!("watching a connection failed: {error}");
+        }
+        false
+    }
+
+    fn disarm(&mut self) {
+        if matches!(self.stage, Stage::Open)
+            && let Err(error) = self.registration.set(Interest::Read)
+        {
+            log::error!("watching a connection failed: {error}");
+        }
+    }
+
+    fn is_open(&self) -> bool {
+        matches!(self.stage, Stage::Open)
+    }
+
+    fn flushed(&mut self) -> Result<bool, LinkDown> {
+        // Nothing is kept here: what was taken is the kernel's, which delivers it after this process's end.
+        Ok(true)
+    }
+}
+
+/// How long one address is tried while there are others.
+const ATTEMPT: Duration = Duration::from_secs(10);

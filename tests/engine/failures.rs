@@ -1,0 +1,153 @@
+//! Disagreement, absence, loss and abort: every rank gets an error that names the cause.
+
+use std::time::Duration;
+
+use ncclx_rs::{Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
+
+use crate::world::{WIRES, buffer, op, run, world, world_with};
+
+const SHORT: Duration = Duration::from_secs(1);
+
+#[test]
+fn a_mismatched_size_fails_on_every_rank_and_the_group_works_on() {
+    for wire in WIRES {
+        for small in [3, 30_000] {
+            world(wire, 3, move |comm| {
+                let count = if comm.rank().0 == 1 { small * 2 } else { small };
+                let mut data = vec![1f32; count];
+                let memory = buffer(&mut data);
+                let error = run(comm, OpKind::AllReduce(ReduceOp::Sum), vec![memory], vec![memory]);
+                let text = error.expect_err("sizes differ").to_string();
+                assert!(text.contains(&format!("{small} × float32")), "{text}");
+                assert!(text.contains(&format!("{} × float32", small * 2)), "{text}");
+                let mut data = vec![1f32; 10];
+                let memory = buffer(&mut data);
+                run(comm, OpKind::AllReduce(ReduceOp::Sum), vec![memory], vec![memory]).expect("the group works on");
+                assert_eq!(data, [3.0; 10]);
+            });
+        }
+    }
+}
+
+#[test]
+fn different_collectives_are_named_on_every_rank() {
+    for wire in WIRES {
+        world(wire, 3, |comm| {
+            let mut data = vec![1f32; 10];
+            let memory = vec![buffer(&mut data)];
+            let kind = match comm.rank().0 {
+                0 => OpKind::Broadcast { root: Rank(0) },
+                _ => OpKind::AllReduce(ReduceOp::Sum),
+            };
+            let text = run(comm, kind, memory.clone(), memory.clone()).expect_err("they differ").to_string();
+            assert!(text.contains("broadcast") && text.contains("all_reduce"), "{text}");
+            run(comm, OpKind::AllReduce(ReduceOp::Sum), memory.clone(), memory).expect("the group works on");
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_call_is_named_in_the_timeout() {
+    for wire in WIRES {
+        world_with(wire, 3, SHORT * 2, |comm| {
+            if comm.rank().0 == 2 {
+                std::thread::sleep(SHORT * 4); // the rank that is late is the subject of the test
+                return;
+            }
+            let text = run(comm, OpKind::Barrier, vec![], vec![]).expect_err("rank 2 is late").to_string();
+            assert!(text.contains("barrier") && text.contains("rank(s) 2 did not call it"), "{text}");
+        });
+    }
+}
+
+#[test]
+fn a_message_nobody_sends_times_out_and_the_group_works_on() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            if comm.rank().0 == 0 {
+                let mut data = [0i32];
+                let kind = OpKind::Recv { from: Source::Rank(Rank(1)), tag: Tag(3) };
+                let receive =
+                    Op { timeout: Some(SHORT / 4), mode: Mode::Async, ..op(kind, vec![], vec![buffer(&mut data)]) };
+                let error = comm.submit(receive).expect("recv").wait(None).expect_err("nobody sends");
+                assert!(error.to_string().contains("rank 1 did not send it"), "{error}");
+            }
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+        });
+    }
+}
+
+#[test]
+fn a_message_of_another_length_fails() {
+    for wire in WIRES {
+        for count in [4, 100_000] {
+            world(wire, 2, move |comm| {
+                if comm.rank().0 == 0 {
+                    let mut data = vec![0i32; count];
+                    let kind = OpKind::Send { to: Rank(1), tag: Tag(0) };
+                    let result = run(comm, kind, vec![buffer(&mut data)], vec![]);
+                    assert_eq!(result.is_err(), count > 4, "a long message's sender learns of it");
+                } else {
+                    let mut data = vec![0i32; count + 1];
+                    let kind = OpKind::Recv { from: Source::Rank(Rank(0)), tag: Tag(0) };
+                    let error = run(comm, kind, vec![], vec![buffer(&mut data)]).expect_err("lengths differ");
+                    assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+                }
+                run(comm, OpKind::Barrier, vec![], vec![]).expect("the group works on");
+            });
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_by_those_that_wait_for_it() {
+    for wire in WIRES {
+        world(wire, 3, |comm| {
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+            if comm.rank().0 == 1 {
+                return comm.abort("the test");
+            }
+            let text = run(comm, OpKind::Barrier, vec![], vec![]).expect_err("rank 1 left").to_string();
+            assert!(text.contains("rank 1"), "{text}");
+        });
+    }
+}
+
+#[test]
+fn abort_ends_a_blocked_wait() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            if comm.rank().0 == 1 {
+                return;
+            }
+            std::thread::scope(|scope| {
+                let blocked = scope.spawn(|| run(comm, OpKind::Barrier, vec![], vec![]));
+                std::thread::sleep(SHORT / 10); // lets the other thread block first
+                comm.abort("enough");
+                let text = blocked.join().expect("no panic").expect_err("aborted").to_string();
+                assert!(text.contains("enough") || text.contains("rank 1"), "{text}");
+            });
+            let error = run(comm, OpKind::Barrier, vec![], vec![]).expect_err("aborted");
+            assert!(matches!(error, Error::Closed { .. }), "{error}");
+        });
+    }
+}
+
+#[test]
+fn bad_arguments_are_refused_before_anything_is_sent() {
+    world(WIRES[0], 2, |comm| {
+        let mut data = vec![0f32; 3];
+        let memory = vec![buffer(&mut data)];
+        let refused = |kind: OpKind, argument: &str| {
+            let error = comm.submit(op(kind, memory.clone(), memory.clone())).expect_err(argument);
+            assert!(matches!(&error, Error::Usage(usage) if usage.argument == argument), "{error}");
+        };
+        refused(OpKind::Broadcast { root: Rank(2) }, "root");
+        refused(OpKind::AllReduce(ReduceOp::BitAnd), "op");
+        refused(OpKind::AllGather, "output");
+        refused(OpKind::ReduceScatter(ReduceOp::Sum), "input");
+        refused(OpKind::AllToAll { send: vec![1, 1], recv: vec![1, 2] }, "input_split_sizes");
+        refused(OpKind::Send { to: Rank(9), tag: Tag(0) }, "dst");
+        run(comm, OpKind::AllReduce(ReduceOp::Sum), memory.clone(), memory.clone()).expect("the group works");
+    });
+}

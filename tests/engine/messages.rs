@@ -1,0 +1,134 @@
+//! Point-to-point messages: matching, order, and running beside collectives.
+
+use ncclx_rs::{Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
+
+use crate::world::{WIRES, buffer, run, world};
+
+fn send(to: usize, tag: u32) -> OpKind {
+    OpKind::Send { to: Rank::from(to), tag: Tag(tag) }
+}
+
+fn recv(from: usize, tag: u32) -> OpKind {
+    OpKind::Recv { from: Source::Rank(Rank::from(from)), tag: Tag(tag) }
+}
+
+fn start(kind: OpKind, data: &mut [i32]) -> Op {
+    let memory = vec![buffer(data)];
+    let (inputs, outputs) = if matches!(kind, OpKind::Send { .. }) { (memory, vec![]) } else { (vec![], memory) };
+    Op { kind, inputs, outputs, timeout: None, mode: Mode::Async }
+}
+
+#[test]
+fn both_sides_may_send_first() {
+    for wire in WIRES {
+        for count in [0, 1, 500, 300_000] {
+            world(wire, 2, move |comm| {
+                let peer = 1 - comm.rank().index();
+                let mut out = vec![comm.rank().0 as i32 + 5; count];
+                let mut back = vec![0; count];
+                let sent = comm.submit(start(send(peer, 0), &mut out)).expect("send");
+                let received = comm.submit(start(recv(peer, 0), &mut back)).expect("recv");
+                received.wait(None).expect("recv");
+                sent.wait(None).expect("send");
+                assert!(back.iter().all(|value| *value == peer as i32 + 5));
+            });
+        }
+    }
+}
+
+#[test]
+fn tags_match_in_any_order_and_one_tag_keeps_its_order() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            if comm.rank().0 == 0 {
+                let mut data: Vec<[i32; 1]> = (0..40).map(|i| [i]).collect();
+                let works: Vec<_> = data
+                    .iter_mut()
+                    .enumerate()
+                    .map(|(i, one)| comm.submit(start(send(1, i as u32 % 4), one)).expect("send"))
+                    .collect();
+                works.iter().for_each(|work| work.wait(None).expect("send"));
+            } else {
+                for tag in [3, 1, 0, 2] {
+                    for round in 0..10 {
+                        let mut one = [0];
+                        comm.submit(start(recv(0, tag), &mut one)).expect("recv").wait(None).expect("recv");
+                        assert_eq!(one[0], round * 4 + tag as i32);
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_receive_from_any_rank_says_whose_message_it_got() {
+    for wire in WIRES {
+        world(wire, 4, |comm| {
+            let rank = comm.rank().index();
+            if rank == 0 {
+                let mut seen = vec![];
+                for _ in 1..4 {
+                    let mut data = vec![0; 5000];
+                    let kind = OpKind::Recv { from: Source::Any, tag: Tag(7) };
+                    let work = comm.submit(start(kind, &mut data)).expect("recv");
+                    work.wait(None).expect("recv");
+                    let source = work.source().expect("a source");
+                    assert!(data.iter().all(|value| *value == source.0 as i32));
+                    seen.push(source.0);
+                }
+                seen.sort_unstable();
+                assert_eq!(seen, [1, 2, 3]);
+            } else {
+                let mut data = vec![rank as i32; 5000];
+                run(comm, send(0, 7), vec![buffer(&mut data)], vec![]).expect("send");
+            }
+        });
+    }
+}
+
+#[test]
+fn messages_run_beside_collectives() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            let peer = 1 - comm.rank().index();
+            let mut late = vec![0; 100_000];
+            let received = comm.submit(start(recv(peer, 1), &mut late)).expect("recv");
+            for _ in 0..10 {
+                let mut data = vec![1i32; 50_000];
+                let memory = buffer(&mut data);
+                run(comm, OpKind::AllReduce(ReduceOp::Sum), vec![memory], vec![memory]).expect("all_reduce");
+                assert!(data.iter().all(|value| *value == 2));
+            }
+            assert!(!received.is_done());
+            let mut out = vec![9; 100_000];
+            let sent = comm.submit(start(send(peer, 1), &mut out)).expect("send");
+            received.wait(None).expect("recv");
+            sent.wait(None).expect("send");
+            assert!(late.iter().all(|value| *value == 9));
+        });
+    }
+}
+
+#[test]
+fn many_unread_small_messages_are_bounded_and_arrive() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            const MESSAGES: usize = 3000;
+            if comm.rank().0 == 0 {
+                let mut data = vec![vec![3i32; 500]; MESSAGES];
+                let works: Vec<_> =
+                    data.iter_mut().map(|one| comm.submit(start(send(1, 0), one)).expect("send")).collect();
+                run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+                works.iter().for_each(|work| work.wait(None).expect("send"));
+            } else {
+                run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+                for _ in 0..MESSAGES {
+                    let mut one = vec![0; 500];
+                    comm.submit(start(recv(0, 0), &mut one)).expect("recv").wait(None).expect("recv");
+                    assert!(one.iter().all(|value| *value == 3));
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,94 @@
+//! Ranks as threads of this process: a world of communicators to run a test in.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ncclx_rs::comm::store::MemoryStore;
+use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Error, Mode, Op, OpKind, Rank};
+
+/// Which transports a world runs over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wire {
+    Shm,
+    Tcp,
+    /// Two "hosts": shared memory inside, TCP between.
+    Mixed,
+}
+
+pub const WIRES: [Wire; 3] = [Wire::Shm, Wire::Tcp, Wire::Mixed];
+
+/// Runs `f` on every rank of a new communicator, each in its own thread, and returns the results by rank.
+///
+/// A rank that panics fails the test; a world that hangs is caught by the watchdog, which names the test's wire.
+pub fn world<T, F>(wire: Wire, size: usize, f: F) -> Vec<T>
+where
+    T: Send + 'static,
+    F: Fn(&Communicator) -> T + Send + Sync + 'static,
+{
+    world_with(wire, size, Duration::from_secs(60), f)
+}
+
+/// As [`world`], with a time limit for operations.
+pub fn world_with<T, F>(wire: Wire, size: usize, timeout: Duration, f: F) -> Vec<T>
+where
+    T: Send + 'static,
+    F: Fn(&Communicator) -> T + Send + Sync + 'static,
+{
+    let store = Arc::new(MemoryStore::default());
+    let f = Arc::new(f);
+    let ranks: Vec<_> = (0..size)
+        .map(|rank| {
+            let (store, f) = (store.clone(), f.clone());
+            std::thread::spawn(move || {
+                let options = CommOptions {
+                    name: format!("{wire:?}"),
+                    rank: Rank::from(rank),
+                    size,
+                    store,
+                    timeout: Some(timeout),
+                    hints: hints(wire, rank, size),
+                };
+                let comm = Communicator::new(options).expect("the world forms");
+                let result = f(&comm);
+                comm.shutdown().expect("shutdown");
+                result
+            })
+        })
+        .collect();
+    ranks.into_iter().map(|rank| rank.join().expect("a rank panicked; see above")).collect()
+}
+
+fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
+    let hint = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+    match wire {
+        Wire::Shm => vec![hint("transport", "shm")],
+        Wire::Tcp => vec![hint("transport", "tcp")],
+        Wire::Mixed => vec![hint("host_id", if rank < size.div_ceil(2) { "left" } else { "right" })],
+    }
+}
+
+/// A buffer over `data`, which the caller keeps until the operation is done.
+pub fn buffer<T: Element>(data: &mut [T]) -> Buffer {
+    // SAFETY: the tests keep `data` and leave it alone until they have waited for the operation.
+    unsafe { Buffer::from_raw(data.as_mut_ptr().cast(), data.len(), T::DTYPE) }
+}
+
+pub trait Element: Copy {
+    const DTYPE: DType;
+}
+
+macro_rules! elements {
+    ($($t:ty => $dtype:ident),*) => { $(impl Element for $t { const DTYPE: DType = DType::$dtype; })* };
+}
+
+elements!(u8 => U8, i32 => I32, i64 => I64, f32 => F32, f64 => F64);
+
+/// A blocking operation.
+pub fn op(kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Op {
+    Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }
+}
+
+/// Submits and waits.
+pub fn run(comm: &Communicator, kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Result<(), Error> {
+    comm.submit(op(kind, inputs, outputs))?.wait(None)
+}
