@@ -1,1 +1,352 @@
 //! The only reader of environment variables and hints.
+//!
+//! Every option stands once in the table below. `NCCLX_RS_<NAME>` in the environment sets it for a process, the hint
+//! `<name>` for one communicator; the hint wins, and an empty value counts as unset.
+//!
+//! ```
+//! use ncclx_rs::config::{Config, TransportChoice};
+//! let hints = [("transport".to_string(), "tcp".to_string())];
+//! assert_eq!(Config::resolve(&hints)?.transport, TransportChoice::Tcp);
+//! # Ok::<(), ncclx_rs::InitError>(())
+//! ```
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use crate::error::InitError;
+
+macro_rules! options {
+    ($($field:ident: $kind:ty, $name:literal, $default:literal, $also:expr, $meaning:literal;)*) => {
+        /// The settings of one communicator.
+        #[derive(Clone, Debug, PartialEq)]
+        #[non_exhaustive]
+        pub struct Config {
+            $(#[doc = $meaning] pub $field: $kind,)*
+        }
+
+        const OPTIONS: &[OptionRow] = &[$(OptionRow {
+            name: $name,
+            also: $also,
+            kind: <$kind as Value>::EXPECTED,
+            default: $default,
+            meaning: $meaning,
+        },)*];
+
+        impl Config {
+            /// The settings that `hints` and the variables that `variable` looks up make.
+            pub fn resolve_with(
+                variable: &dyn Fn(&str) -> Option<String>,
+                hints: &[(String, String)],
+            ) -> Result<Config, InitError> {
+                for (name, _) in hints.iter().filter(|(name, _)| OPTIONS.iter().all(|row| row.name != name)) {
+                    log::warn!("the hint `{name}` is not known and has no effect");
+                }
+                Ok(Config { $($field: look_up($name, $also, $default, variable, hints)?,)* })
+            }
+        }
+    };
+}
+
+options! {
+    transport: TransportChoice, "transport", "auto", &[],
+        "How bytes move between ranks; auto takes shared memory within a host and TCP between hosts.";
+    socket_interfaces: Option<String>, "socket_ifname", "", &["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"],
+        "Which network interfaces to use: a comma list of name prefixes, `=name` and CIDR ranges; a leading `^` excludes.";
+    host_id: Option<String>, "host_id", "", &[],
+        "The identity of this host; ranks with equal identities count as sharing one.";
+    algorithm: Option<String>, "algorithm", "auto", &[],
+        "The algorithm of every collective that it can do; auto takes the fastest known for size and topology.";
+    timeout: Duration, "timeout_seconds", "1800", &[],
+        "How long an operation may take.";
+    connect_timeout: Duration, "connect_timeout_seconds", "300", &[],
+        "How long to wait for all ranks to join a communicator.";
+    eager_bytes: usize, "eager_bytes", "8192", &[],
+        "Messages up to this size are sent before the receiver asks for them.";
+    shm_ring_bytes: RingBytes, "shm_ring_bytes", "131072", &[],
+        "The shared memory between each pair of ranks that talk on a host.";
+    spin: Spin, "spin_microseconds", "auto", &[],
+        "How long a waiting thread polls before it sleeps; auto is 50 when the host has a core for each of its ranks, \
+         else 0.";
+}
+
+impl Config {
+    /// The settings that `hints` and the process's environment make.
+    pub fn resolve(hints: &[(String, String)]) -> Result<Config, InitError> {
+        Config::resolve_with(&|name| std::env::var(name).ok(), hints)
+    }
+
+    /// Every option there is, for generated manuals.
+    pub fn describe() -> Vec<Description> {
+        let describe = |row: &OptionRow| Description {
+            name: row.name,
+            variables: variables(row.name, row.also),
+            kind: row.kind,
+            default: row.default,
+            meaning: row.meaning,
+        };
+        OPTIONS.iter().map(describe).collect()
+    }
+}
+
+impl Default for Config {
+    /// What holds when neither the environment nor a hint says otherwise.
+    fn default() -> Self {
+        Config::resolve_with(&|_| None, &[]).expect("every default is a valid value")
+    }
+}
+
+/// One option, in words.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Description {
+    /// The hint.
+    pub name: &'static str,
+    /// The environment variables, the strongest first.
+    pub variables: Vec<String>,
+    /// The values it takes.
+    pub kind: &'static str,
+    /// The value when nothing is set; empty for none.
+    pub default: &'static str,
+    /// What it does.
+    pub meaning: &'static str,
+}
+
+/// The manual's table of options, in Markdown.
+pub fn manual() -> String {
+    let mut text = String::from("| hint | environment | values | default | meaning |\n|---|---|---|---|---|\n");
+    for row in Config::describe() {
+        let variables: Vec<String> = row.variables.iter().map(|variable| format!("`{variable}`")).collect();
+        let default = if row.default.is_empty() { "none".to_string() } else { format!("`{}`", row.default) };
+        let variables = variables.join(", ");
+        writeln!(text, "| `{}` | {variables} | {} | {default} | {} |", row.name, row.kind, row.meaning)
+            .expect("a string takes any text");
+    }
+    text
+}
+
+/// Which transports may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TransportChoice {
+    /// Shared memory within a host, TCP between hosts.
+    Auto,
+    /// Shared memory only.
+    Shm,
+    /// TCP only.
+    Tcp,
+}
+
+/// The size of a shared memory ring: a power of two that whole pages make up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingBytes(usize);
+
+impl RingBytes {
+    /// The number of bytes.
+    pub fn get(self) -> usize {
+        self.0
+    }
+}
+
+/// How long a waiting thread polls before it sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spin {
+    /// As the host's load allows.
+    Auto,
+    /// Always this long.
+    For(Duration),
+}
+
+impl Spin {
+    /// The time to poll where `ranks` ranks share `cores` cores.
+    pub fn duration(self, ranks: usize, cores: usize) -> Duration {
+        match self {
+            Spin::For(duration) => duration,
+            Spin::Auto if ranks <= cores => Duration::from_micros(50),
+            Spin::Auto => Duration::ZERO,
+        }
+    }
+}
+
+struct OptionRow {
+    name: &'static str,
+    also: &'static [&'static str],
+    kind: &'static str,
+    default: &'static str,
+    meaning: &'static str,
+}
+
+fn variables(name: &str, also: &[&str]) -> Vec<String> {
+    let own = format!("NCCLX_RS_{}", name.to_uppercase());
+    std::iter::once(own).chain(also.iter().map(ToString::to_string)).collect()
+}
+
+fn look_up<T: Value>(
+    name: &str,
+    also: &[&str],
+    default: &str,
+    variable: &dyn Fn(&str) -> Option<String>,
+    hints: &[(String, String)],
+) -> Result<T, InitError> {
+    let hint = || {
+        let (_, value) = hints.iter().rev().find(|(hint, value)| hint == name && !value.trim().is_empty())?;
+        Some((format!("the hint {name}"), value.clone()))
+    };
+    let environment = || {
+        let value = |key: String| variable(&key).map(|value| (key, value));
+        variables(name, also).into_iter().filter_map(value).find(|(_, value)| !value.trim().is_empty())
+    };
+    let (origin, value) = hint().or_else(environment).unwrap_or_else(|| (name.to_string(), default.to_string()));
+    T::parse(value.trim()).ok_or_else(|| InitError::Config(format!("{origin} is `{value}`: expected {}", T::EXPECTED)))
+}
+
+/// A type that options have.
+trait Value: Sized {
+    /// The values, in words.
+    const EXPECTED: &'static str;
+
+    fn parse(text: &str) -> Option<Self>;
+}
+
+impl Value for bool {
+    const EXPECTED: &'static str = "1, true, yes, y, 0, false, no or n";
+
+    fn parse(text: &str) -> Option<Self> {
+        match text.to_lowercase().as_str() {
+            "1" | "true" | "yes" | "y" => Some(true),
+            "0" | "false" | "no" | "n" => Some(false),
+            _ => None,
+        }
+    }
+}
+
+impl Value for usize {
+    const EXPECTED: &'static str = "a whole number";
+
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+}
+
+impl Value for Option<String> {
+    const EXPECTED: &'static str = "a text";
+
+    fn parse(text: &str) -> Option<Self> {
+        Some((!text.is_empty() && text != "auto").then(|| text.to_string()))
+    }
+}
+
+impl Value for Duration {
+    const EXPECTED: &'static str = "a number of seconds above 0";
+
+    fn parse(text: &str) -> Option<Self> {
+        let seconds: f64 = text.parse().ok()?;
+        // A century is as good as forever, and adds to any clock without overflow.
+        let century = 100.0 * 366.0 * 86400.0;
+        (seconds > 0.0).then(|| Duration::from_secs_f64(seconds.min(century)))
+    }
+}
+
+impl Value for TransportChoice {
+    const EXPECTED: &'static str = "auto, shm or tcp";
+
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "auto" => Some(TransportChoice::Auto),
+            "shm" => Some(TransportChoice::Shm),
+            "tcp" => Some(TransportChoice::Tcp),
+            _ => None,
+        }
+    }
+}
+
+impl Value for RingBytes {
+    const EXPECTED: &'static str = "a power of two that is a multiple of the page size";
+
+    fn parse(text: &str) -> Option<Self> {
+        let bytes: usize = text.parse().ok()?;
+        (bytes.is_power_of_two() && bytes.is_multiple_of(rustix::param::page_size())).then_some(RingBytes(bytes))
+    }
+}
+
+impl Value for Spin {
+    const EXPECTED: &'static str = "auto or a whole number of microseconds";
+
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "auto" => Some(Spin::Auto),
+            text => text.parse().ok().map(|micros| Spin::For(Duration::from_micros(micros))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resolve(environment: &[(&str, &str)], hints: &[(&str, &str)]) -> Result<Config, InitError> {
+        let variable = |name: &str| environment.iter().find(|(key, _)| *key == name).map(|(_, v)| v.to_string());
+        let hints: Vec<_> = hints.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+        Config::resolve_with(&variable, &hints)
+    }
+
+    #[test]
+    fn hints_win_over_the_environment_and_the_environment_over_defaults() {
+        let environment = [("NCCLX_RS_EAGER_BYTES", "1"), ("NCCLX_RS_TIMEOUT_SECONDS", "2.5")];
+        let config = resolve(&environment, &[("eager_bytes", "3"), ("unheard_of", "x")]).unwrap();
+        assert_eq!(config.eager_bytes, 3);
+        assert_eq!(config.timeout, Duration::from_millis(2500));
+        assert_eq!(config.connect_timeout, Duration::from_secs(300));
+        assert_eq!(config.host_id, None);
+        assert_eq!(Config::default().shm_ring_bytes.get(), 131072);
+    }
+
+    #[test]
+    fn interfaces_fall_back_to_the_variables_of_nccl_and_gloo() {
+        let both = [("GLOO_SOCKET_IFNAME", "g"), ("NCCL_SOCKET_IFNAME", "n"), ("NCCLX_RS_SOCKET_IFNAME", "")];
+        assert_eq!(resolve(&both, &[]).unwrap().socket_interfaces.as_deref(), Some("n"));
+        assert_eq!(resolve(&both[..1], &[]).unwrap().socket_interfaces.as_deref(), Some("g"));
+        assert_eq!(resolve(&both, &[("socket_ifname", "h")]).unwrap().socket_interfaces.as_deref(), Some("h"));
+    }
+
+    #[test]
+    fn bad_values_name_where_they_stand() {
+        let bad =
+            |environment: &[(&str, &str)], hints: &[(&str, &str)]| resolve(environment, hints).unwrap_err().to_string();
+        assert_eq!(
+            bad(&[("NCCLX_RS_TRANSPORT", "smoke")], &[]),
+            "NCCLX_RS_TRANSPORT is `smoke`: expected auto, shm or tcp"
+        );
+        assert_eq!(
+            bad(&[], &[("timeout_seconds", "-1")]),
+            "the hint timeout_seconds is `-1`: expected a number of seconds above 0"
+        );
+        for wrong in ["5", "4095", "12288", "-4096"] {
+            assert!(bad(&[], &[("shm_ring_bytes", wrong)]).contains("power of two"));
+        }
+        for wrong in ["nan", "0", "soon"] {
+            assert!(bad(&[], &[("connect_timeout_seconds", wrong)]).contains("above 0"));
+        }
+    }
+
+    #[test]
+    fn truth_has_many_names() {
+        for (text, value) in [("1", true), ("TRUE", true), ("yes", true), ("y", true), ("0", false), ("No", false)] {
+            assert_eq!(bool::parse(text), Some(value));
+        }
+        assert_eq!(bool::parse("maybe"), None);
+    }
+
+    #[test]
+    fn spinning_needs_a_core_for_each_rank() {
+        assert_eq!(Spin::Auto.duration(4, 4), Duration::from_micros(50));
+        assert_eq!(Spin::Auto.duration(5, 4), Duration::ZERO);
+        let spin = resolve(&[], &[("spin_microseconds", "7")]).unwrap().spin;
+        assert_eq!(spin.duration(5, 4), Duration::from_micros(7));
+    }
+
+    #[test]
+    fn the_manual_has_a_row_for_each_option() {
+        let manual = manual();
+        assert_eq!(manual.lines().count(), 2 + Config::describe().len());
+        assert!(manual.contains("| `eager_bytes` | `NCCLX_RS_EAGER_BYTES` | a whole number | `8192` |"));
+        assert!(manual.lines().all(|line| line.matches('|').count() == 6));
+    }
+}

@@ -20,7 +20,9 @@ pub mod work;
 
 // The public interface is:
 pub use buffer::Buffer;
+pub use comm::{CommOptions, Communicator};
 pub use error::{Error, InitError, UsageError};
 pub use op::{Mode, Op, OpKind};
 pub use topo::Topology;
 pub use types::{DType, Rank, ReduceOp, Source, Tag};
+pub use work::Work;

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use crate::buffer::Buffer;
-use crate::error::UsageError;
-use crate::types::{DType, Rank, ReduceOp, Source, Tag};
+use crate::types::{Rank, ReduceOp, Source, Tag};
 
 /// Whether the caller goes on at once or will wait for the result next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

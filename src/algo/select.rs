@@ -276,10 +276,7 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
 }
 
 fn can_ring(collective: &Collective, _: &Setting<'_>) -> bool {
-    matches!(
-        collective,
-        Collective::AllReduce { .. } | Collective::AllGather { .. } | Collective::ReduceScatter { .. }
-    )
+    matches!(collective, Collective::AllReduce { .. } | Collective::AllGather { .. } | Collective::ReduceScatter { .. })
 }
 
 fn build_ring(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {

@@ -35,7 +35,9 @@ pub(crate) fn collective(op: &Op, place: Place) -> Result<Checked, UsageError> {
         OpKind::Broadcast { root } => {
             Collective::Broadcast { root: checker.rank("root", *root)?, count: checker.in_place()? }
         }
-        OpKind::AllGather => Collective::AllGather { counts: checker.blocks("output", &op.outputs, "input", &op.inputs)? },
+        OpKind::AllGather => {
+            Collective::AllGather { counts: checker.blocks("output", &op.outputs, "input", &op.inputs)? }
+        }
         OpKind::ReduceScatter(_) => {
             Collective::ReduceScatter { counts: checker.blocks("input", &op.inputs, "output", &op.outputs)? }
         }
@@ -171,7 +173,9 @@ impl Checker<'_> {
                     Err(self.error(argument, format!("tensors of {count} elements each"), other.len().to_string()))
                 }
             },
-            [one] => Err(self.error(argument, format!("{count} elements for each of {size} ranks"), one.len().to_string())),
+            [one] => {
+                Err(self.error(argument, format!("{count} elements for each of {size} ranks"), one.len().to_string()))
+            }
             many => Err(self.error(argument, format!("a list of {size} tensors"), many.len().to_string())),
         }
     }

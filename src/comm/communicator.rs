@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
-use crate::comm::links::{self, Links};
+use crate::comm::links::Links;
 use crate::comm::store::Store;
 use crate::config::Config;
 use crate::engine::collective::Request;
@@ -105,7 +105,8 @@ impl Communicator {
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
         let routes = links.routes(&name, rank, &topo, &ranks, &config)?;
-        let spin = config.spin.unwrap_or_else(|| links::default_spin(topo.hosts()[topo.host_of(rank)].len()));
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let spin = config.spin.duration(topo.hosts()[topo.host_of(rank)].len(), cores);
         let mut core = Core::new(name.clone(), rank, topo, links.into_transports(), routes);
         core.eager_bytes = config.eager_bytes;
         core.algorithm = config.algorithm;
@@ -234,7 +235,8 @@ impl Communicator {
     /// Lets what is in flight finish within a short grace, then leaves. Idempotent.
     pub fn shutdown(&self) -> Result<(), Error> {
         let now = Instant::now();
-        let settled = |core: &mut Core| core.closed.is_some() || (core.collectives.is_idle() && core.messages.is_idle());
+        let settled =
+            |core: &mut Core| core.closed.is_some() || (core.collectives.is_idle() && core.messages.is_idle());
         self.driver.drive_until(|driver| driver.with_core(settled), now.checked_add(OPERATIONS_GRACE));
         let flushed = |core: &mut Core| core.closed.is_some() || core.flushed();
         self.driver.drive_until(|driver| driver.with_core(flushed), Instant::now().checked_add(PROTOCOL_GRACE));

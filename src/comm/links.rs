@@ -1,7 +1,6 @@
 //! Chooses and opens the transports of one communicator, and which of them reaches each peer.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use crate::comm::address;
 use crate::comm::bootstrap::{Keys, RankInfo};
@@ -47,22 +46,23 @@ impl Links {
         poller: &Poller,
         rendezvous_host: Option<&str>,
     ) -> Result<Links, InitError> {
-        let identity = || Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret.clone() };
+        let identity = || Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
         let os = |what: &str| {
             let (comm, what) = (name.to_owned(), what.to_owned());
             move |cause: std::io::Error| InitError::Os { comm, what, cause: cause.to_string() }
         };
         let mut links = Vec::new();
         if config.transport != TransportChoice::Tcp {
-            let transport = ShmTransport::new(identity(), poller.clone(), config.shm_ring_bytes)
+            let transport = ShmTransport::new(identity(), poller.clone(), config.shm_ring_bytes.get())
                 .map_err(os("the shared memory transport"))?;
             links.push(Link { transport: Box::new(transport), reach: Reach::SameHost });
         }
         if config.transport != TransportChoice::Shm {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
-            let routed = rendezvous_host.and_then(net::source_address_to);
-            let advertise = address::choose(&interfaces, config.socket_ifname.as_deref(), routed)?;
-            let transport = TcpTransport::new(identity(), poller.clone(), advertise).map_err(os("the TCP transport"))?;
+            let routed = rendezvous_host.and_then(net::source_toward);
+            let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
+            let transport =
+                TcpTransport::new(identity(), poller.clone(), advertise).map_err(os("the TCP transport"))?;
             links.push(Link { transport: Box::new(transport), reach: Reach::Everywhere });
         }
         Ok(Links { links })
@@ -84,12 +84,12 @@ impl Links {
     ) -> Result<Vec<Option<Route>>, InitError> {
         let route_to = |peer: Rank| {
             let candidates = self.links.iter().enumerate();
-            candidates
-                .filter(|(_, link)| link.reach == Reach::Everywhere || topo.same_host(me, peer))
-                .find_map(|(transport, link)| {
+            candidates.filter(|(_, link)| link.reach == Reach::Everywhere || topo.same_host(me, peer)).find_map(
+                |(transport, link)| {
                     let address = ranks[peer.index()].addresses.get(link.transport.name())?.clone();
                     Some(Route { transport, address })
-                })
+                },
+            )
         };
         (0..topo.size())
             .map(Rank::from)
@@ -97,8 +97,8 @@ impl Links {
                 _ if peer == me => Ok(None),
                 Some(route) => Ok(Some(route)),
                 None => Err(InitError::Config(format!(
-                    "communicator `{name}`: transport `{}` does not reach rank {peer} on host `{}` from rank {me} on host `{}`",
-                    config.transport.name(),
+                    "communicator `{name}`: transport {:?} does not reach rank {peer} on host `{}` from rank {me} on host `{}`",
+                    config.transport,
                     ranks[peer.index()].host_id,
                     ranks[me.index()].host_id,
                 ))),
@@ -111,12 +111,3 @@ impl Links {
         self.links.into_iter().map(|link| link.transport).collect()
     }
 }
-
-/// How long a waiting thread spins before it sleeps: not at all when the host has more ranks than processors, since
-/// then the thread it waits for may need this one's.
-pub(crate) fn default_spin(ranks_on_host: usize) -> Duration {
-    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    if ranks_on_host <= processors { SPIN } else { Duration::ZERO }
-}
-
-const SPIN: Duration = Duration::from_micros(50);

@@ -1,6 +1,13 @@
 //! The communicator: what ranks form together, and the door through which every operation goes.
 
+pub mod address;
+pub mod bootstrap;
 mod check;
 mod communicator;
+mod guest;
+pub mod join;
+mod links;
+mod root;
+pub mod store;
 
 pub use communicator::{CommOptions, Communicator};

@@ -181,7 +181,10 @@ impl Core {
         let world = self.size();
         let Some(active) = &mut self.collectives.active else { return };
         match action {
-            Action::Send { to, from } => self.start_send(step, to, active.spaces.region(from), message),
+            Action::Send { to, from } => {
+                let region = active.spaces.region(from);
+                self.start_send(step, to, region, message);
+            }
             Action::Recv { from, .. } | Action::RecvReduce { from, .. } => self.start_receive(step, from, message),
             Action::Copy { from, into } => {
                 let source = active.spaces.region(from);
@@ -355,7 +358,9 @@ impl Core {
     }
 
     pub(crate) fn step_done(&mut self, sequence: u64, step: StepId) {
-        let Some(active) = self.collectives.active.as_mut().filter(|active| active.sequence == sequence) else { return };
+        let Some(active) = self.collectives.active.as_mut().filter(|active| active.sequence == sequence) else {
+            return;
+        };
         active.left -= 1;
         for &dependent in &active.plan.dependents[step as usize] {
             let blocked = &mut active.blocked[dependent as usize];
@@ -405,7 +410,11 @@ impl Core {
 
     fn everyone_else(&self) -> Vec<Rank> {
         let all = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
-        if self.size() <= TELL_ALL_UP_TO { all.collect() } else { all.filter(|rank| self.lost(*rank).is_none()).take(TELL_ALL_UP_TO).collect() }
+        if self.size() <= TELL_ALL_UP_TO {
+            all.collect()
+        } else {
+            all.filter(|rank| self.lost(*rank).is_none()).take(TELL_ALL_UP_TO).collect()
+        }
     }
 
     /// Ends the active collective if it cannot do without `peer`.

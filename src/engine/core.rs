@@ -374,7 +374,8 @@ impl Core {
     }
 
     fn take_header(&mut self, from: Rank, header: Header) -> Sink {
-        if header.lane == Lane::Collective && matches!(header.kind, FrameKind::Eager | FrameKind::Announce | FrameKind::Here)
+        if header.lane == Lane::Collective
+            && matches!(header.kind, FrameKind::Eager | FrameKind::Announce | FrameKind::Here)
         {
             let called = &mut self.peers[from.index()].called;
             *called = (*called).max(header.key + 1);
@@ -386,7 +387,9 @@ impl Core {
             (FrameKind::Announce, Lane::PointToPoint) => self.message_announced(from, header),
             (FrameKind::Grant, lane) => self.granted(from, lane, header.token),
             (FrameKind::Data, _) => match self.placements.remove(&(from, header.token)) {
-                Some(placement) if placement.filled + header.payload() <= placement.region.len() => Sink::Place(placement),
+                Some(placement) if placement.filled + header.payload() <= placement.region.len() => {
+                    Sink::Place(placement)
+                }
                 _ => Sink::Discard,
             },
             (FrameKind::Fail, _) => Sink::Heap(Vec::new()),

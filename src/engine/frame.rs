@@ -103,12 +103,9 @@ impl Signature {
             "all_reduce" | "reduce_scatter" => {
                 format!("{operation}({}, {} × {dtype})", name(&REDUCTIONS, self.reduction), self.count)
             }
-            "reduce" => format!(
-                "reduce({}, {} × {dtype}, root {})",
-                name(&REDUCTIONS, self.reduction),
-                self.count,
-                self.root
-            ),
+            "reduce" => {
+                format!("reduce({}, {} × {dtype}, root {})", name(&REDUCTIONS, self.reduction), self.count, self.root)
+            }
             "broadcast" | "gather" | "scatter" => {
                 format!("{operation}({} × {dtype}, root {})", self.count, self.root)
             }

@@ -295,17 +295,20 @@ impl Core {
     pub(crate) fn lose_messages(&mut self, peer: Rank, cause: &str) {
         let alone = (0..self.size()).map(Rank::from).all(|rank| rank == self.me || self.lost(rank).is_some());
         // What has arrived whole can still be received; what was only announced cannot.
-        self.messages
-            .arrived
-            .retain(|arrived| arrived.from != peer || matches!(arrived.content, Content::Whole(_)));
-        let gone: Vec<u64> = self.messages.in_flight.iter().filter_map(|(id, op)| {
-            let affected = match op.direction {
-                Direction::Send(to) => to == peer,
-                Direction::Receive(Source::Rank(from)) => from == peer,
-                Direction::Receive(Source::Any) => alone || self.exchanges(OpRef::Message(*id), peer),
-            };
-            affected.then_some(*id)
-        }).collect();
+        self.messages.arrived.retain(|arrived| arrived.from != peer || matches!(arrived.content, Content::Whole(_)));
+        let gone: Vec<u64> = self
+            .messages
+            .in_flight
+            .iter()
+            .filter_map(|(id, op)| {
+                let affected = match op.direction {
+                    Direction::Send(to) => to == peer,
+                    Direction::Receive(Source::Rank(from)) => from == peer,
+                    Direction::Receive(Source::Any) => alone || self.exchanges(OpRef::Message(*id), peer),
+                };
+                affected.then_some(*id)
+            })
+            .collect();
         for id in gone {
             self.fail_message_lost(id, peer, cause.to_owned());
         }

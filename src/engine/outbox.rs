@@ -121,22 +121,25 @@ impl Outbox {
         let mut moved = false;
         while let Some(outgoing) = self.queue.front_mut() {
             let end = outgoing.frame_end();
-            let header = self.head.get_or_insert_with(|| {
-                let len = if outgoing.header.payload() > 0 { (end - outgoing.offset) as u64 } else { outgoing.header.len };
+            let header = *self.head.get_or_insert_with(|| {
+                let len =
+                    if outgoing.header.payload() > 0 { (end - outgoing.offset) as u64 } else { outgoing.header.len };
                 Header { len, ..outgoing.header }.encode()
             });
             let frame = HEADER_BYTES + end - outgoing.offset;
-            let mut slices: SmallVec<[IoSlice<'_>; 4]> = SmallVec::new();
-            if self.written < HEADER_BYTES {
-                slices.push(IoSlice::new(&header[self.written..]));
-            }
-            let from = outgoing.offset + self.written.saturating_sub(HEADER_BYTES);
-            match &outgoing.body {
-                Body::Empty => {}
-                Body::Memory(region) => region.io_slices(from, end, &mut slices),
-                Body::Heap(bytes) => slices.push(IoSlice::new(&bytes[from..end])),
-            }
-            let taken = outlet.write(&slices)?;
+            let taken = {
+                let mut slices: SmallVec<[IoSlice<'_>; 4]> = SmallVec::new();
+                if self.written < HEADER_BYTES {
+                    slices.push(IoSlice::new(&header[self.written..]));
+                }
+                let from = outgoing.offset + self.written.saturating_sub(HEADER_BYTES);
+                match &outgoing.body {
+                    Body::Empty => {}
+                    Body::Memory(region) => region.io_slices(from, end, &mut slices),
+                    Body::Heap(bytes) => slices.push(IoSlice::new(&bytes[from..end])),
+                }
+                outlet.write(&slices)?
+            };
             self.written += taken;
             moved |= taken > 0;
             if self.written < frame {
@@ -144,7 +147,7 @@ impl Outbox {
             }
             self.written = 0;
             self.head = None;
-            let mut outgoing = self.queue.pop_front().expect("the head was just written");
+            let Some(mut outgoing) = self.queue.pop_front() else { break };
             if end < outgoing.body.len() {
                 // Other messages get their turn between the fragments of a long one.
                 outgoing.offset = end;

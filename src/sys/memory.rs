@@ -38,8 +38,9 @@ impl RingMemory {
         let len = (header() + capacity) as u64;
         let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, len)?;
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len)
-            .map_err(|error| io::Error::new(io::Error::from(error).kind(), format!("{len} bytes of shared memory: {error}")))?;
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len).map_err(|error| {
+            io::Error::new(io::Error::from(error).kind(), format!("{len} bytes of shared memory: {error}"))
+        })?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = RingMemory::map(fd.as_fd(), capacity)?;
         Ok((memory, fd))
@@ -60,9 +61,8 @@ impl RingMemory {
     fn map(fd: BorrowedFd<'_>, capacity: usize) -> io::Result<RingMemory> {
         let total = header() + 2 * capacity;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice replaces nothing.
-        let base = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE)
-        }?;
+        let base =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE) }?;
         let memory = RingMemory { base: NonNull::new(base.cast()).expect("mmap never returns null"), capacity };
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;

@@ -2,7 +2,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
@@ -27,25 +27,6 @@ pub fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
     let stream = UnixStream::connect_addr(&address)?;
     stream.set_nonblocking(true)?;
     Ok(stream)
-}
-
-/// A listener on every address, IPv6 and IPv4, or IPv4 alone where there is no IPv6.
-pub fn listen_tcp() -> io::Result<TcpListener> {
-    let dual = || {
-        let socket = Socket::new(Domain::IPV6, Type::STREAM, Some(Protocol::TCP))?;
-        socket.set_only_v6(false)?;
-        socket.bind(&SockAddr::from(SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0))))?;
-        io::Result::Ok(socket)
-    };
-    let v4 = || {
-        let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
-        socket.bind(&SockAddr::from(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))))?;
-        io::Result::Ok(socket)
-    };
-    let socket = dual().or_else(|_| v4())?;
-    socket.listen(BACKLOG)?;
-    socket.set_nonblocking(true)?;
-    Ok(socket.into())
 }
 
 /// Begins a connection; it is made, or has failed, when the socket becomes writable.
@@ -76,10 +57,8 @@ pub fn is_connected(stream: &TcpStream) -> io::Result<bool> {
 pub fn tune_tcp(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
-    let keepalive = TcpKeepalive::new()
-        .with_time(Duration::from_secs(20))
-        .with_interval(Duration::from_secs(10))
-        .with_retries(4);
+    let keepalive =
+        TcpKeepalive::new().with_time(Duration::from_secs(20)).with_interval(Duration::from_secs(10)).with_retries(4);
     socket2::SockRef::from(stream).set_tcp_keepalive(&keepalive)
 }
 
@@ -117,5 +96,3 @@ pub fn recv_fd(stream: &UnixStream) -> io::Result<OwnedFd> {
     });
     fd.ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "the peer sent no file descriptor"))
 }
-
-const BACKLOG: i32 = 1024;

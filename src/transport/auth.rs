@@ -8,13 +8,26 @@
 use std::fmt;
 
 use hmac::{Hmac, Mac};
+use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
 use crate::types::Rank;
 
 /// What every rank of a job knows and nobody else.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secret(pub [u8; 32]);
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Secret([u8; 32]);
+
+impl Secret {
+    /// The secret made of `bytes`.
+    pub fn new(bytes: [u8; 32]) -> Self {
+        Secret(bytes)
+    }
+
+    /// The bytes, for keyed hashes.
+    pub fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
 
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,5 +1,6 @@
 //! One binary for the engine tests.
 
+mod bootstrap;
 mod collectives;
 mod failures;
 mod messages;

@@ -8,19 +8,19 @@ use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Error, Mode, Op, OpKind
 
 /// Which transports a world runs over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wire {
+pub(crate) enum Wire {
     Shm,
     Tcp,
     /// Two "hosts": shared memory inside, TCP between.
     Mixed,
 }
 
-pub const WIRES: [Wire; 3] = [Wire::Shm, Wire::Tcp, Wire::Mixed];
+pub(crate) const WIRES: [Wire; 3] = [Wire::Shm, Wire::Tcp, Wire::Mixed];
 
 /// Runs `f` on every rank of a new communicator, each in its own thread, and returns the results by rank.
 ///
 /// A rank that panics fails the test; a world that hangs is caught by the watchdog, which names the test's wire.
-pub fn world<T, F>(wire: Wire, size: usize, f: F) -> Vec<T>
+pub(crate) fn world<T, F>(wire: Wire, size: usize, f: F) -> Vec<T>
 where
     T: Send + 'static,
     F: Fn(&Communicator) -> T + Send + Sync + 'static,
@@ -29,7 +29,7 @@ where
 }
 
 /// As [`world`], with a time limit for operations.
-pub fn world_with<T, F>(wire: Wire, size: usize, timeout: Duration, f: F) -> Vec<T>
+pub(crate) fn world_with<T, F>(wire: Wire, size: usize, timeout: Duration, f: F) -> Vec<T>
 where
     T: Send + 'static,
     F: Fn(&Communicator) -> T + Send + Sync + 'static,
@@ -68,12 +68,13 @@ fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
 }
 
 /// A buffer over `data`, which the caller keeps until the operation is done.
-pub fn buffer<T: Element>(data: &mut [T]) -> Buffer {
+#[allow(unsafe_code, reason = "tests lend plain memory to the engine")]
+pub(crate) fn buffer<T: Element>(data: &mut [T]) -> Buffer {
     // SAFETY: the tests keep `data` and leave it alone until they have waited for the operation.
     unsafe { Buffer::from_raw(data.as_mut_ptr().cast(), data.len(), T::DTYPE) }
 }
 
-pub trait Element: Copy {
+pub(crate) trait Element: Copy {
     const DTYPE: DType;
 }
 
@@ -84,11 +85,11 @@ macro_rules! elements {
 elements!(u8 => U8, i32 => I32, i64 => I64, f32 => F32, f64 => F64);
 
 /// A blocking operation.
-pub fn op(kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Op {
+pub(crate) fn op(kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Op {
     Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }
 }
 
 /// Submits and waits.
-pub fn run(comm: &Communicator, kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Result<(), Error> {
+pub(crate) fn run(comm: &Communicator, kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Result<(), Error> {
     comm.submit(op(kind, inputs, outputs))?.wait(None)
 }

@@ -53,7 +53,9 @@ fn reference(op: ReduceOp, dtype: DType, a: i64, b: i64) -> i64 {
 }
 
 fn supported() -> impl Iterator<Item = (ReduceOp, DType)> {
-    OPS.into_iter().flat_map(|op| DType::ALL.iter().map(move |dtype| (op, *dtype))).filter(|(op, dtype)| op.supports(*dtype))
+    OPS.into_iter()
+        .flat_map(|op| DType::ALL.iter().map(move |dtype| (op, *dtype)))
+        .filter(|(op, dtype)| op.supports(*dtype))
 }
 
 #[test]

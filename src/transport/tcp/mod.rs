@@ -10,6 +10,7 @@ use std::os::fd::AsFd;
 use serde::{Deserialize, Serialize};
 
 use crate::error::LinkDown;
+use crate::sys::net;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket;
 use crate::transport::auth::Identity;
@@ -41,7 +42,7 @@ pub struct TcpTransport {
 impl TcpTransport {
     /// Listens on every address; peers are told those of `advertise`, the best first.
     pub fn new(identity: Identity, poller: Poller, advertise: Vec<IpAddr>) -> io::Result<Self> {
-        let listener = socket::listen_tcp()?;
+        let listener = net::listen_anywhere()?;
         let port = listener.local_addr()?.port();
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());

@@ -1,0 +1,236 @@
+//! The side of every rank but 0 in the rendezvous: finds rank 0, proves itself, and waits for the table.
+
+use std::io::{self, ErrorKind, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+
+use super::bootstrap::{Host, Notice, Party, ROOT_KEY, Record, RootNotice};
+use super::join::{
+    Arrival, INFO_LIMIT, Intake, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, PROTOCOL, RankInfo, Reply, TABLE_LIMIT,
+    frame, frame_length,
+};
+use crate::error::InitError;
+use crate::types::Rank;
+
+/// How long one address may take to answer, while others are left to try.
+const CALL_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How much longer than rank 0 to wait for the outcome that rank 0 announces when its time is over.
+const REPLY_GRACE: Duration = Duration::from_secs(30);
+
+/// How often to hear "no" from every address before believing it. Rank 0 listens before it says where, so a refusal
+/// means a wrong address, a firewall, or that rank 0 is gone.
+const REFUSALS: u32 = 5;
+
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Learns where rank 0 listens and joins there.
+pub(super) fn attend(
+    party: &Party<'_>,
+    describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
+) -> Result<(Keys, Vec<RankInfo>), InitError> {
+    let record = find(party)?;
+    let routes = routes(&record, party.host).map_err(|cause| party.unreachable(Rank(0), cause))?;
+    let described = describe(&record.keys);
+    let arrival: Arrival = described.clone().map_err(|error| error.to_string());
+    let arrival = frame(&arrival, INFO_LIMIT).map_err(|cause| party.misfit(cause))?;
+    let reached = reach(party, &record.keys, &routes);
+    if let Err(error) = described {
+        // Best effort: the others learn of it at once, or when their time is over.
+        if let Err(unsent) = reached.map(|mut stream| stream.write_all(&arrival)) {
+            log::warn!("rank 0 could not be told that this rank failed: {unsent}");
+        }
+        return Err(error);
+    }
+    let mut stream = reached?;
+    let patience = record.patience.saturating_add(REPLY_GRACE);
+    let reply = exchange(&mut stream, &arrival, Instant::now() + patience).map_err(|error| match error.kind() {
+        ErrorKind::TimedOut => party.missing(vec![0], patience),
+        ErrorKind::UnexpectedEof => party.unreachable(Rank(0), "it hung up before all ranks had joined"),
+        _ => party.unreachable(Rank(0), error.to_string()),
+    })?;
+    match reply {
+        Reply::Table(ranks) => Ok((record.keys, ranks)),
+        Reply::Missing { missing, waited } => Err(party.missing(missing, waited)),
+        Reply::Refused { cause } => Err(InitError::Config(cause)),
+    }
+}
+
+fn find(party: &Party<'_>) -> Result<Record, InitError> {
+    #[derive(Deserialize)]
+    struct Versioned {
+        version: u32,
+    }
+    let patience = party.config.connect_timeout;
+    let left = party.deadline.saturating_duration_since(Instant::now());
+    let value = party.store.get(ROOT_KEY, left).map_err(|cause| {
+        if Instant::now() >= party.deadline { party.missing(vec![0], patience) } else { party.store_failed(cause) }
+    })?;
+    let notice = serde_json::from_slice(&value).map_err(|error| {
+        let version = serde_json::from_slice(&value).map_or(PROTOCOL, |Versioned { version }| version);
+        if version == PROTOCOL {
+            party.store_failed(format!("the value is not what rank 0 writes: {error}"))
+        } else {
+            party.misfit(format!("rank {} has protocol {PROTOCOL}, rank 0 has {version}", party.rank))
+        }
+    })?;
+    // Another version that reads like this one is let through, so that rank 0 too learns of the mismatch.
+    match notice {
+        Notice { root: RootNotice::Here(record), .. } => Ok(record),
+        Notice { root: RootNotice::Failed { cause }, .. } => Err(party.unreachable(Rank(0), cause)),
+    }
+}
+
+/// Where to look for rank 0, the most likely first; the error says why there is no way.
+fn routes(record: &Record, here: &Host) -> Result<Vec<SocketAddr>, String> {
+    let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
+    let together = record.host.id == here.id && record.host.machine == here.machine;
+    let mut addresses = if together { loopback.to_vec() } else { Vec::new() };
+    // On another machine, this machine's loopback would answer for rank 0's.
+    let leads_there = |address: &IpAddr| record.host.machine == here.machine || !address.is_loopback();
+    addresses.extend(record.addresses.iter().filter(|address| leads_there(address)));
+    if addresses.is_empty() {
+        return Err(format!(
+            "it runs on host `{}` and this rank on host `{}`, but it has loopback addresses only: {:?}; \
+             see the option socket_ifname",
+            record.host.id, here.id, record.addresses
+        ));
+    }
+    Ok(addresses.into_iter().map(|address| SocketAddr::new(address, record.port)).collect())
+}
+
+/// Why one address did not lead to rank 0.
+enum Dead {
+    /// Nobody is there, or somebody else.
+    End(String),
+    /// It may yet.
+    Busy(String),
+}
+
+/// A connection to rank 0 on which both sides have proved themselves.
+fn reach(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr]) -> Result<TcpStream, InitError> {
+    let mut refusals = 0;
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let mut causes = Vec::with_capacity(routes.len());
+        let mut all_end = true;
+        for route in routes {
+            let left = party.deadline.saturating_duration_since(Instant::now());
+            match call(*route, keys, party.rank, left.min(CALL_PATIENCE)) {
+                Ok(stream) => return Ok(stream),
+                Err(Dead::End(cause)) => causes.push(format!("{route}: {cause}")),
+                Err(Dead::Busy(cause)) => {
+                    all_end = false;
+                    causes.push(format!("{route}: {cause}"));
+                }
+            }
+        }
+        refusals += u32::from(all_end);
+        if refusals >= REFUSALS || Instant::now() + pause >= party.deadline {
+            return Err(party.unreachable(Rank(0), causes.join("; ")));
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+fn call(route: SocketAddr, keys: &Keys, rank: Rank, patience: Duration) -> Result<TcpStream, Dead> {
+    let deadline = Instant::now() + patience;
+    // The system refuses to wait for no time at all.
+    let connected = TcpStream::connect_timeout(&route, patience.max(Duration::from_millis(1)));
+    let mut stream = connected.map_err(|error| match error.kind() {
+        ErrorKind::TimedOut | ErrorKind::WouldBlock | ErrorKind::Interrupted | ErrorKind::ConnectionReset => {
+            Dead::Busy(error.to_string())
+        }
+        _ => Dead::End(error.to_string()),
+    })?;
+    let busy = |error: io::Error| match error.kind() {
+        ErrorKind::UnexpectedEof => Dead::Busy("it hung up".to_string()),
+        _ => Dead::Busy(error.to_string()),
+    };
+    stream.set_nodelay(true).map_err(busy)?;
+    let introduction = Introduction::new(rank).map_err(busy)?;
+    write(&mut stream, &introduction.hello(), deadline).map_err(busy)?;
+    let challenge = read(&mut stream, NONCE_BYTES + PROOF_BYTES, deadline).map_err(busy)?;
+    let challenge = challenge.as_slice().try_into().expect("as many bytes as were asked for");
+    let proof = introduction.answer(keys, challenge);
+    let proof = proof.ok_or_else(|| Dead::End("something answers that does not know the secret".to_string()))?;
+    write(&mut stream, &proof, deadline).map_err(busy)?;
+    Ok(stream)
+}
+
+fn exchange(stream: &mut TcpStream, arrival: &[u8], deadline: Instant) -> io::Result<Reply> {
+    write(stream, arrival, deadline)?;
+    let length = read(stream, size_of::<u32>(), deadline)?;
+    let length = frame_length(&length, TABLE_LIMIT).map_err(io::Error::other)?;
+    Ok(serde_json::from_slice(&read(stream, length, deadline)?)?)
+}
+
+fn write(stream: &mut TcpStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    while !bytes.is_empty() {
+        stream.set_write_timeout(Some(left(deadline)?))?;
+        match stream.write(bytes) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn read(stream: &mut TcpStream, count: usize, deadline: Instant) -> io::Result<Vec<u8>> {
+    let mut intake = Intake::default();
+    loop {
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        if intake.fill(stream, count)? {
+            return Ok(intake.take());
+        }
+    }
+}
+
+/// The time until `deadline`, as long as there is any.
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::Error::new(ErrorKind::TimedOut, "no answer")) } else { Ok(left) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::join::Secret;
+    use super::*;
+
+    fn host(id: &str, machine: &str) -> Host {
+        Host { id: id.to_string(), machine: machine.to_string() }
+    }
+
+    fn record(addresses: &[&str]) -> Record {
+        Record {
+            host: host("a", "m"),
+            addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
+            port: 7,
+            patience: Duration::from_secs(1),
+            keys: Keys { comm_id: [0; 16], secret: Secret::new([0; 32]) },
+        }
+    }
+
+    fn way(addresses: &[&str], here: &Host) -> Vec<String> {
+        routes(&record(addresses), here).unwrap().iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn a_neighbour_tries_loopback_first() {
+        assert_eq!(way(&["10.0.0.1"], &host("a", "m")), ["127.0.0.1:7", "[::1]:7", "10.0.0.1:7"]);
+        assert_eq!(way(&["10.0.0.1"], &host("b", "m")), ["10.0.0.1:7"]);
+        assert_eq!(way(&["127.0.0.1"], &host("b", "m")), ["127.0.0.1:7"]);
+        assert_eq!(way(&["127.0.0.1", "fd00::1"], &host("a", "n")), ["[fd00::1]:7"]);
+    }
+
+    #[test]
+    fn loopback_leads_nowhere_on_another_machine() {
+        let error = routes(&record(&["127.0.0.1", "::1"]), &host("b", "n")).unwrap_err();
+        assert!(error.contains("`a`") && error.contains("`b`") && error.contains("127.0.0.1, ::1"), "{error}");
+    }
+}

@@ -1,0 +1,345 @@
+//! Rank 0's side of the rendezvous: lets ranks in, keeps strangers out, and tells all how it ended.
+//!
+//! One thread serves all connections and none can hold it up: sockets do not block, and whoever has not proved itself
+//! within [`PROOF_PATIENCE`] is dropped.
+
+use std::io::{self, ErrorKind, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::bootstrap::{Notice, Party, ROOT_KEY, Record, RootNotice};
+use super::join::{Arrival, Intake, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, frame};
+use crate::error::InitError;
+use crate::sys::net;
+use crate::types::Rank;
+
+/// How long a connection may take to prove itself.
+const PROOF_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long the last word may take to reach all who joined.
+const FAREWELL_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long to leave callers waiting after the system refused to take one in.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Connections beyond one for each rank that may be waiting to prove themselves.
+const STRANGERS: usize = 256;
+
+/// Publishes where to join and waits for all ranks.
+pub(super) fn host(
+    party: &Party<'_>,
+    describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
+) -> Result<(Keys, Vec<RankInfo>), InitError> {
+    let (keys, own, listener, record) = match prepare(party, describe) {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            publish(party, RootNotice::Failed { cause: error.to_string() })?;
+            return Err(error);
+        }
+    };
+    publish(party, RootNotice::Here(record))?;
+    let mut door = Door { keys: &keys, listener, visitors: Vec::new(), seats: Seats::new(own), rested: Instant::now() };
+    let outcome = door.admit_all(party);
+    let reply = match &outcome {
+        Ok(ranks) => Reply::Table(ranks.clone()),
+        Err(InitError::Missing { missing, waited, .. }) => Reply::Missing { missing: missing.clone(), waited: *waited },
+        Err(error) => Reply::Refused { cause: error.to_string() },
+    };
+    door.tell_all(&reply).map_err(|cause| party.misfit(cause))?;
+    Ok((keys, outcome?))
+}
+
+fn prepare(
+    party: &Party<'_>,
+    describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
+) -> Result<(Keys, RankInfo, TcpListener, Record), InitError> {
+    let keys = party.new_keys()?;
+    let own = describe(&keys)?;
+    let listener = net::listen_anywhere().map_err(|error| party.system("a listening socket", &error))?;
+    let port = listener.local_addr().map_err(|error| party.system("the listener's port", &error))?.port();
+    let record = Record {
+        host: party.host.clone(),
+        addresses: party.advertised()?,
+        port,
+        patience: party.config.connect_timeout,
+        keys: keys.clone(),
+    };
+    Ok((keys, own, listener, record))
+}
+
+fn publish(party: &Party<'_>, root: RootNotice) -> Result<(), InitError> {
+    let notice = Notice { version: PROTOCOL, root };
+    let value = serde_json::to_vec(&notice).map_err(|error| party.store_failed(error.to_string()))?;
+    party.store.set(ROOT_KEY, &value).map_err(|cause| party.store_failed(cause))
+}
+
+/// Who has joined: the decisions, without a socket.
+struct Seats {
+    taken: Vec<Option<RankInfo>>,
+}
+
+impl Seats {
+    /// The seats of the world that rank 0 expects.
+    fn new(own: RankInfo) -> Self {
+        let mut taken = vec![None; own.world_size as usize];
+        taken[0] = Some(own);
+        Seats { taken }
+    }
+
+    /// Seats a rank; the error says how it does not fit.
+    fn take(&mut self, info: RankInfo) -> Result<(), String> {
+        let own = self.taken[0].as_ref().expect("rank 0 sits from the start");
+        let differ = |what: &str, theirs: &str, ours: &str| {
+            Err(format!("rank {} on host `{}` has {what} {theirs}, rank 0 has {ours}", info.rank, info.host_id))
+        };
+        if info.protocol != own.protocol {
+            let version = |info: &RankInfo| format!("{} (version {})", info.protocol, info.build);
+            return differ("protocol", &version(&info), &version(own));
+        }
+        if info.world_size != own.world_size {
+            return differ("world size", &info.world_size.to_string(), &own.world_size.to_string());
+        }
+        if info.name != own.name {
+            return differ("communicator name", &format!("`{}`", info.name), &format!("`{}`", own.name));
+        }
+        let (rank, host, size) = (info.rank, &info.host_id, own.world_size);
+        match self.taken.get_mut(rank.index()) {
+            None => Err(format!("rank {rank} on host `{host}` is beyond the world size {size}")),
+            Some(Some(first)) => {
+                Err(format!("rank {rank} joined twice, from host `{}` and from host `{host}`", first.host_id))
+            }
+            Some(seat) => {
+                *seat = Some(info);
+                Ok(())
+            }
+        }
+    }
+
+    fn leave(&mut self, rank: Rank) {
+        self.taken[rank.index()] = None;
+    }
+
+    fn missing(&self) -> Vec<u32> {
+        let empty = self.taken.iter().enumerate().filter(|(_, seat)| seat.is_none());
+        empty.map(|(index, _)| Rank::from(index).0).collect()
+    }
+
+    fn table(&self) -> Option<Vec<RankInfo>> {
+        self.taken.iter().cloned().collect()
+    }
+}
+
+struct Door<'a> {
+    keys: &'a Keys,
+    listener: TcpListener,
+    visitors: Vec<Visitor>,
+    seats: Seats,
+    /// When to accept again, after the system refused to.
+    rested: Instant,
+}
+
+impl Door<'_> {
+    fn admit_all(&mut self, party: &Party<'_>) -> Result<Vec<RankInfo>, InitError> {
+        loop {
+            if let Some(table) = self.seats.table() {
+                return Ok(table);
+            }
+            let now = Instant::now();
+            if now >= party.deadline {
+                return Err(party.missing(self.seats.missing(), party.config.connect_timeout));
+            }
+            self.visitors.retain(|visitor| !visitor.overstays(now));
+            let ready = self.wait(now, party.deadline).map_err(|error| party.system("poll", &error))?;
+            self.serve(&ready).map_err(|cause| party.misfit(cause))?;
+            if now >= self.rested {
+                self.accept();
+            }
+        }
+    }
+
+    /// Sleeps until something happens or is due; what happened, by visitor.
+    fn wait(&self, now: Instant, deadline: Instant) -> io::Result<Vec<PollFlags>> {
+        let resting = self.rested > now;
+        let due = self.visitors.iter().filter(|visitor| visitor.seat.is_none()).map(|visitor| visitor.proof_due);
+        let until = due.chain([deadline]).chain(resting.then_some(self.rested)).min().unwrap_or(deadline);
+        let mut watched: Vec<PollFd<'_>> = self.visitors.iter().map(Visitor::interest).collect();
+        if !resting {
+            watched.push(PollFd::new(&self.listener, PollFlags::IN));
+        }
+        sleep(&mut watched, until.saturating_duration_since(now))?;
+        Ok(watched.iter().take(self.visitors.len()).map(PollFd::revents).collect())
+    }
+
+    /// Moves every visitor on that `ready` marks; the error is a rank's that belongs here and does not fit.
+    fn serve(&mut self, ready: &[PollFlags]) -> Result<(), String> {
+        let marked = self.visitors.iter_mut().zip(ready).filter(|(_, flags)| !flags.is_empty());
+        for (visitor, _) in marked {
+            match visitor.advance(self.keys) {
+                Ok(None) => {}
+                Ok(Some((rank, arrival))) => {
+                    visitor.joined = true;
+                    self.seats.take(arrival.map_err(|cause| format!("rank {rank} failed: {cause}"))?)?;
+                    visitor.seat = Some(rank);
+                }
+                Err(cause) => {
+                    log::warn!("dropped the connection from {}: {cause}", visitor.from);
+                    visitor.gone = true;
+                    if let Some(rank) = visitor.seat {
+                        self.seats.leave(rank);
+                    }
+                }
+            }
+        }
+        self.visitors.retain(|visitor| !visitor.gone);
+        Ok(())
+    }
+
+    fn accept(&mut self) {
+        loop {
+            match self.listener.accept().and_then(|(stream, from)| Visitor::new(stream, from)) {
+                Ok(visitor) => self.visitors.push(visitor),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                // The caller hung up before it was its turn.
+                Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
+                Err(error) => {
+                    log::warn!("cannot take a joining rank in, trying again: {error}");
+                    self.rested = Instant::now() + ACCEPT_PAUSE;
+                    break;
+                }
+            }
+        }
+        let unproved = self.visitors.iter().filter(|visitor| !visitor.joined).count();
+        let mut excess = unproved.saturating_sub(self.seats.taken.len() + STRANGERS);
+        // The oldest stand first.
+        self.visitors.retain(|visitor| {
+            let leaves = excess > 0 && !visitor.joined;
+            excess -= usize::from(leaves);
+            !leaves
+        });
+    }
+
+    /// Sends `reply` to all who proved themselves, as far as they take it.
+    fn tell_all(&mut self, reply: &Reply) -> Result<(), String> {
+        let message: Arc<[u8]> = frame(reply, TABLE_LIMIT)?.into();
+        self.visitors.retain(|visitor| visitor.joined);
+        for visitor in &mut self.visitors {
+            visitor.outgoing = Outgoing { bytes: message.clone(), sent: 0 };
+        }
+        let deadline = Instant::now() + FAREWELL_PATIENCE;
+        loop {
+            self.visitors.retain_mut(|visitor| match visitor.send() {
+                Ok(()) => !visitor.outgoing.is_empty(),
+                Err(error) => {
+                    log::warn!("{} did not take the outcome of the rendezvous: {error}", visitor.from);
+                    false
+                }
+            });
+            let left = deadline.saturating_duration_since(Instant::now());
+            if self.visitors.is_empty() || left.is_zero() {
+                return Ok(());
+            }
+            let mut watched: Vec<PollFd<'_>> =
+                self.visitors.iter().map(|visitor| PollFd::new(&visitor.stream, PollFlags::OUT)).collect();
+            sleep(&mut watched, left).map_err(|error| error.to_string())?;
+        }
+    }
+}
+
+/// A connection, from a rank or from a stranger.
+struct Visitor {
+    stream: TcpStream,
+    from: SocketAddr,
+    proof_due: Instant,
+    reception: Reception,
+    intake: Intake,
+    outgoing: Outgoing,
+    /// Has proved itself and described itself.
+    joined: bool,
+    seat: Option<Rank>,
+    gone: bool,
+}
+
+impl Visitor {
+    fn new(stream: TcpStream, from: SocketAddr) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        Ok(Visitor {
+            stream,
+            from,
+            proof_due: Instant::now() + PROOF_PATIENCE,
+            reception: Reception::new(),
+            intake: Intake::default(),
+            outgoing: Outgoing::default(),
+            joined: false,
+            seat: None,
+            gone: false,
+        })
+    }
+
+    fn overstays(&self, now: Instant) -> bool {
+        !self.joined && now >= self.proof_due
+    }
+
+    fn interest(&self) -> PollFd<'_> {
+        let flags = if self.outgoing.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
+        PollFd::new(&self.stream, flags)
+    }
+
+    /// Reads and answers what there is; what the joiner says of itself once it is complete.
+    fn advance(&mut self, keys: &Keys) -> Result<Option<(Rank, Arrival)>, String> {
+        let closed = |error: io::Error| match error.kind() {
+            ErrorKind::UnexpectedEof => "it hung up".to_string(),
+            _ => error.to_string(),
+        };
+        self.send().map_err(closed)?;
+        // One byte more than the last message: it never comes, but this is how a closed connection shows.
+        while self.intake.fill(&mut self.stream, self.reception.expected().unwrap_or(1)).map_err(closed)? {
+            match self.reception.take(keys, &self.intake.take())? {
+                Next::Listen => {}
+                Next::Say(bytes) => {
+                    self.outgoing = Outgoing { bytes: bytes.into(), sent: 0 };
+                    self.send().map_err(closed)?;
+                }
+                Next::Joined(rank, arrival) => return Ok(Some((rank, arrival))),
+            }
+        }
+        Ok(None)
+    }
+
+    fn send(&mut self) -> io::Result<()> {
+        while !self.outgoing.is_empty() {
+            match self.stream.write(&self.outgoing.bytes[self.outgoing.sent..]) {
+                Ok(count) => self.outgoing.sent += count,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct Outgoing {
+    bytes: Arc<[u8]>,
+    sent: usize,
+}
+
+impl Outgoing {
+    fn is_empty(&self) -> bool {
+        self.sent == self.bytes.len()
+    }
+}
+
+/// Polls for at most `limit`; a signal ends the sleep early.
+fn sleep(watched: &mut [PollFd<'_>], limit: Duration) -> io::Result<()> {
+    let limit =
+        Timespec { tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: limit.subsec_nanos().into() };
+    match poll(watched, Some(&limit)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,100 @@
+//! What this host is called and how it is connected.
+
+use std::io;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
+
+/// One address of a network interface; an interface with several stands for each of them once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Interface {
+    /// The name, as in `ip address`.
+    pub name: String,
+    /// The address.
+    pub address: IpAddr,
+    /// Whether it can carry traffic now.
+    pub up: bool,
+}
+
+/// Every address of this host's network interfaces, in the kernel's order.
+pub fn interfaces() -> io::Result<Vec<Interface>> {
+    let listed = if_addrs::get_if_addrs()?;
+    let interface = |listed: if_addrs::Interface| Interface {
+        address: listed.ip(),
+        up: listed.is_loopback() || listed.is_oper_up(),
+        name: listed.name,
+    };
+    Ok(listed.into_iter().map(interface).collect())
+}
+
+/// The address of this host from which packets to `host` set out; none when there is no way or no such host.
+pub fn source_toward(host: &str) -> Option<IpAddr> {
+    // Connecting a datagram socket picks the route and sends nothing, so any port will do.
+    const DISCARD: u16 = 9;
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let toward = |to: SocketAddr| {
+        let any: IpAddr = if to.is_ipv4() { [0; 4].into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        let socket = UdpSocket::bind((any, 0)).ok()?;
+        socket.connect(to).ok()?;
+        Some(socket.local_addr().ok()?.ip().to_canonical())
+    };
+    (bare, DISCARD).to_socket_addrs().ok()?.find_map(toward)
+}
+
+/// Names the kernel and its network namespace: processes with the same identity reach each other over loopback.
+pub fn host_identity() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map(|id| id.trim().to_string())
+        .unwrap_or_else(|_| rustix::system::uname().nodename().to_string_lossy().into_owned());
+    let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    format!("{boot} {}", namespace.to_string_lossy())
+}
+
+/// A listener on a free port of every address of this host, IPv6 and IPv4 alike. Accepting from it does not block.
+pub fn listen_anywhere() -> io::Result<TcpListener> {
+    // A job's ranks may all call at once; the kernel cuts the number down to what it allows.
+    const BACKLOG: i32 = 4096;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let open = |family, any: IpAddr| -> io::Result<TcpListener> {
+        let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
+        if any.is_ipv6() {
+            sockopt::set_ipv6_v6only(&socket, false)?;
+        }
+        rustix::net::bind(&socket, &SocketAddr::new(any, 0))?;
+        rustix::net::listen(&socket, BACKLOG)?;
+        Ok(TcpListener::from(socket))
+    };
+    // A kernel may have been built or booted without IPv6.
+    open(AddressFamily::INET6, Ipv6Addr::UNSPECIFIED.into()).or_else(|_| open(AddressFamily::INET, [0; 4].into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn loopback_is_listed_and_routes_to_itself() {
+        let listed = interfaces().unwrap();
+        assert!(listed.iter().any(|interface| interface.address.is_loopback() && interface.up), "{listed:?}");
+        assert_eq!(source_toward("127.0.0.1"), Some([127, 0, 0, 1].into()));
+        assert_eq!(source_toward("no such host"), None);
+    }
+
+    #[test]
+    fn a_host_keeps_its_identity() {
+        assert_eq!(host_identity(), host_identity());
+        assert!(host_identity().len() > 1);
+    }
+
+    #[test]
+    fn the_listener_takes_both_families() {
+        let listener = listen_anywhere().unwrap();
+        let port = listener.local_addr().unwrap().port();
+        TcpStream::connect(("127.0.0.1", port)).unwrap();
+        if listener.local_addr().unwrap().is_ipv6() && TcpListener::bind("[::1]:0").is_ok() {
+            TcpStream::connect(("::1", port)).unwrap();
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! The rendezvous, with threads as ranks.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use ncclx_rs::comm::bootstrap::{Bootstrap, Keys, ROOT_KEY, join};
+use ncclx_rs::comm::store::{MemoryStore, Store};
+use ncclx_rs::config::Config;
+use ncclx_rs::{InitError, Rank, Topology};
+
+const LONG: Duration = Duration::from_secs(60);
+
+#[derive(Default)]
+struct CountingStore {
+    inner: MemoryStore,
+    sets: AtomicUsize,
+    gets: AtomicUsize,
+    host: Option<String>,
+}
+
+impl CountingStore {
+    fn calls(&self) -> (usize, usize) {
+        (self.sets.load(Ordering::Relaxed), self.gets.load(Ordering::Relaxed))
+    }
+
+    /// What rank 0 published, as JSON.
+    fn record(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.inner.get(ROOT_KEY, LONG).unwrap()).unwrap()
+    }
+
+    fn port(&self) -> u16 {
+        self.record()["root"]["Here"]["port"].as_u64().unwrap().try_into().unwrap()
+    }
+}
+
+impl Store for CountingStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        self.sets.fetch_add(1, Ordering::Relaxed);
+        self.inner.set(key, value)
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
+        self.gets.fetch_add(1, Ordering::Relaxed);
+        self.inner.get(key, timeout)
+    }
+
+    fn rendezvous_host(&self) -> Option<String> {
+        self.host.clone()
+    }
+}
+
+fn config(hints: &[(&str, &str)]) -> Config {
+    let hints: Vec<_> = hints.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    Config::resolve_with(&|_| None, &hints).unwrap()
+}
+
+type Outcome = Result<Bootstrap, InitError>;
+
+fn own_address(rank: usize) -> BTreeMap<String, Vec<u8>> {
+    BTreeMap::from([("tcp".to_string(), vec![u8::try_from(rank).unwrap(); 3])])
+}
+
+fn join_as(rank: usize, size: usize, store: &dyn Store, config: &Config) -> Outcome {
+    join("test", Rank::from(rank), size, store, config, |_: &Keys| Ok(own_address(rank)))
+}
+
+/// Each of `parts` is a rank, the world size it expects and its settings.
+fn meet(store: &dyn Store, parts: &[(usize, usize, Config)]) -> Vec<Outcome> {
+    std::thread::scope(|scope| {
+        let start = |(rank, size, config)| scope.spawn(move || join_as(rank, size, store, config));
+        let threads: Vec<_> = parts.iter().map(|(rank, size, config)| start((*rank, *size, config))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn world(ranks: impl IntoIterator<Item = usize>, size: usize, config: &Config) -> Vec<(usize, usize, Config)> {
+    ranks.into_iter().map(|rank| (rank, size, config.clone())).collect()
+}
+
+#[test]
+fn all_ranks_get_the_same_table_with_one_store_call_each() {
+    for size in [1, 2, 3, 8, 64] {
+        let store = CountingStore::default();
+        let outcomes = meet(&store, &world(0..size, size, &Config::default()));
+        let first = outcomes[0].as_ref().unwrap();
+        assert_eq!(first.ranks.len(), size);
+        for (rank, outcome) in outcomes.iter().enumerate() {
+            let bootstrap = outcome.as_ref().unwrap();
+            assert_eq!(bootstrap.comm_id, first.comm_id);
+            assert_eq!(bootstrap.secret, first.secret);
+            assert_eq!(bootstrap.ranks, first.ranks);
+            assert_eq!(bootstrap.ranks[rank].rank, Rank::from(rank));
+            assert_eq!(bootstrap.ranks[rank].addresses, own_address(rank));
+        }
+        assert_eq!(store.calls(), if size == 1 { (0, 0) } else { (1, size - 1) });
+    }
+}
+
+#[test]
+fn missing_ranks_are_named_by_all_who_came() {
+    let patience = config(&[("connect_timeout_seconds", "1")]);
+    let outcomes = meet(&MemoryStore::default(), &world([0, 1, 4], 5, &patience));
+    for outcome in outcomes {
+        let InitError::Missing { missing, waited, .. } = outcome.unwrap_err() else { panic!("another error") };
+        assert_eq!((missing, waited), (vec![2, 3], Duration::from_secs(1)));
+    }
+}
+
+#[test]
+fn a_rank_whose_patience_is_shorter_still_hears_who_is_missing() {
+    let hasty = config(&[("connect_timeout_seconds", "0.5")]);
+    let calm = config(&[("connect_timeout_seconds", "1.5")]);
+    let outcomes = meet(&MemoryStore::default(), &[(0, 3, calm), (2, 3, hasty)]);
+    for outcome in outcomes {
+        assert!(matches!(outcome, Err(InitError::Missing { missing, .. }) if missing == [1]));
+    }
+}
+
+#[test]
+fn an_absent_root_is_named() {
+    let patience = config(&[("connect_timeout_seconds", "0.2")]);
+    let error = join_as(1, 2, &MemoryStore::default(), &patience).unwrap_err();
+    assert!(matches!(&error, InitError::Missing { missing, .. } if *missing == [0]), "{error}");
+}
+
+#[test]
+fn a_root_that_left_is_unreachable_at_each_address() {
+    let store = CountingStore::default();
+    let hasty = config(&[("connect_timeout_seconds", "0.1")]);
+    assert!(join_as(0, 2, &store, &hasty).is_err());
+    let error = join_as(1, 2, &store, &Config::default()).unwrap_err();
+    let InitError::Unreachable { rank: 0, cause, .. } = &error else { panic!("{error}") };
+    let port = store.port();
+    assert!(cause.contains(&format!("127.0.0.1:{port}: ")) && cause.contains(&format!("[::1]:{port}: ")), "{error}");
+}
+
+#[test]
+fn strangers_disturb_nobody() {
+    let store = CountingStore::default();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let root = scope.spawn(|| join_as(0, 2, store, &Config::default()));
+        let port = store.port();
+        let call = || TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let scan = call();
+        scan.shutdown(Shutdown::Both).unwrap();
+        let silent = call();
+        let mut slow = call();
+        slow.write_all(b"ncclx").unwrap();
+        let mut browser = call();
+        browser.write_all(&[b'G'; 4096]).unwrap();
+        let mut liar = call();
+        liar.write_all(&[b"ncclx_rs".as_slice(), &1u32.to_le_bytes(), &[0; 32]].concat()).unwrap();
+        liar.read_exact(&mut [0; 64]).unwrap();
+        liar.write_all(&[0; 32]).unwrap();
+        assert_eq!(liar.read(&mut [0]).unwrap_or(0), 0, "a liar is hung up on");
+        let joined = join_as(1, 2, store, &Config::default()).unwrap();
+        assert_eq!(root.join().unwrap().unwrap().ranks, joined.ranks);
+        drop((silent, slow, browser));
+    });
+}
+
+#[test]
+fn a_rank_with_another_secret_does_not_get_in() {
+    let store = CountingStore::default();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let root = scope.spawn(|| join_as(0, 2, store, &config(&[("connect_timeout_seconds", "2")])));
+        let mut record = store.record();
+        record["root"]["Here"]["keys"]["secret"] = vec![7; 32].into();
+        let forged = MemoryStore::default();
+        forged.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
+        let error = join_as(1, 2, &forged, &Config::default()).unwrap_err();
+        assert!(error.to_string().contains("does not know the secret"), "{error}");
+        assert!(matches!(root.join().unwrap(), Err(InitError::Missing { missing, .. }) if missing == [1]));
+    });
+}
+
+#[test]
+fn a_rank_that_cannot_take_part_ends_it_for_all() {
+    let store = CountingStore::default();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let root = scope.spawn(|| join_as(0, 3, store, &Config::default()));
+        let second = scope.spawn(|| join_as(1, 3, store, &Config::default()));
+        let refuse = |_: &Keys| Err(InitError::Config("no shared memory".to_string()));
+        let third = join("test", Rank(2), 3, store, &Config::default(), refuse);
+        assert_eq!(third.unwrap_err().to_string(), "no shared memory");
+        for outcome in [root.join().unwrap(), second.join().unwrap()] {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("rank 2 failed: no shared memory"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_died_while_it_waited_can_come_again() {
+    let store = CountingStore::default();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let root = scope.spawn(|| join_as(0, 3, store, &Config::default()));
+        // Joined through a relay that is cut, rank 1 ends, and so does its seat.
+        let relay = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut record = store.record();
+        let port = std::mem::replace(&mut record["root"]["Here"]["port"], relay.local_addr().unwrap().port().into());
+        let detour = MemoryStore::default();
+        detour.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
+        let first = scope.spawn(move || join_as(1, 3, &detour, &Config::default()));
+        let (mut near, _) = relay.accept().unwrap();
+        let mut far = TcpStream::connect(("127.0.0.1", u16::try_from(port.as_u64().unwrap()).unwrap())).unwrap();
+        pass(&mut near, &mut far, 44);
+        pass(&mut far, &mut near, 64);
+        pass(&mut near, &mut far, 32);
+        let mut length = [0; 4];
+        near.read_exact(&mut length).unwrap();
+        far.write_all(&length).unwrap();
+        pass(&mut near, &mut far, u32::from_le_bytes(length) as usize);
+        drop((near, far));
+        let error = first.join().unwrap().unwrap_err();
+        assert!(matches!(error, InitError::Unreachable { rank: 0, .. }), "{error}");
+        for outcome in meet(store, &world(1..3, 3, &Config::default())) {
+            outcome.unwrap();
+        }
+        root.join().unwrap().unwrap();
+    });
+}
+
+fn pass(from: &mut TcpStream, to: &mut TcpStream, count: usize) {
+    let mut bytes = vec![0; count];
+    from.read_exact(&mut bytes).unwrap();
+    to.write_all(&bytes).unwrap();
+}
+
+#[test]
+fn a_root_that_cannot_begin_says_why() {
+    let store = MemoryStore::default();
+    let settings = config(&[("socket_ifname", "=no-such-interface")]);
+    let own = join_as(0, 2, &store, &settings).unwrap_err().to_string();
+    let other = join_as(1, 2, &store, &Config::default()).unwrap_err().to_string();
+    assert!(own.contains("no-such-interface") && other.contains(&own), "{other}");
+}
+
+#[test]
+fn another_world_size_is_named_on_both_sides() {
+    let parts = [(0, 3, Config::default()), (1, 4, Config::default())];
+    for outcome in meet(&MemoryStore::default(), &parts) {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("rank 1") && error.contains("world size 4, rank 0 has 3"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_joins_twice_is_named() {
+    let parts = world([0, 1, 1], 3, &Config::default());
+    for outcome in meet(&MemoryStore::default(), &parts) {
+        // The second of the two may find that rank 0 has ended already.
+        let error = outcome.unwrap_err();
+        assert!(error.to_string().contains("rank 1 joined twice"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_beyond_the_world_is_refused() {
+    let error = join_as(2, 2, &MemoryStore::default(), &Config::default()).unwrap_err().to_string();
+    assert!(error.contains("no rank 2 in a world of 2"), "{error}");
+}
+
+#[test]
+fn loopback_is_not_advertised_where_there_is_another_way() {
+    let store = CountingStore { host: Some("127.0.0.1".to_string()), ..CountingStore::default() };
+    for outcome in meet(&store, &world(0..2, 2, &Config::default())) {
+        outcome.unwrap();
+    }
+    let record = store.record();
+    let addresses = record["root"]["Here"]["addresses"].as_array().unwrap();
+    let loopback = addresses.iter().filter(|address| ["127.0.0.1", "::1"].contains(&address.as_str().unwrap())).count();
+    assert!(loopback == 0 || loopback == addresses.len(), "{addresses:?}");
+}
+
+#[test]
+fn one_machine_poses_as_several_hosts() {
+    let parts: Vec<_> = (0..4).map(|rank| (rank, 4, config(&[("host_id", ["a", "b"][rank / 2])]))).collect();
+    for outcome in meet(&MemoryStore::default(), &parts) {
+        let hosts: Vec<_> = outcome.unwrap().ranks.into_iter().map(|info| info.host_id).collect();
+        assert_eq!(Topology::new(&hosts).hosts().len(), 2);
+    }
+}
+
+#[test]
+fn a_root_with_loopback_only_is_refused_from_another_machine() {
+    let store = CountingStore::default();
+    let patience = config(&[("connect_timeout_seconds", "0.1"), ("socket_ifname", "lo"), ("host_id", "there")]);
+    assert!(join_as(0, 2, &store, &patience).is_err());
+    let mut record = store.record();
+    record["root"]["Here"]["host"]["machine"] = "another".into();
+    store.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
+    let error = join_as(1, 2, &store, &config(&[("host_id", "here")])).unwrap_err().to_string();
+    for part in ["`there`", "`here`", "127.0.0.1", "loopback"] {
+        assert!(error.contains(part), "{error}");
+    }
+}
