@@ -13,12 +13,15 @@ use crate::types::Rank;
 /// Both partners of a round combine the same two values; since the operations are commutative to the bit, everyone ends
 /// with the same bits.
 pub fn all_reduce_doubling(builder: &mut Builder, group: &Group, data: Slice) {
+    let theirs = builder.scratch(data.len);
     with_power_of_two(builder, group, data, |builder, cube| {
         let mut bit = 1;
         while bit < cube.size {
             let partner = cube.rank(cube.me ^ bit);
+            // Received beside the data, since both partners send at once: neither send ends before its receive begins.
+            builder.push(Action::Recv { from: partner, into: theirs });
             builder.push(Action::Send { to: partner, from: data });
-            builder.push(Action::RecvReduce { from: partner, into: data });
+            builder.push(Action::Reduce { from: theirs, into: data });
             bit *= 2;
         }
     });

@@ -163,6 +163,10 @@ impl Outbox {
     /// is finished from a copy, since the stream needs its bytes.
     pub(crate) fn cancel(&mut self, op: OpRef) {
         let under_way = self.written > 0;
+        if !under_way {
+            // The header belongs to a frame that may be dropped now.
+            self.head = None;
+        }
         let mut first = true;
         self.queue.retain_mut(|outgoing| {
             let is_head = std::mem::take(&mut first);

@@ -4,5 +4,6 @@ mod bootstrap;
 mod collectives;
 mod failures;
 mod messages;
+mod schedules;
 mod tidy;
 mod world;
