@@ -104,7 +104,7 @@ int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine);
 }  // extern "C"
 
 static_assert(sizeof(NcclxBuffer) == 24);
-static_assert(sizeof(NcclxOp) == 104);
+static_assert(sizeof(NcclxOp) == 96);
 static_assert(sizeof(NcclxStore) == 32);
-static_assert(sizeof(NcclxInit) == 80);
+static_assert(sizeof(NcclxInit) == 72);
 static_assert(sizeof(NcclxEngine) == 104);

@@ -113,7 +113,7 @@ class NcclxWork : public c10d::Work {
 
   static void completed(void* context, int32_t status, const char* text) {
     auto self = c10::intrusive_ptr<NcclxWork>::reclaim(static_cast<NcclxWork*>(context));
-    self->one_done(status == NCCLX_OK ? nullptr : exception(status, text));
+    self->one_done(status == NCCLX_OK ? nullptr : ncclx::exception(status, text));
   }
 
   void note(std::exception_ptr error) {

@@ -96,9 +96,9 @@ struct RawEngine {
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
-const _: () = assert!(size_of::<RawOp>() == 104);
+const _: () = assert!(size_of::<RawOp>() == 96);
 const _: () = assert!(size_of::<RawStore>() == 32);
-const _: () = assert!(size_of::<RawInit>() == 80);
+const _: () = assert!(size_of::<RawInit>() == 72);
 const _: () = assert!(size_of::<RawEngine>() == 104);
 
 static ENGINE: RawEngine = RawEngine {

@@ -7,6 +7,10 @@ mod convert;
 
 use pyo3::prelude::*;
 
+/// What the package looks for in the module's file, before it dares to load it.
+#[used]
+static TORCH_VERSION: &str = concat!("NCCLX_RS_TORCH_VERSION=", env!("NCCLX_RS_TORCH_VERSION"), ";");
+
 /// The module. `torch` and `torch.distributed` are imported before it, by the package.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import importlib.util
+import pathlib
+import re
 import sys
 import weakref
 from typing import Any
@@ -24,10 +27,17 @@ def native() -> Any:
     loaded = sys.modules.get("ncclx_rs._native")
     if loaded is not None:
         return loaded
-    from ncclx_rs._built import TORCH_VERSION
-
-    _check_version(TORCH_VERSION, torch.__version__)
+    spec = importlib.util.find_spec("ncclx_rs._native")
+    if spec is None or spec.origin is None:
+        raise ImportError("ncclx_rs has no native module; type `pip install --no-build-isolation .` in its source folder")
+    _check_version(_built_version(spec.origin), torch.__version__)
     return importlib.import_module("ncclx_rs._native")
+
+
+def _built_version(path: str) -> str:
+    """The torch that the module in ``path`` was built against, read without loading it: another torch would crash it."""
+    found = re.search(rb"NCCLX_RS_TORCH_VERSION=([0-9][^;]*);", pathlib.Path(path).read_bytes())
+    return found.group(1).decode() if found else "of an unknown version"
 
 
 def _check_version(built: str, running: str) -> None:
