@@ -30,7 +30,6 @@ SOURCES := Cargo.toml Cargo.lock $(wildcard pyproject.toml README.md LICENSE) \
 	$(shell find src device_mesh torch_plugin -type f -not -name '*.so' -not -name '*.pyc')
 # Folders count too, so that a deleted file is noticed.
 FOLDERS := $(shell find src device_mesh torch_plugin -type d -not -name __pycache__)
-PYTHON_SOURCES := examples tests torch_plugin/python
 
 .PHONY: help
 help: ## Shows this list
@@ -63,8 +62,7 @@ lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
 	cargo metadata --locked --format-version 1 | $(VENV)/bin/python tests/lint/licences.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy --strict torch_plugin/python/ncclx_rs
-	$(VENV)/bin/mypy --strict examples tests/lint
+	$(VENV)/bin/mypy --strict torch_plugin/python/ncclx_rs tests/lint
 
 .PHONY: stubtest
 stubtest: $(call installed,$(TORCH)) ## Compares the stubs with the built extension

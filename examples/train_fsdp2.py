@@ -58,9 +58,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         heads = self.project_in(x).view(batch, length, 3 * self.heads, width // self.heads).transpose(1, 2)
         query, key, value = heads.chunk(3, dim=1)
-        mixed = F.scaled_dot_product_attention(
-            rotate(query, rotation), rotate(key, rotation), value, is_causal=True
-        )
+        mixed = F.scaled_dot_product_attention(rotate(query, rotation), rotate(key, rotation), value, is_causal=True)
         return self.project_out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 

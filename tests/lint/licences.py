@@ -1,6 +1,6 @@
 """Checks that every Rust dependency comes from crates.io under a licence that we accept.
 
-    cargo metadata --locked --format-version 1 | python tests/lint/licences.py
+Reads what `cargo metadata --locked --format-version 1` prints.
 """
 
 from __future__ import annotations
