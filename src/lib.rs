@@ -26,3 +26,8 @@ pub use op::{Mode, Op, OpKind};
 pub use topo::Topology;
 pub use types::{DType, Rank, ReduceOp, Source, Tag};
 pub use work::Work;
+
+// Keeps the example in the read-me true.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod read_me {}

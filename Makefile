@@ -1,0 +1,103 @@
+# The commands a person types; CI types the same (.ci/run).
+
+PYTHON ?= python3
+# The PyTorch that `train`, `test` and `lint` use, and those that `compat` covers.
+TORCH ?= 2.15
+COMPAT ?= 2.11 2.13 2.15
+STEPS ?= 250
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SECONDARY:
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+# Ranks share the cores, and a build of one torch must not load with another.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# The virtual environment of a torch version: .venv for the chosen one.
+venv_of = $(if $(filter $(TORCH),$(1)),.venv,.venv-torch$(1))
+# Stamps: its packages are there; the wheel of these sources is too. They name the version, which may change in .venv.
+ready = $(call venv_of,$(1))/.ready-$(1)
+installed = $(call venv_of,$(1))/.installed-$(1)
+# Runs a command as if that environment were active.
+in_venv = VIRTUAL_ENV="$(CURDIR)/$(1)" PATH="$(CURDIR)/$(1)/bin:$$PATH" PYO3_PYTHON="$(CURDIR)/$(1)/bin/python"
+VENV := .venv
+IN_VENV = $(call in_venv,$(VENV))
+
+SOURCES := Cargo.toml Cargo.lock $(wildcard pyproject.toml README.md LICENSE) \
+	$(shell find src device_mesh torch_plugin -type f -not -name '*.so' -not -name '*.pyc')
+# Folders count too, so that a deleted file is noticed.
+FOLDERS := $(shell find src device_mesh torch_plugin -type d -not -name __pycache__)
+
+.PHONY: help
+help: ## Shows this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+.PHONY: train
+train: $(call installed,$(TORCH)) ## Trains one model on ncclx_rs and on gloo, and compares the losses
+	$(IN_VENV) python examples/compare_backends.py --backends ncclx_rs gloo --steps $(STEPS) \
+		$(if $(filter 250,$(STEPS)),--learned 2.5)
+
+.PHONY: check
+check: lint test ## All of lint and test
+
+.PHONY: test
+test: rust-test python-test ## Runs every test
+
+.PHONY: rust-test
+rust-test: ## Runs the engine's tests, also those in its documentation
+	cargo test --locked
+
+.PHONY: python-test
+python-test: $(call installed,$(TORCH)) ## Runs the tests of the PyTorch backend
+	$(IN_VENV) python -m pytest tests/python
+
+.PHONY: lint
+lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
+	cargo fmt --all --check
+	$(IN_VENV) cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(IN_VENV) RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --quiet
+	cargo metadata --locked --format-version 1 | $(VENV)/bin/python tests/lint/licences.py
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict torch_plugin/python/ncclx_rs tests/lint
+
+.PHONY: stubtest
+stubtest: $(call installed,$(TORCH)) ## Compares the stubs with the built extension
+	$(IN_VENV) python -m mypy.stubtest ncclx_rs
+
+.PHONY: format
+format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
+	cargo fmt --all
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+.PHONY: compat
+compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
+
+.PHONY: clean
+clean: ## Removes environments and builds
+	rm -rf .venv .venv-torch* target .pytest_cache .mypy_cache .ruff_cache
+
+# Everything for one torch version: its environment, its build of the wheel, its smoke tests.
+define for_torch
+.PHONY: compat-$(1)
+compat-$(1): $(call installed,$(1))
+	$$(call in_venv,$(call venv_of,$(1))) python -m pytest tests/python -m smoke
+
+$(call ready,$(1)): requirements-dev.txt
+	test -x $$(@D)/bin/python || $(PYTHON) -m venv $$(@D)
+	rm -f $$(@D)/.ready-* $$(@D)/.installed-*
+	$$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$$(@D)/bin/python -m pip install --quiet "torch==$(1).*" -r requirements-dev.txt
+	touch $$@
+
+$(call installed,$(1)): $(call ready,$(1)) $(SOURCES) $(FOLDERS)
+	$$(call in_venv,$$(@D)) CARGO_TARGET_DIR="$(CURDIR)/target/torch$(1)" \
+		pip install --no-build-isolation --no-deps --force-reinstall .
+	touch $$@
+endef
+
+$(foreach version,$(sort $(TORCH) $(COMPAT)),$(eval $(call for_torch,$(version))))

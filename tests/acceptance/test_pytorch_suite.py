@@ -1,0 +1,66 @@
+"""PyTorch's own test suite for backends, from the installed version, on the backend that `BACKEND` names.
+
+The suite knows the names of PyTorch's backends only, and asks by name what a backend can do. Here the name under test
+answers to "gloo" as well, so that it has to do all that gloo does; what reaches `init_process_group` is the real name.
+See docs/acceptance.md.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from unittest import mock
+
+os.environ.setdefault("BACKEND", "ncclx_rs")
+os.environ.setdefault("WORLD_SIZE", "2")
+os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
+# Spawned ranks import this file again and get the real one from their parent.
+os.environ.setdefault("INIT_METHOD", f"file://{tempfile.gettempdir()}/ncclx_rs_acceptance")
+
+import torch  # noqa: F401 - registers backends
+from torch.testing._internal.common_distributed import DistTestCases
+
+
+class AlsoGloo(str):
+    """A backend's name that is equal to "gloo" too."""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or other == "gloo"
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    # Equal values have equal hashes; members of sets that hold "gloo" are found.
+    __hash__ = "gloo".__hash__
+
+
+def load_suite():
+    """Imports the suite such that it reads the backend's name as `AlsoGloo`."""
+    name = os.environ["BACKEND"]
+    if name != "gloo":
+        for feature in ("gpu", "cuda", "ddp", "subgroup", "plugin"):
+            DistTestCases.backend_feature[feature].add(name)
+    environment = type(os.environ)
+    look_up = environment.__getitem__
+
+    def posing(self, key: str) -> str:
+        value = look_up(self, key)
+        return AlsoGloo(value) if key == "BACKEND" and value != "gloo" else value
+
+    with mock.patch.object(environment, "__getitem__", posing):
+        from torch.testing._internal.distributed import distributed_test
+    if name != "gloo":
+        distributed_test.PROFILING_SUPPORTED_BACKENDS.append(name)
+        distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(name)
+    return distributed_test
+
+
+suite = load_suite()
+
+
+class TestBackend(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
+    """The suite, with a process a rank."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
