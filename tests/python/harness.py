@@ -118,6 +118,19 @@ def joined(timeout: float | None = None, backend: str | None = None, store: dist
             dist.destroy_process_group()
 
 
+@contextmanager
+def leaving_together(ranks: Collection[int] | None = None) -> Iterator[None]:
+    """Keeps each of `ranks` (default: all) alive and in its group until all of them are through the block."""
+    assert seat is not None
+    store = fresh_store()
+    everyone = range(seat.size) if ranks is None else ranks
+    try:
+        yield
+    finally:
+        store.set(f"through{seat.rank}", "yes")
+        store.wait([f"through{rank}" for rank in everyone], datetime.timedelta(seconds=WATCHDOG_SECONDS))
+
+
 def _perform(task: Task) -> Outcome:
     assert seat is not None
     seat.task, seat.groups = task, 0

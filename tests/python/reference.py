@@ -76,7 +76,9 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         return
     wrong = (bits(got) != bits(expected)).nonzero().reshape(-1)
     element = int(wrong[0]) // got.dtype.itemsize
-    values = "" if got.dtype.itemsize == 0 else f"got {got.reshape(-1)[element]}, expected {expected.reshape(-1)[element]}"
+    values = (
+        "" if got.dtype.itemsize == 0 else f"got {got.reshape(-1)[element]}, expected {expected.reshape(-1)[element]}"
+    )
     raise AssertionError(f"{what}: {len(wrong)} wrong bytes, the first in element {element} of {got.numel()}: {values}")
 
 

@@ -230,6 +230,8 @@ def test_collective(world: World, check) -> None:
 
 
 @pytest.mark.worlds(sizes=(8,), modes=("shm",))
-@pytest.mark.parametrize("check", [all_to_all_single_honours_split_sizes, objects_travel, many_async_operations_complete])
+@pytest.mark.parametrize(
+    "check", [all_to_all_single_honours_split_sizes, objects_travel, many_async_operations_complete]
+)
 def test_collective_of_eight(world: World, check) -> None:
     world.run(check)
