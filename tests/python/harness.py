@@ -36,9 +36,9 @@ import torch.distributed as dist
 
 BACKEND = os.environ.get("NCCLX_RS_TEST_BACKEND", "ncclx_rs")
 GROUP_TIMEOUT = 30.0
-WATCHDOG_SECONDS = 90.0
+WATCHDOG_SECONDS = float(os.environ.get("NCCLX_RS_TEST_WATCHDOG", "90"))
 # How long the other ranks may take to report once one of them has failed.
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 3.0
 
 MODES = ("shm", "tcp", "hier")
 # Which pretended host each rank sits on in mode "hier"; with three ranks the hosts are not contiguous.

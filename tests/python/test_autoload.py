@@ -13,9 +13,9 @@ from harness import BACKEND
 
 WATCHDOG_SECONDS = 120
 
-pytestmark = pytest.mark.skipif(
-    BACKEND != "ncclx_rs" or importlib.util.find_spec("ncclx_rs") is None, reason="the ncclx_rs package is not under test"
-)
+PACKAGE = importlib.util.find_spec("ncclx_rs")
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs" or PACKAGE is None, reason="ncclx_rs is not under test")
 
 USE = """
 import torch.distributed as dist
@@ -46,11 +46,10 @@ def printed(code: str, *arguments: str, **variables: str) -> str:
 
 def with_replaced_native(tmp_path: Path, source: str) -> str:
     """A directory that holds a copy of the package whose native module is the given Python source."""
-    spec = importlib.util.find_spec("ncclx_rs")
-    assert spec is not None and spec.submodule_search_locations
-    copy = tmp_path / "ncclx_rs"
-    for original in Path(spec.submodule_search_locations[0]).rglob("*.py"):
-        target = copy / original.relative_to(spec.submodule_search_locations[0])
+    assert PACKAGE is not None and PACKAGE.submodule_search_locations
+    package, copy = Path(PACKAGE.submodule_search_locations[0]), tmp_path / "ncclx_rs"
+    for original in package.rglob("*.py"):
+        target = copy / original.relative_to(package)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(original.read_bytes())
     (copy / "_native.py").write_text(source)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,7 +51,7 @@ def ddp_training_equals_one_process(rank: int, size: int) -> None:
     assert_parameters_close(dict(net.module.named_parameters()), size, "DDP")
 
 
-def average_of_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def average_of_bucket(group, bucket):  # DDP refuses annotations that are strings
     average = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, group=group, async_op=True).get_future()
     return average.then(lambda future: future.value()[0])
 
@@ -197,7 +195,8 @@ def detail_debugging_wraps_the_backend(rank: int, size: int) -> None:
 
 def device_maps_choose_the_backend(rank: int, size: int) -> None:
     for backend in (f"cpu:{BACKEND}", f"cpu:{BACKEND},cuda:nccl", f"cpu:{BACKEND},cuda:{BACKEND}"):
-        if "cuda" in backend and not torch.cuda.is_available() and not dist.is_nccl_available() and "nccl" in backend:
+        if backend.endswith(":nccl") and not torch.cuda.is_available():
+            print(f"{backend}: not tried, NCCL wants a GPU")
             continue
         with joined(backend=backend):
             assert dist.group.WORLD._get_backend(torch.device("cpu")).name() == BACKEND, backend
