@@ -143,7 +143,7 @@ def new_group_works_after_a_timeout(rank: int, size: int) -> None:
     assert tensor.tolist() == [float(size)] * 10
 
 
-@pytest.mark.worlds(sizes=(2,))
+@pytest.mark.worlds(sizes=(2,), modes=("shm", "tcp"))
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_late_rank_is_named_in_timeout(fresh_world: World, name: str) -> None:
     fresh_world.run(late_rank_is_named, name, 1, 10, join=False)
@@ -155,7 +155,7 @@ def test_late_rank_is_named_by_all_others(fresh_world: World, count: int) -> Non
     fresh_world.run(late_rank_is_named, "all_reduce", 1, count, join=False)
 
 
-@pytest.mark.worlds(sizes=(2, 3))
+@pytest.mark.worlds(sizes=(3,))
 @pytest.mark.parametrize(
     "check",
     [
