@@ -11,6 +11,7 @@ the run fails with every rank's traceback, stack and output, and the workers are
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import faulthandler
 import functools
@@ -39,6 +40,8 @@ GROUP_TIMEOUT = 30.0
 WATCHDOG_SECONDS = float(os.environ.get("NCCLX_RS_TEST_WATCHDOG", "90"))
 # How long the other ranks may take to report once one of them has failed.
 GRACE_SECONDS = 3.0
+
+PR_SET_PDEATHSIG = 1
 
 MODES = ("shm", "tcp", "hier")
 # Which pretended host each rank sits on in mode "hier"; with three ranks the hosts are not contiguous.
@@ -165,6 +168,7 @@ def _serve(
 ) -> None:
     """The main function of a worker."""
     global seat
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a hung worker must not outlive the tests
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

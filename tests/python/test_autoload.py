@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,15 +45,14 @@ def printed(code: str, *arguments: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def with_replaced_native(tmp_path: Path, source: str) -> str:
-    """A directory that holds a copy of the package whose native module is the given Python source."""
+def with_broken_native(tmp_path: Path) -> str:
+    """A directory that holds a copy of the package whose native module the loader refuses."""
     assert PACKAGE is not None and PACKAGE.submodule_search_locations
-    package, copy = Path(PACKAGE.submodule_search_locations[0]), tmp_path / "ncclx_rs"
-    for original in package.rglob("*.py"):
-        target = copy / original.relative_to(package)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(original.read_bytes())
-    (copy / "_native.py").write_text(source)
+    copy = tmp_path / "ncclx_rs"
+    shutil.copytree(PACKAGE.submodule_search_locations[0], copy)
+    (native,) = copy.glob("_native*.so")
+    with native.open("r+b") as library:
+        library.write(b"\0\0\0\0")  # no longer ELF
     return str(tmp_path)
 
 
@@ -102,11 +102,11 @@ def test_explicit_import_registers_without_autoload() -> None:
 
 
 def test_broken_native_module_fails_only_when_used(tmp_path: Path) -> None:
-    path = with_replaced_native(tmp_path, "raise ImportError('libmissing.so: cannot open shared object file')")
+    path = with_broken_native(tmp_path)
     assert printed("import torch; print(torch.ones(2).sum().item())", PYTHONPATH=path) == "2.0"
     used = python(f"import torch\n{USE}", PYTHONPATH=path)
     assert used.returncode != 0
-    assert "ImportError" in used.stderr and "libmissing.so" in used.stderr, used.stderr
+    assert "ImportError" in used.stderr and "_native" in used.stderr, used.stderr
 
 
 def test_other_torch_version_is_a_clear_import_error() -> None:
