@@ -88,7 +88,9 @@ impl Communicator {
         if rank.index() >= size {
             return Err(InitError::Config(format!("communicator `{name}`: rank {rank} is not in [0, {size})")));
         }
-        let config = Config::resolve(&hints)?;
+        let mut config = Config::resolve(&hints)?;
+        // Who gives operations less time than joining has does not want to wait longer for that either.
+        config.connect_timeout = config.connect_timeout.min(timeout.unwrap_or(Duration::MAX));
         let os = |cause: std::io::Error| InitError::Os {
             comm: name.clone(),
             what: "the event poller".to_owned(),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <utility>
@@ -62,11 +63,13 @@ class Operands {
 
   void output(const at::Tensor& tensor, const char* argument) {
     check(tensor, argument);
+    check_writable(tensor, argument);
     push(outputs_, is_plain(tensor) ? tensor : temporary(tensor, at::empty(tensor.sizes(), tensor.options())));
   }
 
   void in_place(const at::Tensor& tensor, const char* argument) {
     check(tensor, argument);
+    check_writable(tensor, argument);
     at::Tensor plain = tensor;
     if (!is_plain(tensor)) {
       plain = temporary(tensor, tensor.clone(at::MemoryFormat::Contiguous).resolve_conj().resolve_neg());
@@ -102,6 +105,12 @@ class Operands {
       refuse(operation_, argument, "a tensor on the CPU, since ncclx_rs has no GPU backend on this machine",
              "one on " + tensor.device().str() +
                  " (move it to the CPU, or give its device another backend, as in \"cpu:ncclx_rs,cuda:nccl\")");
+    }
+  }
+
+  void check_writable(const at::Tensor& tensor, const char* argument) const {
+    if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+      refuse(operation_, argument, "a tensor whose elements each have memory of their own", "an expanded view");
     }
   }
 

@@ -30,14 +30,16 @@ def native() -> Any:
     spec = importlib.util.find_spec("ncclx_rs._native")
     if spec is None or spec.origin is None:
         raise ImportError("ncclx_rs has no native module; type `pip install --no-build-isolation .` in its source folder")
-    _check_version(_built_version(spec.origin), torch.__version__)
+    built = _built_version(spec.origin)
+    if built is not None:
+        _check_version(built, torch.__version__)
     return importlib.import_module("ncclx_rs._native")
 
 
-def _built_version(path: str) -> str:
+def _built_version(path: str) -> str | None:
     """The torch that the module in ``path`` was built against, read without loading it: another torch would crash it."""
     found = re.search(rb"NCCLX_RS_TORCH_VERSION=([0-9][^;]*);", pathlib.Path(path).read_bytes())
-    return found.group(1).decode() if found else "of an unknown version"
+    return found.group(1).decode() if found else None
 
 
 def _check_version(built: str, running: str) -> None:
