@@ -72,7 +72,7 @@ options! {
 impl Config {
     /// The settings that `hints` and the process's environment make.
     pub fn resolve(hints: &[(String, String)]) -> Result<Config, InitError> {
-        Config::resolve_with(&|name| std::env::var(name).ok(), hints)
+        Config::resolve_with(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()), hints)
     }
 
     /// Every option there is, for generated manuals.
@@ -226,7 +226,7 @@ impl Value for usize {
 }
 
 impl Value for Option<String> {
-    const EXPECTED: &'static str = "a text";
+    const EXPECTED: &'static str = "text";
 
     fn parse(text: &str) -> Option<Self> {
         Some((!text.is_empty() && text != "auto").then(|| text.to_string()))

@@ -61,7 +61,7 @@ pub fn join(
         InitError::Config(format!("communicator `{name}`: there is no rank {rank} in a world of {size}"))
     })?;
     let host = Host::here(config);
-    let party = Party { name, rank, store, config, host: &host, deadline: start + config.connect_timeout };
+    let party = Party { name, rank, size, store, config, host: &host, deadline: later(start, config.connect_timeout) };
     let describe = |keys: &Keys| {
         Ok(RankInfo {
             rank,
@@ -83,6 +83,11 @@ pub fn join(
         guest::attend(&party, describe)?
     };
     Ok(Bootstrap { comm_id: keys.comm_id, secret: keys.secret, ranks })
+}
+
+/// The moment after `patience`; a time that no clock reaches is cut to a century.
+pub(super) fn later(from: Instant, patience: Duration) -> Instant {
+    from + patience.min(Duration::from_secs(100 * 366 * 86400))
 }
 
 /// What the store holds.
@@ -131,6 +136,7 @@ impl Host {
 pub(super) struct Party<'a> {
     pub(super) name: &'a str,
     pub(super) rank: Rank,
+    pub(super) size: usize,
     pub(super) store: &'a dyn Store,
     pub(super) config: &'a Config,
     pub(super) host: &'a Host,

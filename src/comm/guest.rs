@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-use super::bootstrap::{Host, Notice, Party, ROOT_KEY, Record, RootNotice};
+use super::bootstrap::{Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
 use super::join::{
     Arrival, INFO_LIMIT, Intake, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, PROTOCOL, RankInfo, Reply, TABLE_LIMIT,
     frame, frame_length,
@@ -47,16 +47,22 @@ pub(super) fn attend(
     }
     let mut stream = reached?;
     let patience = record.patience.saturating_add(REPLY_GRACE);
-    let reply = exchange(&mut stream, &arrival, Instant::now() + patience).map_err(|error| match error.kind() {
-        ErrorKind::TimedOut => party.missing(vec![0], patience),
-        ErrorKind::UnexpectedEof => party.unreachable(Rank(0), "it hung up before all ranks had joined"),
-        _ => party.unreachable(Rank(0), error.to_string()),
-    })?;
+    let reply =
+        exchange(&mut stream, &arrival, later(Instant::now(), patience)).map_err(|error| match error.kind() {
+            ErrorKind::TimedOut => party.missing(vec![0], patience),
+            ErrorKind::UnexpectedEof => party.unreachable(Rank(0), "it hung up before all ranks had joined"),
+            _ => party.unreachable(Rank(0), error.to_string()),
+        })?;
     match reply {
-        Reply::Table(ranks) => Ok((record.keys, ranks)),
+        Reply::Table(ranks) if is_whole(&ranks, party.size) => Ok((record.keys, ranks)),
+        Reply::Table(_) => Err(party.unreachable(Rank(0), "its table of ranks is not whole")),
         Reply::Missing { missing, waited } => Err(party.missing(missing, waited)),
         Reply::Refused { cause } => Err(InitError::Config(cause)),
     }
+}
+
+fn is_whole(ranks: &[RankInfo], size: usize) -> bool {
+    ranks.len() == size && ranks.iter().enumerate().all(|(index, info)| info.rank.index() == index)
 }
 
 fn find(party: &Party<'_>) -> Result<Record, InitError> {
@@ -130,7 +136,8 @@ fn reach(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr]) -> Result<TcpStr
         }
         refusals += u32::from(all_end);
         if refusals >= REFUSALS || Instant::now() + pause >= party.deadline {
-            return Err(party.unreachable(Rank(0), causes.join("; ")));
+            let hint = if all_end { " (either rank 0 has ended, or a firewall stands between)" } else { "" };
+            return Err(party.unreachable(Rank(0), format!("{}{hint}", causes.join("; "))));
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);

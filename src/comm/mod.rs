@@ -5,7 +5,7 @@ pub mod bootstrap;
 mod check;
 mod communicator;
 mod guest;
-pub mod join;
+mod join;
 mod links;
 mod root;
 pub mod store;

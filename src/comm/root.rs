@@ -5,7 +5,6 @@
 
 use std::io::{self, ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -13,6 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::bootstrap::{Notice, Party, ROOT_KEY, Record, RootNotice};
 use super::join::{Arrival, Intake, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, frame};
 use crate::error::InitError;
+use crate::sync::Arc;
 use crate::sys::net;
 use crate::types::Rank;
 
@@ -25,7 +25,7 @@ const FAREWELL_PATIENCE: Duration = Duration::from_secs(30);
 /// How long to leave callers waiting after the system refused to take one in.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Connections beyond one for each rank that may be waiting to prove themselves.
+/// Connections beyond one for each rank that may be waiting to prove themselves, and how many to take in at once.
 const STRANGERS: usize = 256;
 
 /// Publishes where to join and waits for all ranks.
@@ -198,7 +198,7 @@ impl Door<'_> {
     }
 
     fn accept(&mut self) {
-        loop {
+        for _ in 0..STRANGERS {
             match self.listener.accept().and_then(|(stream, from)| Visitor::new(stream, from)) {
                 Ok(visitor) => self.visitors.push(visitor),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
@@ -268,7 +268,7 @@ impl Visitor {
         stream.set_nodelay(true)?;
         Ok(Visitor {
             stream,
-            from,
+            from: SocketAddr::new(from.ip().to_canonical(), from.port()),
             proof_due: Instant::now() + PROOF_PATIENCE,
             reception: Reception::new(),
             intake: Intake::default(),

@@ -1,1 +1,30 @@
-//! The Python extension module.
+//! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
+//!
+//! [`abi`] is the C boundary to the C++ shim in csrc/, which knows c10d; everything else is the engine's.
+
+mod abi;
+mod convert;
+
+use pyo3::prelude::*;
+
+/// What the package looks for in the module's file, before it dares to load it.
+#[used]
+static TORCH_VERSION: &str = concat!("NCCLX_RS_TORCH_VERSION=", env!("NCCLX_RS_TORCH_VERSION"), ";");
+
+/// The module. `torch` and `torch.distributed` are imported before it, by the package.
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
+    module.add_function(wrap_pyfunction!(settings, module)?)?;
+    abi::register(module)
+}
+
+/// Every setting: name, environment variables, values, default and meaning.
+#[pyfunction]
+fn settings() -> Vec<(String, Vec<String>, String, String, String)> {
+    ncclx_rs::config::Config::describe()
+        .into_iter()
+        .map(|row| (row.name.to_owned(), row.variables, row.kind.to_owned(), row.default.to_owned(), row.meaning.to_owned()))
+        .collect()
+}

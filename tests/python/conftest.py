@@ -1,0 +1,54 @@
+"""Fixtures: the worlds that tests run in.
+
+A test that takes `world` runs once for every world size and transport mode; `@pytest.mark.worlds(sizes=..., modes=...)`
+narrows that. Tests that kill ranks or leave a broken group behind take `fresh_world`, whose workers are theirs alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Ranks share the cores; set before torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from harness import BACKEND, MODES, World
+
+SIZES = (1, 2, 3, 4)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "worlds(sizes, modes): the worlds that the test runs in")
+
+
+def pytest_report_header() -> str:
+    return f"backend under test: {BACKEND}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("worlds")
+    chosen = marker.kwargs if marker else {}
+    sizes, modes = chosen.get("sizes", SIZES), chosen.get("modes", MODES)
+    # One rank talks to nobody: it has no transport to vary.
+    worlds = [(size, mode) for size in sizes for mode in (modes if size > 1 else modes[:1])]
+    for fixture, scope in (("world", "session"), ("fresh_world", "function")):
+        if fixture in metafunc.fixturenames:
+            names = [f"{size}-{mode}" for size, mode in worlds]
+            metafunc.parametrize(fixture, worlds, indirect=True, scope=scope, ids=names)
+
+
+@pytest.fixture(scope="session")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    size, mode = request.param
+    world = World(size, mode)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def fresh_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    size, mode = request.param
+    world = World(size, mode)
+    yield world
+    world.close()

@@ -1,0 +1,326 @@
+"""Runs a function on every rank of a world of worker processes.
+
+    world = World(size=2, mode="tcp")
+    world.run(check_all_reduce, 1023)     # calls check_all_reduce(rank, size, 1023) in each worker
+    world.close()
+
+Workers are forked from a server that has torch loaded and are reused from run to run; each run gets a fresh process
+group. Functions travel by reference, so they must live at the top level of a module. When a rank fails, dies or hangs,
+the run fails with every rank's traceback, stack and output, and the workers are replaced.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import functools
+import importlib
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+BACKEND = os.environ.get("NCCLX_RS_TEST_BACKEND", "ncclx_rs")
+GROUP_TIMEOUT = 30.0
+WATCHDOG_SECONDS = float(os.environ.get("NCCLX_RS_TEST_WATCHDOG", "90"))
+# How long the other ranks may take to report once one of them has failed.
+GRACE_SECONDS = 3.0
+
+MODES = ("shm", "tcp", "hier")
+# Which pretended host each rank sits on in mode "hier"; with three ranks the hosts are not contiguous.
+HOSTS = {2: "ab", 3: "aba", 4: "aabb", 8: "aaaabbbb"}
+
+
+def environment(mode: str, rank: int, size: int) -> dict[str, str]:
+    """The variables that put a worker in a transport mode."""
+    if mode == "hier":
+        return {"NCCLX_RS_HOST_ID": HOSTS[size][rank]}
+    return {"NCCLX_RS_TRANSPORT": mode}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rank's part of a run."""
+
+    module: str
+    function: str
+    args: tuple[Any, ...]
+    prefix: str
+    timeout: float
+    join: bool
+
+
+@dataclass
+class Outcome:
+    """What became of one rank in a run."""
+
+    kind: str = "hung"  # hung, died, failed, skipped, done
+    detail: str = ""
+    value: Any = None
+
+
+@dataclass
+class Seat:
+    """What a worker knows about itself."""
+
+    rank: int
+    size: int
+    store_port: int
+    task: Task | None = None
+    groups: int = field(default=0)
+
+
+seat: Seat | None = None
+
+
+def fresh_store() -> dist.Store:
+    """A store that the ranks of this run share; the n-th call on each rank gives the same store."""
+    assert seat is not None and seat.task is not None, "only workers have a store"
+    seat.groups += 1
+    server = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False, timeout=datetime.timedelta(seconds=60))
+    return dist.PrefixStore(f"{seat.task.prefix}/{seat.groups}", server)
+
+
+def join(timeout: float | None = None, backend: str | None = None, store: dist.Store | None = None) -> None:
+    """Makes the default group of this run on the backend under test."""
+    assert seat is not None and seat.task is not None, "only workers join groups"
+    dist.init_process_group(
+        BACKEND if backend is None else backend,
+        store=fresh_store() if store is None else store,
+        rank=seat.rank,
+        world_size=seat.size,
+        timeout=datetime.timedelta(seconds=seat.task.timeout if timeout is None else timeout),
+    )
+
+
+@contextmanager
+def joined(timeout: float | None = None, backend: str | None = None, store: dist.Store | None = None) -> Iterator[None]:
+    """The default group for the length of a block."""
+    join(timeout, backend, store)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def leaving_together(ranks: Collection[int] | None = None) -> Iterator[None]:
+    """Keeps each of `ranks` (default: all) alive and in its group until all of them are through the block."""
+    assert seat is not None
+    store = fresh_store()
+    everyone = range(seat.size) if ranks is None else ranks
+    try:
+        yield
+    finally:
+        store.set(f"through{seat.rank}", "yes")
+        store.wait([f"through{rank}" for rank in everyone], datetime.timedelta(seconds=WATCHDOG_SECONDS))
+
+
+def _perform(task: Task) -> Outcome:
+    assert seat is not None
+    seat.task, seat.groups = task, 0
+    try:
+        function = getattr(importlib.import_module(task.module), task.function)
+        with joined() if task.join else _unjoined():
+            value = function(seat.rank, seat.size, *task.args)
+    except pytest.skip.Exception as reason:
+        return Outcome("skipped", str(reason))
+    except BaseException:
+        return Outcome("failed", traceback.format_exc())
+    return Outcome("done", value=value)
+
+
+@contextmanager
+def _unjoined() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _serve(
+    connection: multiprocessing.connection.Connection,
+    rank: int,
+    size: int,
+    variables: dict[str, str],
+    log: str,
+    store_port: int,
+    setup: Callable[[int], None] | None,
+) -> None:
+    """The main function of a worker."""
+    global seat
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(sys.stderr, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    if setup is not None:
+        setup(rank)
+    seat = Seat(rank, size, store_port)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        connection.send(_perform(task))
+
+
+@functools.cache
+def _fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "pytest"])
+    return context
+
+
+@functools.cache
+def _store_server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+_run_numbers = itertools.count()
+
+
+class World:
+    """A set of worker processes, one a rank."""
+
+    def __init__(
+        self,
+        size: int,
+        mode: str,
+        variables: dict[str, str] | None = None,
+        setup: Callable[[int], None] | None = None,
+    ) -> None:
+        """Describes the world; its workers start with the first run.
+
+        Args:
+            size: The number of ranks.
+            mode: One of `MODES`.
+            variables: More environment variables for the workers.
+            setup: Called with the rank in each worker before its first run.
+        """
+        self.size = size
+        self.mode = mode
+        self._variables = variables or {}
+        self._setup = setup
+        self._workers: list[Any] = []
+        self._connections: list[multiprocessing.connection.Connection] = []
+        self._logs: list[Path] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        join: bool = True,
+        timeout: float = GROUP_TIMEOUT,
+        dies: Collection[int] = (),
+    ) -> list[Any]:
+        """Calls `function(rank, size, *args)` on every rank and returns what each returned.
+
+        Args:
+            function: A function at the top level of a module.
+            args: Further arguments, picklable.
+            join: Whether to make the default process group first.
+            timeout: The process group's timeout in seconds.
+            dies: The ranks that are expected to die during the run; their result is None.
+        """
+        self._start()
+        task = Task(function.__module__, function.__qualname__, args, f"run{next(_run_numbers)}", timeout, join)
+        offsets = [log.stat().st_size if log.exists() else 0 for log in self._logs]
+        for connection in self._connections:
+            connection.send(task)
+        outcomes = self._collect(dies)
+        wrong = [r for r, o in enumerate(outcomes) if (o.kind == "died") != (r in dies) or o.kind in ("failed", "hung")]
+        if wrong or dies:
+            report = self._report(task, outcomes, offsets)
+            self.close()
+            if wrong:
+                pytest.fail(report, pytrace=False)
+        for outcome in outcomes:
+            if outcome.kind == "skipped":
+                pytest.skip(outcome.detail)
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for connection in self._connections:
+            connection.close()
+        for worker in self._workers:
+            worker.join(timeout=GRACE_SECONDS)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+        for log in self._logs:
+            log.unlink(missing_ok=True)
+        self._workers, self._connections, self._logs = [], [], []
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        port = _store_server().port
+        for rank in range(self.size):
+            ours, theirs = _fork_server().Pipe()
+            handle, log = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".log")
+            os.close(handle)
+            variables = environment(self.mode, rank, self.size) | self._variables
+            args = (theirs, rank, self.size, variables, log, port, self._setup)
+            worker = _fork_server().Process(target=_serve, args=args, daemon=True)
+            worker.start()
+            theirs.close()
+            self._workers.append(worker)
+            self._connections.append(ours)
+            self._logs.append(Path(log))
+
+    def _collect(self, dies: Collection[int]) -> list[Outcome]:
+        outcomes = [Outcome() for _ in range(self.size)]
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + WATCHDOG_SECONDS
+        while waiting and time.monotonic() < deadline:
+            for ready in multiprocessing.connection.wait(list(waiting), timeout=deadline - time.monotonic()):
+                rank = waiting.pop(ready)
+                try:
+                    outcomes[rank] = ready.recv()
+                except (EOFError, ConnectionResetError):
+                    self._workers[rank].join(timeout=GRACE_SECONDS)
+                    outcomes[rank] = Outcome("died", f"exit code {self._workers[rank].exitcode}")
+                unexpected = outcomes[rank].kind == "failed" or (outcomes[rank].kind == "died" and rank not in dies)
+                if unexpected:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        hung = [self._workers[rank] for rank in waiting.values()]
+        for worker in hung:
+            os.kill(worker.pid, signal.SIGUSR1)
+        if hung:
+            time.sleep(1.0)  # faulthandler writes the stacks to the logs
+        for worker in hung:
+            worker.kill()
+        return outcomes
+
+    def _report(self, task: Task, outcomes: list[Outcome], offsets: list[int]) -> str:
+        lines = [f"{task.module}.{task.function} on {self.size} ranks over {self.mode}, backend {BACKEND}"]
+        for rank, outcome in enumerate(outcomes):
+            lines.append(f"---- rank {rank}: {outcome.kind} {outcome.detail.strip()}")
+            with self._logs[rank].open("rb") as log:
+                log.seek(offsets[rank])
+                output = log.read()[-20_000:].decode(errors="replace").strip()
+            if output:
+                lines.append(f"---- rank {rank} printed:\n{output}")
+        return "\n".join(lines)

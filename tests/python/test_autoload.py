@@ -1,0 +1,158 @@
+"""Loading: `import torch` finds the backend, and a broken build hurts nobody who does not use it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import BACKEND
+
+WATCHDOG_SECONDS = 120
+
+PACKAGE = importlib.util.find_spec("ncclx_rs")
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs" or PACKAGE is None, reason="ncclx_rs is not under test")
+
+USE = """
+import torch.distributed as dist
+dist.init_process_group("ncclx_rs", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+print("works")
+"""
+
+
+def python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments, "-c", code],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+        check=False,
+    )
+
+
+def printed(code: str, *arguments: str, **variables: str) -> str:
+    done = python(code, *arguments, **variables)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout.strip()
+
+
+def with_replaced_native(tmp_path: Path, source: str) -> str:
+    """A directory that holds a copy of the package whose native module is the given Python source."""
+    assert PACKAGE is not None and PACKAGE.submodule_search_locations
+    package, copy = Path(PACKAGE.submodule_search_locations[0]), tmp_path / "ncclx_rs"
+    for original in package.rglob("*.py"):
+        target = copy / original.relative_to(package)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(original.read_bytes())
+    (copy / "_native.py").write_text(source)
+    return str(tmp_path)
+
+
+def test_importing_torch_registers_the_backend() -> None:
+    assert printed("import torch, torch.distributed as dist; print('ncclx_rs' in dist.Backend.backend_list)") == "True"
+
+
+def test_backend_serves_cpu_and_cuda() -> None:
+    code = "import torch.distributed as dist; print(sorted(dist.Backend.backend_capability['ncclx_rs']))"
+    assert printed(code) == "['cpu', 'cuda']"
+
+
+def test_registration_leaves_the_defaults_alone() -> None:
+    code = "import torch.distributed as dist; print(dist.Backend.default_device_backend_map)"
+    ours = printed(code)
+    without = printed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert ours == without
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch",
+        "import ncclx_rs; import torch",
+        "import torch; import ncclx_rs",
+        "import torch.distributed; import ncclx_rs; import torch",
+        "from torch import nn; import torch",
+        "import ncclx_rs, importlib; importlib.reload(ncclx_rs); import torch",
+    ],
+)
+def test_imports_work_in_every_order(imports: str) -> None:
+    assert printed(f"{imports}\n{USE}") == "works"
+
+
+def test_import_is_silent() -> None:
+    done = python("import torch, ncclx_rs", "-W", "error::DeprecationWarning:ncclx_rs")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_importing_torch_does_not_load_the_native_module() -> None:
+    assert printed("import sys, torch; print('ncclx_rs._native' in sys.modules)") == "False"
+
+
+def test_explicit_import_registers_without_autoload() -> None:
+    code = f"import torch, ncclx_rs\n{USE}"
+    assert printed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "works"
+
+
+def test_broken_native_module_fails_only_when_used(tmp_path: Path) -> None:
+    path = with_replaced_native(tmp_path, "raise ImportError('libmissing.so: cannot open shared object file')")
+    assert printed("import torch; print(torch.ones(2).sum().item())", PYTHONPATH=path) == "2.0"
+    used = python(f"import torch\n{USE}", PYTHONPATH=path)
+    assert used.returncode != 0
+    assert "ImportError" in used.stderr and "libmissing.so" in used.stderr, used.stderr
+
+
+def test_other_torch_version_is_a_clear_import_error() -> None:
+    # The check compares what the extension was built for with torch.__version__; either side may be faked.
+    pretend = "import torch, ncclx_rs\ntorch.__version__ = torch.torch_version.TorchVersion('1.99.0')\n"
+    used = python(pretend + USE)
+    assert used.returncode != 0
+    assert "ImportError" in used.stderr and "1.99" in used.stderr, used.stderr
+    built = python("import torch; print('.'.join(torch.__version__.split('.')[:2]))").stdout.strip()
+    assert built in used.stderr.splitlines()[-1] or built in used.stderr, used.stderr
+
+
+def test_process_may_exit_without_destroying_its_group() -> None:
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("ncclx_rs", store=dist.HashStore(), rank=0, world_size=1)
+future = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda f: None)
+print("leaving")
+"""
+    assert printed(code) == "leaving"
+
+
+def test_fork_after_import_works() -> None:
+    code = f"""
+import os, torch
+child = os.fork()
+if child == 0:
+    exec({USE!r})
+    import sys; sys.stdout.flush()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+"""
+    assert printed(code) == "works"
+
+
+def test_torchrun_starts_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('ncclx_rs')\n"
+        "t = torch.ones(3) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(t)\n"
+        "assert t.tolist() == [3.0] * 3, t\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_SECONDS, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

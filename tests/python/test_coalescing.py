@@ -1,0 +1,93 @@
+"""The coalescing manager: one Work for many operations, which covers all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+from reference import assert_same, data, reduced
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+CPU = torch.device("cpu")
+# Sizes far apart: were the Work to end with the first operation, the last would not be reduced yet.
+COUNTS = (1, 500_000, 0, 3, 200_000)
+
+
+def _assert_reduced(tensors: list[torch.Tensor], size: int, what: str) -> None:
+    for i, tensor in enumerate(tensors):
+        expected = reduced([data(r, COUNTS[i], salt=i) for r in range(size)])
+        assert_same(tensor, expected, f"{what}, tensor {i}")
+
+
+def all_reduces_coalesce(rank: int, size: int, device: torch.device | None, async_ops: bool) -> None:
+    for _ in range(3):
+        tensors = [data(rank, count, salt=i) for i, count in enumerate(COUNTS)]
+        with _coalescing_manager(device=device, async_ops=async_ops) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        if async_ops:
+            manager.wait()
+        _assert_reduced(tensors, size, f"device={device}")
+
+
+def gathers_and_scatters_coalesce(rank: int, size: int, device: torch.device | None, async_ops: bool) -> None:
+    counts = (1, 100_000, 7)
+    gathered = [torch.full((size * count,), 99.0) for count in counts]
+    with _coalescing_manager(device=device, async_ops=async_ops) as manager:
+        for i, output in enumerate(gathered):
+            dist.all_gather_into_tensor(output, data(rank, counts[i], salt=i))
+    if async_ops:
+        manager.wait()
+    for i, output in enumerate(gathered):
+        assert_same(output, torch.cat([data(r, counts[i], salt=i) for r in range(size)]), f"all_gather {i}")
+    parts = [torch.full((count,), 99.0) for count in counts]
+    with _coalescing_manager(device=device, async_ops=async_ops) as manager:
+        for i, part in enumerate(parts):
+            dist.reduce_scatter_tensor(part, data(rank, size * counts[i], salt=i))
+    if async_ops:
+        manager.wait()
+    for i, part in enumerate(parts):
+        total = reduced([data(r, size * counts[i], salt=i) for r in range(size)])
+        assert_same(part, total[rank * counts[i] : (rank + 1) * counts[i]], f"reduce_scatter {i}")
+
+
+def different_operations_coalesce(rank: int, size: int) -> None:
+    total, told = data(rank, 100_000), data(rank, 1000)
+    gathered = torch.empty(size * 10)
+    with _coalescing_manager(device=CPU, async_ops=True) as manager:
+        dist.all_reduce(total)
+        dist.broadcast(told, src=size - 1)
+        dist.all_gather_into_tensor(gathered, data(rank, 10))
+    manager.wait()
+    assert_same(total, reduced([data(r, 100_000) for r in range(size)]), "all_reduce")
+    assert_same(told, data(size - 1, 1000), "broadcast")
+    assert_same(gathered, torch.cat([data(r, 10) for r in range(size)]), "all_gather_into_tensor")
+
+
+def nothing_coalesces(rank: int, size: int) -> None:
+    with _coalescing_manager(device=CPU):
+        pass
+    with _coalescing_manager():
+        pass
+    dist.barrier()
+
+
+def coalesced_lists_reduce(rank: int, size: int) -> None:
+    tensors = [data(rank, count, salt=i) for i, count in enumerate(COUNTS)]
+    dist.all_reduce_coalesced(tensors)
+    _assert_reduced(tensors, size, "all_reduce_coalesced")
+
+
+@pytest.mark.parametrize("async_ops", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("device", [None, CPU], ids=["without_device", "with_device"])
+@pytest.mark.parametrize("check", [all_reduces_coalesce, gathers_and_scatters_coalesce], ids=lambda c: c.__name__)
+def test_one_kind_coalesces(world: World, check, device, async_ops) -> None:
+    world.run(check, device, async_ops)
+
+
+@pytest.mark.parametrize(
+    "check", [different_operations_coalesce, nothing_coalesces, coalesced_lists_reduce], ids=lambda c: c.__name__
+)
+def test_coalescing(world: World, check) -> None:
+    world.run(check)

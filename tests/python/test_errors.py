@@ -1,0 +1,143 @@
+"""Misuse found before anything is sent: a ValueError that names the argument, and a group that works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+from reference import assert_same, data, reduced
+
+
+def assert_refused(pattern: str, call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=f"(?s){pattern}") as refused:
+        call()
+    assert not isinstance(refused.value, dist.DistError)
+
+
+def assert_group_still_works(rank: int, size: int) -> None:
+    tensor = data(rank, 1000)
+    dist.all_reduce(tensor)
+    assert_same(tensor, reduced([data(r, 1000) for r in range(size)]), "all_reduce after the error")
+
+
+def outputs_of_wrong_sizes_are_refused(rank: int, size: int) -> None:
+    ten = torch.ones(10)
+    assert_refused(
+        rf"all_gather.*\b{size * 10}\b.*\b{size * 10 + 1}\b",
+        lambda: dist.all_gather_into_tensor(torch.empty(size * 10 + 1), ten),
+    )
+    assert_refused("reduce_scatter", lambda: dist.reduce_scatter_tensor(torch.empty(11), torch.ones(size * 10)))
+    assert_refused("all_gather", lambda: dist.all_gather([torch.empty(10)] * (size + 1), ten))
+    wrong_own = [torch.empty(11 if r == rank else 10) for r in range(size)]
+    assert_refused("all_gather", lambda: dist.all_gather(wrong_own, ten))
+    assert_refused("reduce_scatter", lambda: dist.reduce_scatter(ten, [torch.ones(10)] * (size + 1)))
+    wrong_part = [torch.ones(11 if r == rank else 10) for r in range(size)]
+    assert_refused("reduce_scatter", lambda: dist.reduce_scatter(torch.empty(10), wrong_part))
+    assert_refused("all_to_all", lambda: dist.all_to_all([torch.empty(1)] * (size + 1), [torch.ones(1)] * size))
+    assert_group_still_works(rank, size)
+
+
+def splits_that_do_not_add_up_are_refused(rank: int, size: int) -> None:
+    whole, output = torch.ones(size * 4), torch.empty(size * 4)
+    even = [4] * size
+    too_much = [4] * (size - 1) + [5]
+    assert_refused("(?i)split", lambda: dist.all_to_all_single(output, whole, even, too_much))
+    assert_refused("(?i)split", lambda: dist.all_to_all_single(output, whole, too_much, even))
+    assert_refused("(?i)split", lambda: dist.all_to_all_single(output, whole, even + [0], even))
+    if size > 1:
+        negative = [-4, 12] + [4] * (size - 2)
+        assert_refused("(?i)split", lambda: dist.all_to_all_single(output, whole, even, negative))
+        odd = torch.ones(size * 4 + 1)
+        assert_refused("all_to_all", lambda: dist.all_to_all_single(torch.empty_like(odd), odd))
+    assert_group_still_works(rank, size)
+
+
+def mixed_dtypes_are_refused(rank: int, size: int) -> None:
+    ints, floats = torch.ones(10, dtype=torch.int64), torch.ones(10)
+    many = torch.ones(size * 10, dtype=torch.int64)
+    # torch itself refuses some of these before they reach a backend; what it raises is its own affair.
+    for call in [
+        lambda: dist.all_gather([torch.empty(10) for _ in range(size)], ints),
+        lambda: dist.all_gather_into_tensor(many, floats),
+        lambda: dist.reduce_scatter_tensor(floats, many),
+        lambda: dist.all_to_all_single(torch.empty(size * 10), many),
+    ]:
+        with pytest.raises((ValueError, RuntimeError), match="(?i)type"):
+            call()
+    assert_group_still_works(rank, size)
+
+
+def ranks_outside_the_group_are_refused(rank: int, size: int) -> None:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    tensor = torch.ones(4)
+    for call in [
+        lambda: dist.broadcast(tensor, src=size),
+        lambda: dist.broadcast(tensor, group_src=-1),
+        lambda: dist.reduce(tensor, dst=size),
+        lambda: dist.send(tensor, dst=size),
+        lambda: dist.recv(tensor, src=size),
+    ]:
+        with pytest.raises((ValueError, RuntimeError)):
+            call()
+    options = dist.BroadcastOptions()
+    options.rootRank = size
+    assert_refused(rf"broadcast.*\b{size}\b", lambda: backend.broadcast([tensor], options))
+    assert_refused(rf"send.*\b{size}\b", lambda: backend.send([tensor], size, 0))
+    assert_refused("recv", lambda: backend.recv([tensor], -7, 0))
+    assert_refused("(?i)tag", lambda: backend.send([tensor], (rank + 1) % size, -1))
+    assert_group_still_works(rank, size)
+
+
+def sending_to_oneself_is_refused(rank: int, size: int) -> None:
+    for call in (lambda: dist.send(torch.ones(1), dst=rank), lambda: dist.recv(torch.ones(1), src=rank)):
+        with pytest.raises((ValueError, RuntimeError)):
+            call()
+    assert_group_still_works(rank, size)
+
+
+def tensors_without_memory_are_refused(rank: int, size: int) -> None:
+    # dist.* finds no backend for "meta"; the backend itself must not read a null pointer either.
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert_refused("(?i)meta", lambda: backend.allreduce([torch.empty(4, device="meta")], dist.AllreduceOptions()))
+    sparse = torch.eye(3).to_sparse()
+    assert_refused("(?i)sparse", lambda: backend.broadcast([sparse], dist.BroadcastOptions()))
+    assert_group_still_works(rank, size)
+
+
+def gpu_tensors_without_gpu_are_refused(rank: int, size: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: torch cannot make a CUDA tensor here")
+    tensor = torch.ones(4, device="cuda")
+    dist.all_reduce(tensor)
+    assert_same(tensor.cpu(), torch.full((4,), float(size)), "all_reduce of a CUDA tensor")
+
+
+def overlapping_outputs_are_refused(rank: int, size: int) -> None:
+    assert_refused("all_reduce", lambda: dist.all_reduce(torch.ones(1).expand(5)))
+    assert_group_still_works(rank, size)
+
+
+CHECKS = [
+    outputs_of_wrong_sizes_are_refused,
+    splits_that_do_not_add_up_are_refused,
+    mixed_dtypes_are_refused,
+    ranks_outside_the_group_are_refused,
+    tensors_without_memory_are_refused,
+    gpu_tensors_without_gpu_are_refused,
+    overlapping_outputs_are_refused,
+]
+
+
+@pytest.mark.worlds(sizes=(2, 3))
+@pytest.mark.parametrize("check", [*CHECKS, sending_to_oneself_is_refused], ids=lambda check: check.__name__)
+def test_misuse(world: World, check) -> None:
+    world.run(check)
+
+
+@pytest.mark.worlds(sizes=(1,))
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_misuse_alone(world: World, check) -> None:
+    world.run(check)

@@ -1,0 +1,188 @@
+"""Late, lost and aborted ranks: the others get an error that names the operation and the rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, fresh_store, join, leaving_together
+from test_mismatch import call
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+SHORT = 2.0
+
+
+def late_rank_is_named(rank: int, size: int, name: str, late: int, count: int) -> None:
+    join(timeout=SHORT)
+    dist.barrier()
+    began = time.monotonic()
+    with leaving_together():
+        if rank == late:
+            return
+        with pytest.raises(dist.DistBackendError) as raised:
+            call(name, size, count=count, root=late if name == "broadcast" else rank)
+        message = str(raised.value)
+        assert time.monotonic() - began >= SHORT * 0.9, f"gave up before the timeout: {message}"
+        assert name in message, f"the operation is not named: {message}"
+        assert f"rank {late}" in message or f"ranks {late}" in message or f"ranks [{late}]" in message, message
+
+
+def rooted_waits_for_members(rank: int, size: int) -> None:
+    """A root that needs everybody names the one who is late; nobody else has to fail."""
+    join(timeout=SHORT)
+    dist.barrier()
+    with leaving_together():
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match=rf"gather(.|\n)*\b{size - 1}\b"):
+                dist.gather(torch.ones(3), [torch.empty(3) for _ in range(size)], dst=0)
+
+
+def receive_without_sender_names_the_peer(rank: int, size: int) -> None:
+    join(timeout=SHORT)
+    dist.barrier()
+    with leaving_together():
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match=r"recv(.|\n)*rank 1"):
+                dist.recv(torch.empty(3), src=1)
+            with pytest.raises(dist.DistBackendError, match="recv"):
+                dist.recv(torch.empty(3))
+
+
+def async_timeout_surfaces_in_wait(rank: int, size: int) -> None:
+    join(timeout=SHORT)
+    dist.barrier()
+    with leaving_together():
+        if rank != 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            with pytest.raises(dist.DistBackendError, match="all_reduce(.|\n)*rank"):
+                work.wait()
+            assert work.is_completed() and not work.is_success() and work.exception() is not None
+
+
+def absent_rank_is_named_at_init(rank: int, size: int) -> None:
+    absent = size - 1
+    with leaving_together():
+        if rank == absent:
+            return
+        with pytest.raises(dist.DistBackendError, match=rf"rank(s)? \[?{absent}\b"):
+            join(timeout=SHORT)
+            dist.all_reduce(torch.ones(1))  # a backend may meet its peers with the first operation
+
+
+def killed_rank_is_named(rank: int, size: int, how: str, count: int) -> None:
+    victim = size - 1
+    join(timeout=60)
+    tensor = torch.ones(count)
+    dist.all_reduce(tensor)
+    if rank == victim:
+        if how == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+    survivors = range(victim)
+    with leaving_together(survivors):
+        with pytest.raises(dist.DistBackendError) as raised:
+            while True:  # the first may still complete with what the victim had sent
+                dist.all_reduce(tensor)
+        message = str(raised.value)
+        assert "all_reduce" in message and f"rank {victim}" in message, message
+
+
+def rank_killed_amid_a_collective_is_named(rank: int, size: int) -> None:
+    victim = size - 1
+    join(timeout=60)
+    tensor = torch.ones(200_000)
+    if rank == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with leaving_together(range(victim)):
+        with pytest.raises(dist.DistBackendError, match=rf"all_reduce(.|\n)*rank {victim}"):
+            while True:
+                dist.all_reduce(tensor)
+
+
+def peer_of_a_receive_dies(rank: int, size: int) -> None:
+    join(timeout=60)
+    dist.barrier()
+    if rank == 1:
+        os._exit(3)
+    with leaving_together([r for r in range(size) if r != 1]):
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match=r"recv(.|\n)*rank 1"):
+                dist.recv(torch.empty(10), src=1)
+
+
+def abort_ends_a_blocked_call(rank: int, size: int) -> None:
+    join(timeout=300)
+    dist.barrier()
+    with leaving_together():
+        if rank == 0:
+            return
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        threading.Timer(0.5, backend.abort).start()
+        with pytest.raises(dist.DistBackendError, match="all_reduce(.|\n)*abort"):
+            dist.all_reduce(torch.ones(100))
+        with pytest.raises(dist.DistBackendError, match="abort"):
+            dist.all_reduce(torch.ones(100))
+        backend.abort()  # harmless
+
+
+def new_group_works_after_a_timeout(rank: int, size: int) -> None:
+    join(timeout=SHORT)
+    with leaving_together():
+        if rank != 0:
+            with pytest.raises(dist.DistBackendError):
+                dist.all_reduce(torch.ones(10))
+    dist.destroy_process_group()
+    join(store=fresh_store())
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(size)] * 10
+
+
+@pytest.mark.worlds(sizes=(2,))
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_late_rank_is_named_in_timeout(fresh_world: World, name: str) -> None:
+    fresh_world.run(late_rank_is_named, name, 1, 10, join=False)
+
+
+@pytest.mark.worlds(sizes=(3,))
+@pytest.mark.parametrize("count", [10, 1_000_000])
+def test_late_rank_is_named_by_all_others(fresh_world: World, count: int) -> None:
+    fresh_world.run(late_rank_is_named, "all_reduce", 1, count, join=False)
+
+
+@pytest.mark.worlds(sizes=(2, 3))
+@pytest.mark.parametrize(
+    "check",
+    [
+        rooted_waits_for_members,
+        receive_without_sender_names_the_peer,
+        async_timeout_surfaces_in_wait,
+        absent_rank_is_named_at_init,
+        abort_ends_a_blocked_call,
+        new_group_works_after_a_timeout,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_failure(fresh_world: World, check) -> None:
+    fresh_world.run(check, join=False)
+
+
+@pytest.mark.worlds(sizes=(2, 3))
+@pytest.mark.parametrize(("how", "count"), [("exit", 10), ("sigkill", 10), ("sigkill", 1_000_000)])
+def test_killed_rank_is_named(fresh_world: World, how: str, count: int) -> None:
+    fresh_world.run(killed_rank_is_named, how, count, join=False, dies={fresh_world.size - 1})
+
+
+@pytest.mark.worlds(sizes=(2, 3))
+def test_rank_killed_amid_a_collective_is_named(fresh_world: World) -> None:
+    fresh_world.run(rank_killed_amid_a_collective_is_named, join=False, dies={fresh_world.size - 1})
+
+
+@pytest.mark.worlds(sizes=(2, 3))
+def test_dead_peer_of_a_receive_is_named(fresh_world: World) -> None:
+    fresh_world.run(peer_of_a_receive_dies, join=False, dies={1})

@@ -1,0 +1,195 @@
+"""Addresses: two network namespaces pose as two hosts, joined by one virtual cable."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import ipaddress
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from harness import BACKEND, World
+from reference import assert_same, data, reduced
+
+PORT = 29_611
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+
+V4 = ("10.213.7.1/24", "10.213.7.2/24")
+V6 = ("fd13:7::1/64", "fd13:7::2/64")
+
+
+@dataclass(frozen=True)
+class Host:
+    """Puts a worker on one of the two pretended hosts before its first run."""
+
+    namespaces: tuple[str, str]
+    hosts_file: str | None
+
+    def __call__(self, rank: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def must(result: int, what: str) -> None:
+            if result != 0:
+                raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+        with open(f"/run/netns/{self.namespaces[rank % 2]}") as namespace:
+            must(libc.setns(namespace.fileno(), CLONE_NEWNET), "setns")
+        if self.hosts_file is not None:
+            must(libc.unshare(CLONE_NEWNS), "unshare")
+            must(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
+            must(libc.mount(self.hosts_file.encode(), b"/etc/hosts", None, MS_BIND, None), "bind /etc/hosts")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def add_dead_end(namespace: str, interface: str, address: str) -> None:
+    """An interface that is up, has an address, and leads nowhere."""
+    ip("-n", namespace, "link", "add", interface, "type", "veth", "peer", "name", f"{interface}x")
+    ip("-n", namespace, "link", "set", f"{interface}x", "up")
+    ip("-n", namespace, "link", "set", interface, "up")
+    ip("-n", namespace, "addr", "add", address, "dev", interface)
+
+
+@contextmanager
+def two_hosts(*addresses: tuple[str, str]) -> Iterator[tuple[str, str]]:
+    """Two namespaces whose `wire0` interfaces are connected and have the given pairs of addresses."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    names = (f"ncclxrs{os.getpid()}a", f"ncclxrs{os.getpid()}b")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", "wire0", "netns", names[0], "type", "veth", "peer", "name", "wire0", "netns", names[1])
+        except subprocess.CalledProcessError as refusal:
+            pytest.skip(f"no network namespaces here: {refusal.stderr.strip()}")
+        for name in names:
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "wire0", "up")
+        for pair in addresses:
+            for name, address in zip(names, pair, strict=True):
+                ip("-n", name, "addr", "add", address, "dev", "wire0", *(["nodad"] if ":" in address else []))
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def collectives_cross_the_wire(rank: int, size: int, master: str) -> None:
+    method = f"tcp://[{master}]:{PORT}" if ":" in master else f"tcp://{master}:{PORT}"
+    dist.init_process_group(BACKEND, init_method=method, rank=rank, world_size=size)
+    for count in (1, 100_000):
+        tensor = data(rank, count)
+        dist.all_reduce(tensor)
+        assert_same(tensor, reduced([data(r, count) for r in range(size)]), f"all_reduce of {count}")
+    dist.barrier()
+
+
+def failure_to_join(rank: int, size: int, master: str) -> str:
+    try:
+        collectives_cross_the_wire(rank, size, master)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    raise AssertionError("joined through an interface that does not exist")
+
+
+def addresses_of_connections(rank: int, size: int, master: str) -> list[str]:
+    """The distinct remote addresses that this rank's TCP sockets are connected to."""
+    collectives_cross_the_wire(rank, size, master)
+    remotes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(descriptor))) as duplicate:
+                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type & socket.SOCK_STREAM:
+                    remotes.add(duplicate.getpeername()[0])
+        except OSError:
+            continue  # not a socket, not connected, or gone already
+    dist.barrier()
+    return sorted(remotes)
+
+
+def run_on_two_hosts(
+    function, namespaces: tuple[str, str], master: str, size: int = 2, hosts: Path | None = None, **variables: str
+) -> list:
+    if BACKEND == "gloo":  # which takes what the host name resolves to unless it is told the interface
+        variables = {"GLOO_SOCKET_IFNAME": "wire0"} | variables
+    world = World(size, "tcp", variables, Host(namespaces, str(hosts) if hosts else None))
+    try:
+        return world.run(function, master, join=False)
+    finally:
+        world.close()
+
+
+@functools.cache
+def master(addresses: tuple[str, str]) -> str:
+    return str(ipaddress.ip_interface(addresses[0]).ip)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_two_hosts_meet(size: int) -> None:
+    with two_hosts(V4) as namespaces:
+        run_on_two_hosts(collectives_cross_the_wire, namespaces, master(V4), size)
+
+
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
+def test_hostname_that_resolves_to_loopback_is_not_advertised(loopback: str, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{loopback} {socket.gethostname()}\n")
+    with two_hosts(V4) as namespaces:
+        remotes = run_on_two_hosts(addresses_of_connections, namespaces, master(V4), hosts=hosts, GLOO_SOCKET_IFNAME="")
+    assert "10.213.7.2" in remotes[0] and "10.213.7.1" in remotes[1], remotes
+
+
+def test_hostname_without_address_does_not_matter(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    with two_hosts(V4) as namespaces:
+        run_on_two_hosts(collectives_cross_the_wire, namespaces, master(V4), hosts=hosts)
+
+
+def test_hosts_with_ipv6_only_meet() -> None:
+    with two_hosts(V6) as namespaces:
+        run_on_two_hosts(collectives_cross_the_wire, namespaces, master(V6))
+
+
+@pytest.mark.parametrize("choice", ["wire0", "wire", "^lo,dead0", "10.213.7.0/24", "wire0,lo"])
+def test_interfaces_are_chosen_by_name_or_network(choice: str) -> None:
+    with two_hosts(V4) as namespaces:
+        for name, number in zip(namespaces, "12", strict=True):
+            add_dead_end(name, "dead0", f"10.213.{number}00.1/24")
+        run_on_two_hosts(collectives_cross_the_wire, namespaces, master(V4), NCCLX_RS_SOCKET_IFNAME=choice)
+
+
+def test_interface_is_chosen_by_ipv6_network() -> None:
+    with two_hosts(V4, V6) as namespaces:
+        remotes = run_on_two_hosts(
+            addresses_of_connections, namespaces, master(V4), NCCLX_RS_SOCKET_IFNAME="fd13:7::/64"
+        )
+    assert "fd13:7::2" in remotes[0] and "fd13:7::1" in remotes[1], remotes
+
+
+def test_unknown_interface_is_named() -> None:
+    with two_hosts(V4) as namespaces:
+        messages = run_on_two_hosts(
+            failure_to_join, namespaces, master(V4), NCCLX_RS_SOCKET_IFNAME="nosuch7", GLOO_SOCKET_IFNAME="nosuch7"
+        )
+    assert all("nosuch7" in message for message in messages), messages
+
+
+def test_addresses_that_lead_nowhere_are_not_the_only_ones_tried() -> None:
+    with two_hosts(V4) as namespaces:
+        for name in namespaces:
+            # The same address on both sides, as container bridges have it: reaching it means reaching oneself.
+            add_dead_end(name, "bridge0", "10.0.17.1/16")
+        run_on_two_hosts(collectives_cross_the_wire, namespaces, master(V4))

@@ -1,0 +1,192 @@
+"""How ranks find each other: every kind of store, and how much they ask of it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from harness import BACKEND, World, fresh_store, join, joined
+from reference import assert_same, data, reduced
+
+
+def assert_group_works(rank: int, size: int) -> None:
+    tensor = data(rank, 1000)
+    dist.all_reduce(tensor)
+    assert_same(tensor, reduced([data(r, 1000) for r in range(size)]), "all_reduce")
+    dist.barrier()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment_variables_rendezvous(rank: int, size: int, port: int) -> None:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ.update(variables)
+    try:
+        dist.init_process_group(BACKEND)
+        assert_group_works(rank, size)
+        # The default store must outlive every rank's destroy.
+        dist.destroy_process_group()
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def tcp_address_rendezvous(rank: int, size: int, port: int) -> None:
+    dist.init_process_group(BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    assert_group_works(rank, size)
+    dist.destroy_process_group()
+
+
+def file_rendezvous(rank: int, size: int, path: str) -> None:
+    dist.init_process_group(BACKEND, init_method=f"file://{path}", rank=rank, world_size=size)
+    assert_group_works(rank, size)
+    dist.destroy_process_group()
+
+
+def file_store_rendezvous(rank: int, size: int, path: str) -> None:
+    with joined(store=dist.FileStore(path, size)):
+        assert_group_works(rank, size)
+
+
+def nested_prefixes_rendezvous(rank: int, size: int) -> None:
+    with joined(store=dist.PrefixStore("a/b", dist.PrefixStore("", fresh_store()))):
+        assert_group_works(rank, size)
+
+
+def hash_store_serves_one_rank(rank: int, size: int) -> None:
+    with joined(store=dist.HashStore()):
+        assert_group_works(rank, size)
+
+
+def one_store_serves_groups_one_after_another(rank: int, size: int) -> None:
+    store = fresh_store()
+    for i in range(5):
+        with joined(store=dist.PrefixStore(f"group{i}", store)):
+            assert_group_works(rank, size)
+
+
+class CountingStore(dist.Store):
+    """Passes everything on and remembers what was asked."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls: list[str] = []
+        self.lock = threading.Lock()
+
+    def _count(self, what: str) -> None:
+        with self.lock:
+            self.calls.append(what)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._count(f"set {key}")
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._count(f"get {key}")
+        return self.inner.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        self._count(f"add {key}")
+        return self.inner.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._count(f"check {keys}")
+        return self.inner.check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._count(f"compare_set {key}")
+        return self.inner.compare_set(key, expected, desired)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._count(f"multi_get {keys}")
+        return self.inner.multi_get(keys)
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self._count(f"multi_set {keys}")
+        self.inner.multi_set(keys, values)
+
+    def append(self, key: str, value: str) -> None:
+        self._count(f"append {key}")
+        self.inner.append(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        self._count(f"delete_key {key}")
+        return self.inner.delete_key(key)
+
+    def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
+        self._count(f"wait {keys}")
+        self.inner.wait(keys, *timeout)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self.inner.set_timeout(timeout)
+
+    def has_extended_api(self) -> bool:
+        return self.inner.has_extended_api()
+
+    def clone(self) -> CountingStore:
+        return self
+
+
+def calls_on_the_store(rank: int, size: int) -> list[list[str]]:
+    """The calls for: the default group with its first operations, a second group, everything after."""
+    store = CountingStore(fresh_store())
+    join(store=store)
+    dist.barrier()
+    assert_group_works(rank, size)
+    first, store.calls = store.calls, []
+    group = dist.new_group(list(range(size)))
+    dist.barrier(group)
+    second, store.calls = store.calls, []
+    for _ in range(20):
+        assert_group_works(rank, size)
+        dist.barrier(group)
+    return [first, second, store.calls]
+
+
+@pytest.mark.parametrize("check", [environment_variables_rendezvous, tcp_address_rendezvous], ids=lambda c: c.__name__)
+def test_address_rendezvous(world: World, check) -> None:
+    world.run(check, free_port(), join=False)
+
+
+@pytest.mark.parametrize("check", [file_rendezvous, file_store_rendezvous], ids=lambda c: c.__name__)
+def test_file_rendezvous(world: World, check, tmp_path: Path) -> None:
+    world.run(check, str(tmp_path / "store"), join=False)
+
+
+@pytest.mark.parametrize(
+    "check", [nested_prefixes_rendezvous, one_store_serves_groups_one_after_another], ids=lambda c: c.__name__
+)
+def test_store_rendezvous(world: World, check) -> None:
+    world.run(check, join=False)
+
+
+@pytest.mark.worlds(sizes=(1,))
+def test_hash_store_serves_one_rank(world: World) -> None:
+    world.run(hash_store_serves_one_rank, join=False)
+
+
+@pytest.mark.parametrize("mode", ["shm", "tcp"])
+def test_store_calls_of_a_rank_do_not_grow_with_the_world(mode: str) -> None:
+    counts = {}
+    for size in (2, 4, 8):
+        world = World(size, mode)
+        try:
+            counts[size] = world.run(calls_on_the_store, join=False)
+        finally:
+            world.close()
+    for phase, what in enumerate(("the default group", "a second group", "operations after that")):
+        most = {size: max(len(phases[phase]) for phases in ranks) for size, ranks in counts.items()}
+        example = counts[8][1][phase]
+        # The library asks the backend's store a few things itself; that, too, does not depend on the size.
+        assert most[8] <= most[2] + 1, f"{what}: most calls of one rank by world size {most}; rank 1 of 8: {example}"
+    assert not any(phases[2] for phases in counts[8]), f"operations use the store: {counts[8]}"

@@ -1,0 +1,504 @@
+// Every virtual of c10d::Backend, as a call of the engine. Included by register.cpp: one translation unit, because
+// torch's headers cost more than all of this.
+#include "backend.h"
+
+#include <Python.h>
+
+#include "store.h"
+
+namespace ncclx {
+
+using c10d::OpType;
+
+struct NcclxBackend::Call {
+  NcclxKind kind;
+  const char* operation;  // in messages
+  const char* title;      // in the profiler
+  OpType type;
+  Milliseconds timeout;
+  bool async;
+  Tensors results;
+  Tensors profiled;
+  int peer = 0;
+  uint32_t tag = 0;
+  uint32_t reduce = 0;
+  double factor = 0;
+  std::vector<uint64_t> in_counts{};
+  std::vector<uint64_t> out_counts{};
+  // Fills the operands of the i-th of `count` operations.
+  std::function<void(Operands&, size_t)> fill;
+  size_t count = 1;
+};
+
+namespace {
+
+// The only tensor of a list, where c10d passes lists of one.
+at::Tensor& only(Tensors& list, const char* operation, const char* argument) {
+  if (list.size() != 1) refuse(operation, argument, "one tensor", std::to_string(list.size()));
+  return list.front();
+}
+
+Tensors& only(std::vector<Tensors>& lists, const char* operation, const char* argument) {
+  if (lists.size() != 1) refuse(operation, argument, "one list of tensors", std::to_string(lists.size()));
+  return lists.front();
+}
+
+struct Reduction {
+  uint32_t op;
+  double factor;
+};
+
+Reduction reduction(const c10d::ReduceOp& op) {
+  double factor = 0;
+  if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    const auto* supplement = reinterpret_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+    const at::Tensor& tensor = supplement->tensor_factor;
+    factor = tensor.defined() ? tensor.item<double>() : supplement->double_factor;
+  }
+  return {static_cast<uint32_t>(op.op_), factor};
+}
+
+}  // namespace
+
+NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                           std::string name, c10::intrusive_ptr<NcclxOptions> options)
+    : Backend(rank, size), engine_(engine), options_(std::move(options)) {
+  std::vector<const char*> hints;
+  for (const auto& [key, value] : options_->hints) {
+    hints.push_back(key.c_str());
+    hints.push_back(value.c_str());
+  }
+  StoreAdapter adapter(store);
+  const NcclxInit init{name.c_str(), rank, size, options_->timeout.count(), hints.data(), hints.size() / 2,
+                       adapter.view()};
+  NcclxError error;
+  const int32_t status = engine_->create(&init, &comm_, &error);
+  adapter.forget();
+  if (status != NCCLX_OK) raise(status, error.text);
+  this->init();
+}
+
+NcclxBackend::~NcclxBackend() {
+  // Ending the engine may wait for callbacks that need Python's lock.
+  PyThreadState* saved = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  engine_->destroy(comm_);
+  if (saved) PyEval_RestoreThread(saved);
+}
+
+WorkPtr NcclxBackend::launch(Call&& call) {
+  const bool coalescing = [&] {
+    std::lock_guard<std::mutex> lock(coalescing_mutex_);
+    return coalescing_;
+  }();
+  const bool blocking = !call.async && !coalescing;
+  auto work = c10::make_intrusive<NcclxWork>(engine_, getRank(), call.type, call.title,
+                                             std::optional<Tensors>(call.profiled), std::move(call.results));
+  for (size_t i = 0; i < call.count; ++i) {
+    Operands& operands = work->operands(call.operation);
+    if (call.fill) call.fill(operands, i);
+    NcclxOp op{};
+    op.kind = call.kind;
+    op.reduce = call.reduce;
+    op.factor = call.factor;
+    op.timeout_ms = call.timeout.count();
+    op.peer = call.peer;
+    op.tag = call.tag;
+    op.blocking = blocking;
+    op.in = operands.inputs().data();
+    op.n_in = operands.inputs().size();
+    op.out = operands.outputs().data();
+    op.n_out = operands.outputs().size();
+    op.in_counts = call.in_counts.data();
+    op.out_counts = call.out_counts.data();
+    op.n_counts = call.in_counts.size();
+    NcclxError error;
+    NcclxHandle* handle = nullptr;
+    const int32_t status = engine_->submit(comm_, &op, &handle, &error);
+    if (status != NCCLX_OK) {
+      if (i == 0) raise(status, error.text);
+      // Earlier operations of the call are in flight with this work's memory.
+      work->fail(exception(status, error.text));
+      break;
+    }
+    work->add(handle);
+  }
+  if (blocking) work->drive();
+  work->follow();
+  if (coalescing) {
+    std::lock_guard<std::mutex> lock(coalescing_mutex_);
+    coalesced_.push_back(work);
+  }
+  return work;
+}
+
+WorkPtr NcclxBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  at::Tensor tensor = only(tensors, "broadcast", "tensors");
+  return launch({.kind = NCCLX_BROADCAST, .operation = "broadcast", .title = "ncclx_rs:broadcast",
+                 .type = OpType::BROADCAST, .timeout = opts.timeout, .async = opts.asyncOp, .results = tensors,
+                 .profiled = tensors, .peer = static_cast<int>(opts.rootRank),
+                 .fill = [&](Operands& o, size_t) { o.in_place(tensor, "tensor"); }});
+}
+
+WorkPtr NcclxBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  at::Tensor tensor = only(tensors, "all_reduce", "tensors");
+  const Reduction op = reduction(opts.reduceOp);
+  return launch({.kind = NCCLX_ALL_REDUCE, .operation = "all_reduce", .title = "ncclx_rs:all_reduce",
+                 .type = OpType::ALLREDUCE, .timeout = opts.timeout, .async = opts.asyncOp, .results = tensors,
+                 .profiled = tensors, .reduce = op.op, .factor = op.factor,
+                 .fill = [&](Operands& o, size_t) { o.in_place(tensor, "tensor"); }});
+}
+
+WorkPtr NcclxBackend::allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) {
+  refuse("all_reduce", "tensor", "a dense tensor", "a sparse one");
+}
+
+WorkPtr NcclxBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  const Reduction op = reduction(opts.reduceOp);
+  return launch({.kind = NCCLX_ALL_REDUCE, .operation = "all_reduce_coalesced", .title = "ncclx_rs:all_reduce",
+                 .type = OpType::ALLREDUCE_COALESCED, .timeout = opts.timeout, .async = opts.asyncOp,
+                 .results = tensors, .profiled = tensors, .reduce = op.op, .factor = op.factor,
+                 .fill = [&](Operands& o, size_t) {
+                   for (const at::Tensor& tensor : tensors) o.in_place(tensor, "tensors");
+                 }});
+}
+
+WorkPtr NcclxBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  at::Tensor tensor = only(tensors, "reduce", "tensors");
+  const Reduction op = reduction(opts.reduceOp);
+  return launch({.kind = NCCLX_REDUCE, .operation = "reduce", .title = "ncclx_rs:reduce", .type = OpType::REDUCE,
+                 .timeout = opts.timeout, .async = opts.asyncOp, .results = tensors, .profiled = tensors,
+                 .peer = static_cast<int>(opts.rootRank), .reduce = op.op, .factor = op.factor,
+                 .fill = [&](Operands& o, size_t) { o.in_place(tensor, "tensor"); }});
+}
+
+WorkPtr NcclxBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  at::Tensor input = only(inputs, "all_gather", "tensor");
+  const Tensors& list = only(outputs, "all_gather", "tensor_list");
+  if (list.size() != static_cast<size_t>(getSize())) {
+    refuse("all_gather", "tensor_list", "a list of " + std::to_string(getSize()) + " tensors",
+           std::to_string(list.size()));
+  }
+  return launch({.kind = NCCLX_ALL_GATHER, .operation = "all_gather", .title = "ncclx_rs:all_gather",
+                 .type = OpType::ALLGATHER, .timeout = opts.timeout, .async = opts.asyncOp, .results = list,
+                 .profiled = inputs, .fill = [&](Operands& o, size_t) {
+                   o.input(input, "tensor");
+                   for (const at::Tensor& tensor : list) o.output(tensor, "tensor_list");
+                 }});
+}
+
+WorkPtr NcclxBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
+  return launch({.kind = NCCLX_ALL_GATHER, .operation = "all_gather_into_tensor", .title = "ncclx_rs:_all_gather_base",
+                 .type = OpType::_ALLGATHER_BASE, .timeout = opts.timeout, .async = opts.asyncOp,
+                 .results = {output}, .profiled = {input}, .fill = [&](Operands& o, size_t) {
+                   o.input(input, "input_tensor");
+                   o.output(output, "output_tensor");
+                 }});
+}
+
+// One operation a tensor: outputs[rank][i] is what `rank` has as inputs[i].
+WorkPtr NcclxBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) {
+  const char* operation = "all_gather_coalesced";
+  if (outputs.size() != static_cast<size_t>(getSize())) {
+    refuse(operation, "output_lists", "one list a rank, " + std::to_string(getSize()), std::to_string(outputs.size()));
+  }
+  Tensors results;
+  for (const Tensors& list : outputs) {
+    if (list.size() != inputs.size()) {
+      refuse(operation, "output_lists", std::to_string(inputs.size()) + " tensors a rank", std::to_string(list.size()));
+    }
+    results.insert(results.end(), list.begin(), list.end());
+  }
+  return launch({.kind = NCCLX_ALL_GATHER, .operation = operation, .title = "ncclx_rs:all_gather",
+                 .type = OpType::ALLGATHER_COALESCED, .timeout = opts.timeout, .async = opts.asyncOp,
+                 .results = std::move(results), .profiled = inputs,
+                 .fill = [&](Operands& o, size_t i) {
+                   o.input(inputs[i], "input_list");
+                   for (const Tensors& list : outputs) o.output(list[i], "output_lists");
+                 },
+                 .count = inputs.size()});
+}
+
+WorkPtr NcclxBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::AllgatherOptions& opts) {
+  const char* operation = "all_gather_into_tensor_coalesced";
+  if (outputs.size() != inputs.size()) {
+    refuse(operation, "outputs", std::to_string(inputs.size()) + " tensors", std::to_string(outputs.size()));
+  }
+  return launch({.kind = NCCLX_ALL_GATHER, .operation = operation, .title = "ncclx_rs:_all_gather_base",
+                 .type = OpType::COALESCED, .timeout = opts.timeout, .async = opts.asyncOp, .results = outputs,
+                 .profiled = inputs,
+                 .fill = [&](Operands& o, size_t i) {
+                   o.input(inputs[i], "inputs");
+                   o.output(outputs[i], "outputs");
+                 },
+                 .count = inputs.size()});
+}
+
+WorkPtr NcclxBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
+  at::Tensor input = only(inputs, "gather", "tensor");
+  const bool root = opts.rootRank == getRank();
+  if (!root && !outputs.empty() && !outputs.front().empty()) {
+    refuse("gather", "gather_list", "none on a rank that is not the root", "a list");
+  }
+  const Tensors list = root ? only(outputs, "gather", "gather_list") : Tensors{};
+  return launch({.kind = NCCLX_GATHER, .operation = "gather", .title = "ncclx_rs:gather", .type = OpType::GATHER,
+                 .timeout = opts.timeout, .async = opts.asyncOp, .results = list, .profiled = inputs,
+                 .peer = static_cast<int>(opts.rootRank), .fill = [&](Operands& o, size_t) {
+                   o.input(input, "tensor");
+                   for (const at::Tensor& tensor : list) o.output(tensor, "gather_list");
+                 }});
+}
+
+#if NCCLX_TORCH_GE(2, 14)
+WorkPtr NcclxBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+  const bool root = opts.rootRank == getRank();
+  return launch({.kind = NCCLX_GATHER, .operation = "gather_single", .title = "ncclx_rs:gather",
+                 .type = OpType::GATHER, .timeout = opts.timeout, .async = opts.asyncOp,
+                 .results = root ? Tensors{output} : Tensors{}, .profiled = {input},
+                 .peer = static_cast<int>(opts.rootRank), .fill = [&](Operands& o, size_t) {
+                   o.input(input, "input");
+                   if (root) o.output(output, "output");
+                 }});
+}
+#endif
+
+WorkPtr NcclxBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
+  at::Tensor output = only(outputs, "scatter", "tensor");
+  const bool root = opts.rootRank == getRank();
+  if (!root && !inputs.empty() && !inputs.front().empty()) {
+    refuse("scatter", "scatter_list", "none on a rank that is not the root", "a list");
+  }
+  const Tensors list = root ? only(inputs, "scatter", "scatter_list") : Tensors{};
+  return launch({.kind = NCCLX_SCATTER, .operation = "scatter", .title = "ncclx_rs:scatter", .type = OpType::SCATTER,
+                 .timeout = opts.timeout, .async = opts.asyncOp, .results = outputs, .profiled = list,
+                 .peer = static_cast<int>(opts.rootRank), .fill = [&](Operands& o, size_t) {
+                   for (const at::Tensor& tensor : list) o.input(tensor, "scatter_list");
+                   o.output(output, "tensor");
+                 }});
+}
+
+WorkPtr NcclxBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                     const c10d::ReduceScatterOptions& opts) {
+  at::Tensor output = only(outputs, "reduce_scatter", "output");
+  const Tensors& list = only(inputs, "reduce_scatter", "input_list");
+  if (list.size() != static_cast<size_t>(getSize())) {
+    refuse("reduce_scatter", "input_list", "a list of " + std::to_string(getSize()) + " tensors",
+           std::to_string(list.size()));
+  }
+  const Reduction op = reduction(opts.reduceOp);
+  return launch({.kind = NCCLX_REDUCE_SCATTER, .operation = "reduce_scatter", .title = "ncclx_rs:reduce_scatter",
+                 .type = OpType::REDUCE_SCATTER, .timeout = opts.timeout, .async = opts.asyncOp, .results = outputs,
+                 .profiled = list, .reduce = op.op, .factor = op.factor, .fill = [&](Operands& o, size_t) {
+                   for (const at::Tensor& tensor : list) o.input(tensor, "input_list");
+                   o.output(output, "output");
+                 }});
+}
+
+WorkPtr NcclxBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                           const c10d::ReduceScatterOptions& opts) {
+  const Reduction op = reduction(opts.reduceOp);
+  return launch({.kind = NCCLX_REDUCE_SCATTER, .operation = "reduce_scatter_tensor",
+                 .title = "ncclx_rs:_reduce_scatter_base", .type = OpType::_REDUCE_SCATTER_BASE,
+                 .timeout = opts.timeout, .async = opts.asyncOp, .results = {output}, .profiled = {input},
+                 .reduce = op.op, .factor = op.factor, .fill = [&](Operands& o, size_t) {
+                   o.input(input, "input");
+                   o.output(output, "output");
+                 }});
+}
+
+WorkPtr NcclxBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::ReduceScatterOptions& opts) {
+  const char* operation = "reduce_scatter_tensor_coalesced";
+  if (outputs.size() != inputs.size()) {
+    refuse(operation, "outputs", std::to_string(inputs.size()) + " tensors", std::to_string(outputs.size()));
+  }
+  const Reduction op = reduction(opts.reduceOp);
+  return launch({.kind = NCCLX_REDUCE_SCATTER, .operation = operation, .title = "ncclx_rs:_reduce_scatter_base",
+                 .type = OpType::COALESCED, .timeout = opts.timeout, .async = opts.asyncOp, .results = outputs,
+                 .profiled = inputs, .reduce = op.op, .factor = op.factor,
+                 .fill = [&](Operands& o, size_t i) {
+                   o.input(inputs[i], "inputs");
+                   o.output(outputs[i], "outputs");
+                 },
+                 .count = inputs.size()});
+}
+
+namespace {
+
+// Split sizes count rows of the first dimension; none means equal shares.
+std::vector<uint64_t> element_counts(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size,
+                                     const char* argument) {
+  const char* operation = "all_to_all_single";
+  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  const uint64_t row = rows == 0 ? 0 : tensor.numel() / rows;
+  if (splits.empty()) {
+    if (rows % size != 0) {
+      refuse(operation, argument, "a first dimension that " + std::to_string(size) + " ranks can share equally",
+             std::to_string(rows));
+    }
+    return std::vector<uint64_t>(size, rows / size * row);
+  }
+  if (splits.size() != static_cast<size_t>(size)) {
+    refuse(operation, argument, std::to_string(size) + " sizes, one a rank", std::to_string(splits.size()));
+  }
+  int64_t sum = 0;
+  std::vector<uint64_t> counts;
+  for (int64_t split : splits) {
+    if (split < 0) refuse(operation, argument, "sizes of at least 0", std::to_string(split));
+    sum += split;
+    counts.push_back(split * row);
+  }
+  if (sum != rows) {
+    refuse(operation, argument, "sizes that add up to the tensor's " + std::to_string(rows) + " rows",
+           "a sum of " + std::to_string(sum));
+  }
+  return counts;
+}
+
+std::vector<uint64_t> element_counts(const Tensors& tensors) {
+  std::vector<uint64_t> counts;
+  for (const at::Tensor& tensor : tensors) counts.push_back(tensor.numel());
+  return counts;
+}
+
+}  // namespace
+
+WorkPtr NcclxBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                                    std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
+  return launch({.kind = NCCLX_ALL_TO_ALL, .operation = "all_to_all_single", .title = "ncclx_rs:all_to_all",
+                 .type = OpType::ALLTOALL_BASE, .timeout = opts.timeout, .async = opts.asyncOp, .results = {output},
+                 .profiled = {input},
+                 .in_counts = element_counts(input, input_splits, getSize(), "input_split_sizes"),
+                 .out_counts = element_counts(output, output_splits, getSize(), "output_split_sizes"),
+                 .fill = [&](Operands& o, size_t) {
+                   o.input(input, "input");
+                   o.output(output, "output");
+                 }});
+}
+
+WorkPtr NcclxBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+  const auto size = static_cast<size_t>(getSize());
+  for (const auto& [list, argument] : {std::pair{&inputs, "input_tensor_list"}, {&outputs, "output_tensor_list"}}) {
+    if (list->size() == size) continue;
+    refuse("all_to_all", argument, std::to_string(size) + " tensors, one a rank", std::to_string(list->size()));
+  }
+  return launch({.kind = NCCLX_ALL_TO_ALL, .operation = "all_to_all", .title = "ncclx_rs:all_to_all",
+                 .type = OpType::ALLTOALL, .timeout = opts.timeout, .async = opts.asyncOp, .results = outputs,
+                 .profiled = inputs, .in_counts = element_counts(inputs), .out_counts = element_counts(outputs),
+                 .fill = [&](Operands& o, size_t) {
+                   for (const at::Tensor& tensor : inputs) o.input(tensor, "input_tensor_list");
+                   for (const at::Tensor& tensor : outputs) o.output(tensor, "output_tensor_list");
+                 }});
+}
+
+WorkPtr NcclxBackend::barrier(const c10d::BarrierOptions& opts) {
+  return launch({.kind = NCCLX_BARRIER, .operation = "barrier", .title = "ncclx_rs:barrier", .type = OpType::BARRIER,
+                 .timeout = opts.timeout, .async = opts.asyncOp, .results = {}, .profiled = {}, .fill = nullptr});
+}
+
+WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int tag) {
+  const bool sends = kind == NCCLX_SEND;
+  const char* operation = sends ? "send" : "recv";
+  at::Tensor tensor = only(tensors, operation, "tensors");
+  if (tag < 0) refuse(operation, "tag", "a number of at least 0", std::to_string(tag));
+  const bool any = peer < 0;
+  return launch({.kind = kind, .operation = operation,
+                 .title = sends ? "ncclx_rs:send" : (any ? "ncclx_rs:recvAnySource" : "ncclx_rs:recv"),
+                 .type = sends ? OpType::SEND : (any ? OpType::RECVANYSOURCE : OpType::RECV),
+                 .timeout = c10d::kUnsetTimeout, .async = true, .results = tensors, .profiled = tensors, .peer = peer,
+                 .tag = static_cast<uint32_t>(tag), .fill = [&](Operands& o, size_t) {
+                   sends ? o.input(tensor, "tensor") : o.output(tensor, "tensor");
+                 }});
+}
+
+WorkPtr NcclxBackend::send(Tensors& tensors, int peer, int tag) {
+  if (peer < 0) refuse("send", "dst", "a rank of the group", std::to_string(peer));
+  return message(NCCLX_SEND, tensors, peer, tag);
+}
+
+WorkPtr NcclxBackend::recv(Tensors& tensors, int peer, int tag) {
+  if (peer < 0) refuse("recv", "src", "a rank of the group", std::to_string(peer));
+  return message(NCCLX_RECV, tensors, peer, tag);
+}
+
+WorkPtr NcclxBackend::recvAnysource(Tensors& tensors, int tag) { return message(NCCLX_RECV, tensors, -1, tag); }
+
+// As gloo's: every rank reports to rank 0, which lets them go once all have, and names those that did not come.
+void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  constexpr uint32_t kReport = 0xffff'fff0;
+  constexpr uint32_t kRelease = 0xffff'fff1;
+  const Milliseconds timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+  auto exchange = [&](NcclxKind kind, int peer, uint32_t tag) {
+    at::Tensor token = at::zeros({1}, at::kByte);
+    return launch({.kind = kind, .operation = "monitored_barrier", .title = nullptr, .type = OpType::BARRIER,
+                   .timeout = timeout, .async = true, .results = {}, .profiled = {}, .peer = peer, .tag = tag,
+                   .fill = [&](Operands& o, size_t) {
+                     kind == NCCLX_SEND ? o.input(token, "token") : o.output(token, "token");
+                   }});
+  };
+  if (getRank() != 0) {
+    exchange(NCCLX_SEND, 0, kReport)->wait();
+    exchange(NCCLX_RECV, 0, kRelease)->wait();
+    return;
+  }
+  std::vector<WorkPtr> reports;
+  for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, kReport));
+  std::string missing;
+  for (int peer = 1; peer < getSize(); ++peer) {
+    try {
+      reports[peer - 1]->wait();
+    } catch (const c10::Error&) {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+      if (!wait_all_ranks) break;
+    }
+  }
+  if (!missing.empty()) {
+    raise(NCCLX_FAILURE, "[Rank 0]: Rank(s) " + missing + " failed to pass monitoredBarrier in " +
+                             std::to_string(timeout.count()) + " ms");
+  }
+  std::vector<WorkPtr> releases;
+  for (int peer = 1; peer < getSize(); ++peer) releases.push_back(exchange(NCCLX_SEND, peer, kRelease));
+  for (auto& release : releases) release->wait();
+}
+
+void NcclxBackend::startCoalescing() {
+  std::lock_guard<std::mutex> lock(coalescing_mutex_);
+  coalescing_ = true;
+  coalesced_.clear();
+}
+
+WorkPtr NcclxBackend::endCoalescing() {
+  auto work = c10::make_intrusive<NcclxWork>(engine_, getRank(), OpType::COALESCED, nullptr, std::nullopt, Tensors{});
+  {
+    std::lock_guard<std::mutex> lock(coalescing_mutex_);
+    coalescing_ = false;
+    for (auto& member : coalesced_) work->add(member);
+    coalesced_.clear();
+  }
+  work->follow();
+  return work;
+}
+
+void NcclxBackend::setTimeout(Milliseconds timeout) {
+  options_->timeout = timeout;
+  engine_->set_timeout(comm_, timeout.count());
+}
+
+c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      const std::vector<int>& ranks,
+                                                      const c10::intrusive_ptr<Options>& opts) {
+  const auto position = std::find(ranks.begin(), ranks.end(), getRank());
+  if (position == ranks.end()) return nullptr;
+  return merge(store, opts, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()));
+}
+
+c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                                      const int& size) {
+  auto options = c10::dynamic_intrusive_pointer_cast<NcclxOptions>(opts);
+  if (!options) options = c10::make_intrusive<NcclxOptions>(opts ? opts->timeout : options_->timeout, options_->hints);
+  return c10::make_intrusive<NcclxBackend>(engine_, store, rank, size, options->group_name, options);
+}
+
+}  // namespace ncclx

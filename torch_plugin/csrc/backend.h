@@ -1,0 +1,105 @@
+// c10d::Backend over a communicator of the engine. Translates and forwards; the engine checks and decides.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/headeronly/version.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ncclx_abi.h"
+#include "work.h"
+
+#define NCCLX_TORCH_GE(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+namespace ncclx {
+
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Hints = std::map<std::string, std::string>;
+
+constexpr const char* kBackendName = "ncclx_rs";
+
+struct NcclxOptions : c10d::Backend::Options {
+  explicit NcclxOptions(Milliseconds timeout = kBackendDefaultTimeout, Hints hints = {})
+      : Options(kBackendName, timeout), hints(std::move(hints)) {}
+
+#if NCCLX_TORCH_GE(2, 14)
+  c10::intrusive_ptr<Options> clone() const override { return c10::make_intrusive<NcclxOptions>(*this); }
+#endif
+
+  Hints hints;
+};
+
+class NcclxBackend : public c10d::Backend {
+ public:
+  NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+               std::string name, c10::intrusive_ptr<NcclxOptions> options);
+  ~NcclxBackend() override;
+
+  const std::string getBackendName() const override { return kBackendName; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  bool supportsSplitting() const override { return true; }
+  bool supportsCoalescing() const override { return true; }
+
+  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
+  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
+  WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
+  WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
+  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&, const c10d::AllgatherOptions&) override;
+  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
+#if NCCLX_TORCH_GE(2, 14)
+  WorkPtr gather_single(at::Tensor&, at::Tensor&, const c10d::GatherOptions&) override;
+#endif
+  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
+  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&, const c10d::ReduceScatterOptions&) override;
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions&) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&, const c10d::ReduceScatterOptions&) override;
+  WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
+                        const c10d::AllToAllOptions&) override;
+  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
+  WorkPtr barrier(const c10d::BarrierOptions&) override;
+  void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks) override;
+  WorkPtr send(Tensors&, int peer, int tag) override;
+  WorkPtr recv(Tensors&, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors&, int tag) override;
+
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  void setTimeout(Milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return engine_->collectives(comm_); }
+  void enableCollectivesTiming() override {}
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>&) override;
+  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>&, const c10::intrusive_ptr<Options>&,
+                                    const int& rank, const int& size) override;
+  c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
+  void abort() override { engine_->abort(comm_, "the process group was aborted"); }
+  void shutdown() override { engine_->shutdown(comm_); }
+
+ private:
+  // What all operations share: a work with its operands, submitted once per entry of `ops`.
+  struct Call;
+  WorkPtr launch(Call&& call);
+  NcclxHandle* submit(const char* operation, const NcclxOp& op);
+  WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag);
+
+  const NcclxEngine* engine_;
+  NcclxComm* comm_ = nullptr;
+  c10::intrusive_ptr<NcclxOptions> options_;
+  std::mutex coalescing_mutex_;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+};
+
+}  // namespace ncclx

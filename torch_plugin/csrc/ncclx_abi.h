@@ -1,0 +1,110 @@
+// The whole boundary between the C++ shim and the Rust engine: plain data and a table of functions.
+//
+// Nothing throws or panics across it. Every function may be called from any thread, without Python's lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+enum NcclxStatus : int32_t {
+  NCCLX_OK = 0,
+  NCCLX_USAGE = 1,    // the caller's mistake
+  NCCLX_FAILURE = 2,  // the operation or the communicator failed
+  NCCLX_NETWORK = 3,  // the communicator could not be made
+  NCCLX_PENDING = 4,  // the time to wait is over, the operation is still in flight
+};
+
+struct NcclxError {
+  char text[4096];  // UTF-8, ends with a zero
+};
+
+enum NcclxKind : uint32_t {
+  NCCLX_ALL_REDUCE = 0,
+  NCCLX_REDUCE = 1,
+  NCCLX_BROADCAST = 2,
+  NCCLX_ALL_GATHER = 3,
+  NCCLX_REDUCE_SCATTER = 4,
+  NCCLX_ALL_TO_ALL = 5,
+  NCCLX_GATHER = 6,
+  NCCLX_SCATTER = 7,
+  NCCLX_BARRIER = 8,
+  NCCLX_SEND = 9,
+  NCCLX_RECV = 10,
+};
+
+struct NcclxBuffer {
+  void* ptr;
+  uint64_t numel;
+  int32_t dtype;  // the position in the engine's list of element types
+  int32_t reserved;
+};
+
+struct NcclxOp {
+  uint32_t kind;
+  uint32_t reduce;  // c10d's RedOpType
+  double factor;    // of PREMUL_SUM
+  int64_t timeout_ms;  // negative: the communicator's
+  int32_t peer;     // root, destination or source; -1 for any source
+  uint32_t tag;
+  uint32_t blocking;  // the caller waits next
+  uint32_t reserved;
+  const NcclxBuffer* in;
+  uint64_t n_in;
+  const NcclxBuffer* out;
+  uint64_t n_out;
+  const uint64_t* in_counts;  // all_to_all: elements for each rank
+  const uint64_t* out_counts;
+  uint64_t n_counts;
+};
+
+struct NcclxStore {
+  void* context;
+  int32_t (*set)(void* context, const char* key, const uint8_t* value, uint64_t len, NcclxError* error);
+  // Calls `take(sink, value, len)` once on success.
+  int32_t (*get)(void* context, const char* key, int64_t timeout_ms, void (*take)(void*, const uint8_t*, uint64_t),
+                 void* sink, NcclxError* error);
+  const char* host;  // of the rendezvous, or null
+};
+
+struct NcclxInit {
+  const char* name;
+  int32_t rank;
+  int32_t size;
+  int64_t timeout_ms;  // negative: the configuration's
+  const char* const* hints;  // names and values in turn
+  uint64_t n_hints;          // pairs
+  NcclxStore store;          // used during `create` alone
+};
+
+struct NcclxComm;
+struct NcclxHandle;
+
+struct NcclxEngine {
+  uint32_t size;  // of this struct
+  int32_t (*create)(const NcclxInit* init, NcclxComm** comm, NcclxError* error);
+  void (*destroy)(NcclxComm* comm);
+  int32_t (*submit)(NcclxComm* comm, const NcclxOp* op, NcclxHandle** handle, NcclxError* error);
+  int32_t (*wait)(NcclxHandle* handle, int64_t timeout_ms, NcclxError* error);
+  // Calls `done(context, status, text)` exactly once, now or later, from any thread.
+  void (*on_complete)(NcclxHandle* handle, void (*done)(void* context, int32_t status, const char* text), void* context);
+  int32_t (*source)(NcclxHandle* handle);  // -1: none
+  uint64_t (*sequence)(NcclxHandle* handle);
+  void (*release)(NcclxHandle* handle);
+  void (*abort)(NcclxComm* comm, const char* reason);
+  void (*shutdown)(NcclxComm* comm);
+  void (*set_timeout)(NcclxComm* comm, int64_t timeout_ms);
+  uint64_t (*collectives)(NcclxComm* comm);
+};
+
+// Adds the backend's classes to the Python module. 0, or -1 with a Python exception set.
+int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine);
+
+}  // extern "C"
+
+static_assert(sizeof(NcclxBuffer) == 24);
+static_assert(sizeof(NcclxOp) == 96);
+static_assert(sizeof(NcclxStore) == 32);
+static_assert(sizeof(NcclxInit) == 72);
+static_assert(sizeof(NcclxEngine) == 104);

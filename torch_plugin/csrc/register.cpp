@@ -1,0 +1,63 @@
+// The classes that Python sees.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend.cpp"
+
+namespace py = pybind11;
+
+namespace ncclx {
+namespace {
+
+const NcclxEngine* g_engine = nullptr;
+
+c10::intrusive_ptr<NcclxBackend> create_backend(const c10d::DistributedBackendOptions& opts,
+                                                const c10::intrusive_ptr<NcclxOptions>& given) {
+  const auto timeout = std::chrono::duration_cast<Milliseconds>(opts.timeout);
+  auto options = given ? given : c10::make_intrusive<NcclxOptions>(timeout);
+  if (!given) options->timeout = timeout;
+  options->group_name = opts.group_id;
+  for (int64_t rank : opts.global_ranks_in_group) options->global_ranks_in_group.push_back(rank);
+  return c10::make_intrusive<NcclxBackend>(g_engine, opts.store, opts.group_rank, opts.group_size, opts.group_id,
+                                           options);
+}
+
+void define(py::module_& m) {
+  using Options = c10d::Backend::Options;
+  py::class_<NcclxOptions, c10::intrusive_ptr<NcclxOptions>, Options>(m, "Options")
+      .def(py::init<Milliseconds, Hints>(), py::arg("timeout") = Milliseconds(kBackendDefaultTimeout),
+           py::arg("hints") = Hints{})
+      .def_readwrite("hints", &NcclxOptions::hints)
+      .def("__deepcopy__", [](const NcclxOptions& self, const py::object&) {
+        return c10::make_intrusive<NcclxOptions>(self);
+      });
+  py::class_<NcclxBackend, c10::intrusive_ptr<NcclxBackend>, c10d::Backend>(m, "Backend")
+      .def_property_readonly("options", &NcclxBackend::getBackendOptions)
+      .def("_set_default_timeout", &NcclxBackend::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      // Ranks outside a group that is split off have nothing to do.
+      .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
+  m.def("create_backend", &create_backend, py::arg("opts"), py::arg("pg_options") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+}  // namespace ncclx
+
+extern "C" int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine) {
+  try {
+    if (engine->size != sizeof(NcclxEngine)) throw std::runtime_error("ncclx_rs: the engine and its shim do not match");
+    ncclx::g_engine = engine;
+    auto module = py::reinterpret_borrow<py::module_>(static_cast<PyObject*>(py_module));
+    ncclx::define(module);
+    return 0;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ImportError, error.what());
+  } catch (...) {
+    PyErr_SetString(PyExc_ImportError, "ncclx_rs: the shim could not be set up");
+  }
+  return -1;
+}

@@ -1,0 +1,162 @@
+// c10d::Work over one or several operations of the engine.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <list>
+#include <mutex>
+#include <vector>
+
+#include "errors.h"
+#include "tensors.h"
+
+namespace ncclx {
+
+using Milliseconds = std::chrono::milliseconds;
+
+class NcclxWork : public c10d::Work {
+ public:
+  NcclxWork(const NcclxEngine* engine, int rank, c10d::OpType type, const char* title,
+            const std::optional<std::vector<at::Tensor>>& inputs, std::vector<at::Tensor> results)
+      : c10d::Work(rank, type, title, inputs),
+        engine_(engine),
+        results_(std::move(results)),
+        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+  ~NcclxWork() override {
+    for (NcclxHandle* handle : handles_) engine_->release(handle);
+  }
+
+  // Memory for one operation, kept until all are done.
+  Operands& operands(const char* operation) { return operands_.emplace_back(operation); }
+
+  // Takes over an operation that was submitted.
+  void add(NcclxHandle* handle) { handles_.push_back(handle); }
+
+  // Works that this one stands for.
+  void add(c10::intrusive_ptr<c10d::Work> member) { members_.push_back(std::move(member)); }
+
+  // Ends with `error` once what was added so far is done.
+  void fail(std::exception_ptr error) { note(error); }
+
+  // Follows what was added. To be called once, when all is added.
+  void follow() {
+    pending_ = 1 + handles_.size() + members_.size();
+    for (NcclxHandle* handle : handles_) {
+      engine_->on_complete(handle, &NcclxWork::completed, retained());
+    }
+    for (auto& member : members_) {
+      auto self = c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this);
+      member->getFuture()->addCallback([self](c10::ivalue::Future& future) {
+        self->one_done(future.hasError() ? future.exception_ptr() : nullptr);
+      });
+    }
+    one_done(nullptr);
+  }
+
+  // Drives the engine on this thread until the operations are done; their errors wait for `wait`.
+  void drive() {
+    NcclxError ignored;
+    for (NcclxHandle* handle : handles_) engine_->wait(handle, -1, &ignored);
+  }
+
+  bool isSuccess() const override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return completed_ && !exception_;
+  }
+
+  bool wait(Milliseconds timeout = kNoTimeout) override {
+    const auto start = std::chrono::steady_clock::now();
+    auto left = [&] {
+      if (timeout == kNoTimeout) return Milliseconds(-1);
+      const auto passed = std::chrono::steady_clock::now() - start;
+      return std::max(Milliseconds(1), timeout - std::chrono::duration_cast<Milliseconds>(passed));
+    };
+    for (NcclxHandle* handle : handles_) {
+      NcclxError error;
+      if (engine_->wait(handle, left().count(), &error) == NCCLX_PENDING) raise(NCCLX_PENDING, error.text);
+    }
+    for (auto& member : members_) member->wait(timeout == kNoTimeout ? kNoTimeout : left());
+    return c10d::Work::wait(timeout == kNoTimeout ? kNoTimeout : left());
+  }
+
+  void abort() override { TORCH_CHECK(false, "ncclx_rs: a single operation cannot be aborted; abort its group"); }
+
+  std::vector<at::Tensor> result() override { return results_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  int sourceRank() const override { return handles_.empty() ? -1 : engine_->source(handles_.front()); }
+  uint64_t getSequencenumber() const override { return handles_.empty() ? 0 : engine_->sequence(handles_.front()); }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
+    auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+    future_->addCallback([result](c10::ivalue::Future& future) {
+      const auto outcome = future.hasError() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS;
+      result->markCompleted(c10::IValue(static_cast<int64_t>(outcome)));
+    });
+    return result;
+  }
+
+  float getDuration() const override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(completed_, "ncclx_rs: getDuration: the operation is still in flight");
+    return std::chrono::duration<float, std::milli>(finished_ - started_).count();
+  }
+
+ private:
+  void* retained() {
+    c10::raw::intrusive_ptr::incref(this);
+    return this;
+  }
+
+  static void completed(void* context, int32_t status, const char* text) {
+    auto self = c10::intrusive_ptr<NcclxWork>::reclaim(static_cast<NcclxWork*>(context));
+    self->one_done(status == NCCLX_OK ? nullptr : ncclx::exception(status, text));
+  }
+
+  void note(std::exception_ptr error) {
+    std::lock_guard<std::mutex> lock(errors_);
+    if (!first_error_) first_error_ = std::move(error);
+  }
+
+  void one_done(std::exception_ptr error) {
+    if (error) note(error);
+    if (--pending_ == 0) all_done();
+  }
+
+  void all_done() {
+    std::exception_ptr error = first_error_;
+    try {
+      if (!error) {
+        for (Operands& operands : operands_) operands.finish();
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    for (Operands& operands : operands_) operands.release();
+    finished_ = std::chrono::steady_clock::now();
+    // The future first: whoever waits for this work may then use it at once.
+    if (error) {
+      future_->setError(error);
+    } else {
+      future_->markCompleted(c10::IValue(results_));
+    }
+    finish(error);
+  }
+
+  const NcclxEngine* engine_;
+  std::list<Operands> operands_;
+  std::vector<at::Tensor> results_;
+  std::vector<NcclxHandle*> handles_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> members_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::atomic<size_t> pending_{0};
+  std::mutex errors_;
+  std::exception_ptr first_error_;
+  std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point finished_;
+};
+
+}  // namespace ncclx

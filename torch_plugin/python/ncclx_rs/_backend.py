@@ -1,0 +1,78 @@
+"""Makes a c10d backend of the native module, which is loaded at the first use."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import pathlib
+import re
+import sys
+import weakref
+from typing import Any
+
+# Backends that live: destroyed before the interpreter goes, while their callbacks can still run.
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def native() -> Any:
+    """The native module.
+
+    Raises:
+        ImportError: it was built against another minor version of torch, or cannot be loaded.
+    """
+    import torch
+    import torch.distributed  # noqa: F401  (the native classes derive from its classes)
+
+    loaded = sys.modules.get("ncclx_rs._native")
+    if loaded is not None:
+        return loaded
+    spec = importlib.util.find_spec("ncclx_rs._native")
+    if spec is None or spec.origin is None:
+        raise ImportError("ncclx_rs has no native module; type `pip install --no-build-isolation .` in its source folder")
+    _check_version(_built_version(spec.origin), torch.__version__)
+    return importlib.import_module("ncclx_rs._native")
+
+
+def _built_version(path: str) -> str:
+    """The torch that the module in ``path`` was built against, read without loading it: another torch would crash it."""
+    found = re.search(rb"NCCLX_RS_TORCH_VERSION=([0-9][^;]*);", pathlib.Path(path).read_bytes())
+    return found.group(1).decode() if found else "of an unknown version"
+
+
+def _check_version(built: str, running: str) -> None:
+    if built.split(".")[:2] != running.split(".")[:2]:
+        raise ImportError(
+            f"ncclx_rs was built against torch {built}, and this is torch {running}; "
+            "type `pip install --no-build-isolation --force-reinstall --no-deps .` in its source folder"
+        )
+
+
+def create(options: Any, pg_options: Any = None) -> Any:
+    """The backend object of a new process group.
+
+    Args:
+        options: torch's ``DistributedBackendOptions``: store, rank, size, timeout.
+        pg_options: ``ncclx_rs.Options``, for a time limit and hints of this group alone.
+
+    Raises:
+        ImportError: see `native`.
+        ValueError: a setting or option is not valid.
+        torch.distributed.DistNetworkError: ranks did not come or cannot be reached.
+    """
+    module = native()
+    if pg_options is not None and not isinstance(pg_options, module.Options):
+        raise ValueError(
+            "ncclx_rs: init_process_group: argument `pg_options`: expected ncclx_rs.Options, "
+            f"got {type(pg_options).__name__}"
+        )
+    backend = module.create_backend(options, pg_options)
+    if not _alive:
+        atexit.register(_shut_down)
+    _alive.add(backend)
+    return backend
+
+
+def _shut_down() -> None:
+    for backend in list(_alive):
+        backend.abort()

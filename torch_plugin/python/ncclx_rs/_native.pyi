@@ -1,0 +1,36 @@
+"""The native module: the engine and its c10d classes."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend as _C10dBackend
+
+__version__: str
+torch_build_version: str
+
+def settings() -> list[tuple[str, list[str], str, str, str]]:
+    """Every setting: name, environment variables, values, default and meaning."""
+
+class Options(_C10dBackend.Options):
+    """A group's own settings, as ``pg_options`` of ``init_process_group`` and ``new_group``.
+
+    Args:
+        timeout: the time limit of operations that have none of their own.
+        hints: settings by name; see the manual's table.
+    """
+
+    hints: dict[str, str]
+    def __init__(self, timeout: timedelta = ..., hints: dict[str, str] = ...) -> None: ...
+    def __deepcopy__(self, memo: Any) -> Options: ...
+
+class Backend(_C10dBackend):
+    """A process group's backend; made by ``init_process_group``."""
+
+    @property
+    def options(self) -> Options: ...
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
+    def perform_nocolor_split(self, device: torch.device) -> None: ...
+
+def create_backend(opts: Any, pg_options: Options | None = None) -> Backend:
+    """The backend of a new process group, once every rank has come."""

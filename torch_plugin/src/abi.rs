@@ -1,0 +1,404 @@
+//! The C boundary of csrc/ncclx_abi.h: the engine's functions as the shim calls them.
+//!
+//! # Safety
+//! All raw pointers here come from the shim, which this crate's build script compiles from csrc/, and the two are
+//! checked against each other by size when the module is loaded. Of every pointer the shim guarantees what the header
+//! says: arguments live for the call; a communicator and a handle are ours, given out once and given back once, through
+//! `destroy` and `release`; and the memory that buffers describe is kept by the shim's work until the completion
+//! callback, which is the contract of `Buffer::from_raw`. No panic leaves this module: every entry catches.
+#![allow(unsafe_code, reason = "the C boundary")]
+
+use std::ffi::{CStr, c_char, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ncclx_rs::comm::store::Store;
+use ncclx_rs::{Buffer, CommOptions, Communicator, Error, Mode, Op, Rank, Work};
+use pyo3::prelude::*;
+
+use crate::convert::{self, Numbers, Status};
+
+const ERROR_BYTES: usize = 4096;
+
+#[repr(C)]
+struct RawError {
+    text: [u8; ERROR_BYTES],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RawBuffer {
+    ptr: *mut u8,
+    numel: u64,
+    dtype: i32,
+    reserved: i32,
+}
+
+#[repr(C)]
+struct RawOp {
+    kind: u32,
+    reduce: u32,
+    factor: f64,
+    timeout_ms: i64,
+    peer: i32,
+    tag: u32,
+    blocking: u32,
+    reserved: u32,
+    inputs: *const RawBuffer,
+    inputs_len: u64,
+    outputs: *const RawBuffer,
+    outputs_len: u64,
+    in_counts: *const u64,
+    out_counts: *const u64,
+    counts_len: u64,
+}
+
+type Take = unsafe extern "C" fn(*mut c_void, *const u8, u64);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RawStore {
+    context: *mut c_void,
+    set: unsafe extern "C" fn(*mut c_void, *const c_char, *const u8, u64, *mut RawError) -> i32,
+    get: unsafe extern "C" fn(*mut c_void, *const c_char, i64, Take, *mut c_void, *mut RawError) -> i32,
+    host: *const c_char,
+}
+
+#[repr(C)]
+struct RawInit {
+    name: *const c_char,
+    rank: i32,
+    size: i32,
+    timeout_ms: i64,
+    hints: *const *const c_char,
+    hints_len: u64,
+    store: RawStore,
+}
+
+type Done = unsafe extern "C" fn(*mut c_void, i32, *const c_char);
+
+#[repr(C)]
+struct RawEngine {
+    size: u32,
+    create: extern "C" fn(*const RawInit, *mut *mut Communicator, *mut RawError) -> i32,
+    destroy: extern "C" fn(*mut Communicator),
+    submit: extern "C" fn(*const Communicator, *const RawOp, *mut *mut Work, *mut RawError) -> i32,
+    wait: extern "C" fn(*const Work, i64, *mut RawError) -> i32,
+    on_complete: extern "C" fn(*const Work, Done, *mut c_void),
+    source: extern "C" fn(*const Work) -> i32,
+    sequence: extern "C" fn(*const Work) -> u64,
+    release: extern "C" fn(*mut Work),
+    abort: extern "C" fn(*const Communicator, *const c_char),
+    shutdown: extern "C" fn(*const Communicator),
+    set_timeout: extern "C" fn(*const Communicator, i64),
+    collectives: extern "C" fn(*const Communicator) -> u64,
+}
+
+const _: () = assert!(size_of::<RawBuffer>() == 24);
+const _: () = assert!(size_of::<RawOp>() == 96);
+const _: () = assert!(size_of::<RawStore>() == 32);
+const _: () = assert!(size_of::<RawInit>() == 72);
+const _: () = assert!(size_of::<RawEngine>() == 104);
+
+static ENGINE: RawEngine = RawEngine {
+    size: size_of::<RawEngine>() as u32,
+    create,
+    destroy,
+    submit,
+    wait,
+    on_complete,
+    source,
+    sequence,
+    release,
+    abort,
+    shutdown,
+    set_timeout,
+    collectives,
+};
+
+unsafe extern "C" {
+    fn ncclx_shim_init(module: *mut c_void, engine: *const RawEngine) -> i32;
+}
+
+/// Adds the backend's classes to the module.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    // SAFETY: the module is alive and the GIL is held by `module`'s lifetime; ENGINE is a static.
+    let status = unsafe { ncclx_shim_init(module.as_ptr().cast(), &raw const ENGINE) };
+    if status == 0 { Ok(()) } else { Err(PyErr::fetch(module.py())) }
+}
+
+// ---- helpers ----
+
+/// Runs an entry's body; a panic becomes a failure with its text.
+fn guarded(error: *mut RawError, body: impl FnOnce() -> Result<(), (Status, String)>) -> i32 {
+    let (status, text) = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return Status::Ok as i32,
+        Ok(Err(failure)) => failure,
+        Err(panic) => (Status::Failure, format!("internal error: {}", panic_text(panic.as_ref()))),
+    };
+    // SAFETY: the shim passes a writable NcclxError that lives for the call.
+    let error = unsafe { &mut *error };
+    let mut end = text.len().min(ERROR_BYTES - 1);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    error.text[..end].copy_from_slice(&text.as_bytes()[..end]);
+    error.text[end] = 0;
+    status as i32
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().cloned();
+    text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_else(|| "a panic".to_owned())
+}
+
+/// Runs the body of an entry that cannot fail; a panic there gives `otherwise`.
+fn infallible<T>(otherwise: T, body: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or(otherwise)
+}
+
+fn failure(error: &Error) -> (Status, String) {
+    (Status::of(error), error.to_string())
+}
+
+/// # Safety
+/// `data` points to `len` values that live as long as the result; it may be null when `len` is zero.
+unsafe fn slice<'a, T>(data: *const T, len: u64) -> &'a [T] {
+    if len == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(data, len as usize) }
+}
+
+/// # Safety
+/// `text` ends with a zero and lives for the call.
+unsafe fn string(text: *const c_char) -> String {
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+fn duration(millis: i64) -> Option<Duration> {
+    u64::try_from(millis).ok().map(Duration::from_millis)
+}
+
+/// # Safety
+/// `buffers` and `len` are those of a RawOp that lives for the call.
+unsafe fn buffers(buffers: *const RawBuffer, len: u64) -> Result<Vec<Buffer>, (Status, String)> {
+    // SAFETY: the caller's promise.
+    let raw = unsafe { slice(buffers, len) };
+    raw.iter()
+        .map(|raw| {
+            let dtype = convert::dtype(raw.dtype).map_err(|error| failure(&error.into()))?;
+            // SAFETY: the shim keeps the tensor behind `ptr` until the operation's completion; see the module's text.
+            Ok(unsafe { Buffer::from_raw(raw.ptr, raw.numel as usize, dtype) })
+        })
+        .collect()
+}
+
+// ---- the store ----
+
+struct ShimStore(RawStore);
+
+// SAFETY: the functions behind it may be called from any thread, as the header says; c10d stores lock for themselves.
+unsafe impl Send for ShimStore {}
+// SAFETY: as for Send.
+unsafe impl Sync for ShimStore {}
+
+impl Store for ShimStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        let key = std::ffi::CString::new(key).map_err(|error| error.to_string())?;
+        let mut error = RawError { text: [0; ERROR_BYTES] };
+        // SAFETY: the store's context lives as long as `create`, the only user of this object; see RawInit.
+        let status =
+            unsafe { (self.0.set)(self.0.context, key.as_ptr(), value.as_ptr(), value.len() as u64, &raw mut error) };
+        if status == 0 { Ok(()) } else { Err(text_of(&error)) }
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
+        unsafe extern "C" fn take(sink: *mut c_void, value: *const u8, len: u64) {
+            // SAFETY: `sink` is the Vec below, which `get` has lent for the call.
+            let sink = unsafe { &mut *sink.cast::<Vec<u8>>() };
+            // SAFETY: the shim passes the value's bytes, alive for the call.
+            sink.extend_from_slice(unsafe { slice(value, len) });
+        }
+        let key = std::ffi::CString::new(key).map_err(|error| error.to_string())?;
+        let mut error = RawError { text: [0; ERROR_BYTES] };
+        let mut value: Vec<u8> = Vec::new();
+        let millis = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
+        let sink = (&raw mut value).cast();
+        // SAFETY: as in `set`; `take` and `sink` fit together.
+        let status = unsafe { (self.0.get)(self.0.context, key.as_ptr(), millis, take, sink, &raw mut error) };
+        if status == 0 { Ok(value) } else { Err(text_of(&error)) }
+    }
+
+    fn rendezvous_host(&self) -> Option<String> {
+        let host = if self.0.host.is_null() {
+            None
+        } else {
+            // SAFETY: not null, so a string that lives as long as the store's context.
+            Some(unsafe { string(self.0.host) })
+        };
+        host.or_else(|| std::env::var("MASTER_ADDR").ok())
+    }
+}
+
+fn text_of(error: &RawError) -> String {
+    let end = error.text.iter().position(|byte| *byte == 0).unwrap_or(ERROR_BYTES);
+    String::from_utf8_lossy(&error.text[..end]).into_owned()
+}
+
+// ---- entries ----
+
+extern "C" fn create(init: *const RawInit, comm: *mut *mut Communicator, error: *mut RawError) -> i32 {
+    guarded(error, || {
+        // SAFETY: the shim passes a complete NcclxInit that lives for the call.
+        let init = unsafe { &*init };
+        // SAFETY: 2 * hints_len strings.
+        let hints = unsafe { slice(init.hints, 2 * init.hints_len) };
+        // SAFETY: each a string that lives for the call.
+        let hints: Vec<String> = hints.iter().map(|text| unsafe { string(*text) }).collect();
+        let options = CommOptions {
+            // SAFETY: a string that lives for the call.
+            name: unsafe { string(init.name) },
+            rank: Rank(init.rank.unsigned_abs()),
+            size: init.size.unsigned_abs() as usize,
+            store: Arc::new(ShimStore(init.store)),
+            timeout: duration(init.timeout_ms),
+            hints: hints.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect(),
+        };
+        let made = Communicator::new(options).map_err(|error| (Status::of_init(&error), error.to_string()))?;
+        // SAFETY: the shim passes a place for the result.
+        unsafe { *comm = Box::into_raw(Box::new(made)) };
+        Ok(())
+    })
+}
+
+extern "C" fn destroy(comm: *mut Communicator) {
+    if !comm.is_null() {
+        // SAFETY: given out by `create`, given back once.
+        infallible((), || drop(unsafe { Box::from_raw(comm) }));
+    }
+}
+
+extern "C" fn submit(comm: *const Communicator, op: *const RawOp, work: *mut *mut Work, error: *mut RawError) -> i32 {
+    guarded(error, || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        // SAFETY: a complete NcclxOp that lives for the call.
+        let raw = unsafe { &*op };
+        // SAFETY: the op's own arrays, of counts_len each.
+        let (in_counts, out_counts) = unsafe { counts(raw) };
+        let RawOp { kind, reduce, factor, peer, tag, .. } = *raw;
+        let numbers = Numbers { kind, reduce, factor, peer, tag, in_counts, out_counts };
+        let op = Op {
+            kind: convert::kind(numbers).map_err(|error| failure(&error.into()))?,
+            // SAFETY: the op's own list.
+            inputs: unsafe { buffers(raw.inputs, raw.inputs_len) }?,
+            // SAFETY: the op's own list.
+            outputs: unsafe { buffers(raw.outputs, raw.outputs_len) }?,
+            timeout: duration(raw.timeout_ms),
+            mode: if raw.blocking != 0 { Mode::Blocking } else { Mode::Async },
+        };
+        let submitted = comm.submit(op).map_err(|error| failure(&error))?;
+        // SAFETY: the shim passes a place for the result.
+        unsafe { *work = Box::into_raw(Box::new(submitted)) };
+        Ok(())
+    })
+}
+
+/// # Safety
+/// `raw` is a complete NcclxOp, whose arrays live as long as the result.
+unsafe fn counts<'a>(raw: &RawOp) -> (&'a [u64], &'a [u64]) {
+    // SAFETY: the caller's promise.
+    let sent = unsafe { slice(raw.in_counts, raw.counts_len) };
+    // SAFETY: the caller's promise.
+    let received = unsafe { slice(raw.out_counts, raw.counts_len) };
+    (sent, received)
+}
+
+extern "C" fn wait(work: *const Work, timeout_ms: i64, error: *mut RawError) -> i32 {
+    guarded(error, || {
+        // SAFETY: given out by `submit` and not yet given back.
+        let work = unsafe { &*work };
+        let waited = work.wait(duration(timeout_ms));
+        waited.map_err(|error| (if work.is_done() { Status::of(&error) } else { Status::Pending }, error.to_string()))
+    })
+}
+
+struct Context(*mut c_void);
+
+// SAFETY: the shim's callbacks may be called from any thread, as the header says.
+unsafe impl Send for Context {}
+
+impl Context {
+    /// The pointer. A method, so that closures capture the whole Context and not its field.
+    fn get(&self) -> *mut c_void {
+        self.0
+    }
+}
+
+extern "C" fn on_complete(work: *const Work, done: Done, context: *mut c_void) {
+    let context = Context(context);
+    infallible((), || {
+        // SAFETY: given out by `submit` and not yet given back.
+        let work = unsafe { &*work };
+        work.on_complete(move |result| {
+            let (status, text) = match result {
+                Ok(()) => (Status::Ok, String::new()),
+                Err(error) => failure(&error),
+            };
+            let text = std::ffi::CString::new(text.replace('\0', " ")).unwrap_or_default();
+            // SAFETY: `done` and `context` belong together, and this runs once.
+            unsafe { done(context.get(), status as i32, text.as_ptr()) };
+        });
+    });
+}
+
+extern "C" fn source(work: *const Work) -> i32 {
+    // SAFETY: given out by `submit` and not yet given back.
+    infallible(-1, || unsafe { &*work }.source().map_or(-1, |rank| rank.0 as i32))
+}
+
+extern "C" fn sequence(work: *const Work) -> u64 {
+    // SAFETY: given out by `submit` and not yet given back.
+    infallible(0, || unsafe { &*work }.sequence())
+}
+
+extern "C" fn release(work: *mut Work) {
+    // SAFETY: given out by `submit`, given back once.
+    infallible((), || drop(unsafe { Box::from_raw(work) }));
+}
+
+extern "C" fn abort(comm: *const Communicator, reason: *const c_char) {
+    infallible((), || {
+        // SAFETY: a string that lives for the call.
+        let reason = unsafe { string(reason) };
+        // SAFETY: given out by `create` and not yet given back.
+        unsafe { &*comm }.abort(&reason);
+    });
+}
+
+extern "C" fn shutdown(comm: *const Communicator) {
+    infallible((), || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        // It fails only by leaving operations with errors, which their works tell.
+        let _ = comm.shutdown();
+    });
+}
+
+extern "C" fn set_timeout(comm: *const Communicator, timeout_ms: i64) {
+    infallible((), || {
+        if let Some(timeout) = duration(timeout_ms) {
+            // SAFETY: given out by `create` and not yet given back.
+            unsafe { &*comm }.set_timeout(timeout);
+        }
+    });
+}
+
+extern "C" fn collectives(comm: *const Communicator) -> u64 {
+    // SAFETY: given out by `create` and not yet given back.
+    infallible(0, || unsafe { &*comm }.sequence())
+}

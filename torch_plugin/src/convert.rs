@@ -1,0 +1,97 @@
+//! From the C boundary's numbers to the engine's types. Safe: raw memory is `abi`'s business.
+
+use ncclx_rs::{DType, Error, InitError, OpKind, Rank, ReduceOp, Source, Tag, UsageError};
+
+/// What became of a call, as the shim counts it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub(crate) enum Status {
+    Ok = 0,
+    Usage = 1,
+    Failure = 2,
+    Network = 3,
+    Pending = 4,
+}
+
+impl Status {
+    pub(crate) fn of(error: &Error) -> Status {
+        match error {
+            Error::Usage(_) => Status::Usage,
+            Error::Init(error) => Status::of_init(error),
+            _ => Status::Failure,
+        }
+    }
+
+    pub(crate) fn of_init(error: &InitError) -> Status {
+        match error {
+            InitError::Config(_) => Status::Usage,
+            InitError::Os { .. } => Status::Failure,
+            _ => Status::Network,
+        }
+    }
+}
+
+/// The numbers of an operation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Numbers<'a> {
+    pub(crate) kind: u32,
+    pub(crate) reduce: u32,
+    pub(crate) factor: f64,
+    pub(crate) peer: i32,
+    pub(crate) tag: u32,
+    pub(crate) in_counts: &'a [u64],
+    pub(crate) out_counts: &'a [u64],
+}
+
+fn misuse(argument: &'static str, expected: &str, got: impl ToString) -> UsageError {
+    UsageError { operation: "submit".to_owned(), argument, expected: expected.to_owned(), got: got.to_string() }
+}
+
+/// The element type at `code` in the engine's list.
+pub(crate) fn dtype(code: i32) -> Result<DType, UsageError> {
+    let found = usize::try_from(code).ok().and_then(|code| DType::ALL.get(code));
+    found.copied().ok_or_else(|| misuse("dtype", "a known element type", code))
+}
+
+/// c10d's reduce operations, in the order of its `ReduceOp::RedOpType`.
+fn reduce_op(code: u32, factor: f64) -> Result<ReduceOp, UsageError> {
+    Ok(match code {
+        0 => ReduceOp::Sum,
+        1 => ReduceOp::Avg,
+        2 => ReduceOp::Product,
+        3 => ReduceOp::Min,
+        4 => ReduceOp::Max,
+        5 => ReduceOp::BitAnd,
+        6 => ReduceOp::BitOr,
+        7 => ReduceOp::BitXor,
+        8 => ReduceOp::PreMulSum(factor),
+        _ => return Err(misuse("op", "SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM", code)),
+    })
+}
+
+/// The kind of an operation, its numbers parsed.
+pub(crate) fn kind(numbers: Numbers<'_>) -> Result<OpKind, UsageError> {
+    let rank = |argument| match u32::try_from(numbers.peer) {
+        Ok(rank) => Ok(Rank(rank)),
+        Err(_) => Err(misuse(argument, "a rank of the group", numbers.peer)),
+    };
+    let reduction = || reduce_op(numbers.reduce, numbers.factor);
+    let counts = |counts: &[u64]| counts.iter().map(|count| *count as usize).collect();
+    let tag = Tag(numbers.tag);
+    Ok(match numbers.kind {
+        0 => OpKind::AllReduce(reduction()?),
+        1 => OpKind::Reduce { op: reduction()?, root: rank("root")? },
+        2 => OpKind::Broadcast { root: rank("root")? },
+        3 => OpKind::AllGather,
+        4 => OpKind::ReduceScatter(reduction()?),
+        5 => OpKind::AllToAll { send: counts(numbers.in_counts), recv: counts(numbers.out_counts) },
+        6 => OpKind::Gather { root: rank("root")? },
+        7 => OpKind::Scatter { root: rank("root")? },
+        8 => OpKind::Barrier,
+        9 => OpKind::Send { to: rank("dst")?, tag },
+        10 if numbers.peer < 0 => OpKind::Recv { from: Source::Any, tag },
+        10 => OpKind::Recv { from: Source::Rank(rank("src")?), tag },
+        other => return Err(misuse("kind", "a known operation", other)),
+    })
+}
+
