@@ -1,6 +1,6 @@
 //! Algorithms: pure functions from an operation's shape to one rank's [`Schedule`].
 //!
-//! Each file appends the steps of one algorithm to a [`Builder`](crate::schedule::Builder), for a group of ranks and
+//! Each file appends the steps of one algorithm to a [`Builder`], for a group of ranks and
 //! data described by slices, so that algorithms compose ([`hierarchical`]). [`select`] is the table that picks one.
 //!
 //! **Agreement.** In an all_reduce, an equal all_gather or an equal reduce_scatter every rank needs data of every other,
