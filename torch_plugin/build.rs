@@ -66,7 +66,14 @@ fn find_torch() -> Result<Torch, String> {
     if minor < OLDEST || minor > NEWEST {
         return Err(format!(
             "PyTorch {version} is not supported, {}.{} to {}.{} are; type `pip install 'torch>={}.{},<{}.{}'`",
-            OLDEST.0, OLDEST.1, NEWEST.0, NEWEST.1, OLDEST.0, OLDEST.1, NEWEST.0, NEWEST.1 + 1
+            OLDEST.0,
+            OLDEST.1,
+            NEWEST.0,
+            NEWEST.1,
+            OLDEST.0,
+            OLDEST.1,
+            NEWEST.0,
+            NEWEST.1 + 1
         ));
     }
     Ok(Torch { version, root: root.into(), python_include, cxx11_abi })

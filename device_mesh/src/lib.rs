@@ -14,7 +14,7 @@ pub fn groups(shape: &[usize], dim: usize) -> Vec<Vec<usize>> {
     let stride: usize = shape[dim + 1..].iter().product();
     let size: usize = shape.iter().product();
     (0..size)
-        .filter(|rank| rank / stride % shape[dim] == 0)
+        .filter(|rank| (rank / stride).is_multiple_of(shape[dim]))
         .map(|first| (0..shape[dim]).map(|step| first + step * stride).collect())
         .collect()
 }

@@ -165,7 +165,8 @@ impl Communicator {
         };
         if mode == Mode::Async {
             self.driver.flush_finished();
-            if !work.is_done() {
+            // Also when the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
+            if self.driver.with_core(|core| core.is_busy()) {
                 self.driver.hand_over().map_err(|cause| InitError::Os {
                     comm: self.name.clone(),
                     what: "the background thread".to_owned(),

@@ -54,6 +54,9 @@ pub trait Inlet: Send {
     fn disarm(&mut self);
 }
 
+/// A stream that a peer opened, and which rank that is.
+pub type Accepted = (Rank, Box<dyn Inlet>);
+
 /// A way to move bytes between ranks.
 pub trait Transport: Send {
     /// The name in settings and messages.
@@ -67,5 +70,5 @@ pub trait Transport: Send {
 
     /// Streams that peers opened and that have proved who they are, since the last call. Never fails because of what a
     /// stranger sent: such connections are dropped and logged.
-    fn accept(&mut self) -> Vec<(Rank, Box<dyn Inlet>)>;
+    fn accept(&mut self) -> Vec<Accepted>;
 }

@@ -25,7 +25,7 @@ impl Status {
     pub(crate) fn of_init(error: &InitError) -> Status {
         match error {
             InitError::Config(_) => Status::Usage,
-            InitError::Os { .. } => Status::Failure,
+            InitError::Os { .. } | InitError::Missing { .. } => Status::Failure,
             _ => Status::Network,
         }
     }
@@ -94,4 +94,3 @@ pub(crate) fn kind(numbers: Numbers<'_>) -> Result<OpKind, UsageError> {
         other => return Err(misuse("kind", "a known operation", other)),
     })
 }
-

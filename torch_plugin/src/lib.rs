@@ -25,6 +25,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn settings() -> Vec<(String, Vec<String>, String, String, String)> {
     ncclx_rs::config::Config::describe()
         .into_iter()
-        .map(|row| (row.name.to_owned(), row.variables, row.kind.to_owned(), row.default.to_owned(), row.meaning.to_owned()))
+        .map(|row| {
+            (row.name.to_owned(), row.variables, row.kind.to_owned(), row.default.to_owned(), row.meaning.to_owned())
+        })
         .collect()
 }

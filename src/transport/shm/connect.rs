@@ -8,7 +8,7 @@ use crate::error::LinkDown;
 use crate::sys::memory::RingMemory;
 use crate::sys::poller::{Interest, Poller};
 use crate::sys::socket;
-use crate::transport::Inlet;
+use crate::transport::Accepted;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::pending::Candidate;
@@ -55,10 +55,7 @@ pub(super) fn open(
 }
 
 /// Drives an accepted connection until its ring is here.
-pub(super) fn accept(
-    candidate: &mut Candidate<UnixStream>,
-    poller: &Poller,
-) -> Result<Option<(Rank, Box<dyn Inlet>)>, LinkDown> {
+pub(super) fn accept(candidate: &mut Candidate<UnixStream>, poller: &Poller) -> Result<Option<Accepted>, LinkDown> {
     if candidate.rank.is_none() {
         candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
     }

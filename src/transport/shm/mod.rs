@@ -16,7 +16,7 @@ use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
-use crate::transport::{Inlet, Outlet, Transport};
+use crate::transport::{Accepted, Outlet, Transport};
 use crate::types::Rank;
 
 /// The transport of one communicator.
@@ -62,7 +62,7 @@ impl Transport for ShmTransport {
         Ok(Box::new(outlet))
     }
 
-    fn accept(&mut self) -> Vec<(Rank, Box<dyn Inlet>)> {
+    fn accept(&mut self) -> Vec<Accepted> {
         while self.pending.has_room() {
             match self.listener.accept() {
                 Ok((stream, _)) => match stream.set_nonblocking(true) {

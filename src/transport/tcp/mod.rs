@@ -17,7 +17,7 @@ use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
 use crate::transport::tcp::channel::TcpInlet;
 use crate::transport::tcp::connect::Connection;
-use crate::transport::{Inlet, Outlet, Transport};
+use crate::transport::{Accepted, Inlet, Outlet, Transport};
 use crate::types::Rank;
 
 /// Where a rank listens.
@@ -67,7 +67,7 @@ impl Transport for TcpTransport {
         Ok(Box::new(Connection::begin(self.identity.clone(), peer, targets, &self.poller)?))
     }
 
-    fn accept(&mut self) -> Vec<(Rank, Box<dyn Inlet>)> {
+    fn accept(&mut self) -> Vec<Accepted> {
         while self.pending.has_room() {
             match self.listener.accept() {
                 Ok((stream, _)) => match socket::tune_tcp(&stream) {

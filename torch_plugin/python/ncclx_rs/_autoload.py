@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 
 def register() -> None:
@@ -21,7 +22,7 @@ def register() -> None:
         warnings.warn(f"ncclx_rs could not register its backend: {error}", RuntimeWarning, stacklevel=2)
 
 
-def _create(options: object, pg_options: object = None) -> object:
+def _create(options: Any, pg_options: Any = None) -> Any:
     from ncclx_rs._backend import create
 
     return create(options, pg_options)

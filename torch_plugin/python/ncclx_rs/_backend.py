@@ -21,15 +21,18 @@ def native() -> Any:
     Raises:
         ImportError: it was built against another minor version of torch, or cannot be loaded.
     """
+    # The native classes derive from those of torch.distributed.
     import torch
-    import torch.distributed  # noqa: F401  (the native classes derive from its classes)
+    import torch.distributed
 
     loaded = sys.modules.get("ncclx_rs._native")
     if loaded is not None:
         return loaded
     spec = importlib.util.find_spec("ncclx_rs._native")
     if spec is None or spec.origin is None:
-        raise ImportError("ncclx_rs has no native module; type `pip install --no-build-isolation .` in its source folder")
+        raise ImportError(
+            "ncclx_rs has no native module; type `pip install --no-build-isolation .` in its source folder"
+        )
     built = _built_version(spec.origin)
     if built is not None:
         _check_version(built, torch.__version__)
@@ -37,7 +40,7 @@ def native() -> Any:
 
 
 def _built_version(path: str) -> str | None:
-    """The torch that the module in ``path`` was built against, read without loading it: another torch would crash it."""
+    """The torch that the module in ``path`` was built against, read without loading it, which could crash."""
     found = re.search(rb"NCCLX_RS_TORCH_VERSION=([0-9][^;]*);", pathlib.Path(path).read_bytes())
     return found.group(1).decode() if found else None
 
