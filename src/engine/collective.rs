@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::algo::{Collective, Setting};
-use crate::engine::core::{Core, control, deadline};
-use crate::engine::frame::{FrameKind, Header, Lane, Signature};
+use crate::engine::core::{Core, Failed, control, deadline};
+use crate::engine::frame::{FrameKind, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Arrival, Placement, Sink};
 use crate::engine::memory::{Region, Scratch, Spaces};
 use crate::engine::outbox::{Body, OpRef, Owner};
@@ -347,10 +347,12 @@ impl Core {
         }
     }
 
-    pub(crate) fn collective_failed_elsewhere(&mut self, from: Rank, sequence: u64, text: String) {
+    pub(crate) fn collective_failed_elsewhere(&mut self, from: Rank, header: Header, text: String) {
+        let current = self.collectives.current();
+        let sequence = if header.index == Scope::Communicator as u32 { header.key.max(current) } else { header.key };
         match &self.collectives.active {
             Some(active) if active.sequence == sequence => self.fail_active_remotely(from, text),
-            _ if sequence >= self.collectives.current() => {
+            _ if sequence >= current => {
                 self.collectives.failed.entry(sequence).or_insert((from, text));
             }
             _ => {}
@@ -392,9 +394,10 @@ impl Core {
         let sequence = active.sequence;
         let error = error(active.request.signature.describe());
         let text = error.to_string();
+        let scope = if matches!(error, Error::PeerLost { .. }) { Scope::Communicator } else { Scope::Operation };
         self.finish_active(Err(error));
         for peer in self.everyone_else() {
-            self.send_failure(peer, Lane::Collective, sequence, 0, &text);
+            self.send_failure(peer, Failed::Collective(sequence), scope, &text);
         }
     }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::engine::collective::Collectives;
-use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Header, Lane, Signature};
+use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Event, Inbox, Placement, Sink};
 use crate::engine::message::Messages;
 use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
@@ -32,6 +32,15 @@ struct Peer {
     lost: Option<String>,
     /// One more than the last collective that it is known to have called.
     called: u64,
+}
+
+/// An operation as two ranks know it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Failed {
+    /// By its sequence number.
+    Collective(u64),
+    /// By its sender's token.
+    Message(u64),
 }
 
 /// A long message that waits for its receiver's grant.
@@ -220,13 +229,17 @@ impl Core {
         self.send(from, control(FrameKind::Grant, lane, 0, token, 0), Body::Empty, Owner::PROTOCOL);
     }
 
-    /// Tells `to` that a collective (by `key`) or a message (by `token`) has failed here.
-    pub(crate) fn send_failure(&mut self, to: Rank, lane: Lane, key: u64, token: u64, text: &str) {
+    /// Tells `to` that an operation has failed here.
+    pub(crate) fn send_failure(&mut self, to: Rank, failed: Failed, scope: Scope, text: &str) {
         let mut end = text.len().min(FAIL_TEXT_MAX);
         while !text.is_char_boundary(end) {
             end -= 1;
         }
-        let header = control(FrameKind::Fail, lane, key, token, end as u64);
+        let (lane, key, token) = match failed {
+            Failed::Collective(sequence) => (Lane::Collective, sequence, 0),
+            Failed::Message(token) => (Lane::PointToPoint, 0, token),
+        };
+        let header = Header { index: scope as u32, ..control(FrameKind::Fail, lane, key, token, end as u64) };
         self.send(to, header, Body::Heap(text.as_bytes()[..end].to_vec()), Owner::PROTOCOL);
     }
 
@@ -412,7 +425,8 @@ impl Core {
             }
             // A collective's failure was already sent; a message's sender gave up in the meantime.
             None if lane == Lane::PointToPoint => {
-                self.send_failure(from, lane, 0, token, "the sender gave the message up");
+                let text = "the sender gave the message up";
+                self.send_failure(from, Failed::Message(token), Scope::Operation, text);
             }
             None => {}
         }
@@ -424,7 +438,7 @@ impl Core {
             (FrameKind::Fail, Sink::Heap(text)) => {
                 let text = String::from_utf8_lossy(&text).into_owned();
                 match header.lane {
-                    Lane::Collective => self.collective_failed_elsewhere(from, header.key, text),
+                    Lane::Collective => self.collective_failed_elsewhere(from, header, text),
                     Lane::PointToPoint => self.message_failed_elsewhere(from, header.token, &text),
                 }
             }

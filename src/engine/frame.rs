@@ -28,7 +28,8 @@ pub(crate) enum FrameKind {
     Grant = 3,
     /// The next bytes of the message `token` of the frame's sender.
     Data = 4,
-    /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why.
+    /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why; `index` is a
+    /// [`Scope`].
     Fail = 5,
     /// The sender has called the collective `key` and waits.
     Here = 6,
@@ -46,6 +47,16 @@ impl FrameKind {
         FrameKind::Here,
         FrameKind::Credit,
     ];
+}
+
+/// What a failure takes with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Scope {
+    /// The one operation.
+    Operation = 0,
+    /// A rank is lost: also ranks that came through this operation cannot finish another.
+    Communicator = 1,
 }
 
 /// Collectives and point-to-point messages never match each other.

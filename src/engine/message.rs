@@ -3,8 +3,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use crate::engine::core::{Core, control, deadline};
-use crate::engine::frame::{FrameKind, Header, Lane};
+use crate::engine::core::{Core, Failed, control, deadline};
+use crate::engine::frame::{FrameKind, Header, Lane, Scope};
 use crate::engine::inbox::{Arrival, Placement, Sink};
 use crate::engine::memory::Region;
 use crate::engine::outbox::{Body, OpRef, Owner};
@@ -194,7 +194,7 @@ impl Core {
             }
             (Content::Announced { token, len }, None) => {
                 let text = format!("rank {} expected {} bytes, not {len}", self.me, posted.region.len());
-                self.send_failure(arrived.from, Lane::PointToPoint, 0, token, &text);
+                self.send_failure(arrived.from, Failed::Message(token), Scope::Operation, &text);
             }
         }
     }
