@@ -1,7 +1,7 @@
 //! The handle of an operation in flight: whether it is done, how it ended, who wants to know.
 //!
 //! A [`Work`] is completed once, by the engine. A thread that waits for it drives the engine meanwhile, through
-//! [`Drive`], so that no other thread has to be woken for an operation that its caller waits for.
+//! `Drive`, so that no other thread has to be woken for an operation that its caller waits for.
 
 use std::fmt;
 use std::time::{Duration, Instant};

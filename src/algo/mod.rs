@@ -4,7 +4,7 @@
 //! data described by slices, so that algorithms compose ([`hierarchical`]). [`select`] is the table that picks one.
 //!
 //! **Agreement.** In an all_reduce, an equal all_gather or an equal reduce_scatter every rank needs data of every other,
-//! so nobody finishes when two ranks disagree. The other collectives end with a dissemination barrier ([`confirm`]),
+//! so nobody finishes when two ranks disagree. The other collectives end with a dissemination barrier (`confirm`),
 //! so that a disagreement between any two ranks is reported on every rank, also where data flows between few.
 
 pub mod binomial;

@@ -1,8 +1,8 @@
 //! Drives operations over transports and completes their works.
 //!
-//! [`core`] holds all state of a communicator's operations, behind one lock; [`driver`] decides which thread makes
-//! progress. Collectives run one after the other in the order issued ([`collective`]); point-to-point messages run
-//! beside them ([`message`]). [`frame`] is the format on the wire.
+//! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
+//! progress. Collectives run one after the other in the order issued (`collective`); point-to-point messages run
+//! beside them (`message`). `frame` is the format on the wire.
 
 pub(crate) mod collective;
 pub(crate) mod core;

@@ -3,6 +3,7 @@
 mod bootstrap;
 mod collectives;
 mod failures;
+mod manual;
 mod messages;
 mod schedules;
 mod tidy;

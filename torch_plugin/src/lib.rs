@@ -1,6 +1,6 @@
 //! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
 //!
-//! [`abi`] is the C boundary to the C++ shim in csrc/, which knows c10d; everything else is the engine's.
+//! `abi` is the C boundary to the C++ shim in csrc/, which knows c10d; everything else is the engine's.
 
 mod abi;
 mod convert;
