@@ -52,3 +52,15 @@ def fresh_world(request: pytest.FixtureRequest) -> Iterator[World]:
     world = World(size, mode)
     yield world
     world.close()
+
+
+# What every supported PyTorch must do: each subject's tests, in one small world.
+SMOKE_FILES = ("test_autoload", "test_collectives", "test_p2p", "test_coalescing", "test_frameworks")
+SMOKE_WORLD = "2-shm"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        alone = "world" not in getattr(item, "fixturenames", ())
+        if item.path.stem in SMOKE_FILES and (alone or SMOKE_WORLD in item.name):
+            item.add_marker(pytest.mark.smoke)

@@ -129,8 +129,10 @@ def abort_ends_a_blocked_call(rank: int, size: int) -> None:
             return
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         threading.Timer(0.5, backend.abort).start()
-        with pytest.raises(dist.DistBackendError, match="all_reduce(.|\n)*abort"):
+        # Several ranks abort at about the same time: each ends by its own abort or by another's leaving.
+        with pytest.raises(dist.DistBackendError, match="all_reduce(.|\n)*(abort|is lost)"):
             dist.all_reduce(torch.ones(100))
+        backend.abort()
         with pytest.raises(dist.DistBackendError, match="abort"):
             dist.all_reduce(torch.ones(100))
         backend.abort()  # harmless

@@ -73,8 +73,9 @@ NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c
                        adapter.view()};
   NcclxError error;
   const int32_t status = engine_->create(&init, &comm_, &error);
-  adapter.forget();
+  // A failure stays in the store for the ranks that have not read it yet.
   if (status != NCCLX_OK) raise(status, error.text);
+  adapter.forget();
   this->init();
 }
 

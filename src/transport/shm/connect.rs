@@ -40,7 +40,7 @@ impl Introduction {
     }
 }
 
-/// An outlet on a fresh connection. Bytes go into the ring at once; the peer gets it when it has proved itself.
+/// An outlet on a fresh connection. It takes bytes once both sides have proved themselves and the peer has the ring.
 pub(super) fn open(
     identity: Identity,
     peer: Rank,

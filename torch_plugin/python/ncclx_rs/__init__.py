@@ -10,9 +10,16 @@ Example::
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-# Nothing here imports torch: torch's own start-up loads this package to register the backend.
+from ncclx_rs._autoload import register
+
+# Nothing here imports torch: torch's own start-up loads this package to register the backend. Where that is switched
+# off, an import after torch's does it.
+if hasattr(sys.modules.get("torch.distributed"), "Backend"):
+    register()
+
 if TYPE_CHECKING:
     from ncclx_rs._native import Backend, Options
 
