@@ -28,6 +28,8 @@ pub(crate) struct Route {
 struct Peer {
     outbox: Outbox,
     inbox: Option<Inbox>,
+    /// The stream to it broke: why and when. What it sent before may still be on its way.
+    ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
     lost: Option<String>,
     /// One more than the last collective that it is known to have called.
@@ -143,7 +145,7 @@ impl Core {
         let mut ready = false;
         for peer in &mut self.peers {
             ready |= peer.inbox.as_mut().is_some_and(Inbox::arm);
-            ready |= peer.outbox.is_waiting() && peer.outbox.arm();
+            ready |= peer.outbox.is_waiting() && peer.ending.is_none() && peer.outbox.arm();
         }
         ready
     }
@@ -160,7 +162,9 @@ impl Core {
 
     /// When the next operation runs out of time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        self.collectives.next_deadline().into_iter().chain(self.messages.next_deadline()).min()
+        let ending = self.peers.iter().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + LINGER);
+        let operations = self.collectives.next_deadline().into_iter().chain(self.messages.next_deadline());
+        operations.chain(ending).min()
     }
 
     /// Ends every operation with the reason that the communicator is `how` ("aborted: …"), and drops every stream.
@@ -294,6 +298,7 @@ impl Core {
         let entry = &mut self.peers[peer.index()];
         entry.outbox = Outbox::default();
         entry.inbox = None;
+        entry.ending = None;
         self.announced.retain(|_, announced| announced.to != peer);
         self.placements.retain(|(from, _), _| *from != peer);
     }
@@ -313,34 +318,49 @@ impl Core {
 
     fn probe(&mut self) {
         for index in 0..self.peers.len() {
-            if let Err(down) = self.peers[index].outbox.probe() {
-                self.stream_ended(Rank::from(index), down);
+            let peer = &mut self.peers[index];
+            match peer.ending.clone() {
+                Some((down, since)) => self.linger(Rank::from(index), &down, since),
+                None => {
+                    if let Err(down) = peer.outbox.probe() {
+                        self.outlet_ended(Rank::from(index), down);
+                    }
+                }
             }
         }
     }
 
-    /// A stream to or from `peer` broke: what it still brought counts first.
-    fn stream_ended(&mut self, peer: Rank, down: LinkDown) {
-        if let Some(mut inbox) = self.peers[peer.index()].inbox.take() {
-            while let Ok(Some(event)) = inbox.poll(&mut false) {
-                self.take_event(peer, &mut inbox, event);
-            }
+    /// The stream to `peer` broke, so that it takes nothing more. What it sent may be on its way in the other stream,
+    /// whose own end tells when all has come.
+    fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
+        let entry = &mut self.peers[peer.index()];
+        if entry.lost.is_none() && entry.ending.is_none() {
+            entry.ending = Some((down, Instant::now()));
         }
-        self.lose(peer, &down);
+    }
+
+    /// Waits for the stream from a peer whose other stream broke, if there is one or may be one in its handshake.
+    fn linger(&mut self, peer: Rank, down: &LinkDown, since: Instant) {
+        self.accept();
+        let may_bring_more = self.peers[peer.index()].inbox.is_some()
+            || self.transports.iter().any(|transport| transport.is_accepting());
+        if !may_bring_more || since.elapsed() >= LINGER {
+            self.lose(peer, down);
+        }
     }
 
     fn pump_out(&mut self, peer: Rank) -> bool {
-        let outbox = &mut self.peers[peer.index()].outbox;
-        if !outbox.is_waiting() {
+        let entry = &mut self.peers[peer.index()];
+        if !entry.outbox.is_waiting() || entry.ending.is_some() {
             return false;
         }
         let mut done = Vec::new();
-        let pumped = outbox.pump(&mut done);
+        let pumped = entry.outbox.pump(&mut done);
         for owner in done {
             self.written(owner);
         }
         pumped.unwrap_or_else(|down| {
-            self.stream_ended(peer, down);
+            self.outlet_ended(peer, down);
             true
         })
     }
@@ -348,20 +368,26 @@ impl Core {
     fn pump_in(&mut self, peer: Rank) -> bool {
         let Some(mut inbox) = self.peers[peer.index()].inbox.take() else { return false };
         let mut moved = false;
+        let mut ended = None;
         for _ in 0..EVENTS_PER_TURN {
             match inbox.poll(&mut moved) {
                 Ok(Some(event)) => self.take_event(peer, &mut inbox, event),
                 Ok(None) => break,
                 Err(down) => {
-                    self.lose(peer, &down);
-                    return true;
+                    ended = Some(down);
+                    break;
                 }
             }
             if self.lost(peer).is_some() {
                 return true;
             }
         }
+        // Back in its place first: an operation whose payload is cut off is one that waits for the peer.
         self.peers[peer.index()].inbox = Some(inbox);
+        if let Some(down) = ended {
+            self.lose(peer, &down);
+            return true;
+        }
         moved
     }
 
@@ -494,6 +520,9 @@ pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
 
 /// How many turns pass between checks for new connections, broken ones, and time.
 const RARE_TICKS: u32 = 32;
+
+/// How long the stream from a peer may outlast the stream to it.
+const LINGER: Duration = Duration::from_millis(500);
 
 /// How many frames of one peer are taken before the next peer's.
 const EVENTS_PER_TURN: usize = 32;

@@ -71,4 +71,7 @@ pub trait Transport: Send {
     /// Streams that peers opened and that have proved who they are, since the last call. Never fails because of what a
     /// stranger sent: such connections are dropped and logged.
     fn accept(&mut self) -> Vec<Accepted>;
+
+    /// Whether a connection that a peer may have opened is in its handshake.
+    fn is_accepting(&self) -> bool;
 }

@@ -38,6 +38,11 @@ impl<S: AsFd> Pending<S> {
         self.candidates.len() < CANDIDATES_MAX
     }
 
+    /// Whether no connection is in its handshake.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.candidates.is_empty()
+    }
+
     /// Begins the handshake on a connection.
     pub(crate) fn add(&mut self, stream: S) {
         match self.poller.add(stream.as_fd(), Interest::Read) {

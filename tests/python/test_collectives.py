@@ -151,7 +151,7 @@ def barrier_waits_for_the_last_rank(rank: int, size: int) -> None:
     store = fresh_store()
     for turn in range(size):
         if rank == turn:
-            store.set(f"came{turn}", "yes")
+            store.add(f"came{turn}", 1)  # unlike `set`, comes back once the store has it
         dist.barrier()
         assert store.check([f"came{turn}"]), f"rank {rank} left barrier {turn} before rank {turn} came"
 

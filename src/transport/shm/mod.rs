@@ -75,4 +75,7 @@ impl Transport for ShmTransport {
         let poller = &self.poller;
         self.pending.drive(|candidate| connect::accept(candidate, poller))
     }
+    fn is_accepting(&self) -> bool {
+        !self.pending.is_empty()
+    }
 }

@@ -85,4 +85,7 @@ impl Transport for TcpTransport {
             Ok(Some((rank, Box::new(inlet) as Box<dyn Inlet>)))
         })
     }
+    fn is_accepting(&self) -> bool {
+        !self.pending.is_empty()
+    }
 }
