@@ -238,8 +238,7 @@ impl Communicator {
     /// Lets what is in flight finish within a short grace, then leaves. Idempotent.
     pub fn shutdown(&self) -> Result<(), Error> {
         let now = Instant::now();
-        let settled =
-            |core: &mut Core| core.closed.is_some() || (core.collectives.is_idle() && core.messages.is_idle());
+        let settled = |core: &mut Core| core.closed.is_some() || core.is_settled();
         self.driver.drive_until(|driver| driver.with_core(settled), now.checked_add(OPERATIONS_GRACE));
         let flushed = |core: &mut Core| core.closed.is_some() || core.flushed();
         self.driver.drive_until(|driver| driver.with_core(flushed), Instant::now().checked_add(PROTOCOL_GRACE));

@@ -54,6 +54,16 @@ pub(crate) struct Announced {
     pub(crate) owner: Owner,
 }
 
+impl Announced {
+    /// Copies the message, which no longer needs its operation's memory nor tells it that it was sent.
+    pub(crate) fn detach(&mut self) {
+        if let Body::Memory(region) = &self.body {
+            self.body = Body::Heap(region.to_vec(0, region.len()));
+        }
+        self.owner = Owner::PROTOCOL;
+    }
+}
+
 /// What a communicator's operations share.
 pub(crate) struct Core {
     pub(crate) me: Rank,
@@ -68,7 +78,7 @@ pub(crate) struct Core {
     pub(crate) collectives: Collectives,
     pub(crate) messages: Messages,
     /// Own long messages that are announced, by token.
-    announced: HashMap<u64, Announced>,
+    pub(crate) announced: HashMap<u64, Announced>,
     next_token: u64,
     /// Places for long messages that were granted, by sender and token.
     placements: HashMap<(Rank, u64), Placement>,
@@ -116,7 +126,12 @@ impl Core {
     /// Whether there is anything to drive: operations, bytes that wait to be written, or streams being opened.
     pub(crate) fn is_busy(&self) -> bool {
         let unfinished = |peer: &Peer| peer.outbox.is_waiting() || peer.outbox.is_opening();
-        !self.collectives.is_idle() || !self.messages.is_idle() || self.peers.iter().any(unfinished)
+        !self.is_settled() || self.peers.iter().any(unfinished)
+    }
+
+    /// Whether no operation is in flight, nor a message that outlives its operation.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.collectives.is_idle() && self.messages.is_idle() && self.announced.is_empty()
     }
 
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
@@ -505,6 +520,7 @@ impl Core {
     fn check_deadlines(&mut self, now: Instant) {
         self.check_collective_deadline(now);
         self.check_message_deadlines(now);
+        self.detach_crossing_sends(now);
     }
 }
 

@@ -33,6 +33,7 @@ struct InFlight {
     direction: Direction,
     tag: Tag,
     bytes: usize,
+    since: Instant,
     deadline: Option<Instant>,
     work: Work,
 }
@@ -102,7 +103,15 @@ impl Messages {
     }
 
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        self.in_flight.values().filter_map(|op| op.deadline).min()
+        let deadlines = self.in_flight.values().filter_map(|op| op.deadline);
+        let sends = self.in_flight.values().filter(|op| matches!(op.direction, Direction::Send(_)));
+        let detaching = sends.map(|op| op.since + SEND_PATIENCE).filter(|_| self.keeps_senders_waiting());
+        deadlines.chain(detaching).min()
+    }
+
+    /// Whether a peer waits for this rank to receive a long message.
+    fn keeps_senders_waiting(&self) -> bool {
+        self.arrived.iter().any(|arrived| matches!(arrived.content, Content::Announced { .. }))
     }
 
     /// `from` has taken `bytes` of eager messages.
@@ -118,8 +127,9 @@ impl Core {
         let id = self.messages.next;
         self.messages.next += 1;
         let MessageRequest { direction, tag, region, timeout, work } = request;
-        let deadline = deadline(Instant::now(), timeout);
-        self.messages.in_flight.insert(id, InFlight { direction, tag, bytes: region.len(), deadline, work });
+        let since = Instant::now();
+        let deadline = deadline(since, timeout);
+        self.messages.in_flight.insert(id, InFlight { direction, tag, bytes: region.len(), since, deadline, work });
         match direction {
             Direction::Send(to) if to == self.me => self.send_to_self(id, tag, &region),
             Direction::Send(to) => self.start_message_send(id, to, tag, region),
@@ -323,6 +333,26 @@ impl Core {
         self.messages.arrived.clear();
     }
 
+    /// Completes sends that wait here while others wait to send to this rank, from a copy: all of them may have to send
+    /// before they receive.
+    pub(crate) fn detach_crossing_sends(&mut self, now: Instant) {
+        if !self.messages.keeps_senders_waiting() {
+            return;
+        }
+        let in_flight = &self.messages.in_flight;
+        let waits = |id: u64| in_flight.get(&id).is_some_and(|op| now.duration_since(op.since) >= SEND_PATIENCE);
+        let mut detached = Vec::new();
+        for announced in self.announced.values_mut() {
+            if let OpRef::Message(id) = announced.owner.op
+                && waits(id)
+            {
+                announced.detach();
+                detached.push(id);
+            }
+        }
+        detached.into_iter().for_each(|id| self.message_done(id, None));
+    }
+
     pub(crate) fn check_message_deadlines(&mut self, now: Instant) {
         let late = |op: &InFlight| op.deadline.is_some_and(|deadline| deadline <= now);
         let ids: Vec<u64> = self.messages.in_flight.iter().filter(|(_, op)| late(op)).map(|(id, _)| *id).collect();
@@ -357,3 +387,6 @@ fn eager_cost(bytes: usize) -> u64 {
 
 /// Eager bytes that one rank may have unread at another; further messages wait at their sender.
 const EAGER_WINDOW: u64 = 1 << 20;
+
+/// How long a long message waits for its receiver before it may be copied out of its sender's way.
+const SEND_PATIENCE: Duration = Duration::from_millis(20);

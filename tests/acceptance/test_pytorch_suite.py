@@ -7,6 +7,7 @@ See docs/acceptance.md.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from unittest import mock
@@ -18,7 +19,12 @@ os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
 os.environ.setdefault("INIT_METHOD", f"file://{tempfile.gettempdir()}/ncclx_rs_acceptance")
 
 import torch  # noqa: F401 - registers backends
+from torch.testing._internal import common_distributed, common_utils
 from torch.testing._internal.common_distributed import DistTestCases
+
+# Also all_to_all on CPU, which the suite keeps for MPI, and from three ranks on what it keeps for eight.
+EXTRA = os.environ.get("EXTRA", "0") == "1"
+MPI_ONLY = ("Only MPI supports CPU all_to_all_single", "Only MPI supports all_to_all")
 
 
 class AlsoGloo(str):
@@ -34,6 +40,21 @@ class AlsoGloo(str):
     __hash__ = "gloo".__hash__
 
 
+@contextlib.contextmanager
+def extra_tests():
+    """Has the suite keep the tests that `EXTRA` asks for, while it is imported."""
+    skip_if = common_utils.skip_but_pass_in_sandcastle_if
+
+    def skip_unless_wanted(condition, reason):
+        return skip_if(condition and not (EXTRA and reason in MPI_ONLY), reason)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(common_utils, skip_if.__name__, skip_unless_wanted))
+        if EXTRA and int(os.environ["WORLD_SIZE"]) >= 3:
+            patches.enter_context(mock.patch.object(common_distributed, "skip_if_small_worldsize", lambda test: test))
+        yield
+
+
 def load_suite():
     """Imports the suite such that it reads the backend's name as `AlsoGloo`."""
     name = os.environ["BACKEND"]
@@ -47,7 +68,7 @@ def load_suite():
         value = look_up(self, key)
         return AlsoGloo(value) if key == "BACKEND" and value != "gloo" else value
 
-    with mock.patch.object(environment, "__getitem__", posing):
+    with mock.patch.object(environment, "__getitem__", posing), extra_tests():
         from torch.testing._internal.distributed import distributed_test
     if name != "gloo":
         distributed_test.PROFILING_SUPPORTED_BACKENDS.append(name)

@@ -37,6 +37,24 @@ fn both_sides_may_send_first() {
 }
 
 #[test]
+fn a_ring_of_blocking_sends_before_the_receives_completes() {
+    for wire in WIRES {
+        for size in [2, 3] {
+            world(wire, size, move |comm| {
+                let me = comm.rank().index();
+                let before = (me + size - 1) % size;
+                let mut out = vec![me as i32; 300_000];
+                let mut back = vec![0; 300_000];
+                comm.submit(start(send((me + 1) % size, 0), &mut out)).expect("send").wait(None).expect("send");
+                out.fill(-1); // the send is over, its memory is the caller's again
+                comm.submit(start(recv(before, 0), &mut back)).expect("recv").wait(None).expect("recv");
+                assert!(back.iter().all(|value| *value == before as i32));
+            });
+        }
+    }
+}
+
+#[test]
 fn tags_match_in_any_order_and_one_tag_keeps_its_order() {
     for wire in WIRES {
         world(wire, 2, |comm| {

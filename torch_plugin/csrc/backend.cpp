@@ -92,7 +92,7 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     return coalescing_;
   }();
   const bool blocking = !call.async && !coalescing;
-  auto work = c10::make_intrusive<NcclxWork>(engine_, getRank(), call.type, call.title,
+  auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, call.title,
                                              std::optional<Tensors>(call.profiled), std::move(call.results));
   for (size_t i = 0; i < call.count; ++i) {
     Operands& operands = work->operands(call.operation);
@@ -470,7 +470,8 @@ void NcclxBackend::startCoalescing() {
 }
 
 WorkPtr NcclxBackend::endCoalescing() {
-  auto work = c10::make_intrusive<NcclxWork>(engine_, getRank(), OpType::COALESCED, nullptr, std::nullopt, Tensors{});
+  auto work =
+      c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::COALESCED, nullptr, std::nullopt, Tensors{});
   {
     std::lock_guard<std::mutex> lock(coalescing_mutex_);
     coalescing_ = false;
@@ -479,6 +480,11 @@ WorkPtr NcclxBackend::endCoalescing() {
   }
   work->follow();
   return work;
+}
+
+void NcclxBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  onCompletionHook_ = hook;  // says that there is one
+  group_->on_completion(std::move(hook));
 }
 
 void NcclxBackend::setTimeout(Milliseconds timeout) {

@@ -83,7 +83,9 @@ class NcclxBackend : public c10d::Backend {
                                     const c10::intrusive_ptr<Options>&) override;
   c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>&, const c10::intrusive_ptr<Options>&,
                                     const int& rank, const int& size) override;
-  c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override { group_->wait_for_all(); }
+  c10d::ErrorType getError() override { return group_->error(); }
   void abort() override { engine_->abort(comm_, "the process group was aborted"); }
   void shutdown() override { engine_->shutdown(comm_); }
 
@@ -97,6 +99,7 @@ class NcclxBackend : public c10d::Backend {
   const NcclxEngine* engine_;
   NcclxComm* comm_ = nullptr;
   c10::intrusive_ptr<NcclxOptions> options_;
+  std::shared_ptr<Group> group_ = std::make_shared<Group>();
   std::mutex coalescing_mutex_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;

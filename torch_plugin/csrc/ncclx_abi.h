@@ -11,9 +11,12 @@ extern "C" {
 enum NcclxStatus : int32_t {
   NCCLX_OK = 0,
   NCCLX_USAGE = 1,    // the caller's mistake
-  NCCLX_FAILURE = 2,  // the operation or the communicator failed
+  NCCLX_FAILURE = 2,  // the operation failed, and the next one can work
   NCCLX_NETWORK = 3,  // the communicator could not be made
   NCCLX_PENDING = 4,  // the time to wait is over, the operation is still in flight
+  NCCLX_TIMEOUT = 5,  // the operation's time ran out
+  NCCLX_REMOTE = 6,   // another rank gave the operation up
+  NCCLX_LOST = 7,     // a rank is gone, or this one has left
 };
 
 struct NcclxError {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "errors.h"
+#include "group.h"
 #include "tensors.h"
 
 namespace ncclx {
@@ -19,10 +20,11 @@ using Milliseconds = std::chrono::milliseconds;
 
 class NcclxWork : public c10d::Work {
  public:
-  NcclxWork(const NcclxEngine* engine, int rank, c10d::OpType type, const char* title,
+  NcclxWork(const NcclxEngine* engine, std::shared_ptr<Group> group, int rank, c10d::OpType type, const char* title,
             const std::optional<std::vector<at::Tensor>>& inputs, std::vector<at::Tensor> results)
       : c10d::Work(rank, type, title, inputs),
         engine_(engine),
+        group_(std::move(group)),
         results_(std::move(results)),
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
 
@@ -44,6 +46,7 @@ class NcclxWork : public c10d::Work {
 
   // Follows what was added. To be called once, when all is added.
   void follow() {
+    group_->began();
     pending_ = 1 + handles_.size() + members_.size();
     for (NcclxHandle* handle : handles_) {
       engine_->on_complete(handle, &NcclxWork::completed, retained());
@@ -113,6 +116,7 @@ class NcclxWork : public c10d::Work {
 
   static void completed(void* context, int32_t status, const char* text) {
     auto self = c10::intrusive_ptr<NcclxWork>::reclaim(static_cast<NcclxWork*>(context));
+    self->group_->note(status);
     self->one_done(status == NCCLX_OK ? nullptr : ncclx::exception(status, text));
   }
 
@@ -144,9 +148,14 @@ class NcclxWork : public c10d::Work {
       future_->markCompleted(c10::IValue(results_));
     }
     finish(error);
+    group_->ended([this] {
+      return std::make_shared<c10d::WorkInfo>(opType_, getSequencenumber(), started_, finished_,
+                                              finished_ - started_);
+    });
   }
 
   const NcclxEngine* engine_;
+  std::shared_ptr<Group> group_;
   std::list<Operands> operands_;
   std::vector<at::Tensor> results_;
   std::vector<NcclxHandle*> handles_;

@@ -11,6 +11,9 @@ pub(crate) enum Status {
     Failure = 2,
     Network = 3,
     Pending = 4,
+    Timeout = 5,
+    Remote = 6,
+    Lost = 7,
 }
 
 impl Status {
@@ -18,6 +21,9 @@ impl Status {
         match error {
             Error::Usage(_) => Status::Usage,
             Error::Init(error) => Status::of_init(error),
+            Error::Timeout { .. } => Status::Timeout,
+            Error::Remote { .. } => Status::Remote,
+            Error::PeerLost { .. } | Error::Closed { .. } => Status::Lost,
             _ => Status::Failure,
         }
     }

@@ -1,0 +1,76 @@
+// What a backend and its works share: who is still in flight, how the group fares, who wants to know of completions.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "ncclx_abi.h"
+
+namespace ncclx {
+
+class Group {
+ public:
+  using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+
+  void on_completion(Hook hook) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    hook_ = std::move(hook);
+  }
+
+  void began() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++in_flight_;
+  }
+
+  // Tells the hook, then those who wait for works. `info` is made only if there is a hook.
+  template <typename Info>
+  void ended(Info&& info) {
+    Hook hook;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      hook = hook_;
+    }
+    try {
+      if (hook) hook(info());
+    } catch (const std::exception& error) {
+      TORCH_WARN("ncclx_rs: the completion hook failed: ", error.what());
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--in_flight_ == 0) all_ended_.notify_all();
+  }
+
+  void wait_for_all() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_ended_.wait(lock, [this] { return in_flight_ == 0; });
+  }
+
+  // Remembers failures after which the group may not work any more; the first one stays.
+  void note(int32_t status) {
+    using c10d::ErrorType;
+    const ErrorType error = status == NCCLX_TIMEOUT  ? ErrorType::TIMEOUT
+                            : status == NCCLX_REMOTE ? ErrorType::REMOTE_ERROR
+                            : status == NCCLX_LOST   ? ErrorType::COMM_ERROR
+                                                     : ErrorType::SUCCESS;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_ == ErrorType::SUCCESS) error_ = error;
+  }
+
+  c10d::ErrorType error() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_ended_;
+  size_t in_flight_ = 0;
+  c10d::ErrorType error_ = c10d::ErrorType::SUCCESS;
+  Hook hook_;
+};
+
+}  // namespace ncclx
