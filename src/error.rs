@@ -86,7 +86,7 @@ pub enum Error {
         detail: String,
     },
     /// The operation's time ran out.
-    #[error("{operation} timed out after {waited:?}: {detail}")]
+    #[error("{operation} timed out after a timeout of {waited:.1?}: {detail}")]
     Timeout {
         /// The operation.
         operation: String,

@@ -197,7 +197,7 @@ def new_timeouts_apply(rank: int, size: int) -> None:
         group.set_timeout(datetime.timedelta(seconds=2))
     with leaving_together():
         if rank != 0:
-            with pytest.raises(dist.DistBackendError, match=r"all_reduce.*timed out after 2\."):
+            with pytest.raises(dist.DistBackendError, match=r"all_reduce.*timed out after a timeout of 2\."):
                 dist.all_reduce(torch.ones(1), group=group)
 
 

@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include "sparse.h"
 #include "store.h"
 
 namespace ncclx {
@@ -142,6 +143,7 @@ WorkPtr NcclxBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& 
 
 WorkPtr NcclxBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   at::Tensor tensor = only(tensors, "all_reduce", "tensors");
+  if (tensor.is_sparse()) return allreduce_sparse(tensors, opts);
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_ALL_REDUCE, .operation = "all_reduce", .title = "ncclx_rs:all_reduce",
                  .type = OpType::ALLREDUCE, .timeout = opts.timeout, .async = opts.asyncOp, .results = tensors,
@@ -149,8 +151,14 @@ WorkPtr NcclxBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
                  .fill = [&](Operands& o, size_t) { o.in_place(tensor, "tensor"); }});
 }
 
-WorkPtr NcclxBackend::allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) {
-  refuse("all_reduce", "tensor", "a dense tensor", "a sparse one");
+WorkPtr NcclxBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  at::Tensor tensor = only(tensors, "all_reduce", "tensors");
+  if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) refuse("all_reduce", "op", "SUM for a sparse tensor", "another");
+  sum_sparse(*this, tensor, opts.timeout);
+  auto work =
+      c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::ALLREDUCE, nullptr, std::nullopt, tensors);
+  work->follow();
+  return work;
 }
 
 WorkPtr NcclxBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
@@ -425,11 +433,13 @@ WorkPtr NcclxBackend::recv(Tensors& tensors, int peer, int tag) {
 
 WorkPtr NcclxBackend::recvAnysource(Tensors& tensors, int tag) { return message(NCCLX_RECV, tensors, -1, tag); }
 
-// As gloo's: every rank reports to rank 0, which lets them go once all have, and names those that did not come.
+// As gloo's, messages included: every rank reports to rank 0, which lets them go once all have, and names those that did
+// not come.
 void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   constexpr uint32_t kReport = 0xffff'fff0;
   constexpr uint32_t kRelease = 0xffff'fff1;
   const Milliseconds timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+  const std::string limit = std::to_string(timeout.count()) + " ms";
   auto exchange = [&](NcclxKind kind, int peer, uint32_t tag) {
     at::Tensor token = at::zeros({1}, at::kByte);
     return launch({.kind = kind, .operation = "monitored_barrier", .title = nullptr, .type = OpType::BARRIER,
@@ -439,24 +449,32 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
                    }});
   };
   if (getRank() != 0) {
-    exchange(NCCLX_SEND, 0, kReport)->wait();
-    exchange(NCCLX_RECV, 0, kRelease)->wait();
+    try {
+      exchange(NCCLX_SEND, 0, kReport)->wait();
+      exchange(NCCLX_RECV, 0, kRelease)->wait();
+    } catch (const c10::Error& error) {
+      const std::string rank = "Rank " + std::to_string(getRank());
+      raise(NCCLX_FAILURE, "[" + rank + "]: " + rank + " successfully reached monitoredBarrier, but received errors " +
+                               "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank: " +
+                               error.what_without_backtrace());
+    }
     return;
   }
+  if (timeout.count() <= 0) raise(NCCLX_FAILURE, "[Rank 0]: Rank 0 timed out in monitoredBarrier after " + limit);
   std::vector<WorkPtr> reports;
   for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, kReport));
-  std::string missing;
+  std::vector<int> missing;
   for (int peer = 1; peer < getSize(); ++peer) {
     try {
       reports[peer - 1]->wait();
     } catch (const c10::Error&) {
-      missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+      missing.push_back(peer);
       if (!wait_all_ranks) break;
     }
   }
   if (!missing.empty()) {
-    raise(NCCLX_FAILURE, "[Rank 0]: Rank(s) " + missing + " failed to pass monitoredBarrier in " +
-                             std::to_string(timeout.count()) + " ms");
+    const std::string who = missing.size() == 1 ? "Rank " : "Ranks ";
+    raise(NCCLX_FAILURE, "[Rank 0]: " + who + c10::Join(", ", missing) + " failed to pass monitoredBarrier in " + limit);
   }
   std::vector<WorkPtr> releases;
   for (int peer = 1; peer < getSize(); ++peer) releases.push_back(exchange(NCCLX_SEND, peer, kRelease));

@@ -1,0 +1,235 @@
+"""The plain values of the object API: reduce operations, names, options."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RedOpType(enum.Enum):
+    """The kinds of `ReduceOp`."""
+
+    SUM = enum.auto()
+    PRODUCT = enum.auto()
+    MIN = enum.auto()
+    MAX = enum.auto()
+    BAND = enum.auto()
+    BOR = enum.auto()
+    BXOR = enum.auto()
+    PREMUL_SUM = enum.auto()
+    AVG = enum.auto()
+
+
+class ReduceOp:
+    """How elements of different ranks are combined.
+
+    ``PREMUL_SUM(factor)`` multiplies by a number or a one-element tensor before it adds. ``AVG`` adds and divides by the
+    number of ranks; integers truncate.
+    """
+
+    SUM: ReduceOp
+    PRODUCT: ReduceOp
+    MIN: ReduceOp
+    MAX: ReduceOp
+    BAND: ReduceOp
+    BOR: ReduceOp
+    BXOR: ReduceOp
+    AVG: ReduceOp
+
+    def __init__(self, type: RedOpType = RedOpType.SUM, factor: float | torch.Tensor | None = None) -> None:
+        if (type is RedOpType.PREMUL_SUM) != (factor is not None):
+            raise ValueError(f"ReduceOp: a factor belongs to PREMUL_SUM and to nothing else, got {type}, {factor!r}")
+        self._type = type
+        self._factor = factor
+
+    @staticmethod
+    def PREMUL_SUM(factor: float | torch.Tensor) -> ReduceOp:
+        """The sum of all ranks' elements, each multiplied by its rank's ``factor`` before."""
+        return ReduceOp(RedOpType.PREMUL_SUM, factor)
+
+    @property
+    def type(self) -> RedOpType:
+        return self._type
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReduceOp):
+            return NotImplemented
+        return self._type is other._type and (self._factor is other._factor or bool(self._factor == other._factor))
+
+    def __hash__(self) -> int:
+        return hash(self._type)
+
+    def __repr__(self) -> str:
+        return f"ReduceOp.{self._type.name}" + ("" if self._factor is None else f"({self._factor})")
+
+    def _c10d(self) -> Any:
+        """The same as PyTorch names it."""
+        if self._type is RedOpType.PREMUL_SUM:
+            return torch._C._distributed_c10d._make_nccl_premul_sum(self._factor)
+        return getattr(dist.ReduceOp, self._type.name)
+
+
+for _type in RedOpType:
+    if _type is not RedOpType.PREMUL_SUM:
+        setattr(ReduceOp, _type.name, ReduceOp(_type))
+
+
+class OpName(enum.Enum):
+    """What a hook is told about."""
+
+    send = enum.auto()
+    recv = enum.auto()
+    broadcast = enum.auto()
+    all_reduce = enum.auto()
+    reduce = enum.auto()
+    all_gather = enum.auto()
+    all_gather_v = enum.auto()
+    all_gather_single = enum.auto()
+    reduce_scatter = enum.auto()
+    reduce_scatter_v = enum.auto()
+    reduce_scatter_single = enum.auto()
+    all_to_all_single = enum.auto()
+    all_to_all_v_single = enum.auto()
+    all_to_all = enum.auto()
+    barrier = enum.auto()
+    scatter = enum.auto()
+    gather = enum.auto()
+    gather_single = enum.auto()
+    split = enum.auto()
+    new_window = enum.auto()
+    batch_op_issue = enum.auto()
+    finalize = enum.auto()
+
+
+class WorkStatus(enum.Enum):
+    """How far an operation is."""
+
+    NOT_STARTED = enum.auto()
+    INPROGRESS = enum.auto()
+    COMPLETED = enum.auto()
+    TIMEDOUT = enum.auto()
+    ERROR = enum.auto()
+
+
+class P2POpType(enum.Enum):
+    """The direction of a `P2POp`."""
+
+    SEND = enum.auto()
+    RECV = enum.auto()
+
+
+class CommOptions:
+    """What a communicator was made with.
+
+    Attributes:
+        abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost.
+        timeout: the time limit of operations that have none of their own.
+        store: where the ranks met.
+        name: the communicator's name.
+        enable_reconfigure: whether its members may change.
+        hints: settings by name.
+    """
+
+    def __init__(self) -> None:
+        self.abort_process_on_timeout_or_error = True
+        self.timeout = timedelta(seconds=600)
+        self.store: dist.Store | None = None
+        self.name = ""
+        self.enable_reconfigure = False
+        self.hints: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"CommOptions({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class OpOptions:
+    """What every operation accepts.
+
+    Attributes:
+        timeout: its time limit; zero stands for the communicator's.
+        hints: settings by name.
+    """
+
+    def __init__(self, timeout: timedelta | None = None, hints: Mapping[str, str] | None = None) -> None:
+        self.timeout = timeout or timedelta(0)
+        self.hints = dict(hints or {})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(timeout={self.timeout}, hints={self.hints})"
+
+
+class SendOptions(OpOptions):
+    """Options of ``send``."""
+
+
+class RecvOptions(OpOptions):
+    """Options of ``recv``."""
+
+
+class BatchP2POptions(OpOptions):
+    """Options of a batch's ``issue``."""
+
+
+class BroadcastOptions(OpOptions):
+    """Options of ``broadcast``."""
+
+
+class AllReduceOptions(OpOptions):
+    """Options of ``all_reduce``."""
+
+
+class ReduceOptions(OpOptions):
+    """Options of ``reduce``."""
+
+
+class AllGatherOptions(OpOptions):
+    """Options of ``all_gather`` and ``all_gather_v``."""
+
+
+class AllGatherSingleOptions(OpOptions):
+    """Options of ``all_gather_single``."""
+
+
+class ReduceScatterOptions(OpOptions):
+    """Options of ``reduce_scatter`` and ``reduce_scatter_v``."""
+
+
+class ReduceScatterSingleOptions(OpOptions):
+    """Options of ``reduce_scatter_single``."""
+
+
+class AllToAllOptions(OpOptions):
+    """Options of ``all_to_all``."""
+
+
+class AllToAllSingleOptions(OpOptions):
+    """Options of ``all_to_all_single``."""
+
+
+class AllToAllvSingleOptions(OpOptions):
+    """Options of ``all_to_all_v_single``."""
+
+
+class BarrierOptions(OpOptions):
+    """Options of ``barrier``."""
+
+
+class ScatterOptions(OpOptions):
+    """Options of ``scatter``."""
+
+
+class GatherOptions(OpOptions):
+    """Options of ``gather`` and ``gather_single``."""
+
+
+class AllGatherPInitOptions(OpOptions):
+    """Options of ``all_gather_p_init``."""
+
+
+class AllGatherPExecOptions(OpOptions):
+    """Options of ``all_gather_p_exec``."""
