@@ -406,7 +406,7 @@ WorkPtr NcclxBackend::barrier(const c10d::BarrierOptions& opts) {
                  .timeout = opts.timeout, .async = opts.asyncOp, .results = {}, .profiled = {}, .fill = nullptr});
 }
 
-WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int tag) {
+WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout) {
   const bool sends = kind == NCCLX_SEND;
   const char* operation = sends ? "send" : "recv";
   at::Tensor tensor = only(tensors, operation, "tensors");
@@ -415,7 +415,7 @@ WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int ta
   return launch({.kind = kind, .operation = operation,
                  .title = sends ? "ncclx_rs:send" : (any ? "ncclx_rs:recvAnySource" : "ncclx_rs:recv"),
                  .type = sends ? OpType::SEND : (any ? OpType::RECVANYSOURCE : OpType::RECV),
-                 .timeout = c10d::kUnsetTimeout, .async = true, .results = tensors, .profiled = tensors, .peer = peer,
+                 .timeout = timeout, .async = true, .results = tensors, .profiled = tensors, .peer = peer,
                  .tag = static_cast<uint32_t>(tag), .fill = [&](Operands& o, size_t) {
                    sends ? o.input(tensor, "tensor") : o.output(tensor, "tensor");
                  }});
@@ -423,15 +423,17 @@ WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int ta
 
 WorkPtr NcclxBackend::send(Tensors& tensors, int peer, int tag) {
   if (peer < 0) refuse("send", "dst", "a rank of the group", std::to_string(peer));
-  return message(NCCLX_SEND, tensors, peer, tag);
+  return message(NCCLX_SEND, tensors, peer, tag, c10d::kUnsetTimeout);
 }
 
 WorkPtr NcclxBackend::recv(Tensors& tensors, int peer, int tag) {
   if (peer < 0) refuse("recv", "src", "a rank of the group", std::to_string(peer));
-  return message(NCCLX_RECV, tensors, peer, tag);
+  return message(NCCLX_RECV, tensors, peer, tag, c10d::kUnsetTimeout);
 }
 
-WorkPtr NcclxBackend::recvAnysource(Tensors& tensors, int tag) { return message(NCCLX_RECV, tensors, -1, tag); }
+WorkPtr NcclxBackend::recvAnysource(Tensors& tensors, int tag) {
+  return message(NCCLX_RECV, tensors, -1, tag, c10d::kUnsetTimeout);
+}
 
 // As gloo's, messages included: every rank reports to rank 0, which lets them go once all have, and names those that did
 // not come.
@@ -503,6 +505,16 @@ WorkPtr NcclxBackend::endCoalescing() {
 void NcclxBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
   onCompletionHook_ = hook;  // says that there is one
   group_->on_completion(std::move(hook));
+}
+
+void NcclxBackend::abort() {
+  group_->leave();
+  engine_->abort(comm_, "the process group was aborted");
+}
+
+void NcclxBackend::shutdown() {
+  group_->leave();
+  engine_->shutdown(comm_);
 }
 
 void NcclxBackend::setTimeout(Milliseconds timeout) {

@@ -86,16 +86,27 @@ class NcclxBackend : public c10d::Backend {
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override { group_->wait_for_all(); }
   c10d::ErrorType getError() override { return group_->error(); }
-  void abort() override { engine_->abort(comm_, "the process group was aborted"); }
-  void shutdown() override { engine_->shutdown(comm_); }
+  void abort() override;
+  void shutdown() override;
+#if NCCLX_TORCH_GE(2, 15)
+  bool supportsAbortHooks() const override { return true; }
+#endif
+#ifdef C10D_BACKEND_HAS_HOOKS
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override { group_->on_failure(id, std::move(hook)); }
+  void unregisterAbortHook(int64_t id) override { group_->forget_failure_hook(id); }
+#endif
+
+  // For the object API, in every version of torch.
+  void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }
+  WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 
  private:
   // What all operations share: a work with its operands, submitted once per entry of `ops`.
   struct Call;
   WorkPtr launch(Call&& call);
   NcclxHandle* submit(const char* operation, const NcclxOp& op);
-  WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag);
 
+  static constexpr int64_t kObjectApiHook = -1;
   const NcclxEngine* engine_;
   NcclxComm* comm_ = nullptr;
   c10::intrusive_ptr<NcclxOptions> options_;

@@ -6,6 +6,7 @@
 
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 
@@ -15,6 +16,7 @@ namespace ncclx {
 
 class Group {
  public:
+  using FailureHook = std::function<void()>;
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
   void on_completion(Hook hook) {
@@ -49,15 +51,46 @@ class Group {
     all_ended_.wait(lock, [this] { return in_flight_ == 0; });
   }
 
-  // Remembers failures after which the group may not work any more; the first one stays.
+  // Remembers failures after which the group may not work any more; the first one stays, and the hooks are called.
   void note(int32_t status) {
     using c10d::ErrorType;
     const ErrorType error = status == NCCLX_TIMEOUT  ? ErrorType::TIMEOUT
                             : status == NCCLX_REMOTE ? ErrorType::REMOTE_ERROR
                             : status == NCCLX_LOST   ? ErrorType::COMM_ERROR
                                                      : ErrorType::SUCCESS;
+    std::map<int64_t, FailureHook> hooks;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return;
+      error_ = error;
+      hooks = failure_hooks_;
+    }
+    for (auto& [id, hook] : hooks) {
+      try {
+        hook();
+      } catch (const std::exception& thrown) {
+        TORCH_WARN("ncclx_rs: an abort hook failed: ", thrown.what());
+      }
+    }
+  }
+
+  void on_failure(int64_t id, FailureHook hook) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (error_ == ErrorType::SUCCESS) error_ = error;
+    failure_hooks_[id] = std::move(hook);
+  }
+
+  void forget_failure_hook(int64_t id) {
+    FailureHook hook;  // dropped without the lock: it may hold Python objects
+    std::lock_guard<std::mutex> lock(mutex_);
+    hook.swap(failure_hooks_[id]);
+    failure_hooks_.erase(id);
+  }
+
+  // This rank leaves: what ends from now on is no failure of the group.
+  void leave() {
+    std::map<int64_t, FailureHook> hooks;
+    std::lock_guard<std::mutex> lock(mutex_);
+    hooks.swap(failure_hooks_);
   }
 
   c10d::ErrorType error() {
@@ -71,6 +104,7 @@ class Group {
   size_t in_flight_ = 0;
   c10d::ErrorType error_ = c10d::ErrorType::SUCCESS;
   Hook hook_;
+  std::map<int64_t, FailureHook> failure_hooks_;
 };
 
 }  // namespace ncclx

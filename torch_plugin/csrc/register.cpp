@@ -1,5 +1,6 @@
 // The classes that Python sees.
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -32,9 +33,17 @@ void define(py::module_& m) {
       .def("__deepcopy__", [](const NcclxOptions& self, const py::object&) {
         return c10::make_intrusive<NcclxOptions>(self);
       });
-  py::class_<NcclxBackend, c10::intrusive_ptr<NcclxBackend>, c10d::Backend>(m, "Backend")
+  py::class_<NcclxBackend, c10::intrusive_ptr<NcclxBackend>, c10d::Backend>(m, "Backend", py::dynamic_attr())
       .def_property_readonly("options", &NcclxBackend::getBackendOptions)
       .def("_set_default_timeout", &NcclxBackend::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"))
+      .def("_message",
+           [](NcclxBackend& self, bool sends, at::Tensor tensor, int peer, int tag, Milliseconds timeout) {
+             Tensors tensors{std::move(tensor)};
+             return self.message(sends ? NCCLX_SEND : NCCLX_RECV, tensors, peer, tag, timeout);
+           },
+           py::arg("sends"), py::arg("tensor"), py::arg("peer"), py::arg("tag"), py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       // Ranks outside a group that is split off have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});

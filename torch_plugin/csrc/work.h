@@ -95,8 +95,11 @@ class NcclxWork : public c10d::Work {
 
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
     auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
-    future_->addCallback([result](c10::ivalue::Future& future) {
-      const auto outcome = future.hasError() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS;
+    auto self = c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this);
+    future_->addCallback([result, self](c10::ivalue::Future& future) {
+      const auto outcome = !future.hasError()                   ? c10d::WorkResult::SUCCESS
+                           : self->status_ == NCCLX_TIMEOUT ? c10d::WorkResult::TIMEOUT
+                                                            : c10d::WorkResult::COMM_ERROR;
       result->markCompleted(c10::IValue(static_cast<int64_t>(outcome)));
     });
     return result;
@@ -116,7 +119,10 @@ class NcclxWork : public c10d::Work {
 
   static void completed(void* context, int32_t status, const char* text) {
     auto self = c10::intrusive_ptr<NcclxWork>::reclaim(static_cast<NcclxWork*>(context));
-    self->group_->note(status);
+    if (status != NCCLX_OK) {
+      self->status_ = status;
+      self->group_->note(status);
+    }
     self->one_done(status == NCCLX_OK ? nullptr : ncclx::exception(status, text));
   }
 
@@ -164,6 +170,7 @@ class NcclxWork : public c10d::Work {
   std::atomic<size_t> pending_{0};
   std::mutex errors_;
   std::exception_ptr first_error_;
+  std::atomic<int32_t> status_{NCCLX_OK};
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point finished_;
 };

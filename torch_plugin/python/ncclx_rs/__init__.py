@@ -10,6 +10,8 @@ Example::
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +23,35 @@ if hasattr(sys.modules.get("torch.distributed"), "Backend"):
     register()
 
 if TYPE_CHECKING:
-    from ncclx_rs._native import Backend, Options
+    from ncclx_rs import objcol as objcol
+    from ncclx_rs._api import *  # noqa: F403
+    from ncclx_rs._native import Backend as Backend
+    from ncclx_rs._native import Options as Options
+    from ncclx_rs.as_torchcomms import install_as_torchcomms as install_as_torchcomms
 
-__all__ = ["Backend", "Options", "__version__"]
+
+_MODULES = ("objcol",)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("ncclx_rs")
     if name in ("Backend", "Options"):
         from ncclx_rs._backend import native
 
         return getattr(native(), name)
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("ncclx_rs")
+    if name in _MODULES:
+        return importlib.import_module(f"ncclx_rs.{name}")
+    if name == "install_as_torchcomms":
+        # Without torch: it has to come before torch's import.
+        return importlib.import_module("ncclx_rs.as_torchcomms").install_as_torchcomms
+    # The object API needs torch, and is loaded at its first use.
+    api = importlib.import_module("ncclx_rs._api")
+    if name in api.__all__:
+        return getattr(api, name)
     raise AttributeError(f"module 'ncclx_rs' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    api = importlib.import_module("ncclx_rs._api")
+    return [*globals(), "Backend", "Options", "__version__", "install_as_torchcomms", *_MODULES, *api.__all__]

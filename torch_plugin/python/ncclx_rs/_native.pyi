@@ -1,9 +1,11 @@
 """The native module: the engine and its c10d classes."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as _C10dBackend
 
 __version__: str
@@ -30,6 +32,8 @@ class Backend(_C10dBackend):
     @property
     def options(self) -> Options: ...
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
+    def _on_failure(self, hook: Callable[[], object]) -> None: ...
+    def _message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> dist.Work: ...
     def perform_nocolor_split(self, device: torch.device) -> None: ...
 
 def create_backend(opts: Any, pg_options: Options | None = None) -> Backend:

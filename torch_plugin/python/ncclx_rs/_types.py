@@ -28,8 +28,8 @@ class RedOpType(enum.Enum):
 class ReduceOp:
     """How elements of different ranks are combined.
 
-    ``PREMUL_SUM(factor)`` multiplies by a number or a one-element tensor before it adds. ``AVG`` adds and divides by the
-    number of ranks; integers truncate.
+    ``PREMUL_SUM(factor)`` multiplies by a number or a one-element tensor before it adds. ``AVG`` adds and divides by
+    the number of ranks; integers truncate.
     """
 
     SUM: ReduceOp
@@ -69,7 +69,7 @@ class ReduceOp:
 
     def _c10d(self) -> Any:
         """The same as PyTorch names it."""
-        if self._type is RedOpType.PREMUL_SUM:
+        if self._factor is not None:
             return torch._C._distributed_c10d._make_nccl_premul_sum(self._factor)
         return getattr(dist.ReduceOp, self._type.name)
 
@@ -129,7 +129,9 @@ class CommOptions:
     Attributes:
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost.
         timeout: the time limit of operations that have none of their own.
-        store: where the ranks met.
+        store: where the ranks meet.
+        rank: this process's rank.
+        size: the number of ranks.
         name: the communicator's name.
         enable_reconfigure: whether its members may change.
         hints: settings by name.
@@ -138,7 +140,9 @@ class CommOptions:
     def __init__(self) -> None:
         self.abort_process_on_timeout_or_error = True
         self.timeout = timedelta(seconds=600)
-        self.store: dist.Store | None = None
+        self.store: Any = None
+        self.rank = 0
+        self.size = 1
         self.name = ""
         self.enable_reconfigure = False
         self.hints: dict[str, str] = {}

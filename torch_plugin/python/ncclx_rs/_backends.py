@@ -1,0 +1,317 @@
+"""What communicators run on: the backend classes, by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ncclx_rs import _backend as plugin
+from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
+
+
+class TorchCommBackend:
+    """The base of backends: what a communicator calls once it has checked the arguments.
+
+    A backend in Python derives from this class and is made known by `register_backend` or by an entry point in the
+    group ``ncclx_rs.backends``. It defines ``init``, ``finalize``, ``get_rank``, ``get_size``, ``get_backend_name`` and
+    the operations that it has, named as those of `TorchComm`; they return a work (anything with ``wait()``) or None
+    when the operation is done. A method that takes ``options`` is given the call's timeout and hints.
+    """
+
+    def init(self, device: torch.device, name: str, options: CommOptions) -> None:
+        """Joins the communicator."""
+        raise NotImplementedError
+
+    def finalize(self) -> None:
+        """Leaves it."""
+
+    def get_rank(self) -> int:
+        raise NotImplementedError
+
+    def get_size(self) -> int:
+        raise NotImplementedError
+
+    def get_backend_name(self) -> str:
+        return type(self).__name__
+
+    def get_backend_version(self) -> str:
+        return "unknown"
+
+
+class C10dBackend(TorchCommBackend):
+    """A c10d backend, ours or another of PyTorch's, behind the object API."""
+
+    def __init__(self, name: str, make: Callable[[CommOptions], Any]) -> None:
+        super().__init__()
+        self._backend_name = name
+        self._make = make
+        self.c10d: Any = None
+        self._timeout = timedelta(0)
+
+    def init(self, device: torch.device, name: str, options: CommOptions) -> None:
+        self._timeout = options.timeout
+        self.c10d = self._make(options)
+
+    def finalize(self) -> None:
+        self.c10d.shutdown()
+
+    def abort(self) -> None:
+        self.c10d.abort()
+
+    def get_rank(self) -> int:
+        return int(self.c10d.rank())
+
+    def get_size(self) -> int:
+        return int(self.c10d.size())
+
+    def get_backend_name(self) -> str:
+        return self._backend_name
+
+    def get_backend_version(self) -> str:
+        return str(plugin.native().__version__) if self._make is _make_ncclx else torch.__version__
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self.c10d.set_timeout(timeout)
+
+    def on_failure(self, hook: Callable[[], None]) -> None:
+        """Has ``hook`` called once an operation has timed out or a rank was lost, where the backend can tell."""
+        if hasattr(self.c10d, "_on_failure"):
+            self.c10d._on_failure(hook)
+
+    def _options(self, kind: type[Any], async_op: bool, options: OpOptions, **fields: Any) -> Any:
+        made = kind()
+        made.asyncOp = async_op
+        made.timeout = options.timeout or self._timeout
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
+    # ---- operations ----
+
+    def send(self, tensor: torch.Tensor, dst: int, async_op: bool, options: OpOptions) -> Any:
+        return self._message("send", tensor, dst, options)
+
+    def recv(self, tensor: torch.Tensor, src: int, async_op: bool, options: OpOptions) -> Any:
+        return self._message("recv", tensor, src, options)
+
+    def _message(self, operation: str, tensor: torch.Tensor, peer: int, options: OpOptions) -> Any:
+        if options.timeout and hasattr(self.c10d, "_message"):
+            return self.c10d._message(operation == "send", tensor, peer, 0, options.timeout)
+        return getattr(self.c10d, operation)([tensor], peer, 0)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool, options: OpOptions) -> Any:
+        return self.c10d.broadcast([tensor], self._options(c10d.BroadcastOptions, async_op, options, rootRank=root))
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool, options: OpOptions) -> Any:
+        made = self._options(c10d.AllreduceOptions, async_op, options, reduceOp=op._c10d())
+        return self.c10d.allreduce([tensor], made)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, async_op: bool, options: OpOptions) -> Any:
+        made = self._options(c10d.ReduceOptions, async_op, options, reduceOp=op._c10d(), rootRank=root)
+        return self.c10d.reduce([tensor], made)
+
+    def all_gather(
+        self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool, options: OpOptions
+    ) -> Any:
+        made = self._options(c10d.AllgatherOptions, async_op, options)
+        return self.c10d.allgather([list(tensor_list)], [tensor], made)
+
+    all_gather_v = all_gather
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool, options: OpOptions) -> Any:
+        return self.c10d._allgather_base(output, input, self._options(c10d.AllgatherOptions, async_op, options))
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool,
+        options: OpOptions,
+    ) -> Any:
+        made = self._options(c10d.ReduceScatterOptions, async_op, options, reduceOp=op._c10d())
+        return self.c10d.reduce_scatter([output], [list(input_list)], made)
+
+    reduce_scatter_v = reduce_scatter
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool, options: OpOptions
+    ) -> Any:
+        made = self._options(c10d.ReduceScatterOptions, async_op, options, reduceOp=op._c10d())
+        return self.c10d._reduce_scatter_base(output, input, made)
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool, options: OpOptions) -> Any:
+        return self.all_to_all_v_single(output, input, [], [], async_op, options)
+
+    def all_to_all_v_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        async_op: bool,
+        options: OpOptions,
+    ) -> Any:
+        made = self._options(c10d.AllToAllOptions, async_op, options)
+        return self.c10d.alltoall_base(output, input, list(output_split_sizes), list(input_split_sizes), made)
+
+    def all_to_all(
+        self,
+        output_tensor_list: Sequence[torch.Tensor],
+        input_tensor_list: Sequence[torch.Tensor],
+        async_op: bool,
+        options: OpOptions,
+    ) -> Any:
+        made = self._options(c10d.AllToAllOptions, async_op, options)
+        return self.c10d.alltoall(list(output_tensor_list), list(input_tensor_list), made)
+
+    def barrier(self, async_op: bool, options: OpOptions) -> Any:
+        return self.c10d.barrier(self._options(c10d.BarrierOptions, async_op, options))
+
+    def scatter(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor_list: Sequence[torch.Tensor],
+        root: int,
+        async_op: bool,
+        options: OpOptions,
+    ) -> Any:
+        inputs = [list(input_tensor_list)] if self.get_rank() == root else []
+        made = self._options(c10d.ScatterOptions, async_op, options, rootRank=root)
+        return self.c10d.scatter([output_tensor], inputs, made)
+
+    def gather(
+        self,
+        output_tensor_list: Sequence[torch.Tensor],
+        input_tensor: torch.Tensor,
+        root: int,
+        async_op: bool,
+        options: OpOptions,
+    ) -> Any:
+        outputs = [list(output_tensor_list)] if self.get_rank() == root else []
+        made = self._options(c10d.GatherOptions, async_op, options, rootRank=root)
+        return self.c10d.gather(outputs, [input_tensor], made)
+
+    def gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, root: int, async_op: bool, options: OpOptions
+    ) -> Any:
+        blocks = list(output.chunk(self.get_size())) if self.get_rank() == root else []
+        return self.gather(blocks, input, root, async_op, options)
+
+    def split(self, ranks: Sequence[int], name: str, options: CommOptions) -> C10dBackend:
+        child = C10dBackend(self._backend_name, self._make)
+        child.init(torch.device("cpu"), name, options)
+        return child
+
+
+# ---- the registry ----
+
+_ENTRY_POINTS = ("ncclx_rs.backends", "torchcomms.backends")
+
+_registered: dict[str, Callable[[], TorchCommBackend]] = {}
+
+
+def register_backend(name: str, backend_class: Callable[[], TorchCommBackend]) -> None:
+    """Makes a backend known to `new_comm` by a name.
+
+    Args:
+        name: the name; a backend of that name that is known already is replaced.
+        backend_class: makes the backend object; called without arguments, once a communicator.
+    """
+    _registered[name] = backend_class
+
+
+def _is_backend_registered(name: str) -> bool:
+    return name in _registered
+
+
+def built_backends() -> list[str]:
+    """The names that `new_comm` takes without anything being registered first."""
+    found = (entry.name for group in _ENTRY_POINTS for entry in entry_points(group=group))
+    return sorted({"ncclx", *(("gloo",) if dist.is_gloo_available() else ()), *found})
+
+
+def is_backend_built(backend: str) -> bool:
+    """Whether `backend` is one of `built_backends`."""
+    return backend in (*built_backends(), "ncclx_rs")
+
+
+def make_backend(name: str) -> TorchCommBackend:
+    """A new backend object: ours, a registered one, one found by entry point, or a c10d backend of PyTorch's.
+
+    Raises:
+        ModuleNotFoundError: there is none of that name; says where it was looked for.
+    """
+    if name in _registered:
+        return _registered[name]()
+    if name in ("ncclx", "ncclx_rs"):
+        return C10dBackend(name, _make_ncclx)
+    for group in _ENTRY_POINTS:
+        for found in entry_points(group=group, name=name):
+            loaded = found.load()
+            if name in _registered:  # a module that registers itself
+                return _registered[name]()
+            if callable(loaded):
+                return cast(TorchCommBackend, loaded())
+    if name == "gloo" and dist.is_gloo_available():
+        return C10dBackend("gloo", _make_gloo)
+    if name in dist.Backend.backend_list and name.upper() in dist.Backend._plugins:
+        return C10dBackend(name, functools.partial(_make_plugin, name))
+    known = sorted({"ncclx", "gloo", *_registered, *(p.lower() for p in dist.Backend._plugins)} - {"ncclx_rs"})
+    raise ModuleNotFoundError(
+        f"failed to find backend {name}: it is none of {', '.join(known)}, no entry point of the groups "
+        "`ncclx_rs.backends` and `torchcomms.backends`, and no backend of this torch.distributed"
+    )
+
+
+def _make_ncclx(options: CommOptions) -> Any:
+    native = plugin.native()
+    pg_options = native.Options(options.timeout, dict(options.hints))
+    return plugin.create(_distributed_options(options), pg_options)
+
+
+def _make_gloo(options: CommOptions) -> Any:
+    made: Any = cast(Any, dist.ProcessGroupGloo)._Options()
+    hostname = options.hints.get("hostname") or os.environ.get("TORCHCOMM_GLOO_HOSTNAME")
+    interface = options.hints.get("interface") or os.environ.get("TORCHCOMM_GLOO_INTERFACE")
+    create = dist.ProcessGroupGloo.create_device
+    if hostname or interface:
+        made._devices = [create(hostname=hostname) if hostname else create(interface=interface)]
+    else:
+        made._devices = [dist.ProcessGroupGloo.create_default_device()]
+    made._timeout = options.timeout
+    return dist.ProcessGroupGloo(options.store, options.rank, options.size, made)
+
+
+def _make_plugin(name: str, options: CommOptions) -> Any:
+    creator = dist.Backend._plugins[name.upper()]
+    if creator.extended_api:
+        return creator.creator_fn(_distributed_options(options), None)
+    return creator.creator_fn(options.store, options.rank, options.size, options.timeout)
+
+
+def _distributed_options(options: CommOptions) -> Any:
+    made: Any = c10d._DistributedBackendOptions()
+    made.store = options.store
+    made.group_rank = options.rank
+    made.group_size = options.size
+    made.timeout = options.timeout
+    made.group_id = options.name
+    made.global_ranks_in_group = list(range(options.size))
+    return made
+
+
+@functools.cache
+def accepts_options(method: Callable[..., Any]) -> bool:
+    """Whether a backend's method wants the call's options."""
+    return "options" in inspect.signature(method).parameters

@@ -1,0 +1,215 @@
+"""Hooks on a communicator: what they are told, and how they are removed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, ParamSpec
+
+import torch
+
+P = ParamSpec("P")
+
+
+class RemovableHandle:
+    """Takes a registered hook back. The hook stays when the handle is dropped."""
+
+    def __init__(self, remove: Callable[[], object]) -> None:
+        self._remove = remove
+
+    def remove(self) -> None:
+        """Removes the hook. Idempotent."""
+        self._remove()
+
+
+class HookList(Generic[P]):
+    """The hooks of one kind, called in the order they were registered."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[int, Callable[P, object]] = {}
+        self._keys = itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def add(self, hook: Callable[P, object]) -> RemovableHandle:
+        key = next(self._keys)
+        self._hooks[key] = hook
+        return RemovableHandle(lambda: self._hooks.pop(key, None))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for hook in list(self._hooks.values()):
+            hook(*args, **kwargs)
+
+
+# ---- what a pre-hook is told, by operation ----
+
+
+@dataclass(frozen=True)
+class SendPreHookArgs:
+    tensor: torch.Tensor
+    peer: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class RecvPreHookArgs:
+    tensor: torch.Tensor
+    peer: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class BroadcastPreHookArgs:
+    tensor: torch.Tensor
+    root: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class AllReducePreHookArgs:
+    tensor: torch.Tensor
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class ReducePreHookArgs:
+    tensor: torch.Tensor
+    root: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class AllGatherPreHookArgs:
+    input: torch.Tensor
+    output: list[torch.Tensor]
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class AllGatherVPreHookArgs:
+    input: torch.Tensor
+    output: list[torch.Tensor]
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class AllGatherSinglePreHookArgs:
+    input: torch.Tensor
+    output: torch.Tensor
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class ReduceScatterPreHookArgs:
+    input: list[torch.Tensor]
+    output: torch.Tensor
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class ReduceScatterVPreHookArgs:
+    input: list[torch.Tensor]
+    output: torch.Tensor
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class ReduceScatterSinglePreHookArgs:
+    input: torch.Tensor
+    output: torch.Tensor
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class AllToAllSinglePreHookArgs:
+    input: torch.Tensor
+    output: torch.Tensor
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class AllToAllVSinglePreHookArgs:
+    input: torch.Tensor
+    output: torch.Tensor
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class AllToAllPreHookArgs:
+    input: list[torch.Tensor]
+    output: list[torch.Tensor]
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class BarrierPreHookArgs:
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class ScatterPreHookArgs:
+    output: torch.Tensor
+    input: list[torch.Tensor]
+    root: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class GatherPreHookArgs:
+    input: torch.Tensor
+    output: list[torch.Tensor]
+    root: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class GatherSinglePreHookArgs:
+    input: torch.Tensor
+    output: torch.Tensor
+    root: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class SplitPreHookArgs:
+    ranks: list[int]
+    name: str
+
+
+@dataclass(frozen=True)
+class BatchOpIssuePreHookArgs:
+    num_ops: int
+    async_op: bool
+
+
+class NewWindowPreHookArgs:
+    """A window is made."""
+
+
+class FinalizePreHookArgs:
+    """The communicator is finalized."""
+
+
+# ---- what a post-hook is told ----
+
+
+class CollectivePostHookArgs:
+    """An operation was issued."""
+
+
+class SplitPostHookArgs:
+    """A communicator was split."""
+
+
+class NewWindowPostHookArgs:
+    """A window was made."""
+
+
+class BatchOpIssuePostHookArgs:
+    """A batch was issued."""
+
+
+class FinalizePostHookArgs:
+    """The communicator was finalized."""

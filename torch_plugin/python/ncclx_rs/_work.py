@@ -1,0 +1,102 @@
+"""The handle of an operation in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from ncclx_rs._types import WorkStatus
+
+
+class TorchWork:
+    """An operation in flight or done. Its tensors must not be touched before it is done.
+
+    Awaitable: ``await work`` lets other tasks of the running asyncio loop go on meanwhile.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        """Wraps what backends return: c10d works, anything with a ``wait()``, or None for what is done."""
+        self._parts = [part for part in parts if part is not None]
+        self._waited = not self._parts
+        self._forced: WorkStatus | None = None
+
+    def wait(self) -> None:
+        """Waits for the operation: on CPU tensors blocks the thread, on CUDA tensors the current stream.
+
+        Raises:
+            RuntimeError: the operation failed; the text names it and the rank at fault.
+        """
+        for part in self._parts:
+            part.wait()
+        self._waited = True
+
+    def wait_blocking(self) -> None:
+        """Blocks the thread until the operation is done.
+
+        Raises:
+            RuntimeError: as for `wait`.
+        """
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or badly."""
+        if self._waited:
+            return True
+        return all(part.is_completed() for part in self._parts if hasattr(part, "is_completed")) and all(
+            hasattr(part, "is_completed") for part in self._parts
+        )
+
+    @property
+    def status(self) -> WorkStatus:
+        """How far the operation is, and how it ended."""
+        if self._forced is not None:
+            return self._forced
+        if not self.is_completed():
+            return WorkStatus.INPROGRESS
+        failed = [part for part in self._parts if isinstance(part, dist.Work) and part.exception() is not None]
+        if not failed:
+            return WorkStatus.COMPLETED
+        timed_out = any(cast(Any, part).get_future_result().wait() == _TIMEOUT for part in failed)
+        return WorkStatus.TIMEDOUT if timed_out else WorkStatus.ERROR
+
+    def exception(self) -> BaseException | None:
+        """Why the operation failed; nothing while it is in flight or if it did not."""
+        errors = (part.exception() for part in self._parts if isinstance(part, dist.Work) and part.is_completed())
+        return next((error for error in errors if error is not None), None)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        loop = asyncio.get_running_loop()
+        for part in self._parts:
+            if isinstance(part, dist.Work):
+                done = loop.create_future()
+                part.get_future().add_done_callback(functools.partial(_resolve, loop, done))
+                yield from done
+            else:
+                yield from loop.run_in_executor(None, part.wait)
+        self.wait()
+
+    def _set_status(self, status: WorkStatus) -> None:
+        """Sets what `status` says, for backends written in Python."""
+        self._forced = status
+        self._waited = status not in (WorkStatus.NOT_STARTED, WorkStatus.INPROGRESS)
+
+    def __repr__(self) -> str:
+        return f"TorchWork({self.status.name})"
+
+
+def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], _: object) -> None:
+    """Resolves a future of another thread's loop, unless its task was cancelled."""
+    loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
+
+
+def together(works: Sequence[TorchWork]) -> TorchWork:
+    """The work that is done when all of ``works`` are."""
+    return TorchWork(*(part for work in works for part in work._parts))
+
+
+# c10d's WorkResult.
+_TIMEOUT = 1

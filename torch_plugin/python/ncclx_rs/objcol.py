@@ -1,0 +1,234 @@
+"""Collectives of Python objects.
+
+Objects travel as what ``torch.save`` makes of them. With ``weights_only=True``, the default, only tensors and plain
+containers and values are accepted from other ranks; anything else needs ``weights_only=False``, which unpickles and so
+runs whatever code the sender put there: only among ranks that trust each other. ``TORCHCOMMS_SERIALIZATION=pickle``
+has objects travel as pickles.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ncclx_rs._comm import TorchComm
+
+
+def all_gather_object(
+    comm: TorchComm,
+    object_list: list[Any],
+    obj: object,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Gives everybody each rank's object.
+
+    Args:
+        comm: the communicator.
+        object_list: a list with a place for every rank, which is filled.
+        obj: this rank's object.
+        timeout: the time limit of each message.
+        weights_only: whether only tensors and plain values are accepted.
+    """
+    _check_length("all_gather_object", "object_list", object_list, comm.get_size())
+    mine = _to_bytes(obj, comm)
+    sizes = _sizes(comm, mine, timeout)
+    everything = [torch.empty(size, dtype=torch.uint8, device=comm.get_device()) for size in sizes]
+    comm.all_gather_v(everything, mine, False, timeout=timeout)
+    object_list[:] = [_to_object(part, weights_only) for part in everything]
+
+
+def gather_object(
+    comm: TorchComm,
+    obj: object,
+    root: int,
+    object_gather_list: list[Any] | None = None,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Gives the root each rank's object.
+
+    Args:
+        comm: the communicator.
+        obj: this rank's object.
+        root: who gets them.
+        object_gather_list: on the root, a list with a place for every rank, which is filled.
+        timeout: the time limit of each message.
+        weights_only: whether only tensors and plain values are accepted.
+    """
+    if comm.get_rank() == root:
+        if object_gather_list is None:
+            raise ValueError("gather_object: argument `object_gather_list`: expected a list on the root, got None")
+        _check_length("gather_object", "object_gather_list", object_gather_list, comm.get_size())
+    mine = _to_bytes(obj, comm)
+    sizes = _sizes(comm, mine, timeout)
+    # A gather has blocks of one size.
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=comm.get_device())
+    padded[: mine.numel()] = mine
+    everything = [torch.empty_like(padded) for _ in sizes] if comm.get_rank() == root else []
+    comm.gather(everything, padded, root, False, timeout=timeout)
+    if object_gather_list is not None and comm.get_rank() == root:
+        parts = (part[:size] for part, size in zip(everything, sizes, strict=True))
+        object_gather_list[:] = [_to_object(part, weights_only) for part in parts]
+
+
+def send_object_list(
+    comm: TorchComm,
+    object_list: Sequence[Any],
+    dst: int,
+    timeout: timedelta | None = None,
+) -> None:
+    """Sends a list of objects to a rank, which receives as many.
+
+    Args:
+        comm: the communicator.
+        object_list: the objects.
+        dst: to whom.
+        timeout: the time limit of each message.
+    """
+    sizes, body = _packed(object_list, comm)
+    comm.send(sizes, dst, False, timeout=timeout)
+    comm.send(body, dst, False, timeout=timeout)
+
+
+def recv_object_list(
+    comm: TorchComm,
+    object_list: list[Any],
+    src: int,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Receives a list of objects from a rank.
+
+    Args:
+        comm: the communicator.
+        object_list: a list of the length that was sent, which is filled.
+        src: from whom.
+        timeout: the time limit of each message.
+        weights_only: whether only tensors and plain values are accepted.
+    """
+    sizes = torch.empty(len(object_list), dtype=torch.long, device=comm.get_device())
+    comm.recv(sizes, src, False, timeout=timeout)
+    body = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=comm.get_device())
+    comm.recv(body, src, False, timeout=timeout)
+    object_list[:] = _unpacked(sizes, body, weights_only)
+
+
+def broadcast_object_list(
+    comm: TorchComm,
+    object_list: list[Any],
+    root: int,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Gives everybody the root's objects.
+
+    Args:
+        comm: the communicator.
+        object_list: on the root, the objects; elsewhere a list of the same length, which is filled.
+        root: whose objects.
+        timeout: the time limit of each message.
+        weights_only: whether only tensors and plain values are accepted.
+    """
+    is_root = comm.get_rank() == root
+    sizes = torch.empty(len(object_list), dtype=torch.long, device=comm.get_device())
+    body = torch.empty(0, dtype=torch.uint8, device=comm.get_device())
+    if is_root:
+        sizes, body = _packed(object_list, comm)
+    comm.broadcast(sizes, root, False, timeout=timeout)
+    if not is_root:
+        body = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=comm.get_device())
+    comm.broadcast(body, root, False, timeout=timeout)
+    if not is_root:
+        object_list[:] = _unpacked(sizes, body, weights_only)
+
+
+def scatter_object_list(
+    comm: TorchComm,
+    root: int,
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Gives rank r the r-th of the root's objects.
+
+    Args:
+        comm: the communicator.
+        root: whose objects.
+        scatter_object_output_list: a list of at least one element, the first of which becomes this rank's object.
+        scatter_object_input_list: on the root, an object for every rank.
+        timeout: the time limit of each message.
+        weights_only: whether only tensors and plain values are accepted.
+    """
+    if not scatter_object_output_list:
+        raise ValueError("scatter_object_list: argument `scatter_object_output_list`: expected a place, got none")
+    device, size = comm.get_device(), comm.get_size()
+    sizes = torch.zeros(size, dtype=torch.long, device=device)
+    parts: list[torch.Tensor] = []
+    if comm.get_rank() == root:
+        if scatter_object_input_list is None:
+            raise ValueError("scatter_object_list: argument `scatter_object_input_list`: expected a list on the root")
+        _check_length("scatter_object_list", "scatter_object_input_list", scatter_object_input_list, size)
+        parts = [_to_bytes(obj, comm) for obj in scatter_object_input_list]
+        sizes = torch.tensor([part.numel() for part in parts], device=device)
+    comm.broadcast(sizes, root, False, timeout=timeout)
+    # A scatter has blocks of one size.
+    longest = int(sizes.max())
+    padded = [torch.nn.functional.pad(part, (0, longest - part.numel())) for part in parts]
+    mine = torch.empty(longest, dtype=torch.uint8, device=device)
+    comm.scatter(mine, padded, root, False, timeout=timeout)
+    scatter_object_output_list[0] = _to_object(mine[: int(sizes[comm.get_rank()])], weights_only)
+
+
+# ---- objects and bytes ----
+
+
+def _uses_pickle() -> bool:
+    return os.environ.get("TORCHCOMMS_SERIALIZATION") == "pickle"
+
+
+def _to_bytes(obj: object, comm: TorchComm) -> torch.Tensor:
+    stream = io.BytesIO()
+    if _uses_pickle():
+        pickle.dump(obj, stream)
+    else:
+        torch.save(obj, stream)
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(comm.get_device())
+
+
+def _to_object(part: torch.Tensor, weights_only: bool) -> Any:
+    stream = io.BytesIO(part.cpu().numpy().tobytes())
+    if _uses_pickle():
+        return pickle.load(stream)
+    return torch.load(stream, weights_only=weights_only)
+
+
+def _packed(objects: Sequence[Any], comm: TorchComm) -> tuple[torch.Tensor, torch.Tensor]:
+    """The objects' sizes, and the objects one after the other."""
+    parts = [_to_bytes(obj, comm) for obj in objects]
+    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.long, device=comm.get_device())
+    return sizes, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=comm.get_device())
+
+
+def _unpacked(sizes: torch.Tensor, body: torch.Tensor, weights_only: bool) -> list[Any]:
+    return [_to_object(part, weights_only) for part in torch.split(body, sizes.tolist())]
+
+
+def _sizes(comm: TorchComm, mine: torch.Tensor, timeout: timedelta | None) -> list[int]:
+    """The number of bytes that every rank has."""
+    own = torch.tensor([mine.numel()], dtype=torch.long, device=comm.get_device())
+    everybodys = torch.empty(comm.get_size(), dtype=torch.long, device=comm.get_device())
+    comm.all_gather_single(everybodys, own, False, timeout=timeout)
+    return [int(size) for size in everybodys]
+
+
+def _check_length(operation: str, argument: str, objects: Sequence[Any], size: int) -> None:
+    if len(objects) != size:
+        raise ValueError(f"{operation}: argument `{argument}`: expected a list of {size}, got {len(objects)}")
