@@ -475,7 +475,7 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
     }
   }
   if (!missing.empty()) {
-    const std::string who = missing.size() == 1 ? "Rank " : "Ranks ";
+    const std::string who = wait_all_ranks ? "Ranks " : "Rank ";
     raise(NCCLX_FAILURE, "[Rank 0]: " + who + c10::Join(", ", missing) + " failed to pass monitoredBarrier in " + limit);
   }
   std::vector<WorkPtr> releases;

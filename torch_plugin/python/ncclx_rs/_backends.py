@@ -56,22 +56,26 @@ class C10dBackend(TorchCommBackend):
         self._make = make
         self.c10d: Any = None
         self._timeout = timedelta(0)
+        self._failure_hook: Callable[[], None] | None = None
 
     def init(self, device: torch.device, name: str, options: CommOptions) -> None:
         self._timeout = options.timeout
-        self.c10d = self._make(options)
+        if not options.enable_reconfigure:
+            self.c10d = self._make(options)
 
     def finalize(self) -> None:
-        self.c10d.shutdown()
+        if self.c10d is not None:
+            self.c10d.shutdown()
 
     def abort(self) -> None:
-        self.c10d.abort()
+        if self.c10d is not None:
+            self.c10d.abort()
 
     def get_rank(self) -> int:
-        return int(self.c10d.rank())
+        return -1 if self.c10d is None else int(self.c10d.rank())
 
     def get_size(self) -> int:
-        return int(self.c10d.size())
+        return 0 if self.c10d is None else int(self.c10d.size())
 
     def get_backend_name(self) -> str:
         return self._backend_name
@@ -81,12 +85,17 @@ class C10dBackend(TorchCommBackend):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self.c10d.set_timeout(timeout)
+        if self.c10d is not None:
+            self.c10d.set_timeout(timeout)
 
     def on_failure(self, hook: Callable[[], None]) -> None:
         """Has ``hook`` called once an operation has timed out or a rank was lost, where the backend can tell."""
-        if hasattr(self.c10d, "_on_failure"):
-            self.c10d._on_failure(hook)
+        self._failure_hook = hook
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._failure_hook is not None and hasattr(self.c10d, "_on_failure"):
+            self.c10d._on_failure(self._failure_hook)
 
     def _options(self, kind: type[Any], async_op: bool, options: OpOptions, **fields: Any) -> Any:
         made = kind()
@@ -95,6 +104,14 @@ class C10dBackend(TorchCommBackend):
         for name, value in fields.items():
             setattr(made, name, value)
         return made
+
+    def reconfigure(self, options: CommOptions) -> None:
+        """Leaves the present generation, if there is one, and joins the one that ``options`` describes."""
+        if self.c10d is not None:
+            self.c10d.abort()
+        self.c10d = self._make(options)
+        self.set_timeout(self._timeout)
+        self._watch()
 
     # ---- operations ----
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _bootstrap, _hooks
+from ncclx_rs import _bootstrap, _hooks, _reconfigure
 from ncclx_rs._backends import C10dBackend, TorchCommBackend, accepts_options, make_backend
 from ncclx_rs._batch import BatchSendRecv, P2POp
 from ncclx_rs._types import (
@@ -68,7 +69,8 @@ class TorchComm:
         self._options = options
         self._rank = backend.get_rank()
         self._size = backend.get_size()
-        self._state = "ready"
+        self._state = "not reconfigured yet" if options.enable_reconfigure else "ready"
+        self._endpoint: _reconfigure.Endpoint | None = None
         self._splits = itertools.count()
         self._pre_hooks: _hooks.HookList[OpName, int, Any] = _hooks.HookList()
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
@@ -164,7 +166,7 @@ class TorchComm:
         """
         if not self.is_abort_supported():
             raise RuntimeError(f"abort: the backend {self.get_backend()} cannot abort")
-        if self._state == "ready":
+        if self._state not in ("aborted", "finalized"):
             self._state = "aborted"
             self._impl.abort()  # type: ignore[attr-defined]
 
@@ -522,9 +524,8 @@ class TorchComm:
         return flat
 
     def _split(self, members: list[int], name: str, number: int, hints: Hints, timeout: timedelta | None) -> TorchComm:
-        options = CommOptions()
-        vars(options).update(vars(self._options))
-        options.name = name
+        options = copy.copy(self._options)
+        options.name, options.enable_reconfigure = name, False
         options.rank, options.size = members.index(self._rank), len(members)
         options.hints = {**self._options.hints, **(hints or {})}
         options.timeout = timeout or self._options.timeout
@@ -533,6 +534,65 @@ class TorchComm:
             options.store = c10d.PrefixStore(prefix, self._options.store)
         backend = self._impl.split(members, name, options)  # type: ignore[attr-defined]
         return TorchComm(backend, name, self._device, options)
+
+    # ---- changing members ----
+
+    def get_init_handle(self) -> str:
+        """What other processes need to `reconfigure` with this one. The same at every call.
+
+        Raises:
+            RuntimeError: the backend cannot be reconfigured.
+        """
+        if not hasattr(self._impl, "reconfigure"):
+            raise RuntimeError(f"getInitHandle not implemented by the backend {self.get_backend()}")
+        if self._endpoint is None:
+            self._endpoint = _reconfigure.Endpoint()
+        return self._endpoint.handle
+
+    def reconfigure(
+        self,
+        uuid: int,
+        init_handles: Sequence[_reconfigure.InitHandle] | Set[_reconfigure.InitHandle],
+        timeout: timedelta | None = None,
+        hints: Hints = None,
+    ) -> TorchWork:
+        """Makes the processes of ``init_handles`` the members of this communicator, which joins them.
+
+        Called by all of them, with the same arguments. What was in flight before ends with an error; ranks and size are
+        new. May be called again, with fewer, more or other members, also after an abort or a lost rank.
+
+        Args:
+            uuid: a number that this membership has not been given before.
+            init_handles: every member's `get_init_handle`. A list gives the ranks in its order; a set leaves that open.
+            timeout: the time limit of joining; the communicator's if not given.
+            hints: settings beside the communicator's.
+
+        Returns:
+            A work that is done.
+
+        Raises:
+            RuntimeError: the backend or the communicator cannot be reconfigured, the handles are wrong, or members did
+                not come in time.
+        """
+        if not hasattr(self._impl, "reconfigure"):
+            raise RuntimeError(f"reconfigure not implemented by the backend {self.get_backend()}")
+        if not self._options.enable_reconfigure:
+            raise RuntimeError("reconfigure: the communicator was made without enable_reconfigure=True")
+        if self._state == "finalized":
+            raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
+        members = _reconfigure.membership(init_handles, self.get_init_handle())
+        options = copy.copy(self._options)
+        options.timeout = timeout or self._options.timeout
+        options.hints = {**self._options.hints, **(hints or {})}
+        options.rank, options.size = members.index(self.get_init_handle()), len(members)
+        options.store = _reconfigure.meeting_place(uuid, members, options.timeout)
+        self._state = "not reconfigured yet"
+        self._impl.reconfigure(options)
+        self._options.rank, self._options.size, self._options.store = options.rank, options.size, options.store
+        self._rank, self._size = options.rank, options.size
+        self._splits = itertools.count()
+        self._state = "ready"
+        return TorchWork()
 
     # ---- hooks ----
 
@@ -573,7 +633,7 @@ class TorchComm:
 
     def _check_usable(self, operation: str) -> None:
         if self._state != "ready":
-            raise RuntimeError(f"{operation}: communicator `{self._name}` was {self._state}")
+            raise RuntimeError(f"{operation}: communicator `{self._name}` is {self._state}")
 
     def _check_rank(self, parameter: str, rank: int) -> None:
         if not 0 <= rank < self._size:
@@ -682,7 +742,9 @@ def new_comm(
     if is_high_priority_stream is not None:
         options.hints.setdefault("is_high_priority_stream", str(is_high_priority_stream).lower())
     device = torch.device(device)
-    if isinstance(impl, C10dBackend) or rank is not None or size is not None:
+    if enable_reconfigure:
+        pass  # members come by `reconfigure`, from whatever places their handles name
+    elif isinstance(impl, C10dBackend) or rank is not None or size is not None:
         if rank is None or size is None:
             rank, size = _bootstrap.place()
         options.rank, options.size = rank, size

@@ -1,0 +1,687 @@
+"""The object API: every operation of a communicator, split, batches, errors, the life of a communicator."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ncclx_rs
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, fresh_store, leaving_together
+from ncclx_rs import OpName, RedOpType, ReduceOp, TorchComm, WorkStatus, objcol
+from reference import SIZES, assert_same, data, reduced
+
+pytestmark = pytest.mark.worlds(modes=("shm",))
+
+
+@contextmanager
+def communicator(rank: int, size: int, backend: str = "ncclx", **options: Any) -> Iterator[TorchComm]:
+    comm = ncclx_rs.new_comm(backend, "cpu", "tested", store=fresh_store(), rank=rank, size=size, **options)
+    try:
+        yield comm
+    finally:
+        comm.finalize()
+
+
+def both_ways(run: Callable[[bool], ncclx_rs.TorchWork], check: Callable[[], None]) -> None:
+    """Issues an operation synchronously, which needs no wait, then asynchronously."""
+    for async_op in (False, True):
+        work = run(async_op)
+        if async_op:
+            work.wait_blocking()
+        assert work.is_completed() and work.status is WorkStatus.COMPLETED and work.exception() is None
+        check()
+
+
+# ---- operations ----
+
+
+def all_reduce_combines(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG, ReduceOp.PRODUCT):
+            for count in SIZES:
+                tensor = torch.empty(count)
+                everybodys = [data(r, count) for r in range(size)]
+
+                def run(async_op: bool, tensor=tensor, op=op, everybodys=everybodys):
+                    return comm.all_reduce(tensor.copy_(everybodys[rank]), op, async_op)
+
+                expected = reduced(everybodys, op.type.name)
+                both_ways(run, lambda t=tensor, e=expected, op=op: assert_same(t, e, f"all_reduce {op}"))
+        bits = torch.tensor([1 << rank, 7])
+        comm.allreduce(bits, ReduceOp.BOR, False)
+        assert bits.tolist() == [(1 << size) - 1, 7]
+        for factor in (2.0, torch.tensor([2.0])):
+            tensor = torch.ones(5)
+            comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(factor), False)
+            assert tensor.tolist() == [2.0 * size] * 5
+
+
+def rooted_operations_serve_every_root(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        for root in range(size):
+            tensor = torch.empty(100)
+            both_ways(
+                lambda a, t=tensor, root=root: comm.broadcast(t.copy_(data(rank, 100)), root, a),
+                lambda t=tensor, root=root: assert_same(t, data(root, 100), "broadcast"),
+            )
+            both_ways(
+                lambda a, t=tensor, root=root: comm.reduce(t.copy_(data(rank, 100)), root, ReduceOp.SUM, a),
+                lambda t=tensor, root=root: (
+                    assert_same(t, reduced([data(r, 100) for r in range(size)]), "reduce") if rank == root else None
+                ),
+            )
+            parts = [data(root, 9, salt=r) for r in range(size)] if rank == root else []
+            mine = torch.empty(9)
+            both_ways(
+                lambda a, m=mine, p=parts, root=root: comm.scatter(m, p, root, a),
+                lambda m=mine, root=root: assert_same(m, data(root, 9, salt=rank), "scatter"),
+            )
+            all_parts = [torch.empty(9) for _ in range(size)] if rank == root else []
+            both_ways(
+                lambda a, p=all_parts, root=root: comm.gather(p, data(rank, 9), root, a),
+                lambda p=all_parts: [assert_same(part, data(r, 9), "gather") for r, part in enumerate(p)],
+            )
+            stacked = torch.full((2 * size, 3), 99.0)
+            both_ways(
+                lambda a, s=stacked, root=root: comm.gather_single(s, data(rank, (2, 3)), root, a),
+                lambda s=stacked, root=root: assert_same(
+                    s,
+                    torch.cat([data(r, (2, 3)) for r in range(size)]) if rank == root else torch.full_like(s, 99.0),
+                    "gather_single",
+                ),
+            )
+
+
+def gathering_and_scattering_take_equal_and_other_sizes(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        parts = [torch.empty(11) for _ in range(size)]
+        both_ways(
+            lambda a: comm.all_gather(parts, data(rank, 11), a),
+            lambda: [assert_same(part, data(r, 11), "all_gather") for r, part in enumerate(parts)],
+        )
+        uneven = [torch.empty(r + 1, 2) for r in range(size)]
+        both_ways(
+            lambda a: comm.all_gather_v(uneven, data(rank, (rank + 1, 2)), a),
+            lambda: [assert_same(part, data(r, (r + 1, 2)), "all_gather_v") for r, part in enumerate(uneven)],
+        )
+        whole = torch.empty(11 * size)
+        both_ways(
+            lambda a: comm.all_gather_single(whole, data(rank, 11), a),
+            lambda: assert_same(whole, torch.cat([data(r, 11) for r in range(size)]), "all_gather_single"),
+        )
+        mine = torch.empty(11)
+        expected = reduced([data(r, 11, salt=rank) for r in range(size)])
+        both_ways(
+            lambda a: comm.reduce_scatter(mine, [data(rank, 11, salt=r) for r in range(size)], ReduceOp.SUM, a),
+            lambda: assert_same(mine, expected, "reduce_scatter"),
+        )
+        own = torch.empty(rank + 1)
+        expected_own = reduced([data(r, rank + 1, salt=rank) for r in range(size)])
+        both_ways(
+            lambda a: comm.reduce_scatter_v(own, [data(rank, r + 1, salt=r) for r in range(size)], ReduceOp.SUM, a),
+            lambda: assert_same(own, expected_own, "reduce_scatter_v"),
+        )
+        joined = torch.cat([data(rank, 11, salt=r) for r in range(size)])
+        both_ways(
+            lambda a: comm.reduce_scatter_single(mine, joined, ReduceOp.SUM, a),
+            lambda: assert_same(mine, expected, "reduce_scatter_single"),
+        )
+
+
+def all_to_all_exchanges(rank: int, size: int) -> None:
+    def block(source: int, target: int, rows: int) -> torch.Tensor:
+        return data(source, (rows, 2), salt=target)
+
+    with communicator(rank, size) as comm:
+        parts = [torch.empty(3, 2) for _ in range(size)]
+        both_ways(
+            lambda a: comm.all_to_all(parts, [block(rank, r, 3) for r in range(size)], a),
+            lambda: [assert_same(part, block(r, rank, 3), "all_to_all") for r, part in enumerate(parts)],
+        )
+        output = torch.empty(3 * size, 2)
+        both_ways(
+            lambda a: comm.all_to_all_single(output, torch.cat([block(rank, r, 3) for r in range(size)]), a),
+            lambda: assert_same(output, torch.cat([block(r, rank, 3) for r in range(size)]), "all_to_all_single"),
+        )
+        rows = [[(source + target) % 3 for target in range(size)] for source in range(size)]
+        incoming = [rows[r][rank] for r in range(size)]
+        uneven = torch.empty(sum(incoming), 2)
+        mine = torch.cat([block(rank, r, rows[rank][r]) for r in range(size)])
+        both_ways(
+            lambda a: comm.all_to_all_v_single(uneven, mine, incoming, rows[rank], a),
+            lambda: assert_same(
+                uneven, torch.cat([block(r, rank, rows[r][rank]) for r in range(size)]), "all_to_all_v_single"
+            ),
+        )
+
+
+def messages_and_batches_go_round_a_ring(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with communicator(rank, size) as comm:
+        tensor = torch.empty(50)
+        received = comm.recv(tensor, before, True)
+        comm.send(data(rank, 50), after, True).wait()
+        received.wait()
+        assert_same(tensor, data(before, 50), "recv")
+        for async_op in (False, True):
+            batch = comm.batch_op_create()
+            incoming = [torch.empty(20) for _ in range(2)]
+            for i, place in enumerate(incoming):
+                batch.send(data(rank, 20, salt=i), after)
+                batch.recv(place, before)
+            work = batch.issue(async_op)
+            del batch
+            work.wait()
+            for i, place in enumerate(incoming):
+                assert_same(place, data(before, 20, salt=i), f"message {i} of a batch")
+        with pytest.raises(RuntimeError, match="Cannot issue empty batch operation"):
+            comm.batch_op_create().issue(False)
+
+
+def persistent_all_gather_repeats(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        output = torch.empty(4 * size)
+        handle = comm.all_gather_p_init(output)
+        for turn in range(3):
+            comm.all_gather_p_exec(handle, data(rank, 4, salt=turn), turn % 2 == 0).wait()
+            assert_same(output, torch.cat([data(r, 4, salt=turn) for r in range(size)]), f"turn {turn}")
+        comm.all_gather_p_free(handle)
+        with pytest.raises(RuntimeError, match="freed"):
+            comm.all_gather_p_exec(handle, data(rank, 4), False)
+
+
+def works_can_be_awaited(rank: int, size: int) -> None:
+    async def use(comm: TorchComm) -> list[torch.Tensor]:
+        tensors = [data(rank, 100, salt=i) for i in range(8)]
+        works = [comm.all_reduce(tensor, ReduceOp.SUM, True) for tensor in tensors]
+
+        async def waited(work: ncclx_rs.TorchWork) -> None:
+            await work
+
+        await asyncio.gather(*(waited(work) for work in works))
+        return tensors
+
+    with communicator(rank, size) as comm:
+        for i, tensor in enumerate(asyncio.run(use(comm))):
+            assert_same(tensor, reduced([data(r, 100, salt=i) for r in range(size)]), f"operation {i}")
+
+
+def objects_travel(rank: int, size: int) -> None:
+    def thing(r: int) -> dict[str, Any]:
+        return {"rank": r, "tensor": torch.arange(r), "text": "x" * 1000 * r}
+
+    def same(a: Any, b: Any) -> bool:
+        return a["rank"] == b["rank"] and torch.equal(a["tensor"], b["tensor"]) and a["text"] == b["text"]
+
+    with communicator(rank, size) as comm:
+        everything: list[Any] = [None] * size
+        objcol.all_gather_object(comm, everything, thing(rank))
+        assert all(same(got, thing(r)) for r, got in enumerate(everything))
+        root = size - 1
+        at_root: list[Any] | None = [None] * size if rank == root else None
+        objcol.gather_object(comm, thing(rank), root, at_root)
+        assert at_root is None or all(same(got, thing(r)) for r, got in enumerate(at_root))
+        told: list[Any] = [thing(rank), rank]
+        objcol.broadcast_object_list(comm, told, root)
+        assert same(told[0], thing(root)) and told[1] == root
+        handed: list[Any] = [None]
+        objcol.scatter_object_list(comm, root, handed, [thing(r) for r in range(size)] if rank == root else None)
+        assert same(handed[0], thing(rank))
+        if size > 1 and rank < 2:
+            got: list[Any] = [None, None]
+            if rank == 0:
+                objcol.send_object_list(comm, [thing(4), "two"], 1)
+            else:
+                objcol.recv_object_list(comm, got, 0)
+                assert same(got[0], thing(4)) and got[1] == "two"
+
+
+class Unsafe:
+    """What only an unpickler makes."""
+
+
+def objects_of_any_class_need_consent(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        everything: list[Any] = [None] * size
+        with pytest.raises(Exception, match="weights_only|Weights only"):
+            objcol.all_gather_object(comm, everything, Unsafe())
+        objcol.all_gather_object(comm, everything, Unsafe(), weights_only=False)
+        assert all(isinstance(thing, Unsafe) for thing in everything)
+
+
+# ---- splitting ----
+
+
+def communicators_split(rank: int, size: int) -> None:
+    def assert_works(child: TorchComm | None, members: list[int]) -> None:
+        if rank not in members:
+            assert child is None
+            return
+        assert child is not None
+        assert (child.rank, child.size) == (members.index(rank), len(members))
+        tensor = data(rank, 30)
+        child.all_reduce(tensor, ReduceOp.SUM, False)
+        assert_same(tensor, reduced([data(r, 30) for r in members]), f"members {members}")
+
+    with communicator(rank, size) as comm:
+        even = list(range(0, size, 2))
+        backwards = list(range(size))[::-1]
+        for members in (even, backwards, [size - 1]):
+            child = comm.split(members if rank in members else [], "child")
+            assert_works(child, members)
+            if child is not None:
+                grandchild = child.split(list(range(child.size))[::-1], "grandchild")
+                assert_works(grandchild, members[::-1])
+                assert grandchild is not None and grandchild.get_name() == "grandchild"
+                grandchild.finalize()
+                child.finalize()
+        groups = [even, [r for r in range(size) if r % 2]] if size > 1 else [[0]]
+        child = comm.split(groups, "by groups")
+        assert_works(child, groups[rank % 2])
+        assert child is not None
+        child.finalize()
+        tensor = torch.ones(1)
+        comm.all_reduce(tensor, ReduceOp.SUM, False)
+        assert tensor.item() == size
+
+
+def wrong_splits_are_refused(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        for ranks, text in (
+            ([0, 0], "Rank 0 appears multiple times in ranks"),
+            ([size], rf"Invalid rank {size} in ranks. Valid ranks are 0 to {size - 1}"),
+            ([-1], "Invalid rank -1"),
+            ([[0], [0]], "Rank 0 appears multiple times"),
+            ([0, [0]], "not a mixture"),
+            ([r for r in range(size) if r != rank], "is not included|^$"),
+        ):
+            if ranks:
+                with pytest.raises(RuntimeError, match=text):
+                    comm.split(ranks, "wrong")
+        comm.barrier(False)
+
+
+# ---- errors ----
+
+
+def wrong_calls_are_refused_and_change_nothing(rank: int, size: int) -> None:
+    t = torch.ones(4)
+    with communicator(rank, size) as comm:
+        for call, text in (
+            (lambda: comm.broadcast(t, size, False), rf"root must be in range \[0, {size}\), but got {size}"),
+            (lambda: comm.send(t, -1, False), rf"dst must be in range \[0, {size}\), but got -1"),
+            (lambda: comm.recv(t, size, False), "src must be in range"),
+            (lambda: comm.all_gather([t] * (size + 1), t, False), f"tensor_list must hold {size} tensors"),
+            (lambda: comm.all_to_all([t] * size, [], False), "input_tensor_list must hold"),
+            (lambda: comm.all_reduce(torch.ones(4, 4).t(), ReduceOp.SUM, False), "all_reduce: tensors must be contig"),
+            (lambda: comm.all_reduce(torch.ones(4, device="meta"), ReduceOp.SUM, False), "must be on cpu"),
+            (lambda: comm.all_reduce(torch.ones(4), ReduceOp.BAND, False), "BAND"),
+            (lambda: comm.all_gather_single(torch.ones(4 * size + 1), t, False), "all_gather"),
+            (lambda: comm.all_to_all_v_single(t, t, [4], [1], False), "split_sizes"),
+        ):
+            with pytest.raises((RuntimeError, ValueError), match=text):
+                call()
+            tensor = torch.ones(3)
+            comm.all_reduce(tensor, ReduceOp.SUM, False)
+            assert tensor.tolist() == [float(size)] * 3
+
+
+def a_finalized_communicator_refuses_everything(rank: int, size: int) -> None:
+    comm = ncclx_rs.new_comm("ncclx", "cpu", store=fresh_store(), rank=rank, size=size)
+    comm.barrier(False)
+    comm.finalize()
+    t = torch.ones(size)
+    for call in (
+        lambda: comm.all_reduce(t, ReduceOp.SUM, False),
+        lambda: comm.barrier(True),
+        lambda: comm.split([rank], "child"),
+        lambda: comm.all_gather_p_init(t),
+        lambda: comm.batch_op_create().send(t, 0) or comm.all_reduce(t, ReduceOp.SUM, True),
+    ):
+        with pytest.raises(RuntimeError, match="finalized"):
+            call()
+    with pytest.raises(RuntimeError, match="already finalized"):
+        comm.finalize()
+
+
+def a_late_rank_is_named_and_ends_the_communicator(rank: int, size: int) -> None:
+    aborted = []
+    comm = ncclx_rs.new_comm(
+        "ncclx", "cpu", store=fresh_store(), rank=rank, size=size, abort_process_on_timeout_or_error=False
+    )
+    comm.register_abort_hook(lambda: aborted.append(True))
+    with leaving_together():
+        if rank != 0:
+            work = comm.all_reduce(torch.ones(1), ReduceOp.SUM, True, timeout=timedelta(seconds=1))
+            with pytest.raises(RuntimeError, match=r"all_reduce(.|\n)*timed out(.|\n)*\b0\b"):
+                work.wait()
+            assert work.status in (WorkStatus.TIMEDOUT, WorkStatus.ERROR) and work.exception() is not None
+            assert comm.is_aborted() and aborted == [True]
+            with pytest.raises(RuntimeError, match="barrier: communicator .* is aborted"):
+                comm.barrier(False)
+    comm.finalize()
+
+
+def a_timeout_ends_the_process_by_default(rank: int, size: int) -> None:
+    comm = ncclx_rs.new_comm("ncclx", "cpu", store=fresh_store(), rank=rank, size=size, timeout=timedelta(seconds=1))
+    if rank == 0:
+        time.sleep(4)
+        comm._state = "finalized"  # its peer is gone by now
+        return
+    comm.all_reduce(torch.ones(1), ReduceOp.SUM, True)  # nobody waits for it
+    time.sleep(60)
+
+
+def abort_ends_what_is_in_flight(rank: int, size: int) -> None:
+    comm = ncclx_rs.new_comm("ncclx", "cpu", store=fresh_store(), rank=rank, size=size)
+    comm.barrier(False)
+    with leaving_together():
+        if rank == 0:
+            assert comm.is_abort_supported() and not comm.is_aborted()
+            work = comm.recv(torch.ones(3), size - 1, True)
+            comm.abort()
+            with pytest.raises(RuntimeError, match="abort"):
+                work.wait()
+            assert comm.is_aborted()
+            comm.abort()
+    comm.finalize()
+
+
+# ---- life, hooks, backends ----
+
+
+def it_says_what_it_is(rank: int, size: int) -> None:
+    with communicator(rank, size, hints={"spin": "off"}, timeout=timedelta(seconds=33)) as comm:
+        assert (comm.get_rank(), comm.get_size(), comm.rank, comm.size) == (rank, size, rank, size)
+        assert comm.get_name() == "tested" and comm.get_device() == torch.device("cpu")
+        assert comm.get_backend() == "ncclx" and comm.get_backend_version() == ncclx_rs.__version__
+        options = comm.get_options()
+        assert options.timeout == timedelta(seconds=33) and options.hints == {"spin": "off"}
+        assert comm.get_backend_impl() is comm.unsafe_get_backend()
+        assert copy.copy(comm) is comm and copy.deepcopy(comm) is comm
+        comm.set_timeout(timedelta(seconds=44))
+        assert comm.get_options().timeout == timedelta(seconds=44)
+        with pytest.warns(UserWarning, match="no_such_hint"):
+            comm.barrier(False, hints={"no_such_hint": "1"})
+
+
+def hooks_see_every_operation(rank: int, size: int) -> None:
+    before: list[tuple[OpName, int, Any]] = []
+    after: list[int] = []
+    comm = ncclx_rs.new_comm("ncclx", "cpu", store=fresh_store(), rank=rank, size=size)
+    handle = comm.register_pre_hook(lambda name, op_id, args: before.append((name, op_id, args)))
+    comm.register_post_hook(lambda op_id, args: after.append(op_id))
+    tensor = torch.ones(2)
+    comm.all_reduce(tensor, ReduceOp.SUM, False)
+    comm.broadcast(tensor, 0, True).wait()
+    child = comm.split([rank], "child")
+    assert [name for name, *_ in before] == [OpName.all_reduce, OpName.broadcast, OpName.split]
+    assert before[0][2].tensor is tensor and not before[0][2].async_op
+    assert before[1][2].root == 0 and before[1][2].async_op
+    assert [op_id for _, op_id, _ in before] == after == sorted(set(after))
+    handle.remove()
+    handle.remove()
+
+    def refuse(name: OpName, op_id: int, args: object) -> None:
+        raise KeyError("not now")
+
+    handle = comm.register_pre_hook(refuse)
+    with pytest.raises(KeyError, match="not now"):
+        comm.all_reduce(tensor, ReduceOp.SUM, False)
+    handle.remove()
+    comm.barrier(False)
+    assert child is not None
+    child.finalize()
+    comm.finalize()
+    assert after[-1] == 2**64 - 1
+
+
+def forgetting_to_finalize_is_warned_about(rank: int, size: int) -> None:
+    comm = ncclx_rs.new_comm("ncclx", "cpu", "forgotten", store=fresh_store(), rank=rank, size=size)
+    comm.barrier(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del comm
+        gc.collect()
+    assert any("`forgotten` was not finalized" in str(warning.message) for warning in caught)
+
+
+def gloo_is_bridged(rank: int, size: int) -> None:
+    with communicator(rank, size, backend="gloo") as comm:
+        tensor = data(rank, 100)
+        comm.all_reduce(tensor, ReduceOp.SUM, False)
+        assert_same(tensor, reduced([data(r, 100) for r in range(size)]), "all_reduce on gloo")
+        parts = [torch.empty(5) for _ in range(size)]
+        comm.all_gather(parts, data(rank, 5), True).wait()
+        for r, part in enumerate(parts):
+            assert_same(part, data(r, 5), "all_gather on gloo")
+        child = comm.split(list(range(size))[::-1], "child")
+        assert child is not None and child.get_backend() == "gloo" and child.rank == size - 1 - rank
+        child.barrier(False)
+        child.finalize()
+
+
+class Doubling(ncclx_rs.TorchCommBackend):
+    """A backend of one rank whose all_reduce doubles."""
+
+    def init(self, device: torch.device, name: str, options: ncclx_rs.CommOptions) -> None:
+        self.name = name
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_size(self) -> int:
+        return 1
+
+    def get_backend_name(self) -> str:
+        return "doubling"
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> None:
+        assert op.type is RedOpType.SUM
+        tensor.mul_(2)
+
+    def barrier(self, async_op: bool, options: ncclx_rs.BarrierOptions) -> None:
+        self.told = options
+
+    def triple(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(3)
+
+
+def test_backends_may_be_python_classes() -> None:
+    ncclx_rs.register_backend("doubling", Doubling)
+    assert ncclx_rs._is_backend_registered("doubling")
+    comm = ncclx_rs.new_comm("doubling", "cpu", "mine")
+    tensor = torch.ones(2)
+    work = comm.all_reduce(tensor, ReduceOp.SUM, True)
+    work.wait()
+    assert tensor.tolist() == [2.0, 2.0] and work.status is WorkStatus.COMPLETED
+    comm.barrier(False, timeout=timedelta(seconds=3))
+    backend = comm.unsafe_get_backend()
+    assert isinstance(backend, Doubling) and backend.told.timeout == timedelta(seconds=3)
+    backend.triple(tensor)
+    assert tensor.tolist() == [6.0, 6.0]
+    with pytest.raises(RuntimeError, match="broadcast: the backend doubling does not have it"):
+        comm.broadcast(tensor, 0, False)
+    comm.finalize()
+
+
+def test_unknown_backends_are_named() -> None:
+    with pytest.raises(ModuleNotFoundError, match="failed to find backend nonesuch: it is none of .*gloo"):
+        ncclx_rs.new_comm("nonesuch", "cpu", "x")
+    assert "ncclx" in ncclx_rs.built_backends() and ncclx_rs.is_backend_built("ncclx")
+
+
+def test_reduce_ops_compare_and_copy() -> None:
+    assert ReduceOp.SUM == copy.deepcopy(ReduceOp.SUM) and ReduceOp.SUM != ReduceOp.AVG
+    assert ReduceOp.PREMUL_SUM(2.0) == ReduceOp.PREMUL_SUM(2.0) != ReduceOp.PREMUL_SUM(3.0)
+    with pytest.raises(ValueError, match="PREMUL_SUM"):
+        ReduceOp(RedOpType.SUM, 2.0)
+
+
+# ---- changing members ----
+
+
+def handles_of_all(comm: TorchComm, store: dist.Store, rank: int, size: int) -> list[str]:
+    store.set(f"handle{rank}", comm.get_init_handle())
+    return [store.get(f"handle{r}").decode() for r in range(size)]
+
+
+def members_change(rank: int, size: int) -> None:
+    store = fresh_store()
+    comm = ncclx_rs.new_comm("ncclx", "cpu", "elastic", enable_reconfigure=True)
+    assert comm.get_init_handle() == comm.get_init_handle()
+    with pytest.raises(RuntimeError, match="not reconfigured yet"):
+        comm.barrier(False)
+    handles = handles_of_all(comm, store, rank, size)
+    orders = [list(range(size)), list(range(size))[::-1], [size - 1], list(range(size)), list(range(1, size)) or [0]]
+    for uuid, members in enumerate(orders):
+        if rank not in members:
+            continue
+        comm.reconfigure(uuid, [handles[r] for r in members]).wait()
+        assert (comm.rank, comm.size) == (members.index(rank), len(members))
+        for count in (10, 100_000):
+            tensor = data(rank, count)
+            comm.all_reduce(tensor, ReduceOp.SUM, False)
+            assert_same(tensor, reduced([data(r, count) for r in members]), f"generation {uuid}")
+    if rank in orders[-1]:
+        comm.reconfigure(99, {handles[r] for r in orders[-1]}).wait()
+        comm.abort()
+        comm.reconfigure(100, {handles[r] for r in orders[-1]}).wait()
+        comm.barrier(False)
+    comm.finalize()
+
+
+def wrong_memberships_are_refused(rank: int, size: int) -> None:
+    comm = ncclx_rs.new_comm("ncclx", "cpu", "elastic", enable_reconfigure=True, timeout=timedelta(seconds=10))
+    own = comm.get_init_handle()
+    for handles, text in (
+        ([own, own], "twice"),
+        ([], "not among them"),
+        (["nonsense"], "expected results of get_init_handle"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            comm.reconfigure(1, handles)
+    comm.reconfigure(1, [own])
+    comm.barrier(False)
+    comm.finalize()
+    with communicator(rank, size) as fixed, pytest.raises(RuntimeError, match="without enable_reconfigure"):
+        fixed.reconfigure(1, [fixed.get_init_handle()])
+
+
+def survivors_go_on_without_a_killed_member(rank: int, size: int) -> None:
+    store = fresh_store()
+    comm = ncclx_rs.new_comm("ncclx", "cpu", "elastic", enable_reconfigure=True, timeout=timedelta(seconds=60))
+    handles = handles_of_all(comm, store, rank, size)
+    comm.reconfigure(1, handles)
+    comm.barrier(False)
+    if rank == 0:  # the first is also where the first generation met
+        os.kill(os.getpid(), signal.SIGKILL)
+    with leaving_together(range(1, size)):
+        with pytest.raises(RuntimeError, match="all_reduce"):
+            while True:
+                comm.all_reduce(torch.ones(1000), ReduceOp.SUM, False)
+        comm.reconfigure(2, handles[1:])
+        tensor = torch.ones(1000)
+        comm.all_reduce(tensor, ReduceOp.SUM, False)
+        assert tensor[0].item() == size - 1
+        comm.finalize()
+
+
+CHECKS = [
+    all_reduce_combines,
+    rooted_operations_serve_every_root,
+    gathering_and_scattering_take_equal_and_other_sizes,
+    all_to_all_exchanges,
+    messages_and_batches_go_round_a_ring,
+    persistent_all_gather_repeats,
+    works_can_be_awaited,
+    objects_travel,
+    objects_of_any_class_need_consent,
+    communicators_split,
+    wrong_splits_are_refused,
+    wrong_calls_are_refused_and_change_nothing,
+    a_finalized_communicator_refuses_everything,
+    it_says_what_it_is,
+    hooks_see_every_operation,
+    forgetting_to_finalize_is_warned_about,
+    members_change,
+    wrong_memberships_are_refused,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_communicator(world: World, check) -> None:
+    world.run(check, join=False)
+
+
+@pytest.mark.worlds(sizes=(1, 2, 3), modes=("shm",))
+def test_gloo_is_bridged(world: World) -> None:
+    world.run(gloo_is_bridged, join=False)
+
+
+@pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))
+@pytest.mark.parametrize(
+    "check",
+    [a_late_rank_is_named_and_ends_the_communicator, abort_ends_what_is_in_flight],
+    ids=lambda check: check.__name__,
+)
+def test_failure(fresh_world: World, check) -> None:
+    fresh_world.run(check, join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_timeout_ends_the_process_by_default(fresh_world: World) -> None:
+    fresh_world.run(a_timeout_ends_the_process_by_default, join=False, dies={1})
+
+
+@pytest.mark.worlds(sizes=(2, 4), modes=("shm", "tcp"))
+def test_survivors_go_on_without_a_killed_member(fresh_world: World) -> None:
+    fresh_world.run(survivors_go_on_without_a_killed_member, join=False, dies={0})
+
+
+# ---- programs written for torchcomms ----
+
+PROGRAM = """
+import torch
+import torchcomms
+from torchcomms import ReduceOp, objcol
+from torchcomms._comms import TorchComm
+
+comm = torchcomms.new_comm("ncclx", torch.device("cpu"), name="main_comm")
+tensor = torch.full((1024,), float(comm.get_rank() + 1))
+comm.all_reduce(tensor, ReduceOp.SUM, async_op=False)
+assert isinstance(comm, TorchComm)
+print("sum", tensor[0].item(), objcol.__name__)
+comm.finalize()
+"""
+
+
+def test_torchcomms_programs_run_as_they_are(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "--module", "ncclx_rs.as_torchcomms", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"sum 3\.0 ncclx_rs\.objcol", done.stdout)) == 2, done.stdout

@@ -1,0 +1,79 @@
+"""How processes that know each other by handles alone become a communicator.
+
+Every process that may be reconfigured runs a small store; its handle says where. The members of a new generation meet
+in the store of the first of them, under keys that only this membership and uuid have, so that neither an older
+generation nor another half of the world is ever met. Members that died take nothing with them that the others need.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Sequence, Set
+from datetime import timedelta
+
+from torch._C import _distributed_c10d as c10d
+
+InitHandle = str
+
+_VERSION = "nrs1"
+
+
+class Endpoint:
+    """This process's end of later rendezvous: a store, and the handle that leads to it."""
+
+    def __init__(self) -> None:
+        self._store = c10d.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self.handle = f"{_VERSION}:{secrets.token_hex(16)}:{_address()}:{self._store.port}"
+
+
+def membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle) -> list[InitHandle]:
+    """The members in the order of their ranks: that of a list; of a set, the same one everywhere.
+
+    Raises:
+        RuntimeError: handles are repeated or are none, or this process is not among them.
+    """
+    members = sorted(handles) if isinstance(handles, Set) else list(handles)
+    for handle in members:
+        _location(handle)
+        if members.count(handle) > 1:
+            raise RuntimeError(f"reconfigure: argument `init_handles`: {handle} is there twice")
+    if own not in members:
+        raise RuntimeError("reconfigure: argument `init_handles`: this process's own handle is not among them")
+    return members
+
+
+def meeting_place(uuid: int, members: Sequence[InitHandle], timeout: timedelta) -> c10d.Store:
+    """Where the members of one generation find each other."""
+    host, port = _location(members[0])
+    digest = hashlib.sha256(" ".join(members).encode()).hexdigest()
+    store = c10d.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return c10d.PrefixStore(f"{uuid}/{digest}", store)
+
+
+def _location(handle: InitHandle) -> tuple[str, int]:
+    version, _, rest = handle.partition(":")
+    _, _, address = rest.partition(":")
+    host, _, port = address.rpartition(":")
+    if version != _VERSION or not host or not port.isdecimal():
+        raise RuntimeError(f"reconfigure: argument `init_handles`: expected results of get_init_handle, got {handle!r}")
+    return host, int(port)
+
+
+@functools.cache
+def _address() -> str:
+    """This host's address as the others see it: the one that its packets to ``MASTER_ADDR`` carry."""
+    for target in (os.environ.get("MASTER_ADDR"), socket.gethostname()):
+        if not target:
+            continue
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
