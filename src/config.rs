@@ -60,7 +60,7 @@ options! {
         "How long an operation may take.";
     connect_timeout: Duration, "connect_timeout_seconds", "300", &[],
         "How long to wait for all ranks to join a communicator.";
-    eager_bytes: usize, "eager_bytes", "8192", &[],
+    eager_bytes: usize, "eager_bytes", "65536", &[],
         "Messages up to this size are sent before the receiver asks for them.";
     shm_ring_bytes: RingBytes, "shm_ring_bytes", "131072", &[],
         "The shared memory between each pair of ranks that talk on a host.";
@@ -346,7 +346,7 @@ mod tests {
     fn the_manual_has_a_row_for_each_option() {
         let manual = manual();
         assert_eq!(manual.lines().count(), 2 + Config::describe().len());
-        assert!(manual.contains("| `eager_bytes` | `NCCLX_RS_EAGER_BYTES` | a whole number | `8192` |"));
+        assert!(manual.contains("| `eager_bytes` | `NCCLX_RS_EAGER_BYTES` | a whole number | `65536` |"));
         assert!(manual.lines().all(|line| line.matches('|').count() == 6));
     }
 }

@@ -113,12 +113,12 @@ fn messages_run_beside_collectives() {
             let mut late = vec![0; 100_000];
             let received = comm.submit(start(recv(peer, 1), &mut late)).expect("recv");
             for _ in 0..10 {
+                assert!(!received.is_done()); // the peer sends after its last all_reduce, which needs this rank's
                 let mut data = vec![1i32; 50_000];
                 let memory = buffer(&mut data);
                 run(comm, OpKind::AllReduce(ReduceOp::Sum), vec![memory], vec![memory]).expect("all_reduce");
                 assert!(data.iter().all(|value| *value == 2));
             }
-            assert!(!received.is_done());
             let mut out = vec![9; 100_000];
             let sent = comm.submit(start(send(peer, 1), &mut out)).expect("send");
             received.wait(None).expect("recv");

@@ -1,0 +1,145 @@
+"""What the backend tells about itself: its error state, hooks, pending works; and that it is faster than gloo."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, join, leaving_together
+from reference import assert_same
+
+
+def backend() -> dist.Backend:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+def error_state() -> str:
+    return dist.group.WORLD.get_error().name if hasattr(dist.group.WORLD, "get_error") else backend().get_error().name
+
+
+def a_refused_call_is_no_error_of_the_group(rank: int, size: int) -> None:
+    assert error_state() == "SUCCESS"
+    with pytest.raises(ValueError, match="BAND"):
+        dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
+    dist.barrier()
+    assert error_state() == "SUCCESS"
+
+
+def a_timeout_is_the_groups_error(rank: int, size: int) -> None:
+    join(timeout=1)
+    with leaving_together():
+        if rank != 0:
+            with pytest.raises(dist.DistBackendError):
+                dist.all_reduce(torch.ones(3))
+            # Who times out first tells the others.
+            assert error_state() in ("TIMEOUT", "REMOTE_ERROR")
+
+
+def completion_hooks_are_told_of_every_work(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    if not hasattr(group, "_register_on_completion_hook"):
+        pytest.skip("this torch has no _register_on_completion_hook")
+    seen = []
+    group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq, info.active_duration)))
+    works = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(5)]
+    dist.broadcast(torch.ones(1), src=0)
+    group._wait_for_pending_works()
+    assert [work.is_completed() for work in works] == [True] * 5
+    assert [str(kind).rpartition(".")[2] for kind, *_ in seen].count("ALLREDUCE") == 5
+    assert len(seen) == 6 and all(duration.total_seconds() >= 0 for *_, duration in seen)
+    assert sorted(sequence for _, sequence, _ in seen) == list(range(seen[0][1], seen[0][1] + 6))
+
+
+def abort_hooks_are_called_once_a_rank_is_lost(rank: int, size: int) -> None:
+    join(timeout=1)
+    if not (hasattr(backend(), "supports_abort_hooks") and backend().supports_abort_hooks):
+        pytest.skip("this torch has no abort hooks")
+    called = []
+    backend().register_abort_hook(7, lambda: called.append(7))
+    backend().register_abort_hook(8, lambda: called.append(8))
+    backend().unregister_abort_hook(8)
+    with leaving_together():
+        if rank != 0:
+            with pytest.raises(dist.DistBackendError):
+                dist.all_reduce(torch.ones(3))
+            assert called == [7]
+
+
+def sparse_tensors_are_summed(rank: int, size: int) -> None:
+    def sparse(r: int) -> torch.Tensor:
+        # Another number of entries on every rank, none on the last; some meet.
+        entries = [(i * (r + 1)) % 7 for i in range(size - 1 - r)]
+        values = torch.arange(2 * len(entries), dtype=torch.float32).reshape(len(entries), 2) + r
+        return torch.sparse_coo_tensor(torch.tensor([entries], dtype=torch.long), values, (7, 2))
+
+    tensor = sparse(rank)
+    dist.all_reduce(tensor)
+    expected = torch.stack([sparse(r).to_dense() for r in range(size)]).sum(0)
+    assert_same(tensor.to_dense(), expected, "the sum of sparse tensors")
+    with pytest.raises(ValueError, match="SUM"):
+        dist.all_reduce(sparse(rank), op=dist.ReduceOp.MAX)
+
+
+def both_may_block_in_sends_first(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (10, 3_000_000):
+        tensor = torch.empty(count)
+        dist.send(torch.full((count,), float(rank)), dst=after)
+        dist.recv(tensor, src=before)
+        assert_same(tensor, torch.full((count,), float(before)), f"{count} elements")
+
+
+def medians_of(groups: dict[str, dist.ProcessGroup], count: int) -> dict[str, float]:
+    """The median time of an all_reduce on each group, measured in alternating rounds."""
+    times: dict[str, list[float]] = {name: [] for name in groups}
+    tensor = torch.ones(count)
+    for turn in range(30):
+        for name, group in groups.items():
+            dist.barrier(group)
+            began = time.perf_counter()
+            dist.all_reduce(tensor, group=group, op=dist.ReduceOp.MAX)
+            if turn >= 5:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(all_times) for name, all_times in times.items()}
+
+
+def all_reduce_beats_gloo(rank: int, size: int) -> None:
+    groups = {"ours": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    for count in (1, 1024, 16384):
+        medians = medians_of(groups, count)
+        ratio = torch.tensor([medians["gloo"] / medians["ours"]])
+        dist.all_reduce(ratio, op=dist.ReduceOp.MAX)
+        assert ratio.item() > 1, f"{count} elements: gloo is {1 / ratio.item():.2f} times as fast"
+
+
+@pytest.mark.worlds(sizes=(1, 2, 3), modes=("shm",))
+@pytest.mark.parametrize(
+    "check",
+    [a_refused_call_is_no_error_of_the_group, sparse_tensors_are_summed, completion_hooks_are_told_of_every_work],
+    ids=lambda check: check.__name__,
+)
+def test_backend(world: World, check) -> None:
+    world.run(check)
+
+
+@pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))
+def test_both_may_block_in_sends_first(world: World) -> None:
+    world.run(both_may_block_in_sends_first)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_all_reduce_beats_gloo(world: World) -> None:
+    world.run(all_reduce_beats_gloo)
+
+
+@pytest.mark.worlds(sizes=(3,), modes=("shm",))
+@pytest.mark.parametrize(
+    "check",
+    [a_timeout_is_the_groups_error, abort_hooks_are_called_once_a_rank_is_lost],
+    ids=lambda check: check.__name__,
+)
+def test_failure(fresh_world: World, check) -> None:
+    fresh_world.run(check, join=False)
