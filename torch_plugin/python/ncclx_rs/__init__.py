@@ -45,10 +45,11 @@ def __getattr__(name: str) -> Any:
     if name == "install_as_torchcomms":
         # Without torch: it has to come before torch's import.
         return importlib.import_module("ncclx_rs.as_torchcomms").install_as_torchcomms
-    # The object API needs torch, and is loaded at its first use.
-    api = importlib.import_module("ncclx_rs._api")
-    if name in api.__all__:
-        return getattr(api, name)
+    # The object API needs torch, and is loaded at its first use. Submodules are not looked for in it.
+    if not name.startswith("_") or name in ("_BackendWrapper", "_is_backend_registered"):
+        api = importlib.import_module("ncclx_rs._api")
+        if name in api.__all__:
+            return getattr(api, name)
     raise AttributeError(f"module 'ncclx_rs' has no attribute {name!r}")
 
 
