@@ -4,6 +4,7 @@
 
 mod abi;
 mod convert;
+mod mesh;
 
 use pyo3::prelude::*;
 
@@ -17,6 +18,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;
+    module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
     abi::register(module)
 }
 

@@ -23,6 +23,7 @@ if hasattr(sys.modules.get("torch.distributed"), "Backend"):
     register()
 
 if TYPE_CHECKING:
+    from ncclx_rs import device_mesh as device_mesh
     from ncclx_rs import objcol as objcol
     from ncclx_rs._api import *  # noqa: F403
     from ncclx_rs._native import Backend as Backend
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ncclx_rs.as_torchcomms import install_as_torchcomms as install_as_torchcomms
 
 
-_MODULES = ("objcol",)
+_MODULES = ("device_mesh", "objcol")
 
 
 def __getattr__(name: str) -> Any:

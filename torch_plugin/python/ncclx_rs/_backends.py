@@ -83,6 +83,10 @@ class C10dBackend(TorchCommBackend):
     def get_backend_version(self) -> str:
         return str(plugin.native().__version__) if self._make is _make_ncclx else torch.__version__
 
+    def host(self, rank: int) -> int:
+        """A number for a rank's host: ranks of one host have the same. Zero for all where the backend cannot tell."""
+        return int(self.c10d._host(rank)) if hasattr(self.c10d, "_host") else 0
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         if self.c10d is not None:
