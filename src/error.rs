@@ -67,6 +67,30 @@ pub enum InitError {
     },
 }
 
+/// Why there is no store.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// It cannot be served here.
+    #[error("a store cannot be served at `{address}`: {cause}")]
+    Listen {
+        /// Where it was to listen.
+        address: String,
+        /// What the system said.
+        cause: String,
+    },
+    /// It does not answer.
+    #[error("no store answers at `{address}` within {waited:?}: {cause}")]
+    Absent {
+        /// Where it was looked for.
+        address: String,
+        /// How long.
+        waited: Duration,
+        /// What came of the last attempt.
+        cause: String,
+    },
+}
+
 /// Why an operation did not complete.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -77,6 +101,9 @@ pub enum Error {
     /// The communicator could not be made.
     #[error(transparent)]
     Init(#[from] InitError),
+    /// The rendezvous store could not be served or reached.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// The ranks disagree about the operation. It failed on all of them; the communicator works on.
     #[error("{operation}: {detail}")]
     Mismatch {

@@ -32,6 +32,11 @@ impl Intake {
         Ok(true)
     }
 
+    /// Whether nothing of the message has come.
+    pub(super) fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
     /// The message, when it is whole.
     pub(super) fn take(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.bytes)

@@ -6,5 +6,6 @@ mod failures;
 mod manual;
 mod messages;
 mod schedules;
+mod stores;
 mod tidy;
 mod world;
