@@ -20,8 +20,8 @@ pub mod work;
 
 // The public interface is:
 pub use buffer::Buffer;
-pub use comm::{CommOptions, Communicator};
-pub use error::{Error, InitError, StoreError, UsageError};
+pub use comm::{CommOptions, Communicator, Launch};
+pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
 pub use op::{Mode, Op, OpKind};
 pub use topo::Topology;
 pub use types::{DType, Rank, ReduceOp, Source, Tag};

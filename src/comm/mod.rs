@@ -6,9 +6,11 @@ mod check;
 mod communicator;
 mod guest;
 mod join;
+pub mod launch;
 mod links;
 mod root;
 pub mod store;
 mod stream;
 
 pub use communicator::{CommOptions, Communicator};
+pub use launch::Launch;

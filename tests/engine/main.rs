@@ -3,6 +3,7 @@
 mod bootstrap;
 mod collectives;
 mod failures;
+mod launch;
 mod manual;
 mod messages;
 mod schedules;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use super::Store;
@@ -65,6 +65,18 @@ impl TcpStore {
         TcpStore::start(listener, called.to_string(), called.ip().to_string())
     }
 
+    /// Serves a store at `port` of this host, which others know as `host`: of loopback alone if that is what `host` is.
+    pub(crate) fn serve_as(host: &str, port: u16) -> Result<TcpStore, StoreError> {
+        let address = with_port(host, port);
+        // A host's own name may stand for loopback in its list of hosts, and for a real address in those of others.
+        if host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
+            return TcpStore::serve(&address);
+        }
+        let listener = net::listen_everywhere(port).map_err(|error| cannot_listen(&address, &error))?;
+        // The way by which others come need not be open from here.
+        TcpStore::start(listener, with_port(&Ipv4Addr::LOCALHOST.to_string(), port), host.to_owned())
+    }
+
     fn start(listener: TcpListener, address: String, host: String) -> Result<TcpStore, StoreError> {
         let server = Server::start(listener).map_err(|error| cannot_listen(&address, &error))?;
         Ok(TcpStore { address, host, server: Some(server) })
@@ -82,6 +94,11 @@ impl TcpStore {
             Ok(reply) => Err(absent(format!("something else answers: {reply:?}"))),
             Err(cause) => Err(absent(cause)),
         }
+    }
+
+    /// Connects to the store that [`TcpStore::serve_as`] serves.
+    pub(crate) fn connect_to(host: &str, port: u16, timeout: Duration) -> Result<TcpStore, StoreError> {
+        TcpStore::connect(&with_port(host, port), timeout)
     }
 
     /// Where to connect to the store: a host or IP address with a port.
@@ -180,6 +197,11 @@ impl fmt::Debug for TcpStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TcpStore").field("address", &self.address).field("serves", &self.server.is_some()).finish()
     }
+}
+
+/// `host` with `port`, as one address; IPv6 addresses stand in brackets.
+fn with_port(host: &str, port: u16) -> String {
+    if host.parse::<Ipv6Addr>().is_ok() { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
 /// The address by which this process calls itself.
