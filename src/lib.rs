@@ -22,9 +22,10 @@ pub mod work;
 pub use buffer::Buffer;
 pub use comm::{CommOptions, Communicator, Launch};
 pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
+pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};
 pub use topo::Topology;
-pub use types::{DType, Rank, ReduceOp, Source, Tag};
+pub use types::{DType, Element, Rank, ReduceOp, Source, Tag};
 pub use work::Work;
 
 // Keeps the example in the read-me true.

@@ -9,6 +9,8 @@ mod join;
 pub mod launch;
 mod links;
 mod root;
+mod slices;
+mod split;
 pub mod store;
 mod stream;
 

@@ -7,6 +7,7 @@ mod launch;
 mod manual;
 mod messages;
 mod schedules;
+mod slices;
 mod stores;
 mod tidy;
 mod world;

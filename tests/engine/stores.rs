@@ -134,7 +134,10 @@ fn an_address_can_be_served_again_at_once() {
     for _ in 0..3 {
         let served = TcpStore::serve(&address).unwrap();
         assert!(served.get("key", Duration::ZERO).is_err(), "a new server has no old keys");
+        // A connection that the server ends first lingers at its port.
+        let _lingers = TcpStream::connect(&address).unwrap();
         TcpStore::connect(&address, LONG).unwrap().set("key", b"").unwrap();
+        drop(served);
     }
 }
 

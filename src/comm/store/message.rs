@@ -192,6 +192,9 @@ mod tests {
                 let header = Header::parse(header).unwrap();
                 prop_assert_eq!(header.body(), body.len());
                 prop_assert_eq!(Request::parse(header, body).unwrap(), request);
+                for other in [&body[..0], &body[..body.len() / 2], &[body, b"1"].concat()] {
+                    prop_assert!(other == body || Request::parse(header, other).is_err());
+                }
             }
         }
 
