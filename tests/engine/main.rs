@@ -2,6 +2,7 @@
 
 mod bootstrap;
 mod collectives;
+mod examples;
 mod failures;
 mod launch;
 mod manual;
