@@ -72,7 +72,7 @@ options! {
 impl Config {
     /// The settings that `hints` and the process's environment make.
     pub fn resolve(hints: &[(String, String)]) -> Result<Config, InitError> {
-        Config::resolve_with(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()), hints)
+        Config::resolve_with(&variable, hints)
     }
 
     /// Every option there is, for generated manuals.
@@ -86,6 +86,11 @@ impl Config {
         };
         OPTIONS.iter().map(describe).collect()
     }
+}
+
+/// A variable of the process's environment.
+pub(crate) fn variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 impl Default for Config {

@@ -67,6 +67,72 @@ pub enum InitError {
     },
 }
 
+/// Why a process does not know its place among those launched with it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// No launcher has told.
+    #[error("no launcher has told this process its rank and the number of ranks in {variables}")]
+    Absent {
+        /// The pairs of variables that were looked for.
+        variables: String,
+    },
+    /// Of two variables that belong together, one is missing.
+    #[error("{set} is set, but {unset} is not")]
+    Half {
+        /// The one that is there.
+        set: &'static str,
+        /// The one that is not.
+        unset: &'static str,
+    },
+    /// A variable has no sensible value.
+    #[error("{variable} is `{value}`: expected {expected}")]
+    Value {
+        /// The variable.
+        variable: &'static str,
+        /// Its value.
+        value: String,
+        /// What it should have been.
+        expected: String,
+    },
+    /// Nobody has told where the ranks can meet.
+    #[error("MASTER_ADDR and MASTER_PORT are not set: rank 0's host, and a port that is free there")]
+    NoMaster,
+    /// PyTorch's own store listens where the ranks should meet.
+    #[error(
+        "torchrun serves a store of its own at MASTER_PORT {port}; with --standalone or --rdzv-backend c10d and \
+         TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment it leaves the ranks a free port"
+    )]
+    PortTaken {
+        /// The port.
+        port: u16,
+    },
+}
+
+/// Why there is no store.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// It cannot be served here.
+    #[error("a store cannot be served at `{address}`: {cause}")]
+    Listen {
+        /// Where it was to listen.
+        address: String,
+        /// What the system said.
+        cause: String,
+    },
+    /// It does not answer.
+    #[error("no store answers at `{address}` within {waited:?}: {cause}")]
+    Absent {
+        /// Where it was looked for.
+        address: String,
+        /// How long.
+        waited: Duration,
+        /// What came of the last attempt.
+        cause: String,
+    },
+}
+
 /// Why an operation did not complete.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -77,6 +143,12 @@ pub enum Error {
     /// The communicator could not be made.
     #[error(transparent)]
     Init(#[from] InitError),
+    /// The launcher's environment does not say what is needed.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// The rendezvous store could not be served or reached.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// The ranks disagree about the operation. It failed on all of them; the communicator works on.
     #[error("{operation}: {detail}")]
     Mismatch {

@@ -20,11 +20,12 @@ pub mod work;
 
 // The public interface is:
 pub use buffer::Buffer;
-pub use comm::{CommOptions, Communicator};
-pub use error::{Error, InitError, UsageError};
+pub use comm::{CommOptions, Communicator, Launch};
+pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
+pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};
 pub use topo::Topology;
-pub use types::{DType, Rank, ReduceOp, Source, Tag};
+pub use types::{DType, Element, Rank, ReduceOp, Source, Tag};
 pub use work::Work;
 
 // Keeps the example in the read-me true.

@@ -27,9 +27,15 @@ impl fmt::Display for Rank {
     }
 }
 
-/// Tells point-to-point messages between the same two ranks apart.
+/// Tells point-to-point messages between the same two ranks apart. The greatest is kept for
+/// [`Communicator::split`](crate::Communicator::split).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
+
+impl Tag {
+    /// Carries what ranks tell each other when they split.
+    pub(crate) const SPLIT: Tag = Tag(u32::MAX);
+}
 
 /// Which messages a receive accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +44,12 @@ pub enum Source {
     Rank(Rank),
     /// The first that arrives, from whichever rank.
     Any,
+}
+
+impl From<Rank> for Source {
+    fn from(rank: Rank) -> Self {
+        Source::Rank(rank)
+    }
 }
 
 /// What arithmetic a [`DType`] takes part in.
@@ -74,7 +86,7 @@ macro_rules! dtypes {
             }
 
             /// Bytes per element.
-            pub fn size(self) -> usize {
+            pub const fn size(self) -> usize {
                 match self { $(DType::$variant => $size,)* }
             }
 
@@ -120,6 +132,37 @@ impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
+}
+
+/// A Rust type that slices of the safe methods are made of, such as [`Communicator::all_reduce`].
+///
+/// Every bit pattern is a value of each of these types, so that what another rank sends is never an invalid one.
+///
+/// [`Communicator::all_reduce`]: crate::Communicator::all_reduce
+pub trait Element: Copy + Send + Sync + sealed::Sealed + 'static {
+    /// The element type in the engine's list.
+    const DTYPE: DType;
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+macro_rules! elements {
+    ($($element:ty => $dtype:ident,)*) => {
+        $(
+            const _: () = assert!(size_of::<$element>() == DType::$dtype.size());
+            impl sealed::Sealed for $element {}
+            impl Element for $element {
+                const DTYPE: DType = DType::$dtype;
+            }
+        )*
+    };
+}
+
+elements! {
+    u8 => U8, i8 => I8, u16 => U16, i16 => I16, u32 => U32, i32 => I32, u64 => U64, i64 => I64,
+    half::f16 => F16, half::bf16 => BF16, f32 => F32, f64 => F64,
 }
 
 /// How a reduction combines the ranks' elements.

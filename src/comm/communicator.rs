@@ -44,10 +44,13 @@ pub struct CommOptions {
 /// Operations are submitted in the same order on every rank. Collectives run in that order; point-to-point messages
 /// run beside them. All methods may be called from any thread.
 ///
+/// Methods such as [`all_reduce`](Communicator::all_reduce) take slices and return when the result is there.
+/// [`submit`](Communicator::submit) takes any [`Op`] on memory that the caller looks after, and does not wait.
+///
 /// ```
 /// use std::sync::Arc;
 /// use ncclx_rs::comm::store::MemoryStore;
-/// use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Mode, Op, OpKind, Rank, ReduceOp};
+/// use ncclx_rs::{CommOptions, Communicator, Rank, ReduceOp};
 ///
 /// let store = Arc::new(MemoryStore::default());
 /// let ranks: Vec<_> = (0..2)
@@ -59,11 +62,7 @@ pub struct CommOptions {
 ///             };
 ///             let comm = Communicator::new(options)?;
 ///             let mut value = [rank as f32 + 1.0];
-///             // SAFETY: `value` outlives the wait below and nobody else touches it before.
-///             let buffer = unsafe { Buffer::from_raw(value.as_mut_ptr().cast(), 1, DType::F32) };
-///             let kind = OpKind::AllReduce(ReduceOp::Sum);
-///             let op = Op { kind, inputs: vec![buffer], outputs: vec![buffer], timeout: None, mode: Mode::Blocking };
-///             comm.submit(op)?.wait(None)?;
+///             comm.all_reduce(&mut value, ReduceOp::Sum)?;
 ///             comm.shutdown()?;
 ///             Ok(value[0])
 ///         })
@@ -79,12 +78,31 @@ pub struct Communicator {
     place: Place,
     timeout_millis: AtomicU64,
     driver: Arc<Driver>,
+    pub(super) origin: Origin,
+}
+
+/// What those that split off take over.
+pub(super) struct Origin {
+    pub(super) hints: Vec<(String, String)>,
+    /// Where the store was.
+    pub(super) host: Option<String>,
 }
 
 impl Communicator {
     /// Joins the communicator: returns once every rank has come, or fails after the configured time on all that came.
     pub fn new(options: CommOptions) -> Result<Communicator, InitError> {
         let CommOptions { name, rank, size, store, timeout, hints } = options;
+        Communicator::meet(name, rank, size, store.as_ref(), timeout, hints)
+    }
+
+    pub(super) fn meet(
+        name: String,
+        rank: Rank,
+        size: usize,
+        store: &dyn Store,
+        timeout: Option<Duration>,
+        hints: Vec<(String, String)>,
+    ) -> Result<Communicator, InitError> {
         if rank.index() >= size {
             return Err(InitError::Config(format!("communicator `{name}`: rank {rank} is not in [0, {size})")));
         }
@@ -103,7 +121,7 @@ impl Communicator {
             links = Links::open(&name, rank, size, keys, &config, &poller, host.as_deref())?;
             Ok(links.addresses())
         };
-        let Bootstrap { ranks, .. } = bootstrap::join(&name, rank, size, store.as_ref(), &config, open)?;
+        let Bootstrap { ranks, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
         let routes = links.routes(&name, rank, &topo, &ranks, &config)?;
@@ -115,7 +133,8 @@ impl Communicator {
         let driver = Driver::new(core, poller, spin);
         let timeout = timeout.unwrap_or(config.timeout);
         let place = Place { me: rank, size };
-        Ok(Communicator { name, place, timeout_millis: AtomicU64::new(millis(timeout)), driver })
+        let origin = Origin { hints, host };
+        Ok(Communicator { name, place, timeout_millis: AtomicU64::new(millis(timeout)), driver, origin })
     }
 
     /// This process's rank.
@@ -143,6 +162,11 @@ impl Communicator {
         self.driver.with_core(|core| core.collectives.next_sequence())
     }
 
+    /// The time limit of operations that have none of their own.
+    pub fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_millis.load(Ordering::Relaxed))
+    }
+
     /// Sets the time limit of operations submitted from now on that have none of their own.
     pub fn set_timeout(&self, timeout: Duration) {
         // Relaxed: the value stands alone.
@@ -153,7 +177,7 @@ impl Communicator {
     ///
     /// After [`Mode::Blocking`] the caller waits for the work next; nobody else drives it until then.
     pub fn submit(&self, op: Op) -> Result<Work, Error> {
-        let timeout = op.timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_millis.load(Ordering::Relaxed)));
+        let timeout = op.timeout.unwrap_or_else(|| self.timeout());
         let mode = op.mode;
         let work = match op.kind {
             OpKind::Send { to, tag } => {

@@ -8,9 +8,10 @@ use serde::Deserialize;
 
 use super::bootstrap::{Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
 use super::join::{
-    Arrival, INFO_LIMIT, Intake, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, PROTOCOL, RankInfo, Reply, TABLE_LIMIT,
-    frame, frame_length,
+    Arrival, INFO_LIMIT, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, PROTOCOL, RankInfo, Reply, TABLE_LIMIT, frame,
+    frame_length,
 };
+use super::stream::{read, write};
 use crate::error::InitError;
 use crate::types::Rank;
 
@@ -174,34 +175,6 @@ fn exchange(stream: &mut TcpStream, arrival: &[u8], deadline: Instant) -> io::Re
     let length = read(stream, size_of::<u32>(), deadline)?;
     let length = frame_length(&length, TABLE_LIMIT).map_err(io::Error::other)?;
     Ok(serde_json::from_slice(&read(stream, length, deadline)?)?)
-}
-
-fn write(stream: &mut TcpStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
-    while !bytes.is_empty() {
-        stream.set_write_timeout(Some(left(deadline)?))?;
-        match stream.write(bytes) {
-            Ok(count) => bytes = &bytes[count..],
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
-fn read(stream: &mut TcpStream, count: usize, deadline: Instant) -> io::Result<Vec<u8>> {
-    let mut intake = Intake::default();
-    loop {
-        stream.set_read_timeout(Some(left(deadline)?))?;
-        if intake.fill(stream, count)? {
-            return Ok(intake.take());
-        }
-    }
-}
-
-/// The time until `deadline`, as long as there is any.
-fn left(deadline: Instant) -> io::Result<Duration> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() { Err(io::Error::new(ErrorKind::TimedOut, "no answer")) } else { Ok(left) }
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@
 //! Until the joiner's proof is checked, rank 0 reads messages of fixed length only.
 
 use std::collections::BTreeMap;
-use std::io::{self, Read};
+use std::io;
 use std::time::Duration;
 
 use hmac::{Hmac, Mac};
@@ -236,35 +236,6 @@ pub(super) fn frame_length(header: &[u8], limit: usize) -> Result<usize, String>
     match usize::try_from(length) {
         Ok(length) if length <= limit => Ok(length),
         _ => Err(format!("it announces a message of {length} bytes, more than {limit}")),
-    }
-}
-
-/// Bytes of one message as they come in; memory grows with what has come, not with what was announced.
-#[derive(Default)]
-pub(super) struct Intake {
-    bytes: Vec<u8>,
-}
-
-impl Intake {
-    /// Reads until there are `wanted` bytes (true) or none are ready (false). The stream's end is an error.
-    pub(super) fn fill(&mut self, from: &mut impl Read, wanted: usize) -> io::Result<bool> {
-        let mut piece = [0; 4096];
-        while self.bytes.len() < wanted {
-            let room = piece.len().min(wanted - self.bytes.len());
-            match from.read(&mut piece[..room]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => self.bytes.extend_from_slice(&piece[..count]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(true)
-    }
-
-    /// The message, when it is whole.
-    pub(super) fn take(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.bytes)
     }
 }
 

@@ -6,8 +6,13 @@ mod check;
 mod communicator;
 mod guest;
 mod join;
+pub mod launch;
 mod links;
 mod root;
+mod slices;
+mod split;
 pub mod store;
+mod stream;
 
 pub use communicator::{CommOptions, Communicator};
+pub use launch::Launch;

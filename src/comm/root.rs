@@ -3,14 +3,15 @@
 //! One thread serves all connections and none can hold it up: sockets do not block, and whoever has not proved itself
 //! within [`PROOF_PATIENCE`] is dropped.
 
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 
 use super::bootstrap::{Notice, Party, ROOT_KEY, Record, RootNotice};
-use super::join::{Arrival, Intake, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, frame};
+use super::join::{Arrival, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, frame};
+use super::stream::{Intake, Outgoing, sleep};
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::sys::net;
@@ -226,7 +227,7 @@ impl Door<'_> {
         let message: Arc<[u8]> = frame(reply, TABLE_LIMIT)?.into();
         self.visitors.retain(|visitor| visitor.joined);
         for visitor in &mut self.visitors {
-            visitor.outgoing = Outgoing { bytes: message.clone(), sent: 0 };
+            visitor.outgoing = Outgoing::new(message.clone());
         }
         let deadline = Instant::now() + FAREWELL_PATIENCE;
         loop {
@@ -300,7 +301,7 @@ impl Visitor {
             match self.reception.take(keys, &self.intake.take())? {
                 Next::Listen => {}
                 Next::Say(bytes) => {
-                    self.outgoing = Outgoing { bytes: bytes.into(), sent: 0 };
+                    self.outgoing = Outgoing::new(bytes.into());
                     self.send().map_err(closed)?;
                 }
                 Next::Joined(rank, arrival) => return Ok(Some((rank, arrival))),
@@ -310,36 +311,6 @@ impl Visitor {
     }
 
     fn send(&mut self) -> io::Result<()> {
-        while !self.outgoing.is_empty() {
-            match self.stream.write(&self.outgoing.bytes[self.outgoing.sent..]) {
-                Ok(count) => self.outgoing.sent += count,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-}
-
-#[derive(Default)]
-struct Outgoing {
-    bytes: Arc<[u8]>,
-    sent: usize,
-}
-
-impl Outgoing {
-    fn is_empty(&self) -> bool {
-        self.sent == self.bytes.len()
-    }
-}
-
-/// Polls for at most `limit`; a signal ends the sleep early.
-fn sleep(watched: &mut [PollFd<'_>], limit: Duration) -> io::Result<()> {
-    let limit =
-        Timespec { tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: limit.subsec_nanos().into() };
-    match poll(watched, Some(&limit)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(error) => Err(error.into()),
+        self.outgoing.send(&mut self.stream)
     }
 }

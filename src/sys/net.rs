@@ -1,6 +1,6 @@
 //! What this host is called and how it is connected.
 
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
@@ -52,20 +52,34 @@ pub fn host_identity() -> String {
 
 /// A listener on a free port of every address of this host, IPv6 and IPv4 alike. Accepting from it does not block.
 pub fn listen_anywhere() -> io::Result<TcpListener> {
+    listen_everywhere(0)
+}
+
+/// A listener on `port` of every address of this host, IPv6 and IPv4 alike. Accepting from it does not block.
+pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
+    let any = |ip: IpAddr| listen(SocketAddr::new(ip, port));
+    // A kernel may have been built or booted without IPv6.
+    any(Ipv6Addr::UNSPECIFIED.into()).or_else(|error| match error.kind() {
+        ErrorKind::AddrInUse => Err(error),
+        _ => any([0; 4].into()),
+    })
+}
+
+/// A listener on `address`, where IPv6's "any" stands for IPv4 too. Accepting from it does not block.
+pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     // A job's ranks may all call at once; the kernel cuts the number down to what it allows.
     const BACKLOG: i32 = 4096;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let open = |family, any: IpAddr| -> io::Result<TcpListener> {
-        let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
-        if any.is_ipv6() {
-            sockopt::set_ipv6_v6only(&socket, false)?;
-        }
-        rustix::net::bind(&socket, &SocketAddr::new(any, 0))?;
-        rustix::net::listen(&socket, BACKLOG)?;
-        Ok(TcpListener::from(socket))
-    };
-    // A kernel may have been built or booted without IPv6.
-    open(AddressFamily::INET6, Ipv6Addr::UNSPECIFIED.into()).or_else(|_| open(AddressFamily::INET, [0; 4].into()))
+    let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
+    if address.is_ipv6() {
+        sockopt::set_ipv6_v6only(&socket, false)?;
+    }
+    // Connections of an earlier job on the same port may still linger in the kernel.
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    rustix::net::bind(&socket, &address)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(TcpListener::from(socket))
 }
 
 #[cfg(test)]

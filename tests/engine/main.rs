@@ -2,9 +2,13 @@
 
 mod bootstrap;
 mod collectives;
+mod examples;
 mod failures;
+mod launch;
 mod manual;
 mod messages;
 mod schedules;
+mod slices;
+mod stores;
 mod tidy;
 mod world;

@@ -1,21 +1,22 @@
-//! The manual's table of settings is the one that the code generates.
+//! The manual's tables are those that the code generates.
 
 use std::fs;
 use std::path::Path;
 
-const BEGIN: &str = "<!-- generated: config -->\n";
-const END: &str = "<!-- end: config -->";
-
 #[test]
-fn the_manual_lists_every_setting() {
+fn the_manual_lists_every_setting_and_launcher() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md");
     let text = fs::read_to_string(&path).expect("the manual");
-    let (before, rest) = text.split_once(BEGIN).expect("the table's beginning");
-    let (table, after) = rest.split_once(END).expect("the table's end");
-    let generated = ncclx_rs::config::manual();
+    let tables = [("config", ncclx_rs::config::manual()), ("launchers", ncclx_rs::comm::launch::manual())];
+    let updated = tables.iter().fold(text.clone(), |text, (name, table)| {
+        let (begin, end) = (format!("<!-- generated: {name} -->\n"), format!("<!-- end: {name} -->"));
+        let (before, rest) = text.split_once(&begin).expect("the table's beginning");
+        let (_, after) = rest.split_once(&end).expect("the table's end");
+        format!("{before}{begin}{table}{end}{after}")
+    });
     if std::env::var_os("NCCLX_RS_UPDATE_DOCS").is_some() {
-        fs::write(&path, format!("{before}{BEGIN}{generated}{END}{after}")).expect("the manual, written");
+        fs::write(&path, updated).expect("the manual, written");
     } else {
-        assert!(table == generated, "docs/configuration.md is stale; run NCCLX_RS_UPDATE_DOCS=1 cargo test manual");
+        assert!(text == updated, "docs/configuration.md is stale; run NCCLX_RS_UPDATE_DOCS=1 cargo test manual");
     }
 }

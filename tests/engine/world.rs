@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
-use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Error, Mode, Op, OpKind, Rank};
+use ncclx_rs::{Buffer, CommOptions, Communicator, Element, Error, Mode, Op, OpKind, Rank};
 
 /// Which transports a world runs over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,16 +73,6 @@ pub(crate) fn buffer<T: Element>(data: &mut [T]) -> Buffer {
     // SAFETY: the tests keep `data` and leave it alone until they have waited for the operation.
     unsafe { Buffer::from_raw(data.as_mut_ptr().cast(), data.len(), T::DTYPE) }
 }
-
-pub(crate) trait Element: Copy {
-    const DTYPE: DType;
-}
-
-macro_rules! elements {
-    ($($t:ty => $dtype:ident),*) => { $(impl Element for $t { const DTYPE: DType = DType::$dtype; })* };
-}
-
-elements!(u8 => U8, i32 => I32, i64 => I64, f32 => F32, f64 => F64);
 
 /// A blocking operation.
 pub(crate) fn op(kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Op {

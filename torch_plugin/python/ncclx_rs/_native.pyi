@@ -14,6 +14,9 @@ torch_build_version: str
 def settings() -> list[tuple[str, list[str], str, str, str]]:
     """Every setting: name, environment variables, values, default and meaning."""
 
+def launch_place() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the launcher's environment says."""
+
 def mesh_grid(
     dimensions: list[tuple[str, int]], hosts: list[int], innermost: str | None = None
 ) -> tuple[list[int], list[tuple[str, list[list[int]]]]]:

@@ -1,32 +1,10 @@
-//! The rendezvous store: the little that ranks must share before they can talk to each other.
-//!
-//! ```
-//! use std::time::Duration;
-//! use ncclx_rs::comm::store::{MemoryStore, Store};
-//! let store = MemoryStore::default();
-//! store.set("key", b"value")?;
-//! assert_eq!(store.get("key", Duration::ZERO)?, b"value");
-//! # Ok::<(), String>(())
-//! ```
+//! A store for ranks that are threads of one process.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use super::Store;
 use crate::sync::{Condvar, Mutex, lock};
-
-/// A map that every rank of one communicator sees, and no other communicator writes to.
-///
-/// Failures are told in words, for they come from whatever serves the map.
-pub trait Store: Send + Sync {
-    /// Binds `key` to `value`.
-    fn set(&self, key: &str, value: &[u8]) -> Result<(), String>;
-
-    /// The value of `key`, which it waits for until `timeout` has passed.
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String>;
-
-    /// The host name or address that serves the store, if there is one: the way to it is a way to the other ranks.
-    fn rendezvous_host(&self) -> Option<String>;
-}
 
 /// A store within one process.
 #[derive(Debug, Default)]

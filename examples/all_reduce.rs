@@ -1,0 +1,65 @@
+//! Finds a line of which each process knows one point. All take the same steps towards it, because they average their
+//! gradients: data-parallel training at its smallest.
+//!
+//! ```sh
+//! cargo run --example all_reduce    # starts two ranks by itself
+//! mpirun -n 4 -x MASTER_ADDR=localhost -x MASTER_PORT=29500 target/debug/examples/all_reduce
+//! ```
+
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example that shows its result")]
+
+use std::error::Error;
+use std::net::TcpListener;
+use std::process::Command;
+
+use ncclx_rs::{Launch, LaunchError, ReduceOp};
+
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("{error}");
+        std::process::exit(1);
+    }
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
+    match Launch::from_env() {
+        Ok(launch) => Ok(train(&launch)?),
+        Err(LaunchError::Absent { .. }) => start_ranks(2),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn train(launch: &Launch) -> Result<(), ncclx_rs::Error> {
+    let comm = launch.communicator("world")?;
+    let x = launch.rank.0 as f32 / launch.size as f32;
+    let y = 3.0 * x + 1.0;
+    let (mut slope, mut intercept) = (0.0, 0.0);
+    for _ in 0..500 {
+        let error = slope * x + intercept - y;
+        let mut gradient = [error * x, error];
+        comm.all_reduce(&mut gradient, ReduceOp::Avg)?;
+        slope -= 0.5 * gradient[0];
+        intercept -= 0.5 * gradient[1];
+    }
+    println!("rank {} of {}: y = {slope:.3} x + {intercept:.3}", launch.rank, launch.size);
+    comm.shutdown()
+}
+
+/// Starts this program again as each rank, as a launcher would.
+fn start_ranks(size: usize) -> Result<(), Box<dyn Error>> {
+    let program = std::env::current_exe()?;
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let start = |rank: usize| {
+        let place = [("RANK", rank.to_string()), ("WORLD_SIZE", size.to_string())];
+        let master = [("MASTER_ADDR", "127.0.0.1".to_string()), ("MASTER_PORT", port.to_string())];
+        Command::new(&program).envs(place).envs(master).spawn()
+    };
+    let ranks = (0..size).map(start).collect::<Result<Vec<_>, _>>()?;
+    for (rank, mut process) in ranks.into_iter().enumerate() {
+        let status = process.wait()?;
+        if !status.success() {
+            return Err(format!("rank {rank} failed: {status}").into());
+        }
+    }
+    Ok(())
+}

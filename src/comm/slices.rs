@@ -1,0 +1,274 @@
+//! Operations on slices, for Rust programs: safe, because each call returns only when the engine is done with the memory.
+//!
+//! They are [`Communicator::submit`] with a wait. Every rank calls the same collectives in the same order, with slices of
+//! the lengths that each method states; a length that cannot be right on this rank is an [`Error::Usage`] before
+//! anything is sent, one that differs between ranks an error on all that names both calls.
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use ncclx_rs::comm::store::MemoryStore;
+//! # use ncclx_rs::{CommOptions, Communicator, Rank, ReduceOp, Tag};
+//! # let store = Arc::new(MemoryStore::default());
+//! # let run = |rank: u32| {
+//! #     let options = CommOptions {
+//! #         name: "example".into(), rank: Rank(rank), size: 2, store: store.clone(), timeout: None, hints: vec![],
+//! #     };
+//! #     let comm = Communicator::new(options)?;
+//! // On ranks 0 and 1 of two:
+//! let mut sum = [rank as f32, 1.0];
+//! comm.all_reduce(&mut sum, ReduceOp::Sum)?;
+//! assert_eq!(sum, [1.0, 2.0]);
+//!
+//! let mut all = [0; 4];
+//! comm.all_gather(&mut all, &[rank, rank + 10])?;
+//! assert_eq!(all, [0, 10, 1, 11]);
+//!
+//! let mut word = *b"....";
+//! match rank {
+//!     0 => comm.send(b"ping", Rank(1), Tag(0))?,
+//!     _ => assert_eq!(comm.recv(&mut word, Rank(0), Tag(0))?, Rank(0)),
+//! }
+//! #     assert_eq!(&word, if rank == 0 { b"...." } else { b"ping" });
+//! #     comm.shutdown()
+//! # };
+//! # std::thread::scope(|scope| {
+//! #     let other = scope.spawn(|| run(1));
+//! #     run(0)?;
+//! #     other.join().expect("no panic")
+//! # })?;
+//! # Ok::<(), ncclx_rs::Error>(())
+//! ```
+
+use std::marker::PhantomData;
+use std::time::Duration;
+
+use super::check;
+use super::communicator::Communicator;
+use crate::buffer::Buffer;
+use crate::error::{Error, UsageError};
+use crate::op::{Mode, Op, OpKind};
+use crate::types::{DType, Element, Rank, ReduceOp, Source, Tag};
+use crate::work::Work;
+
+impl Communicator {
+    /// Replaces `data` by the reduction of all ranks' `data`, which is of one length everywhere.
+    pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
+        self.in_place(OpKind::AllReduce(op), data)
+    }
+
+    /// As [`all_reduce`](Communicator::all_reduce), but only the root's `data` changes.
+    pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: Rank) -> Result<(), Error> {
+        self.in_place(OpKind::Reduce { op, root }, data)
+    }
+
+    /// Replaces every rank's `data` by the root's, which is as long.
+    pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<(), Error> {
+        self.in_place(OpKind::Broadcast { root }, data)
+    }
+
+    /// Puts all ranks' `input`, each of one length, end to end into every rank's `output`, which is `size` times as long.
+    pub fn all_gather<T: Element>(&self, output: &mut [T], input: &[T]) -> Result<(), Error> {
+        self.run(OpKind::AllGather, &[Lent::read(input)], &[Lent::write(output)])
+    }
+
+    /// As [`all_gather`](Communicator::all_gather) of unequal lengths: one output for each rank, as long as its input.
+    pub fn all_gather_v<T: Element>(&self, outputs: &mut [&mut [T]], input: &[T]) -> Result<(), Error> {
+        let outputs: Vec<Lent<'_>> = outputs.iter_mut().map(|output| Lent::write(output)).collect();
+        self.run(OpKind::AllGather, &[Lent::read(input)], &outputs)
+    }
+
+    /// Reduces all ranks' `input` and gives rank r its r-th part of `size` equal ones, which is as long as `output`.
+    pub fn reduce_scatter<T: Element>(&self, output: &mut [T], input: &[T], op: ReduceOp) -> Result<(), Error> {
+        self.run(OpKind::ReduceScatter(op), &[Lent::read(input)], &[Lent::write(output)])
+    }
+
+    /// As [`reduce_scatter`](Communicator::reduce_scatter) of unequal parts: one input for each rank, as long as its
+    /// output.
+    pub fn reduce_scatter_v<T: Element>(&self, output: &mut [T], inputs: &[&[T]], op: ReduceOp) -> Result<(), Error> {
+        let inputs: Vec<Lent<'_>> = inputs.iter().map(|input| Lent::read(input)).collect();
+        self.run(OpKind::ReduceScatter(op), &inputs, &[Lent::write(output)])
+    }
+
+    /// Gives rank i the i-th of `size` equal parts of `input`, and puts what comes from rank i into the i-th part of
+    /// `output`, which is as long.
+    pub fn all_to_all<T: Element>(&self, output: &mut [T], input: &[T]) -> Result<(), Error> {
+        let size = self.size();
+        let share = |argument, length: usize| match length % size {
+            0 => Ok(vec![length / size; size]),
+            _ => Err(UsageError {
+                operation: "all_to_all".to_owned(),
+                argument,
+                expected: format!("a number of elements that {size} ranks can share equally"),
+                got: length.to_string(),
+            }),
+        };
+        let (send, recv) = (share("input", input.len())?, share("output", output.len())?);
+        self.run(OpKind::AllToAll { send, recv }, &[Lent::read(input)], &[Lent::write(output)])
+    }
+
+    /// As [`all_to_all`](Communicator::all_to_all) of unequal parts, whose lengths are given, one for each rank.
+    pub fn all_to_all_v<T: Element>(
+        &self,
+        output: &mut [T],
+        input: &[T],
+        output_lengths: &[usize],
+        input_lengths: &[usize],
+    ) -> Result<(), Error> {
+        let kind = OpKind::AllToAll { send: input_lengths.to_vec(), recv: output_lengths.to_vec() };
+        self.run(kind, &[Lent::read(input)], &[Lent::write(output)])
+    }
+
+    /// Puts all ranks' `input`, each of one length, end to end into the root's `output`, which is `size` times as long.
+    /// The other ranks' `output` is not used.
+    pub fn gather<T: Element>(&self, output: &mut [T], input: &[T], root: Rank) -> Result<(), Error> {
+        let outputs = [Lent::write(output)];
+        let used = if self.rank() == root { outputs.as_slice() } else { &[] };
+        self.run(OpKind::Gather { root }, &[Lent::read(input)], used)
+    }
+
+    /// Gives rank r the r-th of `size` equal parts of the root's `input`, which is as long as `output`. The other ranks'
+    /// `input` is not used.
+    pub fn scatter<T: Element>(&self, output: &mut [T], input: &[T], root: Rank) -> Result<(), Error> {
+        let inputs = [Lent::read(input)];
+        let used = if self.rank() == root { inputs.as_slice() } else { &[] };
+        self.run(OpKind::Scatter { root }, used, &[Lent::write(output)])
+    }
+
+    /// Returns when every rank has come here.
+    pub fn barrier(&self) -> Result<(), Error> {
+        self.run(OpKind::Barrier, &[], &[])
+    }
+
+    /// Sends `data` to a rank, which receives it with an equal tag. Returns when `data` may change again, which can be
+    /// before the receiver has it.
+    pub fn send<T: Element>(&self, data: &[T], to: Rank, tag: Tag) -> Result<(), Error> {
+        self.run(OpKind::Send { to, tag }, &[Lent::read(data)], &[])
+    }
+
+    /// Receives a message of exactly the length of `data` and with an equal tag from a rank, or from [`Source::Any`];
+    /// returns whose it was.
+    pub fn recv<T: Element>(&self, data: &mut [T], from: impl Into<Source>, tag: Tag) -> Result<Rank, Error> {
+        self.recv_within(data, from.into(), tag, None)
+    }
+
+    pub(super) fn recv_within<T: Element>(
+        &self,
+        data: &mut [T],
+        from: Source,
+        tag: Tag,
+        timeout: Option<Duration>,
+    ) -> Result<Rank, Error> {
+        let mut recv = Lent::operation(OpKind::Recv { from, tag }, &[], &[Lent::write(data)]);
+        recv.op.timeout = timeout;
+        let works = self.complete(vec![recv])?;
+        Ok(works[0].source().expect("a receive that ended well has a source"))
+    }
+
+    /// Sends `input` to one rank and receives `output` from one, at the same time: what a ring of ranks needs, where all
+    /// that send first would wait for each other.
+    pub fn send_recv<T: Element>(
+        &self,
+        output: &mut [T],
+        from: Rank,
+        input: &[T],
+        to: Rank,
+        tag: Tag,
+    ) -> Result<(), Error> {
+        let recv = OpKind::Recv { from: Source::Rank(from), tag };
+        let recv = Lent::operation(recv, &[], &[Lent::write(output)]);
+        let send = Lent::operation(OpKind::Send { to, tag }, &[Lent::read(input)], &[]);
+        check::peer(&recv.op, "src", from, self.size())?;
+        check::peer(&send.op, "dst", to, self.size())?;
+        self.complete(vec![recv, send]).map(|_| ())
+    }
+
+    /// Sends `data` in the background; nobody learns how that ends.
+    #[allow(unsafe_code, reason = "the engine's buffer is memory that its completion frees")]
+    pub(super) fn send_away(&self, mut data: Vec<u8>, to: Rank, tag: Tag) -> Result<(), Error> {
+        let guard = NoUnwinding;
+        // SAFETY: the vector's memory stays where it is until the callback drops it, after the operation; a failed
+        // submission may have begun, so it leaves the memory alone for ever.
+        let buffer = unsafe { Buffer::from_raw(data.as_mut_ptr(), data.len(), DType::U8) };
+        let kind = OpKind::Send { to, tag };
+        let submitted =
+            self.submit(Op { kind, inputs: vec![buffer], outputs: vec![], timeout: None, mode: Mode::Async });
+        let outcome = match submitted {
+            Ok(work) => {
+                work.on_complete(move |_| drop(data));
+                Ok(())
+            }
+            Err(error) => {
+                std::mem::forget(data);
+                Err(error)
+            }
+        };
+        std::mem::forget(guard);
+        outcome
+    }
+
+    fn in_place<T: Element>(&self, kind: OpKind, data: &mut [T]) -> Result<(), Error> {
+        let data = [Lent::write(data)];
+        self.run(kind, &data, &data)
+    }
+
+    fn run(&self, kind: OpKind, inputs: &[Lent<'_>], outputs: &[Lent<'_>]) -> Result<(), Error> {
+        self.complete(vec![Lent::operation(kind, inputs, outputs)]).map(|_| ())
+    }
+
+    /// Submits all operations and returns once all have ended, with the first error. This alone gives lent memory to the
+    /// engine.
+    fn complete(&self, operations: Vec<LentOp<'_>>) -> Result<Vec<Work>, Error> {
+        let guard = NoUnwinding;
+        let submitted: Vec<_> = operations.into_iter().map(|lent| self.submit(lent.op)).collect();
+        let wait = |work: Work| work.wait(None).map(|()| work);
+        let ended: Vec<_> = submitted.into_iter().map(|work| work.and_then(wait)).collect();
+        std::mem::forget(guard);
+        ended.into_iter().collect()
+    }
+}
+
+/// A slice that the engine may use for as long as `'a`.
+#[derive(Clone, Copy)]
+struct Lent<'a> {
+    buffer: Buffer,
+    memory: PhantomData<&'a mut ()>,
+}
+
+/// An operation on lent slices.
+struct LentOp<'a> {
+    op: Op,
+    memory: PhantomData<&'a mut ()>,
+}
+
+#[allow(unsafe_code, reason = "turns borrows into the engine's buffers; `complete` keeps the borrows' promise")]
+impl<'a> Lent<'a> {
+    fn read<T: Element>(slice: &'a [T]) -> Self {
+        // SAFETY: the slice is valid and not written to for `'a`, and `complete` returns within `'a`, when the
+        // engine is done with it. It is used as an input alone, which is only read.
+        let buffer = unsafe { Buffer::from_raw(slice.as_ptr().cast_mut().cast(), slice.len(), T::DTYPE) };
+        Lent { buffer, memory: PhantomData }
+    }
+
+    fn write<T: Element>(slice: &'a mut [T]) -> Self {
+        // SAFETY: the slice is valid and this call's alone for `'a`, as above. What the engine writes are values of `T`,
+        // since an `Element` has no others.
+        let buffer = unsafe { Buffer::from_raw(slice.as_mut_ptr().cast(), slice.len(), T::DTYPE) };
+        Lent { buffer, memory: PhantomData }
+    }
+
+    fn operation(kind: OpKind, inputs: &[Lent<'a>], outputs: &[Lent<'a>]) -> LentOp<'a> {
+        let buffers = |lent: &[Lent<'_>]| lent.iter().map(|lent| lent.buffer).collect();
+        let (inputs, outputs) = (buffers(inputs), buffers(outputs));
+        LentOp { op: Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }, memory: PhantomData }
+    }
+}
+
+/// Ends the process when it is dropped: a panic that unwound from here would free memory that the engine still uses.
+struct NoUnwinding;
+
+impl Drop for NoUnwinding {
+    fn drop(&mut self) {
+        log::error!("a panic while the engine uses a caller's memory");
+        std::process::abort();
+    }
+}

@@ -1,0 +1,104 @@
+//! A communicator for some ranks of another, which meet through it: no store is needed.
+
+use std::time::Duration;
+
+use super::bootstrap::ROOT_KEY;
+use super::communicator::Communicator;
+use super::store::Store;
+use crate::error::{Error, UsageError};
+use crate::types::{Rank, Source, Tag};
+
+/// The longest value that ranks tell each other.
+const VALUE_LIMIT: usize = 1 << 20;
+
+impl Communicator {
+    /// A new communicator of the ranks in `ranks`, each of which calls this with the same list and the same name; the
+    /// others go on. A rank's number in it is its place in the list.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use ncclx_rs::comm::store::MemoryStore;
+    /// # use ncclx_rs::{CommOptions, Communicator, Rank, ReduceOp};
+    /// # let store = Arc::new(MemoryStore::default());
+    /// # let run = &|rank: u32| {
+    /// #     let options = CommOptions {
+    /// #         name: "world".into(), rank: Rank(rank), size: 3, store: store.clone(), timeout: None, hints: vec![],
+    /// #     };
+    /// #     let world = Communicator::new(options)?;
+    /// if world.rank() != Rank(1) {
+    ///     let outer = world.split(&[Rank(2), Rank(0)], "outer")?;
+    ///     let mut sum = [outer.rank().0, 1];
+    ///     outer.all_reduce(&mut sum, ReduceOp::Sum)?;
+    ///     assert_eq!(sum, [1, 2]);
+    /// }
+    /// #     world.barrier()
+    /// # };
+    /// # std::thread::scope(|scope| {
+    /// #     let ranks = [0, 1, 2].map(|rank| scope.spawn(move || run(rank)));
+    /// #     ranks.into_iter().try_for_each(|rank| rank.join().expect("no panic"))
+    /// # })?;
+    /// # Ok::<(), ncclx_rs::Error>(())
+    /// ```
+    pub fn split(&self, ranks: &[Rank], name: &str) -> Result<Communicator, Error> {
+        let own = self.place_among(ranks)?;
+        let parent = Parent { comm: self, ranks };
+        let timeout = Some(self.timeout());
+        Ok(Communicator::meet(name.to_owned(), own, ranks.len(), &parent, timeout, self.origin.hints.clone())?)
+    }
+
+    fn place_among(&self, ranks: &[Rank]) -> Result<Rank, UsageError> {
+        let error = |expected: String, got: String| UsageError {
+            operation: "split".to_owned(),
+            argument: "ranks",
+            expected,
+            got,
+        };
+        for (index, rank) in ranks.iter().enumerate() {
+            if rank.index() >= self.size() {
+                return Err(error(format!("ranks in [0, {})", self.size()), rank.to_string()));
+            }
+            if ranks[..index].contains(rank) {
+                return Err(error("every rank once".to_owned(), format!("rank {rank} twice")));
+            }
+        }
+        let own = ranks.iter().position(|rank| *rank == self.rank()).map(Rank::from);
+        own.ok_or_else(|| error(format!("a list with the calling rank, {}", self.rank()), format!("{ranks:?}")))
+    }
+}
+
+/// The store that a communicator is for those that split off: what the first of them sets, it sends to the others.
+struct Parent<'a> {
+    comm: &'a Communicator,
+    ranks: &'a [Rank],
+}
+
+impl Store for Parent<'_> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        debug_assert_eq!(key, ROOT_KEY);
+        let length = u32::try_from(value.len()).map_err(|error| error.to_string())?;
+        let tell = |rank: &Rank| {
+            self.comm.send_away(length.to_le_bytes().to_vec(), *rank, Tag::SPLIT)?;
+            self.comm.send_away(value.to_vec(), *rank, Tag::SPLIT)
+        };
+        self.ranks[1..].iter().try_for_each(tell).map_err(|error| error.to_string())
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
+        debug_assert_eq!(key, ROOT_KEY);
+        let hear =
+            |data: &mut [u8]| self.comm.recv_within(data, Source::Rank(self.ranks[0]), Tag::SPLIT, Some(timeout));
+        let mut length = [0; 4];
+        hear(&mut length).map_err(|error| error.to_string())?;
+        let length = u32::from_le_bytes(length) as usize;
+        if length > VALUE_LIMIT {
+            return Err(format!("rank {} announces {length} bytes, more than {VALUE_LIMIT}", self.ranks[0]));
+        }
+        let mut value = vec![0; length];
+        hear(&mut value).map_err(|error| error.to_string())?;
+        Ok(value)
+    }
+
+    fn rendezvous_host(&self) -> Option<String> {
+        self.comm.origin.host.clone()
+    }
+}

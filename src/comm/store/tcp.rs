@@ -1,0 +1,218 @@
+//! A store that one process serves to all.
+
+use std::fmt;
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use super::Store;
+use super::message::{REPLY_HEADER_BYTES, Reply, Request};
+use super::server::Server;
+use crate::comm::bootstrap::later;
+use crate::comm::stream::{read, write};
+use crate::error::StoreError;
+use crate::sys::net;
+
+/// How long the server may take to answer, beside the time it is told to wait.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long a call tries to reach a server that has answered before.
+const CALL_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long one address may take to accept a connection, while others are left to try.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
+
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// A store over TCP: one process serves it, on a thread of its own, and all connect to it.
+///
+/// Keys and values are bounded: see [`KEY_LIMIT`](super::KEY_LIMIT) and [`VALUE_LIMIT`](super::VALUE_LIMIT). Whoever
+/// can connect can read and write, so the address must be reachable by the job alone.
+///
+/// ```
+/// use std::time::Duration;
+/// use ncclx_rs::comm::store::{Store, TcpStore};
+///
+/// let served = TcpStore::serve("127.0.0.1:0")?;
+/// let other = TcpStore::connect(served.address(), Duration::from_secs(10))?;
+/// other.set("key", b"value").expect("the store is there");
+/// assert_eq!(served.get("key", Duration::ZERO), Ok(b"value".to_vec()));
+/// # Ok::<(), ncclx_rs::Error>(())
+/// ```
+pub struct TcpStore {
+    address: String,
+    host: String,
+    server: Option<Server>,
+}
+
+impl TcpStore {
+    /// Serves a store at `address`, a host or IP address with a port; port 0 takes a free one, `[::]` listens on every
+    /// address. The store ends when this is dropped.
+    pub fn serve(address: &str) -> Result<TcpStore, StoreError> {
+        let listen = || -> io::Result<(TcpListener, SocketAddr)> {
+            let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
+            for candidate in address.to_socket_addrs()? {
+                match net::listen(candidate).and_then(|listener| Ok((listener.local_addr()?, listener))) {
+                    Ok((bound, listener)) => return Ok((listener, bound)),
+                    Err(error) => last = error,
+                }
+            }
+            Err(last)
+        };
+        let (listener, bound) = listen().map_err(|error| cannot_listen(address, &error))?;
+        let called = SocketAddr::new(reachable(bound.ip()), bound.port());
+        TcpStore::start(listener, called.to_string(), called.ip().to_string())
+    }
+
+    /// Serves a store at `port` of this host, which others know as `host`: of loopback alone if that is what `host` is.
+    pub(crate) fn serve_as(host: &str, port: u16) -> Result<TcpStore, StoreError> {
+        let address = with_port(host, port);
+        // A host's own name may stand for loopback in its list of hosts, and for a real address in those of others.
+        if host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
+            return TcpStore::serve(&address);
+        }
+        let listener = net::listen_everywhere(port).map_err(|error| cannot_listen(&address, &error))?;
+        // The way by which others come need not be open from here.
+        TcpStore::start(listener, with_port(&Ipv4Addr::LOCALHOST.to_string(), port), host.to_owned())
+    }
+
+    fn start(listener: TcpListener, address: String, host: String) -> Result<TcpStore, StoreError> {
+        let server = Server::start(listener).map_err(|error| cannot_listen(&address, &error))?;
+        Ok(TcpStore { address, host, server: Some(server) })
+    }
+
+    /// Connects to the store at `address`, which may begin to be served later, up to `timeout`.
+    pub fn connect(address: &str, timeout: Duration) -> Result<TcpStore, StoreError> {
+        let host = address.rsplit_once(':').map_or(address, |(host, _)| host).to_owned();
+        let store = TcpStore { address: address.to_owned(), host, server: None };
+        let start = Instant::now();
+        let absent = |cause| StoreError::Absent { address: address.to_owned(), waited: timeout, cause };
+        let mut stream = store.reach(later(start, timeout)).map_err(absent)?;
+        match store.ask(&mut stream, &Request::Ping, later(Instant::now(), ANSWER_PATIENCE)) {
+            Ok(Reply::Done) => Ok(store),
+            Ok(reply) => Err(absent(format!("something else answers: {reply:?}"))),
+            Err(cause) => Err(absent(cause)),
+        }
+    }
+
+    /// Connects to the store that [`TcpStore::serve_as`] serves.
+    pub(crate) fn connect_to(host: &str, port: u16, timeout: Duration) -> Result<TcpStore, StoreError> {
+        TcpStore::connect(&with_port(host, port), timeout)
+    }
+
+    /// Where to connect to the store: a host or IP address with a port.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// A new connection, for which it tries again until `deadline`.
+    fn reach(&self, deadline: Instant) -> Result<TcpStream, String> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let cause = match self.call(deadline) {
+                Ok(stream) => return Ok(stream),
+                Err(error) if error.kind() == ErrorKind::InvalidInput => return Err(error.to_string()),
+                Err(error) => error.to_string(),
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(cause);
+            }
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// A connection to the first of the server's addresses that takes one.
+    fn call(&self, deadline: Instant) -> io::Result<TcpStream> {
+        let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
+        for address in self.address.to_socket_addrs()? {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // The system refuses to wait for no time at all.
+            let patience = left.clamp(Duration::from_millis(1), CONNECT_PATIENCE);
+            match TcpStream::connect_timeout(&address, patience) {
+                // Linux connects a socket to itself if it happens to take the very port that it calls.
+                Ok(stream) if stream.local_addr()? == address => last = ErrorKind::ConnectionRefused.into(),
+                Ok(stream) => {
+                    stream.set_nodelay(true)?;
+                    return Ok(stream);
+                }
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    fn ask(&self, stream: &mut TcpStream, request: &Request<'_>, deadline: Instant) -> Result<Reply, String> {
+        let words = |error: io::Error| match error.kind() {
+            ErrorKind::UnexpectedEof => "it hung up".to_owned(),
+            _ => error.to_string(),
+        };
+        write(stream, &request.encode()?, deadline).map_err(words)?;
+        let header = read(stream, REPLY_HEADER_BYTES, deadline).map_err(words)?;
+        let header = header.as_slice().try_into().expect("as many bytes as were asked for");
+        let bytes = read(stream, Reply::length(header)?, deadline).map_err(words)?;
+        Reply::parse(header, bytes)
+    }
+
+    /// Asks on a new connection, so that calls of several threads do not wait for each other.
+    fn request(&self, request: &Request<'_>, wait: Duration) -> Result<Reply, String> {
+        let mut stream = self.reach(later(Instant::now(), CALL_PATIENCE))?;
+        match self.ask(&mut stream, request, later(Instant::now(), wait.saturating_add(ANSWER_PATIENCE)))? {
+            Reply::Refused(cause) => Err(cause),
+            reply => Ok(reply),
+        }
+    }
+
+    fn failed(&self, doing: &str, key: &str, cause: impl fmt::Display) -> String {
+        format!("the store at `{}` did not {doing} `{key}`: {cause}", self.address)
+    }
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        match self.request(&Request::Set { key, value }, Duration::ZERO) {
+            Ok(Reply::Done) => Ok(()),
+            Ok(reply) => Err(self.failed("set", key, format_args!("it answers {reply:?}"))),
+            Err(cause) => Err(self.failed("set", key, cause)),
+        }
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
+        match self.request(&Request::Get { key, wait: timeout }, timeout) {
+            Ok(Reply::Value(value)) => Ok(value),
+            Ok(Reply::Absent) => Err(self.failed("get", key, format_args!("it was not set within {timeout:?}"))),
+            Ok(reply) => Err(self.failed("get", key, format_args!("it answers {reply:?}"))),
+            Err(cause) => Err(self.failed("get", key, cause)),
+        }
+    }
+
+    fn rendezvous_host(&self) -> Option<String> {
+        Some(self.host.clone())
+    }
+}
+
+impl fmt::Debug for TcpStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TcpStore").field("address", &self.address).field("serves", &self.server.is_some()).finish()
+    }
+}
+
+/// `host` with `port`, as one address; IPv6 addresses stand in brackets.
+fn with_port(host: &str, port: u16) -> String {
+    if host.parse::<Ipv6Addr>().is_ok() { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// The address by which this process calls itself.
+fn reachable(bound: IpAddr) -> IpAddr {
+    match bound {
+        // A listener on IPv6's "any" takes IPv4 too, and of the two only IPv4's loopback is always there.
+        any if any.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        address => address,
+    }
+}
+
+fn cannot_listen(address: &str, error: &io::Error) -> StoreError {
+    StoreError::Listen { address: address.to_owned(), cause: error.to_string() }
+}

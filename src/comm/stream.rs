@@ -1,0 +1,115 @@
+//! Bytes over sockets, whole messages at a time: with a deadline where a thread may wait, without waiting where one thread
+//! serves many.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, Timespec, poll};
+
+use crate::sync::Arc;
+
+/// Bytes of one message as they come in; memory grows with what has come, not with what was announced.
+#[derive(Default)]
+pub(super) struct Intake {
+    bytes: Vec<u8>,
+}
+
+impl Intake {
+    /// Reads until there are `wanted` bytes (true) or none are ready (false). The stream's end is an error.
+    pub(super) fn fill(&mut self, from: &mut impl Read, wanted: usize) -> io::Result<bool> {
+        let mut piece = [0; 4096];
+        while self.bytes.len() < wanted {
+            let room = piece.len().min(wanted - self.bytes.len());
+            match from.read(&mut piece[..room]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => self.bytes.extend_from_slice(&piece[..count]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether nothing of the message has come.
+    pub(super) fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// The message, when it is whole.
+    pub(super) fn take(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.bytes)
+    }
+}
+
+/// A message on its way out of a socket that does not block.
+#[derive(Default)]
+pub(super) struct Outgoing {
+    bytes: Arc<[u8]>,
+    sent: usize,
+}
+
+impl Outgoing {
+    pub(super) fn new(bytes: Arc<[u8]>) -> Self {
+        Outgoing { bytes, sent: 0 }
+    }
+
+    /// Whether all is sent.
+    pub(super) fn is_empty(&self) -> bool {
+        self.sent == self.bytes.len()
+    }
+
+    /// Writes as much as the socket takes.
+    pub(super) fn send(&mut self, to: &mut impl Write) -> io::Result<()> {
+        while !self.is_empty() {
+            match to.write(&self.bytes[self.sent..]) {
+                Ok(count) => self.sent += count,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes all of `bytes` before `deadline`.
+pub(super) fn write(stream: &mut TcpStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    while !bytes.is_empty() {
+        stream.set_write_timeout(Some(left(deadline)?))?;
+        match stream.write(bytes) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Reads `count` bytes before `deadline`.
+pub(super) fn read(stream: &mut TcpStream, count: usize, deadline: Instant) -> io::Result<Vec<u8>> {
+    let mut intake = Intake::default();
+    loop {
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        if intake.fill(stream, count)? {
+            return Ok(intake.take());
+        }
+    }
+}
+
+/// The time until `deadline`, as long as there is any.
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::Error::new(ErrorKind::TimedOut, "no answer")) } else { Ok(left) }
+}
+
+/// Polls for at most `limit`; a signal ends the sleep early.
+pub(super) fn sleep(watched: &mut [PollFd<'_>], limit: Duration) -> io::Result<()> {
+    let limit =
+        Timespec { tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: limit.subsec_nanos().into() };
+    match poll(watched, Some(&limit)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
