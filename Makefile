@@ -44,7 +44,7 @@ train: $(call installed,$(TORCH)) ## Trains one model on ncclx_rs and on gloo, a
 check: lint test ## All of lint and test
 
 .PHONY: test
-test: rust-test python-test ## Runs every test
+test: rust-test stubtest python-test ## Runs every test
 
 .PHONY: rust-test
 rust-test: ## Runs the engine's tests, also those in its documentation
@@ -66,7 +66,7 @@ lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
 
 .PHONY: stubtest
 stubtest: $(call installed,$(TORCH)) ## Compares the stubs with the built extension
-	$(IN_VENV) python -m mypy.stubtest ncclx_rs
+	$(IN_VENV) python tests/lint/stubs.py
 
 .PHONY: format
 format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
