@@ -147,6 +147,16 @@ def scatter_hands_out_from_the_root(rank: int, size: int) -> None:
             assert_same(output, data(root, count, salt=rank), f"scatter of {count} from {root}")
 
 
+def outputs_that_share_memory_end_with_the_last(rank: int, size: int) -> None:
+    shared = torch.empty(LARGE)
+    dist.all_gather([shared] * size, data(rank, LARGE))
+    assert_same(shared, data(size - 1, LARGE), "one tensor for every rank's")
+    base = torch.empty(5 * size + 5)
+    dist.all_gather([base[5 * r : 5 * r + 10] for r in range(size)], data(rank, 10))
+    expected = torch.cat([*(data(r, 10)[:5] for r in range(size)), data(size - 1, 10)[5:]])
+    assert_same(base, expected, "outputs that overlap by half")
+
+
 def barrier_waits_for_the_last_rank(rank: int, size: int) -> None:
     store = fresh_store()
     for turn in range(size):
@@ -217,6 +227,7 @@ CHECKS = [
     all_to_all_single_honours_split_sizes,
     gather_collects_at_the_root,
     scatter_hands_out_from_the_root,
+    outputs_that_share_memory_end_with_the_last,
     barrier_waits_for_the_last_rank,
     objects_travel,
     many_async_operations_complete,

@@ -5,6 +5,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -64,7 +65,9 @@ class Operands {
   void output(const at::Tensor& tensor, const char* argument) {
     check(tensor, argument);
     check_writable(tensor, argument);
-    push(outputs_, is_plain(tensor) ? tensor : temporary(tensor, at::empty(tensor.sizes(), tensor.options())));
+    // The engine may write outputs in any order; where they share memory, the last one has to win.
+    const bool direct = is_plain(tensor) && !overlaps_outputs(tensor);
+    push(outputs_, direct ? tensor : temporary(tensor, at::empty(tensor.sizes(), tensor.options())));
   }
 
   void in_place(const at::Tensor& tensor, const char* argument) {
@@ -94,6 +97,11 @@ class Operands {
   }
 
  private:
+  struct Range {
+    const char* begin;
+    const char* end;
+  };
+
   static bool is_plain(const at::Tensor& tensor) {
     return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
   }
@@ -114,6 +122,22 @@ class Operands {
     }
   }
 
+  // Whether the tensor shares memory with an output that was added before.
+  bool overlaps_outputs(const at::Tensor& tensor) {
+    if (tensor.numel() == 0) return false;
+    const auto* begin = static_cast<const char*>(tensor.data_ptr());
+    const Range range{begin, begin + tensor.nbytes()};
+    // Parts of one tensor in their order, the common case, are told apart by the first comparison.
+    const bool near = range.begin < all_outputs_.end && all_outputs_.begin < range.end;
+    const bool overlaps = near && std::any_of(output_ranges_.begin(), output_ranges_.end(), [&](const Range& other) {
+                            return range.begin < other.end && other.begin < range.end;
+                          });
+    output_ranges_.push_back(range);
+    all_outputs_ = {std::min(all_outputs_.begin, range.begin), std::max(all_outputs_.end, range.end)};
+    if (output_ranges_.size() == 1) all_outputs_ = range;
+    return overlaps;
+  }
+
   at::Tensor temporary(const at::Tensor& target, at::Tensor source) {
     copies_.emplace_back(target, source);
     return source;
@@ -129,6 +153,8 @@ class Operands {
   std::vector<NcclxBuffer> inputs_;
   std::vector<NcclxBuffer> outputs_;
   std::vector<at::Tensor> kept_;
+  std::vector<Range> output_ranges_;
+  Range all_outputs_{};
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ncclx_rs.as_torchcomms import install_as_torchcomms as install_as_torchcomms
 
 
-_MODULES = ("device_mesh", "hooks", "objcol")
+_MODULES = ("device_mesh", "functional", "hooks", "objcol")
 
 
 def __getattr__(name: str) -> Any:
