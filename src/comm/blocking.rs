@@ -1,6 +1,7 @@
 //! Operations for Rust programs: safe, because each call returns only when the engine is done with the memory.
 //!
-//! They are [`Communicator::submit`] with a wait, on whatever is [`Data`]: slices, arrays and vectors of elements. Every rank calls the same collectives in the same order, with the numbers of elements
+//! They are [`Communicator::submit`] with a wait, on whatever is [`Data`]: slices, arrays and vectors of elements, and
+//! with the feature `tch` tensors. Every rank calls the same collectives in the same order, with the numbers of elements
 //! that each method states; a number that cannot be right on this rank is an [`Error::Usage`] before anything is sent,
 //! one that differs between ranks an error on all that names both calls.
 //!

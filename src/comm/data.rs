@@ -6,7 +6,8 @@ use crate::buffer::Buffer;
 use crate::error::UsageError;
 use crate::types::Element;
 
-/// Memory that a communicator's methods read and write: slices, arrays and vectors of an [`Element`].
+/// Memory that a communicator's methods read and write: slices, arrays and vectors of an [`Element`], and with the feature
+/// `tch` contiguous tensors on the CPU.
 pub trait Data: Lend {
     /// What the data of one call have in common. Tensors differ in their element types at run time only.
     type Element;

@@ -14,6 +14,8 @@ mod root;
 mod split;
 pub mod store;
 mod stream;
+#[cfg(feature = "tch")]
+mod tensors;
 
 pub use communicator::{CommOptions, Communicator};
 pub use data::Data;

@@ -22,6 +22,7 @@ const UNSAFE: &[&str] = &[
     "src/buffer.rs",
     "src/comm/blocking.rs",
     "src/comm/data.rs",
+    "src/comm/tensors.rs",
     "src/engine/memory.rs",
     "src/sys/",
     "torch_plugin/src/abi.rs",
