@@ -60,7 +60,7 @@ TCH_CARGO = $(call in_venv,$(TCH_VENV)) LIBTORCH_USE_PYTORCH=1 CARGO_TARGET_DIR=
 .PHONY: test-tch
 test-tch: $(call ready,$(TCH_TORCH)) ## Runs the tests and the example of the Rust interface for tch tensors
 	$(TCH_CARGO) clippy --locked --package ncclx_rs --features tch --profile test --all-targets -- -D warnings
-	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --test tch
+	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --lib --test tch
 	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --doc
 	$(TCH_CARGO) run --locked --package ncclx_rs --features tch --profile test --example train_tch
 

@@ -80,3 +80,25 @@ fn dtype(kind: Kind) -> Option<DType> {
         Kind::QInt8 | Kind::QUInt8 | Kind::QInt32 => return None,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_has_a_type_of_its_own_and_of_its_size() {
+        use Kind::{
+            BFloat16, Bool, ComplexDouble, ComplexFloat, ComplexHalf, Double, Float, Float8e4m3fn, Float8e4m3fnuz,
+            Float8e5m2, Float8e5m2fnuz, Half, Int, Int8, Int16, Int64, Uint8,
+        };
+        let floats = [Half, BFloat16, Float, Double, Float8e5m2, Float8e4m3fn, Float8e5m2fnuz, Float8e4m3fnuz];
+        let others = [Bool, Uint8, Int8, Int16, Int, Int64, ComplexHalf, ComplexFloat, ComplexDouble];
+        let mut seen = Vec::new();
+        for kind in floats.into_iter().chain(others) {
+            let dtype = dtype(kind).expect("a type");
+            assert_eq!(dtype.size(), kind.elt_size_in_bytes(), "{kind:?}");
+            assert!(!seen.contains(&dtype), "{kind:?}");
+            seen.push(dtype);
+        }
+    }
+}
