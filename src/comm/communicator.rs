@@ -152,6 +152,11 @@ impl Communicator {
         &self.name
     }
 
+    /// A number for the host that `rank` is on: ranks of one host have the same. Nothing for ranks there are not.
+    pub fn host_of(&self, rank: Rank) -> Option<usize> {
+        (rank.index() < self.place.size).then(|| self.driver.with_core(|core| core.topo.host_of(rank)))
+    }
+
     /// The number of collectives submitted so far.
     pub fn sequence(&self) -> u64 {
         self.driver.with_core(|core| core.collectives.next_sequence())

@@ -192,8 +192,9 @@ impl Core {
         self.close_messages(how);
         self.announced.clear();
         self.placements.clear();
-        for peer in &mut self.peers {
-            peer.outbox.clear();
+        // What this rank has said of failures still goes out, as far as it goes at once: others learn the cause from it.
+        for index in 0..self.peers.len() {
+            self.pump_out(Rank::from(index));
         }
         self.peers.iter_mut().for_each(|peer| *peer = Peer { lost: Some(how.to_owned()), ..Peer::default() });
         self.transports.clear();

@@ -188,13 +188,6 @@ impl Outbox {
         });
     }
 
-    /// Drops everything that waits; returns whose it was.
-    pub(crate) fn clear(&mut self) -> Vec<Owner> {
-        self.written = 0;
-        self.head = None;
-        self.queue.drain(..).map(|outgoing| outgoing.owner).collect()
-    }
-
     /// Drives a connection that is being made and notices one that broke, without anything to write.
     pub(crate) fn probe(&mut self) -> Result<(), LinkDown> {
         self.outlet.as_mut().map_or(Ok(()), |outlet| outlet.write(&[]).map(|_| ()))

@@ -61,6 +61,23 @@ fn a_rank_that_does_not_call_is_named_in_the_timeout() {
 }
 
 #[test]
+fn who_aborts_after_a_timeout_still_tells_the_cause() {
+    for wire in WIRES {
+        world(wire, 3, |comm| {
+            if comm.rank().0 == 2 {
+                std::thread::sleep(SHORT * 4); // the rank that is late is the subject of the test
+                return;
+            }
+            let timeout = (comm.rank().0 == 0).then_some(SHORT * 2);
+            let barrier = Op { timeout, ..op(OpKind::Barrier, vec![], vec![]) };
+            let text = comm.submit(barrier).expect("submitted").wait(None).expect_err("rank 2 is late").to_string();
+            comm.abort("a rank is late");
+            assert!(text.contains("barrier") && text.contains("rank(s) 2 did not call it"), "{text}");
+        });
+    }
+}
+
+#[test]
 fn a_message_nobody_sends_times_out_and_the_group_works_on() {
     for wire in WIRES {
         world(wire, 2, |comm| {

@@ -55,7 +55,16 @@ def fresh_world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 # What every supported PyTorch must do: each subject's tests, in one small world.
-SMOKE_FILES = ("test_autoload", "test_collectives", "test_p2p", "test_coalescing", "test_frameworks")
+SMOKE_FILES = (
+    "test_autoload",
+    "test_backend",
+    "test_coalescing",
+    "test_collectives",
+    "test_device_mesh",
+    "test_frameworks",
+    "test_object_api",
+    "test_p2p",
+)
 SMOKE_WORLD = "2-shm"
 
 

@@ -17,7 +17,9 @@ def backend() -> dist.Backend:
 
 
 def error_state() -> str:
-    return dist.group.WORLD.get_error().name if hasattr(dist.group.WORLD, "get_error") else backend().get_error().name
+    if not hasattr(backend(), "get_error"):
+        pytest.skip("this torch does not show a backend's error state")
+    return backend().get_error().name
 
 
 def a_refused_call_is_no_error_of_the_group(rank: int, size: int) -> None:
@@ -30,6 +32,7 @@ def a_refused_call_is_no_error_of_the_group(rank: int, size: int) -> None:
 
 def a_timeout_is_the_groups_error(rank: int, size: int) -> None:
     join(timeout=1)
+    error_state()
     with leaving_together():
         if rank != 0:
             with pytest.raises(dist.DistBackendError):

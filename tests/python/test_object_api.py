@@ -667,7 +667,7 @@ comm = torchcomms.new_comm("ncclx", torch.device("cpu"), name="main_comm")
 tensor = torch.full((1024,), float(comm.get_rank() + 1))
 comm.all_reduce(tensor, ReduceOp.SUM, async_op=False)
 assert isinstance(comm, TorchComm)
-print("sum", tensor[0].item(), objcol.__name__)
+print(f"sum {tensor[0].item()} {objcol.__name__}\\n", end="")
 comm.finalize()
 """
 

@@ -97,6 +97,7 @@ class NcclxBackend : public c10d::Backend {
 #endif
 
   // For the object API, in every version of torch.
+  int host(int rank) { return engine_->host(comm_, rank); }
   void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 

@@ -99,6 +99,7 @@ struct NcclxEngine {
   void (*shutdown)(NcclxComm* comm);
   void (*set_timeout)(NcclxComm* comm, int64_t timeout_ms);
   uint64_t (*collectives)(NcclxComm* comm);
+  int32_t (*host)(NcclxComm* comm, int32_t rank);  // a number that ranks of one host share; -1: no such rank
 };
 
 // Adds the backend's classes to the Python module. 0, or -1 with a Python exception set.
@@ -110,4 +111,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 96);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 104);
+static_assert(sizeof(NcclxEngine) == 112);

@@ -37,6 +37,7 @@ void define(py::module_& m) {
       .def_property_readonly("options", &NcclxBackend::getBackendOptions)
       .def("_set_default_timeout", &NcclxBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
+      .def("_host", &NcclxBackend::host, py::arg("rank"))
       .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"))
       .def("_message",
            [](NcclxBackend& self, bool sends, at::Tensor tensor, int peer, int tag, Milliseconds timeout) {

@@ -93,13 +93,14 @@ struct RawEngine {
     shutdown: extern "C" fn(*const Communicator),
     set_timeout: extern "C" fn(*const Communicator, i64),
     collectives: extern "C" fn(*const Communicator) -> u64,
+    host: extern "C" fn(*const Communicator, i32) -> i32,
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 96);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 104);
+const _: () = assert!(size_of::<RawEngine>() == 112);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -115,6 +116,7 @@ static ENGINE: RawEngine = RawEngine {
     shutdown,
     set_timeout,
     collectives,
+    host,
 };
 
 unsafe extern "C" {
@@ -401,4 +403,13 @@ extern "C" fn set_timeout(comm: *const Communicator, timeout_ms: i64) {
 extern "C" fn collectives(comm: *const Communicator) -> u64 {
     // SAFETY: given out by `create` and not yet given back.
     infallible(0, || unsafe { &*comm }.sequence())
+}
+
+extern "C" fn host(comm: *const Communicator, rank: i32) -> i32 {
+    infallible(-1, || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        let rank = u32::try_from(rank).ok().map(Rank);
+        rank.and_then(|rank| comm.host_of(rank)).map_or(-1, |host| host as i32)
+    })
 }

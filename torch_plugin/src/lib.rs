@@ -4,7 +4,9 @@
 
 mod abi;
 mod convert;
+mod mesh;
 
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 /// What the package looks for in the module's file, before it dares to load it.
@@ -17,7 +19,16 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;
+    module.add_function(wrap_pyfunction!(launch_place, module)?)?;
+    module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
     abi::register(module)
+}
+
+/// This process's rank and the number of ranks, as the launcher's environment says.
+#[pyfunction]
+fn launch_place() -> PyResult<(u32, usize)> {
+    let launch = ncclx_rs::Launch::from_env().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+    Ok((launch.rank.0, launch.size))
 }
 
 /// Every setting: name, environment variables, values, default and meaning.

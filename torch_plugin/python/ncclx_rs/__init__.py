@@ -23,6 +23,8 @@ if hasattr(sys.modules.get("torch.distributed"), "Backend"):
     register()
 
 if TYPE_CHECKING:
+    from ncclx_rs import device_mesh as device_mesh
+    from ncclx_rs import hooks as hooks
     from ncclx_rs import objcol as objcol
     from ncclx_rs._api import *  # noqa: F403
     from ncclx_rs._native import Backend as Backend
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from ncclx_rs.as_torchcomms import install_as_torchcomms as install_as_torchcomms
 
 
-_MODULES = ("objcol",)
+_MODULES = ("device_mesh", "hooks", "objcol")
 
 
 def __getattr__(name: str) -> Any:
@@ -45,10 +47,11 @@ def __getattr__(name: str) -> Any:
     if name == "install_as_torchcomms":
         # Without torch: it has to come before torch's import.
         return importlib.import_module("ncclx_rs.as_torchcomms").install_as_torchcomms
-    # The object API needs torch, and is loaded at its first use.
-    api = importlib.import_module("ncclx_rs._api")
-    if name in api.__all__:
-        return getattr(api, name)
+    # The object API needs torch, and is loaded at its first use. Submodules are not looked for in it.
+    if not name.startswith("_") or name in ("_BackendWrapper", "_is_backend_registered"):
+        api = importlib.import_module("ncclx_rs._api")
+        if name in api.__all__:
+            return getattr(api, name)
     raise AttributeError(f"module 'ncclx_rs' has no attribute {name!r}")
 
 

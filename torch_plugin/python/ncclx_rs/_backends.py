@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -82,6 +83,10 @@ class C10dBackend(TorchCommBackend):
 
     def get_backend_version(self) -> str:
         return str(plugin.native().__version__) if self._make is _make_ncclx else torch.__version__
+
+    def host(self, rank: int) -> int:
+        """A number for a rank's host: ranks of one host have the same. Zero for all where the backend cannot tell."""
+        return int(self.c10d._host(rank)) if hasattr(self.c10d, "_host") else 0
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -282,6 +287,8 @@ def make_backend(name: str) -> TorchCommBackend:
                 return cast(TorchCommBackend, loaded())
     if name == "gloo" and dist.is_gloo_available():
         return C10dBackend("gloo", _make_gloo)
+    if name == "fake":  # PyTorch's, which does nothing, for tests of programs; it registers itself when imported
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
     if name in dist.Backend.backend_list and name.upper() in dist.Backend._plugins:
         return C10dBackend(name, functools.partial(_make_plugin, name))
     known = sorted({"ncclx", "gloo", *_registered, *(p.lower() for p in dist.Backend._plugins)} - {"ncclx_rs"})

@@ -9,42 +9,16 @@ from datetime import timedelta
 
 from torch._C import _distributed_c10d as c10d
 
-# Launchers, in the order they are asked: the variables of the rank and of the number of ranks.
-_LAUNCHERS = {
-    "torchcomm": ("TORCHCOMM_RANK", "TORCHCOMM_SIZE"),
-    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "pmi": ("PMI_RANK", "PMI_SIZE"),
-    "pals": ("PALS_RANKID", "PALS_SIZE"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
-    "torchrun": ("RANK", "WORLD_SIZE"),
-}
-_METHODS = {"auto": tuple(_LAUNCHERS), "torchrun": ("torchrun",), "mpi": ("mpi", "pmi"), "pals": ("pals",)}
+from ncclx_rs import _backend as plugin
 
 
 def place() -> tuple[int, int]:
-    """This process's rank and the number of ranks, from the launcher's environment variables.
-
-    ``TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD`` (``auto``, ``torchrun``, ``mpi``, ``pals``) says which launcher.
+    """This process's rank and the number of ranks, as the launcher's environment variables say; see `new_comm`.
 
     Raises:
         RuntimeError: the variables are missing or are not what they should be.
     """
-    variable = "TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD"
-    method = os.environ.get(variable, "auto").lower()
-    if method not in _METHODS:
-        raise RuntimeError(f"new_comm: {variable} must be one of {', '.join(_METHODS)}, got {method!r}")
-    for launcher in _METHODS[method]:
-        rank, size = (os.environ.get(name) for name in _LAUNCHERS[launcher])
-        if rank is not None and size is not None:
-            return _checked(_LAUNCHERS[launcher], rank, size)
-    asked = "; ".join(" and ".join(_LAUNCHERS[launcher]) for launcher in _METHODS[method])
-    raise RuntimeError(f"new_comm: the rank is not known: set {asked}, or start this program with torchrun")
-
-
-def _checked(names: tuple[str, str], rank: str, size: str) -> tuple[int, int]:
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise RuntimeError(f"new_comm: {names[0]}={rank!r} must be a number below {names[1]}={size!r}")
-    return int(rank), int(size)
+    return plugin.native().launch_place()  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -219,7 +219,7 @@ class TorchComm:
         self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op))
         names = {P2POpType.SEND: OpName.send, P2POpType.RECV: OpName.recv}
         work = together([self._perform(names[op.type], options, op.tensor, op.peer, True) for op in ops])
-        self._post_hooks(op_id, _hooks.BatchOpIssuePostHookArgs())
+        self._post_hooks(op_id, _hooks.BatchOpIssuePostHookArgs(work))
         if not async_op:
             work.wait()
         return work
@@ -503,7 +503,7 @@ class TorchComm:
         op_id = next(_op_ids)
         self._pre_hooks(OpName.split, op_id, told)
         child = self._split(members, name, number, hints, timeout) if members else None
-        self._post_hooks(op_id, _hooks.SplitPostHookArgs())
+        self._post_hooks(op_id, _hooks.SplitPostHookArgs(child))
         return child
 
     def _own_group(self, ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
@@ -594,6 +594,23 @@ class TorchComm:
         self._state = "ready"
         return TorchWork()
 
+    # ---- windows ----
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> Any:
+        """Memory that other ranks write to. Called on all ranks.
+
+        Raises:
+            RuntimeError: the backend has no windows.
+        """
+        self._check_usable("new_window")
+        if not hasattr(self._impl, "new_window"):
+            raise RuntimeError(f"new_window: the backend {self.get_backend()} has no windows")
+        op_id = next(_op_ids)
+        self._pre_hooks(OpName.new_window, op_id, _hooks.NewWindowPreHookArgs())
+        window = self._impl.new_window(tensor)
+        self._post_hooks(op_id, _hooks.NewWindowPostHookArgs())
+        return window
+
     # ---- hooks ----
 
     def register_pre_hook(self, callback: Callable[[OpName, int, Any], object]) -> _hooks.RemovableHandle:
@@ -660,7 +677,7 @@ class TorchComm:
         op_id = next(_op_ids)
         self._pre_hooks(name, op_id, told)
         work = self._perform(name, options, *args)
-        self._post_hooks(op_id, _hooks.CollectivePostHookArgs())
+        self._post_hooks(op_id, _hooks.CollectivePostHookArgs(work))
         return work
 
     def _perform(self, name: OpName, options: OpOptions, *args: Any) -> TorchWork:
@@ -746,7 +763,7 @@ def new_comm(
         pass  # members come by `reconfigure`, from whatever places their handles name
     elif isinstance(impl, C10dBackend) or rank is not None or size is not None:
         if rank is None or size is None:
-            rank, size = _bootstrap.place()
+            rank, size = (0, 1) if backend == "fake" else _bootstrap.place()
         options.rank, options.size = rank, size
         options.store = _bootstrap.store_for(options.name, store, rank, size, options.timeout)
     else:

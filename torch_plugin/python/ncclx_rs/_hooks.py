@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, ParamSpec
+from typing import TYPE_CHECKING, Generic, ParamSpec
 
 import torch
+
+if TYPE_CHECKING:
+    from ncclx_rs._comm import TorchComm
+    from ncclx_rs._work import TorchWork
 
 P = ParamSpec("P")
 
@@ -195,20 +199,29 @@ class FinalizePreHookArgs:
 # ---- what a post-hook is told ----
 
 
+@dataclass(frozen=True)
 class CollectivePostHookArgs:
-    """An operation was issued."""
+    """An operation was issued; done or not is what its work says."""
+
+    work: TorchWork
 
 
+@dataclass(frozen=True)
 class SplitPostHookArgs:
-    """A communicator was split."""
+    """A communicator was split; this rank's part is None if it has none."""
+
+    comm: TorchComm | None
 
 
 class NewWindowPostHookArgs:
     """A window was made."""
 
 
+@dataclass(frozen=True)
 class BatchOpIssuePostHookArgs:
     """A batch was issued."""
+
+    work: TorchWork
 
 
 class FinalizePostHookArgs:

@@ -14,6 +14,14 @@ torch_build_version: str
 def settings() -> list[tuple[str, list[str], str, str, str]]:
     """Every setting: name, environment variables, values, default and meaning."""
 
+def launch_place() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the launcher's environment says."""
+
+def mesh_grid(
+    dimensions: list[tuple[str, int]], hosts: list[int], innermost: str | None = None
+) -> tuple[list[int], list[tuple[str, list[list[int]]]]]:
+    """Lays out ranks in a grid; gives them in the grid's order, and the groups along each dimension."""
+
 class Options(_C10dBackend.Options):
     """A group's own settings, as ``pg_options`` of ``init_process_group`` and ``new_group``.
 
@@ -32,6 +40,7 @@ class Backend(_C10dBackend):
     @property
     def options(self) -> Options: ...
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
+    def _host(self, rank: int) -> int: ...
     def _on_failure(self, hook: Callable[[], object]) -> None: ...
     def _message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> dist.Work: ...
     def perform_nocolor_split(self, device: torch.device) -> None: ...

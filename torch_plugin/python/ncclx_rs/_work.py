@@ -57,7 +57,7 @@ class TorchWork:
             return self._forced
         if not self.is_completed():
             return WorkStatus.INPROGRESS
-        failed = [part for part in self._parts if isinstance(part, dist.Work) and part.exception() is not None]
+        failed = self._failed()
         if not failed:
             return WorkStatus.COMPLETED
         timed_out = any(cast(Any, part).get_future_result().wait() == _TIMEOUT for part in failed)
@@ -65,8 +65,16 @@ class TorchWork:
 
     def exception(self) -> BaseException | None:
         """Why the operation failed; nothing while it is in flight or if it did not."""
-        errors = (part.exception() for part in self._parts if isinstance(part, dist.Work) and part.is_completed())
-        return next((error for error in errors if error is not None), None)
+        for part in self._failed():
+            try:
+                part.wait()
+            except RuntimeError as error:
+                return error
+        return None
+
+    def _failed(self) -> list[dist.Work]:
+        works = (part for part in self._parts if isinstance(part, dist.Work))
+        return [work for work in works if work.is_completed() and not work.is_success()]
 
     def __await__(self) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()
