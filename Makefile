@@ -50,6 +50,20 @@ test: rust-test stubtest python-test ## Runs every test
 rust-test: ## Runs the engine's tests, also those in its documentation
 	cargo test --locked
 
+# The feature `tch` fits one version. Its C++ takes minutes to compile, hence this stands apart from `test`.
+TCH_TORCH := 2.13
+TCH_VENV = $(call venv_of,$(TCH_TORCH))
+TCH_CARGO = $(call in_venv,$(TCH_VENV)) LIBTORCH_USE_PYTORCH=1 CARGO_TARGET_DIR="$(CURDIR)/target/tch" \
+	LD_LIBRARY_PATH="$$($(TCH_VENV)/bin/python -c 'import torch, os; print(os.path.dirname(torch.__file__))')/lib" \
+	cargo
+
+.PHONY: test-tch
+test-tch: $(call ready,$(TCH_TORCH)) ## Runs the tests and the example of the Rust interface for tch tensors
+	$(TCH_CARGO) clippy --locked --package ncclx_rs --features tch --profile test --all-targets -- -D warnings
+	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --lib --test tch
+	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --doc
+	$(TCH_CARGO) run --locked --package ncclx_rs --features tch --profile test --example train_tch
+
 .PHONY: python-test
 python-test: $(call installed,$(TORCH)) ## Runs the tests of the PyTorch backend
 	$(IN_VENV) python -m pytest tests/python

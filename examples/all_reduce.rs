@@ -8,9 +8,9 @@
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example that shows its result")]
 
+mod ranks;
+
 use std::error::Error;
-use std::net::TcpListener;
-use std::process::Command;
 
 use ncclx_rs::{Launch, LaunchError, ReduceOp};
 
@@ -24,7 +24,7 @@ fn main() {
 fn run() -> Result<(), Box<dyn Error>> {
     match Launch::from_env() {
         Ok(launch) => Ok(train(&launch)?),
-        Err(LaunchError::Absent { .. }) => start_ranks(2),
+        Err(LaunchError::Absent { .. }) => ranks::start(2),
         Err(error) => Err(error.into()),
     }
 }
@@ -43,23 +43,4 @@ fn train(launch: &Launch) -> Result<(), ncclx_rs::Error> {
     }
     println!("rank {} of {}: y = {slope:.3} x + {intercept:.3}", launch.rank, launch.size);
     comm.shutdown()
-}
-
-/// Starts this program again as each rank, as a launcher would.
-fn start_ranks(size: usize) -> Result<(), Box<dyn Error>> {
-    let program = std::env::current_exe()?;
-    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-    let start = |rank: usize| {
-        let place = [("RANK", rank.to_string()), ("WORLD_SIZE", size.to_string())];
-        let master = [("MASTER_ADDR", "127.0.0.1".to_string()), ("MASTER_PORT", port.to_string())];
-        Command::new(&program).envs(place).envs(master).spawn()
-    };
-    let ranks = (0..size).map(start).collect::<Result<Vec<_>, _>>()?;
-    for (rank, mut process) in ranks.into_iter().enumerate() {
-        let status = process.wait()?;
-        if !status.success() {
-            return Err(format!("rank {rank} failed: {status}").into());
-        }
-    }
-    Ok(())
 }

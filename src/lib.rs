@@ -20,7 +20,7 @@ pub mod work;
 
 // The public interface is:
 pub use buffer::Buffer;
-pub use comm::{CommOptions, Communicator, Launch};
+pub use comm::{CommOptions, Communicator, Data, Launch};
 pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
 pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};

@@ -1,18 +1,22 @@
 //! The communicator: what ranks form together, and the door through which every operation goes.
 
 pub mod address;
+mod blocking;
 pub mod bootstrap;
 mod check;
 mod communicator;
+mod data;
 mod guest;
 mod join;
 pub mod launch;
 mod links;
 mod root;
-mod slices;
 mod split;
 pub mod store;
 mod stream;
+#[cfg(feature = "tch")]
+mod tensors;
 
 pub use communicator::{CommOptions, Communicator};
+pub use data::Data;
 pub use launch::Launch;

@@ -1,5 +1,6 @@
 //! One binary for the engine tests.
 
+mod blocking;
 mod bootstrap;
 mod collectives;
 mod examples;
@@ -8,7 +9,6 @@ mod launch;
 mod manual;
 mod messages;
 mod schedules;
-mod slices;
 mod stores;
 mod tidy;
 mod world;

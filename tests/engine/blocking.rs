@@ -1,9 +1,11 @@
 //! The methods on slices, against what each rank can compute alone; and communicators that split off.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 use std::time::Duration;
 
-use ncclx_rs::{Communicator, Element, Error, InitError, Rank, ReduceOp, Source, Tag, bf16, f16};
+use ncclx_rs::comm::store::MemoryStore;
+use ncclx_rs::{CommOptions, Communicator, Element, Error, InitError, Rank, ReduceOp, Source, Tag, bf16, f16};
 
 use crate::world::{WIRES, Wire, world, world_with};
 
@@ -171,7 +173,11 @@ fn lengths_that_cannot_be_right_are_refused_here() {
         usage(comm.send_recv(&mut [0], Rank(0), &[0], Rank(2), Tag(0)), "dst");
         usage(comm.send_recv(&mut [0], Rank(2), &[0], Rank(1), Tag(0)), "src");
         usage(comm.all_reduce(&mut [0.0f32], ReduceOp::BitAnd), "float32");
-        comm.barrier().expect("nothing was sent");
+        // Nothing was sent: what comes next is the first.
+        let mut heard = [0];
+        let other = Rank(1 - comm.rank().0);
+        comm.send_recv(&mut heard, other, &[7], other, Tag(0)).expect("send_recv");
+        assert_eq!(heard, [7]);
     });
 }
 
@@ -233,6 +239,25 @@ fn a_list_that_cannot_be_right_is_refused() {
         refused(&[(comm.rank().0 + 1) % 3], "the calling rank");
         refused(&[], "the calling rank");
     });
+}
+
+#[test]
+fn a_split_without_its_first_rank_ends_like_any_join() {
+    let store = Arc::new(MemoryStore::default());
+    let run = &|rank: u32| {
+        let hints = vec![("connect_timeout_seconds".to_owned(), "1".to_owned())];
+        let (name, store, timeout) = ("world".to_owned(), store.clone(), Some(Duration::from_secs(60)));
+        let comm = Communicator::new(CommOptions { name, rank: Rank(rank), size: 2, store, timeout, hints })?;
+        if rank == 0 {
+            std::thread::sleep(Duration::from_secs(3));
+        }
+        comm.split(&[Rank(0), Rank(1)], "part").map(|_| ())
+    };
+    let errors = std::thread::scope(|scope| [0, 1].map(|rank| scope.spawn(move || run(rank))).map(|rank| rank.join()));
+    for (result, absent) in errors.into_iter().zip([1, 0]) {
+        let error = result.expect("no panic").expect_err("a missing rank");
+        assert!(matches!(&error, Error::Init(InitError::Missing { missing, .. }) if *missing == [absent]), "{error}");
+    }
 }
 
 #[test]

@@ -1,8 +1,9 @@
-//! Operations on slices, for Rust programs: safe, because each call returns only when the engine is done with the memory.
+//! Operations for Rust programs: safe, because each call returns only when the engine is done with the memory.
 //!
-//! They are [`Communicator::submit`] with a wait. Every rank calls the same collectives in the same order, with slices of
-//! the lengths that each method states; a length that cannot be right on this rank is an [`Error::Usage`] before
-//! anything is sent, one that differs between ranks an error on all that names both calls.
+//! They are [`Communicator::submit`] with a wait, on whatever is [`Data`]: slices, arrays and vectors of elements, and
+//! with the feature `tch` tensors. Every rank calls the same collectives in the same order, with the numbers of elements
+//! that each method states; a number that cannot be right on this rank is an [`Error::Usage`] before anything is sent,
+//! one that differs between ranks an error on all that names both calls.
 //!
 //! ```
 //! # use std::sync::Arc;
@@ -44,54 +45,75 @@ use std::time::Duration;
 
 use super::check;
 use super::communicator::Communicator;
+use super::data::{Data, Lent};
 use crate::buffer::Buffer;
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op, OpKind};
-use crate::types::{DType, Element, Rank, ReduceOp, Source, Tag};
+use crate::types::{DType, Rank, ReduceOp, Source, Tag};
 use crate::work::Work;
 
 impl Communicator {
     /// Replaces `data` by the reduction of all ranks' `data`, which is of one length everywhere.
-    pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
+    pub fn all_reduce<D: Data + ?Sized>(&self, data: &mut D, op: ReduceOp) -> Result<(), Error> {
         self.in_place(OpKind::AllReduce(op), data)
     }
 
     /// As [`all_reduce`](Communicator::all_reduce), but only the root's `data` changes.
-    pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: Rank) -> Result<(), Error> {
+    pub fn reduce<D: Data + ?Sized>(&self, data: &mut D, op: ReduceOp, root: Rank) -> Result<(), Error> {
         self.in_place(OpKind::Reduce { op, root }, data)
     }
 
     /// Replaces every rank's `data` by the root's, which is as long.
-    pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<(), Error> {
+    pub fn broadcast<D: Data + ?Sized>(&self, data: &mut D, root: Rank) -> Result<(), Error> {
         self.in_place(OpKind::Broadcast { root }, data)
     }
 
     /// Puts all ranks' `input`, each of one length, end to end into every rank's `output`, which is `size` times as long.
-    pub fn all_gather<T: Element>(&self, output: &mut [T], input: &[T]) -> Result<(), Error> {
-        self.run(OpKind::AllGather, &[Lent::read(input)], &[Lent::write(output)])
+    pub fn all_gather<O, I>(&self, output: &mut O, input: &I) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
+        self.run(OpKind::AllGather, &[Lent::of(input)], &[Lent::of_mut(output)])
     }
 
     /// As [`all_gather`](Communicator::all_gather) of unequal lengths: one output for each rank, as long as its input.
-    pub fn all_gather_v<T: Element>(&self, outputs: &mut [&mut [T]], input: &[T]) -> Result<(), Error> {
-        let outputs: Vec<Lent<'_>> = outputs.iter_mut().map(|output| Lent::write(output)).collect();
-        self.run(OpKind::AllGather, &[Lent::read(input)], &outputs)
+    pub fn all_gather_v<O, I>(&self, outputs: &mut [&mut O], input: &I) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
+        let outputs: Vec<Lent<'_>> = outputs.iter_mut().map(|output| Lent::of_mut(*output)).collect();
+        self.run(OpKind::AllGather, &[Lent::of(input)], &outputs)
     }
 
     /// Reduces all ranks' `input` and gives rank r its r-th part of `size` equal ones, which is as long as `output`.
-    pub fn reduce_scatter<T: Element>(&self, output: &mut [T], input: &[T], op: ReduceOp) -> Result<(), Error> {
-        self.run(OpKind::ReduceScatter(op), &[Lent::read(input)], &[Lent::write(output)])
+    pub fn reduce_scatter<O, I>(&self, output: &mut O, input: &I, op: ReduceOp) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
+        self.run(OpKind::ReduceScatter(op), &[Lent::of(input)], &[Lent::of_mut(output)])
     }
 
     /// As [`reduce_scatter`](Communicator::reduce_scatter) of unequal parts: one input for each rank, as long as its
     /// output.
-    pub fn reduce_scatter_v<T: Element>(&self, output: &mut [T], inputs: &[&[T]], op: ReduceOp) -> Result<(), Error> {
-        let inputs: Vec<Lent<'_>> = inputs.iter().map(|input| Lent::read(input)).collect();
-        self.run(OpKind::ReduceScatter(op), &inputs, &[Lent::write(output)])
+    pub fn reduce_scatter_v<O, I>(&self, output: &mut O, inputs: &[&I], op: ReduceOp) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
+        let inputs: Vec<Lent<'_>> = inputs.iter().map(|input| Lent::of(*input)).collect();
+        self.run(OpKind::ReduceScatter(op), &inputs, &[Lent::of_mut(output)])
     }
 
     /// Gives rank i the i-th of `size` equal parts of `input`, and puts what comes from rank i into the i-th part of
     /// `output`, which is as long.
-    pub fn all_to_all<T: Element>(&self, output: &mut [T], input: &[T]) -> Result<(), Error> {
+    pub fn all_to_all<O, I>(&self, output: &mut O, input: &I) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
         let size = self.size();
         let share = |argument, length: usize| match length % size {
             0 => Ok(vec![length / size; size]),
@@ -102,36 +124,49 @@ impl Communicator {
                 got: length.to_string(),
             }),
         };
+        let (input, output) = (Lent::of(input), Lent::of_mut(output));
         let (send, recv) = (share("input", input.len())?, share("output", output.len())?);
-        self.run(OpKind::AllToAll { send, recv }, &[Lent::read(input)], &[Lent::write(output)])
+        self.run(OpKind::AllToAll { send, recv }, &[input], &[output])
     }
 
     /// As [`all_to_all`](Communicator::all_to_all) of unequal parts, whose lengths are given, one for each rank.
-    pub fn all_to_all_v<T: Element>(
+    pub fn all_to_all_v<O, I>(
         &self,
-        output: &mut [T],
-        input: &[T],
+        output: &mut O,
+        input: &I,
         output_lengths: &[usize],
         input_lengths: &[usize],
-    ) -> Result<(), Error> {
+    ) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
         let kind = OpKind::AllToAll { send: input_lengths.to_vec(), recv: output_lengths.to_vec() };
-        self.run(kind, &[Lent::read(input)], &[Lent::write(output)])
+        self.run(kind, &[Lent::of(input)], &[Lent::of_mut(output)])
     }
 
     /// Puts all ranks' `input`, each of one length, end to end into the root's `output`, which is `size` times as long.
     /// The other ranks' `output` is not used.
-    pub fn gather<T: Element>(&self, output: &mut [T], input: &[T], root: Rank) -> Result<(), Error> {
-        let outputs = [Lent::write(output)];
+    pub fn gather<O, I>(&self, output: &mut O, input: &I, root: Rank) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
+        let outputs = [Lent::of_mut(output)];
         let used = if self.rank() == root { outputs.as_slice() } else { &[] };
-        self.run(OpKind::Gather { root }, &[Lent::read(input)], used)
+        self.run(OpKind::Gather { root }, &[Lent::of(input)], used)
     }
 
     /// Gives rank r the r-th of `size` equal parts of the root's `input`, which is as long as `output`. The other ranks'
     /// `input` is not used.
-    pub fn scatter<T: Element>(&self, output: &mut [T], input: &[T], root: Rank) -> Result<(), Error> {
-        let inputs = [Lent::read(input)];
+    pub fn scatter<O, I>(&self, output: &mut O, input: &I, root: Rank) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
+        let inputs = [Lent::of(input)];
         let used = if self.rank() == root { inputs.as_slice() } else { &[] };
-        self.run(OpKind::Scatter { root }, used, &[Lent::write(output)])
+        self.run(OpKind::Scatter { root }, used, &[Lent::of_mut(output)])
     }
 
     /// Returns when every rank has come here.
@@ -141,24 +176,24 @@ impl Communicator {
 
     /// Sends `data` to a rank, which receives it with an equal tag. Returns when `data` may change again, which can be
     /// before the receiver has it.
-    pub fn send<T: Element>(&self, data: &[T], to: Rank, tag: Tag) -> Result<(), Error> {
-        self.run(OpKind::Send { to, tag }, &[Lent::read(data)], &[])
+    pub fn send<D: Data + ?Sized>(&self, data: &D, to: Rank, tag: Tag) -> Result<(), Error> {
+        self.run(OpKind::Send { to, tag }, &[Lent::of(data)], &[])
     }
 
     /// Receives a message of exactly the length of `data` and with an equal tag from a rank, or from [`Source::Any`];
     /// returns whose it was.
-    pub fn recv<T: Element>(&self, data: &mut [T], from: impl Into<Source>, tag: Tag) -> Result<Rank, Error> {
+    pub fn recv<D: Data + ?Sized>(&self, data: &mut D, from: impl Into<Source>, tag: Tag) -> Result<Rank, Error> {
         self.recv_within(data, from.into(), tag, None)
     }
 
-    pub(super) fn recv_within<T: Element>(
+    pub(super) fn recv_within<D: Data + ?Sized>(
         &self,
-        data: &mut [T],
+        data: &mut D,
         from: Source,
         tag: Tag,
         timeout: Option<Duration>,
     ) -> Result<Rank, Error> {
-        let mut recv = Lent::operation(OpKind::Recv { from, tag }, &[], &[Lent::write(data)]);
+        let mut recv = LentOp::new(OpKind::Recv { from, tag }, &[], &[Lent::of_mut(data)])?;
         recv.op.timeout = timeout;
         let works = self.complete(vec![recv])?;
         Ok(works[0].source().expect("a receive that ended well has a source"))
@@ -166,17 +201,14 @@ impl Communicator {
 
     /// Sends `input` to one rank and receives `output` from one, at the same time: what a ring of ranks needs, where all
     /// that send first would wait for each other.
-    pub fn send_recv<T: Element>(
-        &self,
-        output: &mut [T],
-        from: Rank,
-        input: &[T],
-        to: Rank,
-        tag: Tag,
-    ) -> Result<(), Error> {
+    pub fn send_recv<O, I>(&self, output: &mut O, from: Rank, input: &I, to: Rank, tag: Tag) -> Result<(), Error>
+    where
+        O: Data + ?Sized,
+        I: Data<Element = O::Element> + ?Sized,
+    {
         let recv = OpKind::Recv { from: Source::Rank(from), tag };
-        let recv = Lent::operation(recv, &[], &[Lent::write(output)]);
-        let send = Lent::operation(OpKind::Send { to, tag }, &[Lent::read(input)], &[]);
+        let recv = LentOp::new(recv, &[], &[Lent::of_mut(output)])?;
+        let send = LentOp::new(OpKind::Send { to, tag }, &[Lent::of(input)], &[])?;
         check::peer(&recv.op, "src", from, self.size())?;
         check::peer(&send.op, "dst", to, self.size())?;
         self.complete(vec![recv, send]).map(|_| ())
@@ -206,13 +238,13 @@ impl Communicator {
         outcome
     }
 
-    fn in_place<T: Element>(&self, kind: OpKind, data: &mut [T]) -> Result<(), Error> {
-        let data = [Lent::write(data)];
+    fn in_place<D: Data + ?Sized>(&self, kind: OpKind, data: &mut D) -> Result<(), Error> {
+        let data = [Lent::of_mut(data)];
         self.run(kind, &data, &data)
     }
 
     fn run(&self, kind: OpKind, inputs: &[Lent<'_>], outputs: &[Lent<'_>]) -> Result<(), Error> {
-        self.complete(vec![Lent::operation(kind, inputs, outputs)]).map(|_| ())
+        self.complete(vec![LentOp::new(kind, inputs, outputs)?]).map(|_| ())
     }
 
     /// Submits all operations and returns once all have ended, with the first error. This alone gives lent memory to the
@@ -227,39 +259,19 @@ impl Communicator {
     }
 }
 
-/// A slice that the engine may use for as long as `'a`.
-#[derive(Clone, Copy)]
-struct Lent<'a> {
-    buffer: Buffer,
-    memory: PhantomData<&'a mut ()>,
-}
-
-/// An operation on lent slices.
+/// An operation on data that the engine may use for as long as `'a`.
 struct LentOp<'a> {
     op: Op,
     memory: PhantomData<&'a mut ()>,
 }
 
-#[allow(unsafe_code, reason = "turns borrows into the engine's buffers; `complete` keeps the borrows' promise")]
-impl<'a> Lent<'a> {
-    fn read<T: Element>(slice: &'a [T]) -> Self {
-        // SAFETY: the slice is valid and not written to for `'a`, and `complete` returns within `'a`, when the
-        // engine is done with it. It is used as an input alone, which is only read.
-        let buffer = unsafe { Buffer::from_raw(slice.as_ptr().cast_mut().cast(), slice.len(), T::DTYPE) };
-        Lent { buffer, memory: PhantomData }
-    }
-
-    fn write<T: Element>(slice: &'a mut [T]) -> Self {
-        // SAFETY: the slice is valid and this call's alone for `'a`, as above. What the engine writes are values of `T`,
-        // since an `Element` has no others.
-        let buffer = unsafe { Buffer::from_raw(slice.as_mut_ptr().cast(), slice.len(), T::DTYPE) };
-        Lent { buffer, memory: PhantomData }
-    }
-
-    fn operation(kind: OpKind, inputs: &[Lent<'a>], outputs: &[Lent<'a>]) -> LentOp<'a> {
-        let buffers = |lent: &[Lent<'_>]| lent.iter().map(|lent| lent.buffer).collect();
-        let (inputs, outputs) = (buffers(inputs), buffers(outputs));
-        LentOp { op: Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }, memory: PhantomData }
+impl<'a> LentOp<'a> {
+    fn new(kind: OpKind, inputs: &[Lent<'a>], outputs: &[Lent<'a>]) -> Result<Self, UsageError> {
+        let buffers = |argument, lent: &[Lent<'a>]| -> Result<Vec<Buffer>, UsageError> {
+            lent.iter().map(|lent| lent.buffer(kind.name(), argument)).collect()
+        };
+        let (inputs, outputs) = (buffers("input", inputs)?, buffers("output", outputs)?);
+        Ok(LentOp { op: Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }, memory: PhantomData })
     }
 }
 
