@@ -16,6 +16,7 @@ pub mod sys;
 pub mod topo;
 pub mod transport;
 pub mod types;
+pub mod window;
 pub mod work;
 
 // The public interface is:
@@ -25,6 +26,7 @@ pub use error::{Error, InitError, UsageError};
 pub use op::{Mode, Op, OpKind};
 pub use topo::Topology;
 pub use types::{DType, Rank, ReduceOp, Source, Tag};
+pub use window::{Window, WindowId};
 pub use work::Work;
 
 // Keeps the example in the read-me true.

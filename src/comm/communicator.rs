@@ -78,7 +78,7 @@ pub struct Communicator {
     name: String,
     place: Place,
     timeout_millis: AtomicU64,
-    driver: Arc<Driver>,
+    pub(super) driver: Arc<Driver>,
 }
 
 impl Communicator {
@@ -149,11 +149,17 @@ impl Communicator {
         self.timeout_millis.store(millis(timeout), Ordering::Relaxed);
     }
 
+    /// The time limit of operations that have none of their own.
+    pub(super) fn timeout(&self) -> Duration {
+        // Relaxed: the value stands alone.
+        Duration::from_millis(self.timeout_millis.load(Ordering::Relaxed))
+    }
+
     /// Begins an operation. A usage error means that nothing was sent and the communicator is as before.
     ///
     /// After [`Mode::Blocking`] the caller waits for the work next; nobody else drives it until then.
     pub fn submit(&self, op: Op) -> Result<Work, Error> {
-        let timeout = op.timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_millis.load(Ordering::Relaxed)));
+        let timeout = op.timeout.unwrap_or_else(|| self.timeout());
         let mode = op.mode;
         let work = match op.kind {
             OpKind::Send { to, tag } => {
@@ -166,7 +172,10 @@ impl Communicator {
                 }
                 self.message(&op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)?
             }
-            _ => self.collective(&op, timeout)?,
+            OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
+                self.access(&op, timeout)?
+            }
+            _ => self.collective(&op, op.kind.name(), timeout)?,
         };
         if mode == Mode::Async {
             self.driver.flush_finished();
@@ -182,10 +191,11 @@ impl Communicator {
         Ok(work)
     }
 
-    fn collective(&self, op: &Op, timeout: Duration) -> Result<Work, Error> {
-        let checked = check::collective(op, self.place)?;
+    /// Begins a collective, which goes by `name` in messages.
+    pub(super) fn collective(&self, op: &Op, name: &'static str, timeout: Duration) -> Result<Work, Error> {
+        let checked = check::collective(op, name, self.place)?;
         self.enter(op, |core, driver| {
-            let work = Work::new(driver, op.kind.name(), core.collectives.next_sequence());
+            let work = Work::new(driver, name, core.collectives.next_sequence());
             core.collectives.submit(Request {
                 collective: checked.collective,
                 signature: checked.signature,
@@ -196,7 +206,7 @@ impl Communicator {
                 timeout,
                 work: work.clone(),
             });
-            work
+            Ok(work)
         })
     }
 
@@ -211,18 +221,22 @@ impl Communicator {
         self.enter(op, |core, driver| {
             let work = Work::new(driver, op.kind.name(), core.messages.next_id());
             core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
-            work
+            Ok(work)
         })
     }
 
     /// Runs `begin` on the open core, and for asynchronous operations takes the first steps at once.
-    fn enter(&self, op: &Op, begin: impl FnOnce(&mut Core, Arc<dyn Drive>) -> Work) -> Result<Work, Error> {
+    pub(super) fn enter(
+        &self,
+        op: &Op,
+        begin: impl FnOnce(&mut Core, Arc<dyn Drive>) -> Result<Work, Error>,
+    ) -> Result<Work, Error> {
         self.driver.with_core(|core| {
             if let Some(how) = &core.closed {
                 return Err(core.closed_error(op.kind.name(), how));
             }
             let driver: Arc<Driver> = Arc::clone(&self.driver);
-            let work = begin(core, driver);
+            let work = begin(core, driver)?;
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {
                     if work.is_done() || !core.progress(false) {

@@ -9,5 +9,6 @@ mod join;
 mod links;
 mod root;
 pub mod store;
+mod window;
 
 pub use communicator::{CommOptions, Communicator};

@@ -7,4 +7,5 @@ mod manual;
 mod messages;
 mod schedules;
 mod tidy;
+mod windows;
 mod world;
