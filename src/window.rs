@@ -4,6 +4,35 @@
 //! that wants to write submits [`OpKind::Put`](crate::OpKind::Put) and then [`OpKind::Signal`](crate::OpKind::Signal);
 //! the owner submits [`OpKind::WaitSignal`](crate::OpKind::WaitSignal), after which it sees all that the signalling
 //! rank had put before. A put alone tells its target nothing.
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use ncclx_rs::comm::store::MemoryStore;
+//! # use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Mode, Op, OpKind, Rank};
+//! # let options = CommOptions {
+//! #     name: "example".into(),
+//! #     rank: Rank(0),
+//! #     size: 1,
+//! #     store: Arc::new(MemoryStore::default()),
+//! #     timeout: None,
+//! #     hints: vec![],
+//! # };
+//! # let comm = Communicator::new(options)?;
+//! let (mut memory, mut data) = ([0u8; 4], [7u8; 2]);
+//! // SAFETY: both outlive the window, and nobody touches them while they are written.
+//! let lent = unsafe { Buffer::from_raw(memory.as_mut_ptr(), 4, DType::U8) };
+//! let source = unsafe { Buffer::from_raw(data.as_mut_ptr(), 2, DType::U8) };
+//! let window = comm.window_register(lent)?.id();
+//! let run = |kind, inputs| {
+//!     comm.submit(Op { kind, inputs, outputs: vec![], timeout: None, mode: Mode::Blocking })?.wait(None)
+//! };
+//! run(OpKind::Put { window, to: Rank(0), offset: 1 }, vec![source])?;
+//! run(OpKind::Signal { window, to: Rank(0) }, vec![])?;
+//! run(OpKind::WaitSignal { window, from: Rank(0) }, vec![])?;
+//! assert_eq!(memory, [0, 7, 7, 0]);
+//! comm.window_deregister(window)?;
+//! # Ok::<(), ncclx_rs::Error>(())
+//! ```
 
 use std::fmt;
 
@@ -19,7 +48,8 @@ impl fmt::Display for WindowId {
     }
 }
 
-/// A registered window. It refers to no memory itself: that is lent until it is deregistered or the communicator closes.
+/// A registered window. It refers to no memory itself: that is lent until the window is deregistered or the communicator
+/// closes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
     id: WindowId,

@@ -177,8 +177,12 @@ impl Communicator {
             }
             _ => self.collective(&op, op.kind.name(), timeout)?,
         };
-        if mode == Mode::Async {
+        // Who has nothing to wait for drives nothing, so threads whose receives or waits for a signal have ended with this
+        // operation are told here.
+        if mode == Mode::Async || work.is_done() {
             self.driver.flush_finished();
+        }
+        if mode == Mode::Async {
             // Also when the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
             if self.driver.with_core(|core| core.is_busy()) {
                 self.driver.hand_over().map_err(|cause| InitError::Os {

@@ -13,8 +13,8 @@ use crate::window::{Window, WindowId};
 use crate::work::Work;
 
 impl Communicator {
-    /// Lends `memory` to the other ranks. A collective: every rank calls it, each with as many bytes as it likes, and it
-    /// returns when all have. Put, get, signal and wait for signals by [`Communicator::submit`].
+    /// Lends `memory` to the other ranks. A collective: every rank calls it, each with as many bytes as it likes, and
+    /// it returns when all have. Put, get, signal and wait for signals by [`Communicator::submit`].
     ///
     /// The memory is lent until [`Communicator::window_deregister`] returns or the communicator closes; see [`Buffer`].
     pub fn window_register(&self, memory: Buffer) -> Result<Window, Error> {

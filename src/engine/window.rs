@@ -270,14 +270,14 @@ impl Core {
         part
     }
 
-    /// A window that was deregistered may still be on its peers' way; everything else is the peer's mistake.
+    /// Frames for a window that was deregistered may have been on their way; others are the peer's mistake.
     fn log_stray(&self, from: Rank, header: Header, offset: u64) {
         let known = self.windows.exposed.contains_key(&WindowId(header.key));
         let level = if !known && header.key < self.windows.registered { log::Level::Debug } else { log::Level::Warn };
         let (kind, window, len) = (header.kind, header.key, header.len);
         log::log!(
             level,
-            "communicator `{}` rank {}: {kind:?} of {len} bytes at {offset} of window {window} from rank {from} was dropped",
+            "communicator `{}` rank {}: dropped rank {from}'s {kind:?} of {len} bytes at {offset} of window {window}",
             self.name,
             self.me
         );
@@ -424,24 +424,4 @@ const GET_TOKENS: u64 = 1 << 63;
 const WITHDRAWN: &str = "the window was deregistered in the meantime";
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::engine::memory::Words;
-    use crate::topo::Topology;
-
-    #[test]
-    fn frames_that_no_window_has_room_for_are_dropped() {
-        let mut core =
-            Core::new("test".to_owned(), Rank(0), Topology::new(&["here", "here"]), vec![], vec![None, None]);
-        let mut words = Words::new(vec![0; 2]);
-        let id = core.windows.expose(Region::of(&[words.buffer()]));
-        let put = |key, token, len| control(FrameKind::Put, Lane::PointToPoint, key, token, len);
-        assert!(matches!(core.put_arrives(Rank(1), put(id.0, 8, 8)), Sink::Place(_)));
-        for (key, offset, len) in [(id.0, 9, 8), (id.0, u64::MAX, 8), (id.0, 0, 17), (id.0 + 1, 0, 1)] {
-            assert!(matches!(core.put_arrives(Rank(1), put(key, offset, len)), Sink::Discard), "{key} {offset} {len}");
-        }
-        core.signal_arrives(Rank(1), control(FrameKind::Signal, Lane::PointToPoint, id.0 + 1, 0, 0));
-        core.conceal(id);
-        assert!(matches!(core.put_arrives(Rank(1), put(id.0, 8, 8)), Sink::Discard));
-    }
-}
+mod tests;

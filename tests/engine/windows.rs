@@ -142,6 +142,22 @@ fn signals_are_counted_by_sender_and_kept() {
 }
 
 #[test]
+fn a_signal_to_oneself_wakes_the_thread_that_waits() {
+    world(WIRES[0], 2, |comm| {
+        let window = comm.window_register(buffer::<u8>(&mut [])).expect("register");
+        let kind = OpKind::WaitSignal { window: window.id(), from: comm.rank() };
+        let wait = Op { timeout: Some(SHORT * 100_000), ..op(kind, vec![], vec![]) }; // who misses it hangs
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| comm.submit(wait).expect("wait_signal").wait(None));
+            std::thread::sleep(SHORT / 10); // lets the other thread sleep first
+            signal(comm, &window, comm.rank().index()).expect("signal");
+            waiting.join().expect("no panic").expect("wait_signal");
+        });
+        comm.window_deregister(window.id()).expect("deregister");
+    });
+}
+
+#[test]
 fn windows_are_apart_and_run_beside_collectives() {
     for wire in WIRES {
         world(wire, 2, |comm| {
