@@ -67,6 +67,7 @@ from ncclx_rs._types import (
     SendOptions,
     WorkStatus,
 )
+from ncclx_rs._window import TorchCommWinAccessType, TorchCommWindow, TorchCommWindowAttr
 from ncclx_rs._work import TorchWork
 
 __all__ = [
@@ -126,6 +127,9 @@ __all__ = [
     "SplitPreHookArgs",
     "TorchComm",
     "TorchCommBackend",
+    "TorchCommWinAccessType",
+    "TorchCommWindow",
+    "TorchCommWindowAttr",
     "TorchWork",
     "WorkStatus",
     "_BackendWrapper",

@@ -42,6 +42,7 @@ from ncclx_rs._types import (
     ScatterOptions,
     SendOptions,
 )
+from ncclx_rs._window import TorchCommWindow
 from ncclx_rs._work import TorchWork, together
 
 Hints = Mapping[str, str] | None
@@ -596,18 +597,24 @@ class TorchComm:
 
     # ---- windows ----
 
-    def new_window(self, tensor: torch.Tensor | None = None) -> Any:
+    def new_window(self, tensor: torch.Tensor | None = None) -> TorchCommWindow:
         """Memory that other ranks write to. Called on all ranks.
+
+        Args:
+            tensor: what this rank lends at once; more comes by `TorchCommWindow.tensor_register`.
 
         Raises:
             RuntimeError: the backend has no windows.
         """
         self._check_usable("new_window")
-        if not hasattr(self._impl, "new_window"):
+        c10d_backend = getattr(self._impl, "c10d", None)
+        if not hasattr(c10d_backend, "_window_register"):
             raise RuntimeError(f"new_window: the backend {self.get_backend()} has no windows")
         op_id = next(_op_ids)
         self._pre_hooks(OpName.new_window, op_id, _hooks.NewWindowPreHookArgs())
-        window = self._impl.new_window(tensor)
+        window = TorchCommWindow(self, c10d_backend)
+        if tensor is not None:
+            window.tensor_register(tensor)
         self._post_hooks(op_id, _hooks.NewWindowPostHookArgs())
         return window
 
