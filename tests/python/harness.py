@@ -98,16 +98,40 @@ def fresh_store() -> dist.Store:
     return dist.PrefixStore(f"{seat.task.prefix}/{seat.groups}", server)
 
 
-def join(timeout: float | None = None, backend: str | None = None, store: dist.Store | None = None) -> None:
-    """Makes the default group of this run on the backend under test."""
+def join(
+    timeout: float | None = None,
+    backend: str | None = None,
+    store: dist.Store | None = None,
+    patience: float = GROUP_TIMEOUT,
+) -> None:
+    """Makes the default group of this run on the backend under test.
+
+    Args:
+        timeout: the time limit of operations in seconds; the run's if not given.
+        backend: another backend.
+        store: where the ranks meet; a fresh store if not given.
+        patience: how long ranks wait for each other here, which takes seconds on a loaded machine.
+    """
     assert seat is not None and seat.task is not None, "only workers join groups"
+    limit = seat.task.timeout if timeout is None else timeout
     dist.init_process_group(
         BACKEND if backend is None else backend,
         store=fresh_store() if store is None else store,
         rank=seat.rank,
         world_size=seat.size,
-        timeout=datetime.timedelta(seconds=seat.task.timeout if timeout is None else timeout),
+        timeout=datetime.timedelta(seconds=patience),
     )
+    if limit != patience:
+        set_timeout(dist.group.WORLD, limit)
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Sets a group's time limit for operations."""
+    limit = datetime.timedelta(seconds=seconds)
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(limit, group)
+    else:
+        group.set_timeout(limit)
 
 
 @contextmanager

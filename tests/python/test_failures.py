@@ -77,7 +77,7 @@ def absent_rank_is_named_at_init(rank: int, size: int) -> None:
         if rank == absent:
             return
         with pytest.raises(dist.DistBackendError, match=names(absent)):
-            join(timeout=SHORT)
+            join(patience=SHORT)
             dist.all_reduce(torch.ones(1))  # a backend may meet its peers with the first operation
 
 

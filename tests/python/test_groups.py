@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, joined, leaving_together
+from harness import BACKEND, World, joined, leaving_together, set_timeout
 from reference import assert_same, data, reduced
 
 
@@ -191,10 +191,7 @@ def backend_refuses_work_after_shutdown(rank: int, size: int) -> None:
 
 def new_timeouts_apply(rank: int, size: int) -> None:
     group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=25))
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(datetime.timedelta(seconds=2), group)
-    else:
-        group.set_timeout(datetime.timedelta(seconds=2))
+    set_timeout(group, 2)
     with leaving_together():
         if rank != 0:
             with pytest.raises(dist.DistBackendError, match=r"all_reduce.*timed out after a timeout of 2\."):

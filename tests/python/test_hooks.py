@@ -80,7 +80,8 @@ def the_recorder_remembers_the_last_operations(rank: int, size: int) -> None:
 
 def a_timeout_leaves_a_dump_that_the_analyser_reads(rank: int, size: int, folder: str) -> None:
     os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
-    with communicator(rank, size, abort_process_on_timeout_or_error=False, timeout=timedelta(seconds=1)) as comm:
+    with communicator(rank, size, abort_process_on_timeout_or_error=False) as comm:
+        comm.set_timeout(timedelta(seconds=1))
         recorder = FlightRecorderHook(isolated=True)
         recorder.register_with_comm(comm)
         comm.barrier(False)

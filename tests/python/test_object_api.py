@@ -410,7 +410,8 @@ def a_late_rank_is_named_and_ends_the_communicator(rank: int, size: int) -> None
 
 
 def a_timeout_ends_the_process_by_default(rank: int, size: int) -> None:
-    comm = ncclx_rs.new_comm("ncclx", "cpu", store=fresh_store(), rank=rank, size=size, timeout=timedelta(seconds=1))
+    comm = ncclx_rs.new_comm("ncclx", "cpu", store=fresh_store(), rank=rank, size=size)
+    comm.set_timeout(timedelta(seconds=1))
     if rank == 0:
         time.sleep(4)
         comm._state = "finalized"  # its peer is gone by now
