@@ -69,6 +69,8 @@ class TorchComm:
         self._options = options
         self._rank = backend.get_rank()
         self._size = backend.get_size()
+        # Its ranks as the communicator that all others were split from numbers them.
+        self._members = list(range(self._size))
         self._state = "not reconfigured yet" if options.enable_reconfigure else "ready"
         self._endpoint: _reconfigure.Endpoint | None = None
         self._splits = itertools.count()
@@ -216,7 +218,7 @@ class TorchComm:
     def _issue_batch(self, ops: Sequence[P2POp], async_op: bool, options: OpOptions) -> TorchWork:
         self._check_usable("batch")
         op_id = next(_op_ids)
-        self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op))
+        self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op, list(ops)))
         names = {P2POpType.SEND: OpName.send, P2POpType.RECV: OpName.recv}
         work = together([self._perform(names[op.type], options, op.tensor, op.peer, True) for op in ops])
         self._post_hooks(op_id, _hooks.BatchOpIssuePostHookArgs(work))
@@ -238,7 +240,7 @@ class TorchComm:
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Combines the ranks' tensors, of one shape, element by element; every rank gets the result in place."""
-        told = _hooks.AllReducePreHookArgs(tensor, async_op)
+        told = _hooks.AllReducePreHookArgs(tensor, op, async_op)
         return self._issue(OpName.all_reduce, told, AllReduceOptions(timeout, hints), tensor, op, async_op)
 
     allreduce = all_reduce
@@ -254,7 +256,7 @@ class TorchComm:
     ) -> TorchWork:
         """As `all_reduce`, for the root alone. What others have in ``tensor`` afterwards is undefined."""
         self._check_rank("root", root)
-        told = _hooks.ReducePreHookArgs(tensor, root, async_op)
+        told = _hooks.ReducePreHookArgs(tensor, root, op, async_op)
         return self._issue(OpName.reduce, told, ReduceOptions(timeout, hints), tensor, root, op, async_op)
 
     def all_gather(
@@ -307,7 +309,7 @@ class TorchComm:
     ) -> TorchWork:
         """Combines ``input_list[r]`` of all ranks into the ``output`` of rank r. All are of one size."""
         self._check_length("input_list", input_list)
-        told = _hooks.ReduceScatterPreHookArgs(list(input_list), output, async_op)
+        told = _hooks.ReduceScatterPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
         return self._issue(OpName.reduce_scatter, told, options, output, input_list, op, async_op)
 
@@ -322,7 +324,7 @@ class TorchComm:
     ) -> TorchWork:
         """As `reduce_scatter`, where each rank's part may be of its own size."""
         self._check_length("input_list", input_list)
-        told = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, async_op)
+        told = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
         return self._issue(OpName.reduce_scatter_v, told, options, output, input_list, op, async_op)
 
@@ -336,7 +338,7 @@ class TorchComm:
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """As `reduce_scatter`, from one tensor of ``size`` times the elements of ``output``."""
-        told = _hooks.ReduceScatterSinglePreHookArgs(input, output, async_op)
+        told = _hooks.ReduceScatterSinglePreHookArgs(input, output, op, async_op)
         options = ReduceScatterSingleOptions(timeout, hints)
         return self._issue(OpName.reduce_scatter_single, told, options, output, input, op, async_op)
 
@@ -364,10 +366,10 @@ class TorchComm:
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """As `all_to_all_single`, with blocks of the given numbers of rows of the first dimension, one a rank."""
-        told = _hooks.AllToAllVSinglePreHookArgs(input, output, async_op)
+        outputs, inputs = list(output_split_sizes), list(input_split_sizes)
+        told = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
         options = AllToAllvSingleOptions(timeout, hints)
-        splits = list(output_split_sizes), list(input_split_sizes)
-        return self._issue(OpName.all_to_all_v_single, told, options, output, input, *splits, async_op)
+        return self._issue(OpName.all_to_all_v_single, told, options, output, input, outputs, inputs, async_op)
 
     def all_to_all(
         self,
@@ -533,7 +535,9 @@ class TorchComm:
             prefix = f"split/{number}/{min(members)}/{name}"
             options.store = c10d.PrefixStore(prefix, self._options.store)
         backend = self._impl.split(members, name, options)  # type: ignore[attr-defined]
-        return TorchComm(backend, name, self._device, options)
+        child = TorchComm(backend, name, self._device, options)
+        child._members = [self._members[rank] for rank in members]
+        return child
 
     # ---- changing members ----
 
@@ -590,6 +594,7 @@ class TorchComm:
         self._impl.reconfigure(options)
         self._options.rank, self._options.size, self._options.store = options.rank, options.size, options.store
         self._rank, self._size = options.rank, options.size
+        self._members = list(range(self._size))
         self._splits = itertools.count()
         self._state = "ready"
         return TorchWork()
@@ -792,11 +797,13 @@ def _failed(itself: weakref.ref[TorchComm]) -> None:
     if comm is None or comm._state != "ready":
         return
     comm._state = "aborted"
-    comm._abort_hooks()
-    if comm.is_abort_supported():
-        comm._impl.abort()  # type: ignore[attr-defined]
-    if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
-        _abort_process(comm)
+    try:
+        comm._abort_hooks()
+    finally:
+        if comm.is_abort_supported():
+            comm._impl.abort()  # type: ignore[attr-defined]
+        if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
+            _abort_process(comm)
 
 
 def _abort_process(comm: TorchComm) -> NoReturn:
