@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any
 import ncclx_rs
 import pytest
 import torch
-from harness import World, fresh_store, leaving_together
+from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together
 from ncclx_rs import ReduceOp, TorchComm
 from ncclx_rs.hooks import FlightRecorderHook, NanCheckHook
 
@@ -40,6 +41,12 @@ def recorder_of(comm: TorchComm, max_entries: int | None = None) -> FlightRecord
 
 def entries(recorder: FlightRecorderHook, include_completed: bool = True) -> list[dict[str, Any]]:
     return json.loads(recorder.dump_json(include_completed))["entries"]
+
+
+# Earlier ones know no backends but NCCL and XCCL.
+needs_analyser = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="this PyTorch's analyser does not know ours"
+)
 
 
 def analyse(folder: Path, *flags: str) -> str:
@@ -215,6 +222,17 @@ def a_timeout_leaves_a_dump(rank: int, size: int, folder: str) -> None:
     assert rank != 0 or states[2] == ("ncclx:all_reduce", "started")
 
 
+def a_process_that_is_aborted_leaves_a_dump(rank: int, size: int, folder: str) -> None:
+    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    with communicator(rank, size, abort_process_on_timeout_or_error=rank == 0, timeout=timedelta(seconds=1)) as comm:
+        recorder_of(comm)
+        if rank == 0:
+            comm.barrier(False)
+        deadline = time.monotonic() + WATCHDOG_SECONDS
+        while not Path(f"{folder}/trace_0").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
 def a_dump_that_cannot_be_written_does_no_harm(rank: int, size: int, folder: str) -> None:
     (Path(folder) / "file").touch()
     os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/file/trace_"
@@ -248,6 +266,7 @@ def every_operation_is_dumped(rank: int, size: int, folder: str) -> None:
             batch.send(one, peer)
             batch.recv(some[peer], peer)
         batch.issue(False)
+        comm.reduce_scatter(one, some, ReduceOp.SUM, False)
         comm.reduce_scatter_single(one, torch.ones(2 * size), ReduceOp.SUM, False)
         turned = comm.split(list(reversed(range(size))), "turned")
         assert turned is not None
@@ -258,6 +277,7 @@ def every_operation_is_dumped(rank: int, size: int, folder: str) -> None:
         recorder.dump_file(rank)
 
 
+@needs_analyser
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
 def test_a_timeout_leaves_a_dump_that_the_analyser_reads(fresh_world: World, tmp_path: Path) -> None:
     fresh_world.run(a_timeout_leaves_a_dump, str(tmp_path), join=False)
@@ -266,10 +286,18 @@ def test_a_timeout_leaves_a_dump_that_the_analyser_reads(fresh_world: World, tmp
 
 
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_process_that_is_aborted_leaves_a_dump(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(a_process_that_is_aborted_leaves_a_dump, str(tmp_path), join=False, dies=[0])
+    (entry,) = pickle.loads((tmp_path / "trace_0").read_bytes())["entries"]
+    assert (entry["profiling_name"], entry["state"]) == ("ncclx:barrier", "started")
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
 def test_a_dump_that_cannot_be_written_does_no_harm(fresh_world: World, tmp_path: Path) -> None:
     fresh_world.run(a_dump_that_cannot_be_written_does_no_harm, str(tmp_path), join=False)
 
 
+@needs_analyser
 @pytest.mark.worlds(sizes=(3,), modes=("shm",))
 def test_the_analyser_finds_nothing_where_nothing_is_wrong(fresh_world: World, tmp_path: Path) -> None:
     fresh_world.run(every_operation_is_dumped, str(tmp_path), join=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -353,6 +355,17 @@ def overlapping_operations_have_rows_of_their_own(rank: int, size: int) -> None:
 )
 def test_hook(world: World, check) -> None:
     world.run(check, join=False)
+
+
+def test_hooks_are_found_as_torchcomms_has_them() -> None:
+    program = """
+import ncclx_rs
+ncclx_rs.install_as_torchcomms()
+from torchcomms.hooks import FlightRecorderHook, NanCheckHook, clog, fr
+from torchcomms.hooks.clog import clog as same
+assert fr.FlightRecorderHook is FlightRecorderHook is ncclx_rs.hooks.FlightRecorderHook and same is clog
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("backend", ["ncclx", "gloo"])

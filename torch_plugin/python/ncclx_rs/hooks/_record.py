@@ -6,13 +6,16 @@ import collections
 import itertools
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 VERSION = "2.10"
+
+# Shape and type of tensors.
+Shapes = list[tuple[list[int], str]]
 
 
 @dataclass(eq=False)
@@ -61,8 +64,8 @@ class Entry:
     name: str
     route: tuple[int, int] | None
     sequence: int
-    inputs: list[tuple[list[int], str]]
-    outputs: list[tuple[list[int], str]]
+    inputs: Shapes
+    outputs: Shapes
     created: int = field(default_factory=time.time_ns)
     began: int = field(default_factory=time.perf_counter_ns)
     duration: int | None = None
@@ -152,12 +155,11 @@ class Recorder:
         group: Group,
         op_id: int,
         name: str,
-        inputs: Iterable[torch.Tensor],
-        outputs: Iterable[torch.Tensor],
+        inputs: Shapes,
+        outputs: Shapes,
         route: tuple[int, int] | None = None,
     ) -> Entry:
         """Remembers an operation, or one message of a batch."""
-        read, written = _described(inputs), _described(outputs)
         with self._lock:
             if route is None:
                 group.collectives += 1
@@ -165,7 +167,7 @@ class Recorder:
             else:
                 group.messages[route] += 1
                 sequence = group.messages[route]
-            entry = Entry(next(self._records), group, op_id, name, route, sequence, read, written)
+            entry = Entry(next(self._records), group, op_id, name, route, sequence, inputs, outputs)
             self._entries.append(entry)
             return entry
 
@@ -222,13 +224,19 @@ class Recorder:
             }
 
 
+def shapes(tensors: Iterable[torch.Tensor]) -> Shapes:
+    """What is remembered of tensors."""
+    return [(list(tensor.shape), _dtype(tensor.dtype)) for tensor in tensors]
+
+
+def stacked(tensors: Sequence[torch.Tensor]) -> Shapes:
+    """What is remembered of tensors of one shape as if they were one."""
+    return [([len(tensors), *shape], dtype) for shape, dtype in shapes(tensors[:1])]
+
+
 def _this_thread() -> tuple[int, str]:
     thread = threading.current_thread()
     return thread.ident or 0, thread.name
-
-
-def _described(tensors: Iterable[torch.Tensor]) -> list[tuple[list[int], str]]:
-    return [(list(tensor.shape), _dtype(tensor.dtype)) for tensor in tensors]
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -24,7 +24,7 @@ from ncclx_rs._comm import TorchComm
 from ncclx_rs._types import OpName, P2POpType
 from ncclx_rs._work import TorchWork
 from ncclx_rs.hooks._follow import Follower, follow
-from ncclx_rs.hooks._record import Entry, Group, Recorder
+from ncclx_rs.hooks._record import Entry, Group, Recorder, shapes, stacked
 
 _DEFAULT_ENTRIES = 2000
 # The analyser refuses names that PyTorch has no operation of.
@@ -136,8 +136,12 @@ class _Scribe(Follower[list[Entry]]):
         if name in (OpName.send, OpName.recv):
             return [self._message(name is OpName.send, op_id, args.tensor, args.peer)]
         tensors = [args.tensor] if hasattr(args, "tensor") else []
-        inputs = tensors or _listed(getattr(args, "input", None))
-        outputs = tensors or _listed(getattr(args, "output", None))
+        inputs = shapes(tensors or _listed(getattr(args, "input", None)))
+        outputs = shapes(tensors or _listed(getattr(args, "output", None)))
+        if name is OpName.all_gather:  # as PyTorch's backends record it, which analysers before 2.15 insist on
+            outputs = stacked(args.output)
+        elif name is OpName.reduce_scatter:
+            inputs = stacked(args.input)
         return [self._recorder.began(self._group, op_id, _NAMES.get(name, name.name), inputs, outputs)]
 
     def issued(self, operation: list[Entry], work: TorchWork) -> None:
@@ -176,8 +180,8 @@ class _Scribe(Follower[list[Entry]]):
     def _message(self, sends: bool, op_id: int, tensor: torch.Tensor, peer: int) -> Entry:
         here, there = self._group.members[self._comm.get_rank()], self._group.members[peer]
         if sends:
-            return self._recorder.began(self._group, op_id, "send", [tensor], [], (here, there))
-        return self._recorder.began(self._group, op_id, "recv", [], [tensor], (there, here))
+            return self._recorder.began(self._group, op_id, "send", shapes([tensor]), [], (here, there))
+        return self._recorder.began(self._group, op_id, "recv", [], shapes([tensor]), (there, here))
 
 
 _writing = threading.Lock()
