@@ -8,6 +8,9 @@ use crate::types::DType;
 /// The engine reads and writes the memory between [`Communicator::submit`](crate::Communicator::submit) and the
 /// completion of the [`Work`](crate::Work) it returns, and never after. The owner keeps it allocated that long, does
 /// not write to inputs and does not touch outputs.
+///
+/// The memory of a [`Window`](crate::Window) is lent from its registration to the end of its deregistration. Meanwhile
+/// its owner reads what signals have told it of, and nobody touches what a put may be writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
     ptr: *mut u8,

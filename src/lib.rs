@@ -16,6 +16,7 @@ pub mod sys;
 pub mod topo;
 pub mod transport;
 pub mod types;
+pub mod window;
 pub mod work;
 
 // The public interface is:
@@ -26,6 +27,7 @@ pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};
 pub use topo::Topology;
 pub use types::{DType, Element, Rank, ReduceOp, Source, Tag};
+pub use window::{Window, WindowId};
 pub use work::Work;
 
 // Keeps the example in the read-me true.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::buffer::Buffer;
 use crate::types::{Rank, ReduceOp, Source, Tag};
+use crate::window::WindowId;
 
 /// Whether the caller goes on at once or will wait for the result next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +70,39 @@ pub enum OpKind {
         /// Must equal the sender's.
         tag: Tag,
     },
+    /// The inputs are written, end to end, into another rank's part of a window. Done when they may be reused; the
+    /// other rank knows of them by a later [`OpKind::Signal`].
+    Put {
+        /// Which window.
+        window: WindowId,
+        /// Whose part.
+        to: Rank,
+        /// The first byte written.
+        offset: usize,
+    },
+    /// The outputs are filled, end to end, from another rank's part of a window.
+    Get {
+        /// Which window.
+        window: WindowId,
+        /// Whose part.
+        from: Rank,
+        /// The first byte read.
+        offset: usize,
+    },
+    /// Tells another rank that what this one has put so far is there. Signals are counted.
+    Signal {
+        /// Which window.
+        window: WindowId,
+        /// Who is told.
+        to: Rank,
+    },
+    /// Takes one signal of another rank, now or when it comes.
+    WaitSignal {
+        /// Which window.
+        window: WindowId,
+        /// Whose signal.
+        from: Rank,
+    },
 }
 
 impl OpKind {
@@ -86,6 +120,10 @@ impl OpKind {
             OpKind::Barrier => "barrier",
             OpKind::Send { .. } => "send",
             OpKind::Recv { .. } => "recv",
+            OpKind::Put { .. } => "put",
+            OpKind::Get { .. } => "get",
+            OpKind::Signal { .. } => "signal",
+            OpKind::WaitSignal { .. } => "wait_signal",
         }
     }
 

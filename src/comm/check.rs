@@ -22,8 +22,8 @@ pub(crate) struct Place {
     pub(crate) size: usize,
 }
 
-/// Checks a collective. The checks need no other rank: what ranks must agree on is compared when messages meet.
-pub(crate) fn collective(op: &Op, place: Place) -> Result<Checked, UsageError> {
+/// Checks a collective that goes by `name`. The checks need no other rank: what ranks must agree on is compared when messages meet.
+pub(crate) fn collective(op: &Op, name: &str, place: Place) -> Result<Checked, UsageError> {
     let checker = Checker { op, place };
     let dtype = checker.dtype()?;
     checker.reduction(dtype)?;
@@ -64,8 +64,11 @@ pub(crate) fn collective(op: &Op, place: Place) -> Result<Checked, UsageError> {
         }
         OpKind::Barrier => Collective::Barrier,
         OpKind::Send { .. } | OpKind::Recv { .. } => unreachable!("messages are not collectives"),
+        OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
+            unreachable!("accesses to windows are not collectives")
+        }
     };
-    let signature = signature(op, &collective, dtype);
+    let signature = signature(op, name, &collective, dtype);
     Ok(Checked { collective, dtype, signature })
 }
 
@@ -194,7 +197,7 @@ fn total(buffers: &[Buffer]) -> usize {
     buffers.iter().map(|buffer| buffer.len()).sum()
 }
 
-fn signature(op: &Op, collective: &Collective, dtype: DType) -> Signature {
+fn signature(op: &Op, name: &str, collective: &Collective, dtype: DType) -> Signature {
     let index = |list: &[&str], name: &str| list.iter().position(|known| *known == name).unwrap_or(0) as u8;
     let (root, count) = match collective {
         Collective::AllReduce { count } => (Rank(0), *count),
@@ -206,7 +209,7 @@ fn signature(op: &Op, collective: &Collective, dtype: DType) -> Signature {
         Collective::AllToAll { .. } | Collective::Barrier => (Rank(0), 0),
     };
     Signature {
-        operation: index(&OPERATIONS, op.kind.name()),
+        operation: index(&OPERATIONS, name),
         dtype: dtype as u8,
         reduction: op.kind.reduce_op().map_or(0, |op: ReduceOp| index(&REDUCTIONS, op.name())),
         root: root.0,

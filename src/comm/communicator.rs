@@ -77,7 +77,7 @@ pub struct Communicator {
     name: String,
     place: Place,
     timeout_millis: AtomicU64,
-    driver: Arc<Driver>,
+    pub(super) driver: Arc<Driver>,
     pub(super) origin: Origin,
 }
 
@@ -190,10 +190,17 @@ impl Communicator {
                 }
                 self.message(&op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)?
             }
-            _ => self.collective(&op, timeout)?,
+            OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
+                self.access(&op, timeout)?
+            }
+            _ => self.collective(&op, op.kind.name(), timeout)?,
         };
-        if mode == Mode::Async {
+        // Who has nothing to wait for drives nothing, so threads whose receives or waits for a signal have ended with this
+        // operation are told here.
+        if mode == Mode::Async || work.is_done() {
             self.driver.flush_finished();
+        }
+        if mode == Mode::Async {
             // Also when the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
             if self.driver.with_core(|core| core.is_busy()) {
                 self.driver.hand_over().map_err(|cause| InitError::Os {
@@ -206,10 +213,11 @@ impl Communicator {
         Ok(work)
     }
 
-    fn collective(&self, op: &Op, timeout: Duration) -> Result<Work, Error> {
-        let checked = check::collective(op, self.place)?;
+    /// Begins a collective, which goes by `name` in messages.
+    pub(super) fn collective(&self, op: &Op, name: &'static str, timeout: Duration) -> Result<Work, Error> {
+        let checked = check::collective(op, name, self.place)?;
         self.enter(op, |core, driver| {
-            let work = Work::new(driver, op.kind.name(), core.collectives.next_sequence());
+            let work = Work::new(driver, name, core.collectives.next_sequence());
             core.collectives.submit(Request {
                 collective: checked.collective,
                 signature: checked.signature,
@@ -220,7 +228,7 @@ impl Communicator {
                 timeout,
                 work: work.clone(),
             });
-            work
+            Ok(work)
         })
     }
 
@@ -235,18 +243,22 @@ impl Communicator {
         self.enter(op, |core, driver| {
             let work = Work::new(driver, op.kind.name(), core.messages.next_id());
             core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
-            work
+            Ok(work)
         })
     }
 
     /// Runs `begin` on the open core, and for asynchronous operations takes the first steps at once.
-    fn enter(&self, op: &Op, begin: impl FnOnce(&mut Core, Arc<dyn Drive>) -> Work) -> Result<Work, Error> {
+    pub(super) fn enter(
+        &self,
+        op: &Op,
+        begin: impl FnOnce(&mut Core, Arc<dyn Drive>) -> Result<Work, Error>,
+    ) -> Result<Work, Error> {
         self.driver.with_core(|core| {
             if let Some(how) = &core.closed {
                 return Err(core.closed_error(op.kind.name(), how));
             }
             let driver: Arc<Driver> = Arc::clone(&self.driver);
-            let work = begin(core, driver);
+            let work = begin(core, driver)?;
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {
                     if work.is_done() || !core.progress(false) {

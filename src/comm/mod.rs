@@ -16,6 +16,7 @@ pub mod store;
 mod stream;
 #[cfg(feature = "tch")]
 mod tensors;
+mod window;
 
 pub use communicator::{CommOptions, Communicator};
 pub use data::Data;

@@ -8,6 +8,7 @@ use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Header, Lane, Scope, Signat
 use crate::engine::inbox::{Event, Inbox, Placement, Sink};
 use crate::engine::message::Messages;
 use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
+use crate::engine::window::Windows;
 use crate::error::{Error, LinkDown};
 use crate::topo::Topology;
 use crate::transport::Transport;
@@ -77,6 +78,7 @@ pub(crate) struct Core {
     peers: Vec<Peer>,
     pub(crate) collectives: Collectives,
     pub(crate) messages: Messages,
+    pub(crate) windows: Windows,
     /// Own long messages that are announced, by token.
     pub(crate) announced: HashMap<u64, Announced>,
     next_token: u64,
@@ -109,6 +111,7 @@ impl Core {
             peers,
             collectives: Collectives::default(),
             messages: Messages::new(),
+            windows: Windows::default(),
             announced: HashMap::new(),
             next_token: 0,
             placements: HashMap::new(),
@@ -123,15 +126,16 @@ impl Core {
         self.peers.len()
     }
 
-    /// Whether there is anything to drive: operations, bytes that wait to be written, or streams being opened.
+    /// Whether there is anything to drive: operations, windows that others may access, bytes that wait to be written,
+    /// or streams being opened.
     pub(crate) fn is_busy(&self) -> bool {
         let unfinished = |peer: &Peer| peer.outbox.is_waiting() || peer.outbox.is_opening();
-        !self.is_settled() || self.peers.iter().any(unfinished)
+        !self.is_settled() || self.windows.is_open() || self.peers.iter().any(unfinished)
     }
 
     /// Whether no operation is in flight, nor a message that outlives its operation.
     pub(crate) fn is_settled(&self) -> bool {
-        self.collectives.is_idle() && self.messages.is_idle() && self.announced.is_empty()
+        self.collectives.is_idle() && self.messages.is_idle() && self.windows.is_idle() && self.announced.is_empty()
     }
 
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
@@ -178,8 +182,9 @@ impl Core {
     /// When the next operation runs out of time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let ending = self.peers.iter().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + LINGER);
-        let operations = self.collectives.next_deadline().into_iter().chain(self.messages.next_deadline());
-        operations.chain(ending).min()
+        let operations =
+            [self.collectives.next_deadline(), self.messages.next_deadline(), self.windows.next_deadline()];
+        operations.into_iter().flatten().chain(ending).min()
     }
 
     /// Ends every operation with the reason that the communicator is `how` ("aborted: …"), and drops every stream.
@@ -190,6 +195,7 @@ impl Core {
         self.closed = Some(how.to_owned());
         self.close_collectives(how);
         self.close_messages(how);
+        self.close_windows(how);
         self.announced.clear();
         self.placements.clear();
         // What this rank has said of failures still goes out, as far as it goes at once: others learn the cause from it.
@@ -245,8 +251,13 @@ impl Core {
 
     /// Tells the sender of an announced message that there is a place for it.
     pub(crate) fn grant(&mut self, from: Rank, token: u64, lane: Lane, placement: Placement) {
-        self.placements.insert((from, token), placement);
+        self.expect(from, token, placement);
         self.send(from, control(FrameKind::Grant, lane, 0, token, 0), Body::Empty, Owner::PROTOCOL);
+    }
+
+    /// Has a place for the message that `from` will send under `token`.
+    pub(crate) fn expect(&mut self, from: Rank, token: u64, placement: Placement) {
+        self.placements.insert((from, token), placement);
     }
 
     /// Tells `to` that an operation has failed here.
@@ -311,6 +322,7 @@ impl Core {
         entry.lost = Some(down.cause.clone());
         self.lose_messages(peer, &down.cause);
         self.lose_collectives(peer, &down.cause);
+        self.lose_accesses(peer, &down.cause);
         let entry = &mut self.peers[peer.index()];
         entry.outbox = Outbox::default();
         entry.inbox = None;
@@ -456,6 +468,9 @@ impl Core {
                 self.messages.credit(from, header.len);
                 Sink::Discard
             }
+            (FrameKind::Put, _) => self.put_arrives(from, header),
+            (FrameKind::Get, _) => self.get_arrives(from, header),
+            (FrameKind::Signal, _) => self.signal_arrives(from, header),
         }
     }
 
@@ -506,7 +521,8 @@ impl Core {
         match owner.op {
             OpRef::Collective(sequence) => self.step_done(sequence, owner.step),
             OpRef::Message(id) => self.message_done(id, None),
-            OpRef::Protocol => {}
+            OpRef::Access(id) => self.access_done(id),
+            OpRef::Window(_) | OpRef::Protocol => {}
         }
     }
 
@@ -514,13 +530,15 @@ impl Core {
         match owner.op {
             OpRef::Collective(sequence) => self.step_done(sequence, owner.step),
             OpRef::Message(id) => self.message_done(id, Some(from)),
-            OpRef::Protocol => {}
+            OpRef::Access(id) => self.access_done(id),
+            OpRef::Window(_) | OpRef::Protocol => {}
         }
     }
 
     fn check_deadlines(&mut self, now: Instant) {
         self.check_collective_deadline(now);
         self.check_message_deadlines(now);
+        self.check_access_deadlines(now);
         self.detach_crossing_sends(now);
     }
 }

@@ -13,7 +13,7 @@ pub(crate) const HEADER_BYTES: usize = 64;
 /// The longest text of a `Fail` frame.
 pub(crate) const FAIL_TEXT_MAX: usize = 4096;
 
-/// The most payload of one `Data` frame: what other messages to the same peer wait for at most.
+/// The most payload of one `Data` or `Put` frame: what other messages to the same peer wait for at most.
 pub(crate) const FRAGMENT_BYTES: usize = 256 * 1024;
 
 /// What a frame is for.
@@ -35,10 +35,16 @@ pub(crate) enum FrameKind {
     Here = 6,
     /// The receiver has taken `len` bytes of eager point-to-point messages out of its buffer.
     Credit = 7,
+    /// The next bytes of the window `key`, from byte `token` on.
+    Put = 8,
+    /// The sender wants `len` bytes of the window `key`, from byte `signature.count` on, as `Data` under `token`.
+    Get = 9,
+    /// What the sender has put into the window `key` is there.
+    Signal = 10,
 }
 
 impl FrameKind {
-    const ALL: [FrameKind; 7] = [
+    const ALL: [FrameKind; 10] = [
         FrameKind::Eager,
         FrameKind::Announce,
         FrameKind::Grant,
@@ -46,6 +52,9 @@ impl FrameKind {
         FrameKind::Fail,
         FrameKind::Here,
         FrameKind::Credit,
+        FrameKind::Put,
+        FrameKind::Get,
+        FrameKind::Signal,
     ];
 }
 
@@ -65,7 +74,7 @@ pub(crate) enum Scope {
 pub(crate) enum Lane {
     /// `key` is the sequence number, `index` counts the collective's messages from one rank to another.
     Collective = 0,
-    /// `key` is the tag.
+    /// `key` is the tag, or the window.
     PointToPoint = 1,
 }
 
@@ -85,7 +94,7 @@ pub(crate) struct Signature {
 }
 
 /// The names of the operations that signatures refer to.
-pub(crate) const OPERATIONS: [&str; 10] = [
+pub(crate) const OPERATIONS: [&str; 12] = [
     "point-to-point",
     "all_reduce",
     "reduce",
@@ -96,6 +105,8 @@ pub(crate) const OPERATIONS: [&str; 10] = [
     "gather",
     "scatter",
     "barrier",
+    "window_register",
+    "window_deregister",
 ];
 
 /// The names of the reduce operations that signatures refer to.
@@ -109,7 +120,7 @@ impl Signature {
         let operation = name(&OPERATIONS, self.operation);
         let dtype = DType::ALL.get(usize::from(self.dtype)).map_or("unknown", |dtype| dtype.name());
         match operation {
-            "barrier" => "barrier()".to_owned(),
+            "barrier" | "window_register" | "window_deregister" => format!("{operation}()"),
             "all_to_all" => format!("all_to_all({dtype})"),
             "all_reduce" | "reduce_scatter" => {
                 format!("{operation}({}, {} × {dtype})", name(&REDUCTIONS, self.reduction), self.count)
@@ -135,9 +146,9 @@ pub(crate) struct Header {
     pub(crate) key: u64,
     /// Which of the collective's messages between the two ranks.
     pub(crate) index: u32,
-    /// The sender's name for a long message.
+    /// The sender's name for a long message, or a place in a window.
     pub(crate) token: u64,
-    /// The message's length in bytes; for `Data`, the frame's.
+    /// The message's length in bytes; for `Data` and `Put`, the frame's.
     pub(crate) len: u64,
 }
 
@@ -189,7 +200,7 @@ impl Header {
         };
         let limit = match kind {
             FrameKind::Fail => FAIL_TEXT_MAX as u64,
-            FrameKind::Data => FRAGMENT_BYTES as u64,
+            FrameKind::Data | FrameKind::Put => FRAGMENT_BYTES as u64,
             FrameKind::Eager => EAGER_MAX as u64,
             _ => u64::MAX,
         };
@@ -202,8 +213,13 @@ impl Header {
     /// How many payload bytes follow the header.
     pub(crate) fn payload(&self) -> usize {
         match self.kind {
-            FrameKind::Eager | FrameKind::Data | FrameKind::Fail => self.len as usize,
-            FrameKind::Announce | FrameKind::Grant | FrameKind::Here | FrameKind::Credit => 0,
+            FrameKind::Eager | FrameKind::Data | FrameKind::Put | FrameKind::Fail => self.len as usize,
+            FrameKind::Announce
+            | FrameKind::Grant
+            | FrameKind::Here
+            | FrameKind::Credit
+            | FrameKind::Get
+            | FrameKind::Signal => 0,
         }
     }
 }
@@ -219,7 +235,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_header_survives_the_wire(
-            kind in 0usize..7, p2p: bool, operation: u8, dtype: u8, reduction: u8, root: u32, count: u64,
+            kind in 0..FrameKind::ALL.len(), p2p: bool, operation: u8, dtype: u8, reduction: u8, root: u32, count: u64,
             key: u64, index: u32, token: u64, len in 0u64..4096,
         ) {
             let signature = Signature { operation, dtype, reduction, root, count };

@@ -5,7 +5,8 @@
 //! [`Buffer::from_raw`]): from submission to completion the memory is valid and nobody else writes it. A [`Region`]
 //! therefore must not outlive its operation: the engine drops every region of an operation before it completes the
 //! operation's work. Schedules order conflicting steps, and one thread at a time holds the engine's lock, so no two
-//! slices made here are alive at the same time except where a function takes both.
+//! slices made here are alive at the same time except where a function takes both. The memory of a window is lent in
+//! the same way, from its registration until it is concealed.
 #![allow(unsafe_code, reason = "the engine's only access to callers' memory")]
 
 use std::io::IoSlice;
@@ -14,6 +15,7 @@ use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
 use crate::schedule::{Slice, Space};
+use crate::types::DType;
 
 #[derive(Clone, Copy, Debug)]
 struct Piece {
@@ -185,6 +187,28 @@ impl Scratch {
         }
         let piece = Piece { ptr: self.memory.as_mut_ptr().cast(), len: bytes };
         Region { pieces: SmallVec::from_buf([piece]), len: bytes }
+    }
+}
+
+/// Numbers of the engine's own that an operation reads or writes. They outlive the operation.
+#[derive(Debug)]
+pub(crate) struct Words(Vec<u64>);
+
+impl Words {
+    pub(crate) fn new(words: Vec<u64>) -> Words {
+        Words(words)
+    }
+
+    /// The numbers as an operation's memory.
+    pub(crate) fn buffer(&mut self) -> Buffer {
+        // SAFETY: the pointer and length are the vector's, which is not resized; that it outlives the operation and is
+        // left alone meanwhile is the type's rule.
+        unsafe { Buffer::from_raw(self.0.as_mut_ptr().cast(), self.0.len(), DType::U64) }
+    }
+
+    /// The numbers, once the operation is over.
+    pub(crate) fn get(&self) -> &[u64] {
+        &self.0
     }
 }
 

@@ -296,8 +296,12 @@ impl Core {
     }
 
     pub(crate) fn message_failed_elsewhere(&mut self, from: Rank, token: u64, text: &str) {
-        if let Some(Owner { op: OpRef::Message(id), .. }) = self.owner_of_token(from, token) {
-            self.fail_message(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
+        match self.owner_of_token(from, token).map(|owner| owner.op) {
+            Some(OpRef::Message(id)) => {
+                self.fail_message(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
+            }
+            Some(OpRef::Access(id)) => self.access_failed_elsewhere(id, text),
+            _ => {}
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
 //! progress. Collectives run one after the other in the order issued (`collective`); point-to-point messages run
-//! beside them (`message`). `frame` is the format on the wire.
+//! beside them (`message`), and so do accesses to windows (`window`). `frame` is the format on the wire.
 
 pub(crate) mod collective;
 pub(crate) mod core;
@@ -14,3 +14,4 @@ pub(crate) mod message;
 pub(crate) mod outbox;
 pub(crate) mod plan;
 pub mod reduce;
+pub(crate) mod window;

@@ -18,6 +18,10 @@ pub(crate) enum OpRef {
     Collective(u64),
     /// The point-to-point operation with this id.
     Message(u64),
+    /// The access to a window with this id.
+    Access(u64),
+    /// Other ranks' accesses to this rank's part of the window with this id.
+    Window(u64),
     /// The protocol itself.
     Protocol,
 }
@@ -54,7 +58,7 @@ impl Body {
     }
 }
 
-/// A message on its way: one frame, or as many `Data` frames as its body needs.
+/// A message on its way: one frame, or as many `Data` or `Put` frames as its body needs.
 #[derive(Debug)]
 struct Outgoing {
     header: Header,
@@ -68,9 +72,17 @@ impl Outgoing {
     /// The payload of the current frame, as a range of the body.
     fn frame_end(&self) -> usize {
         match self.header.kind {
-            FrameKind::Data => self.body.len().min(self.offset + FRAGMENT_BYTES),
+            FrameKind::Data | FrameKind::Put => self.body.len().min(self.offset + FRAGMENT_BYTES),
             _ => self.body.len(),
         }
+    }
+
+    /// The header of the current frame, whose payload ends at `end`.
+    fn frame_header(&self, end: usize) -> Header {
+        let header = self.header;
+        let len = if header.payload() > 0 { (end - self.offset) as u64 } else { header.len };
+        let token = if header.kind == FrameKind::Put { header.token + self.offset as u64 } else { header.token };
+        Header { len, token, ..header }
     }
 }
 
@@ -121,11 +133,7 @@ impl Outbox {
         let mut moved = false;
         while let Some(outgoing) = self.queue.front_mut() {
             let end = outgoing.frame_end();
-            let header = *self.head.get_or_insert_with(|| {
-                let len =
-                    if outgoing.header.payload() > 0 { (end - outgoing.offset) as u64 } else { outgoing.header.len };
-                Header { len, ..outgoing.header }.encode()
-            });
+            let header = *self.head.get_or_insert_with(|| outgoing.frame_header(end).encode());
             let frame = HEADER_BYTES + end - outgoing.offset;
             let taken = {
                 let mut slices: SmallVec<[IoSlice<'_>; 4]> = SmallVec::new();

@@ -11,4 +11,5 @@ mod messages;
 mod schedules;
 mod stores;
 mod tidy;
+mod windows;
 mod world;

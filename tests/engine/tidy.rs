@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 const LAYERS: &[&[&str]] = &[
     &["sync", "error", "types", "config"],
     &["sys", "buffer"],
-    &["op", "topo", "schedule", "work"],
+    &["op", "topo", "schedule", "window", "work"],
     &["algo"],
     &["transport"],
     &["engine"],

@@ -64,6 +64,7 @@ SMOKE_FILES = (
     "test_frameworks",
     "test_object_api",
     "test_p2p",
+    "test_windows",
 )
 SMOKE_WORLD = "2-shm"
 

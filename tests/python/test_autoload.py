@@ -156,3 +156,23 @@ def test_torchrun_starts_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_SECONDS, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+DEFAULT = """
+import torch, torch.distributed as dist
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+print(dist.group.WORLD._get_backend(torch.device("cpu")).name())
+dist.destroy_process_group()
+"""
+
+
+def test_a_variable_makes_it_the_default() -> None:
+    assert printed(DEFAULT, NCCLX_RS_DEFAULT="cpu, cuda") == "ncclx_rs"
+    assert printed(DEFAULT) == "gloo"
+    assert printed("import ncclx_rs, torch; ncclx_rs.set_default('cpu')" + DEFAULT) == "ncclx_rs"
+
+
+def test_a_wrong_default_is_a_warning_and_torch_loads() -> None:
+    done = python("import torch; print('loaded')", NCCLX_RS_DEFAULT="tpu")
+    assert done.returncode == 0 and done.stdout.strip() == "loaded"
+    assert "expected one of cpu, cuda, got 'tpu'" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -121,6 +122,31 @@ def peer_of_a_receive_dies(rank: int, size: int) -> None:
                 dist.recv(torch.empty(10), src=1)
 
 
+def connection_to_a_gone_rank_is_refused(rank: int, size: int) -> None:
+    join(timeout=60)  # no stream is open yet
+    if rank == 1:
+        os._exit(3)
+    with leaving_together([r for r in range(size) if r != 1]):
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match=r"send(.|\n)*rank 1 is lost(.|\n)*(refused|closed|reset)"):
+                dist.send(torch.empty(1_000_000), dst=1)
+
+
+def lack_of_shared_memory_is_named(rank: int, size: int) -> None:
+    join(timeout=3)
+    with leaving_together():
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        try:
+            with pytest.raises(
+                dist.DistBackendError, match=r"all_reduce(.|\n)*" + ("no shared memory" if rank == 0 else r"\b0\b")
+            ):
+                dist.all_reduce(torch.ones(1_000_000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
 def abort_ends_a_blocked_call(rank: int, size: int) -> None:
     join(timeout=300)
     dist.barrier()
@@ -194,3 +220,13 @@ def test_rank_killed_amid_a_collective_is_named(fresh_world: World) -> None:
 @pytest.mark.worlds(sizes=(2, 3))
 def test_dead_peer_of_a_receive_is_named(fresh_world: World) -> None:
     fresh_world.run(peer_of_a_receive_dies, join=False, dies={1})
+
+
+@pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))
+def test_connection_to_a_gone_rank_is_refused(fresh_world: World) -> None:
+    fresh_world.run(connection_to_a_gone_rank_is_refused, join=False, dies={1})
+
+
+@pytest.mark.worlds(sizes=(2, 3), modes=("shm",))
+def test_lack_of_shared_memory_is_named(fresh_world: World) -> None:
+    fresh_world.run(lack_of_shared_memory_is_named, join=False)

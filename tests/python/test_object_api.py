@@ -265,6 +265,37 @@ def objects_of_any_class_need_consent(rank: int, size: int) -> None:
         assert all(isinstance(thing, Unsafe) for thing in everything)
 
 
+def windows_are_written_by_others(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with communicator(rank, size) as comm:
+        window = comm.new_window(torch.full((size, 100), -1.0))
+        tensor = window.get_tensor()
+        assert tensor is not None and window.get_size() == 400 * size and window.shape == [size, 100]
+        assert window.map_remote_tensor(rank) is tensor
+        access = ncclx_rs.TorchCommWinAccessType
+        expected = [access.WIN_ACCESS_TYPE_SEPARATE] * size
+        expected[rank] = access.WIN_ACCESS_TYPE_UNIFIED
+        assert [window.get_attr(r).access_type for r in range(size)] == expected
+        for turn in range(3):
+            window.put(data(rank, 100, salt=turn), after, 100 * rank, True).wait()
+            window.signal(after, False)
+            window.wait_signal(before, False)
+            assert_same(tensor[before], data(before, 100, salt=turn), f"turn {turn}")
+            comm.barrier(False)
+        with pytest.raises((RuntimeError, ValueError), match=r"Requested size .* exceeds the window size"):
+            window.put(torch.ones(100), after, 100 * size - 50, False)
+        with pytest.raises(RuntimeError, match="Double registration"):
+            window.tensor_register(torch.ones(3))
+        twin = copy.deepcopy(window)
+        assert twin.get_tensor() is not tensor and copy.copy(window) is window
+        for one in (window, twin):
+            one.tensor_deregister()
+        with pytest.raises(RuntimeError, match="Double deregistration"):
+            window.tensor_deregister()
+        with pytest.raises(RuntimeError, match="no tensor"):
+            window.signal(after, False)
+
+
 # ---- splitting ----
 
 
@@ -613,6 +644,7 @@ CHECKS = [
     works_can_be_awaited,
     objects_travel,
     objects_of_any_class_need_consent,
+    windows_are_written_by_others,
     communicators_split,
     wrong_splits_are_refused,
     wrong_calls_are_refused_and_change_nothing,

@@ -24,6 +24,8 @@ struct NcclxBackend::Call {
   uint32_t tag = 0;
   uint32_t reduce = 0;
   double factor = 0;
+  uint64_t window = 0;
+  uint64_t offset = 0;
   std::vector<uint64_t> in_counts{};
   std::vector<uint64_t> out_counts{};
   // Fills the operands of the i-th of `count` operations.
@@ -113,6 +115,8 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     op.in_counts = call.in_counts.data();
     op.out_counts = call.out_counts.data();
     op.n_counts = call.in_counts.size();
+    op.window = call.window;
+    op.offset = call.offset;
     NcclxError error;
     NcclxHandle* handle = nullptr;
     const int32_t status = engine_->submit(comm_, &op, &handle, &error);

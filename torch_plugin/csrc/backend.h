@@ -101,6 +101,17 @@ class NcclxBackend : public c10d::Backend {
   void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 
+  // Windows, by the engine's ids. Without `owning` the caller keeps the tensor until the window is deregistered.
+  uint64_t register_window(const at::Tensor& tensor, bool owning);
+  void deregister_window(uint64_t window);
+  // A put (reads the tensor), get (fills it), signal or wait_signal (without one); the offset counts bytes.
+  WorkPtr access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
+                        int64_t offset, bool async, Milliseconds timeout);
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override { return true; }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor = std::nullopt) override;
+#endif
+
  private:
   // What all operations share: a work with its operands, submitted once per entry of `ops`.
   struct Call;
@@ -115,6 +126,8 @@ class NcclxBackend : public c10d::Backend {
   std::mutex coalescing_mutex_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
+  std::mutex windows_mutex_;
+  std::map<uint64_t, at::Tensor> windows_;  // what they lend
 };
 
 }  // namespace ncclx

@@ -35,6 +35,10 @@ enum NcclxKind : uint32_t {
   NCCLX_BARRIER = 8,
   NCCLX_SEND = 9,
   NCCLX_RECV = 10,
+  NCCLX_PUT = 11,
+  NCCLX_GET = 12,
+  NCCLX_SIGNAL = 13,
+  NCCLX_WAIT_SIGNAL = 14,
 };
 
 struct NcclxBuffer {
@@ -60,6 +64,8 @@ struct NcclxOp {
   const uint64_t* in_counts;  // all_to_all: elements for each rank
   const uint64_t* out_counts;
   uint64_t n_counts;
+  uint64_t window;  // of the accesses to windows
+  uint64_t offset;  // in bytes
 };
 
 struct NcclxStore {
@@ -100,6 +106,9 @@ struct NcclxEngine {
   void (*set_timeout)(NcclxComm* comm, int64_t timeout_ms);
   uint64_t (*collectives)(NcclxComm* comm);
   int32_t (*host)(NcclxComm* comm, int32_t rank);  // a number that ranks of one host share; -1: no such rank
+  // Both are collective and block. The memory is lent until it is deregistered or the communicator ends.
+  int32_t (*window_register)(NcclxComm* comm, const NcclxBuffer* memory, uint64_t* window, NcclxError* error);
+  int32_t (*window_deregister)(NcclxComm* comm, uint64_t window, NcclxError* error);
 };
 
 // Adds the backend's classes to the Python module. 0, or -1 with a Python exception set.
@@ -108,7 +117,7 @@ int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine);
 }  // extern "C"
 
 static_assert(sizeof(NcclxBuffer) == 24);
-static_assert(sizeof(NcclxOp) == 96);
+static_assert(sizeof(NcclxOp) == 112);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 112);
+static_assert(sizeof(NcclxEngine) == 128);

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend.cpp"
+#include "window.cpp"
 
 namespace py = pybind11;
 
@@ -22,6 +23,17 @@ c10::intrusive_ptr<NcclxBackend> create_backend(const c10d::DistributedBackendOp
   for (int64_t rank : opts.global_ranks_in_group) options->global_ranks_in_group.push_back(rank);
   return c10::make_intrusive<NcclxBackend>(g_engine, opts.store, opts.group_rank, opts.group_size, opts.group_id,
                                            options);
+}
+
+template <NcclxKind kind>
+WorkPtr access_with_tensor(NcclxBackend& self, uint64_t window, const at::Tensor& tensor, int peer, int64_t offset,
+                           bool async, int64_t timeout_ms) {
+  return self.access_window(kind, window, tensor, peer, offset, async, Milliseconds(timeout_ms));
+}
+
+template <NcclxKind kind>
+WorkPtr access_without_tensor(NcclxBackend& self, uint64_t window, int peer, bool async, int64_t timeout_ms) {
+  return self.access_window(kind, window, std::nullopt, peer, 0, async, Milliseconds(timeout_ms));
 }
 
 void define(py::module_& m) {
@@ -46,6 +58,20 @@ void define(py::module_& m) {
            },
            py::arg("sends"), py::arg("tensor"), py::arg("peer"), py::arg("tag"), py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
+      .def("_window_register", &NcclxBackend::register_window, py::arg("tensor"), py::arg("owning") = true,
+           py::call_guard<py::gil_scoped_release>())
+      .def("_window_deregister", &NcclxBackend::deregister_window, py::arg("window"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("_window_put", &access_with_tensor<NCCLX_PUT>, py::arg("window"), py::arg("tensor"), py::arg("dst"),
+           py::arg("byte_offset"), py::arg("async_op") = false, py::arg("timeout_ms") = -1,
+           py::call_guard<py::gil_scoped_release>())
+      .def("_window_get", &access_with_tensor<NCCLX_GET>, py::arg("window"), py::arg("tensor"), py::arg("src"),
+           py::arg("byte_offset"), py::arg("async_op") = false, py::arg("timeout_ms") = -1,
+           py::call_guard<py::gil_scoped_release>())
+      .def("_window_signal", &access_without_tensor<NCCLX_SIGNAL>, py::arg("window"), py::arg("dst"),
+           py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
+      .def("_window_wait_signal", &access_without_tensor<NCCLX_WAIT_SIGNAL>, py::arg("window"), py::arg("src"),
+           py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
       // Ranks outside a group that is split off have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
   m.def("create_backend", &create_backend, py::arg("opts"), py::arg("pg_options") = py::none(),

@@ -81,6 +81,14 @@ class Operands {
     push(outputs_, plain);
   }
 
+  // Memory that others may access at any time, so that nothing can stand in for it.
+  void lend(const at::Tensor& tensor, const char* argument) {
+    check(tensor, argument);
+    check_writable(tensor, argument);
+    if (!is_plain(tensor)) refuse(operation_, argument, "a contiguous tensor", "one of other strides");
+    push(outputs_, tensor);
+  }
+
   const std::vector<NcclxBuffer>& inputs() const { return inputs_; }
   const std::vector<NcclxBuffer>& outputs() const { return outputs_; }
 

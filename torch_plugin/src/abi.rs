@@ -5,7 +5,7 @@
 //! checked against each other by size when the module is loaded. Of every pointer the shim guarantees what the header
 //! says: arguments live for the call; a communicator and a handle are ours, given out once and given back once, through
 //! `destroy` and `release`; and the memory that buffers describe is kept by the shim's work until the completion
-//! callback, which is the contract of `Buffer::from_raw`. No panic leaves this module: every entry catches.
+//! callback, which is the contract of `Buffer::from_raw`; that of a window, until it is deregistered. No panic leaves this module: every entry catches.
 #![allow(unsafe_code, reason = "the C boundary")]
 
 use std::ffi::{CStr, c_char, c_void};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::Store;
-use ncclx_rs::{Buffer, CommOptions, Communicator, Error, Mode, Op, Rank, Work};
+use ncclx_rs::{Buffer, CommOptions, Communicator, Error, Mode, Op, Rank, WindowId, Work};
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
@@ -52,6 +52,8 @@ struct RawOp {
     in_counts: *const u64,
     out_counts: *const u64,
     counts_len: u64,
+    window: u64,
+    offset: u64,
 }
 
 type Take = unsafe extern "C" fn(*mut c_void, *const u8, u64);
@@ -94,13 +96,15 @@ struct RawEngine {
     set_timeout: extern "C" fn(*const Communicator, i64),
     collectives: extern "C" fn(*const Communicator) -> u64,
     host: extern "C" fn(*const Communicator, i32) -> i32,
+    window_register: extern "C" fn(*const Communicator, *const RawBuffer, *mut u64, *mut RawError) -> i32,
+    window_deregister: extern "C" fn(*const Communicator, u64, *mut RawError) -> i32,
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
-const _: () = assert!(size_of::<RawOp>() == 96);
+const _: () = assert!(size_of::<RawOp>() == 112);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 112);
+const _: () = assert!(size_of::<RawEngine>() == 128);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -117,6 +121,8 @@ static ENGINE: RawEngine = RawEngine {
     set_timeout,
     collectives,
     host,
+    window_register,
+    window_deregister,
 };
 
 unsafe extern "C" {
@@ -292,8 +298,8 @@ extern "C" fn submit(comm: *const Communicator, op: *const RawOp, work: *mut *mu
         let raw = unsafe { &*op };
         // SAFETY: the op's own arrays, of counts_len each.
         let (in_counts, out_counts) = unsafe { counts(raw) };
-        let RawOp { kind, reduce, factor, peer, tag, .. } = *raw;
-        let numbers = Numbers { kind, reduce, factor, peer, tag, in_counts, out_counts };
+        let RawOp { kind, reduce, factor, peer, tag, window, offset, .. } = *raw;
+        let numbers = Numbers { kind, reduce, factor, peer, tag, in_counts, out_counts, window, offset };
         let op = Op {
             kind: convert::kind(numbers).map_err(|error| failure(&error.into()))?,
             // SAFETY: the op's own list.
@@ -411,5 +417,31 @@ extern "C" fn host(comm: *const Communicator, rank: i32) -> i32 {
         let comm = unsafe { &*comm };
         let rank = u32::try_from(rank).ok().map(Rank);
         rank.and_then(|rank| comm.host_of(rank)).map_or(-1, |host| host as i32)
+    })
+}
+
+extern "C" fn window_register(
+    comm: *const Communicator,
+    memory: *const RawBuffer,
+    window: *mut u64,
+    error: *mut RawError,
+) -> i32 {
+    guarded(error, || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        // SAFETY: one buffer that lives for the call.
+        let memory = unsafe { buffers(memory, 1) }?;
+        let made = comm.window_register(memory[0]).map_err(|error| failure(&error))?;
+        // SAFETY: the shim passes a place for the result.
+        unsafe { *window = made.id().0 };
+        Ok(())
+    })
+}
+
+extern "C" fn window_deregister(comm: *const Communicator, window: u64, error: *mut RawError) -> i32 {
+    guarded(error, || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        comm.window_deregister(WindowId(window)).map_err(|error| failure(&error))
     })
 }

@@ -1,6 +1,6 @@
 //! From the C boundary's numbers to the engine's types. Safe: raw memory is `abi`'s business.
 
-use ncclx_rs::{DType, Error, InitError, OpKind, Rank, ReduceOp, Source, Tag, UsageError};
+use ncclx_rs::{DType, Error, InitError, OpKind, Rank, ReduceOp, Source, Tag, UsageError, WindowId};
 
 /// What became of a call, as the shim counts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +47,8 @@ pub(crate) struct Numbers<'a> {
     pub(crate) tag: u32,
     pub(crate) in_counts: &'a [u64],
     pub(crate) out_counts: &'a [u64],
+    pub(crate) window: u64,
+    pub(crate) offset: u64,
 }
 
 fn misuse(argument: &'static str, expected: &str, got: impl ToString) -> UsageError {
@@ -84,6 +86,7 @@ pub(crate) fn kind(numbers: Numbers<'_>) -> Result<OpKind, UsageError> {
     let reduction = || reduce_op(numbers.reduce, numbers.factor);
     let counts = |counts: &[u64]| counts.iter().map(|count| *count as usize).collect();
     let tag = Tag(numbers.tag);
+    let (window, offset) = (WindowId(numbers.window), numbers.offset as usize);
     Ok(match numbers.kind {
         0 => OpKind::AllReduce(reduction()?),
         1 => OpKind::Reduce { op: reduction()?, root: rank("root")? },
@@ -97,6 +100,10 @@ pub(crate) fn kind(numbers: Numbers<'_>) -> Result<OpKind, UsageError> {
         9 => OpKind::Send { to: rank("dst")?, tag },
         10 if numbers.peer < 0 => OpKind::Recv { from: Source::Any, tag },
         10 => OpKind::Recv { from: Source::Rank(rank("src")?), tag },
+        11 => OpKind::Put { window, to: rank("dst")?, offset },
+        12 => OpKind::Get { window, from: rank("src")?, offset },
+        13 => OpKind::Signal { window, to: rank("dst")? },
+        14 => OpKind::WaitSignal { window, from: rank("src")? },
         other => return Err(misuse("kind", "a known operation", other)),
     })
 }

@@ -57,7 +57,10 @@ impl Transport for ShmTransport {
             _ => error.into(),
         };
         let stream = socket::connect_unix(address).map_err(gone)?;
-        let (memory, fd) = RingMemory::create(self.ring_bytes)?;
+        let lacking = |error: io::Error| {
+            LinkDown::new(format!("there is no shared memory for a ring of {} bytes to it: {error}", self.ring_bytes))
+        };
+        let (memory, fd) = RingMemory::create(self.ring_bytes).map_err(lacking)?;
         let outlet = connect::open(self.identity.clone(), peer, stream, memory, fd, &self.poller)?;
         Ok(Box::new(outlet))
     }

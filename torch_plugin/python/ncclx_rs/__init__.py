@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ncclx_rs._autoload import register
+from ncclx_rs._autoload import set_default as set_default
 
 # Nothing here imports torch: torch's own start-up loads this package to register the backend. Where that is switched
 # off, an import after torch's does it.

@@ -10,7 +10,7 @@ from ncclx_rs._backends import (
     register_backend,
 )
 from ncclx_rs._batch import BatchSendRecv, P2POp
-from ncclx_rs._comm import AllGatherPHandle, TorchComm, _BackendWrapper, new_comm
+from ncclx_rs._comm import TorchComm, _BackendWrapper
 from ncclx_rs._hooks import (
     AllGatherPreHookArgs,
     AllGatherSinglePreHookArgs,
@@ -41,6 +41,8 @@ from ncclx_rs._hooks import (
     SplitPostHookArgs,
     SplitPreHookArgs,
 )
+from ncclx_rs._new_comm import new_comm
+from ncclx_rs._operations import AllGatherPHandle
 from ncclx_rs._types import (
     AllGatherOptions,
     AllGatherPExecOptions,
@@ -67,6 +69,7 @@ from ncclx_rs._types import (
     SendOptions,
     WorkStatus,
 )
+from ncclx_rs._window import TorchCommWinAccessType, TorchCommWindow, TorchCommWindowAttr
 from ncclx_rs._work import TorchWork
 
 __all__ = [
@@ -126,6 +129,9 @@ __all__ = [
     "SplitPreHookArgs",
     "TorchComm",
     "TorchCommBackend",
+    "TorchCommWinAccessType",
+    "TorchCommWindow",
+    "TorchCommWindowAttr",
     "TorchWork",
     "WorkStatus",
     "_BackendWrapper",

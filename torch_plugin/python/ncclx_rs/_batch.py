@@ -10,7 +10,7 @@ from ncclx_rs._types import BatchP2POptions, P2POpType
 from ncclx_rs._work import TorchWork
 
 if TYPE_CHECKING:
-    from ncclx_rs._comm import TorchComm
+    from ncclx_rs._operations import Operations
 
 
 class P2POp:
@@ -34,7 +34,7 @@ class BatchSendRecv:
     Messages between two ranks still match in the order of the batch.
     """
 
-    def __init__(self, comm: TorchComm) -> None:
+    def __init__(self, comm: Operations) -> None:
         self._comm = comm
         self.ops: list[P2POp] = []
 

@@ -6,7 +6,6 @@ import copy
 import itertools
 import os
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -16,39 +15,15 @@ from typing import Any, NoReturn
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _bootstrap, _hooks, _reconfigure
-from ncclx_rs._backends import C10dBackend, TorchCommBackend, accepts_options, make_backend
-from ncclx_rs._batch import BatchSendRecv, P2POp
-from ncclx_rs._types import (
-    AllGatherOptions,
-    AllGatherPExecOptions,
-    AllGatherSingleOptions,
-    AllReduceOptions,
-    AllToAllOptions,
-    AllToAllSingleOptions,
-    AllToAllvSingleOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    CommOptions,
-    GatherOptions,
-    OpName,
-    OpOptions,
-    P2POpType,
-    RecvOptions,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ReduceScatterSingleOptions,
-    ScatterOptions,
-    SendOptions,
-)
-from ncclx_rs._work import TorchWork, together
-
-Hints = Mapping[str, str] | None
-Tensors = Sequence[torch.Tensor]
+from ncclx_rs import _hooks, _reconfigure
+from ncclx_rs._backends import C10dBackend, TorchCommBackend
+from ncclx_rs._operations import Hints, Operations, op_ids
+from ncclx_rs._types import CommOptions, OpName
+from ncclx_rs._window import TorchCommWindow
+from ncclx_rs._work import TorchWork
 
 
-class TorchComm:
+class TorchComm(Operations):
     """A communicator: one rank's handle on a group of ranks; made by `new_comm` and by `split`.
 
     Operations are issued in the same order on every rank, by one thread at a time. With ``async_op=False`` they are
@@ -193,286 +168,6 @@ class TorchComm:
         if getattr(self, "_state", "finalized") == "ready":
             warnings.warn(f"communicator `{self._name}` was not finalized", ResourceWarning, stacklevel=2)
 
-    # ---- point to point ----
-
-    def send(
-        self, tensor: torch.Tensor, dst: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
-    ) -> TorchWork:
-        """Sends ``tensor`` to rank ``dst``. Messages between two ranks arrive in the order they were sent."""
-        self._check_rank("dst", dst)
-        told = _hooks.SendPreHookArgs(tensor, dst, async_op)
-        return self._issue(OpName.send, told, SendOptions(timeout, hints), tensor, dst, async_op)
-
-    def recv(
-        self, tensor: torch.Tensor, src: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
-    ) -> TorchWork:
-        """Receives into ``tensor`` the next message from rank ``src``, of the same size."""
-        self._check_rank("src", src)
-        told = _hooks.RecvPreHookArgs(tensor, src, async_op)
-        return self._issue(OpName.recv, told, RecvOptions(timeout, hints), tensor, src, async_op)
-
-    def batch_op_create(self) -> BatchSendRecv:
-        """An empty batch of sends and receives."""
-        return BatchSendRecv(self)
-
-    def _issue_batch(self, ops: Sequence[P2POp], async_op: bool, options: OpOptions) -> TorchWork:
-        self._check_usable("batch")
-        op_id = next(_op_ids)
-        self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op, list(ops)))
-        names = {P2POpType.SEND: OpName.send, P2POpType.RECV: OpName.recv}
-        work = together([self._perform(names[op.type], options, op.tensor, op.peer, True) for op in ops])
-        self._post_hooks(op_id, _hooks.BatchOpIssuePostHookArgs(work))
-        if not async_op:
-            work.wait()
-        return work
-
-    # ---- collectives ----
-
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
-    ) -> TorchWork:
-        """Copies the root's ``tensor`` into everybody's."""
-        self._check_rank("root", root)
-        told = _hooks.BroadcastPreHookArgs(tensor, root, async_op)
-        return self._issue(OpName.broadcast, told, BroadcastOptions(timeout, hints), tensor, root, async_op)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
-    ) -> TorchWork:
-        """Combines the ranks' tensors, of one shape, element by element; every rank gets the result in place."""
-        told = _hooks.AllReducePreHookArgs(tensor, op, async_op)
-        return self._issue(OpName.all_reduce, told, AllReduceOptions(timeout, hints), tensor, op, async_op)
-
-    allreduce = all_reduce
-
-    def reduce(
-        self,
-        tensor: torch.Tensor,
-        root: int,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """As `all_reduce`, for the root alone. What others have in ``tensor`` afterwards is undefined."""
-        self._check_rank("root", root)
-        told = _hooks.ReducePreHookArgs(tensor, root, op, async_op)
-        return self._issue(OpName.reduce, told, ReduceOptions(timeout, hints), tensor, root, op, async_op)
-
-    def all_gather(
-        self,
-        tensor_list: Tensors,
-        tensor: torch.Tensor,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Gives everybody each rank's ``tensor``: ``tensor_list[r]`` is that of rank r. All are of one size."""
-        self._check_length("tensor_list", tensor_list)
-        told = _hooks.AllGatherPreHookArgs(tensor, list(tensor_list), async_op)
-        return self._issue(OpName.all_gather, told, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op)
-
-    def all_gather_v(
-        self,
-        tensor_list: Tensors,
-        tensor: torch.Tensor,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """As `all_gather`, where each rank's tensor may be of its own size."""
-        self._check_length("tensor_list", tensor_list)
-        told = _hooks.AllGatherVPreHookArgs(tensor, list(tensor_list), async_op)
-        return self._issue(OpName.all_gather_v, told, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op)
-
-    def all_gather_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """As `all_gather`, into one tensor of ``size`` times the elements of ``input``."""
-        told = _hooks.AllGatherSinglePreHookArgs(input, output, async_op)
-        options = AllGatherSingleOptions(timeout, hints)
-        return self._issue(OpName.all_gather_single, told, options, output, input, async_op)
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        input_list: Tensors,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Combines ``input_list[r]`` of all ranks into the ``output`` of rank r. All are of one size."""
-        self._check_length("input_list", input_list)
-        told = _hooks.ReduceScatterPreHookArgs(list(input_list), output, op, async_op)
-        options = ReduceScatterOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter, told, options, output, input_list, op, async_op)
-
-    def reduce_scatter_v(
-        self,
-        output: torch.Tensor,
-        input_list: Tensors,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """As `reduce_scatter`, where each rank's part may be of its own size."""
-        self._check_length("input_list", input_list)
-        told = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, op, async_op)
-        options = ReduceScatterOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter_v, told, options, output, input_list, op, async_op)
-
-    def reduce_scatter_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """As `reduce_scatter`, from one tensor of ``size`` times the elements of ``output``."""
-        told = _hooks.ReduceScatterSinglePreHookArgs(input, output, op, async_op)
-        options = ReduceScatterSingleOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter_single, told, options, output, input, op, async_op)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Sends the r-th of ``size`` equal blocks of ``input`` to rank r; block r of ``output`` comes from rank r."""
-        told = _hooks.AllToAllSinglePreHookArgs(input, output, async_op)
-        options = AllToAllSingleOptions(timeout, hints)
-        return self._issue(OpName.all_to_all_single, told, options, output, input, async_op)
-
-    def all_to_all_v_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """As `all_to_all_single`, with blocks of the given numbers of rows of the first dimension, one a rank."""
-        outputs, inputs = list(output_split_sizes), list(input_split_sizes)
-        told = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
-        options = AllToAllvSingleOptions(timeout, hints)
-        return self._issue(OpName.all_to_all_v_single, told, options, output, input, outputs, inputs, async_op)
-
-    def all_to_all(
-        self,
-        output_tensor_list: Tensors,
-        input_tensor_list: Tensors,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Sends ``input_tensor_list[r]`` to rank r; ``output_tensor_list[r]`` comes from rank r."""
-        self._check_length("output_tensor_list", output_tensor_list)
-        self._check_length("input_tensor_list", input_tensor_list)
-        told = _hooks.AllToAllPreHookArgs(list(input_tensor_list), list(output_tensor_list), async_op)
-        options = AllToAllOptions(timeout, hints)
-        return self._issue(OpName.all_to_all, told, options, output_tensor_list, input_tensor_list, async_op)
-
-    def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
-        """Is done once every rank has called it."""
-        return self._issue(
-            OpName.barrier, _hooks.BarrierPreHookArgs(async_op), BarrierOptions(timeout, hints), async_op
-        )
-
-    def scatter(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor_list: Tensors,
-        root: int,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Gives rank r the root's ``input_tensor_list[r]``. Others pass an empty list."""
-        self._check_rank("root", root)
-        if self._rank == root:
-            self._check_length("input_tensor_list", input_tensor_list)
-        told = _hooks.ScatterPreHookArgs(output_tensor, list(input_tensor_list), root, async_op)
-        options = ScatterOptions(timeout, hints)
-        return self._issue(OpName.scatter, told, options, output_tensor, input_tensor_list, root, async_op)
-
-    def gather(
-        self,
-        output_tensor_list: Tensors,
-        input_tensor: torch.Tensor,
-        root: int,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Gives the root each rank's ``input_tensor`` in ``output_tensor_list[r]``. Others pass an empty list."""
-        self._check_rank("root", root)
-        if self._rank == root:
-            self._check_length("output_tensor_list", output_tensor_list)
-        told = _hooks.GatherPreHookArgs(input_tensor, list(output_tensor_list), root, async_op)
-        options = GatherOptions(timeout, hints)
-        return self._issue(OpName.gather, told, options, output_tensor_list, input_tensor, root, async_op)
-
-    def gather_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        root: int,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """As `gather`, into one tensor, whose first dimension is ``size`` times that of ``input``.
-
-        What others than the root pass as ``output`` is left alone.
-        """
-        self._check_rank("root", root)
-        told = _hooks.GatherSinglePreHookArgs(input, output, root, async_op)
-        return self._issue(OpName.gather_single, told, GatherOptions(timeout, hints), output, input, root, async_op)
-
-    # ---- persistent all_gather ----
-
-    def all_gather_p_init(
-        self, output: torch.Tensor, hints: Hints = None, timeout: timedelta | None = None
-    ) -> AllGatherPHandle:
-        """Prepares an all_gather that is repeated into the same ``output``. Called on all ranks."""
-        self._check_usable("all_gather_p_init")
-        self._check_tensor("all_gather_p_init", output)
-        if output.numel() % self._size:
-            raise RuntimeError(f"all_gather_p_init: output of {output.numel()} elements is not shared by {self._size}")
-        return AllGatherPHandle(output)
-
-    def all_gather_p_exec(
-        self,
-        handle: AllGatherPHandle,
-        input: torch.Tensor,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Gathers every rank's ``input`` into the output that the handle was made for."""
-        if handle.output is None:
-            raise RuntimeError("all_gather_p_exec: the handle was freed")
-        options = AllGatherPExecOptions(timeout, hints)
-        return self._perform(OpName.all_gather_single, options, handle.output, input, async_op)
-
-    def all_gather_p_free(self, handle: AllGatherPHandle) -> None:
-        """Releases a handle of `all_gather_p_init`."""
-        handle.output = None
-
     # ---- splitting ----
 
     def split(
@@ -502,7 +197,7 @@ class TorchComm:
         number = next(self._splits)
         members = self._own_group(ranks)
         told = _hooks.SplitPreHookArgs(members, name)
-        op_id = next(_op_ids)
+        op_id = next(op_ids)
         self._pre_hooks(OpName.split, op_id, told)
         child = self._split(members, name, number, hints, timeout) if members else None
         self._post_hooks(op_id, _hooks.SplitPostHookArgs(child))
@@ -601,18 +296,24 @@ class TorchComm:
 
     # ---- windows ----
 
-    def new_window(self, tensor: torch.Tensor | None = None) -> Any:
+    def new_window(self, tensor: torch.Tensor | None = None) -> TorchCommWindow:
         """Memory that other ranks write to. Called on all ranks.
+
+        Args:
+            tensor: what this rank lends at once; more comes by `TorchCommWindow.tensor_register`.
 
         Raises:
             RuntimeError: the backend has no windows.
         """
         self._check_usable("new_window")
-        if not hasattr(self._impl, "new_window"):
+        c10d_backend = getattr(self._impl, "c10d", None)
+        if not hasattr(c10d_backend, "_window_register"):
             raise RuntimeError(f"new_window: the backend {self.get_backend()} has no windows")
-        op_id = next(_op_ids)
+        op_id = next(op_ids)
         self._pre_hooks(OpName.new_window, op_id, _hooks.NewWindowPreHookArgs())
-        window = self._impl.new_window(tensor)
+        window = TorchCommWindow(self, c10d_backend)
+        if tensor is not None:
+            window.tensor_register(tensor)
         self._post_hooks(op_id, _hooks.NewWindowPostHookArgs())
         return window
 
@@ -650,131 +351,6 @@ class TorchComm:
         """
         if self._registered.pop(tensor.data_ptr(), None) is None:
             raise RuntimeError("tensor_deregister: the tensor is not registered")
-
-    # ---- what all operations share ----
-
-    def _check_usable(self, operation: str) -> None:
-        if self._state != "ready":
-            raise RuntimeError(f"{operation}: communicator `{self._name}` is {self._state}")
-
-    def _check_rank(self, parameter: str, rank: int) -> None:
-        if not 0 <= rank < self._size:
-            raise RuntimeError(f"{parameter} must be in range [0, {self._size}), but got {rank}")
-
-    def _check_length(self, parameter: str, tensors: Tensors) -> None:
-        if len(tensors) != self._size:
-            raise RuntimeError(f"{parameter} must hold {self._size} tensors, one a rank, but holds {len(tensors)}")
-
-    def _check_tensor(self, operation: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise RuntimeError(f"{operation}: tensors must be contiguous, got strides {tuple(tensor.stride())}")
-        if tensor.device.type != self._device.type:
-            raise RuntimeError(
-                f"{operation}: tensors must be on {self._device}, as communicator `{self._name}` is, "
-                f"got one on {tensor.device}"
-            )
-
-    def _issue(self, name: OpName, told: Any, options: OpOptions, *args: Any) -> TorchWork:
-        """Runs the hooks around an operation of the backend."""
-        self._check_usable(name.name)
-        if not (self._pre_hooks or self._post_hooks):
-            return self._perform(name, options, *args)
-        op_id = next(_op_ids)
-        self._pre_hooks(name, op_id, told)
-        work = self._perform(name, options, *args)
-        self._post_hooks(op_id, _hooks.CollectivePostHookArgs(work))
-        return work
-
-    def _perform(self, name: OpName, options: OpOptions, *args: Any) -> TorchWork:
-        self._check_usable(name.name)
-        for arg in args:
-            for tensor in [arg] if isinstance(arg, torch.Tensor) else arg if isinstance(arg, list | tuple) else ():
-                if isinstance(tensor, torch.Tensor):
-                    self._check_tensor(name.name, tensor)
-        for hint in options.hints:
-            _warn_unknown_hint(hint)
-        method = getattr(self._impl, name.name, None)
-        if method is None:
-            raise RuntimeError(f"{name.name}: the backend {self.get_backend()} does not have it")
-        extra = (options,) if accepts_options(getattr(method, "__func__", method)) else ()
-        work = TorchWork(method(*args, *extra))
-        async_op = args[-1]
-        if not async_op:
-            work.wait()
-        return work
-
-
-class AllGatherPHandle:
-    """A prepared all_gather; see `TorchComm.all_gather_p_init`."""
-
-    def __init__(self, output: torch.Tensor) -> None:
-        self.output: torch.Tensor | None = output
-
-
-def new_comm(
-    backend: str,
-    device: torch.device | str,
-    name: str | None = None,
-    abort_process_on_timeout_or_error: bool | None = None,
-    timeout: timedelta | None = None,
-    is_high_priority_stream: bool | None = None,
-    store: c10d.Store | None = None,
-    enable_reconfigure: bool = False,
-    hints: Hints = None,
-    *,
-    rank: int | None = None,
-    size: int | None = None,
-) -> TorchComm:
-    """Makes a communicator of all ranks. Called on all of them; returns when all have come.
-
-    Args:
-        backend: ``ncclx`` (the engine of this package), ``gloo`` or another backend of the installed PyTorch, or one
-            that was registered.
-        device: where the tensors are.
-        name: the name, in messages; the same on every rank. Made up if not given.
-        abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
-            otherwise the operation raises, and so does every later one. The default is true, or what
-            ``TORCHCOMM_ABORT_ON_ERROR`` says.
-        timeout: the time limit of joining and of operations that have none of their own. The default is 600 s, or
-            ``TORCHCOMM_TIMEOUT_SECONDS``.
-        is_high_priority_stream: whether CUDA operations run on a stream of high priority.
-        store: where the ranks meet. The default is a TCP store at ``MASTER_ADDR`` and ``MASTER_PORT``.
-        enable_reconfigure: whether the members may change later.
-        hints: settings by name; unknown ones are warned about.
-        rank: this process's rank. The default is what the launcher's environment says, as for ``size``.
-        size: the number of ranks.
-
-    Raises:
-        ModuleNotFoundError: there is no such backend.
-        RuntimeError: rank, size or the meeting place are not known, or ranks did not come in time.
-    """
-    impl = make_backend(backend)
-    if enable_reconfigure and not hasattr(impl, "reconfigure"):
-        raise RuntimeError(f"new_comm: the backend {backend} does not support enable_reconfigure")
-    options = CommOptions()
-    options.name = f"comm{next(_unnamed)}" if name is None else name
-    options.abort_process_on_timeout_or_error = (
-        _flag("TORCHCOMM_ABORT_ON_ERROR", True)
-        if abort_process_on_timeout_or_error is None
-        else abort_process_on_timeout_or_error
-    )
-    options.timeout = timeout or timedelta(seconds=float(os.environ.get("TORCHCOMM_TIMEOUT_SECONDS", "600")))
-    options.enable_reconfigure = enable_reconfigure
-    options.hints = dict(hints or {})
-    if is_high_priority_stream is not None:
-        options.hints.setdefault("is_high_priority_stream", str(is_high_priority_stream).lower())
-    device = torch.device(device)
-    if enable_reconfigure:
-        pass  # members come by `reconfigure`, from whatever places their handles name
-    elif isinstance(impl, C10dBackend) or rank is not None or size is not None:
-        if rank is None or size is None:
-            rank, size = (0, 1) if backend == "fake" else _bootstrap.place()
-        options.rank, options.size = rank, size
-        options.store = _bootstrap.store_for(options.name, store, rank, size, options.timeout)
-    else:
-        options.store = store
-    impl.init(device, options.name, options)
-    return TorchComm(impl, options.name, device, options)
 
 
 def _BackendWrapper(comm: TorchComm) -> Any:
@@ -816,30 +392,4 @@ def _abort_process(comm: TorchComm) -> NoReturn:
     os.abort()
 
 
-def _flag(variable: str, default: bool) -> bool:
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    if text.lower() in ("1", "true", "yes", "y"):
-        return True
-    if text.lower() in ("0", "false", "no", "n"):
-        return False
-    raise RuntimeError(f"new_comm: {variable} must be true or false, got {text!r}")
-
-
-_warned: set[str] = set()
-_warned_lock = threading.Lock()
-
-
-def _warn_unknown_hint(name: str) -> None:
-    with _warned_lock:
-        if name in _warned:
-            return
-        _warned.add(name)
-    warnings.warn(f"ncclx_rs: the hint {name!r} is not known to any operation and is ignored", stacklevel=4)
-
-
-# One count for the process, so that hooks on several communicators can be put in order.
-_op_ids = itertools.count()
-_unnamed = itertools.count()
 _FINALIZE_OP_ID = 2**64 - 1

@@ -1,0 +1,427 @@
+//! One-sided operations on windows: put, get, signal, wait for a signal. The target's part is taken by whichever of its
+//! threads makes progress; see [`crate::window`].
+//!
+//! A put's payload lands in the target's window as it arrives. The stream keeps order, so a signal that follows a put
+//! from the same rank is counted after the put's last byte. Since a long put travels in fragments, between which other
+//! messages get their turn, what this rank sends to one peer after it waits here until it is written ([`Flow`]).
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use crate::engine::core::{Core, Failed, control, deadline};
+use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, Lane, Scope, Signature};
+use crate::engine::inbox::{Arrival, Placement, Sink};
+use crate::engine::memory::Region;
+use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::error::Error;
+use crate::types::Rank;
+use crate::window::{Window, WindowId};
+use crate::work::Work;
+
+/// What is done to a window.
+#[derive(Clone, Debug)]
+pub(crate) enum Access {
+    /// The peer's window gets the region's bytes, from `offset` on.
+    Put { offset: usize, from: Region },
+    /// The region gets the peer's window's bytes, from `offset` on.
+    Get { offset: usize, into: Region },
+    /// The peer gets a signal.
+    Signal,
+    /// A signal of the peer is taken.
+    WaitSignal,
+}
+
+/// A one-sided operation as it is submitted.
+pub(crate) struct AccessRequest {
+    pub(crate) window: WindowId,
+    pub(crate) peer: Rank,
+    pub(crate) access: Access,
+    pub(crate) timeout: Duration,
+    pub(crate) work: Work,
+}
+
+/// What an operation in flight is, without its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Put(usize),
+    Get(usize),
+    Signal,
+    WaitSignal,
+}
+
+/// An operation in flight.
+struct InFlight {
+    kind: Kind,
+    window: WindowId,
+    peer: Rank,
+    deadline: Option<Instant>,
+    work: Work,
+}
+
+impl InFlight {
+    fn describe(&self) -> String {
+        let InFlight { kind, window, peer, .. } = self;
+        match kind {
+            Kind::Put(bytes) => format!("put({bytes} bytes to rank {peer}, window {window})"),
+            Kind::Get(bytes) => format!("get({bytes} bytes from rank {peer}, window {window})"),
+            Kind::Signal => format!("signal(to rank {peer}, window {window})"),
+            Kind::WaitSignal => format!("wait_signal(from rank {peer}, window {window})"),
+        }
+    }
+}
+
+/// This rank's part of a window.
+struct Exposed {
+    region: Region,
+    /// Absent until every rank has told its size.
+    window: Option<Window>,
+    /// Signals that nobody has waited for yet, by sender.
+    signals: HashMap<Rank, u64>,
+    /// Operations that wait for a signal, by sender, the oldest first.
+    waits: HashMap<Rank, VecDeque<u64>>,
+}
+
+/// A frame that has not been given to the outbox yet.
+struct Queued {
+    id: u64,
+    header: Header,
+    body: Body,
+    owner: Owner,
+}
+
+/// The way to one peer.
+#[derive(Default)]
+struct Flow {
+    /// The put under way that takes more than one frame.
+    long: Option<u64>,
+    /// What must not overtake it.
+    waiting: VecDeque<Queued>,
+}
+
+/// The windows of one communicator and the operations on them.
+#[derive(Default)]
+pub(crate) struct Windows {
+    registered: u64,
+    exposed: HashMap<WindowId, Exposed>,
+    next: u64,
+    in_flight: BTreeMap<u64, InFlight>,
+    flows: HashMap<Rank, Flow>,
+}
+
+impl Windows {
+    /// Whether no operation is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    /// Whether other ranks may access this one's memory at any time.
+    pub(crate) fn is_open(&self) -> bool {
+        !self.exposed.is_empty()
+    }
+
+    /// Whether this rank has something on its way to other ranks' parts of `window`.
+    pub(crate) fn accesses_peers(&self, window: WindowId) -> bool {
+        self.in_flight.values().any(|op| op.window == window && op.kind != Kind::WaitSignal)
+    }
+
+    /// The id that the next operation gets.
+    pub(crate) fn next_id(&self) -> u64 {
+        self.next
+    }
+
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        self.in_flight.values().filter_map(|op| op.deadline).min()
+    }
+
+    /// Lends `region` to the other ranks, from now on.
+    pub(crate) fn expose(&mut self, region: Region) -> WindowId {
+        let id = WindowId(self.registered);
+        self.registered += 1;
+        let exposed = Exposed { region, window: None, signals: HashMap::new(), waits: HashMap::new() };
+        self.exposed.insert(id, exposed);
+        id
+    }
+
+    /// Notes what every rank lends: the window can be used.
+    pub(crate) fn agree(&mut self, window: Window) {
+        if let Some(exposed) = self.exposed.get_mut(&window.id()) {
+            exposed.window = Some(window);
+        }
+    }
+
+    /// The window `id`, if it can be used.
+    pub(crate) fn window(&self, id: WindowId) -> Option<&Window> {
+        self.exposed.get(&id)?.window.as_ref()
+    }
+}
+
+impl Core {
+    /// Starts an operation on a window that can be used, on a range inside it.
+    pub(crate) fn submit_access(&mut self, request: AccessRequest) {
+        let id = self.windows.next;
+        self.windows.next += 1;
+        let AccessRequest { window, peer, access, timeout, work } = request;
+        let kind = match &access {
+            Access::Put { from, .. } => Kind::Put(from.len()),
+            Access::Get { into, .. } => Kind::Get(into.len()),
+            Access::Signal => Kind::Signal,
+            Access::WaitSignal => Kind::WaitSignal,
+        };
+        let deadline = deadline(Instant::now(), timeout);
+        self.windows.in_flight.insert(id, InFlight { kind, window, peer, deadline, work });
+        if kind == Kind::WaitSignal {
+            self.wait_for_signal(id, window, peer);
+        } else if peer == self.me {
+            self.access_self(id, window, access);
+        } else {
+            self.access_peer(id, window, peer, access);
+        }
+    }
+
+    fn access_self(&mut self, id: u64, window: WindowId, access: Access) {
+        match (access, self.windows.exposed.get_mut(&window)) {
+            (Access::Put { offset, from }, Some(exposed)) => exposed.region.part(offset, from.len()).copy_from(&from),
+            (Access::Get { offset, mut into }, Some(exposed)) => {
+                let len = into.len();
+                into.copy_from(&exposed.region.part(offset, len));
+            }
+            (Access::Signal, _) => self.signalled(self.me, window),
+            (Access::WaitSignal, _) | (_, None) => {}
+        }
+        self.access_done(id);
+    }
+
+    fn access_peer(&mut self, id: u64, window: WindowId, to: Rank, access: Access) {
+        self.reach(to);
+        if let Some(cause) = self.lost(to).map(str::to_owned) {
+            return self.fail_access_lost(id, to, &cause);
+        }
+        let owner = Owner { op: OpRef::Access(id), step: 0 };
+        let frame = |kind, token, len: usize| control(kind, Lane::PointToPoint, window.0, token, len as u64);
+        let queued = match access {
+            Access::Put { from, .. } if from.len() == 0 => return self.access_done(id),
+            Access::Get { into, .. } if into.len() == 0 => return self.access_done(id),
+            Access::Put { offset, from } => {
+                let header = frame(FrameKind::Put, offset as u64, from.len());
+                Queued { id, header, body: Body::Memory(from), owner }
+            }
+            Access::Get { offset, into } => {
+                let token = GET_TOKENS | id;
+                let signature = Signature { count: offset as u64, ..Signature::default() };
+                let header = Header { signature, ..frame(FrameKind::Get, token, into.len()) };
+                self.expect(to, token, Placement { region: into, arrival: Arrival::Store, owner, filled: 0 });
+                Queued { id, header, body: Body::Empty, owner: Owner::PROTOCOL }
+            }
+            Access::Signal | Access::WaitSignal => {
+                Queued { id, header: frame(FrameKind::Signal, 0, 0), body: Body::Empty, owner }
+            }
+        };
+        self.windows.flows.entry(to).or_default().waiting.push_back(queued);
+        self.advance_flow(to);
+    }
+
+    /// Gives the outbox what may go to `to` now.
+    fn advance_flow(&mut self, to: Rank) {
+        let Some(flow) = self.windows.flows.get_mut(&to) else { return };
+        let mut now = Vec::new();
+        while flow.long.is_none()
+            && let Some(queued) = flow.waiting.pop_front()
+        {
+            if queued.header.payload() > FRAGMENT_BYTES {
+                flow.long = Some(queued.id);
+            }
+            now.push(queued);
+        }
+        if flow.long.is_none() {
+            self.windows.flows.remove(&to);
+        }
+        for Queued { header, body, owner, .. } in now {
+            self.send(to, header, body, owner);
+        }
+    }
+
+    fn wait_for_signal(&mut self, id: u64, window: WindowId, from: Rank) {
+        let Some(exposed) = self.windows.exposed.get_mut(&window) else { return };
+        if let Some(count) = exposed.signals.get_mut(&from).filter(|count| **count > 0) {
+            *count -= 1;
+            return self.access_done(id);
+        }
+        exposed.waits.entry(from).or_default().push_back(id);
+        // Its end tells that the peer is gone.
+        self.reach(from);
+        if let Some(cause) = self.lost(from).map(str::to_owned) {
+            self.fail_access_lost(id, from, &cause);
+        }
+    }
+
+    // ---- arrivals ----
+
+    /// The part of a window that a peer's frame means; nothing, and a line in the log, if there is no such part.
+    fn exposed_part(&self, from: Rank, header: Header, offset: u64) -> Option<Region> {
+        let exposed = self.windows.exposed.get(&WindowId(header.key));
+        let part = exposed.and_then(|exposed| {
+            let (offset, len) = (usize::try_from(offset).ok()?, usize::try_from(header.len).ok()?);
+            let inside = offset.checked_add(len)? <= exposed.region.len();
+            inside.then(|| exposed.region.part(offset, len))
+        });
+        if part.is_none() {
+            self.log_stray(from, header, offset);
+        }
+        part
+    }
+
+    /// Frames for a window that was deregistered may have been on their way; others are the peer's mistake.
+    fn log_stray(&self, from: Rank, header: Header, offset: u64) {
+        let known = self.windows.exposed.contains_key(&WindowId(header.key));
+        let level = if !known && header.key < self.windows.registered { log::Level::Debug } else { log::Level::Warn };
+        let (kind, window, len) = (header.kind, header.key, header.len);
+        log::log!(
+            level,
+            "communicator `{}` rank {}: dropped rank {from}'s {kind:?} of {len} bytes at {offset} of window {window}",
+            self.name,
+            self.me
+        );
+    }
+
+    pub(crate) fn put_arrives(&mut self, from: Rank, header: Header) -> Sink {
+        let Some(region) = self.exposed_part(from, header, header.token) else { return Sink::Discard };
+        let owner = Owner { op: OpRef::Window(header.key), step: 0 };
+        Sink::Place(Placement { region, arrival: Arrival::Store, owner, filled: 0 })
+    }
+
+    pub(crate) fn get_arrives(&mut self, from: Rank, header: Header) -> Sink {
+        match self.exposed_part(from, header, header.signature.count) {
+            Some(region) => {
+                let data = control(FrameKind::Data, Lane::PointToPoint, header.key, header.token, header.len);
+                let owner = Owner { op: OpRef::Window(header.key), step: 0 };
+                self.send(from, data, Body::Memory(region), owner);
+            }
+            None => {
+                let text = format!("window {} has no such bytes on rank {}", header.key, self.me);
+                self.send_failure(from, Failed::Message(header.token), Scope::Operation, &text);
+            }
+        }
+        Sink::Discard
+    }
+
+    pub(crate) fn signal_arrives(&mut self, from: Rank, header: Header) -> Sink {
+        if self.windows.exposed.contains_key(&WindowId(header.key)) {
+            self.signalled(from, WindowId(header.key));
+        } else {
+            self.log_stray(from, header, 0);
+        }
+        Sink::Discard
+    }
+
+    /// Gives a signal to the oldest operation that waits for it, or keeps it for the next.
+    fn signalled(&mut self, from: Rank, window: WindowId) {
+        let Some(exposed) = self.windows.exposed.get_mut(&window) else { return };
+        match exposed.waits.get_mut(&from).and_then(VecDeque::pop_front) {
+            Some(id) => self.access_done(id),
+            None => *exposed.signals.entry(from).or_default() += 1,
+        }
+    }
+
+    // ---- ends ----
+
+    /// Ends an operation well: its bytes are written or there, its signal is written or taken.
+    pub(crate) fn access_done(&mut self, id: u64) {
+        let Some(op) = self.windows.in_flight.remove(&id) else { return };
+        op.work.complete(Ok(()), None);
+        self.finished.push(op.work);
+        if let Some(flow) = self.windows.flows.get_mut(&op.peer)
+            && flow.long == Some(id)
+        {
+            flow.long = None;
+            self.advance_flow(op.peer);
+        }
+    }
+
+    fn fail_access(&mut self, id: u64, error: impl FnOnce(String) -> Error) {
+        let Some(op) = self.windows.in_flight.remove(&id) else { return };
+        self.cancel(OpRef::Access(id));
+        if let Some(flow) = self.windows.flows.get_mut(&op.peer) {
+            flow.waiting.retain(|queued| queued.id != id);
+            flow.long = flow.long.filter(|long| *long != id);
+        }
+        if let Some(exposed) = self.windows.exposed.get_mut(&op.window)
+            && let Some(waits) = exposed.waits.get_mut(&op.peer)
+        {
+            waits.retain(|wait| *wait != id);
+        }
+        op.work.complete(Err(error(op.describe())), None);
+        self.finished.push(op.work);
+        self.advance_flow(op.peer);
+    }
+
+    fn fail_access_lost(&mut self, id: u64, rank: Rank, cause: &str) {
+        self.fail_access(id, |operation| Error::PeerLost { operation, rank: rank.0, cause: cause.to_owned() });
+    }
+
+    pub(crate) fn access_failed_elsewhere(&mut self, id: u64, text: &str) {
+        self.fail_access(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
+    }
+
+    /// The operations that `wanted` picks, the oldest first.
+    fn accesses(&self, wanted: impl Fn(&InFlight) -> bool) -> Vec<u64> {
+        self.windows.in_flight.iter().filter(|(_, op)| wanted(op)).map(|(id, _)| *id).collect()
+    }
+
+    /// Takes this rank's part of a window back: nothing of the engine refers to its memory afterwards.
+    pub(crate) fn conceal(&mut self, window: WindowId) {
+        for id in self.accesses(|op| op.window == window) {
+            self.fail_access(id, |operation| Error::Mismatch { operation, detail: WITHDRAWN.to_owned() });
+        }
+        self.windows.exposed.remove(&window);
+        self.cancel(OpRef::Window(window.0));
+    }
+
+    /// Ends the operations with `peer`. Signals that it sent before stay.
+    pub(crate) fn lose_accesses(&mut self, peer: Rank, cause: &str) {
+        for id in self.accesses(|op| op.peer == peer) {
+            self.fail_access_lost(id, peer, cause);
+        }
+        self.windows.flows.remove(&peer);
+    }
+
+    pub(crate) fn close_windows(&mut self, how: &str) {
+        self.windows.flows.clear();
+        for id in self.accesses(|_| true) {
+            let (comm, how) = (self.name.clone(), how.to_owned());
+            self.fail_access(id, |operation| Error::Closed { operation, comm, how });
+        }
+        self.windows.exposed.clear();
+    }
+
+    /// Ends operations whose time is over. A signal must not arrive without the put before it, so what was to follow
+    /// one that ends goes with it.
+    pub(crate) fn check_access_deadlines(&mut self, now: Instant) {
+        for id in self.accesses(|op| op.deadline.is_some_and(|deadline| deadline <= now)) {
+            let Some(op) = self.windows.in_flight.get(&id) else { continue };
+            let (peer, waited) = (op.peer, op.work.age());
+            let detail = match op.kind {
+                Kind::Put(_) | Kind::Signal => format!("rank {peer} did not take it"),
+                Kind::Get(_) => format!("rank {peer} did not answer"),
+                Kind::WaitSignal => format!("rank {peer} did not signal"),
+            };
+            let later = match op.kind {
+                Kind::Put(_) => self.accesses(|op| op.peer == peer && op.kind != Kind::WaitSignal),
+                _ => Vec::new(),
+            };
+            self.fail_access(id, |operation| Error::Timeout { operation, waited, detail });
+            for other in later.into_iter().filter(|other| *other > id) {
+                let detail = format!("a put to rank {peer} before it failed");
+                self.fail_access(other, |operation| Error::Timeout { operation, waited, detail });
+            }
+        }
+    }
+}
+
+/// Tokens of gets have this bit, which the tokens that their targets give messages never reach.
+const GET_TOKENS: u64 = 1 << 63;
+
+/// What became of the window of an operation that is cut off.
+const WITHDRAWN: &str = "the window was deregistered in the meantime";
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,103 @@
+//! Windows: memory that a rank lends to the others, who write and read it without its taking part.
+//!
+//! [`Communicator::window_register`](crate::Communicator::window_register) makes one on every rank. After that a rank
+//! that wants to write submits [`OpKind::Put`](crate::OpKind::Put) and then [`OpKind::Signal`](crate::OpKind::Signal);
+//! the owner submits [`OpKind::WaitSignal`](crate::OpKind::WaitSignal), after which it sees all that the signalling
+//! rank had put before. A put alone tells its target nothing.
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use ncclx_rs::comm::store::MemoryStore;
+//! # use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Mode, Op, OpKind, Rank};
+//! # let options = CommOptions {
+//! #     name: "example".into(),
+//! #     rank: Rank(0),
+//! #     size: 1,
+//! #     store: Arc::new(MemoryStore::default()),
+//! #     timeout: None,
+//! #     hints: vec![],
+//! # };
+//! # let comm = Communicator::new(options)?;
+//! let (mut memory, mut data) = ([0u8; 4], [7u8; 2]);
+//! // SAFETY: both outlive the window, and nobody touches them while they are written.
+//! let lent = unsafe { Buffer::from_raw(memory.as_mut_ptr(), 4, DType::U8) };
+//! let source = unsafe { Buffer::from_raw(data.as_mut_ptr(), 2, DType::U8) };
+//! let window = comm.window_register(lent)?.id();
+//! let run = |kind, inputs| {
+//!     comm.submit(Op { kind, inputs, outputs: vec![], timeout: None, mode: Mode::Blocking })?.wait(None)
+//! };
+//! run(OpKind::Put { window, to: Rank(0), offset: 1 }, vec![source])?;
+//! run(OpKind::Signal { window, to: Rank(0) }, vec![])?;
+//! run(OpKind::WaitSignal { window, from: Rank(0) }, vec![])?;
+//! assert_eq!(memory, [0, 7, 7, 0]);
+//! comm.window_deregister(window)?;
+//! # Ok::<(), ncclx_rs::Error>(())
+//! ```
+
+use std::fmt;
+
+use crate::types::Rank;
+
+/// Names a window: the how-manieth of its communicator, the same on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WindowId(pub u64);
+
+impl fmt::Display for WindowId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A registered window. It refers to no memory itself: that is lent until the window is deregistered or the communicator
+/// closes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Window {
+    id: WindowId,
+    sizes: Vec<usize>,
+}
+
+impl Window {
+    /// Describes the window `id`, of which every rank lends as many bytes as `sizes` says.
+    pub(crate) fn new(id: WindowId, sizes: Vec<usize>) -> Window {
+        Window { id, sizes }
+    }
+
+    /// Its name in operations.
+    pub fn id(&self) -> WindowId {
+        self.id
+    }
+
+    /// The number of bytes that `rank` lends; none for ranks there are not.
+    pub fn bytes(&self, rank: Rank) -> usize {
+        self.sizes.get(rank.index()).copied().unwrap_or(0)
+    }
+
+    /// Refuses `len` bytes from `offset` on that are not all inside the memory of `rank`.
+    pub(crate) fn check(&self, rank: Rank, offset: usize, len: usize) -> Result<(), String> {
+        match (offset.checked_add(len), self.bytes(rank)) {
+            (Some(end), bytes) if end <= bytes => Ok(()),
+            (end, bytes) => {
+                let requested = end.unwrap_or(usize::MAX);
+                Err(format!("Requested size ({requested} bytes) exceeds the window size ({bytes} bytes)"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_lies_inside_the_window_passes() {
+        let window = Window::new(WindowId(0), vec![16, 0]);
+        assert_eq!(window.check(Rank(0), 0, 16), Ok(()));
+        assert_eq!(window.check(Rank(0), 16, 0), Ok(()));
+        assert_eq!(window.check(Rank(1), 0, 0), Ok(()));
+        let refused = window.check(Rank(0), 12, 8).expect_err("beyond the end");
+        assert_eq!(refused, "Requested size (20 bytes) exceeds the window size (16 bytes)");
+        assert!(window.check(Rank(1), 0, 1).is_err());
+        assert!(window.check(Rank(0), usize::MAX, 2).is_err());
+        assert!(window.check(Rank(7), 0, 1).is_err());
+    }
+}

@@ -1,0 +1,128 @@
+// One-sided windows: the backend's calls, and c10d::Window over them. Included by register.cpp.
+#include "backend.h"
+
+namespace ncclx {
+
+uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
+  Operands operands("window_register");
+  operands.lend(tensor, "tensor");
+  uint64_t window = 0;
+  NcclxError error;
+  const int32_t status = engine_->window_register(comm_, operands.outputs().data(), &window, &error);
+  if (status != NCCLX_OK) raise(status, error.text);
+  std::lock_guard<std::mutex> lock(windows_mutex_);
+  if (owning) windows_.emplace(window, tensor);
+  return window;
+}
+
+void NcclxBackend::deregister_window(uint64_t window) {
+  NcclxError error;
+  const int32_t status = engine_->window_deregister(comm_, window, &error);
+  at::Tensor kept;  // dropped without the lock
+  {
+    std::lock_guard<std::mutex> lock(windows_mutex_);
+    const auto found = windows_.find(window);
+    if (found != windows_.end()) {
+      kept = std::move(found->second);
+      windows_.erase(found);
+    }
+  }
+  if (status != NCCLX_OK) raise(status, error.text);
+}
+
+WorkPtr NcclxBackend::access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
+                                    int64_t offset, bool async, Milliseconds timeout) {
+  const char* operation = kind == NCCLX_PUT      ? "put"
+                          : kind == NCCLX_GET    ? "get"
+                          : kind == NCCLX_SIGNAL ? "signal"
+                                                 : "wait_signal";
+  if (offset < 0) refuse(operation, "offset", "a number of at least 0", std::to_string(offset));
+  const Tensors tensors = tensor ? Tensors{*tensor} : Tensors{};
+  WorkPtr work = launch({.kind = kind, .operation = operation,
+                         .title = kind == NCCLX_PUT      ? "ncclx_rs:put"
+                                  : kind == NCCLX_GET    ? "ncclx_rs:get"
+                                  : kind == NCCLX_SIGNAL ? "ncclx_rs:signal"
+                                                         : "ncclx_rs:wait_signal",
+                         .type = OpType::UNKNOWN, .timeout = timeout, .async = async, .results = tensors,
+                         .profiled = tensors, .peer = peer, .window = window, .offset = static_cast<uint64_t>(offset),
+                         .fill = [&](Operands& o, size_t) {
+                           if (tensor) kind == NCCLX_PUT ? o.input(*tensor, "tensor") : o.output(*tensor, "tensor");
+                         }});
+  if (!async) work->wait();
+  return work;
+}
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+
+namespace {
+
+class NcclxWindow : public c10d::Window {
+ public:
+  explicit NcclxWindow(c10::intrusive_ptr<NcclxBackend> backend) : backend_(std::move(backend)) {}
+
+  void tensor_register(const at::Tensor& tensor, bool owning = true) override {
+    TORCH_CHECK(!id_, "ncclx_rs: window_register: Double registration error: the window has a tensor already");
+    id_ = backend_->register_window(tensor, owning);
+    // Without ownership, a view of the memory that keeps nothing alive.
+    tensor_ = owning ? tensor : at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options());
+  }
+
+  void tensor_deregister() override {
+    TORCH_CHECK(id_, "ncclx_rs: window_deregister: Double deregistration error: the window has no tensor");
+    const uint64_t id = *id_;
+    id_.reset();
+    tensor_.reset();
+    backend_->deregister_window(id);
+  }
+
+  WorkPtr put(const at::Tensor& tensor, int64_t dst, int64_t offset, bool async,
+              const c10d::PutOptions& opts = {}) override {
+    if (!tensor.is_contiguous()) refuse("put", "tensor", "a contiguous tensor", "one of other strides");
+    return backend_->access_window(NCCLX_PUT, id(), tensor, static_cast<int>(dst), offset * tensor.element_size(), async,
+                                   opts.timeout);
+  }
+
+  WorkPtr signal(int64_t peer, bool async, const c10d::SignalOptions& opts = {}) override {
+    return backend_->access_window(NCCLX_SIGNAL, id(), std::nullopt, static_cast<int>(peer), 0, async, opts.timeout);
+  }
+
+  WorkPtr wait_signal(int64_t peer, bool async, const c10d::WaitSignalOptions& opts = {}) override {
+    return backend_->access_window(NCCLX_WAIT_SIGNAL, id(), std::nullopt, static_cast<int>(peer), 0, async,
+                                   opts.timeout);
+  }
+
+  // Another rank's memory is only reached by messages.
+  at::Tensor map_remote_tensor(int64_t rank) override {
+    id();
+    if (rank != backend_->getRank()) refuse("map_remote_tensor", "rank", "this rank itself", std::to_string(rank));
+    return tensor_;
+  }
+
+  c10d::WindowAttr get_attr(int64_t peer) override {
+    const bool mine = peer == backend_->getRank();
+    return {mine ? c10d::WindowAccessType::UNIFIED : c10d::WindowAccessType::SEPARATE};
+  }
+
+ private:
+  uint64_t id() const {
+    TORCH_CHECK(id_, "ncclx_rs: the window has no tensor: call tensor_register first");
+    return *id_;
+  }
+
+  c10::intrusive_ptr<NcclxBackend> backend_;
+  std::optional<uint64_t> id_;
+  at::Tensor tensor_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Window> NcclxBackend::new_window(const std::optional<at::Tensor>& tensor) {
+  auto window =
+      c10::make_intrusive<NcclxWindow>(c10::intrusive_ptr<NcclxBackend>::unsafe_reclaim_from_nonowning(this));
+  if (tensor) window->tensor_register(*tensor);
+  return window;
+}
+
+#endif
+
+}  // namespace ncclx

@@ -1,0 +1,217 @@
+"""Memory that other ranks write to without this one's taking part."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ncclx_rs._work import TorchWork
+
+if TYPE_CHECKING:
+    from ncclx_rs._comm import TorchComm
+
+
+class TorchCommWinAccessType(enum.Enum):
+    """How a rank's part of a window can be reached: as memory of this process, or by operations alone."""
+
+    WIN_ACCESS_TYPE_UNIFIED = enum.auto()
+    WIN_ACCESS_TYPE_SEPARATE = enum.auto()
+
+
+class TorchCommWindowAttr:
+    """What holds for a rank's part of a window.
+
+    Attributes:
+        access_type: how it can be reached.
+    """
+
+    def __init__(self) -> None:
+        self.access_type = TorchCommWinAccessType.WIN_ACCESS_TYPE_SEPARATE
+
+
+class TorchCommWindow:
+    """A tensor of each rank, which the others write to; made by `TorchComm.new_window`.
+
+    What a rank has put is there for its target once the target has waited for a signal that the rank sent afterwards.
+    Signals between two ranks are counted: each `signal` adds one, each `wait_signal` takes one.
+    """
+
+    def __init__(self, comm: TorchComm, c10d: Any) -> None:
+        """Makes a window without a tensor; programs call `TorchComm.new_window`."""
+        self._comm = comm
+        self._c10d = c10d
+        self._tensor: torch.Tensor | None = None
+        self._id: int | None = None
+        self._bytes = 0
+        self._meta: tuple[torch.dtype, torch.Size, torch.device] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._registered()[0]
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self._registered()[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self._registered()[2]
+
+    def get_size(self) -> int:
+        """The number of bytes of this rank's part; none before a tensor is registered."""
+        return self._bytes
+
+    def get_tensor(self) -> torch.Tensor | None:
+        """The registered tensor, if the window keeps one."""
+        return self._tensor
+
+    def tensor_register(self, tensor: torch.Tensor, owning: bool = True) -> None:
+        """Lends a tensor to the other ranks. Called on all ranks.
+
+        Args:
+            tensor: contiguous, on the communicator's device.
+            owning: whether the window keeps the tensor alive; otherwise the caller does until `tensor_deregister`.
+
+        Raises:
+            RuntimeError: a tensor is registered already, or the tensor is not contiguous.
+        """
+        if self._id is not None:
+            raise RuntimeError("Double registration error: the window has a tensor")
+        self._comm._check_tensor("tensor_register", tensor)
+        self._id = self._c10d._window_register(tensor, owning)
+        self._tensor = tensor if owning else None
+        self._bytes = tensor.nbytes
+        self._meta = (tensor.dtype, tensor.shape, tensor.device)
+
+    def tensor_deregister(self) -> None:
+        """Takes the tensor back, once no rank uses it any more. Called on all ranks.
+
+        Raises:
+            RuntimeError: no tensor is registered.
+        """
+        if self._id is None:
+            raise RuntimeError("Double deregistration error: the window has no tensor")
+        self._c10d._window_deregister(self._id)
+        self._id, self._tensor, self._bytes, self._meta = None, None, 0, None
+
+    def put(
+        self,
+        tensor: torch.Tensor,
+        dst_rank: int,
+        target_offset_nelems: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Writes a tensor into another rank's part. Done when the tensor may be changed again.
+
+        Args:
+            tensor: what is written; contiguous.
+            dst_rank: whose part.
+            target_offset_nelems: where, in elements of ``tensor``.
+            async_op: whether the call returns at once.
+            hints: settings by name.
+            timeout: the time limit; the communicator's if not given.
+
+        Raises:
+            RuntimeError: the tensor does not fit there, or the operation failed.
+        """
+        self._comm._check_rank("dst_rank", dst_rank)
+        self._comm._check_tensor("put", tensor)
+        offset = target_offset_nelems * tensor.element_size()
+        return self._access("put", async_op, timeout, tensor, dst_rank, offset)
+
+    def signal(
+        self,
+        peer_rank: int | None = None,
+        async_op: bool = False,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        *,
+        dst_rank: int | None = None,
+    ) -> TorchWork:
+        """Tells a rank that what was put into its part so far is there.
+
+        Args:
+            peer_rank: who is told.
+            async_op: whether the call returns at once.
+            hints: settings by name.
+            timeout: the time limit; the communicator's if not given.
+            dst_rank: another name of ``peer_rank``.
+        """
+        peer = dst_rank if peer_rank is None else peer_rank
+        if peer is None:
+            raise TypeError("signal: missing argument `peer_rank`")
+        self._comm._check_rank("peer_rank", peer)
+        return self._access("signal", async_op, timeout, peer)
+
+    def wait_signal(
+        self,
+        peer_rank: int,
+        async_op: bool = False,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Waits for a signal of a rank, and takes it.
+
+        Args:
+            peer_rank: whose signal.
+            async_op: whether the call returns at once.
+            hints: settings by name.
+            timeout: the time limit; the communicator's if not given.
+
+        Raises:
+            RuntimeError: no signal came in time, or the rank is lost.
+        """
+        self._comm._check_rank("peer_rank", peer_rank)
+        return self._access("wait_signal", async_op, timeout, peer_rank)
+
+    def map_remote_tensor(self, rank: int) -> torch.Tensor:
+        """A rank's part as a tensor of this process, which only one's own is.
+
+        Raises:
+            RuntimeError: it is another rank's, or no tensor is registered.
+        """
+        self._comm._check_rank("rank", rank)
+        self._registered()
+        if rank != self._comm.get_rank() or self._tensor is None:
+            raise RuntimeError(f"map_remote_tensor: the part of rank {rank} is not in this process's memory")
+        return self._tensor
+
+    def get_attr(self, peer_rank: int) -> TorchCommWindowAttr:
+        """What holds for a rank's part."""
+        self._comm._check_rank("peer_rank", peer_rank)
+        attr = TorchCommWindowAttr()
+        if peer_rank == self._comm.get_rank():
+            attr.access_type = TorchCommWinAccessType.WIN_ACCESS_TYPE_UNIFIED
+        return attr
+
+    def __copy__(self) -> TorchCommWindow:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchCommWindow:
+        """A new window with a copy of the tensor. Called on all ranks."""
+        copied = TorchCommWindow(self._comm, self._c10d)
+        memo[id(self)] = copied
+        if self._tensor is not None:
+            copied.tensor_register(self._tensor.clone())
+        return copied
+
+    def _registered(self) -> tuple[torch.dtype, torch.Size, torch.device]:
+        if self._meta is None:
+            raise RuntimeError("the window has no tensor; call tensor_register first")
+        return self._meta
+
+    def _access(self, operation: str, async_op: bool, timeout: timedelta | None, *args: Any) -> TorchWork:
+        self._comm._check_usable(operation)
+        self._registered()
+        limit = -1 if not timeout else round(timeout.total_seconds() * 1000)
+        access = getattr(self._c10d, f"_window_{operation}")
+        work = TorchWork(access(self._id, *args, async_op, limit))
+        if not async_op:
+            work.wait()
+        return work
