@@ -44,6 +44,8 @@ class TorchComm(Operations):
         self._options = options
         self._rank = backend.get_rank()
         self._size = backend.get_size()
+        # Its ranks as the communicator that all others were split from numbers them.
+        self._members = list(range(self._size))
         self._state = "not reconfigured yet" if options.enable_reconfigure else "ready"
         self._endpoint: _reconfigure.Endpoint | None = None
         self._splits = itertools.count()
@@ -228,7 +230,9 @@ class TorchComm(Operations):
             prefix = f"split/{number}/{min(members)}/{name}"
             options.store = c10d.PrefixStore(prefix, self._options.store)
         backend = self._impl.split(members, name, options)  # type: ignore[attr-defined]
-        return TorchComm(backend, name, self._device, options)
+        child = TorchComm(backend, name, self._device, options)
+        child._members = [self._members[rank] for rank in members]
+        return child
 
     # ---- changing members ----
 
@@ -285,6 +289,7 @@ class TorchComm(Operations):
         self._impl.reconfigure(options)
         self._options.rank, self._options.size, self._options.store = options.rank, options.size, options.store
         self._rank, self._size = options.rank, options.size
+        self._members = list(range(self._size))
         self._splits = itertools.count()
         self._state = "ready"
         return TorchWork()
@@ -368,11 +373,13 @@ def _failed(itself: weakref.ref[TorchComm]) -> None:
     if comm is None or comm._state != "ready":
         return
     comm._state = "aborted"
-    comm._abort_hooks()
-    if comm.is_abort_supported():
-        comm._impl.abort()  # type: ignore[attr-defined]
-    if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
-        _abort_process(comm)
+    try:
+        comm._abort_hooks()
+    finally:
+        if comm.is_abort_supported():
+            comm._impl.abort()  # type: ignore[attr-defined]
+        if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
+            _abort_process(comm)
 
 
 def _abort_process(comm: TorchComm) -> NoReturn:

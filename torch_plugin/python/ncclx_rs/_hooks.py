@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Generic, ParamSpec
 import torch
 
 if TYPE_CHECKING:
+    from ncclx_rs._batch import P2POp
     from ncclx_rs._comm import TorchComm
+    from ncclx_rs._types import ReduceOp
     from ncclx_rs._work import TorchWork
 
 P = ParamSpec("P")
@@ -74,6 +76,7 @@ class BroadcastPreHookArgs:
 @dataclass(frozen=True)
 class AllReducePreHookArgs:
     tensor: torch.Tensor
+    op: ReduceOp
     async_op: bool
 
 
@@ -81,6 +84,7 @@ class AllReducePreHookArgs:
 class ReducePreHookArgs:
     tensor: torch.Tensor
     root: int
+    op: ReduceOp
     async_op: bool
 
 
@@ -109,6 +113,7 @@ class AllGatherSinglePreHookArgs:
 class ReduceScatterPreHookArgs:
     input: list[torch.Tensor]
     output: torch.Tensor
+    op: ReduceOp
     async_op: bool
 
 
@@ -116,6 +121,7 @@ class ReduceScatterPreHookArgs:
 class ReduceScatterVPreHookArgs:
     input: list[torch.Tensor]
     output: torch.Tensor
+    op: ReduceOp
     async_op: bool
 
 
@@ -123,6 +129,7 @@ class ReduceScatterVPreHookArgs:
 class ReduceScatterSinglePreHookArgs:
     input: torch.Tensor
     output: torch.Tensor
+    op: ReduceOp
     async_op: bool
 
 
@@ -137,6 +144,8 @@ class AllToAllSinglePreHookArgs:
 class AllToAllVSinglePreHookArgs:
     input: torch.Tensor
     output: torch.Tensor
+    input_split_sizes: list[int]
+    output_split_sizes: list[int]
     async_op: bool
 
 
@@ -186,6 +195,7 @@ class SplitPreHookArgs:
 class BatchOpIssuePreHookArgs:
     num_ops: int
     async_op: bool
+    ops: list[P2POp]
 
 
 class NewWindowPreHookArgs:

@@ -79,7 +79,7 @@ class Operations:
     def _issue_batch(self, ops: Sequence[P2POp], async_op: bool, options: OpOptions) -> TorchWork:
         self._check_usable("batch")
         op_id = next(op_ids)
-        self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op))
+        self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op, list(ops)))
         names = {P2POpType.SEND: OpName.send, P2POpType.RECV: OpName.recv}
         work = together([self._perform(names[op.type], options, op.tensor, op.peer, True) for op in ops])
         self._post_hooks(op_id, _hooks.BatchOpIssuePostHookArgs(work))
@@ -101,7 +101,7 @@ class Operations:
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Combines the ranks' tensors, of one shape, element by element; every rank gets the result in place."""
-        told = _hooks.AllReducePreHookArgs(tensor, async_op)
+        told = _hooks.AllReducePreHookArgs(tensor, op, async_op)
         return self._issue(OpName.all_reduce, told, AllReduceOptions(timeout, hints), tensor, op, async_op)
 
     allreduce = all_reduce
@@ -117,7 +117,7 @@ class Operations:
     ) -> TorchWork:
         """As `all_reduce`, for the root alone. What others have in ``tensor`` afterwards is undefined."""
         self._check_rank("root", root)
-        told = _hooks.ReducePreHookArgs(tensor, root, async_op)
+        told = _hooks.ReducePreHookArgs(tensor, root, op, async_op)
         return self._issue(OpName.reduce, told, ReduceOptions(timeout, hints), tensor, root, op, async_op)
 
     def all_gather(
@@ -170,7 +170,7 @@ class Operations:
     ) -> TorchWork:
         """Combines ``input_list[r]`` of all ranks into the ``output`` of rank r. All are of one size."""
         self._check_length("input_list", input_list)
-        told = _hooks.ReduceScatterPreHookArgs(list(input_list), output, async_op)
+        told = _hooks.ReduceScatterPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
         return self._issue(OpName.reduce_scatter, told, options, output, input_list, op, async_op)
 
@@ -185,7 +185,7 @@ class Operations:
     ) -> TorchWork:
         """As `reduce_scatter`, where each rank's part may be of its own size."""
         self._check_length("input_list", input_list)
-        told = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, async_op)
+        told = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
         return self._issue(OpName.reduce_scatter_v, told, options, output, input_list, op, async_op)
 
@@ -199,7 +199,7 @@ class Operations:
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """As `reduce_scatter`, from one tensor of ``size`` times the elements of ``output``."""
-        told = _hooks.ReduceScatterSinglePreHookArgs(input, output, async_op)
+        told = _hooks.ReduceScatterSinglePreHookArgs(input, output, op, async_op)
         options = ReduceScatterSingleOptions(timeout, hints)
         return self._issue(OpName.reduce_scatter_single, told, options, output, input, op, async_op)
 
@@ -227,10 +227,10 @@ class Operations:
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """As `all_to_all_single`, with blocks of the given numbers of rows of the first dimension, one a rank."""
-        told = _hooks.AllToAllVSinglePreHookArgs(input, output, async_op)
+        outputs, inputs = list(output_split_sizes), list(input_split_sizes)
+        told = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
         options = AllToAllvSingleOptions(timeout, hints)
-        splits = list(output_split_sizes), list(input_split_sizes)
-        return self._issue(OpName.all_to_all_v_single, told, options, output, input, *splits, async_op)
+        return self._issue(OpName.all_to_all_v_single, told, options, output, input, outputs, inputs, async_op)
 
     def all_to_all(
         self,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from ncclx_rs._types import WorkStatus
@@ -23,6 +24,8 @@ class TorchWork:
         self._parts = [part for part in parts if part is not None]
         self._waited = not self._parts
         self._forced: WorkStatus | None = None
+        self._wait_hooks: list[Callable[[], object]] = []
+        self._end_hooks: list[Callable[[bool], object]] = []
 
     def wait(self) -> None:
         """Waits for the operation: on CPU tensors blocks the thread, on CUDA tensors the current stream.
@@ -30,9 +33,16 @@ class TorchWork:
         Raises:
             RuntimeError: the operation failed; the text names it and the rank at fault.
         """
-        for part in self._parts:
-            part.wait()
+        for hook in self._wait_hooks:
+            hook()
+        try:
+            for part in self._parts:
+                part.wait()
+        except Exception:
+            self._end(False)
+            raise
         self._waited = True
+        self._end(True)
 
     def wait_blocking(self) -> None:
         """Blocks the thread until the operation is done.
@@ -91,6 +101,36 @@ class TorchWork:
         """Sets what `status` says, for backends written in Python."""
         self._forced = status
         self._waited = status not in (WorkStatus.NOT_STARTED, WorkStatus.INPROGRESS)
+        if self._waited:
+            self._end(status is WorkStatus.COMPLETED)
+
+    def _on_wait(self, hook: Callable[[], object]) -> None:
+        """Has ``hook()`` called whenever a thread is about to wait."""
+        self._wait_hooks.append(hook)
+
+    def _on_end(self, hook: Callable[[bool], object]) -> None:
+        """Has ``hook(succeeded)`` called once: now if the operation has ended, else on the thread that ends it.
+
+        Works that only tell in their ``wait`` call it from there.
+        """
+        if self._waited:
+            hook(self._forced in (None, WorkStatus.COMPLETED))
+            return
+        futures = [future for part in self._parts if (future := _future(part)) is not None]
+        if len(futures) < len(self._parts):
+            self._end_hooks.append(hook)
+            return
+        ended: torch.futures.Future[Any] = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+
+        def call(future: torch.futures.Future[Any]) -> None:
+            hook(_succeeded(future))
+
+        ended.add_done_callback(call)
+
+    def _end(self, succeeded: bool) -> None:
+        hooks, self._end_hooks = self._end_hooks, []
+        for hook in hooks:
+            hook(succeeded)
 
     def __repr__(self) -> str:
         return f"TorchWork({self.status.name})"
@@ -99,6 +139,23 @@ class TorchWork:
 def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], _: object) -> None:
     """Resolves a future of another thread's loop, unless its task was cancelled."""
     loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
+
+
+def _future(part: Any) -> torch.futures.Future[Any] | None:
+    if not isinstance(part, dist.Work):
+        return None
+    try:
+        return part.get_future()
+    except RuntimeError:  # messages of Gloo have none
+        return None
+
+
+def _succeeded(future: torch.futures.Future[Any]) -> bool:
+    try:
+        future.value()
+    except Exception:
+        return False
+    return True
 
 
 def together(works: Sequence[TorchWork]) -> TorchWork:

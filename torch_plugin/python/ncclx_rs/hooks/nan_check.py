@@ -1,4 +1,7 @@
-"""Finds NaNs before they spread to other ranks."""
+"""Finds NaNs before they spread to other ranks.
+
+NanCheckHook().register_with_comm(comm)
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import torch
 
 from ncclx_rs._comm import TorchComm
 from ncclx_rs._hooks import RemovableHandle
-from ncclx_rs._types import OpName
+from ncclx_rs._types import OpName, P2POpType
 
-# Operations that read what they call just ``tensor``.
-_READS_TENSOR = {OpName.send, OpName.broadcast, OpName.all_reduce, OpName.reduce}
+# Operations whose one tensor is both input and output.
+_IN_PLACE = (OpName.broadcast, OpName.all_reduce, OpName.reduce)
 
 
 class NanCheckHook:
@@ -34,12 +37,13 @@ class NanCheckHook:
 
     def register_with_comm(self, comm: TorchComm) -> None:
         """Watches a communicator, whose operations then raise RuntimeError if a tensor holds a NaN."""
+        comm_name = comm.get_name()
 
         def check(name: OpName, op_id: int, args: Any) -> None:
-            if self._check_inputs:
-                self._check(_tensors(args, "input", also_tensor=name in _READS_TENSOR), "input", name, comm)
+            if self._check_inputs or (self._check_outputs and name in _IN_PLACE):
+                _check(_inputs(name, args), "input", name, comm_name)
             if self._check_outputs:
-                self._check(_tensors(args, "output", also_tensor=name is OpName.recv), "output", name, comm)
+                _check(_outputs(name, args), "output", name, comm_name)
 
         self._handles.append(comm.register_pre_hook(check))
 
@@ -52,15 +56,30 @@ class NanCheckHook:
         while self._handles:
             self._handles.pop().remove()
 
-    def _check(self, tensors: Iterator[torch.Tensor], what: str, name: OpName, comm: TorchComm) -> None:
-        for tensor in tensors:
-            if (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any()):
-                raise RuntimeError(f"NaN detected in {what} tensor for '{name.name}' on comm '{comm.get_name()}'")
+
+def _check(tensors: Iterator[torch.Tensor], what: str, name: OpName, comm_name: str) -> None:
+    for tensor in tensors:
+        if (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any()):
+            raise RuntimeError(f"NaN detected in {what} tensor for '{name.name}' on comm '{comm_name}'")
 
 
-def _tensors(args: Any, field: str, also_tensor: bool) -> Iterator[torch.Tensor]:
-    """The tensors in the field of a hook's arguments, one or a list, and the one that is called just ``tensor``."""
-    named = getattr(args, field, [])
-    yield from [named] if isinstance(named, torch.Tensor) else named
-    if also_tensor:
+def _inputs(name: OpName, args: Any) -> Iterator[torch.Tensor]:
+    if name is OpName.send or name in _IN_PLACE:
         yield args.tensor
+    elif name is OpName.batch_op_issue:
+        yield from (op.tensor for op in args.ops if op.type is P2POpType.SEND)
+    else:
+        yield from _listed(getattr(args, "input", []))
+
+
+def _outputs(name: OpName, args: Any) -> Iterator[torch.Tensor]:
+    if name is OpName.recv:
+        yield args.tensor
+    elif name is OpName.batch_op_issue:
+        yield from (op.tensor for op in args.ops if op.type is P2POpType.RECV)
+    else:
+        yield from _listed(getattr(args, "output", []))
+
+
+def _listed(operand: Any) -> list[torch.Tensor]:
+    return [operand] if isinstance(operand, torch.Tensor) else list(operand)

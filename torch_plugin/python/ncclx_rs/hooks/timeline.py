@@ -1,74 +1,189 @@
 """A timeline of communicators' operations, for chrome://tracing and https://ui.perfetto.dev.
 
-The format is Chrome's Trace Event Format, JSON object variant.
+    timeline = TimelineHook(f"rank{comm.get_rank()}.json")
+    timeline.register_with_comm(comm)
+
+The format is Chrome's Trace Event Format, JSON object variant: a process is a rank, a row a communicator. Times are the
+host's clock, so the files of ranks of one host fit together.
 """
 
 from __future__ import annotations
 
+import collections
+import heapq
+import itertools
 import json
 import os
+import sys
 import threading
 import time
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
 from ncclx_rs._comm import TorchComm
 from ncclx_rs._types import OpName
+from ncclx_rs._work import TorchWork
+from ncclx_rs.hooks._follow import Follower, follow
+
+
+@dataclass(eq=False)
+class _Operation:
+    name: OpName
+    op_id: int
+    bytes: int
+    lane: int
+    process: int
+    row: int
+    start: int = field(default_factory=time.perf_counter_ns)
+
+    def event(self, epoch: int) -> dict[str, Any]:
+        """As it is shown while it is in flight."""
+        return {
+            "name": self.name.name,
+            "cat": "collective",
+            "ph": "B",
+            "pid": self.process,
+            "tid": self.row,
+            "ts": (self.start + epoch) / 1000,
+            "args": {"op": self.op_id, "bytes": self.bytes},
+        }
 
 
 class TimelineHook:
-    """Collects when operations began and ended; a row a communicator, a process a rank."""
+    """Collects when operations of communicators, and of those split from them, began and ended.
 
-    def __init__(self) -> None:
+    An asynchronous operation lasts from when it was issued until it is done. Operations that overlap have rows of their
+    own below the communicator's.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, max_events: int = 100_000) -> None:
+        """Makes an empty timeline.
+
+        Args:
+            path: a file that the timeline is written to whenever a communicator is finalized or fails.
+            max_events: how many of the last operations are kept.
+        """
+        self._path = path
         self._lock = threading.Lock()
-        self._events: list[dict[str, Any]] = []
-        self._rows = 0
+        self._labels: list[dict[str, Any]] = []
+        self._events: collections.deque[dict[str, Any]] = collections.deque(maxlen=max_events)
+        self._in_flight: set[_Operation] = set()
+        self._rows = itertools.count()
+        self._epoch = time.time_ns() - time.perf_counter_ns()
 
     def register_with_comm(self, comm: TorchComm) -> None:
-        """Follows the communicator's operations from now on, and those of communicators split from it."""
-        rank = comm.get_rank()
-        with self._lock:
-            self._rows += 1
-            row = self._rows
-            self._events.append(_label("process_name", rank, row, f"rank {rank}"))
-            self._events.append(_label("thread_name", rank, row, comm.get_name()))
-        began: dict[int, tuple[OpName, int]] = {}
-
-        def before(name: OpName, op_id: int, args: Any) -> None:
-            began[op_id] = (name, time.perf_counter_ns())
-
-        def after(op_id: int, args: Any) -> None:
-            child = getattr(args, "comm", None)
-            if child is not None:
-                self.register_with_comm(child)
-            name, start = began.pop(op_id)
-            event = {"name": name.name, "ph": "X", "pid": rank, "tid": row, "ts": start / 1000, "args": {"op": op_id}}
-
-            def ended(_: object = None) -> None:
-                with self._lock:
-                    self._events.append(event | {"dur": (time.perf_counter_ns() - start) / 1000})
-
-            parts = getattr(getattr(args, "work", None), "_parts", [])
-            pending = [part for part in parts if isinstance(part, dist.Work) and not part.is_completed()]
-            if pending:
-                pending[-1].get_future().add_done_callback(ended)
-            else:
-                ended()
-
-        comm.register_pre_hook(before)
-        comm.register_post_hook(after)
+        """Follows the communicator's operations from now on."""
+        follow(comm, _Rows(self, comm))
 
     def events(self) -> list[dict[str, Any]]:
-        """The events so far."""
+        """The events so far: labels (``"ph": "M"``), operations (``"X"``) and those in flight (``"B"``)."""
         with self._lock:
-            return list(self._events)
+            return [*self._labels, *self._events, *(operation.event(self._epoch) for operation in self._in_flight)]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the timeline to a file."""
-        Path(path).write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ns"}))
+    def save(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Writes the timeline to a file.
+
+        Args:
+            path: the file; the hook's own if not given.
+
+        Raises:
+            ValueError: there is no path.
+            OSError: the file cannot be written.
+        """
+        chosen = self._path if path is None else path
+        if chosen is None:
+            raise ValueError("TimelineHook: neither the hook nor `save` was given a path")
+        Path(chosen).write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ns"}))
+
+    def _label(self, kind: str, process: int, row: int, **args: Any) -> None:
+        with self._lock:
+            self._labels.append({"name": kind, "ph": "M", "pid": process, "tid": row, "args": args})
+
+    def _began(self, operation: _Operation) -> None:
+        with self._lock:
+            self._in_flight.add(operation)
+
+    def _ended(self, operation: _Operation, succeeded: bool) -> None:
+        event = operation.event(self._epoch)
+        event["args"]["succeeded"] = succeeded
+        event |= {"ph": "X", "dur": (time.perf_counter_ns() - operation.start) / 1000}
+        with self._lock:
+            self._in_flight.discard(operation)
+            self._events.append(event)
+
+    def _withdrawn(self, operation: _Operation) -> None:
+        with self._lock:
+            self._in_flight.discard(operation)
 
 
-def _label(kind: str, process: int, row: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
+class _Rows(Follower[_Operation]):
+    """The rows of one communicator. Each operation takes the first row that no other is on."""
+
+    def __init__(self, timeline: TimelineHook, comm: TorchComm) -> None:
+        self._timeline = timeline
+        self._comm = weakref.proxy(comm)
+        self._lock = threading.Lock()
+        self._rows: list[int] = []
+        self._free: list[int] = []
+
+    def begin(self, name: OpName, op_id: int, args: Any) -> _Operation:
+        process = self._process()
+        with self._lock:
+            lane = heapq.heappop(self._free) if self._free else self._new_row(process)
+        operation = _Operation(name, op_id, _bytes(args), lane, process, self._rows[lane])
+        self._timeline._began(operation)
+        return operation
+
+    def issued(self, operation: _Operation, work: TorchWork) -> None:
+        def ended(succeeded: bool) -> None:
+            self._timeline._ended(operation, succeeded)
+            self._leave_row(operation)
+
+        work._on_end(ended)
+
+    def withdrawn(self, operation: _Operation) -> None:
+        self._timeline._withdrawn(operation)
+        self._leave_row(operation)
+
+    def split(self, child: TorchComm) -> None:
+        self._timeline.register_with_comm(child)
+
+    def aborted(self) -> None:
+        self.finalized()
+
+    def finalized(self) -> None:
+        if self._timeline._path is not None:
+            try:
+                self._timeline.save()
+            except OSError as error:
+                print(f"ncclx_rs: the timeline could not be written: {error}", file=sys.stderr, flush=True)
+
+    def _process(self) -> int:
+        return int(self._comm._members[self._comm.get_rank()])
+
+    def _leave_row(self, operation: _Operation) -> None:
+        with self._lock:
+            heapq.heappush(self._free, operation.lane)
+
+    def _new_row(self, process: int) -> int:
+        row, lane = next(self._timeline._rows), len(self._rows)
+        name = self._comm.get_name() if lane == 0 else f"{self._comm.get_name()}, overlapping {lane}"
+        self._timeline._label("process_name", process, row, name=f"rank {process}")
+        self._timeline._label("thread_name", process, row, name=name)
+        self._timeline._label("thread_sort_index", process, row, sort_index=row)
+        self._rows.append(row)
+        return lane
+
+
+def _bytes(args: Any) -> int:
+    """The size of what an operation reads; of what it writes, where it reads nothing."""
+    for name in ("tensor", "input", "output"):
+        operand = getattr(args, name, None)
+        tensors = [operand] if isinstance(operand, torch.Tensor) else operand
+        if tensors:
+            return sum(tensor.nbytes for tensor in tensors)
+    return sum(op.tensor.nbytes for op in getattr(args, "ops", []))

@@ -1,0 +1,312 @@
+"""The flight recorder, and PyTorch's analyser on its dumps."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ncclx_rs
+import pytest
+import torch
+from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together
+from ncclx_rs import ReduceOp, TorchComm
+from ncclx_rs.hooks import FlightRecorderHook, NanCheckHook
+
+pytestmark = pytest.mark.worlds(sizes=(1, 2), modes=("shm",))
+
+
+@contextmanager
+def communicator(rank: int, size: int, name: str = "watched", **options: Any) -> Iterator[TorchComm]:
+    comm = ncclx_rs.new_comm("ncclx", "cpu", name, store=fresh_store(), rank=rank, size=size, **options)
+    try:
+        yield comm
+    finally:
+        comm.finalize()
+
+
+def recorder_of(comm: TorchComm, max_entries: int | None = None) -> FlightRecorderHook:
+    recorder = FlightRecorderHook(max_entries, isolated=True)
+    recorder.register_with_comm(comm)
+    return recorder
+
+
+def entries(recorder: FlightRecorderHook, include_completed: bool = True) -> list[dict[str, Any]]:
+    return json.loads(recorder.dump_json(include_completed))["entries"]
+
+
+# Earlier ones know no backends but NCCL and XCCL.
+needs_analyser = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="this PyTorch's analyser does not know ours"
+)
+
+
+def analyse(folder: Path, *flags: str) -> str:
+    """What the analyser says of the dumps in a folder."""
+    analyser = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", *flags, str(folder)]
+    command = [*analyser, "--prefix", "trace_"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+# ---- what is remembered ----
+
+
+def the_last_operations_are_remembered(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        recorder = recorder_of(comm, 5)
+        for count in range(1, 9):
+            comm.all_reduce(torch.ones(count, 2), ReduceOp.SUM, count % 2 == 0).wait()
+        child = comm.split([rank], "child")
+        assert child is not None
+        child.broadcast(torch.ones(3, dtype=torch.int64), 0, False)
+        assert recorder.size() == len(recorder) == 5
+        dump = json.loads(recorder.dump_json())
+        last = dump["entries"][-1]
+        assert last["process_group"] == ["child", "ncclx"] and last["input_dtypes"] == ["Long"]
+        assert [entry["input_sizes"] for entry in dump["entries"][:3]] == [[[6, 2]], [[7, 2]], [[8, 2]]]
+        assert [entry["collective_seq_id"] for entry in dump["entries"]] == [6, 7, 8, 9, 1]
+        assert all(entry["state"] == "completed" and entry["duration_ms"] > 0 for entry in dump["entries"])
+        assert dump["pg_config"]["watched"]["ranks"] == f"[{','.join(map(str, range(size)))}]"
+        assert dump["pg_config"]["child"]["ranks"] == f"[{rank}]"
+        assert dump["pg_status"]["0"]["last_completed_collective"] == "9"
+        assert entries(recorder, include_completed=False) == []
+        recorder.reset()
+        assert recorder.size() == 0
+        child.finalize()
+
+
+def what_is_in_flight_is_told_from_what_is_done(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        recorder = recorder_of(comm)
+        received = torch.empty(1)
+        work = comm.recv(received, (rank - 1) % size, True)
+        comm.barrier(False)
+        (in_flight,) = entries(recorder, include_completed=False)
+        assert in_flight["state"] == "started" and not in_flight["retired"] and "duration_ms" not in in_flight
+        assert json.loads(recorder.dump_json())["pg_status"]["0"]["last_completed_collective"] == "1"
+        comm.send(torch.ones(1), (rank + 1) % size, False)
+        work.wait()
+        comm.barrier(False)
+        assert {entry["state"] for entry in entries(recorder)} == {"completed"}
+
+
+def messages_are_numbered_by_route(rank: int, size: int) -> None:
+    other = size - 1 - rank
+    with communicator(rank, size) as comm:
+        recorder = recorder_of(comm)
+        for _ in range(2):
+            comm.barrier(False)
+            batch = comm.batch_op_create()
+            batch.send(torch.ones(7), other)
+            batch.recv(torch.empty(7), other)
+            batch.issue(True).wait()
+        told = [(e["process_group"][0], e["profiling_name"], e["p2p_seq_id"]) for e in entries(recorder) if e["is_p2p"]]
+        if size == 2:
+            out, back = f"watched {rank}->{other}", f"watched {other}->{rank}"
+            send, recv = f"ncclx:send {rank}->{other}", f"ncclx:recv {rank}<-{other}"
+            assert told == [(out, send, 1), (back, recv, 1), (out, send, 2), (back, recv, 2)]
+            assert json.loads(recorder.dump_json())["pg_config"][out]["ranks"] == "[0,1]"
+        assert [entry["op_id"] for entry in entries(recorder)][1] == [entry["op_id"] for entry in entries(recorder)][2]
+
+
+def a_refused_operation_is_not_remembered(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        recorder = recorder_of(comm)
+        NanCheckHook().register_with_comm(comm)
+        comm.barrier(False)
+        with pytest.raises(RuntimeError, match="NaN"):
+            comm.all_reduce(torch.tensor([float("nan")]), ReduceOp.SUM, True)
+        with pytest.raises(RuntimeError, match="contiguous"):
+            comm.broadcast(torch.ones(4, 4).t(), 0, True)
+        comm.all_reduce(torch.ones(1), ReduceOp.SUM, False)
+        told = [(entry["profiling_name"], entry["collective_seq_id"]) for entry in entries(recorder)]
+        assert told == [("ncclx:barrier", 1), ("ncclx:all_reduce", 2)]
+
+
+def memory_does_not_grow_with_communicators(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        recorder = recorder_of(comm, 4)
+        for number in range(10):
+            child = comm.split(list(range(size)), f"child{number}")
+            assert child is not None
+            child.barrier(False)
+            child.finalize()
+        assert recorder.size() == 4
+        known = json.loads(recorder.dump_json())["pg_config"]
+        assert sorted(known) == ["child8", "child9", "watched"]
+
+
+def other_members_are_another_group(rank: int, size: int) -> None:
+    store = fresh_store()
+    comm = ncclx_rs.new_comm("ncclx", "cpu", "changing", enable_reconfigure=True)
+    recorder = recorder_of(comm)
+    store.set(f"handle{rank}", comm.get_init_handle())
+    handles = [store.get(f"handle{r}").decode() for r in range(size)]
+    comm.reconfigure(1, handles).wait()
+    comm.barrier(False)
+    comm.reconfigure(2, [comm.get_init_handle()]).wait()
+    comm.barrier(False)
+    first, second = entries(recorder)
+    assert first["pg_id"] != second["pg_id"] and first["collective_seq_id"] == second["collective_seq_id"] == 1
+    assert json.loads(recorder.dump_json())["pg_config"]["changing"]["ranks"] == "[0]"
+    comm.finalize()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        the_last_operations_are_remembered,
+        what_is_in_flight_is_told_from_what_is_done,
+        messages_are_numbered_by_route,
+        a_refused_operation_is_not_remembered,
+        memory_does_not_grow_with_communicators,
+        other_members_are_another_group,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_recorder(world: World, check) -> None:
+    world.run(check, join=False)
+
+
+def test_the_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    assert FlightRecorderHook(isolated=True)._recorder.max_entries == 7
+    monkeypatch.setenv("TORCHCOMM_FR_BUFFER_SIZE", "8")
+    assert FlightRecorderHook(isolated=True)._recorder.max_entries == 8
+    shared = FlightRecorderHook(max_entries=3)
+    assert FlightRecorderHook()._recorder is shared._recorder and shared._recorder.max_entries == 8
+    monkeypatch.setenv("TORCHCOMM_FR_BUFFER_SIZE", "many")
+    with pytest.raises(ValueError, match="TORCHCOMM_FR_BUFFER_SIZE must be a number from zero on, got 'many'"):
+        FlightRecorderHook()
+    with pytest.raises(ValueError, match="negative"):
+        FlightRecorderHook(max_entries=-1)
+
+
+def test_a_recorder_of_no_size_is_off() -> None:
+    comm = ncclx_rs.new_comm("fake", "cpu", "unwatched")
+    recorder = FlightRecorderHook(max_entries=0)
+    recorder.register_with_comm(comm)
+    comm.barrier(False)
+    assert not recorder.is_enabled() and not comm._pre_hooks
+    comm.finalize()
+
+
+# ---- dumps ----
+
+
+def a_timeout_leaves_a_dump(rank: int, size: int, folder: str) -> None:
+    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    with communicator(rank, size, abort_process_on_timeout_or_error=False) as comm:
+        recorder = recorder_of(comm)
+        comm.split([rank], "child").finalize()  # type: ignore[union-attr]
+        comm.barrier(False)
+        comm.set_timeout(timedelta(seconds=1))
+        with leaving_together():
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="timed out"):
+                    comm.all_reduce(torch.ones(10), ReduceOp.SUM, False)
+            else:
+                recorder.dump_file(rank)
+    dump = pickle.loads(Path(f"{folder}/trace_{rank}").read_bytes())
+    states = [(entry["profiling_name"], entry["state"]) for entry in dump["entries"]]
+    assert states[:2] == [("ncclx:split", "completed"), ("ncclx:barrier", "completed")]
+    assert rank != 0 or states[2] == ("ncclx:all_reduce", "started")
+
+
+def a_process_that_is_aborted_leaves_a_dump(rank: int, size: int, folder: str) -> None:
+    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    with communicator(rank, size, abort_process_on_timeout_or_error=rank == 0) as comm:
+        recorder_of(comm)
+        if rank == 0:
+            comm.set_timeout(timedelta(seconds=1))
+            comm.barrier(False)
+        deadline = time.monotonic() + WATCHDOG_SECONDS
+        while not Path(f"{folder}/trace_0").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def a_dump_that_cannot_be_written_does_no_harm(rank: int, size: int, folder: str) -> None:
+    (Path(folder) / "file").touch()
+    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/file/trace_"
+    with communicator(rank, size, abort_process_on_timeout_or_error=False) as comm:
+        recorder = recorder_of(comm)
+        comm.set_timeout(timedelta(seconds=1))
+        with leaving_together():
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="timed out"):
+                    comm.barrier(True).wait()
+                assert comm.is_aborted()
+                assert [entry["state"] for entry in entries(recorder)] == ["started"]
+
+
+def every_operation_is_dumped(rank: int, size: int, folder: str) -> None:
+    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    with communicator(rank, size) as comm:
+        recorder = recorder_of(comm)
+        one, some = torch.ones(2), [torch.ones(2) for _ in range(size)]
+        at_root = some if rank == 0 else []
+        comm.all_reduce(one, ReduceOp.SUM, False)
+        if rank < 2:  # the third has no part in it
+            works = [comm.send(one, 1 - rank, True), comm.recv(one.clone(), 1 - rank, True)]
+            for work in works:
+                work.wait()
+        comm.all_gather(some, one, False)
+        comm.gather(at_root, one, 0, False)
+        comm.gather_single(torch.ones(2 * size), one, 0, False)
+        comm.scatter(one, at_root, 0, False)
+        batch = comm.batch_op_create()
+        for peer in range(size):
+            batch.send(one, peer)
+            batch.recv(some[peer], peer)
+        batch.issue(False)
+        comm.reduce_scatter(one, some, ReduceOp.SUM, False)
+        comm.reduce_scatter_single(one, torch.ones(2 * size), ReduceOp.SUM, False)
+        turned = comm.split(list(reversed(range(size))), "turned")
+        assert turned is not None
+        if rank in (0, 2):
+            (turned.send if rank == 0 else turned.recv)(one, 0 if rank == 0 else 2, False)
+        turned.all_to_all_single(torch.ones(size), torch.ones(size), False)
+        turned.finalize()
+        recorder.dump_file(rank)
+
+
+@needs_analyser
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_timeout_leaves_a_dump_that_the_analyser_reads(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(a_timeout_leaves_a_dump, str(tmp_path), join=False)
+    assert "all_reduce" in analyse(tmp_path, "-j")
+    assert "missing ranks: {1}" in analyse(tmp_path)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_process_that_is_aborted_leaves_a_dump(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(a_process_that_is_aborted_leaves_a_dump, str(tmp_path), join=False, dies=[0])
+    (entry,) = pickle.loads((tmp_path / "trace_0").read_bytes())["entries"]
+    assert (entry["profiling_name"], entry["state"]) == ("ncclx:barrier", "started")
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_dump_that_cannot_be_written_does_no_harm(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(a_dump_that_cannot_be_written_does_no_harm, str(tmp_path), join=False)
+
+
+@needs_analyser
+@pytest.mark.worlds(sizes=(3,), modes=("shm",))
+def test_the_analyser_finds_nothing_where_nothing_is_wrong(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(every_operation_is_dumped, str(tmp_path), join=False)
+    said = analyse(tmp_path)
+    for complaint in ("Not all ranks", "has errors", "mismatch", "cannot decide", "missing", "unrecognized"):
+        assert complaint not in said, said
+    printed = analyse(tmp_path, "-j")
+    for operation in ("send(s=0 d=1", "recv(s=1 d=0", "send(s=0 d=2", "gather(", "scatter(", "all_to_all_single("):
+        assert operation in printed, printed
