@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # The PyTorch that `train`, `test` and `lint` use, and those that `compat` covers.
 TORCH ?= 2.15
-COMPAT ?= 2.11 2.13 2.15
+COMPAT ?= 2.15 2.13 2.11
 STEPS ?= 250
 
 .DEFAULT_GOAL := help
@@ -91,6 +91,10 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 .PHONY: compat
 compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
 
+.PHONY: versions
+versions: # What `compat` covers, for scripts
+	@echo $(COMPAT)
+
 .PHONY: clean
 clean: ## Removes environments and builds
 	rm -rf .venv .venv-torch* target .pytest_cache .mypy_cache .ruff_cache
@@ -100,6 +104,10 @@ define for_torch
 .PHONY: compat-$(1)
 compat-$(1): $(call installed,$(1))
 	$$(call in_venv,$(call venv_of,$(1))) python -m pytest tests/python -m smoke
+
+.PHONY: drop-$(1)
+drop-$(1):
+	rm -rf $(call venv_of,$(1)) target/torch$(1)
 
 $(call ready,$(1)): requirements-dev.txt
 	test -x $$(@D)/bin/python || $(PYTHON) -m venv $$(@D)

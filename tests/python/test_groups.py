@@ -198,12 +198,35 @@ def new_timeouts_apply(rank: int, size: int) -> None:
                 dist.all_reduce(torch.ones(1), group=group)
 
 
+def halves_split_under_one_name(rank: int, size: int) -> None:
+    """A group's own method, unlike `dist.split_group`, leaves the name to the caller."""
+    mine = [r for r in range(size) if r % 2 == rank % 2]
+    parent = dist.group.WORLD
+    try:
+        child = parent.split_group(mine, group_name="half")
+    except RuntimeError as error:
+        if "default device" not in str(error):
+            raise
+        pytest.skip(f"this torch splits only groups that are bound to an accelerator: {error}")
+    backend = child._get_backend(torch.device("cpu"))
+    assert (backend.rank(), backend.size()) == (mine.index(rank), len(mine))
+    tensor = data(rank, 100)
+    child.allreduce([tensor]).wait()
+    assert_same(tensor, reduced([data(r, 100) for r in mine]), "one half")
+    backend.shutdown()
+
+
 ANYWHERE = [
     the_group_runs_on_the_backend_under_test,
     operations_of_two_groups_interleave,
     threads_use_groups_of_their_own,
 ]
-SEVERAL_RANKS = [overlapping_groups_work_side_by_side, roots_are_global_ranks, groups_split]
+SEVERAL_RANKS = [
+    halves_split_under_one_name,
+    overlapping_groups_work_side_by_side,
+    roots_are_global_ranks,
+    groups_split,
+]
 LIVES = [
     groups_give_their_resources_back,
     default_groups_come_and_go,

@@ -531,7 +531,9 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c
                                                       const c10::intrusive_ptr<Options>& opts) {
   const auto position = std::find(ranks.begin(), ranks.end(), getRank());
   if (position == ranks.end()) return nullptr;
-  return merge(store, opts, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()));
+  // Groups that are split off at once may have one name, and with it one store; their first ranks differ.
+  const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(ranks.front()), store);
+  return merge(own, opts, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()));
 }
 
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
