@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 # Ranks share the cores; set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# PyTorch's TCP store looks up the name of who connects; where the answer gets lost, that takes as long as this says.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 from harness import BACKEND, MODES, World

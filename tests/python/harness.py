@@ -85,6 +85,7 @@ class Seat:
     store_port: int
     task: Task | None = None
     groups: int = field(default=0)
+    store: dist.TCPStore | None = None
 
 
 seat: Seat | None = None
@@ -94,8 +95,12 @@ def fresh_store() -> dist.Store:
     """A store that the ranks of this run share; the n-th call on each rank gives the same store."""
     assert seat is not None and seat.task is not None, "only workers have a store"
     seat.groups += 1
-    server = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False, timeout=datetime.timedelta(seconds=60))
-    return dist.PrefixStore(f"{seat.task.prefix}/{seat.groups}", server)
+    if seat.store is None:
+        # One connection for all runs: for each, PyTorch looks up the name of its other end, and some networks take
+        # seconds to say that it has none.
+        seat.store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
+    seat.store.set_timeout(datetime.timedelta(seconds=60))
+    return dist.PrefixStore(f"{seat.task.prefix}/{seat.groups}", seat.store)
 
 
 def join(
