@@ -62,6 +62,9 @@ options! {
         "How long to wait for all ranks to join a communicator.";
     eager_bytes: usize, "eager_bytes", "65536", &[],
         "Messages up to this size are sent before the receiver asks for them.";
+    single_copy_bytes: usize, "single_copy_bytes", "65536", &[],
+        "Within a host, the receiver reads longer messages out of the sender's memory, where the system lets it \
+         (process_vm_readv); 0 for never.";
     shm_ring_bytes: RingBytes, "shm_ring_bytes", "131072", &[],
         "The shared memory between each pair of ranks that talk on a host.";
     spin: Spin, "spin_microseconds", "auto", &[],

@@ -30,6 +30,14 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
             builder.push(Action::Send { to: group.rank(to), from });
         }
     }
+    if size == 2 {
+        // Two values are rounded once whichever way, so they can be combined as they come.
+        for (target, mine) in chunks(into, chunk).zip(chunks(own[me], chunk)) {
+            builder.push(Action::Copy { from: mine, into: target });
+            builder.push(Action::RecvReduce { from: group.rank(1 - me), into: target });
+        }
+        return;
+    }
     // Chunk by chunk: the memory for what others send is bounded, and combining overlaps with receiving.
     let depth = 2;
     let lanes: Vec<Slice> = (0..depth).map(|_| builder.scratch(chunk.min(into.len) * size)).collect();

@@ -129,6 +129,7 @@ impl Communicator {
         let spin = config.spin.duration(topo.hosts()[topo.host_of(rank)].len(), cores);
         let mut core = Core::new(name.clone(), rank, topo, links.into_transports(), routes);
         core.eager_bytes = config.eager_bytes;
+        core.single_copy_bytes = config.single_copy_bytes;
         core.algorithm = config.algorithm;
         let driver = Driver::new(core, poller, spin);
         let timeout = timeout.unwrap_or(config.timeout);

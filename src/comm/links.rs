@@ -53,8 +53,13 @@ impl Links {
         };
         let mut links = Vec::new();
         if config.transport != TransportChoice::Tcp {
-            let transport = ShmTransport::new(identity(), poller.clone(), config.shm_ring_bytes.get())
-                .map_err(os("the shared memory transport"))?;
+            let transport = ShmTransport::new(
+                identity(),
+                poller.clone(),
+                config.shm_ring_bytes.get(),
+                config.single_copy_bytes > 0,
+            )
+            .map_err(os("the shared memory transport"))?;
             links.push(Link { transport: Box::new(transport), reach: Reach::SameHost });
         }
         if config.transport != TransportChoice::Shm {

@@ -7,6 +7,7 @@ use crate::algo::{Collective, Setting};
 use crate::engine::core::{Core, Failed, control, deadline};
 use crate::engine::frame::{FrameKind, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Arrival, Placement, Sink};
+use crate::engine::lending::Offer;
 use crate::engine::memory::{Region, Scratch, Spaces};
 use crate::engine::outbox::{Body, OpRef, Owner};
 use crate::engine::plan::{Plan, PlanCache};
@@ -32,7 +33,7 @@ pub(crate) struct Request {
 /// A message that came before it was asked for.
 enum Arrived {
     Whole(Vec<u8>),
-    Announced { token: u64, len: u64 },
+    Announced(Offer),
 }
 
 /// A message's place among all: sender, sequence number, position between the two ranks.
@@ -85,6 +86,17 @@ impl Collectives {
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let active = self.active.as_ref()?;
         active.deadline.into_iter().chain(active.announce_at).min()
+    }
+
+    /// Message `token` of `from` must be asked for.
+    pub(crate) fn forget_address(&mut self, from: Rank, token: u64) {
+        for ((sender, ..), (_, arrived)) in &mut self.arrived {
+            if let Arrived::Announced(offer) = arrived
+                && (*sender, offer.token) == (from, token)
+            {
+                offer.address = 0;
+            }
+        }
     }
 
     /// The collective that runs now or next: what came for earlier ones is stale.
@@ -222,7 +234,8 @@ impl Core {
         };
         let owner = Owner { op: OpRef::Collective(active.sequence), step };
         let body = if len == 0 { Body::Empty } else { Body::Memory(region) };
-        self.send_message(to, header, body, owner, len <= self.eager_bytes);
+        let eager = len <= self.eager_limit(to);
+        self.send_message(to, header, body, owner, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             self.fail_active_lost(to, cause);
         }
@@ -240,9 +253,9 @@ impl Core {
                     self.step_done(sequence, step);
                 }
             }
-            Some((_, Arrived::Announced { token, len })) => {
-                if let Some(placement) = self.placement(step, from, len) {
-                    self.grant(from, token, Lane::Collective, placement);
+            Some((_, Arrived::Announced(offer))) => {
+                if let Some(placement) = self.placement(step, from, offer.len) {
+                    self.take_up(from, offer, Lane::Collective, placement);
                 }
             }
             None => {
@@ -327,13 +340,13 @@ impl Core {
         match self.posted_step(from, header) {
             Err(Stale) => {}
             Ok(None) => {
-                let arrived = Arrived::Announced { token: header.token, len: header.len };
+                let arrived = Arrived::Announced(header.offer());
                 let key = (from, header.key, header.index);
                 self.collectives.arrived.insert(key, (header.signature, arrived));
             }
             Ok(Some(step)) => {
                 if let Some(placement) = self.placement(step, from, header.len) {
-                    self.grant(from, header.token, Lane::Collective, placement);
+                    self.take_up(from, header.offer(), Lane::Collective, placement);
                 }
             }
         }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crate::engine::collective::Collectives;
 use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Event, Inbox, Placement, Sink};
+use crate::engine::lending::Readings;
 use crate::engine::message::Messages;
 use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
 use crate::engine::window::Windows;
@@ -26,15 +27,17 @@ pub(crate) struct Route {
 
 /// One other rank, as this one sees it.
 #[derive(Default)]
-struct Peer {
+pub(crate) struct Peer {
     outbox: Outbox,
-    inbox: Option<Inbox>,
+    pub(crate) inbox: Option<Inbox>,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
     ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
     lost: Option<String>,
     /// One more than the last collective that it is known to have called.
     called: u64,
+    /// It cannot read this process's memory.
+    cannot_read: bool,
 }
 
 /// An operation as two ranks know it.
@@ -71,11 +74,13 @@ pub(crate) struct Core {
     pub(crate) name: String,
     pub(crate) topo: Topology,
     pub(crate) eager_bytes: usize,
+    /// Longer messages are offered to be read where they lie.
+    pub(crate) single_copy_bytes: usize,
     /// The algorithm that the configuration forces, where it has one for the shape.
     pub(crate) algorithm: Option<String>,
     transports: Vec<Box<dyn Transport>>,
     routes: Vec<Option<Route>>,
-    peers: Vec<Peer>,
+    pub(crate) peers: Vec<Peer>,
     pub(crate) collectives: Collectives,
     pub(crate) messages: Messages,
     pub(crate) windows: Windows,
@@ -84,6 +89,7 @@ pub(crate) struct Core {
     next_token: u64,
     /// Places for long messages that were granted, by sender and token.
     placements: HashMap<(Rank, u64), Placement>,
+    pub(crate) readings: Readings,
     /// Works that ended and whose callbacks have not been run.
     pub(crate) finished: Vec<Work>,
     /// Why nothing can be submitted any more.
@@ -100,11 +106,13 @@ impl Core {
         routes: Vec<Option<Route>>,
     ) -> Core {
         let peers = (0..topo.size()).map(|_| Peer::default()).collect();
+        let readings = Readings::new(topo.size());
         Core {
             me,
             name,
             topo,
             eager_bytes: 8192,
+            single_copy_bytes: 0,
             algorithm: None,
             transports,
             routes,
@@ -115,6 +123,7 @@ impl Core {
             announced: HashMap::new(),
             next_token: 0,
             placements: HashMap::new(),
+            readings,
             finished: Vec::new(),
             closed: None,
             ticks: 0,
@@ -153,6 +162,11 @@ impl Core {
             moved |= self.pump_out(Rank::from(peer));
         }
         moved |= self.run_collectives();
+        if self.is_reading() {
+            // What others wait for goes first: reading may take long.
+            (0..self.peers.len()).for_each(|peer| moved |= self.pump_out(Rank::from(peer)));
+            moved |= self.read_lent();
+        }
         if rare {
             self.check_deadlines(Instant::now());
         }
@@ -161,7 +175,7 @@ impl Core {
 
     /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Core::disarm`].
     pub(crate) fn arm(&mut self) -> bool {
-        let mut ready = false;
+        let mut ready = self.can_read_lent();
         for peer in &mut self.peers {
             ready |= peer.inbox.as_mut().is_some_and(Inbox::arm);
             ready |= peer.outbox.is_waiting() && peer.ending.is_none() && peer.outbox.arm();
@@ -196,8 +210,9 @@ impl Core {
         self.close_collectives(how);
         self.close_messages(how);
         self.close_windows(how);
-        self.announced.clear();
+        self.drop_announced(|_| true);
         self.placements.clear();
+        self.readings.clear();
         // What this rank has said of failures still goes out, as far as it goes at once: others learn the cause from it.
         for index in 0..self.peers.len() {
             self.pump_out(Rank::from(index));
@@ -243,7 +258,8 @@ impl Core {
         } else {
             let token = self.next_token;
             self.next_token += 1;
-            let header = Header { kind: FrameKind::Announce, token, ..header };
+            let address = self.address_for(to, &body);
+            let header = Header { kind: FrameKind::Announce, token, address, ..header };
             self.announced.insert(token, Announced { to, header, body, owner });
             self.send(to, header, Body::Empty, Owner::PROTOCOL);
         }
@@ -251,8 +267,9 @@ impl Core {
 
     /// Tells the sender of an announced message that there is a place for it.
     pub(crate) fn grant(&mut self, from: Rank, token: u64, lane: Lane, placement: Placement) {
+        let header = control(FrameKind::Grant, lane, 0, token, placement.filled as u64);
         self.expect(from, token, placement);
-        self.send(from, control(FrameKind::Grant, lane, 0, token, 0), Body::Empty, Owner::PROTOCOL);
+        self.send(from, header, Body::Empty, Owner::PROTOCOL);
     }
 
     /// Has a place for the message that `from` will send under `token`.
@@ -274,6 +291,17 @@ impl Core {
         self.send(to, header, Body::Heap(text.as_bytes()[..end].to_vec()), Owner::PROTOCOL);
     }
 
+    /// Whether `peer` can read this process's memory, as far as is known.
+    pub(crate) fn lends(&self, peer: Rank) -> bool {
+        let peer = &self.peers[peer.index()];
+        !peer.cannot_read && peer.outbox.lends()
+    }
+
+    /// Makes `peer` doubt what it reads of this process's memory, until it knows what has been withdrawn.
+    pub(crate) fn doubt(&mut self, peer: Rank) {
+        self.peers[peer.index()].outbox.withdraw();
+    }
+
     /// Opens the stream to `peer` if there is none. Also the one that waits for a peer opens a stream to it: its end
     /// tells that the peer is gone.
     pub(crate) fn reach(&mut self, peer: Rank) {
@@ -293,7 +321,8 @@ impl Core {
 
     /// Drops everything of `op`: nothing of the engine refers to its memory afterwards.
     pub(crate) fn cancel(&mut self, op: OpRef) {
-        self.announced.retain(|_, announced| announced.owner.op != op);
+        self.drop_announced(|announced| announced.owner.op == op);
+        self.cancel_readings(op);
         self.placements.retain(|_, placement| placement.owner.op != op);
         for peer in &mut self.peers {
             peer.outbox.cancel(op);
@@ -310,6 +339,7 @@ impl Core {
             || entry.inbox.as_ref().is_some_and(|inbox| inbox.serves(op))
             || self.announced.values().any(|announced| announced.to == peer && announced.owner.op == op)
             || self.placements.iter().any(|((from, _), placement)| *from == peer && placement.owner.op == op)
+            || self.readings.serves(op, peer)
     }
 
     /// Marks `peer` as gone and ends the operations that cannot do without it.
@@ -323,11 +353,12 @@ impl Core {
         self.lose_messages(peer, &down.cause);
         self.lose_collectives(peer, &down.cause);
         self.lose_accesses(peer, &down.cause);
+        self.drop_announced(|announced| announced.to == peer);
+        self.readings.lose(peer);
         let entry = &mut self.peers[peer.index()];
         entry.outbox = Outbox::default();
         entry.inbox = None;
         entry.ending = None;
-        self.announced.retain(|_, announced| announced.to != peer);
         self.placements.retain(|(from, _), _| *from != peer);
     }
 
@@ -452,7 +483,15 @@ impl Core {
             (FrameKind::Eager, Lane::PointToPoint) => self.message_arrives(from, header),
             (FrameKind::Announce, Lane::Collective) => self.collective_announced(from, header),
             (FrameKind::Announce, Lane::PointToPoint) => self.message_announced(from, header),
-            (FrameKind::Grant, lane) => self.granted(from, lane, header.token),
+            (FrameKind::Grant, lane) => self.granted(from, lane, header.token, header.len),
+            (FrameKind::Taken, _) => {
+                self.taken(header.token);
+                Sink::Discard
+            }
+            (FrameKind::Withdrawn, _) => {
+                self.withdrawn(from, header.token);
+                Sink::Discard
+            }
             (FrameKind::Data, _) => match self.placements.remove(&(from, header.token)) {
                 Some(placement) if placement.filled + header.payload() <= placement.region.len() => {
                     Sink::Place(placement)
@@ -474,11 +513,14 @@ impl Core {
         }
     }
 
-    fn granted(&mut self, from: Rank, lane: Lane, token: u64) -> Sink {
+    fn granted(&mut self, from: Rank, lane: Lane, token: u64, offset: u64) -> Sink {
         match self.announced.remove(&token) {
             Some(announced) => {
+                let peer = &mut self.peers[from.index()];
+                peer.cannot_read |= announced.header.address != 0;
+                let offset = usize::try_from(offset).unwrap_or(usize::MAX).min(announced.body.len());
                 let header = Header { kind: FrameKind::Data, ..announced.header };
-                self.send(from, header, announced.body, announced.owner);
+                peer.outbox.push_from(offset, header, announced.body, announced.owner);
             }
             // A collective's failure was already sent; a message's sender gave up in the meantime.
             None if lane == Lane::PointToPoint => {
@@ -514,10 +556,11 @@ impl Core {
     /// The operation that waits for the grant of `token`, or whose place has it.
     pub(crate) fn owner_of_token(&self, peer: Rank, token: u64) -> Option<Owner> {
         let sent = self.announced.get(&token).filter(|announced| announced.to == peer).map(|announced| announced.owner);
-        sent.or_else(|| self.placements.get(&(peer, token)).map(|placement| placement.owner))
+        let placed = || self.placements.get(&(peer, token)).map(|placement| placement.owner);
+        sent.or_else(placed).or_else(|| self.readings.owner(peer, token))
     }
 
-    fn written(&mut self, owner: Owner) {
+    pub(crate) fn written(&mut self, owner: Owner) {
         match owner.op {
             OpRef::Collective(sequence) => self.step_done(sequence, owner.step),
             OpRef::Message(id) => self.message_done(id, None),
@@ -545,7 +588,7 @@ impl Core {
 
 /// A frame that carries no message.
 pub(crate) fn control(kind: FrameKind, lane: Lane, key: u64, token: u64, len: u64) -> Header {
-    Header { kind, lane, signature: Signature::default(), key, index: 0, token, len }
+    Header { kind, lane, signature: Signature::default(), key, index: 0, token, len, address: 0 }
 }
 
 /// The end of `start + limit`; nothing for limits beyond the clock's range.

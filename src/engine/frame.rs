@@ -1,9 +1,11 @@
 //! What travels on a stream: a header of 64 bytes, then the payload that it announces.
 //!
 //! A short message is one `Eager` frame. A long one is announced (`Announce`), waits until its receiver has a place for
-//! it (`Grant`), and then travels in `Data` frames, so that no stream is ever blocked by data nobody wants yet.
+//! it (`Grant`), and then travels in `Data` frames, so that no stream is ever blocked by data nobody wants yet. If the
+//! announcement says where the message lies, the receiver may read it there instead (`Taken`).
 //! All integers are little endian.
 
+use crate::engine::lending::Offer;
 use crate::error::LinkDown;
 use crate::types::DType;
 
@@ -22,9 +24,9 @@ pub(crate) const FRAGMENT_BYTES: usize = 256 * 1024;
 pub(crate) enum FrameKind {
     /// A whole message.
     Eager = 1,
-    /// A message of `len` bytes waits at the sender under `token`.
+    /// A message of `len` bytes waits at the sender under `token`, in its memory at `address` if that is not zero.
     Announce = 2,
-    /// The receiver is ready for the message `token` of the frame's addressee.
+    /// The receiver is ready for the message `token` of the frame's addressee, from byte `len` on.
     Grant = 3,
     /// The next bytes of the message `token` of the frame's sender.
     Data = 4,
@@ -41,10 +43,14 @@ pub(crate) enum FrameKind {
     Get = 9,
     /// What the sender has put into the window `key` is there.
     Signal = 10,
+    /// The receiver has read the message `token` out of the memory of the frame's addressee.
+    Taken = 11,
+    /// The message `token` of the frame's sender is no longer at the address that it announced.
+    Withdrawn = 12,
 }
 
 impl FrameKind {
-    const ALL: [FrameKind; 10] = [
+    const ALL: [FrameKind; 12] = [
         FrameKind::Eager,
         FrameKind::Announce,
         FrameKind::Grant,
@@ -55,6 +61,8 @@ impl FrameKind {
         FrameKind::Put,
         FrameKind::Get,
         FrameKind::Signal,
+        FrameKind::Taken,
+        FrameKind::Withdrawn,
     ];
 }
 
@@ -150,6 +158,8 @@ pub(crate) struct Header {
     pub(crate) token: u64,
     /// The message's length in bytes; for `Data` and `Put`, the frame's.
     pub(crate) len: u64,
+    /// Where an announced message lies in its sender's memory.
+    pub(crate) address: u64,
 }
 
 impl Header {
@@ -167,6 +177,7 @@ impl Header {
         bytes[24..32].copy_from_slice(&self.key.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.token.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.len.to_le_bytes());
+        bytes[48..56].copy_from_slice(&self.address.to_le_bytes());
         bytes
     }
 
@@ -197,6 +208,7 @@ impl Header {
             index: u32_at(12),
             token: u64_at(32),
             len: u64_at(40),
+            address: u64_at(48),
         };
         let limit = match kind {
             FrameKind::Fail => FAIL_TEXT_MAX as u64,
@@ -210,6 +222,11 @@ impl Header {
         Ok(header)
     }
 
+    /// What an `Announce` offers.
+    pub(crate) fn offer(&self) -> Offer {
+        Offer { token: self.token, len: self.len, address: self.address }
+    }
+
     /// How many payload bytes follow the header.
     pub(crate) fn payload(&self) -> usize {
         match self.kind {
@@ -219,7 +236,9 @@ impl Header {
             | FrameKind::Here
             | FrameKind::Credit
             | FrameKind::Get
-            | FrameKind::Signal => 0,
+            | FrameKind::Signal
+            | FrameKind::Taken
+            | FrameKind::Withdrawn => 0,
         }
     }
 }
@@ -236,11 +255,11 @@ mod tests {
         #[test]
         fn a_header_survives_the_wire(
             kind in 0..FrameKind::ALL.len(), p2p: bool, operation: u8, dtype: u8, reduction: u8, root: u32, count: u64,
-            key: u64, index: u32, token: u64, len in 0u64..4096,
+            key: u64, index: u32, token: u64, len in 0u64..4096, address: u64,
         ) {
             let signature = Signature { operation, dtype, reduction, root, count };
             let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
-            let header = Header { kind: FrameKind::ALL[kind], lane, signature, key, index, token, len };
+            let header = Header { kind: FrameKind::ALL[kind], lane, signature, key, index, token, len, address };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
             let _ = signature.describe();
         }

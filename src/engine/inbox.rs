@@ -1,5 +1,7 @@
 //! What arrives from one peer: bytes in, events out.
 
+use std::io;
+
 use crate::engine::frame::{HEADER_BYTES, Header};
 use crate::engine::memory::Region;
 use crate::engine::outbox::{OpRef, Owner};
@@ -121,6 +123,16 @@ impl Inbox {
         {
             *sink = Sink::Discard;
         }
+    }
+
+    /// Copies bytes of the peer's memory; see [`Inlet::read_memory`].
+    pub(crate) fn read_memory(&mut self, address: u64, into: &mut [u8]) -> io::Result<usize> {
+        self.inlet.read_memory(address, into)
+    }
+
+    /// How often the peer has taken back memory that it had offered.
+    pub(crate) fn withdrawals(&self) -> u64 {
+        self.inlet.withdrawals()
     }
 
     /// Whether a payload is being received for `op`.

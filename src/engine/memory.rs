@@ -47,6 +47,14 @@ impl Region {
         self.len
     }
 
+    /// Where the bytes are, if they are in one run.
+    pub(crate) fn address(&self) -> Option<u64> {
+        match self.pieces.as_slice() {
+            [piece] => Some(piece.ptr as u64),
+            _ => None,
+        }
+    }
+
     /// `len` bytes from `offset` on.
     ///
     /// # Panics

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crate::engine::core::{Core, Failed, control, deadline};
 use crate::engine::frame::{FrameKind, Header, Lane, Scope};
 use crate::engine::inbox::{Arrival, Placement, Sink};
+use crate::engine::lending::Offer;
 use crate::engine::memory::Region;
 use crate::engine::outbox::{Body, OpRef, Owner};
 use crate::error::Error;
@@ -66,7 +67,7 @@ struct Arrived {
 
 enum Content {
     Whole(Vec<u8>),
-    Announced { token: u64, len: u64 },
+    Announced(Offer),
 }
 
 /// The point-to-point operations of one communicator.
@@ -111,7 +112,18 @@ impl Messages {
 
     /// Whether a peer waits for this rank to receive a long message.
     fn keeps_senders_waiting(&self) -> bool {
-        self.arrived.iter().any(|arrived| matches!(arrived.content, Content::Announced { .. }))
+        self.arrived.iter().any(|arrived| matches!(arrived.content, Content::Announced(_)))
+    }
+
+    /// Message `token` of `from` must be asked for.
+    pub(crate) fn forget_address(&mut self, from: Rank, token: u64) {
+        for arrived in self.arrived.iter_mut().filter(|arrived| arrived.from == from) {
+            if let Content::Announced(offer) = &mut arrived.content
+                && offer.token == token
+            {
+                offer.address = 0;
+            }
+        }
     }
 
     /// `from` has taken `bytes` of eager messages.
@@ -143,8 +155,9 @@ impl Core {
         }
         let len = region.len();
         let cost = eager_cost(len);
+        let limit = self.eager_limit(to);
         let outstanding = self.messages.outstanding.entry(to).or_default();
-        let eager = len <= self.eager_bytes && *outstanding + cost <= EAGER_WINDOW;
+        let eager = len <= limit && *outstanding + cost <= EAGER_WINDOW;
         if eager {
             *outstanding += cost;
         }
@@ -188,7 +201,7 @@ impl Core {
     fn match_message(&mut self, posted: Posted, arrived: Arrived) {
         let len = match &arrived.content {
             Content::Whole(bytes) => bytes.len() as u64,
-            Content::Announced { len, .. } => *len,
+            Content::Announced(offer) => offer.len,
         };
         let placement = self.message_placement(&posted, arrived.from, len);
         match (arrived.content, placement) {
@@ -199,10 +212,10 @@ impl Core {
                     self.message_done(posted.id, Some(arrived.from));
                 }
             }
-            (Content::Announced { token, .. }, Some(placement)) => {
-                self.grant(arrived.from, token, Lane::PointToPoint, placement);
+            (Content::Announced(offer), Some(placement)) => {
+                self.take_up(arrived.from, offer, Lane::PointToPoint, placement);
             }
-            (Content::Announced { token, len }, None) => {
+            (Content::Announced(Offer { token, len, .. }), None) => {
                 let text = format!("rank {} expected {} bytes, not {len}", self.me, posted.region.len());
                 self.send_failure(arrived.from, Failed::Message(token), Scope::Operation, &text);
             }
@@ -252,8 +265,7 @@ impl Core {
 
     pub(crate) fn message_announced(&mut self, from: Rank, header: Header) -> Sink {
         let tag = tag_of(header);
-        let content = Content::Announced { token: header.token, len: header.len };
-        let arrived = Arrived { from, tag, content };
+        let arrived = Arrived { from, tag, content: Content::Announced(header.offer()) };
         match self.take_posted(from, tag) {
             Some(posted) => self.match_message(posted, arrived),
             None => self.messages.arrived.push_back(arrived),
@@ -345,16 +357,18 @@ impl Core {
         }
         let in_flight = &self.messages.in_flight;
         let waits = |id: u64| in_flight.get(&id).is_some_and(|op| now.duration_since(op.since) >= SEND_PATIENCE);
-        let mut detached = Vec::new();
-        for announced in self.announced.values_mut() {
-            if let OpRef::Message(id) = announced.owner.op
-                && waits(id)
-            {
+        let waiting = self.announced.iter().filter_map(|(token, announced)| match announced.owner.op {
+            OpRef::Message(id) if waits(id) => Some((*token, id)),
+            _ => None,
+        });
+        for (token, id) in waiting.collect::<Vec<_>>() {
+            if let Some(mut announced) = self.announced.remove(&token) {
                 announced.detach();
-                detached.push(id);
+                self.withdraw(&mut announced);
+                self.announced.insert(token, announced);
             }
+            self.message_done(id, None);
         }
-        detached.into_iter().for_each(|id| self.message_done(id, None));
     }
 
     pub(crate) fn check_message_deadlines(&mut self, now: Instant) {

@@ -2,13 +2,17 @@
 //!
 //! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
 //! progress. Collectives run one after the other in the order issued (`collective`); point-to-point messages run
-//! beside them (`message`), and so do accesses to windows (`window`). `frame` is the format on the wire.
+//! beside them (`message`), and so do accesses to windows (`window`). `lending` lets a receiver read long messages out of the sender's
+//! memory. `frame` is the format on the wire.
 
+#[cfg(test)]
+pub(crate) mod by_hand;
 pub(crate) mod collective;
 pub(crate) mod core;
 pub(crate) mod driver;
 pub(crate) mod frame;
 pub(crate) mod inbox;
+pub(crate) mod lending;
 pub(crate) mod memory;
 pub(crate) mod message;
 pub(crate) mod outbox;

@@ -49,7 +49,7 @@ pub(crate) enum Body {
 }
 
 impl Body {
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Body::Empty => 0,
             Body::Memory(region) => region.len(),
@@ -124,7 +124,24 @@ impl Outbox {
 
     /// Queues a message.
     pub(crate) fn push(&mut self, header: Header, body: Body, owner: Owner) {
-        self.queue.push_back(Outgoing { header, body, owner, offset: 0 });
+        self.push_from(0, header, body, owner);
+    }
+
+    /// Queues the rest of a message whose receiver has its first `offset` bytes.
+    pub(crate) fn push_from(&mut self, offset: usize, header: Header, body: Body, owner: Owner) {
+        self.queue.push_back(Outgoing { header, body, owner, offset });
+    }
+
+    /// Whether the peer can read this process's memory.
+    pub(crate) fn lends(&self) -> bool {
+        self.outlet.as_ref().is_some_and(|outlet| outlet.lends())
+    }
+
+    /// Makes the peer doubt what it reads of this process's memory.
+    pub(crate) fn withdraw(&mut self) {
+        if let Some(outlet) = &mut self.outlet {
+            outlet.withdraw();
+        }
     }
 
     /// Writes as much as there is room for; owners of finished messages are appended to `done`. True: bytes moved.

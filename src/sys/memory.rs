@@ -100,6 +100,11 @@ impl RingMemory {
         self.word32(WRITER_ASLEEP)
     }
 
+    /// How often the writer has taken memory back that it had offered to the reader.
+    pub fn withdrawals(&self) -> &AtomicU64 {
+        self.word64(WITHDRAWALS)
+    }
+
     /// The `len` bytes from position `head` on. Only the reader calls this, for bytes that the writer has released.
     ///
     /// # Panics
@@ -179,6 +184,7 @@ const HEAD: usize = 0;
 const TAIL: usize = 128;
 const READER_ASLEEP: usize = 256;
 const WRITER_ASLEEP: usize = 384;
+const WITHDRAWALS: usize = 512;
 
 #[cfg(test)]
 mod tests {

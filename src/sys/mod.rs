@@ -2,5 +2,6 @@
 
 pub mod memory;
 pub mod net;
+pub mod peer_memory;
 pub mod poller;
 pub mod socket;

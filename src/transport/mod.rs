@@ -13,7 +13,7 @@ pub(crate) mod pending;
 pub mod shm;
 pub mod tcp;
 
-use std::io::IoSlice;
+use std::io::{self, IoSlice};
 
 use crate::error::LinkDown;
 use crate::types::Rank;
@@ -32,6 +32,14 @@ pub trait Outlet: Send {
     /// Whether the peer has accepted the stream. Until then somebody must keep driving it.
     fn is_open(&self) -> bool;
 
+    /// Whether the peer can read this process's memory ([`Inlet::read_memory`]).
+    fn lends(&self) -> bool {
+        false
+    }
+
+    /// Makes the peer doubt what it reads of this process's memory, at once: before memory is used for something else.
+    fn withdraw(&mut self) {}
+
     /// Whether every byte taken so far has left this process, so that it survives this process's exit.
     fn flushed(&mut self) -> Result<bool, LinkDown>;
 }
@@ -46,6 +54,17 @@ pub trait Inlet: Send {
 
     /// Moves bytes into `into` and returns how many, possibly none.
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
+
+    /// Copies bytes from `address` in the memory of the process that writes; returns how many, at least one.
+    fn read_memory(&mut self, _address: u64, _into: &mut [u8]) -> io::Result<usize> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// How often the writer has called [`Outlet::withdraw`]. What was read before this is asked is what the memory held
+    /// while that had not happened more often.
+    fn withdrawals(&self) -> u64 {
+        0
+    }
 
     /// Asks for the poller to wake when bytes come. True: there are some now.
     fn arm(&mut self) -> bool;

@@ -1,87 +1,22 @@
 //! What a hostile or late peer may send: frames written by hand.
 
 use super::*;
+use crate::engine::by_hand;
 use crate::engine::memory::Words;
-use crate::error::LinkDown;
-use crate::sync::{Arc, Mutex, lock};
-use crate::topo::Topology;
-use crate::transport::{Accepted, Inlet, Outlet, Transport};
-
-/// What rank 1 has sent and rank 0 has not read.
-type Wire = Arc<Mutex<Vec<u8>>>;
-
-/// A transport on which rank 1 writes by hand.
-struct ByHand(Option<Wire>);
-
-impl Transport for ByHand {
-    fn name(&self) -> &'static str {
-        "by hand"
-    }
-
-    fn address(&self) -> Vec<u8> {
-        Vec::new()
-    }
-
-    fn open(&mut self, _: Rank, _: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
-        Err(LinkDown::new("rank 1 only writes"))
-    }
-
-    fn accept(&mut self) -> Vec<Accepted> {
-        let inlet = self.0.take().map(|wire| Box::new(FromWire { wire, seen: Vec::new() }) as Box<dyn Inlet>);
-        inlet.into_iter().map(|inlet| (Rank(1), inlet)).collect()
-    }
-
-    fn is_accepting(&self) -> bool {
-        false
-    }
-}
-
-struct FromWire {
-    wire: Wire,
-    seen: Vec<u8>,
-}
-
-impl Inlet for FromWire {
-    fn peek(&mut self) -> Result<&[u8], LinkDown> {
-        self.seen.append(&mut lock(&self.wire));
-        Ok(&self.seen)
-    }
-
-    fn consume(&mut self, count: usize) {
-        self.seen.drain(..count);
-    }
-
-    fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
-        let count = self.peek()?.len().min(into.len());
-        into[..count].copy_from_slice(&self.seen[..count]);
-        self.consume(count);
-        Ok(count)
-    }
-
-    fn arm(&mut self) -> bool {
-        false
-    }
-
-    fn disarm(&mut self) {}
-}
 
 /// Rank 0 with a window of two words, to which rank 1 writes by hand.
 struct Scene {
-    core: Core,
-    wire: Wire,
+    by_hand: by_hand::Scene,
     words: Words,
     window: WindowId,
 }
 
 impl Scene {
     fn new() -> Scene {
-        let wire = Wire::default();
-        let topo = Topology::new(&["here", "here"]);
-        let transport = Box::new(ByHand(Some(Arc::clone(&wire))));
-        let mut core = Core::new("test".to_owned(), Rank(0), topo, vec![transport], vec![None, None]);
+        let mut by_hand = by_hand::Scene::new();
         let mut words = Words::new(vec![0; 2]);
-        let window = core.windows.expose(Region::of(&[words.buffer()]));
-        Scene { core, wire, words, window }
+        let window = by_hand.core.windows.expose(Region::of(&[words.buffer()]));
+        Scene { by_hand, words, window }
     }
 
     fn header(kind: FrameKind, window: u64, token: u64, len: u64) -> Vec<u8> {
@@ -89,12 +24,11 @@ impl Scene {
     }
 
     fn send(&mut self, bytes: &[u8]) {
-        lock(&self.wire).extend_from_slice(bytes);
-        while self.core.progress(true) {}
+        self.by_hand.send(bytes);
     }
 
     fn signals(&self) -> u64 {
-        self.core.windows.exposed[&self.window].signals.get(&Rank(1)).copied().unwrap_or(0)
+        self.by_hand.core.windows.exposed[&self.window].signals.get(&Rank(1)).copied().unwrap_or(0)
     }
 }
 
@@ -128,8 +62,8 @@ fn nothing_is_written_to_a_window_that_was_concealed_amid_a_put() {
     scene.send(&Scene::header(FrameKind::Put, scene.window.0, 0, 16));
     scene.send(&7u64.to_ne_bytes());
     assert_eq!(scene.words.get(), [7, 0]);
-    scene.core.conceal(scene.window);
+    scene.by_hand.core.conceal(scene.window);
     scene.send(&7u64.to_ne_bytes());
     assert_eq!(scene.words.get(), [7, 0]);
-    assert!(scene.core.lost(Rank(1)).is_none());
+    assert!(scene.by_hand.core.lost(Rank(1)).is_none());
 }

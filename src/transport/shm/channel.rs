@@ -4,12 +4,13 @@
 //! flag, issues a SeqCst fence and looks at the other's position once more; after it moved its own position, a side
 //! issues a SeqCst fence and looks at the other's flag. One of the two sees the other, so no wake is lost.
 
-use std::io::{IoSlice, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::os::unix::net::UnixStream;
 
 use crate::error::LinkDown;
 use crate::sync::{AtomicU32, Ordering, fence};
 use crate::sys::memory::RingMemory;
+use crate::sys::peer_memory::PeerMemory;
 use crate::sys::poller::Registration;
 use crate::transport::handshake::is_passing;
 use crate::transport::shm::connect::Introduction;
@@ -65,11 +66,12 @@ pub(super) struct ShmOutlet {
     tail: u64,
     /// What is left to do before the peer has the ring.
     introduction: Option<Introduction>,
+    lends: bool,
 }
 
 impl ShmOutlet {
-    pub(super) fn new(memory: RingMemory, bell: Bell, introduction: Introduction) -> Self {
-        ShmOutlet { memory, bell, tail: 0, introduction: Some(introduction) }
+    pub(super) fn new(memory: RingMemory, bell: Bell, introduction: Introduction, lends: bool) -> Self {
+        ShmOutlet { memory, bell, tail: 0, introduction: Some(introduction), lends }
     }
 
     /// The bytes of room. The peer's position is checked, since it is the peer's to write.
@@ -146,6 +148,17 @@ impl Outlet for ShmOutlet {
         self.introduction.is_none()
     }
 
+    fn lends(&self) -> bool {
+        self.lends
+    }
+
+    fn withdraw(&mut self) {
+        self.memory.withdrawals().fetch_add(1, Ordering::SeqCst);
+        // SeqCst: what is written to the memory from now on is seen by a reader no earlier than the count, which it
+        // looks at after it has read; pairs with the fence in `withdrawals`.
+        fence(Ordering::SeqCst);
+    }
+
     fn flushed(&mut self) -> Result<bool, LinkDown> {
         // Nothing is taken before the peer has the ring, whose memory then outlives this process.
         Ok(true)
@@ -157,14 +170,16 @@ impl Outlet for ShmOutlet {
 pub(super) struct ShmInlet {
     memory: RingMemory,
     bell: Bell,
+    /// The writer's process, where it is known.
+    writer: Option<PeerMemory>,
     head: u64,
     /// The writer is gone and nothing was taken since the last look.
     stalled: bool,
 }
 
 impl ShmInlet {
-    pub(super) fn new(memory: RingMemory, bell: Bell) -> Self {
-        ShmInlet { memory, bell, head: 0, stalled: false }
+    pub(super) fn new(memory: RingMemory, bell: Bell, writer: Option<PeerMemory>) -> Self {
+        ShmInlet { memory, bell, writer, head: 0, stalled: false }
     }
 
     fn available(&self) -> Result<usize, LinkDown> {
@@ -211,6 +226,20 @@ impl Inlet for ShmInlet {
         into[..count].copy_from_slice(self.memory.bytes(self.head, count));
         self.consume(count);
         Ok(count)
+    }
+
+    fn read_memory(&mut self, address: u64, into: &mut [u8]) -> io::Result<usize> {
+        let writer = self.writer.ok_or(io::ErrorKind::Unsupported)?;
+        let count = writer.read(address, into)?;
+        // Asked afterwards: another process may have got the number of one that is gone.
+        self.bell.drain();
+        if self.bell.ended { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(count) }
+    }
+
+    fn withdrawals(&self) -> u64 {
+        // SeqCst: see `ShmOutlet::withdraw`.
+        fence(Ordering::SeqCst);
+        self.memory.withdrawals().load(Ordering::SeqCst)
     }
 
     fn arm(&mut self) -> bool {

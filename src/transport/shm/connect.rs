@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 
 use crate::error::LinkDown;
 use crate::sys::memory::RingMemory;
+use crate::sys::peer_memory::PeerMemory;
 use crate::sys::poller::{Interest, Poller};
 use crate::sys::socket;
 use crate::transport::Accepted;
@@ -48,10 +49,11 @@ pub(super) fn open(
     memory: RingMemory,
     ring: OwnedFd,
     poller: &Poller,
+    lends: bool,
 ) -> io::Result<ShmOutlet> {
     let registration = poller.add(stream.as_fd(), Interest::Read)?;
     let introduction = Introduction { opening: Opening::new(identity, peer), proved: false, ring };
-    Ok(ShmOutlet::new(memory, Bell::new(stream, registration), introduction))
+    Ok(ShmOutlet::new(memory, Bell::new(stream, registration), introduction, lends))
 }
 
 /// Drives an accepted connection until its ring is here.
@@ -68,5 +70,6 @@ pub(super) fn accept(candidate: &mut Candidate<UnixStream>, poller: &Poller) -> 
     let memory = RingMemory::open(fd.as_fd())?;
     let stream = candidate.stream.try_clone()?;
     let registration = poller.add(stream.as_fd(), Interest::Read)?;
-    Ok(Some((rank, Box::new(ShmInlet::new(memory, Bell::new(stream, registration))))))
+    let writer = PeerMemory::behind(stream.as_fd()).ok();
+    Ok(Some((rank, Box::new(ShmInlet::new(memory, Bell::new(stream, registration), writer)))))
 }

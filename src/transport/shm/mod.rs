@@ -12,6 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 
 use crate::error::LinkDown;
 use crate::sys::memory::RingMemory;
+use crate::sys::peer_memory;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket;
 use crate::transport::auth::Identity;
@@ -25,6 +26,7 @@ pub struct ShmTransport {
     identity: Identity,
     poller: Poller,
     ring_bytes: usize,
+    lends: bool,
     name: Vec<u8>,
     listener: UnixListener,
     _registration: Registration,
@@ -32,13 +34,17 @@ pub struct ShmTransport {
 }
 
 impl ShmTransport {
-    /// Listens under an unguessable name. Rings that this rank opens have `ring_bytes`, a power of two of whole pages.
-    pub fn new(identity: Identity, poller: Poller, ring_bytes: usize) -> io::Result<Self> {
+    /// Listens under an unguessable name. Rings that this rank opens have `ring_bytes`, a power of two of whole pages;
+    /// with `lends`, their readers may also read this process's memory.
+    pub fn new(identity: Identity, poller: Poller, ring_bytes: usize, lends: bool) -> io::Result<Self> {
         let name = format!("ncclx_rs-{:032x}", rand::random::<u128>()).into_bytes();
         let listener = socket::listen_unix(&name)?;
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
+        if lends {
+            peer_memory::allow_readers();
+        }
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(ShmTransport { identity, poller, ring_bytes, name, listener, _registration: registration, pending })
+        Ok(ShmTransport { identity, poller, ring_bytes, lends, name, listener, _registration: registration, pending })
     }
 }
 
@@ -61,7 +67,7 @@ impl Transport for ShmTransport {
             LinkDown::new(format!("there is no shared memory for a ring of {} bytes to it: {error}", self.ring_bytes))
         };
         let (memory, fd) = RingMemory::create(self.ring_bytes).map_err(lacking)?;
-        let outlet = connect::open(self.identity.clone(), peer, stream, memory, fd, &self.poller)?;
+        let outlet = connect::open(self.identity.clone(), peer, stream, memory, fd, &self.poller, self.lends)?;
         Ok(Box::new(outlet))
     }
 

@@ -1,0 +1,167 @@
+//! A peer whose frames a test writes by hand, and whose memory is a list of bytes.
+
+use std::io::{self, IoSlice};
+
+use crate::engine::core::{Core, Route};
+use crate::engine::frame::{HEADER_BYTES, Header};
+use crate::error::LinkDown;
+use crate::sync::{Arc, Mutex, MutexGuard, lock};
+use crate::topo::Topology;
+use crate::transport::{Accepted, Inlet, Outlet, Transport};
+use crate::types::Rank;
+
+/// What lies between rank 0, which is a core, and rank 1, which is the test.
+#[derive(Default)]
+pub(crate) struct Link {
+    /// What rank 1 has sent and rank 0 has not read.
+    to_core: Vec<u8>,
+    /// What rank 0 has sent.
+    pub(crate) from_core: Vec<u8>,
+    /// Rank 1's memory from address 1 on, as far as it can be read.
+    pub(crate) memory: Vec<u8>,
+    /// How often rank 1 has withdrawn memory.
+    pub(crate) withdrawals: u64,
+    /// How often rank 0 has.
+    pub(crate) core_withdrawals: u64,
+}
+
+/// Rank 0 of two ranks, and what the test holds of rank 1.
+pub(crate) struct Scene {
+    pub(crate) core: Core,
+    link: Arc<Mutex<Link>>,
+}
+
+impl Scene {
+    pub(crate) fn new() -> Scene {
+        let link = Arc::<Mutex<Link>>::default();
+        let topo = Topology::new(&["here", "here"]);
+        let transport = Box::new(ByHand { link: Arc::clone(&link), accepted: false });
+        let routes = vec![None, Some(Route { transport: 0, address: Vec::new() })];
+        Scene { core: Core::new("test".to_owned(), Rank(0), topo, vec![transport], routes), link }
+    }
+
+    pub(crate) fn link(&self) -> MutexGuard<'_, Link> {
+        lock(&self.link)
+    }
+
+    /// Sends bytes as rank 1 and lets rank 0 go as far as it can.
+    pub(crate) fn send(&mut self, bytes: &[u8]) {
+        self.link().to_core.extend_from_slice(bytes);
+        self.settle();
+    }
+
+    pub(crate) fn settle(&mut self) {
+        while self.core.progress(true) {}
+    }
+
+    /// The headers of what rank 0 has sent since the last call; none of the frames has a payload.
+    pub(crate) fn sent(&mut self) -> Vec<Header> {
+        let bytes = std::mem::take(&mut self.link().from_core);
+        let headers = bytes.chunks(HEADER_BYTES).map(|header| Header::decode(header.try_into().expect("a header")));
+        headers.collect::<Result<_, _>>().expect("headers")
+    }
+}
+
+struct ByHand {
+    link: Arc<Mutex<Link>>,
+    accepted: bool,
+}
+
+impl Transport for ByHand {
+    fn name(&self) -> &'static str {
+        "by hand"
+    }
+
+    fn address(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    fn open(&mut self, _: Rank, _: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+        Ok(Box::new(Sending(Arc::clone(&self.link))))
+    }
+
+    fn accept(&mut self) -> Vec<Accepted> {
+        if std::mem::replace(&mut self.accepted, true) {
+            return Vec::new();
+        }
+        vec![(Rank(1), Box::new(Receiving { link: Arc::clone(&self.link), seen: Vec::new() }))]
+    }
+
+    fn is_accepting(&self) -> bool {
+        false
+    }
+}
+
+struct Sending(Arc<Mutex<Link>>);
+
+impl Outlet for Sending {
+    fn write(&mut self, bytes: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+        let mut link = lock(&self.0);
+        bytes.iter().for_each(|bytes| link.from_core.extend_from_slice(bytes));
+        Ok(bytes.iter().map(|bytes| bytes.len()).sum())
+    }
+
+    fn arm(&mut self) -> bool {
+        true
+    }
+
+    fn disarm(&mut self) {}
+
+    fn is_open(&self) -> bool {
+        true
+    }
+
+    fn lends(&self) -> bool {
+        true
+    }
+
+    fn withdraw(&mut self) {
+        lock(&self.0).core_withdrawals += 1;
+    }
+
+    fn flushed(&mut self) -> Result<bool, LinkDown> {
+        Ok(true)
+    }
+}
+
+struct Receiving {
+    link: Arc<Mutex<Link>>,
+    seen: Vec<u8>,
+}
+
+impl Inlet for Receiving {
+    fn peek(&mut self) -> Result<&[u8], LinkDown> {
+        self.seen.append(&mut lock(&self.link).to_core);
+        Ok(&self.seen)
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.seen.drain(..count);
+    }
+
+    fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
+        let count = self.peek()?.len().min(into.len());
+        into[..count].copy_from_slice(&self.seen[..count]);
+        self.consume(count);
+        Ok(count)
+    }
+
+    fn read_memory(&mut self, address: u64, into: &mut [u8]) -> io::Result<usize> {
+        let link = lock(&self.link);
+        let there = link.memory.get(address as usize - 1..).filter(|there| !there.is_empty());
+        let there = there.ok_or(io::ErrorKind::PermissionDenied)?;
+        let count = there.len().min(into.len());
+        into[..count].copy_from_slice(&there[..count]);
+        Ok(count)
+    }
+
+    fn withdrawals(&self) -> u64 {
+        lock(&self.link).withdrawals
+    }
+
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    fn disarm(&mut self) {}
+}

@@ -1,0 +1,256 @@
+//! Long messages that their receiver reads out of the sender's memory: one copy instead of two, and none of the sender's
+//! time.
+//!
+//! The announcement says where the message lies. The receiver reads it when it has a place for it and answers `Taken`.
+//! Where it cannot read, it asks for the message with a `Grant`, as without an address, and is offered none any more.
+//!
+//! A sender whose operation ends early takes the address back before it gives the memory away: it counts up in shared
+//! memory, and then says `Withdrawn`. The receiver looks at the count after each read. While it is ahead of the
+//! `Withdrawn` frames that have come, what was read may be something else, and is not used.
+
+use std::io;
+
+use crate::engine::core::{Announced, Core, control};
+use crate::engine::frame::{FrameKind, Lane};
+use crate::engine::inbox::{Arrival, Inbox, Placement};
+use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::types::Rank;
+
+/// A message as it was announced.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Offer {
+    pub(crate) token: u64,
+    pub(crate) len: u64,
+    /// Where it lies in the sender's memory, or zero.
+    pub(crate) address: u64,
+}
+
+/// A message that is being read.
+#[derive(Debug)]
+struct Reading {
+    from: Rank,
+    token: u64,
+    lane: Lane,
+    address: u64,
+    placement: Placement,
+}
+
+/// What is being read, from all peers.
+#[derive(Default)]
+pub(crate) struct Readings {
+    list: Vec<Reading>,
+    /// `Withdrawn` frames that came, by sender.
+    withdrawn: Vec<u64>,
+    /// What is read before it is combined with what is there.
+    bounce: Vec<u8>,
+}
+
+impl Readings {
+    pub(crate) fn new(size: usize) -> Readings {
+        Readings { list: Vec::new(), withdrawn: vec![0; size], bounce: Vec::new() }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.list.clear();
+    }
+
+    pub(crate) fn lose(&mut self, peer: Rank) {
+        self.list.retain(|reading| reading.from != peer);
+    }
+
+    /// Whether something is being read from `peer` for `op`.
+    pub(crate) fn serves(&self, op: OpRef, peer: Rank) -> bool {
+        self.list.iter().any(|reading| reading.from == peer && reading.placement.owner.op == op)
+    }
+
+    /// The operation that reads message `token` of `peer`.
+    pub(crate) fn owner(&self, peer: Rank, token: u64) -> Option<Owner> {
+        let reading = self.list.iter().find(|reading| (reading.from, reading.token) == (peer, token));
+        reading.map(|reading| reading.placement.owner)
+    }
+}
+
+/// How far a read came.
+enum Read {
+    All,
+    Some,
+    /// The peer has taken memory back, and it is not known yet which.
+    Doubtful,
+}
+
+impl Core {
+    // ---- the sender's side ----
+
+    /// Up to which size a message to `to` is sent before it is asked for.
+    pub(crate) fn eager_limit(&mut self, to: Rank) -> usize {
+        self.reach(to);
+        if self.lends(to) { self.eager_bytes.min(self.single_copy_bytes) } else { self.eager_bytes }
+    }
+
+    /// Where `to` may read the message, or zero.
+    pub(crate) fn address_for(&self, to: Rank, body: &Body) -> u64 {
+        match body {
+            Body::Memory(region) if self.lends(to) => region.address().unwrap_or(0),
+            _ => 0,
+        }
+    }
+
+    /// `from` has read message `token` where it lies.
+    pub(crate) fn taken(&mut self, token: u64) {
+        if let Some(announced) = self.announced.remove(&token) {
+            self.written(announced.owner);
+        }
+    }
+
+    /// Drops the announced messages for which `drops` holds, so that their memory can be used for something else.
+    pub(crate) fn drop_announced(&mut self, drops: impl Fn(&Announced) -> bool) {
+        let dropped: Vec<u64> = self.announced.iter().filter(|(_, a)| drops(a)).map(|(token, _)| *token).collect();
+        for token in dropped {
+            if let Some(mut announced) = self.announced.remove(&token) {
+                self.withdraw(&mut announced);
+            }
+        }
+    }
+
+    /// Takes back the address of an announced message, if it has one.
+    pub(crate) fn withdraw(&mut self, announced: &mut Announced) {
+        if std::mem::take(&mut announced.header.address) != 0 {
+            self.doubt(announced.to);
+            let header = control(FrameKind::Withdrawn, announced.header.lane, 0, announced.header.token, 0);
+            self.send(announced.to, header, Body::Empty, Owner::PROTOCOL);
+        }
+    }
+
+    // ---- the receiver's side ----
+
+    /// Has a place for a message that was announced.
+    pub(crate) fn take_up(&mut self, from: Rank, offer: Offer, lane: Lane, placement: Placement) {
+        if offer.address == 0 {
+            return self.grant(from, offer.token, lane, placement);
+        }
+        self.readings.list.push(Reading { from, token: offer.token, lane, address: offer.address, placement });
+    }
+
+    /// Whether there are messages to be read.
+    pub(crate) fn is_reading(&self) -> bool {
+        !self.readings.list.is_empty()
+    }
+
+    /// Reads on, a bounded amount. True: something moved.
+    pub(crate) fn read_lent(&mut self) -> bool {
+        let mut moved = false;
+        let mut index = 0;
+        while index < self.readings.list.len() {
+            let Readings { list, withdrawn, bounce } = &mut self.readings;
+            let reading = &mut list[index];
+            let known = withdrawn[reading.from.index()];
+            let read = match self.peers[reading.from.index()].inbox.as_mut() {
+                Some(inbox) => read_some(reading, inbox, known, bounce),
+                None => Err(io::ErrorKind::NotConnected.into()),
+            };
+            match read {
+                Ok(Read::Some) => {}
+                Ok(Read::Doubtful) => {
+                    index += 1;
+                    continue;
+                }
+                Ok(Read::All) => {
+                    let reading = self.readings.list.remove(index);
+                    self.acknowledge(&reading);
+                    self.received(reading.from, reading.placement.owner);
+                }
+                Err(error) => {
+                    let Reading { from, token, lane, placement, .. } = self.readings.list.remove(index);
+                    log::debug!("rank {}: the memory of rank {from} cannot be read: {error}", self.me);
+                    self.grant(from, token, lane, placement);
+                }
+            }
+            moved = true;
+            index += 1;
+        }
+        moved
+    }
+
+    /// Whether something can be read now.
+    pub(crate) fn can_read_lent(&self) -> bool {
+        self.readings.list.iter().any(|reading| {
+            let inbox = self.peers[reading.from.index()].inbox.as_ref();
+            inbox.is_none_or(|inbox| inbox.withdrawals() == self.readings.withdrawn[reading.from.index()])
+        })
+    }
+
+    /// Message `token` of `from` is no longer where it was said to be.
+    pub(crate) fn withdrawn(&mut self, from: Rank, token: u64) {
+        self.readings.withdrawn[from.index()] += 1;
+        let is_it = |reading: &Reading| (reading.from, reading.token) == (from, token);
+        match self.readings.list.iter().position(is_it) {
+            Some(index) => {
+                let Reading { lane, placement, .. } = self.readings.list.remove(index);
+                self.grant(from, token, lane, placement);
+            }
+            None => {
+                self.collectives.forget_address(from, token);
+                self.messages.forget_address(from, token);
+            }
+        }
+    }
+
+    /// Ends the readings of `op`. Their senders are done with them, as after a message that was granted.
+    pub(crate) fn cancel_readings(&mut self, op: OpRef) {
+        let (cancelled, kept) = std::mem::take(&mut self.readings.list)
+            .into_iter()
+            .partition::<Vec<_>, _>(|reading| reading.placement.owner.op == op);
+        self.readings.list = kept;
+        cancelled.iter().for_each(|reading| self.acknowledge(reading));
+    }
+
+    fn acknowledge(&mut self, reading: &Reading) {
+        let header = control(FrameKind::Taken, reading.lane, 0, reading.token, 0);
+        self.send(reading.from, header, Body::Empty, Owner::PROTOCOL);
+    }
+}
+
+/// Reads a bounded part of a message. `known` counts the `Withdrawn` frames that have come from its sender.
+fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut Vec<u8>) -> io::Result<Read> {
+    let Reading { address, placement, .. } = reading;
+    let mut budget = BYTES_PER_TURN;
+    while !placement.is_full() && budget > 0 {
+        let at = *address + placement.filled as u64;
+        let count = match placement.arrival {
+            Arrival::Store => {
+                let run = placement.region.run_mut(placement.filled);
+                let len = run.len().min(budget);
+                inbox.read_memory(at, &mut run[..len])?
+            }
+            Arrival::Reduce(..) => {
+                bounce.resize(BOUNCE_BYTES, 0);
+                let len = (placement.region.len() - placement.filled).min(BOUNCE_BYTES);
+                inbox.read_memory(at, &mut bounce[..len])?
+            }
+        };
+        if inbox.withdrawals() != known {
+            return Ok(Read::Doubtful);
+        }
+        let taken = match placement.arrival {
+            Arrival::Store => {
+                placement.filled += count;
+                count
+            }
+            Arrival::Reduce(..) => placement.take(&bounce[..count]),
+        };
+        if taken == 0 {
+            return Err(io::Error::other("less than an element is there"));
+        }
+        budget = budget.saturating_sub(taken);
+    }
+    Ok(if placement.is_full() { Read::All } else { Read::Some })
+}
+
+/// How much of a message is read before other messages get their turn.
+const BYTES_PER_TURN: usize = 1 << 20;
+
+/// How much is read before it is combined: it stays in the processor's cache.
+const BOUNCE_BYTES: usize = 64 * 1024;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,73 @@
+//! Reading another process's memory: cross-memory attach, process_vm_readv(2).
+#![allow(unsafe_code, reason = "one system call that rustix does not have")]
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::OnceLock;
+
+/// The memory of the process at the other end of a Unix socket.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerMemory {
+    pid: libc::pid_t,
+}
+
+impl PeerMemory {
+    /// The process that opened a Unix socket. The system vouches for it, and an error says that it cannot be named here,
+    /// as in another container.
+    pub fn behind(socket: BorrowedFd<'_>) -> io::Result<PeerMemory> {
+        let pid = rustix::net::sockopt::socket_peercred(socket)?.pid.as_raw_pid();
+        if pid <= 0 {
+            return Err(io::Error::new(io::ErrorKind::NotFound, "the peer's process is not visible from here"));
+        }
+        Ok(PeerMemory { pid })
+    }
+
+    /// Copies the bytes at `address` of the process into `into`, at least one; returns how many. Memory that is not
+    /// there is an error, and so is a process that is gone or that this one may not look into.
+    pub fn read(&self, address: u64, into: &mut [u8]) -> io::Result<usize> {
+        let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
+        let remote = libc::iovec { iov_base: address as usize as *mut libc::c_void, iov_len: into.len() };
+        // SAFETY: the kernel writes at most `into.len()` bytes to `local`, which is borrowed for that, and checks the
+        // remote range itself, which belongs to no object of this process that is borrowed (the peer's own tensors,
+        // also where the peer is a communicator of this very process).
+        let count = unsafe { libc::process_vm_readv(self.pid, &local, 1, &remote, 1, 0) };
+        match usize::try_from(count) {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => Ok(count),
+            Err(_) => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+/// Lets the user's other processes read this one's memory where the security module Yama keeps that to debuggers that
+/// are parents (`ptrace_scope` of 1); where it forbids more, nothing changes. Done once for the process.
+pub fn allow_readers() {
+    static DONE: OnceLock<()> = OnceLock::new();
+    DONE.get_or_init(|| {
+        let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
+        if scope.is_ok_and(|scope| scope.trim() == "1")
+            && let Err(error) = rustix::process::set_ptracer(rustix::process::PTracer::Any)
+        {
+            log::debug!("other processes may not read this one's memory: {error}");
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn memory_is_read_where_it_is_and_an_error_where_it_is_not() {
+        let (socket, _other) = UnixStream::pair().expect("a pair of sockets");
+        let peer = PeerMemory::behind(socket.as_fd()).expect("this process");
+        let there = *b"some bytes";
+        let mut here = [0; 10];
+        assert_eq!(peer.read(there.as_ptr() as u64, &mut here).expect("readable"), 10);
+        assert_eq!(here, there);
+        assert!(peer.read(8, &mut here).is_err());
+    }
+}
