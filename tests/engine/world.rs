@@ -11,7 +11,7 @@ use ncclx_rs::{Buffer, CommOptions, Communicator, Element, Error, Mode, Op, OpKi
 pub(crate) enum Wire {
     Shm,
     Tcp,
-    /// Two "hosts": shared memory inside, TCP between.
+    /// Two "hosts": shared memory inside, all of it copied twice, and TCP between.
     Mixed,
 }
 
@@ -63,7 +63,10 @@ fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
     match wire {
         Wire::Shm => vec![hint("transport", "shm")],
         Wire::Tcp => vec![hint("transport", "tcp")],
-        Wire::Mixed => vec![hint("host_id", if rank < size.div_ceil(2) { "left" } else { "right" })],
+        Wire::Mixed => vec![
+            hint("host_id", if rank < size.div_ceil(2) { "left" } else { "right" }),
+            hint("single_copy_bytes", "0"),
+        ],
     }
 }
 

@@ -51,7 +51,8 @@ HOSTS = {2: "ab", 3: "aba", 4: "aabb", 8: "aaaabbbb"}
 def environment(mode: str, rank: int, size: int) -> dict[str, str]:
     """The variables that put a worker in a transport mode."""
     if mode == "hier":
-        return {"NCCLX_RS_HOST_ID": HOSTS[size][rank]}
+        # Without single copies, so that long messages take the other way within a host too.
+        return {"NCCLX_RS_HOST_ID": HOSTS[size][rank], "NCCLX_RS_SINGLE_COPY_BYTES": "0"}
     return {"NCCLX_RS_TRANSPORT": mode}
 
 
