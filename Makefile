@@ -91,9 +91,12 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 .PHONY: compat
 compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
 
-.PHONY: versions
-versions: # What `compat` covers, for scripts
+# For scripts: what `compat` covers, and which of these `test-tch` uses.
+.PHONY: versions tch-version
+versions:
 	@echo $(COMPAT)
+tch-version:
+	@echo $(TCH_TORCH)
 
 .PHONY: clean
 clean: ## Removes environments and builds
@@ -107,7 +110,7 @@ compat-$(1): $(call installed,$(1))
 
 .PHONY: drop-$(1)
 drop-$(1):
-	rm -rf $(call venv_of,$(1)) target/torch$(1)
+	rm -rf $(call venv_of,$(1)) target/torch$(1) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
 
 $(call ready,$(1)): requirements-dev.txt
 	test -x $$(@D)/bin/python || $(PYTHON) -m venv $$(@D)
