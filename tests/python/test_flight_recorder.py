@@ -94,6 +94,7 @@ def what_is_in_flight_is_told_from_what_is_done(rank: int, size: int) -> None:
         (in_flight,) = entries(recorder, include_completed=False)
         assert in_flight["state"] == "started" and not in_flight["retired"] and "duration_ms" not in in_flight
         assert json.loads(recorder.dump_json())["pg_status"]["0"]["last_completed_collective"] == "1"
+        comm.barrier(False)
         comm.send(torch.ones(1), (rank + 1) % size, False)
         work.wait()
         comm.barrier(False)
