@@ -25,6 +25,7 @@ pub use comm::{CommOptions, Communicator, Data, Launch};
 pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
 pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};
+pub use sys::segment::HostMemory;
 pub use topo::Topology;
 pub use types::{DType, Element, Rank, ReduceOp, Source, Tag};
 pub use window::{Window, WindowId};

@@ -7,7 +7,7 @@ use crate::engine::frame::{HEADER_BYTES, Header};
 use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::topo::Topology;
-use crate::transport::{Accepted, Inlet, Outlet, Transport};
+use crate::transport::{Accepted, Inlet, Location, Outlet, Transport};
 use crate::types::Rank;
 
 /// What lies between rank 0, which is a core, and rank 1, which is the test.
@@ -146,9 +146,9 @@ impl Inlet for Receiving {
         Ok(count)
     }
 
-    fn read_memory(&mut self, address: u64, into: &mut [u8]) -> io::Result<usize> {
+    fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
         let link = lock(&self.link);
-        let there = link.memory.get(address as usize - 1..).filter(|there| !there.is_empty());
+        let there = link.memory.get(from.address as usize - 1..).filter(|there| !there.is_empty());
         let there = there.ok_or(io::ErrorKind::PermissionDenied)?;
         let count = there.len().min(into.len());
         into[..count].copy_from_slice(&there[..count]);

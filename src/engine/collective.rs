@@ -94,7 +94,7 @@ impl Collectives {
             if let Arrived::Announced(offer) = arrived
                 && (*sender, offer.token) == (from, token)
             {
-                offer.address = 0;
+                offer.location = None;
             }
         }
     }

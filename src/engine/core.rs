@@ -258,8 +258,8 @@ impl Core {
         } else {
             let token = self.next_token;
             self.next_token += 1;
-            let address = self.address_for(to, &body);
-            let header = Header { kind: FrameKind::Announce, token, address, ..header };
+            let location = self.location_for(to, &body);
+            let header = Header { kind: FrameKind::Announce, token, location, ..header };
             self.announced.insert(token, Announced { to, header, body, owner });
             self.send(to, header, Body::Empty, Owner::PROTOCOL);
         }
@@ -517,7 +517,7 @@ impl Core {
         match self.announced.remove(&token) {
             Some(announced) => {
                 let peer = &mut self.peers[from.index()];
-                peer.cannot_read |= announced.header.address != 0;
+                peer.cannot_read |= announced.header.location.is_some();
                 let offset = usize::try_from(offset).unwrap_or(usize::MAX).min(announced.body.len());
                 let header = Header { kind: FrameKind::Data, ..announced.header };
                 peer.outbox.push_from(offset, header, announced.body, announced.owner);
@@ -588,7 +588,7 @@ impl Core {
 
 /// A frame that carries no message.
 pub(crate) fn control(kind: FrameKind, lane: Lane, key: u64, token: u64, len: u64) -> Header {
-    Header { kind, lane, signature: Signature::default(), key, index: 0, token, len, address: 0 }
+    Header { kind, lane, signature: Signature::default(), key, index: 0, token, len, location: None }
 }
 
 /// The end of `start + limit`; nothing for limits beyond the clock's range.

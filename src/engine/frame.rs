@@ -7,6 +7,8 @@
 
 use crate::engine::lending::Offer;
 use crate::error::LinkDown;
+use crate::sys::segment::SegmentId;
+use crate::transport::Location;
 use crate::types::DType;
 
 /// The size of every header.
@@ -24,7 +26,7 @@ pub(crate) const FRAGMENT_BYTES: usize = 256 * 1024;
 pub(crate) enum FrameKind {
     /// A whole message.
     Eager = 1,
-    /// A message of `len` bytes waits at the sender under `token`, in its memory at `address` if that is not zero.
+    /// A message of `len` bytes waits at the sender under `token`, in its memory at `location` if there is one.
     Announce = 2,
     /// The receiver is ready for the message `token` of the frame's addressee, from byte `len` on.
     Grant = 3,
@@ -158,8 +160,8 @@ pub(crate) struct Header {
     pub(crate) token: u64,
     /// The message's length in bytes; for `Data` and `Put`, the frame's.
     pub(crate) len: u64,
-    /// Where an announced message lies in its sender's memory.
-    pub(crate) address: u64,
+    /// Where an announced message lies in its sender's memory, if the receiver may read it there.
+    pub(crate) location: Option<Location>,
 }
 
 impl Header {
@@ -177,7 +179,10 @@ impl Header {
         bytes[24..32].copy_from_slice(&self.key.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.token.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.len.to_le_bytes());
-        bytes[48..56].copy_from_slice(&self.address.to_le_bytes());
+        if let Some(location) = self.location {
+            bytes[48..56].copy_from_slice(&location.address.to_le_bytes());
+            bytes[56..64].copy_from_slice(&location.segment.map_or(0, SegmentId::to_bits).to_le_bytes());
+        }
         bytes
     }
 
@@ -208,7 +213,10 @@ impl Header {
             index: u32_at(12),
             token: u64_at(32),
             len: u64_at(40),
-            address: u64_at(48),
+            location: match (u64_at(48), SegmentId::from_bits(u64_at(56))) {
+                (0, None) => None,
+                (address, segment) => Some(Location { address, segment }),
+            },
         };
         let limit = match kind {
             FrameKind::Fail => FAIL_TEXT_MAX as u64,
@@ -224,7 +232,7 @@ impl Header {
 
     /// What an `Announce` offers.
     pub(crate) fn offer(&self) -> Offer {
-        Offer { token: self.token, len: self.len, address: self.address }
+        Offer { token: self.token, len: self.len, location: self.location }
     }
 
     /// How many payload bytes follow the header.
@@ -255,11 +263,13 @@ mod tests {
         #[test]
         fn a_header_survives_the_wire(
             kind in 0..FrameKind::ALL.len(), p2p: bool, operation: u8, dtype: u8, reduction: u8, root: u32, count: u64,
-            key: u64, index: u32, token: u64, len in 0u64..4096, address: u64,
+            key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64,
         ) {
+            let segment = SegmentId::from_bits(segment);
+            let location = (address != 0 || segment.is_some()).then_some(Location { address, segment });
             let signature = Signature { operation, dtype, reduction, root, count };
             let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
-            let header = Header { kind: FrameKind::ALL[kind], lane, signature, key, index, token, len, address };
+            let header = Header { kind: FrameKind::ALL[kind], lane, signature, key, index, token, len, location };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
             let _ = signature.describe();
         }

@@ -7,7 +7,7 @@ use crate::engine::memory::Region;
 use crate::engine::outbox::{OpRef, Owner};
 use crate::engine::reduce;
 use crate::error::LinkDown;
-use crate::transport::Inlet;
+use crate::transport::{Inlet, Location};
 use crate::types::{DType, ReduceOp};
 
 /// What happens to received elements.
@@ -126,8 +126,8 @@ impl Inbox {
     }
 
     /// Copies bytes of the peer's memory; see [`Inlet::read_memory`].
-    pub(crate) fn read_memory(&mut self, address: u64, into: &mut [u8]) -> io::Result<usize> {
-        self.inlet.read_memory(address, into)
+    pub(crate) fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
+        self.inlet.read_memory(from, into)
     }
 
     /// How often the peer has taken back memory that it had offered.

@@ -14,6 +14,7 @@ use crate::engine::core::{Announced, Core, control};
 use crate::engine::frame::{FrameKind, Lane};
 use crate::engine::inbox::{Arrival, Inbox, Placement};
 use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::transport::Location;
 use crate::types::Rank;
 
 /// A message as it was announced.
@@ -21,8 +22,8 @@ use crate::types::Rank;
 pub(crate) struct Offer {
     pub(crate) token: u64,
     pub(crate) len: u64,
-    /// Where it lies in the sender's memory, or zero.
-    pub(crate) address: u64,
+    /// Where it lies in the sender's memory, if it may be read there.
+    pub(crate) location: Option<Location>,
 }
 
 /// A message that is being read.
@@ -31,7 +32,7 @@ struct Reading {
     from: Rank,
     token: u64,
     lane: Lane,
-    address: u64,
+    location: Location,
     placement: Placement,
 }
 
@@ -87,11 +88,11 @@ impl Core {
         if self.lends(to) { self.eager_bytes.min(self.single_copy_bytes) } else { self.eager_bytes }
     }
 
-    /// Where `to` may read the message, or zero.
-    pub(crate) fn address_for(&self, to: Rank, body: &Body) -> u64 {
+    /// Where `to` may read the message, if it may.
+    pub(crate) fn location_for(&self, to: Rank, body: &Body) -> Option<Location> {
         match body {
-            Body::Memory(region) if self.lends(to) => region.address().unwrap_or(0),
-            _ => 0,
+            Body::Memory(region) if self.lends(to) => Some(Location::of(region.address()?, region.len())),
+            _ => None,
         }
     }
 
@@ -114,7 +115,7 @@ impl Core {
 
     /// Takes back the address of an announced message, if it has one.
     pub(crate) fn withdraw(&mut self, announced: &mut Announced) {
-        if std::mem::take(&mut announced.header.address) != 0 {
+        if announced.header.location.take().is_some() {
             self.doubt(announced.to);
             let header = control(FrameKind::Withdrawn, announced.header.lane, 0, announced.header.token, 0);
             self.send(announced.to, header, Body::Empty, Owner::PROTOCOL);
@@ -125,10 +126,12 @@ impl Core {
 
     /// Has a place for a message that was announced.
     pub(crate) fn take_up(&mut self, from: Rank, offer: Offer, lane: Lane, placement: Placement) {
-        if offer.address == 0 {
-            return self.grant(from, offer.token, lane, placement);
+        match offer.location {
+            None => self.grant(from, offer.token, lane, placement),
+            Some(location) => {
+                self.readings.list.push(Reading { from, token: offer.token, lane, location, placement });
+            }
         }
-        self.readings.list.push(Reading { from, token: offer.token, lane, address: offer.address, placement });
     }
 
     /// Whether there are messages to be read.
@@ -212,10 +215,10 @@ impl Core {
 
 /// Reads a bounded part of a message. `known` counts the `Withdrawn` frames that have come from its sender.
 fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut Vec<u8>) -> io::Result<Read> {
-    let Reading { address, placement, .. } = reading;
+    let Reading { location, placement, .. } = reading;
     let mut budget = BYTES_PER_TURN;
     while !placement.is_full() && budget > 0 {
-        let at = *address + placement.filled as u64;
+        let at = location.plus(placement.filled);
         let count = match placement.arrival {
             Arrival::Store => {
                 let run = placement.region.run_mut(placement.filled);

@@ -121,7 +121,7 @@ impl Messages {
             if let Content::Announced(offer) = &mut arrived.content
                 && offer.token == token
             {
-                offer.address = 0;
+                offer.location = None;
             }
         }
     }

@@ -4,4 +4,5 @@ pub mod memory;
 pub mod net;
 pub mod peer_memory;
 pub mod poller;
+pub mod segment;
 pub mod socket;

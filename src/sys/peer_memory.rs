@@ -5,6 +5,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 
+use crate::sys::segment::{PeerSegment, SegmentId};
+
 /// The memory of the process at the other end of a Unix socket.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerMemory {
@@ -20,6 +22,11 @@ impl PeerMemory {
             return Err(io::Error::new(io::ErrorKind::NotFound, "the peer's process is not visible from here"));
         }
         Ok(PeerMemory { pid })
+    }
+
+    /// Maps a segment of the process.
+    pub fn segment(&self, id: SegmentId) -> io::Result<PeerSegment> {
+        PeerSegment::open(self.pid, id)
     }
 
     /// Copies the bytes at `address` of the process into `into`, at least one; returns how many. Memory that is not

@@ -16,7 +16,32 @@ pub mod tcp;
 use std::io::{self, IoSlice};
 
 use crate::error::LinkDown;
+use crate::sys::segment::{self, SegmentId};
 use crate::types::Rank;
+
+/// Where bytes lie in a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// Their address; in a segment, how far they are from its beginning.
+    pub address: u64,
+    /// The segment that they lie in.
+    pub segment: Option<SegmentId>,
+}
+
+impl Location {
+    /// Where the `len` bytes at `address` of this process lie.
+    pub fn of(address: u64, len: usize) -> Location {
+        match segment::locate(address, len) {
+            Some((id, offset)) => Location { address: offset, segment: Some(id) },
+            None => Location { address, segment: None },
+        }
+    }
+
+    /// The place `bytes` further on.
+    pub fn plus(self, bytes: usize) -> Location {
+        Location { address: self.address.wrapping_add(bytes as u64), ..self }
+    }
+}
 
 /// The sending end of a stream.
 pub trait Outlet: Send {
@@ -55,8 +80,8 @@ pub trait Inlet: Send {
     /// Moves bytes into `into` and returns how many, possibly none.
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
 
-    /// Copies bytes from `address` in the memory of the process that writes; returns how many, at least one.
-    fn read_memory(&mut self, _address: u64, _into: &mut [u8]) -> io::Result<usize> {
+    /// Copies bytes of the memory of the process that writes; returns how many, at least one.
+    fn read_memory(&mut self, _from: Location, _into: &mut [u8]) -> io::Result<usize> {
         Err(io::ErrorKind::Unsupported.into())
     }
 

@@ -7,6 +7,7 @@ mod examples;
 mod failures;
 mod launch;
 mod manual;
+mod memory;
 mod messages;
 mod schedules;
 mod stores;

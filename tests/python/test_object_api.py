@@ -299,6 +299,27 @@ def windows_are_written_by_others(rank: int, size: int) -> None:
 # ---- splitting ----
 
 
+def tensors_of_the_allocator_are_communicated(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        allocator = comm.get_mem_allocator()
+        tensor = allocator.empty(300, 1000)
+        assert tensor.shape == (300, 1000) and tensor.dtype == torch.float32 and not tensor.any()
+        tensor += rank
+        comm.all_reduce(tensor, ReduceOp.SUM, False)
+        assert (tensor == sum(range(size))).all()
+        assert comm.mem_allocator.empty(0, 3, dtype=torch.bool).numel() == 0
+        view = allocator.empty(4, dtype=torch.int64)[2:]
+        del tensor
+        assert view.fill_(7).tolist() == [7, 7]  # a view keeps the memory
+        with pytest.raises(ValueError, match=r"MemAllocator.empty: argument `size`: .* got \(2, -1\)"):
+            allocator.empty(2, -1)
+        with pytest.raises(ValueError, match="less than 2\\*\\*63 bytes"):
+            allocator.empty(1 << 40, 1 << 40)
+        with pytest.raises(RuntimeError, match="4611686018427387904 bytes of shared memory: this machine has less"):
+            allocator.empty(1 << 60)
+        comm.barrier(False)
+
+
 def communicators_split(rank: int, size: int) -> None:
     def assert_works(child: TorchComm | None, members: list[int]) -> None:
         if rank not in members:
@@ -559,6 +580,21 @@ def test_unknown_backends_are_named() -> None:
     assert "ncclx" in ncclx_rs.built_backends() and ncclx_rs.is_backend_built("ncclx")
 
 
+def test_vendors_libraries_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match=rf"backend rccl: librccl.so.1 was not found in .*{tmp_path}"):
+        ncclx_rs.new_comm("rccl", "cpu", "main", store=dist.HashStore(), rank=0, size=1)
+    (tmp_path / "librccl.so.1").touch()
+    with pytest.raises(ModuleNotFoundError, match=rf"librccl.so.1 is at {tmp_path}, but .* does not drive it"):
+        ncclx_rs.new_comm("rccl", "cpu", "main", store=dist.HashStore(), rank=0, size=1)
+
+
+def test_only_some_backends_have_an_allocator() -> None:
+    assert isinstance(ncclx_rs.get_mem_allocator("ncclx"), ncclx_rs.MemAllocator)
+    with pytest.raises(RuntimeError, match="get_mem_allocator: the backend gloo has no memory allocator"):
+        ncclx_rs.get_mem_allocator("gloo")
+
+
 def test_reduce_ops_compare_and_copy() -> None:
     assert ReduceOp.SUM == copy.deepcopy(ReduceOp.SUM) and ReduceOp.SUM != ReduceOp.AVG
     assert ReduceOp.PREMUL_SUM(2.0) == ReduceOp.PREMUL_SUM(2.0) != ReduceOp.PREMUL_SUM(3.0)
@@ -647,6 +683,7 @@ CHECKS = [
     objects_of_any_class_need_consent,
     windows_are_written_by_others,
     communicators_split,
+    tensors_of_the_allocator_are_communicated,
     wrong_splits_are_refused,
     wrong_calls_are_refused_and_change_nothing,
     a_finalized_communicator_refuses_everything,

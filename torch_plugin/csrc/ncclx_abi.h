@@ -89,6 +89,7 @@ struct NcclxInit {
 
 struct NcclxComm;
 struct NcclxHandle;
+struct NcclxMemory;
 
 struct NcclxEngine {
   uint32_t size;  // of this struct
@@ -109,6 +110,9 @@ struct NcclxEngine {
   // Both are collective and block. The memory is lent until it is deregistered or the communicator ends.
   int32_t (*window_register)(NcclxComm* comm, const NcclxBuffer* memory, uint64_t* window, NcclxError* error);
   int32_t (*window_deregister)(NcclxComm* comm, uint64_t window, NcclxError* error);
+  // Zeroed memory that other processes of the host can map, until it is given back.
+  int32_t (*memory_new)(uint64_t bytes, NcclxMemory** memory, void** ptr, NcclxError* error);
+  void (*memory_free)(NcclxMemory* memory);
 };
 
 // Adds the backend's classes to the Python module. 0, or -1 with a Python exception set.
@@ -120,4 +124,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 112);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 128);
+static_assert(sizeof(NcclxEngine) == 144);

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend.cpp"
+#include "memory.cpp"
 #include "window.cpp"
 
 namespace py = pybind11;
@@ -74,6 +75,8 @@ void define(py::module_& m) {
            py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
       // Ranks outside a group that is split off have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
+  m.def("_shared_memory", [](int64_t bytes) { return shared_memory(g_engine, bytes); }, py::arg("bytes"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("create_backend", &create_backend, py::arg("opts"), py::arg("pg_options") = py::none(),
         py::call_guard<py::gil_scoped_release>());
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::Store;
-use ncclx_rs::{Buffer, CommOptions, Communicator, Error, Mode, Op, Rank, WindowId, Work};
+use ncclx_rs::{Buffer, CommOptions, Communicator, Error, HostMemory, Mode, Op, Rank, WindowId, Work};
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
@@ -98,13 +98,15 @@ struct RawEngine {
     host: extern "C" fn(*const Communicator, i32) -> i32,
     window_register: extern "C" fn(*const Communicator, *const RawBuffer, *mut u64, *mut RawError) -> i32,
     window_deregister: extern "C" fn(*const Communicator, u64, *mut RawError) -> i32,
+    memory_new: extern "C" fn(u64, *mut *mut HostMemory<u8>, *mut *mut c_void, *mut RawError) -> i32,
+    memory_free: extern "C" fn(*mut HostMemory<u8>),
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 112);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 128);
+const _: () = assert!(size_of::<RawEngine>() == 144);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -123,6 +125,8 @@ static ENGINE: RawEngine = RawEngine {
     host,
     window_register,
     window_deregister,
+    memory_new,
+    memory_free,
 };
 
 unsafe extern "C" {
@@ -444,4 +448,26 @@ extern "C" fn window_deregister(comm: *const Communicator, window: u64, error: *
         let comm = unsafe { &*comm };
         comm.window_deregister(WindowId(window)).map_err(|error| failure(&error))
     })
+}
+
+extern "C" fn memory_new(
+    bytes: u64,
+    memory: *mut *mut HostMemory<u8>,
+    ptr: *mut *mut c_void,
+    error: *mut RawError,
+) -> i32 {
+    guarded(error, || {
+        let made = usize::try_from(bytes).map_err(std::io::Error::other).and_then(HostMemory::<u8>::new);
+        let mut made = made.map_err(|cause| (Status::Failure, format!("{bytes} bytes of shared memory: {cause}")))?;
+        // SAFETY: the caller's place for the address.
+        unsafe { *ptr = made.as_mut_ptr().cast() };
+        // SAFETY: the caller's place for the memory, which it gives back to `memory_free`.
+        unsafe { *memory = Box::into_raw(Box::new(made)) };
+        Ok(())
+    })
+}
+
+extern "C" fn memory_free(memory: *mut HostMemory<u8>) {
+    // SAFETY: made by `memory_new` and given back once.
+    infallible((), || drop(unsafe { Box::from_raw(memory) }));
 }

@@ -37,7 +37,8 @@ impl Scene {
     fn offer(&mut self, memory: &[u64], len: usize) {
         self.link().memory = memory.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let announce = control(FrameKind::Announce, Lane::PointToPoint, 0, TOKEN, 8 * len as u64);
-        self.send(&Header { address: 1, ..announce }.encode());
+        let location = Some(Location { address: 1, segment: None });
+        self.send(&Header { location, ..announce }.encode());
     }
 
     fn tell(&mut self, kind: FrameKind, token: u64, payload: &[u64]) {
@@ -120,7 +121,9 @@ fn a_send_ends_when_it_is_taken() {
     scene.core.eager_bytes = 0;
     let work = scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
     let announce = scene.sent()[0];
-    assert_eq!((announce.kind, announce.address), (FrameKind::Announce, words.get().as_ptr() as u64));
+    let address = words.get().as_ptr() as u64;
+    assert_eq!(announce.kind, FrameKind::Announce);
+    assert_eq!(announce.location, Some(Location { address, segment: None }));
     assert!(!work.is_done());
     scene.tell(FrameKind::Taken, announce.token, &[]);
     assert!(work.is_done());
@@ -151,7 +154,7 @@ fn a_peer_that_asks_instead_is_offered_nothing_more() {
     let data = std::mem::take(&mut scene.link().from_core);
     assert_eq!(data[data.len() - 8..], 8u64.to_ne_bytes()); // from the second word on
     scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
-    assert_eq!(scene.sent()[0].address, 0);
+    assert_eq!(scene.sent()[0].location, None);
 }
 
 #[test]
@@ -162,7 +165,8 @@ fn reductions_combine_what_they_read_once() {
     let owner = Owner::PROTOCOL;
     let arrival = Arrival::Reduce(ReduceOp::Sum, DType::U64);
     let placement = Placement { region: Region::of(&[words.buffer()]), arrival, owner, filled: 0 };
-    let mut reading = Reading { from: Rank(1), token: TOKEN, lane: Lane::Collective, address: 1, placement };
+    let location = Location { address: 1, segment: None };
+    let mut reading = Reading { from: Rank(1), token: TOKEN, lane: Lane::Collective, location, placement };
     assert!(matches!(read_some(&mut reading, inbox, 0, &mut Vec::new()), Ok(Read::All)));
     assert!(words.get().iter().enumerate().all(|(index, word)| *word == index as u64 + 3));
 }

@@ -4,6 +4,7 @@
 //! flag, issues a SeqCst fence and looks at the other's position once more; after it moved its own position, a side
 //! issues a SeqCst fence and looks at the other's flag. One of the two sees the other, so no wake is lost.
 
+use std::collections::HashMap;
 use std::io::{self, IoSlice, Read, Write};
 use std::os::unix::net::UnixStream;
 
@@ -12,9 +13,10 @@ use crate::sync::{AtomicU32, Ordering, fence};
 use crate::sys::memory::RingMemory;
 use crate::sys::peer_memory::PeerMemory;
 use crate::sys::poller::Registration;
+use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::transport::handshake::is_passing;
 use crate::transport::shm::connect::Introduction;
-use crate::transport::{Inlet, Outlet};
+use crate::transport::{Inlet, Location, Outlet};
 
 /// The socket beside a ring.
 #[derive(Debug)]
@@ -172,6 +174,8 @@ pub(super) struct ShmInlet {
     bell: Bell,
     /// The writer's process, where it is known.
     writer: Option<PeerMemory>,
+    /// Its segments that are mapped here.
+    segments: HashMap<SegmentId, PeerSegment>,
     head: u64,
     /// The writer is gone and nothing was taken since the last look.
     stalled: bool,
@@ -179,7 +183,7 @@ pub(super) struct ShmInlet {
 
 impl ShmInlet {
     pub(super) fn new(memory: RingMemory, bell: Bell, writer: Option<PeerMemory>) -> Self {
-        ShmInlet { memory, bell, writer, head: 0, stalled: false }
+        ShmInlet { memory, bell, writer, segments: HashMap::new(), head: 0, stalled: false }
     }
 
     fn available(&self) -> Result<usize, LinkDown> {
@@ -228,9 +232,21 @@ impl Inlet for ShmInlet {
         Ok(count)
     }
 
-    fn read_memory(&mut self, address: u64, into: &mut [u8]) -> io::Result<usize> {
+    fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
         let writer = self.writer.ok_or(io::ErrorKind::Unsupported)?;
-        let count = writer.read(address, into)?;
+        let count = match from.segment {
+            None => writer.read(from.address, into)?,
+            Some(id) => {
+                if !self.segments.contains_key(&id) {
+                    if self.segments.len() >= SEGMENTS_MAX {
+                        self.segments.clear();
+                    }
+                    self.segments.insert(id, writer.segment(id)?);
+                }
+                self.segments[&id].read(from.address, into)?;
+                into.len()
+            }
+        };
         // Asked afterwards: another process may have got the number of one that is gone.
         self.bell.drain();
         if self.bell.ended { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(count) }
@@ -253,3 +269,6 @@ impl Inlet for ShmInlet {
         self.memory.reader_asleep().store(0, Ordering::SeqCst);
     }
 }
+
+/// How many segments of one peer stay mapped.
+const SEGMENTS_MAX: usize = 64;

@@ -6,6 +6,7 @@ from ncclx_rs._backends import (
     TorchCommBackend,
     _is_backend_registered,
     built_backends,
+    get_mem_allocator,
     is_backend_built,
     register_backend,
 )
@@ -41,6 +42,7 @@ from ncclx_rs._hooks import (
     SplitPostHookArgs,
     SplitPreHookArgs,
 )
+from ncclx_rs._memory import MemAllocator
 from ncclx_rs._new_comm import new_comm
 from ncclx_rs._operations import AllGatherPHandle
 from ncclx_rs._types import (
@@ -104,6 +106,7 @@ __all__ = [
     "GatherOptions",
     "GatherPreHookArgs",
     "GatherSinglePreHookArgs",
+    "MemAllocator",
     "NewWindowPostHookArgs",
     "NewWindowPreHookArgs",
     "OpName",
@@ -137,6 +140,7 @@ __all__ = [
     "_BackendWrapper",
     "_is_backend_registered",
     "built_backends",
+    "get_mem_allocator",
     "is_backend_built",
     "new_comm",
     "register_backend",

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ncclx_rs import _backend as plugin
+from ncclx_rs._memory import MemAllocator
 from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
+from ncclx_rs._vendor import LIBRARIES, what_is_missing
 
 
 class TorchCommBackend:
@@ -46,6 +48,10 @@ class TorchCommBackend:
 
     def get_backend_version(self) -> str:
         return "unknown"
+
+    def get_mem_allocator(self) -> Any:
+        """What makes tensors that the backend communicates best."""
+        raise RuntimeError(f"get_mem_allocator: the backend {self.get_backend_name()} has no memory allocator")
 
 
 class C10dBackend(TorchCommBackend):
@@ -83,6 +89,9 @@ class C10dBackend(TorchCommBackend):
 
     def get_backend_version(self) -> str:
         return str(plugin.native().__version__) if self._make is _make_ncclx else torch.__version__
+
+    def get_mem_allocator(self) -> Any:
+        return MemAllocator() if self._make is _make_ncclx else super().get_mem_allocator()
 
     def host(self, rank: int) -> int:
         """A number for a rank's host: ranks of one host have the same. Zero for all where the backend cannot tell."""
@@ -268,6 +277,19 @@ def is_backend_built(backend: str) -> bool:
     return backend in (*built_backends(), "ncclx_rs")
 
 
+def get_mem_allocator(backend: str) -> Any:
+    """What makes tensors that a backend communicates best: see `MemAllocator`.
+
+    Args:
+        backend: the backend's name, as `new_comm` takes it.
+
+    Raises:
+        ModuleNotFoundError: there is no such backend.
+        RuntimeError: it has no allocator.
+    """
+    return make_backend(backend).get_mem_allocator()
+
+
 def make_backend(name: str) -> TorchCommBackend:
     """A new backend object: ours, a registered one, one found by entry point, or a c10d backend of PyTorch's.
 
@@ -291,6 +313,8 @@ def make_backend(name: str) -> TorchCommBackend:
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
     if name in dist.Backend.backend_list and name.upper() in dist.Backend._plugins:
         return C10dBackend(name, functools.partial(_make_plugin, name))
+    if name in LIBRARIES:
+        raise ModuleNotFoundError(f"failed to find backend {name}: {what_is_missing(name)}")
     known = sorted({"ncclx", "gloo", *_registered, *(p.lower() for p in dist.Backend._plugins)} - {"ncclx_rs"})
     raise ModuleNotFoundError(
         f"failed to find backend {name}: it is none of {', '.join(known)}, no entry point of the groups "

@@ -333,6 +333,18 @@ class TorchComm(Operations):
 
     # ---- memory ----
 
+    def get_mem_allocator(self) -> Any:
+        """What makes tensors that the backend communicates best: see `MemAllocator`.
+
+        Raises:
+            RuntimeError: the backend has none.
+        """
+        return self._impl.get_mem_allocator()
+
+    @property
+    def mem_allocator(self) -> Any:
+        return self.get_mem_allocator()
+
     def tensor_register(self, tensor: torch.Tensor) -> None:
         """Announces a tensor that will be communicated often.
 

@@ -22,6 +22,8 @@ def mesh_grid(
 ) -> tuple[list[int], list[tuple[str, list[list[int]]]]]:
     """Lays out ranks in a grid; gives them in the grid's order, and the groups along each dimension."""
 
+def _shared_memory(bytes: int) -> torch.Tensor: ...
+
 class Options(_C10dBackend.Options):
     """A group's own settings, as ``pg_options`` of ``init_process_group`` and ``new_group``.
 

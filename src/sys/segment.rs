@@ -1,0 +1,232 @@
+//! Memory that other processes of the host can map: made by one, found by its place, read by the others.
+//!
+//! A segment is a memfd(2) whose size is sealed. Another process opens it through /proc, which the system allows to
+//! processes of the same user that may inspect each other, and checks the inode, since descriptors are used again.
+#![allow(unsafe_code, reason = "maps shared memory")]
+
+use std::collections::BTreeMap;
+use std::io;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::RwLock;
+
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::types::Element;
+
+/// What names a segment of a process: its file descriptor there, and the low half of its inode. Never zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SegmentId(u64);
+
+impl SegmentId {
+    /// The name as a number, for the wire.
+    pub fn to_bits(self) -> u64 {
+        self.0
+    }
+
+    /// The name that a number stands for; none for zero.
+    pub fn from_bits(bits: u64) -> Option<SegmentId> {
+        (bits != 0).then_some(SegmentId(bits))
+    }
+
+    fn new(fd: i32, inode: u64) -> SegmentId {
+        SegmentId((fd as u64 + 1) << 32 | inode & u64::from(u32::MAX))
+    }
+
+    fn fd(self) -> u64 {
+        (self.0 >> 32).wrapping_sub(1)
+    }
+}
+
+/// Elements in memory that the other processes of this host can map and read in place, zero at first.
+///
+/// A communicator uses that by itself when an operation's data lies in such memory. Every instance is a mapping and a
+/// file descriptor of its own, so it is meant for few large buffers that live long.
+///
+/// ```
+/// let mut memory = ncclx_rs::HostMemory::<f32>::new(1000)?;
+/// memory[7] = 1.5; // a slice, as far as the program is concerned
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct HostMemory<T: Element> {
+    base: NonNull<T>,
+    len: usize,
+    _fd: OwnedFd,
+}
+
+// SAFETY: the mapping is owned, stays at its address until drop, and is reached by the rules of a slice of T, which is
+// plain data.
+unsafe impl<T: Element> Send for HostMemory<T> {}
+// SAFETY: as above; a shared borrow only reads.
+unsafe impl<T: Element> Sync for HostMemory<T> {}
+
+impl<T: Element> HostMemory<T> {
+    /// Memory for `len` elements.
+    ///
+    /// # Errors
+    /// The machine does not have that much memory, or the process no file descriptor left.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let bytes = len.checked_mul(size_of::<T>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let mapped = bytes.max(1);
+        // The system would take any size, and kill processes once the memory is used.
+        let system = rustix::system::sysinfo();
+        if mapped as u128 > u128::from(system.totalram) * u128::from(system.mem_unit) {
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, "this machine has less memory"));
+        }
+        let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, mapped as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), mapped, access, MapFlags::SHARED, fd.as_fd(), 0) }?;
+        let id = SegmentId::new(fd.as_raw_fd(), rustix::fs::fstat(&fd)?.st_ino);
+        segments().insert(base as usize, (bytes, id));
+        Ok(HostMemory { base: NonNull::new(base.cast()).expect("mmap never returns null"), len, _fd: fd })
+    }
+}
+
+impl<T: Element> Deref for HostMemory<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the mapping has `len` elements, page-aligned, of a type for which all zero bits are a value, and lives
+        // as long as self. Other processes map it to read.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Element> DerefMut for HostMemory<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and self is borrowed for this alone.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Element> Drop for HostMemory<T> {
+    fn drop(&mut self) {
+        segments().remove(&(self.base.as_ptr() as usize));
+        let mapped = (self.len * size_of::<T>()).max(1);
+        // The pages go even while another process still maps them.
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let _ = rustix::fs::fallocate(&self._fd, hole, 0, mapped as u64);
+        // SAFETY: the range is the mapping made in `new`, and nothing borrowed from self outlives it.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), mapped) };
+    }
+}
+
+/// This process's segments by address: length and name.
+type Segments = BTreeMap<usize, (usize, SegmentId)>;
+
+static SEGMENTS: RwLock<Segments> = RwLock::new(BTreeMap::new());
+
+fn segments() -> std::sync::RwLockWriteGuard<'static, Segments> {
+    SEGMENTS.write().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// The segment of this process in which all `len` bytes from `address` on lie, and where in it.
+pub fn locate(address: u64, len: usize) -> Option<(SegmentId, u64)> {
+    let segments = SEGMENTS.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let (base, (size, id)) = segments.range(..=address as usize).next_back()?;
+    let offset = address as usize - base;
+    (offset.checked_add(len)? <= *size).then_some((*id, offset as u64))
+}
+
+/// A segment of another process, mapped to be read.
+#[derive(Debug)]
+pub struct PeerSegment {
+    base: NonNull<u8>,
+    len: usize,
+    _not_sync: PhantomData<*const u8>,
+}
+
+// SAFETY: the mapping is owned and stays at its address until drop.
+unsafe impl Send for PeerSegment {}
+
+impl PeerSegment {
+    /// Maps segment `id` of process `pid`, after checking that it is that and can never shrink.
+    pub fn open(pid: i32, id: SegmentId) -> io::Result<PeerSegment> {
+        let path = format!("/proc/{pid}/fd/{}", id.fd());
+        let fd = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let stat = rustix::fs::fstat(&fd)?;
+        let sealed = rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK);
+        if !sealed || SegmentId::new(id.fd() as i32, stat.st_ino) != id {
+            return Err(io::Error::new(io::ErrorKind::NotFound, "the segment is no longer there"));
+        }
+        let len = usize::try_from(stat.st_size).unwrap_or(0);
+        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
+        let base =
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, fd.as_fd(), 0) }?;
+        let base = NonNull::new(base.cast()).expect("mmap never returns null");
+        Ok(PeerSegment { base, len, _not_sync: PhantomData })
+    }
+
+    /// Copies the bytes from `offset` on. An error where there are none.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        let end = offset.checked_add(into.len() as u64).filter(|end| *end <= self.len as u64);
+        if end.is_none() {
+            return Err(io::Error::other("the message lies beyond the segment's end"));
+        }
+        // SAFETY: offset is inside the mapping, as was just checked.
+        let from = unsafe { self.base.as_ptr().add(offset as usize) };
+        // SAFETY: the range is inside the mapping, whose size is sealed, and `into` is borrowed for this alone. The
+        // owner leaves the bytes alone unless it says otherwise, and then the copy is not used.
+        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        Ok(())
+    }
+}
+
+impl Drop for PeerSegment {
+    fn drop(&mut self) {
+        // SAFETY: the range is the mapping made in `open`, and nothing is borrowed from it.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn me() -> i32 {
+        rustix::process::getpid().as_raw_pid()
+    }
+
+    #[test]
+    fn a_segment_is_found_by_its_bytes_and_read_elsewhere() {
+        let mut memory = HostMemory::<u16>::new(100_000).expect("memory");
+        memory[70_000] = 7;
+        let address = &raw const memory[70_000] as u64;
+        let (id, offset) = locate(address, 2).expect("known");
+        assert_eq!(SegmentId::from_bits(id.to_bits()), Some(id));
+        assert!(locate(address, 60_001).is_none(), "beyond its end");
+        let segment = PeerSegment::open(me(), id).expect("the same segment");
+        let mut bytes = [0; 2];
+        segment.read(offset, &mut bytes).expect("readable");
+        assert_eq!(u16::from_ne_bytes(bytes), 7);
+        assert!(segment.read(199_999, &mut bytes).is_err() && segment.read(u64::MAX, &mut bytes).is_err());
+    }
+
+    #[test]
+    fn what_is_gone_gives_its_pages_back_and_is_not_found() {
+        let mut memory = HostMemory::<u8>::new(4096).expect("memory");
+        memory.fill(9);
+        let (id, offset) = locate(memory.as_ptr() as u64, 4096).expect("known");
+        let segment = PeerSegment::open(me(), id).expect("the segment");
+        let address = memory.as_ptr() as u64;
+        drop(memory);
+        assert!(locate(address, 1).is_none() && PeerSegment::open(me(), id).is_err());
+        let mut bytes = [1; 4];
+        segment.read(offset, &mut bytes).expect("still mapped");
+        assert_eq!(bytes, [0; 4]);
+    }
+
+    #[test]
+    fn nothing_fits_into_no_elements() {
+        let memory = HostMemory::<f64>::new(0).expect("memory");
+        assert!(memory.is_empty() && locate(memory.as_ptr() as u64, 1).is_none());
+        assert!(HostMemory::<f64>::new(usize::MAX).is_err() && HostMemory::<f64>::new(1 << 50).is_err());
+    }
+}
