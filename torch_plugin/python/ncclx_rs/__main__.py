@@ -1,0 +1,43 @@
+"""The program ``ncclx-rs``: ``ncclx-rs COMMAND ...``, or ``python -m ncclx_rs COMMAND ...``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+# The module of each command, whose `main` takes the rest of the line and returns the exit code; and what it does.
+COMMANDS = {
+    "bench": ("ncclx_rs.bench.__main__", "measures collectives, alone or against another backend"),
+}
+
+
+def usage() -> str:
+    """What to type."""
+    listed = "\n".join(f"  {name:<10} {meaning}" for name, (_, meaning) in COMMANDS.items())
+    return f"usage: ncclx-rs COMMAND ...\n\n{listed}\n\nncclx-rs COMMAND --help tells more."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: The command line without the program; that of the process if not given.
+
+    Returns:
+        The exit code: 2 for an unknown command, else the command's.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] in (["--help"], ["-h"]):
+        print(usage())
+        return 0
+    if not words or words[0] not in COMMANDS:
+        got = f"ncclx-rs: unknown command {words[0]!r}\n" if words else ""
+        print(got + usage(), file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[words[0]]
+    return int(importlib.import_module(module).main(words[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

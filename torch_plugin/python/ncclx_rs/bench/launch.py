@@ -1,0 +1,81 @@
+"""Starts the ranks of a world on this host, or finds the one that a launcher has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import ProcessContext, start_processes
+
+from ncclx_rs.bench import measure
+
+# How often to look whether a rank has died, in seconds.
+_GLANCE = 0.5
+_JOIN = timedelta(seconds=120)
+
+
+def launched() -> bool:
+    """Whether torchrun, or whatever sets its variables, has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_here(plan: measure.Plan) -> tuple[int, int, Iterator[measure.Row]]:
+    """Takes part in the world of the launcher.
+
+    Returns:
+        This rank, the size of the world, and the rows: see `measure.run`.
+    """
+    torch.set_num_threads(1)
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=_JOIN)))
+    return rank, ranks, measure.run(plan, c10d.PrefixStore("bench", store), rank, ranks)
+
+
+def run_world(plan: measure.Plan, ranks: int) -> Iterator[measure.Row]:
+    """Starts so many ranks, gives the rows as they come, and ends when all ranks have ended.
+
+    Raises:
+        torch.multiprocessing.spawn.ProcessException: a rank failed; the others were ended.
+    """
+    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Ranks share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    ours, theirs = get_context("spawn").Pipe(duplex=False)
+    world: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
+        _rank, (plan, ranks, store.port, theirs), nprocs=ranks, join=False, start_method="spawn"
+    )
+    theirs.close()
+    try:
+        yield from _received(ours, lambda: world.join(timeout=0))
+        while not world.join():
+            pass
+    finally:
+        for process in world.processes:
+            if process.is_alive():
+                process.terminate()
+            process.join()
+
+
+def _received(connection: Connection, look: Callable[[], Any]) -> Iterator[measure.Row]:
+    while True:
+        look()
+        if not connection.poll(_GLANCE):
+            continue
+        try:
+            yield connection.recv()
+        except EOFError:
+            return
+
+
+def _rank(rank: int, plan: measure.Plan, ranks: int, port: int, rows: Connection) -> None:
+    torch.set_num_threads(1)
+    store = c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=_JOIN)
+    for row in measure.run(plan, store, rank, ranks):
+        rows.send(row)
+    rows.close()

@@ -1,0 +1,401 @@
+"""Takes the measurements, on every rank of one world.
+
+Machines are noisy, so backends are compared within one run: they are process groups of the same processes, and each
+row is measured in short rounds in which each backend gets its turn, in an order that alternates. What is reported of a
+comparison is the median of the rounds' ratios and their spread.
+
+The time of a call is that of the slowest rank, the time of a round that of all its calls by their number.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import gc
+import itertools
+import pickle
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ncclx_rs.bench.operations import OPERATIONS, Job, Operation, Place
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+}
+MODES = ("sync", "async")
+# The most calls of a round, whatever their speed.
+_MOST_CALLS = 2000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long.
+
+    Attributes:
+        backends: Names of c10d backends, the one under test first.
+        operations: Names from `OPERATIONS`.
+        sizes: Bytes.
+        dtypes: Names from `DTYPES`.
+        modes: From `MODES`.
+        rounds: Rounds of each row.
+        round_seconds: How long a backend's turn in a round should take.
+        calls: Calls in a turn; None for as many as `round_seconds` has room for.
+        warmup: Calls before the first round.
+        depth: Operations in flight at once in mode async.
+        check: Whether to check results.
+        timeout: The groups' time limit in seconds.
+    """
+
+    backends: tuple[str, ...] = ("ncclx_rs",)
+    operations: tuple[str, ...] = ("all_reduce",)
+    sizes: tuple[int, ...] = (8,)
+    dtypes: tuple[str, ...] = ("float32",)
+    modes: tuple[str, ...] = ("sync",)
+    rounds: int = 15
+    round_seconds: float = 0.01
+    calls: int | None = None
+    warmup: int = 5
+    depth: int = 4
+    check: bool = True
+    timeout: float = 120.0
+
+    def rows(self, ranks: int) -> list[Case]:
+        """The rows of a world of `ranks` in the order they are measured; sizes that come to the same are one row."""
+        found: dict[Case, None] = {}
+        for name in self.operations:
+            operation = OPERATIONS[name]
+            if ranks < operation.least_ranks:
+                continue
+            for mode in self.modes:
+                for dtype in self.dtypes if operation.sized else self.dtypes[:1]:
+                    for size in self.sizes if operation.sized else (0,):
+                        count = operation.count(size, ranks, DTYPES[dtype])
+                        found[Case(name, mode, ranks, dtype, operation.bytes(count, ranks, DTYPES[dtype]), count)] = (
+                            None
+                        )
+        return list(found)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a row is about. `bytes` is the size, `count` the elements of a tensor or of one block."""
+
+    operation: str
+    mode: str
+    ranks: int
+    dtype: str
+    bytes: int
+    count: int
+
+
+@dataclass
+class Result:
+    """What was measured of one backend in one row. Times are microseconds of one call, bandwidths gigabytes a second.
+
+    Attributes:
+        time: The median of the rounds.
+        p50, p95, p99: Percentiles of the calls.
+        algorithm_bandwidth: Size by time.
+        bus_bandwidth: The same, corrected as nccl-tests do.
+        cpu: Processor time of a rank, all its threads together; the mean of the ranks.
+        calls: The calls of a round.
+        rounds: The time of each round.
+        wrong: Elements of the results that were wrong, on all ranks together; None if unchecked.
+        error: Why there is no measurement; empty if there is.
+    """
+
+    time: float = 0.0
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+    algorithm_bandwidth: float = 0.0
+    bus_bandwidth: float = 0.0
+    cpu: float = 0.0
+    calls: int = 0
+    rounds: list[float] = field(default_factory=list)
+    wrong: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster the first backend was than the second.
+
+    Attributes:
+        median, p10, p90: Percentiles of the ratios of the rounds' times.
+        typical: The ratio of the typical calls, those of `Result.p50`; on a loaded machine it hides the stalls that
+            make up part of the other.
+    """
+
+    median: float
+    p10: float
+    p90: float
+    typical: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the report."""
+
+    case: Case
+    results: dict[str, Result]
+    ratio: Ratio | None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """A percentile, between neighbours by linear interpolation.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("percentile: argument `values`: expected at least one")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def compare(first: Result, second: Result) -> Ratio | None:
+    """The ratio of two backends' rounds; None if one of them was not measured."""
+    if first.error or second.error:
+        return None
+    ratios = [theirs / ours for ours, theirs in zip(first.rounds, second.rounds, strict=True)]
+    return Ratio(percentile(ratios, 50), percentile(ratios, 10), percentile(ratios, 90), second.p50 / first.p50)
+
+
+def bandwidths(operation: Operation, ranks: int, size_bytes: int, microseconds: float) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in GB/s, as nccl-tests define them."""
+    algorithm = size_bytes / microseconds / 1e3
+    return algorithm, algorithm * operation.bus_factor(ranks)
+
+
+class Control:
+    """Words between the ranks aside from what is measured, through the store. Every rank makes the same calls."""
+
+    def __init__(self, store: c10d.Store, place: Place) -> None:
+        self._store = store
+        self._place = place
+        self._turn = 0
+
+    def from_root(self, value: Any = None) -> Any:
+        """Rank 0's value, on every rank."""
+        self._turn += 1
+        key = f"root{self._turn}"
+        if self._place.rank == 0:
+            self._put(key, value)
+            return value
+        return pickle.loads(self._store.get(key))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value by rank on rank 0, an empty list elsewhere."""
+        self._turn += 1
+        keys = [f"all{self._turn}/{rank}" for rank in range(self._place.size)]
+        if self._place.rank != 0:
+            self._put(keys[self._place.rank], value)
+            return []
+        values = [value]
+        for key in keys[1:]:
+            values.append(pickle.loads(self._store.get(key)))
+            self._store.delete_key(key)
+        return values
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value by rank, on every rank."""
+        return list(self.from_root(self.gather(value)))
+
+    def _put(self, key: str, value: Any) -> None:
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes, too, which the stub leaves out
+
+
+@dataclass
+class _Turn:
+    """A backend's part of a round on one rank, in nanoseconds: of each call, and of the processor for all."""
+
+    calls: array.array[int]
+    whole: int
+    cpu: int
+
+
+def run(
+    plan: Plan, store: c10d.Store, rank: int, ranks: int, operations: dict[str, Operation] | None = None
+) -> Iterator[Row]:
+    """Measures the rows of a plan in this world; every rank of which calls it and exhausts what it gives.
+
+    Args:
+        plan: What to measure; the same on every rank.
+        store: Where the ranks meet, for this run alone.
+        rank: This rank.
+        ranks: The size of the world.
+        operations: What the names in the plan mean; `OPERATIONS` if not given.
+
+    Yields:
+        On rank 0 each row, as soon as it is measured. Nothing elsewhere.
+
+    Raises:
+        RuntimeError: a backend failed on some ranks only, or while it was measured.
+        ValueError: a backend is not known to PyTorch.
+    """
+    place = Place(rank, ranks)
+    known = OPERATIONS if operations is None else operations
+    control = Control(c10d.PrefixStore("control", store), place)
+    timeout = timedelta(seconds=plan.timeout)
+    # Each backend gets a group of its own, so that none has the shorter way of the default group.
+    dist.init_process_group(
+        plan.backends[0], store=c10d.PrefixStore("c10d", store), rank=rank, world_size=ranks, timeout=timeout
+    )
+    try:
+        groups: dict[str, Any] = {name: dist.new_group(backend=name, timeout=timeout) for name in plan.backends}
+        for case in plan.rows(ranks):
+            row = _measure_row(plan, case, known[case.operation], place, groups, control)
+            if row is not None:
+                yield row
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_row(
+    plan: Plan,
+    case: Case,
+    operation: Operation,
+    place: Place,
+    groups: dict[str, dist.ProcessGroup],
+    control: Control,
+) -> Row | None:
+    depth = plan.depth if case.mode == "async" else 1
+    jobs = [operation.build(place, case.count, DTYPES[case.dtype]) for _ in range(depth)]
+    results = {name: _check(plan, case, jobs[0], place, group, control) for name, group in groups.items()}
+    for job in jobs:
+        job.clear()
+    measured = {name: group for name, group in groups.items() if not results[name].error}
+
+    def turn(group: dist.ProcessGroup, calls: int) -> _Turn:
+        return _sync_turn(jobs[0], group, calls) if case.mode == "sync" else _async_turn(jobs, group, calls)
+
+    for name, group in measured.items():
+        slowest = max(control.all_gather(turn(group, max(plan.warmup, 1)).whole)) / max(plan.warmup, 1)
+        fitting = min(max(int(plan.round_seconds * 1e9 / slowest), 1), _MOST_CALLS)
+        results[name].calls = fitting if plan.calls is None else plan.calls
+    # Rank 0 decides who begins; from then on it alternates.
+    order = list(measured)
+    if control.from_root(random.random()) < 0.5:
+        order.reverse()
+    turns: dict[str, list[_Turn]] = {name: [] for name in measured}
+    for _ in range(plan.rounds):
+        for name in order:
+            turns[name].append(turn(groups[name], results[name].calls))
+        order.reverse()
+
+    gathered = control.gather(turns)
+    if not gathered:
+        return None
+    trips = operation.trips if case.mode == "sync" else 1
+    for name in measured:
+        _evaluate(results[name], case, operation, [turns[name] for turns in gathered], trips)
+    first, *rest = plan.backends
+    ratio = compare(results[first], results[rest[0]]) if rest else None
+    return Row(case, results, ratio)
+
+
+def _check(plan: Plan, case: Case, job: Job, place: Place, group: dist.ProcessGroup, control: Control) -> Result:
+    """Makes the first call, which tells whether the backend can do it at all, and looks at what it gives."""
+    if plan.check:
+        job.fill()
+    else:
+        job.clear()
+    error = ""
+    try:
+        pending = job.call(group, case.mode == "async")
+        if pending is not None and case.mode == "async":
+            pending.wait()
+    except (RuntimeError, NotImplementedError, ValueError) as failure:
+        error = str(failure).splitlines()[0]
+    wrong = job.wrong(place.size) if plan.check and not error else 0
+    outcomes = control.all_gather((error, wrong))
+    errors = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text]
+    if errors and len(errors) < place.size:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in errors)
+        raise RuntimeError(
+            f"{case.operation} of {case.bytes} bytes failed on {len(errors)} of {place.size} ranks: {told}"
+        )
+    if errors:
+        return Result(error=errors[0][1])
+    return Result(wrong=sum(wrong for _, wrong in outcomes) if plan.check else None)
+
+
+def _sync_turn(job: Job, group: dist.ProcessGroup, calls: int) -> _Turn:
+    """Calls one after the other."""
+
+    def body() -> array.array[int]:
+        call, clock = job.call, time.perf_counter_ns
+        stamps = array.array("q", bytes(8 * (calls + 1)))
+        stamps[0] = clock()
+        for index in range(1, calls + 1):
+            call(group, False)
+            stamps[index] = clock()
+        return array.array("q", [after - before for before, after in itertools.pairwise(stamps)])
+
+    return _timed(group, body)
+
+
+def _async_turn(jobs: Sequence[Job], group: dist.ProcessGroup, calls: int) -> _Turn:
+    """Keeps as many operations in flight as there are jobs; a call lasts from being issued until its wait returns."""
+
+    def body() -> array.array[int]:
+        clock = time.perf_counter_ns
+        lasted = array.array("q")
+        flying: collections.deque[tuple[int, Any]] = collections.deque()
+
+        def land() -> None:
+            issued, pending = flying.popleft()
+            if pending is not None:
+                pending.wait()
+            lasted.append(clock() - issued)
+
+        for index in range(calls):
+            if len(flying) == len(jobs):
+                land()
+            issued = clock()
+            flying.append((issued, jobs[index % len(jobs)].call(group, True)))
+        while flying:
+            land()
+        return lasted
+
+    return _timed(group, body)
+
+
+def _timed(group: dist.ProcessGroup, body: Callable[[], array.array[int]]) -> _Turn:
+    """Runs `body`, which tells how long each call took, after the ranks have met."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        dist.barrier(group=group)
+        cpu, began = time.process_time_ns(), time.perf_counter_ns()
+        lasted = body()
+        return _Turn(lasted, time.perf_counter_ns() - began, time.process_time_ns() - cpu)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _evaluate(result: Result, case: Case, operation: Operation, by_rank: Sequence[Sequence[_Turn]], trips: int) -> None:
+    """Fills in what the turns of all ranks tell."""
+    rounds = list(zip(*by_rank, strict=True))
+    unit = 1e3 * trips  # nanoseconds of a call to microseconds of a trip
+    result.rounds = [max(turn.whole for turn in turns) / result.calls / unit for turns in rounds]
+    calls = [max(lasted) / unit for turns in rounds for lasted in zip(*(turn.calls for turn in turns), strict=True)]
+    result.time = percentile(result.rounds, 50)
+    result.p50, result.p95, result.p99 = (percentile(calls, percent) for percent in (50, 95, 99))
+    used = [turn.cpu for turns in rounds for turn in turns]
+    result.cpu = sum(used) / len(used) / result.calls / unit
+    result.algorithm_bandwidth, result.bus_bandwidth = bandwidths(operation, case.ranks, case.bytes, result.time)

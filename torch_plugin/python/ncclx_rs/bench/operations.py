@@ -1,0 +1,348 @@
+"""What is measured: each operation's buffers, its call, what it must give, and how its bandwidth is counted.
+
+Sizes and factors of the bus bandwidth are those of nccl-tests (its doc/PERFORMANCE.md). The size is the bytes of one
+rank's tensor; for operations that put ranks' blocks together or take them apart, the bytes of all blocks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+ROOT = 0
+# Inputs repeat after this many elements: a prime, so that no block of a usual length looks like another.
+_PERIOD = 13
+# What outputs hold before a checked call, so that one that is not written shows: more than nine ranks' sums come to.
+_POISON = 113
+
+
+class Pending(Protocol):
+    """What an asynchronous call gives: `torch.distributed.Work`, or several of them."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank and its world."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One operation on buffers of one size.
+
+    Attributes:
+        call: Calls it on a group; with True asynchronously, where it gives what to wait for, or None where this rank
+            takes no part.
+        tensors: All buffers.
+        inputs: Buffers and what they hold before a checked call.
+        results: Buffers and what they must hold after it.
+    """
+
+    call: Callable[[dist.ProcessGroup, bool], Pending | None]
+    tensors: Sequence[torch.Tensor]
+    inputs: Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]]
+    results: Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]]
+
+    def fill(self) -> None:
+        """Writes the inputs, and poison everywhere else."""
+        for tensor in self.tensors:
+            tensor.fill_(_POISON)
+        for tensor, content in self.inputs():
+            tensor.copy_(content)
+
+    def wrong(self, size: int) -> int:
+        """The number of elements of this rank that differ from what they must be, rounding of `size` addends aside."""
+        return sum(count_wrong(got, expected, size) for got, expected in self.results())
+
+    def clear(self) -> None:
+        """Zeroes all buffers, so that sums over sums stay numbers."""
+        for tensor in self.tensors:
+            tensor.zero_()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that can be measured.
+
+    Attributes:
+        build: Makes the buffers for a number of elements: of the tensor, or of one block.
+        blocks: Whether the size is that of all ranks' blocks.
+        bus_factor: Bus bandwidth by algorithm bandwidth, for a number of ranks.
+        least_ranks: The smallest world in which it means something.
+        sized: Whether it moves data.
+        trips: How many times the data travels in a synchronous call; the time of a call is divided by it.
+    """
+
+    build: Callable[[Place, int, torch.dtype], Job]
+    blocks: bool
+    bus_factor: Callable[[int], float]
+    least_ranks: int = 1
+    sized: bool = True
+    trips: int = 1
+
+    def count(self, size_bytes: int, ranks: int, dtype: torch.dtype) -> int:
+        """How many elements `build` is to get for a size: at least one, and so that ranks' blocks are equal."""
+        if not self.sized:
+            return 0
+        return max(1, size_bytes // dtype.itemsize // (ranks if self.blocks else 1))
+
+    def bytes(self, count: int, ranks: int, dtype: torch.dtype) -> int:
+        """The size for a number of elements: the inverse of `count`."""
+        return count * dtype.itemsize * (ranks if self.blocks else 1)
+
+
+def count_wrong(got: torch.Tensor, expected: torch.Tensor, addends: int = 1) -> int:
+    """The number of elements of `got` that are not those of `expected`.
+
+    Args:
+        got: A tensor.
+        expected: One of the same shape and type.
+        addends: Floating results may differ by the rounding of a sum of so many.
+    """
+    if got.is_floating_point():
+        same = torch.isclose(got, expected, rtol=addends * torch.finfo(got.dtype).eps, atol=0.0)
+    else:
+        same = got == expected
+    return int(got.numel() - same.sum())
+
+
+def pattern(rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Elements `start` to `start + count` of a rank's data."""
+    return _periodic(_period(rank, start), count, dtype)
+
+
+def total(ranks: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same elements of the sum of all ranks' data."""
+    return _periodic(torch.stack([_period(rank, start) for rank in range(ranks)]).sum(dim=0), count, dtype)
+
+
+def _period(rank: int, start: int) -> torch.Tensor:
+    return (torch.arange(_PERIOD) + start + 3 * rank) % _PERIOD
+
+
+def _periodic(period: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return period.to(dtype).repeat(-(-count // _PERIOD))[:count]
+
+
+# ---- the operations ----
+
+
+def _all_reduce(at: Place, count: int, dtype: torch.dtype) -> Job:
+    data = torch.empty(count, dtype=dtype)
+    return Job(
+        lambda group, later: dist.all_reduce(data, group=group, async_op=later),
+        [data],
+        lambda: [(data, pattern(at.rank, 0, count, dtype))],
+        lambda: [(data, total(at.size, 0, count, dtype))],
+    )
+
+
+def _reduce(at: Place, count: int, dtype: torch.dtype) -> Job:
+    data = torch.empty(count, dtype=dtype)
+    return Job(
+        lambda group, later: dist.reduce(data, ROOT, group=group, async_op=later),
+        [data],
+        lambda: [(data, pattern(at.rank, 0, count, dtype))],
+        # The others' tensors are the backend's to change.
+        lambda: [(data, total(at.size, 0, count, dtype))] if at.rank == ROOT else [],
+    )
+
+
+def _broadcast(at: Place, count: int, dtype: torch.dtype) -> Job:
+    data = torch.empty(count, dtype=dtype)
+    return Job(
+        lambda group, later: dist.broadcast(data, ROOT, group=group, async_op=later),
+        [data],
+        lambda: [(data, pattern(ROOT, 0, count, dtype))] if at.rank == ROOT else [],
+        lambda: [(data, pattern(ROOT, 0, count, dtype))],
+    )
+
+
+def _gathering(at: Place, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's block, and room for all."""
+    return torch.empty(count, dtype=dtype), torch.empty(at.size * count, dtype=dtype)
+
+
+def _gathered(at: Place, block: torch.Tensor, everything: torch.Tensor, call: Any, present: bool = True) -> Job:
+    count, dtype = block.numel(), block.dtype
+    return Job(
+        call,
+        [block, everything],
+        lambda: [(block, pattern(at.rank, 0, count, dtype))],
+        lambda: (
+            [(part, pattern(rank, 0, count, dtype)) for rank, part in enumerate(everything.chunk(at.size))]
+            if present
+            else []
+        ),
+    )
+
+
+def _all_gather(at: Place, count: int, dtype: torch.dtype) -> Job:
+    block, everything = _gathering(at, count, dtype)
+    parts = list(everything.chunk(at.size))
+    return _gathered(
+        at, block, everything, lambda group, later: dist.all_gather(parts, block, group=group, async_op=later)
+    )
+
+
+def _all_gather_into_tensor(at: Place, count: int, dtype: torch.dtype) -> Job:
+    block, everything = _gathering(at, count, dtype)
+    return _gathered(
+        at,
+        block,
+        everything,
+        lambda group, later: dist.all_gather_into_tensor(everything, block, group=group, async_op=later),
+    )
+
+
+def _gather(at: Place, count: int, dtype: torch.dtype) -> Job:
+    block, everything = _gathering(at, count, dtype)
+    parts = list(everything.chunk(at.size)) if at.rank == ROOT else None
+    return _gathered(
+        at,
+        block,
+        everything,
+        lambda group, later: dist.gather(block, parts, ROOT, group=group, async_op=later),
+        present=at.rank == ROOT,
+    )
+
+
+def _scatter(at: Place, count: int, dtype: torch.dtype) -> Job:
+    block, everything = _gathering(at, count, dtype)
+    parts = list(everything.chunk(at.size)) if at.rank == ROOT else None
+    return Job(
+        lambda group, later: dist.scatter(block, parts, ROOT, group=group, async_op=later),
+        [block, everything],
+        lambda: [(everything, pattern(ROOT, 0, at.size * count, dtype))],
+        lambda: [(block, pattern(ROOT, at.rank * count, count, dtype))],
+    )
+
+
+def _reduce_scattered(at: Place, block: torch.Tensor, everything: torch.Tensor, call: Any) -> Job:
+    count, dtype = block.numel(), block.dtype
+    return Job(
+        call,
+        [block, everything],
+        lambda: [(everything, pattern(at.rank, 0, at.size * count, dtype))],
+        lambda: [(block, total(at.size, at.rank * count, count, dtype))],
+    )
+
+
+def _reduce_scatter(at: Place, count: int, dtype: torch.dtype) -> Job:
+    block, everything = _gathering(at, count, dtype)
+    parts = list(everything.chunk(at.size))
+    return _reduce_scattered(
+        at, block, everything, lambda group, later: dist.reduce_scatter(block, parts, group=group, async_op=later)
+    )
+
+
+def _reduce_scatter_tensor(at: Place, count: int, dtype: torch.dtype) -> Job:
+    block, everything = _gathering(at, count, dtype)
+    return _reduce_scattered(
+        at,
+        block,
+        everything,
+        lambda group, later: dist.reduce_scatter_tensor(block, everything, group=group, async_op=later),
+    )
+
+
+def _exchanged(at: Place, count: int, dtype: torch.dtype, make_call: Any) -> Job:
+    sent, received = (torch.empty(at.size * count, dtype=dtype) for _ in range(2))
+    return Job(
+        make_call(sent, received),
+        [sent, received],
+        lambda: [(sent, pattern(at.rank, 0, at.size * count, dtype))],
+        lambda: [
+            (part, pattern(rank, at.rank * count, count, dtype)) for rank, part in enumerate(received.chunk(at.size))
+        ],
+    )
+
+
+def _all_to_all(at: Place, count: int, dtype: torch.dtype) -> Job:
+    def make(sent: torch.Tensor, received: torch.Tensor) -> Any:
+        inputs, outputs = list(sent.chunk(at.size)), list(received.chunk(at.size))
+        return lambda group, later: dist.all_to_all(outputs, inputs, group=group, async_op=later)
+
+    return _exchanged(at, count, dtype, make)
+
+
+def _all_to_all_single(at: Place, count: int, dtype: torch.dtype) -> Job:
+    def make(sent: torch.Tensor, received: torch.Tensor) -> Any:
+        return lambda group, later: dist.all_to_all_single(received, sent, group=group, async_op=later)
+
+    return _exchanged(at, count, dtype, make)
+
+
+class _Both:
+    """Two works as one."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self._works = (first, second)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _send_recv(at: Place, count: int, dtype: torch.dtype) -> Job:
+    """Each even rank and the one after it: ping-pong, or, asynchronously, both directions at once."""
+    sent, received = (torch.empty(count, dtype=dtype) for _ in range(2))
+    peer = at.rank ^ 1
+    alone = peer >= at.size
+
+    def call(group: dist.ProcessGroup, later: bool) -> Pending | None:
+        if alone:
+            return None
+        if later:
+            return _Both(dist.irecv(received, peer, group=group), dist.isend(sent, peer, group=group))
+        if at.rank < peer:
+            dist.send(sent, peer, group=group)
+            dist.recv(received, peer, group=group)
+        else:
+            dist.recv(received, peer, group=group)
+            dist.send(sent, peer, group=group)
+        return None
+
+    return Job(
+        call,
+        [sent, received],
+        lambda: [(sent, pattern(at.rank, 0, count, dtype))],
+        lambda: [] if alone else [(received, pattern(peer, 0, count, dtype))],
+    )
+
+
+def _barrier(at: Place, count: int, dtype: torch.dtype) -> Job:
+    return Job(lambda group, later: dist.barrier(group=group, async_op=later), [], lambda: [], lambda: [])
+
+
+def _once(ranks: int) -> float:
+    return 1.0
+
+
+def _shared(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+OPERATIONS = {
+    "all_reduce": Operation(_all_reduce, blocks=False, bus_factor=lambda ranks: 2 * (ranks - 1) / ranks),
+    "reduce": Operation(_reduce, blocks=False, bus_factor=_once),
+    "broadcast": Operation(_broadcast, blocks=False, bus_factor=_once),
+    "all_gather": Operation(_all_gather, blocks=True, bus_factor=_shared),
+    "all_gather_into_tensor": Operation(_all_gather_into_tensor, blocks=True, bus_factor=_shared),
+    "reduce_scatter": Operation(_reduce_scatter, blocks=True, bus_factor=_shared),
+    "reduce_scatter_tensor": Operation(_reduce_scatter_tensor, blocks=True, bus_factor=_shared),
+    "all_to_all": Operation(_all_to_all, blocks=True, bus_factor=_shared),
+    "all_to_all_single": Operation(_all_to_all_single, blocks=True, bus_factor=_shared),
+    "gather": Operation(_gather, blocks=True, bus_factor=_shared),
+    "scatter": Operation(_scatter, blocks=True, bus_factor=_shared),
+    "send_recv": Operation(_send_recv, blocks=False, bus_factor=_once, least_ranks=2, trips=2),
+    "barrier": Operation(_barrier, blocks=False, bus_factor=_once, sized=False),
+}
