@@ -76,7 +76,7 @@ lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
 	cargo metadata --locked --format-version 1 | $(VENV)/bin/python tests/lint/licences.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy torch_plugin/python tests/lint
+	$(VENV)/bin/mypy torch_plugin/python tests/lint tests/bench
 
 .PHONY: stubtest
 stubtest: $(call installed,$(TORCH)) ## Compares the stubs with the built extension

@@ -4,14 +4,14 @@ use std::error::Error;
 use std::net::TcpListener;
 use std::process::Command;
 
-/// Starts this program again as each of `size` ranks, and waits for all.
+/// Starts this program again, with its arguments, as each of `size` ranks, and waits for all.
 pub(crate) fn start(size: usize) -> Result<(), Box<dyn Error>> {
     let program = std::env::current_exe()?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let start = |rank: usize| {
         let place = [("RANK", rank.to_string()), ("WORLD_SIZE", size.to_string())];
         let master = [("MASTER_ADDR", "127.0.0.1".to_string()), ("MASTER_PORT", port.to_string())];
-        Command::new(&program).envs(place).envs(master).spawn()
+        Command::new(&program).args(std::env::args_os().skip(1)).envs(place).envs(master).spawn()
     };
     let ranks = (0..size).map(start).collect::<Result<Vec<_>, _>>()?;
     for (rank, mut process) in ranks.into_iter().enumerate() {

@@ -2,13 +2,35 @@
 
 use std::process::Command;
 
+fn lines_of(example: &str, arguments: &[&str]) -> Vec<String> {
+    // The profile in which this test is built, so that nothing has to be built again.
+    let run = ["run", "--quiet", "--locked", "--profile", "test", "--example", example, "--"];
+    let mut cargo = Command::new(env!("CARGO"));
+    let output = cargo.args(run).args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).output().expect("cargo");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    str::from_utf8(&output.stdout).expect("text").lines().map(str::to_owned).collect()
+}
+
 #[test]
 fn ranks_of_the_example_fit_one_line() {
-    // The profile in which this test is built, so that nothing has to be built again.
-    let run = ["run", "--quiet", "--locked", "--profile", "test", "--example", "all_reduce"];
-    let output = Command::new(env!("CARGO")).args(run).current_dir(env!("CARGO_MANIFEST_DIR")).output().expect("cargo");
-    let mut lines: Vec<_> = str::from_utf8(&output.stdout).expect("text").lines().collect();
+    let mut lines = lines_of("all_reduce", &[]);
     lines.sort_unstable();
-    let expected = ["rank 0 of 2: y = 3.000 x + 1.000", "rank 1 of 2: y = 3.000 x + 1.000"];
-    assert_eq!(lines, expected, "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(lines, ["rank 0 of 2: y = 3.000 x + 1.000", "rank 1 of 2: y = 3.000 x + 1.000"]);
+}
+
+#[test]
+fn the_benchmark_has_a_row_for_each_size() {
+    let lines = lines_of("bench", &["--ranks", "3", "--min", "4", "--max", "16"]);
+    let tables = lines.iter().filter(|line| line.starts_with("# Benchmarking ")).count();
+    assert_eq!(tables, 10);
+    let rows: Vec<Vec<f64>> = lines
+        .iter()
+        .filter(|line| !line.is_empty() && !line.contains('#'))
+        .map(|line| line.split_whitespace().map(|number| number.parse().expect("a number")).collect())
+        .collect();
+    assert_eq!(rows.len(), 9 * 3 + 1, "three sizes of each, and the barrier");
+    for row in rows {
+        let [_bytes, calls, least, most, mean, _rate] = row[..] else { panic!("six columns, not {row:?}") };
+        assert!(calls == 1000.0 && 0.0 < least && least <= mean && mean <= most, "{row:?}");
+    }
 }

@@ -1,0 +1,215 @@
+//! Measures the engine without Python, and prints what it finds in the shape of IMB-MPI1, Intel's MPI benchmarks.
+//!
+//! ```sh
+//! cargo run --release --example bench                                         # two ranks, every operation
+//! cargo run --release --example bench -- --ranks 4 --ops Allreduce,Barrier --max 65536
+//! ```
+//!
+//! `#bytes` is what IMB means by it: a rank's data; one block in Allgather, Alltoall, Gather and Scatter; all blocks
+//! together in Reduce_scatter. Reductions work in place and add floats. PingPong is between ranks 0 and 1, one way.
+//!
+//! With `--serve DIRECTORY`, started by a launcher, it measures what it is told to: see `tests/bench/mpi.py`.
+
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example that shows its result")]
+
+mod ranks;
+
+use std::error::Error;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::time::Instant;
+
+use ncclx_rs::{Communicator, Launch, LaunchError, Rank, ReduceOp, Tag};
+
+const OPERATIONS: [&str; 9] =
+    ["PingPong", "Allreduce", "Reduce", "Bcast", "Allgather", "Reduce_scatter", "Alltoall", "Gather", "Scatter"];
+const BARRIER: &str = "Barrier";
+const ROOT: Rank = Rank(0);
+
+/// As IMB does: so many calls of a size, or as many as move so many bytes.
+const MOST_CALLS: usize = 1000;
+const ENOUGH_BYTES: usize = 40 << 20;
+const WARM_UP: usize = 5;
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// One call of an operation, on buffers that it owns.
+type Call = Box<dyn FnMut(&Communicator) -> Result<(), ncclx_rs::Error>>;
+
+// Also what `cargo bench` runs.
+pub(crate) fn main() {
+    if let Err(error) = run() {
+        eprintln!("{error}");
+        std::process::exit(1);
+    }
+}
+
+fn run() -> Outcome<()> {
+    let options = Options::parse(std::env::args().skip(1))?;
+    let launch = match Launch::from_env() {
+        Ok(launch) => launch,
+        Err(LaunchError::Absent { .. }) if options.serve.is_none() => return ranks::start(options.ranks),
+        Err(error) => return Err(error.into()),
+    };
+    let comm = launch.communicator("bench")?;
+    match &options.serve {
+        Some(directory) => serve(&comm, Path::new(directory))?,
+        None => options.operations.iter().try_for_each(|operation| table(&comm, operation, &options))?,
+    }
+    Ok(comm.shutdown()?)
+}
+
+/// What the command line says.
+struct Options {
+    ranks: usize,
+    operations: Vec<String>,
+    min: usize,
+    max: usize,
+    serve: Option<String>,
+}
+
+impl Options {
+    fn parse(mut words: impl Iterator<Item = String>) -> Outcome<Options> {
+        let known = || OPERATIONS.iter().copied().chain([BARRIER]);
+        let mut options =
+            Options { ranks: 2, operations: known().map(str::to_owned).collect(), min: 4, max: 4 << 20, serve: None };
+        while let Some(option) = words.next() {
+            // What `cargo bench` adds.
+            if option == "--bench" {
+                continue;
+            }
+            let value = words.next().ok_or_else(|| format!("{option}: expected a value"))?;
+            let number = || match value.parse() {
+                Ok(number) if number > 0 => Ok(number),
+                _ => Err(format!("{option}: expected a number above 0, got `{value}`")),
+            };
+            match option.as_str() {
+                "--ranks" => options.ranks = number()?,
+                "--min" => options.min = number()?,
+                "--max" => options.max = number()?,
+                "--serve" => options.serve = Some(value),
+                "--ops" => options.operations = value.split(',').map(str::to_owned).collect(),
+                _ => return Err(format!("expected --ranks, --ops, --min, --max or --serve, got `{option}`").into()),
+            }
+        }
+        match options.operations.iter().find(|&name| !known().any(|operation| operation == name)) {
+            Some(name) => {
+                Err(format!("--ops: expected some of {:?}, got `{name}`", known().collect::<Vec<_>>()).into())
+            }
+            None => Ok(options),
+        }
+    }
+}
+
+/// Measures an operation for all sizes; rank 0 prints.
+fn table(comm: &Communicator, operation: &str, options: &Options) -> Outcome<()> {
+    if operation == "PingPong" && comm.size() < 2 {
+        return Ok(());
+    }
+    let tells = comm.rank() == ROOT;
+    if tells {
+        println!("\n# Benchmarking {operation}\n# #processes = {}", comm.size());
+        println!(
+            "{:>13} {:>13} {:>13} {:>13} {:>13} {:>13}",
+            "#bytes", "#repetitions", "t_min[usec]", "t_max[usec]", "t_avg[usec]", "Mbytes/sec"
+        );
+    }
+    let sizes = std::iter::successors(Some(options.min), |size| Some(size * 2)).take_while(|&size| size <= options.max);
+    let sizes: Vec<usize> = if operation == BARRIER { vec![0] } else { sizes.collect() };
+    for bytes in sizes {
+        let calls = (ENOUGH_BYTES / bytes.max(1)).clamp(1, MOST_CALLS);
+        let mut call = call(comm, operation, bytes)?;
+        timed(comm, &mut call, WARM_UP)?;
+        let mine = timed(comm, &mut call, calls)? * 1e6 / calls as f64 / trips(operation);
+        let taking_part = if operation == "PingPong" { 2 } else { comm.size() };
+        let mut times = vec![0.0; comm.size()];
+        comm.gather(&mut times, &[mine], ROOT)?;
+        let times = &times[..taking_part];
+        let least = times.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = times.iter().copied().fold(0.0, f64::max);
+        let mean = times.iter().sum::<f64>() / times.len() as f64;
+        if tells {
+            let rate = bytes as f64 / most;
+            println!("{bytes:>13} {calls:>13} {least:>13.2} {most:>13.2} {mean:>13.2} {rate:>13.2}");
+        }
+    }
+    Ok(())
+}
+
+/// How many messages follow each other in a call.
+fn trips(operation: &str) -> f64 {
+    if operation == "PingPong" { 2.0 } else { 1.0 }
+}
+
+/// Seconds that so many calls take on this rank, which all begin together.
+fn timed(comm: &Communicator, call: &mut Call, calls: usize) -> Result<f64, ncclx_rs::Error> {
+    comm.barrier()?;
+    let began = Instant::now();
+    for _ in 0..calls {
+        call(comm)?;
+    }
+    Ok(began.elapsed().as_secs_f64())
+}
+
+/// Does what the lines of the pipe `in<rank>` say, `Allreduce 1024 100` for a hundred calls of 1 KiB each, and answers
+/// each in the pipe `out<rank>` with the seconds that all calls took on this rank; until the first is closed. The first
+/// answer is the process's id.
+fn serve(comm: &Communicator, directory: &Path) -> Outcome<()> {
+    let lines = BufReader::new(File::open(directory.join(format!("in{}", comm.rank())))?).lines();
+    let mut answers = OpenOptions::new().write(true).open(directory.join(format!("out{}", comm.rank())))?;
+    writeln!(answers, "{}", std::process::id())?;
+    let mut ready: Option<((String, usize), Call)> = None;
+    for line in lines {
+        let line = line?;
+        let words: Vec<&str> = line.split(' ').collect();
+        let [operation, bytes, calls] = words[..] else {
+            return Err(format!("expected an operation, bytes and calls, got `{line}`").into());
+        };
+        let (case, calls) = ((operation.to_owned(), bytes.parse()?), calls.parse()?);
+        // Buffers stay from turn to turn.
+        if ready.as_ref().is_none_or(|(held, _)| *held != case) {
+            ready = Some((case.clone(), call(comm, operation, case.1)?));
+        }
+        let (_, call) = ready.as_mut().expect("it was just made");
+        writeln!(answers, "{}", timed(comm, call, calls)?)?;
+    }
+    Ok(())
+}
+
+fn call(comm: &Communicator, operation: &str, bytes: usize) -> Outcome<Call> {
+    let (size, rank) = (comm.size(), comm.rank());
+    // Written to, so that no page is the kernel's page of zeroes.
+    let mut data = vec![1_u8; bytes];
+    let mut all = vec![1_u8; bytes * size];
+    let floats = (bytes / size_of::<f32>()).max(1);
+    let mut sums = vec![1_f32; floats];
+    let mut part = vec![1_f32; (floats / size).max(1)];
+    let parts = vec![1_f32; part.len() * size];
+    Ok(match operation {
+        "PingPong" => Box::new(move |comm| match rank {
+            Rank(0) => {
+                comm.send(&data, Rank(1), Tag(0))?;
+                comm.recv(&mut data, Rank(1), Tag(0)).map(|_| ())
+            }
+            Rank(1) => {
+                comm.recv(&mut data, Rank(0), Tag(0))?;
+                comm.send(&data, Rank(0), Tag(0))
+            }
+            _ => Ok(()),
+        }),
+        "Allreduce" => Box::new(move |comm| comm.all_reduce(&mut sums, ReduceOp::Sum)),
+        "Reduce" => Box::new(move |comm| comm.reduce(&mut sums, ReduceOp::Sum, ROOT)),
+        "Bcast" => Box::new(move |comm| comm.broadcast(&mut data, ROOT)),
+        "Allgather" => Box::new(move |comm| comm.all_gather(&mut all, &data)),
+        "Reduce_scatter" => Box::new(move |comm| comm.reduce_scatter(&mut part, &parts, ReduceOp::Sum)),
+        "Alltoall" => {
+            let input = all.clone();
+            Box::new(move |comm| comm.all_to_all(&mut all, &input))
+        }
+        "Gather" => Box::new(move |comm| comm.gather(&mut all, &data, ROOT)),
+        "Scatter" => Box::new(move |comm| comm.scatter(&mut data, &all, ROOT)),
+        BARRIER => Box::new(|comm| comm.barrier()),
+        _ => return Err(format!("expected some of {OPERATIONS:?} or {BARRIER}, got `{operation}`").into()),
+    })
+}
