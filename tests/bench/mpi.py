@@ -15,6 +15,7 @@ percentile. The time of a round is that of the slowest rank.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -212,7 +213,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--round-ms", type=float, default=5.0, help="how long each one's turn takes")
     parser.add_argument("--pin", action="store_true", help="give each rank of every library a core of its own")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all rounds")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="times over sizes; needs matplotlib")
     arguments = parser.parse_args()
     arguments.ops = arguments.ops.split(",")
     if unknown := [operation for operation in arguments.ops if operation not in OPERATIONS]:
@@ -261,6 +263,8 @@ def main() -> None:
         print(f"| {name} | {' | '.join(f'{value:.2f}' for value in each)} | {together:.2f} |")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document(everything), indent=1) + "\n")
+    if arguments.plot is not None:
+        draw(document(everything), arguments.plot)
 
 
 def document(everything: dict[str, dict[int, dict[str, Measured]]]) -> list[dict[str, Any]]:
@@ -271,6 +275,33 @@ def document(everything: dict[str, dict[int, dict[str, Measured]]]) -> list[dict
         for size, results in rows.items()
         for name, measured in results.items()
     ]
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the rows of `document` that have a size, a panel for each operation."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "mpi", "font.size": 8})
+    plt: Any = importlib.import_module("matplotlib.pyplot")
+    sized = [row for row in rows if row["bytes"]]
+    operations = list(dict.fromkeys(row["operation"] for row in sized))
+    figure, grid = plt.subplots(
+        -(-len(operations) // 3), 3, figsize=(10, 2.6 * -(-len(operations) // 3)), squeeze=False
+    )
+    for axes in grid.flat[len(operations) :]:
+        axes.set_axis_off()
+    for axes, operation in zip(grid.flat, operations, strict=False):
+        members = [row for row in sized if row["operation"] == operation]
+        for library in dict.fromkeys(row["library"] for row in members):
+            own = [row for row in members if row["library"] == library]
+            times = [statistics.median(max(ranks) for ranks in row["rounds"]) for row in own]
+            axes.plot([row["bytes"] for row in own], times, marker=".", label=library)
+        axes.set(title=operation, xlabel="bytes", ylabel="microseconds", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

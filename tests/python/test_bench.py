@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,11 +107,14 @@ QUICK = Plan(
     calls=2,
     warmup=1,
     depth=2,
+    pin=True,
 )
 
 
 def measures_all_operations(rank: int, size: int) -> None:
-    rows = list(measure.run(QUICK, fresh_store(), rank, size))
+    cores = os.sched_getaffinity(0)
+    rows = list(measure.run(QUICK, fresh_store(), rank, size, local_rank=rank))
+    assert os.sched_getaffinity(0) == cores
     if rank != 0:
         assert rows == []
         return

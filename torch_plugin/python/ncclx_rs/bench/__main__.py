@@ -105,6 +105,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--timeout", type=_above(float, 0.001), default=120.0, help="an operation's limit in seconds (120)"
     )
+    how.add_argument("--pin", action="store_true", help="keep each rank's calling thread on a core of its own")
     how.add_argument("--no-check", action="store_true", help="do not check results")
     out = made.add_argument_group("what comes out beside the table")
     out.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
@@ -132,6 +133,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         depth=options.depth,
         check=not options.no_check,
         timeout=options.timeout,
+        pin=options.pin,
     )
 
 

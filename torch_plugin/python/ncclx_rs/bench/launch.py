@@ -34,7 +34,8 @@ def run_here(plan: measure.Plan) -> tuple[int, int, Iterator[measure.Row]]:
     """
     torch.set_num_threads(1)
     store, rank, ranks = next(iter(rendezvous("env://", timeout=_JOIN)))
-    return rank, ranks, measure.run(plan, c10d.PrefixStore("bench", store), rank, ranks)
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    return rank, ranks, measure.run(plan, c10d.PrefixStore("bench", store), rank, ranks, local_rank=local)
 
 
 def run_world(plan: measure.Plan, ranks: int) -> Iterator[measure.Row]:
@@ -76,6 +77,6 @@ def _received(connection: Connection, look: Callable[[], Any]) -> Iterator[measu
 def _rank(rank: int, plan: measure.Plan, ranks: int, port: int, rows: Connection) -> None:
     torch.set_num_threads(1)
     store = c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=_JOIN)
-    for row in measure.run(plan, store, rank, ranks):
+    for row in measure.run(plan, store, rank, ranks, local_rank=rank):
         rows.send(row)
     rows.close()

@@ -13,6 +13,7 @@ import array
 import collections
 import gc
 import itertools
+import os
 import pickle
 import random
 import time
@@ -53,6 +54,7 @@ class Plan:
         depth: Operations in flight at once in mode async.
         check: Whether to check results.
         timeout: The groups' time limit in seconds.
+        pin: Whether each rank's calling thread keeps to one core. Backends' own threads stay free.
     """
 
     backends: tuple[str, ...] = ("ncclx_rs",)
@@ -67,6 +69,7 @@ class Plan:
     depth: int = 4
     check: bool = True
     timeout: float = 120.0
+    pin: bool = False
 
     def rows(self, ranks: int) -> list[Case]:
         """The rows of a world of `ranks` in the order they are measured; sizes that come to the same are one row."""
@@ -228,7 +231,12 @@ class _Turn:
 
 
 def run(
-    plan: Plan, store: c10d.Store, rank: int, ranks: int, operations: dict[str, Operation] | None = None
+    plan: Plan,
+    store: c10d.Store,
+    rank: int,
+    ranks: int,
+    operations: dict[str, Operation] | None = None,
+    local_rank: int = 0,
 ) -> Iterator[Row]:
     """Measures the rows of a plan in this world; every rank of which calls it and exhausts what it gives.
 
@@ -238,6 +246,7 @@ def run(
         rank: This rank.
         ranks: The size of the world.
         operations: What the names in the plan mean; `OPERATIONS` if not given.
+        local_rank: The number of this rank on its host, for pinning.
 
     Yields:
         On rank 0 each row, as soon as it is measured. Nothing elsewhere.
@@ -250,17 +259,22 @@ def run(
     known = OPERATIONS if operations is None else operations
     control = Control(c10d.PrefixStore("control", store), place)
     timeout = timedelta(seconds=plan.timeout)
+    cores = os.sched_getaffinity(0)
     # Each backend gets a group of its own, so that none has the shorter way of the default group.
     dist.init_process_group(
         plan.backends[0], store=c10d.PrefixStore("c10d", store), rank=rank, world_size=ranks, timeout=timeout
     )
     try:
         groups: dict[str, Any] = {name: dist.new_group(backend=name, timeout=timeout) for name in plan.backends}
+        if plan.pin:
+            # Only now, since backends' threads inherit what their maker may use, and some count it.
+            os.sched_setaffinity(0, {sorted(cores)[local_rank % len(cores)]})
         for case in plan.rows(ranks):
             row = _measure_row(plan, case, known[case.operation], place, groups, control)
             if row is not None:
                 yield row
     finally:
+        os.sched_setaffinity(0, cores)
         dist.destroy_process_group()
 
 
