@@ -100,7 +100,9 @@ def parser() -> argparse.ArgumentParser:
         "--round-ms", type=_above(float, 0.001), default=10.0, help="milliseconds of a backend's turn (10)"
     )
     how.add_argument("--calls", type=_above(int, 1), help="calls in a turn, instead of --round-ms")
-    how.add_argument("--warmup", type=_above(int, 1), default=5, help="calls before a row's first round (5)")
+    how.add_argument(
+        "--warmup", type=_above(int, 1), default=5, help="calls in each of three turns before a row's first round (5)"
+    )
     how.add_argument("--depth", type=_above(int, 1), default=4, help="operations in flight in mode async (4)")
     how.add_argument(
         "--timeout", type=_above(float, 0.001), default=120.0, help="an operation's limit in seconds (120)"

@@ -35,6 +35,7 @@ DTYPES = {
 MODES = ("sync", "async")
 # The most calls of a round, whatever their speed.
 _MOST_CALLS = 2000
+_WARM_TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Plan:
         rounds: Rounds of each row.
         round_seconds: How long a backend's turn in a round should take.
         calls: Calls in a turn; None for as many as `round_seconds` has room for.
-        warmup: Calls before the first round.
+        warmup: Calls of each of the turns before the first round.
         depth: Operations in flight at once in mode async.
         check: Whether to check results.
         timeout: The groups' time limit in seconds.
@@ -288,6 +289,7 @@ def _measure_row(
 ) -> Row | None:
     depth = plan.depth if case.mode == "async" else 1
     jobs = [operation.build(place, case.count, DTYPES[case.dtype]) for _ in range(depth)]
+    flying = min(depth, plan.warmup)
     results = {name: _check(plan, case, jobs[0], place, group, control) for name, group in groups.items()}
     for job in jobs:
         job.clear()
@@ -297,8 +299,10 @@ def _measure_row(
         return _sync_turn(jobs[0], group, calls) if case.mode == "sync" else _async_turn(jobs, group, calls)
 
     for name, group in measured.items():
-        slowest = max(control.all_gather(turn(group, max(plan.warmup, 1)).whole)) / max(plan.warmup, 1)
-        fitting = min(max(int(plan.round_seconds * 1e9 / slowest), 1), _MOST_CALLS)
+        # The best median of some turns, since a stall would leave the rounds with few calls.
+        medians = [percentile(turn(group, plan.warmup).calls, 50) for _ in range(_WARM_TURNS)]
+        typical = max(control.all_gather(min(medians)))
+        fitting = min(max(int(plan.round_seconds * 1e9 * flying / max(typical, 1.0)), 1), _MOST_CALLS)
         results[name].calls = fitting if plan.calls is None else plan.calls
     # Rank 0 decides who begins; from then on it alternates.
     order = list(measured)
