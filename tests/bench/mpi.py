@@ -282,7 +282,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws the rows of `document` that have a size, a panel for each operation."""
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "mpi", "font.size": 8})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "mpi", "font.sans-serif": ["DejaVu Sans"], "font.size": 8}
+    )
     plt: Any = importlib.import_module("matplotlib.pyplot")
     sized = [row for row in rows if row["bytes"]]
     operations = list(dict.fromkeys(row["operation"] for row in sized))
@@ -296,11 +298,13 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for library in dict.fromkeys(row["library"] for row in members):
             own = [row for row in members if row["library"] == library]
             times = [statistics.median(max(ranks) for ranks in row["rounds"]) for row in own]
-            axes.plot([row["bytes"] for row in own], times, marker=".", label=library)
+            axes.plot([row["bytes"] for row in own], times, label=library)
         axes.set(title=operation, xlabel="bytes", ylabel="microseconds", yscale="log")
         axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+        axes.locator_params(numticks=5)
         axes.grid(True, alpha=0.3)
-        axes.legend(fontsize=7)
+    grid.flat[0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 

@@ -18,6 +18,7 @@ ROOT = 0
 _PERIOD = 13
 # What outputs hold before a checked call, so that one that is not written shows: more than nine ranks' sums come to.
 _POISON = 113
+_COMPARED = 1 << 18
 
 
 class Pending(Protocol):
@@ -103,15 +104,20 @@ def count_wrong(got: torch.Tensor, expected: torch.Tensor, addends: int = 1) -> 
     """The number of elements of `got` that are not those of `expected`.
 
     Args:
-        got: A tensor.
-        expected: One of the same shape and type.
+        got: A tensor of one dimension.
+        expected: Another of the same length and type.
         addends: Floating results may differ by the rounding of a sum of so many.
     """
-    if got.is_floating_point():
-        same = torch.isclose(got, expected, rtol=addends * torch.finfo(got.dtype).eps, atol=0.0)
-    else:
-        same = got == expected
-    return int(got.numel() - same.sum())
+    wrong = 0
+    # In parts, so that large tensors need little memory beside them.
+    for start in range(0, got.numel(), _COMPARED):
+        part, should_be = (tensor[start : start + _COMPARED] for tensor in (got, expected))
+        if part.is_floating_point():
+            same = torch.isclose(part, should_be, rtol=addends * torch.finfo(part.dtype).eps, atol=0.0)
+        else:
+            same = part == should_be
+        wrong += int(part.numel() - same.sum())
+    return wrong
 
 
 def pattern(rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -38,8 +38,10 @@ def _matplotlib() -> Any:
     except ImportError as error:
         raise NoMatplotlib from error
     matplotlib.use("Agg")
-    # Text stays text, and equal rows give equal files.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ncclx_rs", "font.size": 8})
+    # Text stays text, its fonts are not listed at every word, and equal rows give equal files.
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "ncclx_rs", "font.sans-serif": ["DejaVu Sans"], "font.size": 8}
+    )
     return importlib.import_module("matplotlib.pyplot")
 
 
@@ -69,6 +71,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.set_axis_off()
     for axes, (title, members) in zip(grid.flat, panels.items(), strict=False):
         _panel(axes, title, members)
+    grid.flat[0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
@@ -80,7 +83,7 @@ def _panel(axes: Any, title: tuple[str, str, int, str], rows: Sequence[Row]) -> 
     for name in rows[0].results:
         points = [(row.case.bytes, row.results[name]) for row in rows if not row.results[name].error]
         sizes = [size for size, _ in points]
-        (line,) = axes.plot(sizes, [result.time for _, result in points], marker=".", label=name)
+        (line,) = axes.plot(sizes, [result.time for _, result in points], label=name)
         low, high = [min(result.rounds) for _, result in points], [max(result.rounds) for _, result in points]
         axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
@@ -88,5 +91,6 @@ def _panel(axes: Any, title: tuple[str, str, int, str], rows: Sequence[Row]) -> 
     axes.xaxis.set_major_formatter(lambda size, _: size_text(int(size)))
     axes.set_xlabel("bytes")
     axes.set_ylabel("microseconds")
+    axes.minorticks_off()
+    axes.locator_params(numticks=5)
     axes.grid(True, alpha=0.3)
-    axes.legend(fontsize=7)
