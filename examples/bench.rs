@@ -17,13 +17,25 @@ mod ranks;
 use std::error::Error;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use clap::Parser;
+use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
 use ncclx_rs::{Communicator, Launch, LaunchError, Rank, ReduceOp, Tag};
 
-const OPERATIONS: [&str; 9] =
-    ["PingPong", "Allreduce", "Reduce", "Bcast", "Allgather", "Reduce_scatter", "Alltoall", "Gather", "Scatter"];
+const OPERATIONS: [&str; 10] = [
+    "PingPong",
+    "Allreduce",
+    "Reduce",
+    "Bcast",
+    "Allgather",
+    "Reduce_scatter",
+    "Alltoall",
+    "Gather",
+    "Scatter",
+    BARRIER,
+];
 const BARRIER: &str = "Barrier";
 const ROOT: Rank = Rank(0);
 
@@ -46,60 +58,45 @@ pub(crate) fn main() {
 }
 
 fn run() -> Outcome<()> {
-    let options = Options::parse(std::env::args().skip(1))?;
+    let options = Options::parse();
     let launch = match Launch::from_env() {
         Ok(launch) => launch,
-        Err(LaunchError::Absent { .. }) if options.serve.is_none() => return ranks::start(options.ranks),
+        Err(LaunchError::Absent { .. }) if options.serve.is_none() => return ranks::start(options.ranks as usize),
         Err(error) => return Err(error.into()),
     };
     let comm = launch.communicator("bench")?;
     match &options.serve {
-        Some(directory) => serve(&comm, Path::new(directory))?,
-        None => options.operations.iter().try_for_each(|operation| table(&comm, operation, &options))?,
+        Some(directory) => serve(&comm, directory)?,
+        None => options.ops.iter().try_for_each(|operation| table(&comm, operation, &options))?,
     }
     Ok(comm.shutdown()?)
 }
 
-/// What the command line says.
+/// Measures the engine without Python, in the shape of IMB-MPI1.
+#[derive(Parser)]
 struct Options {
-    ranks: usize,
-    operations: Vec<String>,
-    min: usize,
-    max: usize,
-    serve: Option<String>,
+    /// How many ranks to start
+    #[arg(long, default_value = "2", value_parser = positive())]
+    ranks: u64,
+    /// What to measure
+    #[arg(long, value_delimiter = ',', default_values = OPERATIONS, value_parser = PossibleValuesParser::new(OPERATIONS))]
+    ops: Vec<String>,
+    /// The first size in bytes, which is doubled up to the last
+    #[arg(long, default_value = "4", value_parser = positive())]
+    min: u64,
+    /// The last size in bytes
+    #[arg(long, default_value = "4194304", value_parser = positive())]
+    max: u64,
+    /// Do what the pipes in this folder say instead
+    #[arg(long, value_name = "DIRECTORY")]
+    serve: Option<PathBuf>,
+    /// What `cargo bench` adds
+    #[arg(long, hide = true)]
+    bench: bool,
 }
 
-impl Options {
-    fn parse(mut words: impl Iterator<Item = String>) -> Outcome<Options> {
-        let known = || OPERATIONS.iter().copied().chain([BARRIER]);
-        let mut options =
-            Options { ranks: 2, operations: known().map(str::to_owned).collect(), min: 4, max: 4 << 20, serve: None };
-        while let Some(option) = words.next() {
-            // What `cargo bench` adds.
-            if option == "--bench" {
-                continue;
-            }
-            let value = words.next().ok_or_else(|| format!("{option}: expected a value"))?;
-            let number = || match value.parse() {
-                Ok(number) if number > 0 => Ok(number),
-                _ => Err(format!("{option}: expected a number above 0, got `{value}`")),
-            };
-            match option.as_str() {
-                "--ranks" => options.ranks = number()?,
-                "--min" => options.min = number()?,
-                "--max" => options.max = number()?,
-                "--serve" => options.serve = Some(value),
-                "--ops" => options.operations = value.split(',').map(str::to_owned).collect(),
-                _ => return Err(format!("expected --ranks, --ops, --min, --max or --serve, got `{option}`").into()),
-            }
-        }
-        match options.operations.iter().find(|&name| !known().any(|operation| operation == name)) {
-            Some(name) => {
-                Err(format!("--ops: expected some of {:?}, got `{name}`", known().collect::<Vec<_>>()).into())
-            }
-            None => Ok(options),
-        }
-    }
+fn positive() -> RangedU64ValueParser {
+    RangedU64ValueParser::new().range(1..)
 }
 
 /// Measures an operation for all sizes; rank 0 prints.
@@ -116,8 +113,8 @@ fn table(comm: &Communicator, operation: &str, options: &Options) -> Outcome<()>
         );
     }
     let sizes = std::iter::successors(Some(options.min), |size| Some(size * 2)).take_while(|&size| size <= options.max);
-    let sizes: Vec<usize> = if operation == BARRIER { vec![0] } else { sizes.collect() };
-    for bytes in sizes {
+    let sizes: Vec<u64> = if operation == BARRIER { vec![0] } else { sizes.collect() };
+    for bytes in sizes.into_iter().map(|size| size as usize) {
         let calls = (ENOUGH_BYTES / bytes.max(1)).clamp(1, MOST_CALLS);
         let mut call = call(comm, operation, bytes)?;
         timed(comm, &mut call, WARM_UP)?;
@@ -210,6 +207,6 @@ fn call(comm: &Communicator, operation: &str, bytes: usize) -> Outcome<Call> {
         "Gather" => Box::new(move |comm| comm.gather(&mut all, &data, ROOT)),
         "Scatter" => Box::new(move |comm| comm.scatter(&mut data, &all, ROOT)),
         BARRIER => Box::new(|comm| comm.barrier()),
-        _ => return Err(format!("expected some of {OPERATIONS:?} or {BARRIER}, got `{operation}`").into()),
+        _ => return Err(format!("expected one of {OPERATIONS:?}, got `{operation}`").into()),
     })
 }
