@@ -1,9 +1,11 @@
 //! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
 //!
-//! `abi` is the C boundary to the C++ shim in csrc/, which knows c10d; everything else is the engine's.
+//! `abi` is the C boundary to the C++ shim in csrc/, which knows c10d; everything else is the engine's. `library`
+//! loads backends that others have written.
 
 mod abi;
 mod convert;
+mod library;
 mod mesh;
 
 use pyo3::exceptions::PyRuntimeError;
@@ -21,6 +23,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_place, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
+    library::register(module)?;
     abi::register(module)
 }
 

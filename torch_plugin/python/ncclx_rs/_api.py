@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import (
-    TorchCommBackend,
     _is_backend_registered,
     built_backends,
     get_mem_allocator,

@@ -16,42 +16,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ncclx_rs import _backend as plugin
+from ncclx_rs._backend_class import TorchCommBackend
+from ncclx_rs._library import OWN_VARIABLE, TORCHCOMMS_VARIABLE, find_library
 from ncclx_rs._memory import MemAllocator
 from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
 from ncclx_rs._vendor import LIBRARIES, what_is_missing
-
-
-class TorchCommBackend:
-    """The base of backends: what a communicator calls once it has checked the arguments.
-
-    A backend in Python derives from this class and is made known by `register_backend` or by an entry point in the
-    group ``ncclx_rs.backends``. It defines ``init``, ``finalize``, ``get_rank``, ``get_size``, ``get_backend_name`` and
-    the operations that it has, named as those of `TorchComm`; they return a work (anything with ``wait()``) or None
-    when the operation is done. A method that takes ``options`` is given the call's timeout and hints.
-    """
-
-    def init(self, device: torch.device, name: str, options: CommOptions) -> None:
-        """Joins the communicator."""
-        raise NotImplementedError
-
-    def finalize(self) -> None:
-        """Leaves it."""
-
-    def get_rank(self) -> int:
-        raise NotImplementedError
-
-    def get_size(self) -> int:
-        raise NotImplementedError
-
-    def get_backend_name(self) -> str:
-        return type(self).__name__
-
-    def get_backend_version(self) -> str:
-        return "unknown"
-
-    def get_mem_allocator(self) -> Any:
-        """What makes tensors that the backend communicates best."""
-        raise RuntimeError(f"get_mem_allocator: the backend {self.get_backend_name()} has no memory allocator")
 
 
 class C10dBackend(TorchCommBackend):
@@ -291,13 +260,16 @@ def get_mem_allocator(backend: str) -> Any:
 
 
 def make_backend(name: str) -> TorchCommBackend:
-    """A new backend object: ours, a registered one, one found by entry point, or a c10d backend of PyTorch's.
+    """A new backend object: of the first place that has the name, as `new_comm` lists them.
 
     Raises:
         ModuleNotFoundError: there is none of that name; says where it was looked for.
+        ImportError: the shared library of that name cannot be used.
     """
     if name in _registered:
         return _registered[name]()
+    if (library := find_library(name, OWN_VARIABLE)) is not None:
+        return library
     if name in ("ncclx", "ncclx_rs"):
         return C10dBackend(name, _make_ncclx)
     for group in _ENTRY_POINTS:
@@ -313,12 +285,17 @@ def make_backend(name: str) -> TorchCommBackend:
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
     if name in dist.Backend.backend_list and name.upper() in dist.Backend._plugins:
         return C10dBackend(name, functools.partial(_make_plugin, name))
+    # Last: who has set torchcomms' variables for its own libraries gets what is there for ncclx_rs. And after the entry
+    # points, whose modules may set variables.
+    if (library := find_library(name, OWN_VARIABLE, TORCHCOMMS_VARIABLE)) is not None:
+        return library
     if name in LIBRARIES:
         raise ModuleNotFoundError(f"failed to find backend {name}: {what_is_missing(name)}")
     known = sorted({"ncclx", "gloo", *_registered, *(p.lower() for p in dist.Backend._plugins)} - {"ncclx_rs"})
     raise ModuleNotFoundError(
         f"failed to find backend {name}: it is none of {', '.join(known)}, no entry point of the groups "
-        "`ncclx_rs.backends` and `torchcomms.backends`, and no backend of this torch.distributed"
+        "`ncclx_rs.backends` and `torchcomms.backends`, no backend of this torch.distributed, and "
+        f"{OWN_VARIABLE}{name.upper()} names no library"
     )
 
 

@@ -16,7 +16,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from ncclx_rs import _hooks, _reconfigure
-from ncclx_rs._backends import C10dBackend, TorchCommBackend
+from ncclx_rs._backend_class import TorchCommBackend
+from ncclx_rs._backends import C10dBackend
 from ncclx_rs._operations import Hints, Operations, op_ids
 from ncclx_rs._types import CommOptions, OpName
 from ncclx_rs._window import TorchCommWindow
@@ -53,7 +54,7 @@ class TorchComm(Operations):
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
         self._abort_hooks: _hooks.HookList[[]] = _hooks.HookList()
         self._registered: dict[int, torch.Tensor] = {}
-        if isinstance(backend, C10dBackend):
+        if hasattr(backend, "on_failure"):
             itself = weakref.ref(self)
             backend.on_failure(lambda: _failed(itself))
 

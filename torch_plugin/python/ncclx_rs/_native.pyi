@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from os import PathLike
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as _C10dBackend
+from torch._C._distributed_c10d import Store as _Store
 
 __version__: str
 torch_build_version: str
@@ -71,3 +73,60 @@ class Backend(_C10dBackend):
 
 def create_backend(opts: Any, pg_options: Options | None = None) -> Backend:
     """The backend of a new process group, once every rank has come."""
+
+@final
+class Library:
+    """A shared library with a backend. It stays loaded until the process ends.
+
+    Raises:
+        ImportError: it cannot be read or loaded, is no backend's, or has another version of the interface.
+    """
+
+    def __new__(cls, path: str | PathLike[str]) -> Library: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def methods(self) -> list[str]: ...
+    def join(
+        self,
+        name: str,
+        device: str,
+        rank: int,
+        size: int,
+        timeout_ms: int,
+        hints: list[tuple[str, str]],
+        store: _Store,
+        store_host: str,
+    ) -> LibraryBackend: ...
+
+@final
+class LibraryBackend:
+    """One rank's membership in a communicator of a library's backend."""
+
+    def submit(
+        self,
+        name: str,
+        kind: str,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        reduce: tuple[str, float],
+        peer: int,
+        send_counts: list[int],
+        recv_counts: list[int],
+        timeout_ms: int,
+        blocking: bool,
+    ) -> LibraryWork: ...
+    def call(self, method: str, arguments: str, tensors: list[torch.Tensor]) -> str: ...
+    def set_timeout(self, timeout_ms: int) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def finalize(self) -> None: ...
+
+@final
+class LibraryWork:
+    """An operation of a library's backend."""
+
+    def wait(self, timeout_ms: int) -> bool: ...
+    @property
+    def failure(self) -> str | None: ...

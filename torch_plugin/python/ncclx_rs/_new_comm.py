@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d as c10d
 from ncclx_rs import _bootstrap
 from ncclx_rs._backends import C10dBackend, make_backend
 from ncclx_rs._comm import TorchComm
+from ncclx_rs._library import LibraryBackend
 from ncclx_rs._operations import Hints
 from ncclx_rs._types import CommOptions
 
@@ -33,8 +34,10 @@ def new_comm(
     """Makes a communicator of all ranks. Called on all of them; returns when all have come.
 
     Args:
-        backend: ``ncclx`` (the engine of this package), ``gloo`` or another backend of the installed PyTorch, or one
-            that was registered.
+        backend: the backend's name. The first that has it counts: a class given to `register_backend`; the library
+            that ``NCCLX_RS_BACKEND_LIB_PATH_<NAME>`` names; ``ncclx``, the engine of this package; an entry point of
+            the group ``ncclx_rs.backends``, then ``torchcomms.backends``; ``gloo`` or another backend of the installed
+            PyTorch; the library that ``TORCHCOMMS_BACKEND_LIB_PATH_<NAME>`` names.
         device: where the tensors are.
         name: the name, in messages; the same on every rank. Made up if not given.
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
@@ -51,6 +54,7 @@ def new_comm(
 
     Raises:
         ModuleNotFoundError: there is no such backend.
+        ImportError: its shared library cannot be used.
         RuntimeError: rank, size or the meeting place are not known, or ranks did not come in time.
     """
     impl = make_backend(backend)
@@ -71,7 +75,7 @@ def new_comm(
     device = torch.device(device)
     if enable_reconfigure:
         pass  # members come by `reconfigure`, from whatever places their handles name
-    elif isinstance(impl, C10dBackend) or rank is not None or size is not None:
+    elif isinstance(impl, C10dBackend | LibraryBackend) or rank is not None or size is not None:
         if rank is None or size is None:
             rank, size = (0, 1) if backend == "fake" else _bootstrap.place()
         options.rank, options.size = rank, size

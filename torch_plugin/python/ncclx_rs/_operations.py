@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ncclx_rs import _hooks
-from ncclx_rs._backends import TorchCommBackend, accepts_options
+from ncclx_rs._backend_class import TorchCommBackend
+from ncclx_rs._backends import accepts_options
 from ncclx_rs._batch import BatchSendRecv, P2POp
 from ncclx_rs._types import (
     AllGatherOptions,

@@ -70,7 +70,7 @@ class TorchWork:
         failed = self._failed()
         if not failed:
             return WorkStatus.COMPLETED
-        timed_out = any(cast(Any, part).get_future_result().wait() == _TIMEOUT for part in failed)
+        timed_out = any(_timed_out(part) for part in failed)
         return WorkStatus.TIMEDOUT if timed_out else WorkStatus.ERROR
 
     def exception(self) -> BaseException | None:
@@ -78,12 +78,12 @@ class TorchWork:
         for part in self._failed():
             try:
                 part.wait()
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 return error
         return None
 
-    def _failed(self) -> list[dist.Work]:
-        works = (part for part in self._parts if isinstance(part, dist.Work))
+    def _failed(self) -> list[Any]:
+        works = (part for part in self._parts if hasattr(part, "is_success"))
         return [work for work in works if work.is_completed() and not work.is_success()]
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -139,6 +139,12 @@ class TorchWork:
 def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], _: object) -> None:
     """Resolves a future of another thread's loop, unless its task was cancelled."""
     loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
+
+
+def _timed_out(part: Any) -> bool:
+    if hasattr(part, "timed_out"):
+        return bool(part.timed_out())
+    return isinstance(part, dist.Work) and cast(Any, part).get_future_result().wait() == _TIMEOUT
 
 
 def _future(part: Any) -> torch.futures.Future[Any] | None:

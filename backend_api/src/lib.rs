@@ -1,0 +1,157 @@
+//! What a communication backend in a shared library implements, so that ncclx_rs can load it at run time.
+//!
+//! A crate of type `cdylib` implements [`Backend`] and exports it with [`export_backend!`]. Programs name the built file in
+//! `NCCLX_RS_BACKEND_LIB_PATH_<NAME>` and then make communicators with `ncclx_rs.new_comm("<name>", ...)`.
+//!
+//! Only the C layouts of [`abi`] cross the boundary, so the library and the program may come from different compilers
+//! and have different versions of every crate, this one included as long as [`abi::ABI_VERSION`] is the same. A panic of
+//! the backend becomes an error of the call.
+//!
+//! ```
+//! use std::time::Duration;
+//! use ncclx_rs_backend::{Backend, Error, Join, OpKind, Operation, Tensor, Work, export_backend};
+//!
+//! /// A backend for a single rank, where everybody has come as soon as one has.
+//! struct Alone;
+//!
+//! impl Backend for Alone {
+//!     const NAME: &'static str = "alone";
+//!     const VERSION: &'static str = "1.0";
+//!     const METHODS: &'static [&'static str] = &["double"];
+//!
+//!     fn join(join: Join) -> Result<Self, Error> {
+//!         if join.size == 1 { Ok(Alone) } else { Err(Error::usage("alone: expected one rank")) }
+//!     }
+//!
+//!     fn submit(&self, operation: Operation) -> Result<Box<dyn Work>, Error> {
+//!         match operation.kind {
+//!             OpKind::Barrier => Ok(Box::new(Done)),
+//!             _ => Err(Error::unsupported(&operation.name, Self::NAME)),
+//!         }
+//!     }
+//!
+//!     fn call(&self, _method: &str, _arguments: &str, tensors: &mut [Tensor<'_>]) -> Result<String, Error> {
+//!         for tensor in tensors {
+//!             tensor.as_mut_slice::<f32>()?.iter_mut().for_each(|value| *value *= 2.0);
+//!         }
+//!         Ok(String::new())
+//!     }
+//!
+//!     fn abort(&self, _reason: &str) {}
+//!
+//!     fn finalize(&self) -> Result<(), Error> {
+//!         Ok(())
+//!     }
+//! }
+//!
+//! struct Done;
+//!
+//! impl Work for Done {
+//!     fn wait(&self, _timeout: Option<Duration>) -> Option<Result<(), Error>> {
+//!         Some(Ok(()))
+//!     }
+//! }
+//!
+//! export_backend!(Alone);
+//! ```
+
+pub mod abi;
+mod check;
+mod error;
+mod export;
+mod operation;
+mod store;
+mod tensor;
+
+use std::time::Duration;
+
+pub use error::{Error, ErrorKind};
+pub use operation::{Buffer, DType, Mode, OpKind, Operation, ReduceOp};
+pub use store::Store;
+pub use tensor::{Element, Tensor};
+
+/// One rank's membership in a communicator.
+///
+/// Methods may be called from any thread; operations are submitted by one thread at a time, in the same order on every
+/// rank. Dropping it leaves the communicator: from then on it must not touch the memory of any operation.
+pub trait Backend: Send + Sync + Sized + 'static {
+    /// What `get_backend` answers.
+    const NAME: &'static str;
+
+    /// What `get_backend_version` answers.
+    const VERSION: &'static str;
+
+    /// The methods of its own that [`call`](Backend::call) knows.
+    const METHODS: &'static [&'static str] = &[];
+
+    /// Joins: returns once every rank has come, or fails within the time limit.
+    fn join(join: Join) -> Result<Self, Error>;
+
+    /// Begins an operation, whose arguments fit together: counts, element types and ranks have been compared.
+    ///
+    /// An error means that nothing was begun. After success the memory of the operation's buffers is lent until the work
+    /// has ended, or until this object is dropped.
+    fn submit(&self, operation: Operation) -> Result<Box<dyn Work>, Error> {
+        Err(Error::unsupported(&operation.name, Self::NAME))
+    }
+
+    /// Runs a method of its own, and returns when it is done.
+    ///
+    /// `arguments` is a JSON object of what was passed by name; `tensors` are what was passed by position. The answer is
+    /// JSON too, or empty for none.
+    fn call(&self, method: &str, _arguments: &str, _tensors: &mut [Tensor<'_>]) -> Result<String, Error> {
+        Err(Error::unsupported(method, Self::NAME))
+    }
+
+    /// Sets the time limit of operations submitted from now on that have none of their own.
+    fn set_timeout(&self, _timeout: Duration) {}
+
+    /// Ends every operation in flight with an error, soon. Does not block.
+    fn abort(&self, reason: &str);
+
+    /// Lets what is in flight finish, and leaves.
+    fn finalize(&self) -> Result<(), Error>;
+}
+
+/// An operation in flight or done.
+pub trait Work: Send + Sync {
+    /// Waits until the operation has ended, and tells how; nothing if `timeout` has passed before that. With a timeout of
+    /// zero it only looks. May be called again after the end, with the same answer.
+    fn wait(&self, timeout: Option<Duration>) -> Option<Result<(), Error>>;
+}
+
+/// What a backend joins with.
+#[derive(Debug)]
+pub struct Join {
+    /// The communicator's name, the same on every rank.
+    pub name: String,
+    /// Where tensors are, as PyTorch writes it: `cpu`, `cuda:0`. Elsewhere than on `cpu`, buffers are not in host memory.
+    pub device: String,
+    /// This process's rank.
+    pub rank: u32,
+    /// The number of ranks.
+    pub size: u32,
+    /// The time limit of joining, and of operations that have none of their own.
+    pub timeout: Duration,
+    /// Settings by name.
+    pub hints: Vec<(String, String)>,
+    /// Where the ranks find each other; no other communicator sees its keys.
+    pub store: Store,
+}
+
+/// Exports a [`Backend`] from a shared library: once in a crate.
+#[macro_export]
+macro_rules! export_backend {
+    ($backend:ty) => {
+        const _: () = {
+            static TABLE: $crate::abi::RawTable = $crate::abi::table::<$backend>();
+
+            /// What the loader looks for; the name is that of `abi::SYMBOL`.
+            #[allow(unsafe_code, reason = "the one name that the library gives to the loader")]
+            #[unsafe(no_mangle)]
+            pub extern "C" fn ncclx_rs_backend_table() -> *const $crate::abi::RawTable {
+                &raw const TABLE
+            }
+        };
+    };
+}

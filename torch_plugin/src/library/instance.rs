@@ -1,0 +1,309 @@
+//! The program's side of the boundary to a backend's library: calls the functions of its table.
+//!
+//! # Safety
+//! The table is that of a library which `load` has checked, and which follows the contract in `ncclx_rs_backend::abi`.
+//! What it gives out, an `Instance` or a `Work` holds and gives back once. Memory that it is lent belongs to tensors that
+//! are held until it cannot be used any more.
+#![allow(unsafe_code, reason = "the C boundary")]
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use ncclx_rs_backend::abi::{OK, PENDING, RawBuffer, RawBytes, RawError, RawJoin, RawOperation, RawTable};
+use ncclx_rs_backend::{DType, ErrorKind};
+use pyo3::prelude::*;
+
+use super::store::PythonStore;
+
+/// Why a call failed.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    pub(crate) kind: ErrorKind,
+    pub(crate) text: String,
+}
+
+/// What a backend joins with, beside the store.
+pub(crate) struct Joining<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) device: &'a str,
+    pub(crate) rank: u32,
+    pub(crate) size: u32,
+    pub(crate) timeout_ms: i64,
+    pub(crate) hints: &'a [(String, String)],
+    pub(crate) store_host: &'a str,
+}
+
+/// A tensor's memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Lent {
+    pub(crate) address: usize,
+    pub(crate) len: u64,
+    /// The position in `DType::ALL`.
+    pub(crate) dtype: usize,
+}
+
+impl Lent {
+    pub(crate) fn bytes(self) -> usize {
+        self.len as usize * DType::ALL[self.dtype].size()
+    }
+
+    fn raw(self) -> RawBuffer {
+        let ptr = std::ptr::with_exposed_provenance_mut(self.address);
+        RawBuffer { ptr, len: self.len, dtype: self.dtype as u32, reserved: 0 }
+    }
+}
+
+/// An operation; numbers as in `RawOperation`.
+pub(crate) struct Request<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) kind: u32,
+    pub(crate) reduce: u32,
+    pub(crate) factor: f64,
+    pub(crate) peer: u32,
+    pub(crate) timeout_ms: i64,
+    pub(crate) blocking: bool,
+    pub(crate) inputs: Vec<Lent>,
+    pub(crate) outputs: Vec<Lent>,
+    pub(crate) send_counts: Vec<u64>,
+    pub(crate) recv_counts: Vec<u64>,
+}
+
+/// What the library gave out.
+struct Handle(*mut c_void);
+
+// SAFETY: the contract lets any thread use it.
+unsafe impl Send for Handle {}
+// SAFETY: as for Send.
+unsafe impl Sync for Handle {}
+
+/// Tensors that a library may still use, with the handle of the operation if there is one.
+struct Kept {
+    work: Option<Handle>,
+    tensors: Vec<Py<PyAny>>,
+}
+
+/// A backend object of the library.
+pub(crate) struct Instance {
+    table: &'static RawTable,
+    member: Handle,
+    /// Of operations whose works are gone before their end.
+    kept: Mutex<Vec<Kept>>,
+}
+
+impl Instance {
+    pub(crate) fn join(
+        table: &'static RawTable,
+        joining: &Joining<'_>,
+        store: PythonStore,
+    ) -> Result<Instance, Failure> {
+        let hints: Vec<RawBytes> =
+            joining.hints.iter().flat_map(|(name, value)| [RawBytes::of(name), RawBytes::of(value)]).collect();
+        let raw = RawJoin {
+            name: RawBytes::of(joining.name),
+            device: RawBytes::of(joining.device),
+            rank: joining.rank,
+            size: joining.size,
+            timeout_ms: joining.timeout_ms,
+            hints: hints.as_ptr(),
+            hints_len: joining.hints.len() as u64,
+            store: store.into_raw(RawBytes::of(joining.store_host)),
+        };
+        let mut made = null_mut();
+        // SAFETY: complete, and alive for the call; the store is handed over.
+        told(|error| unsafe { (table.join)(&raw const raw, &raw mut made, error) })?;
+        Ok(Instance { table, member: Handle(made), kept: Mutex::default() })
+    }
+
+    pub(crate) fn call(&self, method: &str, arguments: &str, tensors: &[Lent]) -> Result<String, Failure> {
+        unsafe extern "C" fn take(sink: *mut c_void, bytes: RawBytes) {
+            // SAFETY: `sink` is the vector below, lent for the call.
+            let sink = unsafe { &mut *sink.cast::<Vec<u8>>() };
+            // SAFETY: the library passes bytes that live for the call.
+            sink.extend_from_slice(unsafe { bytes_of(bytes) });
+        }
+        let tensors: Vec<RawBuffer> = tensors.iter().map(|lent| lent.raw()).collect();
+        let mut answer: Vec<u8> = Vec::new();
+        let (method, arguments) = (RawBytes::of(method), RawBytes::of(arguments));
+        let (list, len, sink) = (tensors.as_ptr(), tensors.len() as u64, (&raw mut answer).cast());
+        // SAFETY: a member that lives; the caller holds the tensors, which do not overlap, for the call.
+        told(|error| unsafe { (self.table.call)(self.member.0, method, arguments, list, len, take, sink, error) })?;
+        Ok(String::from_utf8_lossy(&answer).into_owned())
+    }
+
+    pub(crate) fn set_timeout(&self, timeout_ms: i64) -> Result<(), Failure> {
+        // SAFETY: a member that lives.
+        told(|error| unsafe { (self.table.set_timeout)(self.member.0, timeout_ms, error) }).map(drop)
+    }
+
+    pub(crate) fn abort(&self, reason: &str) -> Result<(), Failure> {
+        // SAFETY: a member that lives, and a text that does for the call.
+        told(|error| unsafe { (self.table.abort)(self.member.0, RawBytes::of(reason), error) }).map(drop)
+    }
+
+    pub(crate) fn finalize(&self) -> Result<(), Failure> {
+        // SAFETY: a member that lives.
+        told(|error| unsafe { (self.table.finalize)(self.member.0, error) }).map(drop)
+    }
+
+    fn keep(&self, work: Option<Handle>, tensors: Vec<Py<PyAny>>) {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(Kept { work, tensors });
+    }
+
+    /// Lets go of kept tensors whose operations have ended since.
+    fn sweep(&self) {
+        // Not under the lock, which threads with the interpreter's lock want, while the library may want that.
+        let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+        for Kept { work, tensors } in kept {
+            if work.as_ref().is_some_and(|work| self.wait(work, Duration::ZERO).is_some_and(|ended| is_over(&ended))) {
+                self.release(work);
+            } else {
+                self.keep(work, tensors);
+            }
+        }
+    }
+
+    fn wait(&self, work: &Handle, timeout: Duration) -> Option<Result<(), Failure>> {
+        let millis = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
+        // SAFETY: a work that has not been released.
+        match told(|error| unsafe { (self.table.work_wait)(work.0, millis, error) }) {
+            Ok(PENDING) => None,
+            ended => Some(ended.map(drop)),
+        }
+    }
+
+    fn release(&self, work: Option<Handle>) {
+        if let Some(work) = work {
+            // SAFETY: made by `submit`, and gone from here.
+            unsafe { (self.table.work_release)(work.0) };
+        }
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        let (table, member) = (self.table, Handle(self.member.0));
+        let destroy = move || {
+            let member = member;
+            // SAFETY: made by `join`, and gone from here.
+            unsafe { (table.destroy)(member.0) };
+        };
+        // Without the interpreter's lock, which a thread of the backend may want before it can end.
+        let destroyed = Python::try_attach(|py| py.detach(destroy));
+        let kept = std::mem::take(self.kept.get_mut().unwrap_or_else(PoisonError::into_inner));
+        if destroyed.is_none() {
+            // The interpreter is gone, and the process about to be.
+            std::mem::forget(kept);
+            return;
+        }
+        for Kept { work, tensors } in kept {
+            self.release(work);
+            drop(tensors);
+        }
+    }
+}
+
+/// An operation in flight or done.
+pub(crate) struct Work {
+    instance: Arc<Instance>,
+    handle: Option<Handle>,
+    tensors: Vec<Py<PyAny>>,
+    ended: OnceLock<Result<(), Failure>>,
+}
+
+impl Work {
+    /// Begins an operation on the memory of `tensors`, which are held until it has ended.
+    pub(crate) fn submit(
+        instance: &Arc<Instance>,
+        request: &Request<'_>,
+        tensors: Vec<Py<PyAny>>,
+    ) -> Result<Work, Failure> {
+        instance.sweep();
+        let inputs: Vec<RawBuffer> = request.inputs.iter().map(|lent| lent.raw()).collect();
+        let outputs: Vec<RawBuffer> = request.outputs.iter().map(|lent| lent.raw()).collect();
+        assert_eq!(request.send_counts.len(), request.recv_counts.len(), "the caller gives both or neither");
+        let raw = RawOperation {
+            name: RawBytes::of(request.name),
+            kind: request.kind,
+            reduce: request.reduce,
+            factor: request.factor,
+            timeout_ms: request.timeout_ms,
+            peer: request.peer,
+            blocking: request.blocking.into(),
+            inputs: inputs.as_ptr(),
+            inputs_len: inputs.len() as u64,
+            outputs: outputs.as_ptr(),
+            outputs_len: outputs.len() as u64,
+            send_counts: request.send_counts.as_ptr(),
+            recv_counts: request.recv_counts.as_ptr(),
+            counts_len: request.send_counts.len() as u64,
+        };
+        let mut made = null_mut();
+        let submit = |error| {
+            // SAFETY: a member that lives, an operation that is complete, and memory that `tensors` hold.
+            unsafe { (instance.table.submit)(instance.member.0, &raw const raw, &raw mut made, error) }
+        };
+        if let Err(failure) = told(submit) {
+            if failure.kind == ErrorKind::Panic {
+                // It may have begun.
+                instance.keep(None, tensors);
+            }
+            return Err(failure);
+        }
+        Ok(Work { instance: Arc::clone(instance), handle: Some(Handle(made)), tensors, ended: OnceLock::new() })
+    }
+
+    /// Waits; how the operation ended, or nothing if it is in flight after `timeout`.
+    pub(crate) fn wait(&self, timeout: Duration) -> Option<Result<(), Failure>> {
+        if self.ended.get().is_none() {
+            let ended = self.instance.wait(self.handle.as_ref()?, timeout)?;
+            // Another thread may have been faster, with the same answer.
+            let _ = self.ended.set(ended);
+        }
+        self.ended.get().cloned()
+    }
+
+    /// Why it failed, if it is known to have.
+    pub(crate) fn failure(&self) -> Option<ErrorKind> {
+        self.ended.get()?.as_ref().err().map(|failure| failure.kind)
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        let over = self.wait(Duration::ZERO).is_some_and(|ended| is_over(&ended));
+        let (handle, tensors) = (self.handle.take(), std::mem::take(&mut self.tensors));
+        if over {
+            self.instance.release(handle);
+        } else {
+            self.instance.keep(handle, tensors);
+        }
+    }
+}
+
+/// Whether the memory may be used otherwise: a panic of `wait` tells nothing about that.
+fn is_over(ended: &Result<(), Failure>) -> bool {
+    !matches!(ended, Err(Failure { kind: ErrorKind::Panic, .. }))
+}
+
+/// Makes a call that may fail; its status.
+fn told(call: impl FnOnce(*mut RawError) -> i32) -> Result<i32, Failure> {
+    let mut error = RawError::EMPTY;
+    let status = call(&raw mut error);
+    if status == OK || status == PENDING {
+        return Ok(status);
+    }
+    let kind = ErrorKind::ALL.into_iter().find(|kind| *kind as i32 == status);
+    Err(Failure { kind: kind.unwrap_or(ErrorKind::Failure), text: error.read() })
+}
+
+/// # Safety
+/// The bytes live as long as the result.
+pub(super) unsafe fn bytes_of<'a>(bytes: RawBytes) -> &'a [u8] {
+    if bytes.len == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(bytes.ptr, bytes.len as usize) }
+}

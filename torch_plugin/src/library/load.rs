@@ -1,0 +1,90 @@
+//! Opens a backend's library and checks that it fits.
+#![allow(unsafe_code, reason = "loads a library and reads its table")]
+
+use std::ffi::c_void;
+use std::path::{Path, PathBuf};
+
+use ncclx_rs_backend::abi::{ABI_VERSION, RawBytes, RawTable, SYMBOL, TableFunction, Take};
+
+/// A library that fits.
+pub(crate) struct Loaded {
+    pub(crate) table: &'static RawTable,
+    pub(crate) name: String,
+    pub(crate) version: String,
+    pub(crate) methods: Vec<String>,
+}
+
+/// Why there is no backend.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LoadError {
+    #[error("{} cannot be read: {cause}", path.display())]
+    Unreadable { path: PathBuf, cause: std::io::Error },
+    #[error("{} has no symbol `{SYMBOL}`, which a backend for ncclx_rs exports with `export_backend!`{hint}", path.display())]
+    NoBackend { path: PathBuf, hint: &'static str },
+    #[error("{} cannot be loaded: {cause}", path.display())]
+    Refused { path: PathBuf, cause: libloading::Error },
+    #[error(
+        "{} was built for version {theirs} of the interface of backends, and this ncclx_rs has version {ABI_VERSION}; \
+         build it against the crate ncclx_rs_backend of this ncclx_rs",
+        path.display()
+    )]
+    Version { path: PathBuf, theirs: u32 },
+    #[error("{}: its table has {theirs} bytes, and version {ABI_VERSION} of the interface has {}", path.display(), size_of::<RawTable>())]
+    Size { path: PathBuf, theirs: u32 },
+}
+
+/// Loads the library for good: threads and values of it may live as long as the process.
+pub(crate) fn open(path: &Path) -> Result<Loaded, LoadError> {
+    let path = path.to_path_buf();
+    let bytes = match std::fs::read(&path) {
+        Ok(bytes) => bytes,
+        Err(cause) => return Err(LoadError::Unreadable { path, cause }),
+    };
+    // Looked for before it is loaded: another kind of library would run its initialisers, or lack what it belongs to.
+    if memchr::memmem::find(&bytes, SYMBOL.as_bytes()).is_none() {
+        let torchcomms = memchr::memmem::find(&bytes, b"create_dynamic_loader_").is_some();
+        return Err(LoadError::NoBackend { path, hint: if torchcomms { TORCHCOMMS } else { "" } });
+    }
+    // SAFETY: its initialisers are those of a backend that the user has named, run as any dependency's.
+    let library = match unsafe { libloading::Library::new(&path) } {
+        Ok(library) => library,
+        Err(cause) => return Err(LoadError::Refused { path, cause }),
+    };
+    // SAFETY: the symbol of this name has this type in every version of the interface.
+    let found = unsafe { library.get::<TableFunction>(SYMBOL) }.map(|function| *function);
+    let Ok(function) = found else { return Err(LoadError::NoBackend { path, hint: "" }) };
+    std::mem::forget(library);
+    let table = function();
+    // SAFETY: the first two fields are there in every version, and live as long as the library, which stays.
+    let [version, size] = unsafe { table.cast::<[u32; 2]>().read() };
+    if version != ABI_VERSION {
+        return Err(LoadError::Version { path, theirs: version });
+    }
+    if (size as usize) < size_of::<RawTable>() {
+        return Err(LoadError::Size { path, theirs: size });
+    }
+    // SAFETY: of this version and at least as long, so that all fields are there; it lives as above.
+    let table = unsafe { &*table };
+    Ok(Loaded { table, name: text(table.name), version: text(table.version), methods: methods(table) })
+}
+
+fn methods(table: &RawTable) -> Vec<String> {
+    unsafe extern "C" fn take(sink: *mut c_void, bytes: RawBytes) {
+        // SAFETY: `sink` is the vector below, lent for the call.
+        unsafe { &mut *sink.cast::<Vec<String>>() }.push(text(bytes));
+    }
+    let take: Take = take;
+    let mut methods: Vec<String> = Vec::new();
+    // SAFETY: the library's function, with a function and a sink that belong together.
+    unsafe { (table.methods)(take, (&raw mut methods).cast()) };
+    methods
+}
+
+/// A text of the library, which lives for the call.
+fn text(bytes: RawBytes) -> String {
+    // SAFETY: the contract says so.
+    String::from_utf8_lossy(unsafe { super::instance::bytes_of(bytes) }).into_owned()
+}
+
+const TORCHCOMMS: &str =
+    "; it is a backend in C++ for torchcomms (`create_dynamic_loader_...`), which works with torchcomms alone";

@@ -1,0 +1,225 @@
+//! Backends of others in shared libraries, for the Python package: loads them and calls them.
+//!
+//! `load` opens a library, `instance` calls its functions, `store` is what the library calls. This module is their
+//! Python face.
+
+mod instance;
+mod load;
+mod store;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ncclx_rs_backend::abi::{KINDS, REDUCE_OPS};
+use ncclx_rs_backend::{DType, ErrorKind};
+use pyo3::exceptions::{PyImportError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use self::instance::{Failure, Instance, Joining, Lent, Request, Work};
+use self::store::PythonStore;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Library>()?;
+    module.add_class::<LibraryBackend>()?;
+    module.add_class::<LibraryWork>()
+}
+
+/// A shared library with a backend. It stays loaded until the process ends.
+#[pyclass(frozen, module = "ncclx_rs._native")]
+struct Library {
+    loaded: load::Loaded,
+}
+
+#[pymethods]
+impl Library {
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let loaded = py.detach(|| load::open(&path));
+        Ok(Library { loaded: loaded.map_err(|error| PyImportError::new_err(error.to_string()))? })
+    }
+
+    /// What the backend calls itself.
+    #[getter]
+    fn name(&self) -> String {
+        self.loaded.name.clone()
+    }
+
+    /// The backend's version.
+    #[getter]
+    fn version(&self) -> String {
+        self.loaded.version.clone()
+    }
+
+    /// The names of the backend's own methods.
+    #[getter]
+    fn methods(&self) -> Vec<String> {
+        self.loaded.methods.clone()
+    }
+
+    /// Joins a communicator.
+    #[expect(clippy::too_many_arguments, reason = "one for each field of what a backend joins with")]
+    fn join(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        device: &str,
+        rank: u32,
+        size: u32,
+        timeout_ms: i64,
+        hints: Vec<(String, String)>,
+        store: Py<PyAny>,
+        store_host: &str,
+    ) -> PyResult<LibraryBackend> {
+        let joining = Joining { name, device, rank, size, timeout_ms, hints: &hints, store_host };
+        let store = PythonStore::new(store);
+        let joined = py.detach(|| Instance::join(self.loaded.table, &joining, store));
+        Ok(LibraryBackend { instance: Arc::new(joined.map_err(raised)?) })
+    }
+}
+
+/// One rank's membership in a communicator of a library's backend.
+#[pyclass(frozen, module = "ncclx_rs._native")]
+struct LibraryBackend {
+    instance: Arc<Instance>,
+}
+
+#[pymethods]
+impl LibraryBackend {
+    /// Begins an operation. Its tensors are kept until it has ended.
+    #[expect(clippy::too_many_arguments, reason = "one for each field of an operation")]
+    fn submit(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        kind: &str,
+        inputs: Vec<Bound<'_, PyAny>>,
+        outputs: Vec<Bound<'_, PyAny>>,
+        reduce: (String, f64),
+        peer: u32,
+        send_counts: Vec<u64>,
+        recv_counts: Vec<u64>,
+        timeout_ms: i64,
+        blocking: bool,
+    ) -> PyResult<LibraryWork> {
+        let request = Request {
+            name,
+            kind: position(&KINDS, kind, "kind")?,
+            reduce: position(&REDUCE_OPS, &reduce.0, "op")?,
+            factor: reduce.1,
+            peer,
+            timeout_ms,
+            blocking,
+            inputs: inputs.iter().map(lent).collect::<PyResult<_>>()?,
+            outputs: outputs.iter().map(lent).collect::<PyResult<_>>()?,
+            send_counts,
+            recv_counts,
+        };
+        let tensors = inputs.into_iter().chain(outputs).map(Bound::unbind).collect();
+        let work = py.detach(|| Work::submit(&self.instance, &request, tensors));
+        Ok(LibraryWork { work: work.map_err(raised)? })
+    }
+
+    /// Runs one of the backend's own methods; the answer is JSON, or empty.
+    fn call(&self, py: Python<'_>, method: &str, arguments: &str, tensors: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
+        let lent: Vec<Lent> = tensors.iter().map(lent).collect::<PyResult<_>>()?;
+        if let Some((first, second)) = overlapping(&lent) {
+            let text = format!("{method}: tensors {first} and {second} share memory; expected each to have its own");
+            return Err(PyValueError::new_err(text));
+        }
+        py.detach(|| self.instance.call(method, arguments, &lent)).map_err(raised)
+    }
+
+    /// Sets the time limit of operations submitted from now on.
+    fn set_timeout(&self, py: Python<'_>, timeout_ms: i64) -> PyResult<()> {
+        py.detach(|| self.instance.set_timeout(timeout_ms)).map_err(raised)
+    }
+
+    /// Ends what is in flight with errors.
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        py.detach(|| self.instance.abort(reason)).map_err(raised)
+    }
+
+    /// Lets what is in flight finish, and leaves.
+    fn finalize(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.instance.finalize()).map_err(raised)
+    }
+}
+
+/// An operation of a library's backend.
+#[pyclass(frozen, module = "ncclx_rs._native")]
+struct LibraryWork {
+    work: Work,
+}
+
+#[pymethods]
+impl LibraryWork {
+    /// Waits, without a limit if `timeout_ms` is negative; whether the operation has ended. Raises why it failed.
+    fn wait(&self, py: Python<'_>, timeout_ms: i64) -> PyResult<bool> {
+        let limit = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
+        let began = Instant::now();
+        loop {
+            let left = limit.map(|limit| limit.saturating_sub(began.elapsed()));
+            // In slices, between which a signal's handler may run and raise.
+            let slice = left.map_or(WAIT_SLICE, |left| left.min(WAIT_SLICE));
+            if let Some(ended) = py.detach(|| self.work.wait(slice)) {
+                return ended.map(|()| true).map_err(raised);
+            }
+            if left.is_some_and(|left| left <= slice) {
+                return Ok(false);
+            }
+            py.check_signals()?;
+        }
+    }
+
+    /// Why the operation has failed: `usage`, `unsupported`, `failure`, `timeout`, `lost` or `panic`; nothing if it has
+    /// not, or is not known to have ended.
+    #[getter]
+    fn failure(&self) -> Option<&'static str> {
+        self.work.failure().map(|kind| match kind {
+            ErrorKind::Usage => "usage",
+            ErrorKind::Unsupported => "unsupported",
+            ErrorKind::Timeout => "timeout",
+            ErrorKind::Lost => "lost",
+            ErrorKind::Panic => "panic",
+            _ => "failure",
+        })
+    }
+}
+
+fn raised(failure: Failure) -> PyErr {
+    match failure.kind {
+        ErrorKind::Usage => PyValueError::new_err(failure.text),
+        _ => PyRuntimeError::new_err(failure.text),
+    }
+}
+
+fn position(known: &[&str], name: &str, argument: &str) -> PyResult<u32> {
+    let found = known.iter().position(|known| *known == name);
+    let unknown = || PyValueError::new_err(format!("{argument}: expected one of {}, got {name}", known.join(", ")));
+    found.map(|found| found as u32).ok_or_else(unknown)
+}
+
+/// The memory of a contiguous tensor.
+fn lent(tensor: &Bound<'_, PyAny>) -> PyResult<Lent> {
+    let dtype = tensor.getattr("dtype")?.str()?.to_string();
+    let name = dtype.strip_prefix("torch.").unwrap_or(&dtype);
+    let code = DType::ALL.iter().position(|known| known.name() == name);
+    let unknown = || PyValueError::new_err(format!("tensors of {dtype} cannot be handed to a backend in a library"));
+    Ok(Lent {
+        address: tensor.call_method0("data_ptr")?.extract()?,
+        len: tensor.call_method0("numel")?.extract()?,
+        dtype: code.ok_or_else(unknown)?,
+    })
+}
+
+/// Two of the tensors that share memory.
+fn overlapping(tensors: &[Lent]) -> Option<(usize, usize)> {
+    let ends: Vec<_> = tensors.iter().map(|lent| (lent.address, lent.address + lent.bytes())).collect();
+    let pairs = (0..ends.len()).flat_map(|second| (0..second).map(move |first| (first, second)));
+    let mut pairs =
+        pairs.filter(|(first, second)| ends[*first].0 < ends[*second].1 && ends[*second].0 < ends[*first].1);
+    pairs.next()
+}
+
+const WAIT_SLICE: Duration = Duration::from_millis(200);
