@@ -27,9 +27,9 @@ VENV := .venv
 IN_VENV = $(call in_venv,$(VENV))
 
 SOURCES := Cargo.toml Cargo.lock $(wildcard pyproject.toml README.md LICENSE) \
-	$(shell find src device_mesh torch_plugin -type f -not -name '*.so' -not -name '*.pyc')
+	$(shell find src backend_api device_mesh torch_plugin -type f -not -name '*.so' -not -name '*.pyc')
 # Folders count too, so that a deleted file is noticed.
-FOLDERS := $(shell find src device_mesh torch_plugin -type d -not -name __pycache__)
+FOLDERS := $(shell find src backend_api device_mesh torch_plugin -type d -not -name __pycache__)
 
 .PHONY: help
 help: ## Shows this list

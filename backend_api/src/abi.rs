@@ -11,9 +11,9 @@
 //! - `join` takes the store over in every case, and calls its `release` once. The other functions of the store may be
 //!   called until then, by any thread.
 //! - What `join` and `submit` put into their last place but one is theirs, and goes back once, to `destroy` and
-//!   `work_release`. Nothing else is called with it afterwards.
-//! - The memory of an operation is lent from `submit` until `work_wait` has told the end, or until `destroy` returns;
-//!   not at all if `submit` failed, unless with a panic, when it is lent until `destroy`.
+//!   `work_release`, in any order. Nothing else is called with it afterwards.
+//! - The memory of an operation is lent from `submit` until `work_wait` has told the end, or until `destroy` returns; not
+//!   at all if `submit` failed. A panic of either function tells nothing: the memory is lent until `destroy` returns.
 //! - The memory of tensors is lent for the length of `call`; they do not overlap.
 
 use std::ffi::c_void;
@@ -72,6 +72,29 @@ impl RawBytes {
     pub const fn of_bytes(bytes: &[u8]) -> RawBytes {
         RawBytes { ptr: bytes.as_ptr(), len: bytes.len() as u64 }
     }
+
+    /// The bytes.
+    ///
+    /// # Safety
+    /// They live as long as the result.
+    #[allow(unsafe_code, reason = "memory of the other side")]
+    pub const unsafe fn bytes<'a>(self) -> &'a [u8] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.len as usize) }
+    }
+
+    /// A copy of the text.
+    ///
+    /// # Safety
+    /// The bytes live for the call.
+    #[allow(unsafe_code, reason = "memory of the other side")]
+    pub unsafe fn text(self) -> String {
+        // SAFETY: the caller's promise.
+        String::from_utf8_lossy(unsafe { self.bytes() }).into_owned()
+    }
 }
 
 /// The room of a [`RawError`].
@@ -109,6 +132,18 @@ impl RawError {
 /// Takes bytes that live for the call into what `sink` is.
 pub type Take = unsafe extern "C" fn(sink: *mut c_void, bytes: RawBytes);
 
+/// The [`Take`] whose sink is a `Vec<u8>`.
+///
+/// # Safety
+/// `sink` is one, lent for the call, and the bytes live for the call.
+#[allow(unsafe_code, reason = "memory of the other side")]
+pub unsafe extern "C" fn take_bytes(sink: *mut c_void, bytes: RawBytes) {
+    // SAFETY: the caller's promise.
+    let sink = unsafe { &mut *sink.cast::<Vec<u8>>() };
+    // SAFETY: the caller's promise.
+    sink.extend_from_slice(unsafe { bytes.bytes() });
+}
+
 /// Elements in memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -135,8 +170,8 @@ pub struct RawOperation {
     pub reduce: u32,
     /// The factor of PREMUL_SUM.
     pub factor: f64,
-    /// Milliseconds; negative for the communicator's.
-    pub timeout_ms: i64,
+    /// Milliseconds.
+    pub timeout_ms: u64,
     /// The root, receiver or sender.
     pub peer: u32,
     /// Whether the caller waits next: 1 or 0.
@@ -169,13 +204,13 @@ pub struct RawStore {
     pub get: unsafe extern "C" fn(
         *mut c_void,
         key: RawBytes,
-        timeout_ms: i64,
+        timeout_ms: u64,
         Take,
         sink: *mut c_void,
         *mut RawError,
     ) -> i32,
     /// Waits for a key.
-    pub wait: unsafe extern "C" fn(*mut c_void, key: RawBytes, timeout_ms: i64, *mut RawError) -> i32,
+    pub wait: unsafe extern "C" fn(*mut c_void, key: RawBytes, timeout_ms: u64, *mut RawError) -> i32,
     /// Ends its use.
     pub release: unsafe extern "C" fn(*mut c_void),
     /// The host that serves it, if known.
@@ -195,7 +230,7 @@ pub struct RawJoin {
     /// The number of ranks.
     pub size: u32,
     /// Milliseconds.
-    pub timeout_ms: i64,
+    pub timeout_ms: u64,
     /// Names and values in turn.
     pub hints: *const RawBytes,
     /// How many pairs.
@@ -236,13 +271,13 @@ pub struct RawTable {
         *mut RawError,
     ) -> i32,
     /// Sets the time limit, in milliseconds.
-    pub set_timeout: unsafe extern "C" fn(*mut c_void, timeout_ms: i64, *mut RawError) -> i32,
+    pub set_timeout: unsafe extern "C" fn(*mut c_void, timeout_ms: u64, *mut RawError) -> i32,
     /// Ends what is in flight.
     pub abort: unsafe extern "C" fn(*mut c_void, reason: RawBytes, *mut RawError) -> i32,
     /// Finishes.
     pub finalize: unsafe extern "C" fn(*mut c_void, *mut RawError) -> i32,
-    /// Waits for an operation, in milliseconds, without a limit if negative.
-    pub work_wait: unsafe extern "C" fn(*mut c_void, timeout_ms: i64, *mut RawError) -> i32,
+    /// Waits for an operation, for so many milliseconds.
+    pub work_wait: unsafe extern "C" fn(*mut c_void, timeout_ms: u64, *mut RawError) -> i32,
     /// Ends the use of an operation's handle.
     pub work_release: unsafe extern "C" fn(*mut c_void),
 }

@@ -123,6 +123,7 @@ fn total(buffers: &[Buffer]) -> usize {
 #[cfg(test)]
 mod tests {
     use std::ptr::null_mut;
+    use std::time::Duration;
 
     use super::*;
     use crate::operation::{DType, Mode, ReduceOp};
@@ -132,7 +133,8 @@ mod tests {
             lengths.iter().map(|len| Buffer { ptr: null_mut(), len: *len, dtype: DType::F32 }).collect()
         };
         let (inputs, outputs) = (of(inputs), of(outputs));
-        let operation = Operation { name: "op".into(), kind, inputs, outputs, timeout: None, mode: Mode::Async };
+        let (timeout, mode) = (Duration::ZERO, Mode::Async);
+        let operation = Operation { name: "op".into(), kind, inputs, outputs, timeout, mode };
         check(&operation, 1, 3).err().map(|error| error.text)
     }
 

@@ -13,7 +13,7 @@ use crate::abi::{ABI_VERSION, OK, PENDING, RawBuffer, RawBytes, RawError, RawJoi
 use crate::check::check;
 use crate::error::{Error, ErrorKind};
 use crate::operation::{Buffer, DType, Mode, OpKind, Operation, ReduceOp};
-use crate::store::{Store, bytes_of};
+use crate::store::Store;
 use crate::tensor::Tensor;
 use crate::{Backend, Join, Work};
 
@@ -60,21 +60,21 @@ unsafe extern "C" fn join<B: Backend>(raw: *const RawJoin, made: *mut *mut c_voi
         // SAFETY: complete, and alive for the call.
         let raw = unsafe { raw.read() };
         // SAFETY: as above.
-        let host = unsafe { text(raw.store.host) };
+        let host = unsafe { raw.store.host.text() };
         // SAFETY: the loader hands the store over.
         let store = unsafe { Store::new(raw.store, (!host.is_empty()).then_some(host)) };
         // SAFETY: twice as many texts as pairs.
         let hints = unsafe { slice(raw.hints, 2 * raw.hints_len) };
         // SAFETY: each a text that lives for the call.
-        let hints: Vec<String> = hints.iter().map(|hint| unsafe { text(*hint) }).collect();
+        let hints: Vec<String> = hints.iter().map(|hint| unsafe { hint.text() }).collect();
         let backend = B::join(Join {
             // SAFETY: a text that lives for the call.
-            name: unsafe { text(raw.name) },
+            name: unsafe { raw.name.text() },
             // SAFETY: a text that lives for the call.
-            device: unsafe { text(raw.device) },
+            device: unsafe { raw.device.text() },
             rank: raw.rank,
             size: raw.size,
-            timeout: duration(raw.timeout_ms).unwrap_or_default(),
+            timeout: Duration::from_millis(raw.timeout_ms),
             hints: hints.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect(),
             store,
         })?;
@@ -126,9 +126,9 @@ unsafe extern "C" fn call<B: Backend>(
         // SAFETY: made by `join`, not yet given back.
         let member = unsafe { member_of::<B>(member) };
         // SAFETY: texts that live for the call.
-        let method = unsafe { text(method) };
+        let method = unsafe { method.text() };
         // SAFETY: as above.
-        let arguments = unsafe { text(arguments) };
+        let arguments = unsafe { arguments.text() };
         // SAFETY: a list that lives for the call.
         let buffers = unsafe { buffers(tensors, tensors_len) }?;
         // SAFETY: lent for the call, without overlap.
@@ -141,13 +141,11 @@ unsafe extern "C" fn call<B: Backend>(
     })
 }
 
-unsafe extern "C" fn set_timeout<B: Backend>(member: *mut c_void, timeout_ms: i64, error: *mut RawError) -> i32 {
+unsafe extern "C" fn set_timeout<B: Backend>(member: *mut c_void, timeout_ms: u64, error: *mut RawError) -> i32 {
     guarded(error, || {
         // SAFETY: made by `join`, not yet given back.
         let member = unsafe { member_of::<B>(member) };
-        if let Some(timeout) = duration(timeout_ms) {
-            member.backend.set_timeout(timeout);
-        }
+        member.backend.set_timeout(Duration::from_millis(timeout_ms));
         Ok(OK)
     })
 }
@@ -157,7 +155,7 @@ unsafe extern "C" fn abort<B: Backend>(member: *mut c_void, reason: RawBytes, er
         // SAFETY: made by `join`, not yet given back.
         let member = unsafe { member_of::<B>(member) };
         // SAFETY: a text that lives for the call.
-        let reason = unsafe { text(reason) };
+        let reason = unsafe { reason.text() };
         member.backend.abort(&reason);
         Ok(OK)
     })
@@ -168,11 +166,11 @@ unsafe extern "C" fn finalize<B: Backend>(member: *mut c_void, error: *mut RawEr
     guarded(error, || unsafe { member_of::<B>(member) }.backend.finalize().map(|()| OK))
 }
 
-unsafe extern "C" fn work_wait(work: *mut c_void, timeout_ms: i64, error: *mut RawError) -> i32 {
+unsafe extern "C" fn work_wait(work: *mut c_void, timeout_ms: u64, error: *mut RawError) -> i32 {
     guarded(error, || {
         // SAFETY: made by `submit`, not yet given back.
         let work = unsafe { &*work.cast::<AnyWork>() };
-        work.wait(duration(timeout_ms)).map_or(Ok(PENDING), |ended| ended.map(|()| OK))
+        work.wait(Duration::from_millis(timeout_ms)).map_or(Ok(PENDING), |ended| ended.map(|()| OK))
     })
 }
 
@@ -225,13 +223,13 @@ unsafe fn operation(raw: &RawOperation) -> Result<Operation, Error> {
     let recv = unsafe { slice(raw.recv_counts, raw.counts_len) };
     Ok(Operation {
         // SAFETY: a text that lives for the call.
-        name: unsafe { text(raw.name) },
+        name: unsafe { raw.name.text() },
         kind: kind(raw, send, recv)?,
         // SAFETY: the operation's own list.
         inputs: unsafe { buffers(raw.inputs, raw.inputs_len) }?,
         // SAFETY: the operation's own list.
         outputs: unsafe { buffers(raw.outputs, raw.outputs_len) }?,
-        timeout: duration(raw.timeout_ms),
+        timeout: Duration::from_millis(raw.timeout_ms),
         mode: if raw.blocking == 1 { Mode::Blocking } else { Mode::Async },
     })
 }
@@ -286,13 +284,6 @@ unsafe fn buffers(list: *const RawBuffer, len: u64) -> Result<Vec<Buffer>, Error
 }
 
 /// # Safety
-/// A text that lives for the call.
-unsafe fn text(bytes: RawBytes) -> String {
-    // SAFETY: the caller's promise.
-    String::from_utf8_lossy(unsafe { bytes_of(bytes) }).into_owned()
-}
-
-/// # Safety
 /// `len` values that live as long as the result; null where there are none.
 unsafe fn slice<'a, T>(values: *const T, len: u64) -> &'a [T] {
     if len == 0 {
@@ -300,8 +291,4 @@ unsafe fn slice<'a, T>(values: *const T, len: u64) -> &'a [T] {
     }
     // SAFETY: the caller's promise.
     unsafe { std::slice::from_raw_parts(values, len as usize) }
-}
-
-fn duration(millis: i64) -> Option<Duration> {
-    u64::try_from(millis).ok().map(Duration::from_millis)
 }

@@ -47,7 +47,7 @@
 //! struct Done;
 //!
 //! impl Work for Done {
-//!     fn wait(&self, _timeout: Option<Duration>) -> Option<Result<(), Error>> {
+//!     fn wait(&self, _timeout: Duration) -> Option<Result<(), Error>> {
 //!         Some(Ok(()))
 //!     }
 //! }
@@ -91,11 +91,9 @@ pub trait Backend: Send + Sync + Sized + 'static {
     ///
     /// An error means that nothing was begun. After success the memory of the operation's buffers is lent until the work
     /// has ended, or until this object is dropped.
-    fn submit(&self, operation: Operation) -> Result<Box<dyn Work>, Error> {
-        Err(Error::unsupported(&operation.name, Self::NAME))
-    }
+    fn submit(&self, operation: Operation) -> Result<Box<dyn Work>, Error>;
 
-    /// Runs a method of its own, and returns when it is done.
+    /// Runs a method of its own, one of [`METHODS`](Backend::METHODS), and returns when it is done.
     ///
     /// `arguments` is a JSON object of what was passed by name; `tensors` are what was passed by position. The answer is
     /// JSON too, or empty for none.
@@ -103,7 +101,7 @@ pub trait Backend: Send + Sync + Sized + 'static {
         Err(Error::unsupported(method, Self::NAME))
     }
 
-    /// Sets the time limit of operations submitted from now on that have none of their own.
+    /// Sets the time limit of calls from now on of its own methods. Operations come with theirs.
     fn set_timeout(&self, _timeout: Duration) {}
 
     /// Ends every operation in flight with an error, soon. Does not block.
@@ -113,11 +111,11 @@ pub trait Backend: Send + Sync + Sized + 'static {
     fn finalize(&self) -> Result<(), Error>;
 }
 
-/// An operation in flight or done.
+/// An operation in flight or done. Dropped before its end, it goes on.
 pub trait Work: Send + Sync {
     /// Waits until the operation has ended, and tells how; nothing if `timeout` has passed before that. With a timeout of
     /// zero it only looks. May be called again after the end, with the same answer.
-    fn wait(&self, timeout: Option<Duration>) -> Option<Result<(), Error>>;
+    fn wait(&self, timeout: Duration) -> Option<Result<(), Error>>;
 }
 
 /// What a backend joins with.
@@ -131,7 +129,7 @@ pub struct Join {
     pub rank: u32,
     /// The number of ranks.
     pub size: u32,
-    /// The time limit of joining, and of operations that have none of their own.
+    /// The time limit of joining, and of the backend's own methods.
     pub timeout: Duration,
     /// Settings by name.
     pub hints: Vec<(String, String)>,

@@ -193,8 +193,8 @@ pub struct Operation {
     pub inputs: Vec<Buffer>,
     /// Memory that is written. For operations in place the same as the inputs.
     pub outputs: Vec<Buffer>,
-    /// The time limit; the communicator's if there is none.
-    pub timeout: Option<Duration>,
+    /// The time limit, which begins with `submit`. The caller gives up some time after it, whatever the backend does.
+    pub timeout: Duration,
     /// How the caller waits.
     pub mode: Mode,
 }

@@ -1,11 +1,10 @@
 //! The store in which the ranks of a new communicator find each other.
 #![allow(unsafe_code, reason = "calls the loader's functions")]
 
-use std::ffi::c_void;
 use std::fmt;
 use std::time::Duration;
 
-use crate::abi::{OK, RawBytes, RawError, RawStore};
+use crate::abi::{OK, RawBytes, RawError, RawStore, take_bytes};
 
 /// A map that every rank of the communicator sees, and no other communicator. Its methods may be called from any thread,
 /// until the backend is finalized or dropped.
@@ -37,17 +36,12 @@ impl Store {
 
     /// The value of `key`, which it waits for until `timeout` has passed.
     pub fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
-        unsafe extern "C" fn take(sink: *mut c_void, bytes: RawBytes) {
-            // SAFETY: `sink` is the vector below, lent for the call.
-            let sink = unsafe { &mut *sink.cast::<Vec<u8>>() };
-            // SAFETY: the loader passes bytes that live for the call.
-            sink.extend_from_slice(unsafe { bytes_of(bytes) });
-        }
         let mut error = RawError::EMPTY;
         let mut value: Vec<u8> = Vec::new();
         let (key, sink) = (RawBytes::of(key), (&raw mut value).cast());
-        // SAFETY: as in `set`; `take` and `sink` belong together.
-        let status = unsafe { (self.raw.get)(self.raw.context, key, millis(timeout), take, sink, &raw mut error) };
+        // SAFETY: as in `set`; `sink` is a vector, as `take_bytes` expects.
+        let status =
+            unsafe { (self.raw.get)(self.raw.context, key, millis(timeout), take_bytes, sink, &raw mut error) };
         outcome(status, &error).map(|()| value)
     }
 
@@ -83,16 +77,6 @@ fn outcome(status: i32, error: &RawError) -> Result<(), String> {
     if status == OK { Ok(()) } else { Err(error.read()) }
 }
 
-fn millis(timeout: Duration) -> i64 {
-    i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX)
-}
-
-/// # Safety
-/// The bytes live as long as the result.
-pub(crate) unsafe fn bytes_of<'a>(bytes: RawBytes) -> &'a [u8] {
-    if bytes.len == 0 {
-        return &[];
-    }
-    // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts(bytes.ptr, bytes.len as usize) }
+fn millis(timeout: Duration) -> u64 {
+    u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)
 }

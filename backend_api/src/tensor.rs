@@ -15,7 +15,7 @@ pub struct Tensor<'a> {
 
 impl<'a> Tensor<'a> {
     /// # Safety
-    /// The buffer's memory is valid and nobody else's for `'a`, in host memory, and aligned for its element type.
+    /// The buffer's memory is valid and nobody else's for `'a`, and in host memory.
     pub(crate) unsafe fn lent(buffer: Buffer) -> Tensor<'a> {
         Tensor { buffer, memory: PhantomData }
     }
@@ -38,7 +38,7 @@ impl<'a> Tensor<'a> {
     /// The elements. An error if the tensor has others than `T`.
     pub fn as_slice<T: Element>(&self) -> Result<&[T], Error> {
         let data = self.elements::<T>()?;
-        // SAFETY: `lent` promises `len` elements there, of type T as `elements` has compared, borrowed as long as `self`.
+        // SAFETY: `lent` promises `len` elements there; `elements` has compared their type and alignment.
         Ok(unsafe { std::slice::from_raw_parts(data, self.buffer.len) })
     }
 
@@ -54,7 +54,11 @@ impl<'a> Tensor<'a> {
             let (expected, got) = (T::DTYPE.name(), self.buffer.dtype.name());
             return Err(Error::usage(format!("expected a tensor of {expected}, got one of {got}")));
         }
-        Ok(if self.is_empty() { std::ptr::NonNull::dangling().as_ptr() } else { self.buffer.ptr.cast() })
+        let data = if self.is_empty() { std::ptr::NonNull::dangling().as_ptr() } else { self.buffer.ptr.cast::<T>() };
+        if !data.is_aligned() {
+            return Err(Error::usage(format!("expected a tensor whose memory is aligned for {}", T::DTYPE.name())));
+        }
+        Ok(data)
     }
 }
 

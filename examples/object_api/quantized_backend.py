@@ -1,13 +1,15 @@
 """A backend of one's own in Python, with a collective of its own: an all_reduce that sends 8-bit blocks.
 
-It stands on another backend, which it uses for all that it does not do itself.
+It stands on another backend and passes on to it the operations that it has; a call of any other says that it has none.
 
     torchrun --nproc-per-node 2 examples/object_api/quantized_backend.py
 """
 
+from datetime import timedelta
+
 import ncclx_rs
 import torch
-from ncclx_rs import CommOptions, ReduceOp
+from ncclx_rs import AllReduceOptions, BarrierOptions, BroadcastOptions, CommOptions, ReduceOp, TorchWork
 
 BLOCK = 256
 
@@ -37,11 +39,20 @@ class QuantizedBackend(ncclx_rs.TorchCommBackend):
     def get_backend_name(self) -> str:
         return "quantized"
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> ncclx_rs.TorchWork:
-        return self.inner.all_reduce(tensor, op, async_op)
+    def abort(self) -> None:
+        self.inner.abort()
 
-    def barrier(self, async_op: bool) -> ncclx_rs.TorchWork:
-        return self.inner.barrier(async_op)
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.inner.set_timeout(timeout)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool, options: AllReduceOptions) -> TorchWork:
+        return self.inner.all_reduce(tensor, op, async_op, timeout=options.timeout)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool, options: BroadcastOptions) -> TorchWork:
+        return self.inner.broadcast(tensor, root, async_op, timeout=options.timeout)
+
+    def barrier(self, async_op: bool, options: BarrierOptions) -> TorchWork:
+        return self.inner.barrier(async_op, timeout=options.timeout)
 
     def quantized_all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums over all ranks, in place, with about a quarter of the bytes that a float32 all_reduce sends.

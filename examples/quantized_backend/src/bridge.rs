@@ -28,8 +28,8 @@ impl store::Store for Meeting {
 pub(crate) struct InFlight(pub(crate) ncclx_rs::Work);
 
 impl Work for InFlight {
-    fn wait(&self, timeout: Option<Duration>) -> Option<Result<(), Error>> {
-        let outcome = self.0.wait(timeout);
+    fn wait(&self, timeout: Duration) -> Option<Result<(), Error>> {
+        let outcome = self.0.wait(Some(timeout));
         self.0.is_done().then(|| self.0.result().unwrap_or(outcome).map_err(|error| told(&error)))
     }
 }
@@ -54,7 +54,7 @@ pub(crate) fn op(operation: Operation) -> Result<Op, Error> {
         kind: op_kind(kind),
         inputs: inputs.into_iter().map(buffer).collect::<Result<_, _>>()?,
         outputs: outputs.into_iter().map(buffer).collect::<Result<_, _>>()?,
-        timeout,
+        timeout: Some(timeout),
         mode: match mode {
             api::Mode::Async => Mode::Async,
             api::Mode::Blocking => Mode::Blocking,

@@ -150,7 +150,11 @@ class LibraryBackend(TorchCommBackend):
                 raise ValueError(f"{method}: tensors must be contiguous, got strides {tuple(tensor.stride())}")
             if tensor.device.type != "cpu":
                 raise ValueError(f"{method}: tensors must be on the cpu, got one on {tensor.device}")
-        answer = self._joined().call(method, json.dumps(arguments), list(tensors))
+        try:
+            text = json.dumps(arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{method}: expected arguments by name that JSON can say: {error}") from error
+        answer = self._joined().call(method, text, list(tensors))
         return json.loads(answer) if answer else None
 
     # ---- operations ----
@@ -201,8 +205,9 @@ class LibraryBackend(TorchCommBackend):
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool, options: OpOptions
     ) -> LibraryWork:
-        counts = (self._shares("all_to_all_single", input), self._shares("all_to_all_single", output))
-        return self._submit("all_to_all_single", "all_to_all", [input], [output], async_op, options, counts=counts)
+        name = "all_to_all_single"
+        counts = (self._shares(name, "input", input), self._shares(name, "output", output))
+        return self._submit(name, "all_to_all", [input], [output], async_op, options, counts=counts)
 
     def all_to_all_v_single(
         self,
@@ -214,7 +219,10 @@ class LibraryBackend(TorchCommBackend):
         options: OpOptions,
     ) -> LibraryWork:
         name = "all_to_all_v_single"
-        counts = (self._rows(name, input, input_split_sizes), self._rows(name, output, output_split_sizes))
+        counts = (
+            self._rows(name, "input", input, input_split_sizes),
+            self._rows(name, "output", output, output_split_sizes),
+        )
         return self._submit(name, "all_to_all", [input], [output], async_op, options, counts=counts)
 
     def all_to_all(
@@ -246,17 +254,19 @@ class LibraryBackend(TorchCommBackend):
         outputs = [output] if self.get_rank() == root else []
         return self._submit("gather_single", "gather", [input], outputs, async_op, options, peer=root)
 
-    def _shares(self, name: str, tensor: torch.Tensor) -> list[int]:
-        size = self.get_size()
-        if tensor.numel() % size:
-            raise ValueError(f"{name}: expected a number of elements that {size} ranks share, got {tensor.numel()}")
-        return [tensor.numel() // size] * size
+    def _shares(self, name: str, argument: str, tensor: torch.Tensor) -> list[int]:
+        size, count = self.get_size(), tensor.numel()
+        if count % size:
+            expected = f"a number of elements that {size} ranks can share equally"
+            raise ValueError(f"{name}: argument `{argument}`: expected {expected}, got {count}")
+        return [count // size] * size
 
-    def _rows(self, name: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[int]:
+    def _rows(self, name: str, argument: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[int]:
         if not sizes:
-            return self._shares(name, tensor)
+            return self._shares(name, argument, tensor)
         if len(sizes) != self.get_size() or min(sizes) < 0:
-            raise ValueError(f"{name}: expected {self.get_size()} split sizes, one a rank, got {list(sizes)}")
+            expected = f"{self.get_size()} sizes, one a rank"
+            raise ValueError(f"{name}: argument `{argument}_split_sizes`: expected {expected}, got {list(sizes)}")
         row = tensor[0].numel() if tensor.dim() and tensor.shape[0] else 1
         return [rows * row for rows in sizes]
 
@@ -273,6 +283,7 @@ class LibraryBackend(TorchCommBackend):
         op: ReduceOp | None = None,
         counts: tuple[list[int], list[int]] = ([], []),
     ) -> LibraryWork:
+        timeout = options.timeout or self._timeout
         factor = 0.0 if op is None or op._factor is None else float(op._factor)
         work = self._joined().submit(
             name,
@@ -282,10 +293,10 @@ class LibraryBackend(TorchCommBackend):
             ("SUM" if op is None else op.type.name, factor),
             peer,
             *counts,
-            _milliseconds(options.timeout) if options.timeout else -1,
+            _milliseconds(timeout),
             not async_op,
         )
-        return LibraryWork(work, self)
+        return LibraryWork(work, self, name, timeout)
 
     def _joined(self) -> NativeBackend:
         if self._native is None:
@@ -300,30 +311,38 @@ class LibraryBackend(TorchCommBackend):
 class LibraryWork:
     """An operation of a `LibraryBackend`."""
 
-    def __init__(self, work: NativeWork, backend: LibraryBackend) -> None:
+    def __init__(self, work: NativeWork, backend: LibraryBackend, name: str, timeout: timedelta) -> None:
         self._work = work
         self._backend = backend
+        self._name = name
+        self._timeout = timeout
 
     def wait(self) -> None:
         """Blocks until the operation has ended.
 
         Raises:
             ValueError: the operation was called wrongly.
-            RuntimeError: it failed; the text is the backend's.
+            RuntimeError: it failed; the text is the backend's. Or the backend has let its time limit pass by far.
         """
-        try:
-            self._work.wait(-1)
-        except (ValueError, RuntimeError):
-            if self._work.failure in ("timeout", "lost"):
-                self._backend._failed()
-            raise
+        if not self._ended_within(_milliseconds(self._timeout) + _GRACE_MILLISECONDS):
+            self._backend._failed()
+            limit = f"its time limit of {self._timeout.total_seconds():g} s"
+            raise RuntimeError(f"{self._name}: the backend {self._backend.get_backend_name()} has ignored {limit}")
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or badly."""
         try:
-            return self._work.wait(0)
+            return self._ended_within(0)
         except (ValueError, RuntimeError):
             return True
+
+    def _ended_within(self, milliseconds: int) -> bool:
+        try:
+            return self._work.wait(milliseconds)
+        except (ValueError, RuntimeError):
+            if self._work.failure in ("timeout", "lost"):
+                self._backend._failed()
+            raise
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
@@ -343,3 +362,7 @@ def _host(store: c10d.Store) -> str:
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, c10d.TCPStore) else os.environ.get("MASTER_ADDR", "")
+
+
+# How long a backend may take to end an operation whose time has run out.
+_GRACE_MILLISECONDS = 30_000

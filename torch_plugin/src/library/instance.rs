@@ -7,11 +7,12 @@
 #![allow(unsafe_code, reason = "the C boundary")]
 
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use ncclx_rs_backend::abi::{OK, PENDING, RawBuffer, RawBytes, RawError, RawJoin, RawOperation, RawTable};
+use ncclx_rs_backend::abi::{OK, PENDING, RawBuffer, RawBytes, RawError, RawJoin, RawOperation, RawTable, take_bytes};
 use ncclx_rs_backend::{DType, ErrorKind};
 use pyo3::prelude::*;
 
@@ -30,7 +31,7 @@ pub(crate) struct Joining<'a> {
     pub(crate) device: &'a str,
     pub(crate) rank: u32,
     pub(crate) size: u32,
-    pub(crate) timeout_ms: i64,
+    pub(crate) timeout_ms: u64,
     pub(crate) hints: &'a [(String, String)],
     pub(crate) store_host: &'a str,
 }
@@ -62,7 +63,7 @@ pub(crate) struct Request<'a> {
     pub(crate) reduce: u32,
     pub(crate) factor: f64,
     pub(crate) peer: u32,
-    pub(crate) timeout_ms: i64,
+    pub(crate) timeout_ms: u64,
     pub(crate) blocking: bool,
     pub(crate) inputs: Vec<Lent>,
     pub(crate) outputs: Vec<Lent>,
@@ -71,7 +72,14 @@ pub(crate) struct Request<'a> {
 }
 
 /// What the library gave out.
+#[derive(Clone, Copy)]
 struct Handle(*mut c_void);
+
+impl Handle {
+    fn raw(self) -> *mut c_void {
+        self.0
+    }
+}
 
 // SAFETY: the contract lets any thread use it.
 unsafe impl Send for Handle {}
@@ -117,22 +125,20 @@ impl Instance {
     }
 
     pub(crate) fn call(&self, method: &str, arguments: &str, tensors: &[Lent]) -> Result<String, Failure> {
-        unsafe extern "C" fn take(sink: *mut c_void, bytes: RawBytes) {
-            // SAFETY: `sink` is the vector below, lent for the call.
-            let sink = unsafe { &mut *sink.cast::<Vec<u8>>() };
-            // SAFETY: the library passes bytes that live for the call.
-            sink.extend_from_slice(unsafe { bytes_of(bytes) });
-        }
         let tensors: Vec<RawBuffer> = tensors.iter().map(|lent| lent.raw()).collect();
         let mut answer: Vec<u8> = Vec::new();
         let (method, arguments) = (RawBytes::of(method), RawBytes::of(arguments));
         let (list, len, sink) = (tensors.as_ptr(), tensors.len() as u64, (&raw mut answer).cast());
-        // SAFETY: a member that lives; the caller holds the tensors, which do not overlap, for the call.
-        told(|error| unsafe { (self.table.call)(self.member.0, method, arguments, list, len, take, sink, error) })?;
+        let call = |error| {
+            // SAFETY: a member that lives; the caller holds the tensors, which do not overlap, for the call; `sink` is a
+            // vector, as `take_bytes` expects.
+            unsafe { (self.table.call)(self.member.0, method, arguments, list, len, take_bytes, sink, error) }
+        };
+        told(call)?;
         Ok(String::from_utf8_lossy(&answer).into_owned())
     }
 
-    pub(crate) fn set_timeout(&self, timeout_ms: i64) -> Result<(), Failure> {
+    pub(crate) fn set_timeout(&self, timeout_ms: u64) -> Result<(), Failure> {
         // SAFETY: a member that lives.
         told(|error| unsafe { (self.table.set_timeout)(self.member.0, timeout_ms, error) }).map(drop)
     }
@@ -156,16 +162,29 @@ impl Instance {
         // Not under the lock, which threads with the interpreter's lock want, while the library may want that.
         let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
         for Kept { work, tensors } in kept {
-            if work.as_ref().is_some_and(|work| self.wait(work, Duration::ZERO).is_some_and(|ended| is_over(&ended))) {
-                self.release(work);
-            } else {
-                self.keep(work, tensors);
+            match work {
+                Some(work) => self.put_away(work, None, tensors),
+                None => self.keep(None, tensors),
             }
         }
     }
 
-    fn wait(&self, work: &Handle, timeout: Duration) -> Option<Result<(), Failure>> {
-        let millis = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
+    /// Lets go of an operation, and of its tensors once nobody uses them.
+    fn put_away(&self, work: Handle, ended: Option<Result<(), Failure>>, tensors: Vec<Py<PyAny>>) {
+        match ended.or_else(|| self.wait(work, Duration::ZERO)) {
+            None => self.keep(Some(work), tensors),
+            Some(ended) => {
+                self.release(work);
+                if matches!(ended, Err(Failure { kind: ErrorKind::Panic, .. })) {
+                    // Which does not tell that the operation has ended.
+                    self.keep(None, tensors);
+                }
+            }
+        }
+    }
+
+    fn wait(&self, work: Handle, timeout: Duration) -> Option<Result<(), Failure>> {
+        let millis = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
         // SAFETY: a work that has not been released.
         match told(|error| unsafe { (self.table.work_wait)(work.0, millis, error) }) {
             Ok(PENDING) => None,
@@ -173,41 +192,36 @@ impl Instance {
         }
     }
 
-    fn release(&self, work: Option<Handle>) {
-        if let Some(work) = work {
-            // SAFETY: made by `submit`, and gone from here.
-            unsafe { (self.table.work_release)(work.0) };
-        }
+    fn release(&self, work: Handle) {
+        // SAFETY: made by `submit`; the callers have no further use of it.
+        unsafe { (self.table.work_release)(work.0) };
     }
 }
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        let (table, member) = (self.table, Handle(self.member.0));
-        let destroy = move || {
-            let member = member;
-            // SAFETY: made by `join`, and gone from here.
-            unsafe { (table.destroy)(member.0) };
-        };
-        // Without the interpreter's lock, which a thread of the backend may want before it can end.
-        let destroyed = Python::try_attach(|py| py.detach(destroy));
         let kept = std::mem::take(self.kept.get_mut().unwrap_or_else(PoisonError::into_inner));
-        if destroyed.is_none() {
-            // The interpreter is gone, and the process about to be.
-            std::mem::forget(kept);
-            return;
-        }
-        for Kept { work, tensors } in kept {
-            self.release(work);
-            drop(tensors);
-        }
+        let instance = &*self;
+        detached(move || {
+            // SAFETY: made by `join`, and gone from here.
+            unsafe { (instance.table.destroy)(instance.member.raw()) };
+            // With their tensors, which are nobody's now.
+            kept.into_iter().filter_map(|kept| kept.work).for_each(|work| instance.release(work));
+        });
     }
+}
+
+/// Runs what may wait for a thread of the library without the interpreter's lock, which that thread may want. Not at all
+/// once the interpreter is gone, and the process about to be: what `run` holds stays as it is then.
+fn detached(run: impl FnOnce() + Send) {
+    let run = ManuallyDrop::new(run);
+    Python::try_attach(move |py| py.detach(move || ManuallyDrop::into_inner(run)()));
 }
 
 /// An operation in flight or done.
 pub(crate) struct Work {
     instance: Arc<Instance>,
-    handle: Option<Handle>,
+    handle: Handle,
     tensors: Vec<Py<PyAny>>,
     ended: OnceLock<Result<(), Failure>>,
 }
@@ -251,13 +265,13 @@ impl Work {
             }
             return Err(failure);
         }
-        Ok(Work { instance: Arc::clone(instance), handle: Some(Handle(made)), tensors, ended: OnceLock::new() })
+        Ok(Work { instance: Arc::clone(instance), handle: Handle(made), tensors, ended: OnceLock::new() })
     }
 
     /// Waits; how the operation ended, or nothing if it is in flight after `timeout`.
     pub(crate) fn wait(&self, timeout: Duration) -> Option<Result<(), Failure>> {
         if self.ended.get().is_none() {
-            let ended = self.instance.wait(self.handle.as_ref()?, timeout)?;
+            let ended = self.instance.wait(self.handle, timeout)?;
             // Another thread may have been faster, with the same answer.
             let _ = self.ended.set(ended);
         }
@@ -272,19 +286,10 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        let over = self.wait(Duration::ZERO).is_some_and(|ended| is_over(&ended));
-        let (handle, tensors) = (self.handle.take(), std::mem::take(&mut self.tensors));
-        if over {
-            self.instance.release(handle);
-        } else {
-            self.instance.keep(handle, tensors);
-        }
+        let (handle, ended, tensors) = (self.handle, self.ended.take(), std::mem::take(&mut self.tensors));
+        let instance = &self.instance;
+        detached(move || instance.put_away(handle, ended, tensors));
     }
-}
-
-/// Whether the memory may be used otherwise: a panic of `wait` tells nothing about that.
-fn is_over(ended: &Result<(), Failure>) -> bool {
-    !matches!(ended, Err(Failure { kind: ErrorKind::Panic, .. }))
 }
 
 /// Makes a call that may fail; its status.
@@ -296,14 +301,4 @@ fn told(call: impl FnOnce(*mut RawError) -> i32) -> Result<i32, Failure> {
     }
     let kind = ErrorKind::ALL.into_iter().find(|kind| *kind as i32 == status);
     Err(Failure { kind: kind.unwrap_or(ErrorKind::Failure), text: error.read() })
-}
-
-/// # Safety
-/// The bytes live as long as the result.
-pub(super) unsafe fn bytes_of<'a>(bytes: RawBytes) -> &'a [u8] {
-    if bytes.len == 0 {
-        return &[];
-    }
-    // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts(bytes.ptr, bytes.len as usize) }
 }

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 
-use ncclx_rs_backend::abi::{ABI_VERSION, RawBytes, RawTable, SYMBOL, TableFunction, Take};
+use ncclx_rs_backend::abi::{ABI_VERSION, RawBytes, RawTable, SYMBOL, TableFunction};
 
 /// A library that fits.
 pub(crate) struct Loaded {
@@ -21,7 +21,7 @@ pub(crate) enum LoadError {
     Unreadable { path: PathBuf, cause: std::io::Error },
     #[error("{} has no symbol `{SYMBOL}`, which a backend for ncclx_rs exports with `export_backend!`{hint}", path.display())]
     NoBackend { path: PathBuf, hint: &'static str },
-    #[error("{} cannot be loaded: {cause}", path.display())]
+    #[error("{} cannot be loaded: {}", path.display(), reason(cause))]
     Refused { path: PathBuf, cause: libloading::Error },
     #[error(
         "{} was built for version {theirs} of the interface of backends, and this ncclx_rs has version {ABI_VERSION}; \
@@ -31,6 +31,11 @@ pub(crate) enum LoadError {
     Version { path: PathBuf, theirs: u32 },
     #[error("{}: its table has {theirs} bytes, and version {ABI_VERSION} of the interface has {}", path.display(), size_of::<RawTable>())]
     Size { path: PathBuf, theirs: u32 },
+}
+
+/// What the system says.
+fn reason(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 /// Loads the library for good: threads and values of it may live as long as the process.
@@ -65,25 +70,24 @@ pub(crate) fn open(path: &Path) -> Result<Loaded, LoadError> {
     }
     // SAFETY: of this version and at least as long, so that all fields are there; it lives as above.
     let table = unsafe { &*table };
-    Ok(Loaded { table, name: text(table.name), version: text(table.version), methods: methods(table) })
+    // SAFETY: a constant of the library, which stays.
+    let name = unsafe { table.name.text() };
+    // SAFETY: as the name.
+    let version = unsafe { table.version.text() };
+    Ok(Loaded { table, name, version, methods: methods(table) })
 }
 
 fn methods(table: &RawTable) -> Vec<String> {
     unsafe extern "C" fn take(sink: *mut c_void, bytes: RawBytes) {
         // SAFETY: `sink` is the vector below, lent for the call.
-        unsafe { &mut *sink.cast::<Vec<String>>() }.push(text(bytes));
+        let methods = unsafe { &mut *sink.cast::<Vec<String>>() };
+        // SAFETY: the library passes bytes that live for the call.
+        methods.push(unsafe { bytes.text() });
     }
-    let take: Take = take;
     let mut methods: Vec<String> = Vec::new();
     // SAFETY: the library's function, with a function and a sink that belong together.
     unsafe { (table.methods)(take, (&raw mut methods).cast()) };
     methods
-}
-
-/// A text of the library, which lives for the call.
-fn text(bytes: RawBytes) -> String {
-    // SAFETY: the contract says so.
-    String::from_utf8_lossy(unsafe { super::instance::bytes_of(bytes) }).into_owned()
 }
 
 const TORCHCOMMS: &str =

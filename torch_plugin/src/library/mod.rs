@@ -66,7 +66,7 @@ impl Library {
         device: &str,
         rank: u32,
         size: u32,
-        timeout_ms: i64,
+        timeout_ms: u64,
         hints: Vec<(String, String)>,
         store: Py<PyAny>,
         store_host: &str,
@@ -99,7 +99,7 @@ impl LibraryBackend {
         peer: u32,
         send_counts: Vec<u64>,
         recv_counts: Vec<u64>,
-        timeout_ms: i64,
+        timeout_ms: u64,
         blocking: bool,
     ) -> PyResult<LibraryWork> {
         let request = Request {
@@ -110,8 +110,8 @@ impl LibraryBackend {
             peer,
             timeout_ms,
             blocking,
-            inputs: inputs.iter().map(lent).collect::<PyResult<_>>()?,
-            outputs: outputs.iter().map(lent).collect::<PyResult<_>>()?,
+            inputs: lent(name, &inputs)?,
+            outputs: lent(name, &outputs)?,
             send_counts,
             recv_counts,
         };
@@ -122,7 +122,7 @@ impl LibraryBackend {
 
     /// Runs one of the backend's own methods; the answer is JSON, or empty.
     fn call(&self, py: Python<'_>, method: &str, arguments: &str, tensors: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
-        let lent: Vec<Lent> = tensors.iter().map(lent).collect::<PyResult<_>>()?;
+        let lent = lent(method, &tensors)?;
         if let Some((first, second)) = overlapping(&lent) {
             let text = format!("{method}: tensors {first} and {second} share memory; expected each to have its own");
             return Err(PyValueError::new_err(text));
@@ -130,8 +130,8 @@ impl LibraryBackend {
         py.detach(|| self.instance.call(method, arguments, &lent)).map_err(raised)
     }
 
-    /// Sets the time limit of operations submitted from now on.
-    fn set_timeout(&self, py: Python<'_>, timeout_ms: i64) -> PyResult<()> {
+    /// Sets the time limit of the backend's own methods.
+    fn set_timeout(&self, py: Python<'_>, timeout_ms: u64) -> PyResult<()> {
         py.detach(|| self.instance.set_timeout(timeout_ms)).map_err(raised)
     }
 
@@ -154,18 +154,18 @@ struct LibraryWork {
 
 #[pymethods]
 impl LibraryWork {
-    /// Waits, without a limit if `timeout_ms` is negative; whether the operation has ended. Raises why it failed.
-    fn wait(&self, py: Python<'_>, timeout_ms: i64) -> PyResult<bool> {
-        let limit = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
+    /// Waits; whether the operation has ended. Raises why it failed.
+    fn wait(&self, py: Python<'_>, timeout_ms: u64) -> PyResult<bool> {
+        let limit = Duration::from_millis(timeout_ms);
         let began = Instant::now();
         loop {
-            let left = limit.map(|limit| limit.saturating_sub(began.elapsed()));
+            let left = limit.saturating_sub(began.elapsed());
             // In slices, between which a signal's handler may run and raise.
-            let slice = left.map_or(WAIT_SLICE, |left| left.min(WAIT_SLICE));
+            let slice = left.min(WAIT_SLICE);
             if let Some(ended) = py.detach(|| self.work.wait(slice)) {
                 return ended.map(|()| true).map_err(raised);
             }
-            if left.is_some_and(|left| left <= slice) {
+            if left == slice {
                 return Ok(false);
             }
             py.check_signals()?;
@@ -200,26 +200,35 @@ fn position(known: &[&str], name: &str, argument: &str) -> PyResult<u32> {
     found.map(|found| found as u32).ok_or_else(unknown)
 }
 
-/// The memory of a contiguous tensor.
-fn lent(tensor: &Bound<'_, PyAny>) -> PyResult<Lent> {
-    let dtype = tensor.getattr("dtype")?.str()?.to_string();
-    let name = dtype.strip_prefix("torch.").unwrap_or(&dtype);
-    let code = DType::ALL.iter().position(|known| known.name() == name);
-    let unknown = || PyValueError::new_err(format!("tensors of {dtype} cannot be handed to a backend in a library"));
-    Ok(Lent {
-        address: tensor.call_method0("data_ptr")?.extract()?,
-        len: tensor.call_method0("numel")?.extract()?,
-        dtype: code.ok_or_else(unknown)?,
-    })
+/// The memory of contiguous tensors.
+fn lent(operation: &str, tensors: &[Bound<'_, PyAny>]) -> PyResult<Vec<Lent>> {
+    let refused = |what: String| PyValueError::new_err(format!("{operation}: a library's backend takes no {what}"));
+    let lent = |tensor: &Bound<'_, PyAny>| {
+        for view in ["conj", "neg"] {
+            if tensor.call_method0(format!("is_{view}"))?.is_truthy()? {
+                return Err(refused(format!("views that `resolve_{view}()` would resolve")));
+            }
+        }
+        let dtype = tensor.getattr("dtype")?.str()?.to_string();
+        let name = dtype.strip_prefix("torch.").unwrap_or(&dtype);
+        let position = DType::ALL.iter().position(|known| known.name() == name);
+        Ok(Lent {
+            address: tensor.call_method0("data_ptr")?.extract()?,
+            len: tensor.call_method0("numel")?.extract()?,
+            dtype: position.ok_or_else(|| refused(format!("tensors of {dtype}")))?,
+        })
+    };
+    tensors.iter().map(lent).collect()
 }
 
 /// Two of the tensors that share memory.
 fn overlapping(tensors: &[Lent]) -> Option<(usize, usize)> {
-    let ends: Vec<_> = tensors.iter().map(|lent| (lent.address, lent.address + lent.bytes())).collect();
-    let pairs = (0..ends.len()).flat_map(|second| (0..second).map(move |first| (first, second)));
-    let mut pairs =
-        pairs.filter(|(first, second)| ends[*first].0 < ends[*second].1 && ends[*second].0 < ends[*first].1);
-    pairs.next()
+    let share = |first: Lent, second: Lent| {
+        let (first_end, second_end) = (first.address + first.bytes(), second.address + second.bytes());
+        first.address.max(second.address) < first_end.min(second_end)
+    };
+    let mut pairs = (0..tensors.len()).flat_map(|second| (0..second).map(move |first| (first, second)));
+    pairs.find(|(first, second)| share(tensors[*first], tensors[*second]))
 }
 
 const WAIT_SLICE: Duration = Duration::from_millis(200);

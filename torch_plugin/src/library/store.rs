@@ -10,8 +10,6 @@ use ncclx_rs_backend::abi::{OK, RawBytes, RawError, RawStore, Take};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::instance::bytes_of;
-
 /// The Python object of a store.
 pub(crate) struct PythonStore {
     store: Py<PyAny>,
@@ -27,9 +25,9 @@ impl PythonStore {
         RawStore { context: Box::into_raw(Box::new(self)).cast(), set, get, wait, release, host }
     }
 
-    fn waited<'py>(&self, py: Python<'py>, key: &str, timeout_ms: i64) -> PyResult<&Bound<'py, PyAny>> {
+    fn waited<'py>(&self, py: Python<'py>, key: &str, timeout_ms: u64) -> PyResult<&Bound<'py, PyAny>> {
         let store = self.store.bind(py);
-        let timeout = Duration::from_millis(timeout_ms.clamp(0, LONGEST_MS).unsigned_abs());
+        let timeout = Duration::from_millis(timeout_ms.min(LONGEST_MS));
         store.call_method1("wait", (vec![key], timeout))?;
         Ok(store)
     }
@@ -39,16 +37,16 @@ unsafe extern "C" fn set(context: *mut c_void, key: RawBytes, value: RawBytes, e
     // SAFETY: the library passes on what it was given.
     let store = unsafe { store(context) };
     // SAFETY: alive for the call.
-    let key = unsafe { text(key) };
+    let key = unsafe { key.text() };
     // SAFETY: alive for the call.
-    let value = unsafe { bytes_of(value) };
+    let value = unsafe { value.bytes() };
     attached(error, |py| store.store.bind(py).call_method1("set", (key, PyBytes::new(py, value))).map(drop))
 }
 
 unsafe extern "C" fn get(
     context: *mut c_void,
     key: RawBytes,
-    timeout_ms: i64,
+    timeout_ms: u64,
     take: Take,
     sink: *mut c_void,
     error: *mut RawError,
@@ -56,7 +54,7 @@ unsafe extern "C" fn get(
     // SAFETY: the library passes on what it was given.
     let store = unsafe { store(context) };
     // SAFETY: alive for the call.
-    let key = unsafe { text(key) };
+    let key = unsafe { key.text() };
     attached(error, |py| {
         let value = store.waited(py, &key, timeout_ms)?.call_method1("get", (&key,))?;
         let value: &[u8] = value.extract()?;
@@ -66,11 +64,11 @@ unsafe extern "C" fn get(
     })
 }
 
-unsafe extern "C" fn wait(context: *mut c_void, key: RawBytes, timeout_ms: i64, error: *mut RawError) -> i32 {
+unsafe extern "C" fn wait(context: *mut c_void, key: RawBytes, timeout_ms: u64, error: *mut RawError) -> i32 {
     // SAFETY: the library passes on what it was given.
     let store = unsafe { store(context) };
     // SAFETY: alive for the call.
-    let key = unsafe { text(key) };
+    let key = unsafe { key.text() };
     attached(error, |py| store.waited(py, &key, timeout_ms).map(drop))
 }
 
@@ -102,12 +100,5 @@ unsafe fn store<'a>(context: *mut c_void) -> &'a PythonStore {
     unsafe { &*context.cast() }
 }
 
-/// # Safety
-/// A text that lives for the call.
-unsafe fn text(bytes: RawBytes) -> String {
-    // SAFETY: the caller's promise.
-    String::from_utf8_lossy(unsafe { bytes_of(bytes) }).into_owned()
-}
-
 /// As long as a timedelta and a store's clock can take.
-const LONGEST_MS: i64 = 1_000_000_000_000;
+const LONGEST_MS: u64 = 1_000_000_000_000;
