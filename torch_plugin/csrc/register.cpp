@@ -4,11 +4,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+namespace py = pybind11;
+
 #include "backend.cpp"
 #include "memory.cpp"
 #include "window.cpp"
-
-namespace py = pybind11;
+#include "wrapper.cpp"
 
 namespace ncclx {
 namespace {
@@ -50,6 +51,8 @@ void define(py::module_& m) {
       .def_property_readonly("options", &NcclxBackend::getBackendOptions)
       .def("_set_default_timeout", &NcclxBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
+      // Torch has it from 2.14 on.
+      .def("get_error", &NcclxBackend::getError)
       .def("_host", &NcclxBackend::host, py::arg("rank"))
       .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"))
       .def("_message",
@@ -77,6 +80,18 @@ void define(py::module_& m) {
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
   m.def("_shared_memory", [](int64_t bytes) { return shared_memory(g_engine, bytes); }, py::arg("bytes"),
         py::call_guard<py::gil_scoped_release>());
+  py::class_<BackendWrapper, c10::intrusive_ptr<BackendWrapper>, c10d::Backend>(m, "BackendWrapper")
+      .def(py::init([](py::object comm) {
+             auto inner = comm.attr("_c10d_backend")().cast<c10::intrusive_ptr<c10d::Backend>>();
+             return c10::make_intrusive<BackendWrapper>(std::move(comm), std::move(inner));
+           }),
+           py::arg("comm"))
+      .def("get_comm", &BackendWrapper::comm)
+      .def("get_error", &BackendWrapper::getError)
+      .def_property_readonly("options", &BackendWrapper::getBackendOptions)
+      .def("_set_default_timeout", &BackendWrapper::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("perform_nocolor_split", [](BackendWrapper&, at::Device) {});
   m.def("create_backend", &create_backend, py::arg("opts"), py::arg("pg_options") = py::none(),
         py::call_guard<py::gil_scoped_release>());
 }

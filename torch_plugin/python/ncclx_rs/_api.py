@@ -11,7 +11,7 @@ from ncclx_rs._backends import (
     register_backend,
 )
 from ncclx_rs._batch import BatchSendRecv, P2POp
-from ncclx_rs._comm import TorchComm, _BackendWrapper
+from ncclx_rs._comm import TorchComm
 from ncclx_rs._hooks import (
     AllGatherPreHookArgs,
     AllGatherSinglePreHookArgs,
@@ -73,6 +73,7 @@ from ncclx_rs._types import (
 )
 from ncclx_rs._window import TorchCommWinAccessType, TorchCommWindow, TorchCommWindowAttr
 from ncclx_rs._work import TorchWork
+from ncclx_rs._wrapper import _BackendWrapper
 
 __all__ = [
     "AllGatherOptions",

@@ -18,13 +18,25 @@ def register() -> None:
     try:
         import torch.distributed as dist
 
-        if not dist.is_available() or "ncclx_rs" in dist.Backend.backend_list:
+        from ncclx_rs import as_torchcomms
+
+        if not dist.is_available():
             return
-        dist.Backend.register_backend("ncclx_rs", _create, extended_api=True, devices=list(_DEVICES))
+        _register_as("ncclx_rs")
+        if as_torchcomms.is_installed():
+            # What torchcomms calls this engine; its mode of PyTorch takes only names that c10d knows.
+            _register_as("ncclx")
         chosen = os.environ.get("NCCLX_RS_DEFAULT", "")
         set_default(*(device.strip() for device in chosen.split(",") if device.strip()))
     except Exception as error:
         warnings.warn(f"ncclx_rs could not register its backend: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _register_as(name: str) -> None:
+    import torch.distributed as dist
+
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, _create, extended_api=True, devices=list(_DEVICES))
 
 
 def set_default(*devices: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _hooks, _reconfigure
+from ncclx_rs import _hooks, _reconfigure, _wrapper
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import C10dBackend
 from ncclx_rs._operations import Hints, Operations, op_ids
@@ -332,6 +332,41 @@ class TorchComm(Operations):
         """Has ``callback()`` called when an operation timed out or a rank was lost, before anything else is done."""
         return self._abort_hooks.add(callback)
 
+    # ---- as a c10d backend: what `_BackendWrapper` calls ----
+
+    def _c10d_backend(self) -> Any:
+        """The c10d backend that this communicator runs on.
+
+        Raises:
+            RuntimeError: it runs on another kind of backend.
+        """
+        if not isinstance(self._impl, C10dBackend):
+            raise RuntimeError(f"the backend {self.get_backend()} is no c10d backend, which a process group needs")
+        return self._impl.c10d
+
+    def _has_hooks(self) -> bool:
+        return bool(self._pre_hooks or self._post_hooks)
+
+    def _before_c10d(self, name: str, *args: Any) -> list[int]:
+        """Calls the pre-hooks for each operation of a c10d call, and gives their ids."""
+        self._check_usable(name)
+        ids = []
+        for operation, told in _wrapper.told(self, name, args):
+            ids.append(next(op_ids))
+            self._pre_hooks(operation, ids[-1], told)
+        return ids
+
+    def _after_c10d(self, name: str, ids: Sequence[int], work: Any) -> None:
+        for op_id in ids:
+            if name == "new_window":
+                self._post_hooks(op_id, _hooks.NewWindowPostHookArgs())
+            else:
+                self._post_hooks(op_id, _hooks.CollectivePostHookArgs(TorchWork(work)))
+
+    def _split_for_c10d(self, ranks: Sequence[int], name: str, timeout: timedelta | None) -> TorchComm | None:
+        own = list(ranks) if self._rank in ranks else []
+        return self.split(own, name or f"{self._name}/split", timeout=timeout)
+
     # ---- memory ----
 
     def get_mem_allocator(self) -> Any:
@@ -364,20 +399,6 @@ class TorchComm(Operations):
         """
         if self._registered.pop(tensor.data_ptr(), None) is None:
             raise RuntimeError("tensor_deregister: the tensor is not registered")
-
-
-def _BackendWrapper(comm: TorchComm) -> Any:
-    """The c10d backend under a communicator, for a ``torch.distributed.ProcessGroup``; ``get_comm()`` is the way back.
-
-    Raises:
-        RuntimeError: the communicator's backend is not one of c10d's.
-    """
-    impl = comm.get_backend_impl()
-    if not isinstance(impl, C10dBackend):
-        raise RuntimeError(f"the backend {comm.get_backend()} is no c10d backend, which a process group needs")
-    if hasattr(impl.c10d, "__dict__"):
-        impl.c10d.get_comm = lambda: comm
-    return impl.c10d
 
 
 def _failed(itself: weakref.ref[TorchComm]) -> None:

@@ -52,14 +52,26 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install_as_torchcomms() -> None:
     """Makes ``import torchcomms`` and its submodules resolve to this package. Idempotent.
 
+    ``torch.distributed`` then knows this package's backend as ``ncclx``, too.
+
     Raises:
         RuntimeError: torchcomms itself was imported before.
     """
     loaded = sys.modules.get("torchcomms")
     if loaded is not None and loaded is not sys.modules.get("ncclx_rs"):
         raise RuntimeError("install_as_torchcomms: torchcomms was imported already; call this before")
-    if not any(isinstance(finder, _Alias) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Alias())
+    if is_installed():
+        return
+    sys.meta_path.insert(0, _Alias())
+    if hasattr(sys.modules.get("torch.distributed"), "Backend"):
+        from ncclx_rs._autoload import register
+
+        register()
+
+
+def is_installed() -> bool:
+    """Whether `install_as_torchcomms` was called."""
+    return any(isinstance(finder, _Alias) for finder in sys.meta_path)
 
 
 def main() -> None:
@@ -74,4 +86,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The module of that name: this one is another.
+    from ncclx_rs.as_torchcomms import main as run
+
+    run()

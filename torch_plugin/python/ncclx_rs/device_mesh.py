@@ -20,7 +20,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ncclx_rs import _backend as plugin
-from ncclx_rs._comm import TorchComm, _BackendWrapper
+from ncclx_rs._comm import TorchComm
+from ncclx_rs._wrapper import _BackendWrapper
 
 
 def build(

@@ -1,0 +1,82 @@
+"""The process group of torchft's replicas: one that is made anew whenever the members of the job change.
+
+    from torchft import Manager
+    from ncclx_rs.torchft import ProcessGroupNcclxRs
+
+    manager = Manager(pg=ProcessGroupNcclxRs(), ...)
+
+torchft is a package of its own (``pip install torchft``), which this module needs and nothing else here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torchft.process_group import ProcessGroupWrapper
+
+from ncclx_rs import _backend
+
+
+class ProcessGroupNcclxRs(ProcessGroupWrapper):
+    """A process group over this package's engine whose members torchft's ``Manager`` chooses.
+
+    When they change, what is in flight ends at once with an error, and the new members join each other. A lost member
+    is an error of the operations that need it, and of `errored`.
+
+    Args:
+        timeout: the time limit of joining and of operations.
+        hints: settings by name, as those of `ncclx_rs.Options`.
+
+    Raises:
+        torch.distributed.DistNetworkError: on joining: members did not come or cannot be reached.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60), hints: Mapping[str, str] | None = None) -> None:
+        super().__init__(timeout)
+        self._hints = dict(hints or {})
+        self._backend: c10d.Backend | None = None
+
+    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        options = c10d._DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, rank, world_size
+        options.timeout = self._timeout
+        options.group_id = "torchft"
+        options.global_ranks_in_group = list(range(world_size))
+        self._backend = _backend.create(options, _backend.native().Options(self._timeout, self._hints))
+        group = dist.ProcessGroup(store, rank, world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
+        return group
+
+    def abort(self, errored: bool = True) -> None:
+        """Ends what is in flight, and leaves the other members. Does not block."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()
+        super().abort(errored)
+
+    def shutdown(self) -> None:
+        """Leaves the other members."""
+        self.abort(errored=False)
+
+    def errored(self) -> Exception | None:
+        """What ended the present membership: a lost member or an operation that timed out."""
+        if self._backend is None:
+            return None
+        error = self._backend.get_error()
+        if error == c10d.ErrorType.SUCCESS:
+            return None
+        return dist.DistBackendError(f"ncclx_rs: the process group failed: {error.name}")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of joining and of operations from now on."""
+        super().set_timeout(timeout)
+        if self._backend is not None:
+            self._backend.set_timeout(timeout)
+
+    def getBackendName(self) -> str:
+        return "torchft-ncclx_rs"
