@@ -151,8 +151,8 @@ class BackendWrapper : public c10d::Backend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override {
     py::gil_scoped_acquire lock;
-    py::object child = comm_.attr("_split_for_c10d")(ranks, opts ? opts->group_name : std::string(),
-                                                     opts ? py::cast(opts->timeout) : py::object(py::none()));
+    const auto timeout = (opts ? opts : inner_->getBackendOptions())->timeout;
+    py::object child = comm_.attr("_split_for_c10d")(ranks, timeout);
     if (child.is_none()) return nullptr;
     auto inner = child.attr("_c10d_backend")().cast<c10::intrusive_ptr<Backend>>();
     return c10::make_intrusive<BackendWrapper>(std::move(child), std::move(inner));

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import hashlib
 import os
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -49,7 +50,7 @@ class TorchComm(Operations):
         self._members = list(range(self._size))
         self._state = "not reconfigured yet" if options.enable_reconfigure else "ready"
         self._endpoint: _reconfigure.Endpoint | None = None
-        self._splits = itertools.count()
+        self._splits: Counter[str] = Counter()
         self._pre_hooks: _hooks.HookList[OpName, int, Any] = _hooks.HookList()
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
         self._abort_hooks: _hooks.HookList[[]] = _hooks.HookList()
@@ -195,12 +196,11 @@ class TorchComm(Operations):
             RuntimeError: ranks are not of this communicator, are repeated, or leave the caller out.
         """
         self._check_usable("split")
-        number = next(self._splits)
         members = self._own_group(ranks)
         told = _hooks.SplitPreHookArgs(members, name)
         op_id = next(op_ids)
         self._pre_hooks(OpName.split, op_id, told)
-        child = self._split(members, name, number, hints, timeout) if members else None
+        child = self._split(members, name, hints, timeout) if members else None
         self._post_hooks(op_id, _hooks.SplitPostHookArgs(child))
         return child
 
@@ -221,15 +221,17 @@ class TorchComm(Operations):
             raise RuntimeError(f"Current rank {self._rank} is not included in the provided ranks list")
         return flat
 
-    def _split(self, members: list[int], name: str, number: int, hints: Hints, timeout: timedelta | None) -> TorchComm:
+    def _split(self, members: list[int], name: str, hints: Hints, timeout: timedelta | None) -> TorchComm:
         options = copy.copy(self._options)
         options.name, options.enable_reconfigure = name, False
         options.rank, options.size = members.index(self._rank), len(members)
         options.hints = {**self._options.hints, **(hints or {})}
         options.timeout = timeout or self._options.timeout
         if self._options.store is not None:
-            prefix = f"split/{number}/{min(members)}/{name}"
-            options.store = c10d.PrefixStore(prefix, self._options.store)
+            # By members alone, who have called as often: PyTorch has the others call any number of times.
+            key = _digest(members)
+            self._splits[key] += 1
+            options.store = c10d.PrefixStore(f"split/{key}/{self._splits[key]}", self._options.store)
         backend = self._impl.split(members, name, options)  # type: ignore[attr-defined]
         child = TorchComm(backend, name, self._device, options)
         child._members = [self._members[rank] for rank in members]
@@ -291,7 +293,7 @@ class TorchComm(Operations):
         self._options.rank, self._options.size, self._options.store = options.rank, options.size, options.store
         self._rank, self._size = options.rank, options.size
         self._members = list(range(self._size))
-        self._splits = itertools.count()
+        self._splits.clear()
         self._state = "ready"
         return TorchWork()
 
@@ -363,9 +365,10 @@ class TorchComm(Operations):
             else:
                 self._post_hooks(op_id, _hooks.CollectivePostHookArgs(TorchWork(work)))
 
-    def _split_for_c10d(self, ranks: Sequence[int], name: str, timeout: timedelta | None) -> TorchComm | None:
-        own = list(ranks) if self._rank in ranks else []
-        return self.split(own, name or f"{self._name}/split", timeout=timeout)
+    def _split_for_c10d(self, ranks: Sequence[int], timeout: timedelta) -> TorchComm | None:
+        # Not PyTorch's name for the group, which in 2.13 can differ between its ranks.
+        name = f"{self._name}/{_digest(ranks)[:8]}"
+        return self.split(list(ranks) if self._rank in ranks else [], name, timeout=timeout)
 
     # ---- memory ----
 
@@ -399,6 +402,10 @@ class TorchComm(Operations):
         """
         if self._registered.pop(tensor.data_ptr(), None) is None:
             raise RuntimeError("tensor_deregister: the tensor is not registered")
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    return hashlib.sha256(str(list(ranks)).encode()).hexdigest()
 
 
 def _failed(itself: weakref.ref[TorchComm]) -> None:
