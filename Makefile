@@ -64,8 +64,14 @@ test-tch: $(call ready,$(TCH_TORCH)) ## Runs the tests and the example of the Ru
 	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --doc
 	$(TCH_CARGO) run --locked --package ncclx_rs --features tch --profile test --example train_tch
 
+# Programs that run on the backend: hundreds of megabytes, hence only where they are tested.
+PROGRAMS := $(VENV)/.programs
+$(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))
+	$(VENV)/bin/python -m pip install --quiet -r requirements-programs.txt
+	touch $@
+
 .PHONY: python-test
-python-test: $(call installed,$(TORCH)) ## Runs the tests of the PyTorch backend
+python-test: $(call installed,$(TORCH)) $(PROGRAMS) ## Runs the tests of the PyTorch backend
 	$(IN_VENV) python -m pytest tests/python
 
 .PHONY: lint

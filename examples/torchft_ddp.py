@@ -22,6 +22,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+# Read when torchft is imported, whose manager and lighthouse otherwise tell of every step.
+os.environ.setdefault("RUST_LOG", "warn")
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -107,16 +110,18 @@ class Job:
             bind="[::]:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=1000
         )
         self._pace, self._kind = pace, kind
-        self._spawn = multiprocessing.get_context("spawn")
-        self.last = self._spawn.Value("q", sys.maxsize)
+        # The server imports for all replicas, also what optimizers import when they are made.
+        self._processes = multiprocessing.get_context("forkserver")
+        self._processes.set_forkserver_preload(["torch._dynamo", "torchft"])
+        self.last = self._processes.Value("q", sys.maxsize)
         self.replicas: dict[int, Any] = {}
         self.reports: dict[int, Connection] = {}
         self.digests: dict[int, str] = {}
 
     def start(self, replica: int) -> None:
-        ours, theirs = self._spawn.Pipe(duplex=False)
+        ours, theirs = self._processes.Pipe(duplex=False)
         arguments = (replica, self.lighthouse.address(), self.last, self._pace, self._kind, theirs)
-        self.replicas[replica] = self._spawn.Process(target=train, args=arguments, daemon=True)
+        self.replicas[replica] = self._processes.Process(target=train, args=arguments, daemon=True)
         self.replicas[replica].start()
         theirs.close()
         self.reports[replica] = ours

@@ -3,10 +3,10 @@
     pip install torchtitan
     NCCLX_RS_DEFAULT=cpu,cuda torchrun --nproc-per-node 2 examples/torchtitan_cpu.py
 
-The program is torchtitan's own, `torchtitan.train`, as it was installed. What it asks of a GPU is stood in for here: the
-name and memory of its device, and attention, whose kernel has no backward pass on CPUs. Text and tokenizer, which the
-package does not bring along, are made up. Without arguments it trains `llama3_debugmodel` on short sequences;
-docs/torchtitan.md has other command lines, and that for a machine with GPUs, which needs none of this.
+The program is torchtitan's own, `torchtitan.train`, as it was installed. What it asks of a GPU is stood in for here:
+the name and memory of its device, and attention, whose kernel has no backward pass on CPUs. Text and tokenizer, which
+the package does not bring along, are made up. Without arguments it trains `llama3_debugmodel` on short sequences;
+docs/programs.md has other command lines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def have_device() -> None:
 
 
 def dense_attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **rest: Any) -> Any:
-    """What flex_attention computes for a mask, with a backward pass on CPUs. Tensors are (batch, heads, length, width)."""
+    """flex_attention for a mask, with a backward pass on CPUs; tensors are (batch, heads, length, width)."""
     mask = create_mask(block_mask.mask_mod, q.size(0), q.size(1), q.size(2), k.size(2), device=q.device.type)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, join, leaving_together
+from harness import BACKEND, World, join, leaving_together
 from reference import assert_same
+from torch._C import _distributed_c10d as c10d
 
 
 def backend() -> dist.Backend:
@@ -117,6 +122,31 @@ def all_reduce_beats_gloo(rank: int, size: int) -> None:
         ratio = torch.tensor([medians["gloo"] / medians["ours"]])
         dist.all_reduce(ratio, op=dist.ReduceOp.MAX)
         assert ratio.item() > 1, f"{count} elements: gloo is {1 / ratio.item():.2f} times as fast"
+
+
+def pytorchs_recorder_learns_what_became_of_operations(rank: int, size: int, folder: str) -> None:
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    join(timeout=1)
+    dist.all_reduce(torch.ones(10))
+    dist.barrier()
+    entries = json.loads(c10d._dump_fr_trace_json(backend=BACKEND))["entries"]
+    assert [entry["profiling_name"] for entry in entries] == [f"{BACKEND}:all_reduce", f"{BACKEND}:barrier"]
+    assert all(entry["state"] == "completed" and entry["duration_ms"] > 0 for entry in entries)
+    with leaving_together():
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError):
+                dist.broadcast(torch.ones(3), src=1)
+
+
+@pytest.mark.skipif(
+    BACKEND != "ncclx_rs" or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15),
+    reason="this torch's recorder does not follow this backend",
+)
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_pytorchs_recorder_learns_what_became_of_operations(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(pytorchs_recorder_learns_what_became_of_operations, str(tmp_path), join=False)
+    last = pickle.loads((tmp_path / "trace_0").read_bytes())["entries"][-1]
+    assert (last["profiling_name"], last["state"]) == (f"{BACKEND}:broadcast", "scheduled")
 
 
 @pytest.mark.worlds(sizes=(1, 2, 3), modes=("shm",))

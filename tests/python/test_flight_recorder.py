@@ -180,6 +180,8 @@ def test_recorder(world: World, check) -> None:
 
 
 def test_the_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "6")
+    assert FlightRecorderHook(isolated=True)._recorder.max_entries == 6
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     assert FlightRecorderHook(isolated=True)._recorder.max_entries == 7
     monkeypatch.setenv("TORCHCOMM_FR_BUFFER_SIZE", "8")
@@ -250,6 +252,19 @@ def a_dump_that_cannot_be_written_does_no_harm(rank: int, size: int, folder: str
                 assert [entry["state"] for entry in entries(recorder)] == ["started"]
 
 
+def a_dump_can_be_switched_off(rank: int, size: int, folder: str) -> None:
+    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    with communicator(rank, size, abort_process_on_timeout_or_error=False) as comm:
+        recorder_of(comm)
+        comm.set_timeout(timedelta(seconds=1))
+        with leaving_together():
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="timed out"):
+                    comm.barrier(False)
+                assert comm.is_aborted()
+
+
 def every_operation_is_dumped(rank: int, size: int, folder: str) -> None:
     os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
     with communicator(rank, size) as comm:
@@ -299,6 +314,22 @@ def test_a_process_that_is_aborted_leaves_a_dump(fresh_world: World, tmp_path: P
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
 def test_a_dump_that_cannot_be_written_does_no_harm(fresh_world: World, tmp_path: Path) -> None:
     fresh_world.run(a_dump_that_cannot_be_written_does_no_harm, str(tmp_path), join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_dump_can_be_switched_off(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(a_dump_can_be_switched_off, str(tmp_path), join=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dumps_name_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recorder = FlightRecorderHook(isolated=True)
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "nccl_"))
+    assert recorder.dump_file(1) == str(tmp_path / "nccl_1")
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    assert recorder.dump_file(1) == str(tmp_path / "trace_1")
+    monkeypatch.setenv("TORCH_FR_DUMP_DYNAMIC_FILE_NAME", "1")
+    assert recorder.dump_file(1) == str(tmp_path / "trace_")
 
 
 @needs_analyser

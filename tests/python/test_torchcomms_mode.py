@@ -1,4 +1,4 @@
-"""PyTorch's torchcomms mode, and process groups over communicators, find this package where they look for torchcomms."""
+"""PyTorch's torchcomms mode finds this package, and process groups over communicators call their hooks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
 from harness import BACKEND, World, fresh_store, seat
-
-import ncclx_rs
 from ncclx_rs import OpName
 
 MINOR = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -80,7 +79,9 @@ if minor >= 15:
     assert comm.get_options().timeout == timedelta(seconds=100)
 
 group = dist.new_group([0, 1])
+mesh = init_device_mesh("cpu", (2,))
 if minor >= 13:  # that of 2.11 makes groups of all ranks alone
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     alone = dist.new_group([0])
     if alone is not dist.GroupMember.NON_GROUP_MEMBER:
         dist.barrier(alone)
@@ -92,7 +93,6 @@ if minor >= 13:  # that of 2.11 makes groups of all ranks alone
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
 for module in (model[0], model):
     fully_shard(module, mesh=mesh)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -138,13 +138,11 @@ def hooks_hear_of_c10d_calls(rank: int, size: int) -> None:
     assert seat is not None
     comm = ncclx_rs.new_comm("ncclx", "cpu", name="wrapped", store=fresh_store(), rank=rank, size=size)
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
-    group._register_backend(
-        torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, ncclx_rs._BackendWrapper(comm)
-    )
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, ncclx_rs._BackendWrapper(comm))
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     before, after = [], []
     told = comm.register_pre_hook(lambda name, op_id, args: before.append((name, op_id, args)))
-    comm.register_post_hook(lambda op_id, args: after.append((op_id, args.work)))
+    heard = comm.register_post_hook(lambda op_id, args: after.append((op_id, args.work)))
 
     tensor = torch.ones(size)
     options = dist.AllreduceOptions()
@@ -190,6 +188,7 @@ def hooks_hear_of_c10d_calls(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="not this one"):
         group.allreduce([tensor], options)
     refusal.remove()
+    heard.remove()
     group.allreduce([tensor], options).wait()
     assert len(before) == len(expected)
     comm.finalize()

@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
-#include <torch/headeronly/version.h>
 
 #include <map>
 #include <string>
@@ -12,9 +11,6 @@
 
 #include "ncclx_abi.h"
 #include "work.h"
-
-#define NCCLX_TORCH_GE(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace ncclx {
 
@@ -90,6 +86,11 @@ class NcclxBackend : public c10d::Backend {
   void shutdown() override;
 #if NCCLX_TORCH_GE(2, 15)
   bool supportsAbortHooks() const override { return true; }
+  bool supportsCompletionHooks() const override { return true; }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+    group_->on_success(id, std::move(hook));
+  }
+  void unregisterCompletionHook(int64_t id) override { group_->forget_success_hook(id); }
 #endif
 #ifdef C10D_BACKEND_HAS_HOOKS
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override { group_->on_failure(id, std::move(hook)); }

@@ -3,7 +3,9 @@
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/headeronly/version.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -11,6 +13,9 @@
 #include <mutex>
 
 #include "ncclx_abi.h"
+
+#define NCCLX_TORCH_GE(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace ncclx {
 
@@ -86,6 +91,37 @@ class Group {
     failure_hooks_.erase(id);
   }
 
+#if NCCLX_TORCH_GE(2, 15)
+  void on_success(int64_t id, c10d::CompletionHook hook) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    success_hooks_[id] = std::move(hook);
+  }
+
+  void forget_success_hook(int64_t id) {
+    c10d::CompletionHook hook;  // see above
+    std::lock_guard<std::mutex> lock(mutex_);
+    hook.swap(success_hooks_[id]);
+    success_hooks_.erase(id);
+  }
+
+  // Tells of an operation that ended well.
+  void succeeded(uint64_t key, std::chrono::steady_clock::duration duration) {
+    std::map<int64_t, c10d::CompletionHook> hooks;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (success_hooks_.empty()) return;
+      hooks = success_hooks_;
+    }
+    for (auto& [id, hook] : hooks) {
+      try {
+        hook({key, std::chrono::duration<float, std::milli>(duration).count()});
+      } catch (const std::exception& thrown) {
+        TORCH_WARN("ncclx_rs: a completion hook failed: ", thrown.what());
+      }
+    }
+  }
+#endif
+
   // This rank leaves: what ends from now on is no failure of the group.
   void leave() {
     std::map<int64_t, FailureHook> hooks;
@@ -105,6 +141,9 @@ class Group {
   c10d::ErrorType error_ = c10d::ErrorType::SUCCESS;
   Hook hook_;
   std::map<int64_t, FailureHook> failure_hooks_;
+#if NCCLX_TORCH_GE(2, 15)
+  std::map<int64_t, c10d::CompletionHook> success_hooks_;
+#endif
 };
 
 }  // namespace ncclx

@@ -93,6 +93,11 @@ class NcclxWork : public c10d::Work {
   int sourceRank() const override { return handles_.empty() ? -1 : engine_->source(handles_.front()); }
   uint64_t getSequencenumber() const override { return handles_.empty() ? 0 : engine_->sequence(handles_.front()); }
 
+#if NCCLX_TORCH_GE(2, 15)
+  // Addresses are used again.
+  uint64_t getCompletionKey() const override { return key_; }
+#endif
+
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
     auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
     auto self = c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this);
@@ -154,12 +159,21 @@ class NcclxWork : public c10d::Work {
       future_->markCompleted(c10::IValue(results_));
     }
     finish(error);
+#if NCCLX_TORCH_GE(2, 15)
+    if (!error) group_->succeeded(key_, finished_ - started_);
+#endif
     group_->ended([this] {
       return std::make_shared<c10d::WorkInfo>(opType_, getSequencenumber(), started_, finished_,
                                               finished_ - started_);
     });
   }
 
+  static uint64_t next_key() {
+    static std::atomic<uint64_t> keys{0};
+    return ++keys;
+  }
+
+  const uint64_t key_ = next_key();
   const NcclxEngine* engine_;
   std::shared_ptr<Group> group_;
   std::list<Operands> operands_;

@@ -133,6 +133,11 @@ class BackendWrapper : public c10d::Backend {
   void shutdown() override { inner_->shutdown(); }
 #if NCCLX_TORCH_GE(2, 15)
   bool supportsAbortHooks() const override { return inner_->supportsAbortHooks(); }
+  bool supportsCompletionHooks() const override { return inner_->supportsCompletionHooks(); }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+    inner_->registerCompletionHook(id, std::move(hook));
+  }
+  void unregisterCompletionHook(int64_t id) override { inner_->unregisterCompletionHook(id); }
 #endif
 #ifdef C10D_BACKEND_HAS_HOOKS
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override { inner_->registerAbortHook(id, std::move(hook)); }

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torchft.process_group import ProcessGroupWrapper
 
-from ncclx_rs import _backend
+from ncclx_rs._backends import _make_ncclx
+from ncclx_rs._types import CommOptions
 
 
 class ProcessGroupNcclxRs(ProcessGroupWrapper):
@@ -40,13 +41,11 @@ class ProcessGroupNcclxRs(ProcessGroupWrapper):
         self._hints = dict(hints or {})
         self._backend: c10d.Backend | None = None
 
-    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
-        options = c10d._DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size = store, rank, world_size
-        options.timeout = self._timeout
-        options.group_id = "torchft"
-        options.global_ranks_in_group = list(range(world_size))
-        self._backend = _backend.create(options, _backend.native().Options(self._timeout, self._hints))
+    def _create_pg(self, store: c10d.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        options = CommOptions()
+        options.name, options.timeout, options.hints = "torchft", self._timeout, self._hints
+        options.store, options.rank, options.size = store, rank, world_size
+        self._backend = _make_ncclx(options)
         group = dist.ProcessGroup(store, rank, world_size)
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
@@ -54,9 +53,7 @@ class ProcessGroupNcclxRs(ProcessGroupWrapper):
 
     def abort(self, errored: bool = True) -> None:
         """Ends what is in flight, and leaves the other members. Does not block."""
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.abort()
+        self._backend = None
         super().abort(errored)
 
     def shutdown(self) -> None:

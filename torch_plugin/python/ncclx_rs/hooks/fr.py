@@ -35,7 +35,8 @@ class FlightRecorderHook:
     """Remembers the last operations of the communicators it is registered with, and of those split from them.
 
     When an operation times out or a rank is lost, it writes what it remembers to the file that
-    ``TORCHCOMM_FR_DUMP_TEMP_FILE`` names, before the communicator is aborted.
+    ``TORCHCOMM_FR_DUMP_TEMP_FILE`` names, before the communicator is aborted; not if ``TORCH_FR_DUMP_ON_TIMEOUT`` or
+    ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is false.
 
     Example::
 
@@ -50,7 +51,8 @@ class FlightRecorderHook:
 
         Args:
             max_entries: how many operations are remembered; none, and nothing is watched, if zero. The default is what
-                ``TORCHCOMM_FR_BUFFER_SIZE`` or ``TORCH_FR_BUFFER_SIZE`` says, or 2000.
+                ``TORCHCOMM_FR_BUFFER_SIZE``, ``TORCH_FR_BUFFER_SIZE`` or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` says, or
+                2000.
             isolated: whether the operations are kept apart from those of the process's other recorders. Those share
                 one memory, of the largest size that one of them asked for.
 
@@ -84,8 +86,8 @@ class FlightRecorderHook:
         """Writes what is remembered to a file, as a pickle, and returns the file's name.
 
         The name is ``TORCHCOMM_FR_DUMP_TEMP_FILE`` (or ``TORCH_FR_DUMP_TEMP_FILE``, or
-        ``~/.cache/torchcomm_fr_trace_``) with the rank behind it; without, if ``TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME``
-        is set.
+        ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``, or ``~/.cache/torchcomm_fr_trace_``) with the rank behind it; without, if
+        ``TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME`` or ``TORCH_FR_DUMP_DYNAMIC_FILE_NAME`` is true.
 
         Args:
             rank: this process's rank.
@@ -161,6 +163,8 @@ class _Scribe(Follower[list[Entry]]):
         self._hook.register_with_comm(child)
 
     def aborted(self) -> None:
+        if not _dumps_on_failure():
+            return
         rank = self._group.members[self._comm.get_rank()]
         try:
             path = self._hook.dump_file(rank)
@@ -193,7 +197,7 @@ def _shared() -> Recorder:
 
 
 def _default_entries() -> int:
-    for variable in ("TORCHCOMM_FR_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
+    for variable in ("TORCHCOMM_FR_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         if text := os.environ.get(variable):
             if not text.isdecimal():
                 raise ValueError(f"FlightRecorderHook: {variable} must be a number from zero on, got {text!r}")
@@ -203,9 +207,23 @@ def _default_entries() -> int:
 
 def _dump_path(rank: int) -> Path:
     default = str(Path.home() / ".cache" / "torchcomm_fr_trace_")
-    prefix = os.environ.get("TORCHCOMM_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or default
-    whole = os.environ.get("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME", "0").lower() in ("1", "true", "yes", "y")
-    return Path(prefix if whole else f"{prefix}{rank}")
+    files = ("TORCHCOMM_FR_DUMP_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    prefix = _first(*files) or default
+    whole = _first("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME", "TORCH_FR_DUMP_DYNAMIC_FILE_NAME")
+    return Path(prefix if _is_true(whole) else f"{prefix}{rank}")
+
+
+def _dumps_on_failure() -> bool:
+    return _is_true(_first("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT") or "true")
+
+
+def _first(*variables: str) -> str:
+    """What the first of the environment's variables that is set says, or nothing."""
+    return next((text for text in map(os.environ.get, variables) if text), "")
+
+
+def _is_true(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes", "y")
 
 
 def _listed(operand: Any) -> list[torch.Tensor]:
