@@ -1,0 +1,259 @@
+"""The custom operators that stand for operations in graphs of torch.compile: two each, made from one table.
+
+``torch.ops.ncclx_rs.all_reduce`` starts the operation on a copy of what it changes and returns a token;
+``torch.ops.ncclx_rs.all_reduce_wait`` waits for it and returns the copy. So the operators change no tensor that the
+graph knows of. The wait takes all that the start did, so that no compiler reuses the memory in between. They call the
+communicator's own method, hooks and checks included. They count as side effects: none is dropped, and all stay in the
+program's order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._library.effects import EffectType
+
+from ncclx_rs import _graph_gradients, _graph_state
+from ncclx_rs._graph_state import InFlight, in_flight
+from ncclx_rs._types import BatchP2POptions, OpOptions, RedOpType, ReduceOp
+
+if TYPE_CHECKING:
+    from ncclx_rs._operations import Operations
+    from ncclx_rs._window import TorchCommWindow
+    from ncclx_rs._work import TorchWork
+
+# The operands of each operation, in the order of its method. What is ``out`` is overwritten; what is ``inout`` may be
+# read or, on some ranks, left as it is.
+TABLE = {
+    "send": "Tensor tensor, int dst",
+    "recv": "out Tensor tensor, int src",
+    "broadcast": "inout Tensor tensor, int root",
+    "all_reduce": "inout Tensor tensor, ReduceOp op",
+    "reduce": "inout Tensor tensor, int root, ReduceOp op",
+    "all_gather": "out Tensor[] tensor_list, Tensor tensor",
+    "all_gather_v": "out Tensor[] tensor_list, Tensor tensor",
+    "all_gather_single": "out Tensor output, Tensor input",
+    "reduce_scatter": "out Tensor output, Tensor[] input_list, ReduceOp op",
+    "reduce_scatter_v": "out Tensor output, Tensor[] input_list, ReduceOp op",
+    "reduce_scatter_single": "out Tensor output, Tensor input, ReduceOp op",
+    "all_to_all_single": "out Tensor output, Tensor input",
+    "all_to_all_v_single": "out Tensor output, Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes",
+    "all_to_all": "out Tensor[] output_tensor_list, Tensor[] input_tensor_list",
+    "barrier": "",
+    "scatter": "out Tensor output_tensor, Tensor[] input_tensor_list, int root",
+    "gather": "inout Tensor[] output_tensor_list, Tensor input_tensor, int root",
+    "gather_single": "inout Tensor output, Tensor input, int root",
+    # A batch's messages in their order: whether each is sent, and to or from whom.
+    "batch_op_issue": "Tensor[] sent, out Tensor[] received, bool[] is_send, int[] peers",
+    # The offset is in bytes.
+    "window_put": "Tensor tensor, int dst_rank, SymInt offset",
+    "window_signal": "int peer_rank",
+    "window_wait_signal": "int peer_rank",
+}
+
+
+class Operand(NamedTuple):
+    """One operand of an operation, as the table has it."""
+
+    access: str
+    type: str
+    name: str
+
+    @property
+    def schema(self) -> str:
+        """What operators declare; a reduction is its name and its factor, a number or a tensor."""
+        if self.type == "ReduceOp":
+            return f"str {self.name}, float? factor, Tensor? factor_tensor"
+        return f"{self.type} {self.name}"
+
+
+def _parse(operands: str) -> list[Operand]:
+    words = [operand.split() for operand in operands.split(", ") if operand]
+    return [Operand(*word) if len(word) == 3 else Operand("in", *word) for word in words]
+
+
+OPERANDS = {name: _parse(operands) for name, operands in TABLE.items()}
+
+
+def written(name: str, values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes to, among its operator's arguments."""
+    # No reduction stands before a tensor, so that operands and arguments are at the same places.
+    found: list[torch.Tensor] = []
+    for operand, value in zip(OPERANDS[name], values, strict=False):
+        if operand.access != "in":
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
+# ---- what the operators do ----
+
+_tokens = itertools.count(1)
+
+
+def _start(name: str, *values: Any) -> torch.Tensor:
+    *operands, handle, async_op, limit, hints = values
+    args: list[Any] = []
+    results: list[torch.Tensor] = []
+    rest = iter(operands)
+    for operand in OPERANDS[name]:
+        value = next(rest)
+        if operand.type == "ReduceOp":
+            number, tensor = next(rest), next(rest)
+            value = ReduceOp(RedOpType[value], number if tensor is None else tensor)
+        elif operand.access != "in":
+            copy = torch.clone if operand.access == "inout" else torch.empty_like
+            value = [copy(t) for t in value] if isinstance(value, list | tuple) else copy(value)
+            results += value if isinstance(value, list) else [value]
+        args.append(value)
+    timeout = timedelta(seconds=limit)
+    found = _graph_state.find(handle)
+    if name.startswith("window_"):
+        window: TorchCommWindow = found
+        work = window._access(name.removeprefix("window_"), OpOptions(timeout), *args, async_op)
+        handle = window._comm._handle
+    else:
+        batch = functools.partial(_issue_batch, found)
+        method: Callable[..., TorchWork] = batch if name == "batch_op_issue" else getattr(found, name)
+        work = method(*args, async_op, dict(zip(hints[::2], hints[1::2], strict=True)), timeout)
+    token = next(_tokens)
+    in_flight[token] = InFlight(work, results, values, handle)
+    return torch.tensor(token, device="cpu")
+
+
+def _issue_batch(
+    comm: Operations,
+    sent: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    is_send: Sequence[bool],
+    peers: Sequence[int],
+    async_op: bool,
+    hints: dict[str, str],
+    timeout: timedelta,
+) -> TorchWork:
+    batch = comm.batch_op_create()
+    sends, receives = iter(sent), iter(received)
+    for sending, peer in zip(is_send, peers, strict=True):
+        if sending:
+            batch.send(next(sends), peer)
+        else:
+            batch.recv(next(receives), peer)
+    return batch.issue(async_op, BatchP2POptions(timeout, hints))
+
+
+def _start_fake(*values: Any) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _wait(name: str, token: torch.Tensor, *values: Any) -> list[torch.Tensor] | None:
+    call = in_flight.get(int(token))
+    if call is None:
+        raise RuntimeError(f"{name}: the communicator of `{values[-1]}` was finalized before its work was waited for")
+    call.waited = True
+    if not call.work._waited:
+        call.work.wait()
+    del in_flight[int(token)]
+    return call.results if _writes(name) else None
+
+
+def _wait_fake(name: str, token: torch.Tensor, *values: Any) -> list[torch.Tensor] | None:
+    return [torch.empty_like(t) for t in written(name, values)] if _writes(name) else None
+
+
+def _writes(name: str) -> bool:
+    return any(operand.access != "in" for operand in OPERANDS[name])
+
+
+def _window_read(handle: str, rank: int, *_: Any) -> torch.Tensor:
+    window: TorchCommWindow = _graph_state.find(handle)
+    return window.map_remote_tensor(rank).clone()
+
+
+def _window_read_fake(
+    handle: str, rank: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+# ---- gradients ----
+
+
+def _save(name: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keeps what the gradient is computed from, which is no tensor's content."""
+    _, *values, ctx.handle = inputs
+    rest = iter(values)
+    ctx.values = {}
+    for operand in OPERANDS[name]:
+        value = next(rest)
+        if operand.type == "Tensor":
+            value = value.shape
+        elif operand.type == "Tensor[]":
+            value = [t.shape for t in value]
+        elif operand.type == "ReduceOp":
+            next(rest), next(rest)  # its factor
+        ctx.values[operand.name] = value
+
+
+def _backward(name: str, ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    def run(name: str, *values: Any) -> list[torch.Tensor]:
+        token = start_operator[name](*values, ctx.handle, False, 0.0, [])
+        return list(wait_operator[name](token, *values, ctx.handle))
+
+    backward = _graph_gradients.Backward(run, ctx.values, _graph_state.find(ctx.handle).get_size())
+    by_name = _graph_gradients.of(name, backward, grads)
+    gradients: list[Any] = [None]  # the token's
+    for operand in OPERANDS[name]:
+        none = [None] * len(ctx.values[operand.name]) if operand.type == "Tensor[]" else None
+        gradients.append(by_name.get(operand.name, none))
+        if operand.type == "ReduceOp":
+            gradients += [None, None]
+    return (*gradients, None)
+
+
+# ---- registration ----
+
+_library: Any = torch.library.Library("ncclx_rs", "DEF")  # type: ignore[no-untyped-call]
+start_operator: dict[str, Any] = {}
+wait_operator: dict[str, Any] = {}
+
+
+def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    _library.define(name + schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ncclx_rs::{name}", fake, lib=_library)
+    # There is no public way to say that an operator has side effects.
+    torch.library._register_effectful_op(f"ncclx_rs::{name}", EffectType.ORDERED, lib=_library)
+    operator = getattr(torch.ops.ncclx_rs, name).default
+    torch.fx.node.has_side_effect(operator)
+    return operator
+
+
+def _register_all() -> None:
+    for name, operands in OPERANDS.items():
+        declared = "".join(f"{operand.schema}, " for operand in operands)
+        schema = f"({declared}str handle, bool async_op, float timeout, str[] hints) -> Tensor"
+        start_operator[name] = _register(name, schema, functools.partial(_start, name), _start_fake)
+        schema = f"(Tensor token, {declared}str handle) -> {'Tensor[]' if _writes(name) else '()'}"
+        wait = f"{name}_wait"
+        run, fake = functools.partial(_wait, name), functools.partial(_wait_fake, name)
+        wait_operator[name] = _register(wait, schema, run, fake)
+        if _writes(name):
+
+            def save(ctx: Any, inputs: tuple[Any, ...], output: Any, name: str = name) -> None:
+                _save(name, ctx, inputs, output)
+
+            backward = functools.partial(_backward, name)
+            torch.library.register_autograd(f"ncclx_rs::{wait}", backward, setup_context=save, lib=_library)
+
+
+_register_all()
+window_read = _register(
+    "window_read",
+    "(str handle, int rank, SymInt[] shape, ScalarType dtype, Device device) -> Tensor",
+    _window_read,
+    _window_read_fake,
+)
