@@ -69,6 +69,7 @@ from ncclx_rs._types import (
     ReduceScatterSingleOptions,
     ScatterOptions,
     SendOptions,
+    Timeout,
     WorkStatus,
 )
 from ncclx_rs._window import TorchCommWinAccessType, TorchCommWindow, TorchCommWindowAttr
@@ -131,6 +132,7 @@ __all__ = [
     "SendPreHookArgs",
     "SplitPostHookArgs",
     "SplitPreHookArgs",
+    "Timeout",
     "TorchComm",
     "TorchCommBackend",
     "TorchCommWinAccessType",

@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _hooks, _reconfigure, _wrapper
+from ncclx_rs import _graph_state, _hooks, _reconfigure, _wrapper
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import C10dBackend
 from ncclx_rs._operations import Hints, Operations, op_ids
+from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import CommOptions, OpName
 from ncclx_rs._window import TorchCommWindow
 from ncclx_rs._work import TorchWork
@@ -55,6 +56,7 @@ class TorchComm(Operations):
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
         self._abort_hooks: _hooks.HookList[[]] = _hooks.HookList()
         self._registered: dict[int, torch.Tensor] = {}
+        self._handle = _graph_state.handle(self, name)
         if hasattr(backend, "on_failure"):
             itself = weakref.ref(self)
             backend.on_failure(lambda: _failed(itself))
@@ -130,11 +132,18 @@ class TorchComm(Operations):
         Raises:
             RuntimeError: it was finalized before.
         """
+        not_in_graphs("finalize", "it ends the communicator")
         if self._state == "finalized":
             raise RuntimeError(f"communicator `{self._name}` is already finalized")
         self._pre_hooks(OpName.finalize, _FINALIZE_OP_ID, _hooks.FinalizePreHookArgs())
         self._state = "finalized"
         self._impl.finalize()
+        if dropped := _graph_state.forget(self._handle):
+            warnings.warn(
+                f"nobody waited for {dropped} operations that compiled code started on communicator `{self._name}`; "
+                "their results were not written to their tensors",
+                stacklevel=2,
+            )
         self._post_hooks(_FINALIZE_OP_ID, _hooks.FinalizePostHookArgs())
 
     def abort(self) -> None:
@@ -195,6 +204,7 @@ class TorchComm(Operations):
         Raises:
             RuntimeError: ranks are not of this communicator, are repeated, or leave the caller out.
         """
+        not_in_graphs("split", "it makes a communicator")
         self._check_usable("split")
         members = self._own_group(ranks)
         told = _hooks.SplitPreHookArgs(members, name)
@@ -276,6 +286,7 @@ class TorchComm(Operations):
             RuntimeError: the backend or the communicator cannot be reconfigured, the handles are wrong, or members did
                 not come in time.
         """
+        not_in_graphs("reconfigure", "it changes the communicator")
         if not hasattr(self._impl, "reconfigure"):
             raise RuntimeError(f"reconfigure not implemented by the backend {self.get_backend()}")
         if not self._options.enable_reconfigure:
@@ -308,6 +319,7 @@ class TorchComm(Operations):
         Raises:
             RuntimeError: the backend has no windows.
         """
+        not_in_graphs("new_window", "it makes a window")
         self._check_usable("new_window")
         c10d_backend = getattr(self._impl, "c10d", None)
         if not hasattr(c10d_backend, "_window_register"):

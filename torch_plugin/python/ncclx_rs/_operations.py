@@ -15,6 +15,7 @@ from ncclx_rs import _hooks
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import accepts_options
 from ncclx_rs._batch import BatchSendRecv, P2POp
+from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import (
     AllGatherOptions,
     AllGatherPExecOptions,
@@ -52,6 +53,7 @@ class Operations:
     _rank: int
     _size: int
     _state: str
+    _handle: str
     _pre_hooks: _hooks.HookList[OpName, int, Any]
     _post_hooks: _hooks.HookList[int, Any]
 
@@ -78,6 +80,14 @@ class Operations:
         return BatchSendRecv(self)
 
     def _issue_batch(self, ops: Sequence[P2POp], async_op: bool, options: OpOptions) -> TorchWork:
+        if torch.compiler.is_compiling():
+            from ncclx_rs import _graph
+
+            is_send = [op.type is P2POpType.SEND for op in ops]
+            sent = [op.tensor for op in ops if op.type is P2POpType.SEND]
+            received = [op.tensor for op in ops if op.type is P2POpType.RECV]
+            peers = [op.peer for op in ops]
+            return _graph.issue(self._handle, "batch_op_issue", options, sent, received, is_send, peers, async_op)
         self._check_usable("batch")
         op_id = next(op_ids)
         self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op, list(ops)))
@@ -326,6 +336,7 @@ class Operations:
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """Gathers every rank's ``input`` into the output that the handle was made for."""
+        not_in_graphs("all_gather_p_exec", "the graph does not know the output; all_gather_single can be")
         if handle.output is None:
             raise RuntimeError("all_gather_p_exec: the handle was freed")
         options = AllGatherPExecOptions(timeout, hints)
@@ -359,7 +370,11 @@ class Operations:
             )
 
     def _issue(self, name: OpName, told: Any, options: OpOptions, *args: Any) -> TorchWork:
-        """Runs the hooks around an operation of the backend."""
+        """Runs the hooks around an operation of the backend, or puts it into the graph that is being traced."""
+        if torch.compiler.is_compiling():
+            from ncclx_rs import _graph
+
+            return _graph.issue(self._handle, name.name, options, *args)
         self._check_usable(name.name)
         if not (self._pre_hooks or self._post_hooks):
             return self._perform(name, options, *args)

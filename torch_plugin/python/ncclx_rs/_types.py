@@ -151,6 +151,12 @@ class CommOptions:
         return f"CommOptions({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
+# torchcomms' name of a time limit.
+Timeout = timedelta
+
+NO_TIMEOUT = timedelta(0)
+
+
 class OpOptions:
     """What every operation accepts.
 
@@ -160,7 +166,8 @@ class OpOptions:
     """
 
     def __init__(self, timeout: timedelta | None = None, hints: Mapping[str, str] | None = None) -> None:
-        self.timeout = timeout or timedelta(0)
+        # No `or`: torch.compile cannot tell whether a duration is zero.
+        self.timeout = NO_TIMEOUT if timeout is None else timeout
         self.hints = dict(hints or {})
 
     def __repr__(self) -> str:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ncclx_rs import _graph_state
+from ncclx_rs._tracing import not_in_graphs
+from ncclx_rs._types import OpOptions
 from ncclx_rs._work import TorchWork
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ class TorchCommWindow:
         self._id: int | None = None
         self._bytes = 0
         self._meta: tuple[torch.dtype, torch.Size, torch.device] | None = None
+        self._handle = _graph_state.handle(self, f"{comm._handle}/window")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +71,7 @@ class TorchCommWindow:
 
     def get_tensor(self) -> torch.Tensor | None:
         """The registered tensor, if the window keeps one."""
+        not_in_graphs("get_tensor", "other ranks change it without the graph's knowing; map_remote_tensor can be")
         return self._tensor
 
     def tensor_register(self, tensor: torch.Tensor, owning: bool = True) -> None:
@@ -79,6 +84,7 @@ class TorchCommWindow:
         Raises:
             RuntimeError: a tensor is registered already, or the tensor is not contiguous.
         """
+        not_in_graphs("tensor_register", "it changes the window")
         if self._id is not None:
             raise RuntimeError("Double registration error: the window has a tensor")
         self._comm._check_tensor("tensor_register", tensor)
@@ -93,6 +99,7 @@ class TorchCommWindow:
         Raises:
             RuntimeError: no tensor is registered.
         """
+        not_in_graphs("tensor_deregister", "it changes the window")
         if self._id is None:
             raise RuntimeError("Double deregistration error: the window has no tensor")
         self._c10d._window_deregister(self._id)
@@ -123,7 +130,7 @@ class TorchCommWindow:
         self._comm._check_rank("dst_rank", dst_rank)
         self._comm._check_tensor("put", tensor)
         offset = target_offset_nelems * tensor.element_size()
-        return self._access("put", async_op, timeout, tensor, dst_rank, offset)
+        return self._access("put", OpOptions(timeout, hints), tensor, dst_rank, offset, async_op)
 
     def signal(
         self,
@@ -147,7 +154,7 @@ class TorchCommWindow:
         if peer is None:
             raise TypeError("signal: missing argument `peer_rank`")
         self._comm._check_rank("peer_rank", peer)
-        return self._access("signal", async_op, timeout, peer)
+        return self._access("signal", OpOptions(timeout, hints), peer, async_op)
 
     def wait_signal(
         self,
@@ -168,16 +175,20 @@ class TorchCommWindow:
             RuntimeError: no signal came in time, or the rank is lost.
         """
         self._comm._check_rank("peer_rank", peer_rank)
-        return self._access("wait_signal", async_op, timeout, peer_rank)
+        return self._access("wait_signal", OpOptions(timeout, hints), peer_rank, async_op)
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
-        """A rank's part as a tensor of this process, which only one's own is.
+        """A rank's part as a tensor of this process, which only one's own is. In a compiled graph it is a copy.
 
         Raises:
             RuntimeError: it is another rank's, or no tensor is registered.
         """
         self._comm._check_rank("rank", rank)
-        self._registered()
+        meta = self._registered()
+        if torch.compiler.is_compiling():
+            from ncclx_rs import _graph
+
+            return _graph.window_contents(self._handle, rank, meta)
         if rank != self._comm.get_rank() or self._tensor is None:
             raise RuntimeError(f"map_remote_tensor: the part of rank {rank} is not in this process's memory")
         return self._tensor
@@ -206,12 +217,17 @@ class TorchCommWindow:
             raise RuntimeError("the window has no tensor; call tensor_register first")
         return self._meta
 
-    def _access(self, operation: str, async_op: bool, timeout: timedelta | None, *args: Any) -> TorchWork:
+    def _access(self, operation: str, options: OpOptions, *args: Any) -> TorchWork:
+        """Runs an operation, or puts it into the graph that is being traced; ``async_op`` is the last of ``args``."""
+        if torch.compiler.is_compiling():
+            from ncclx_rs import _graph
+
+            return _graph.issue(self._handle, f"window_{operation}", options, *args)
         self._comm._check_usable(operation)
         self._registered()
-        limit = -1 if not timeout else round(timeout.total_seconds() * 1000)
+        limit = round(options.timeout.total_seconds() * 1000) if options.timeout else -1
         access = getattr(self._c10d, f"_window_{operation}")
-        work = TorchWork(access(self._id, *args, async_op, limit))
-        if not async_op:
+        work = TorchWork(access(self._id, *args, limit))
+        if not args[-1]:
             work.wait()
         return work

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import WorkStatus
 
 
@@ -33,6 +34,7 @@ class TorchWork:
         Raises:
             RuntimeError: the operation failed; the text names it and the rank at fault.
         """
+        not_in_graphs("wait", "the operation was not started in the graph")
         for hook in self._wait_hooks:
             hook()
         try:
@@ -54,6 +56,7 @@ class TorchWork:
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or badly."""
+        not_in_graphs("is_completed", "the operation was not started in the graph")
         if self._waited:
             return True
         return all(part.is_completed() for part in self._parts if hasattr(part, "is_completed")) and all(

@@ -1,13 +1,26 @@
-"""What torch.compile can do with the object API: for now nothing, and programs that ask are told so."""
+"""Whether torch.compile can trace the object API, for programs that ask before they do."""
 
 from __future__ import annotations
 
+import torch
+from torch.torch_version import TorchVersion
 
-def is_torch_compile_supported() -> bool:
-    """Whether ``torch.compile(fullgraph=True)`` can trace operations of the object API."""
-    return False
+MIN_PYTORCH_VERSION_FOR_COMPILE = "2.11.0"
 
 
-def is_torch_compile_supported_and_enabled() -> bool:
-    """Whether it can, and ``TORCHCOMMS_PATCH_FOR_COMPILE`` asks for it."""
-    return False
+def is_torch_compile_supported(
+    min_version: str = MIN_PYTORCH_VERSION_FOR_COMPILE, _current_version: str | None = None
+) -> bool:
+    """Whether ``torch.compile(fullgraph=True)`` can trace the operations of the object API.
+
+    Args:
+        min_version: the oldest PyTorch that will do.
+    """
+    return TorchVersion(_current_version or torch.__version__) >= min_version
+
+
+def is_torch_compile_supported_and_enabled(
+    min_version: str = MIN_PYTORCH_VERSION_FOR_COMPILE, _current_version: str | None = None
+) -> bool:
+    """The same: nothing has to be enabled. torchcomms wants ``TORCHCOMMS_PATCH_FOR_COMPILE=1`` in the environment."""
+    return is_torch_compile_supported(min_version, _current_version)
