@@ -65,6 +65,12 @@ options! {
     single_copy_bytes: usize, "single_copy_bytes", "65536", &[],
         "Within a host, the receiver reads longer messages out of the sender's memory, where the system lets it \
          (process_vm_readv); 0 for never.";
+    flight_records: usize, "flight_records", "2048", &["TORCH_FR_BUFFER_SIZE"],
+        "How many operations the flight recorder remembers; 0 for none.";
+    dump_directory: Option<String>, "dump_directory", "", &[],
+        "Where the flight recorder is written when an operation fails or the communicator is aborted amid one.";
+    dump_signal: Option<DumpSignal>, "dump_signal", "", &[],
+        "The signal at which the flight recorder is written to `dump_directory`, too.";
     shm_ring_bytes: RingBytes, "shm_ring_bytes", "131072", &[],
         "The shared memory between each pair of ranks that talk on a host.";
     spin: Spin, "spin_microseconds", "auto", &[],
@@ -169,6 +175,25 @@ impl Spin {
             Spin::For(duration) => duration,
             Spin::Auto if ranks <= cores => Duration::from_micros(50),
             Spin::Auto => Duration::ZERO,
+        }
+    }
+}
+
+/// A signal that programs keep for their own ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DumpSignal {
+    /// SIGUSR1.
+    Usr1,
+    /// SIGUSR2.
+    Usr2,
+}
+
+impl DumpSignal {
+    /// The system's number for it.
+    pub fn number(self) -> i32 {
+        match self {
+            DumpSignal::Usr1 => signal_hook::consts::SIGUSR1,
+            DumpSignal::Usr2 => signal_hook::consts::SIGUSR2,
         }
     }
 }
@@ -281,6 +306,19 @@ impl Value for Spin {
         match text {
             "auto" => Some(Spin::Auto),
             text => text.parse().ok().map(|micros| Spin::For(Duration::from_micros(micros))),
+        }
+    }
+}
+
+impl Value for Option<DumpSignal> {
+    const EXPECTED: &'static str = "USR1 or USR2";
+
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "" => Some(None),
+            "USR1" => Some(Some(DumpSignal::Usr1)),
+            "USR2" => Some(Some(DumpSignal::Usr2)),
+            _ => None,
         }
     }
 }

@@ -31,6 +31,7 @@ struct Inner {
     driver: Arc<dyn Drive>,
     operation: &'static str,
     sequence: u64,
+    number: u64,
     started: Instant,
 }
 
@@ -41,10 +42,17 @@ pub struct Work {
 }
 
 impl Work {
-    pub(crate) fn new(driver: Arc<dyn Drive>, operation: &'static str, sequence: u64) -> Self {
+    /// An operation that begins now. `number` is its place in the flight recorder.
+    pub(crate) fn new(
+        driver: Arc<dyn Drive>,
+        operation: &'static str,
+        sequence: u64,
+        number: u64,
+        started: Instant,
+    ) -> Self {
         let state = Mutex::new(State::default());
         let done = AtomicBool::new(false);
-        Work { inner: Arc::new(Inner { done, state, driver, operation, sequence, started: Instant::now() }) }
+        Work { inner: Arc::new(Inner { done, state, driver, operation, sequence, number, started }) }
     }
 
     /// Whether the operation has ended, well or badly.
@@ -95,6 +103,11 @@ impl Work {
     /// The position among the communicator's collectives, or among its point-to-point operations.
     pub fn sequence(&self) -> u64 {
         self.inner.sequence
+    }
+
+    /// The operation's place in the flight recorder.
+    pub(crate) fn number(&self) -> u64 {
+        self.inner.number
     }
 
     /// The time since submission.

@@ -2,18 +2,22 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
 use crate::comm::links::Links;
+use crate::comm::live;
 use crate::comm::store::Store;
-use crate::config::Config;
+use crate::config::{Config, DumpSignal};
+use crate::engine::call::Call;
 use crate::engine::collective::Request;
 use crate::engine::core::Core;
 use crate::engine::driver::Driver;
 use crate::engine::memory::Region;
 use crate::engine::message::{Direction, MessageRequest};
+use crate::engine::recorder::Recorder;
 use crate::error::{Error, InitError};
 use crate::op::{Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Ordering};
@@ -109,29 +113,34 @@ impl Communicator {
         let mut config = Config::resolve(&hints)?;
         // Who gives operations less time than joining has does not want to wait longer for that either.
         config.connect_timeout = config.connect_timeout.min(timeout.unwrap_or(Duration::MAX));
-        let os = |cause: std::io::Error| InitError::Os {
+        let os = |what: &str, cause: std::io::Error| InitError::Os {
             comm: name.clone(),
-            what: "the event poller".to_owned(),
+            what: what.to_owned(),
             cause: cause.to_string(),
         };
-        let poller = Poller::new().map_err(os)?;
+        let poller = Poller::new().map_err(|cause| os("the event poller", cause))?;
         let mut links = Links::default();
         let host = store.rendezvous_host();
         let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
             links = Links::open(&name, rank, size, keys, &config, &poller, host.as_deref())?;
             Ok(links.addresses())
         };
-        let Bootstrap { ranks, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
+        let Bootstrap { ranks, comm_id, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
         let routes = links.routes(&name, rank, &topo, &ranks, &config)?;
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let spin = config.spin.duration(topo.hosts()[topo.host_of(rank)].len(), cores);
         let mut core = Core::new(name.clone(), rank, topo, links.into_transports(), routes);
+        core.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
+        core.recorder = Recorder::new(config.flight_records);
+        core.dump_directory = config.dump_directory.map(PathBuf::from);
         core.eager_bytes = config.eager_bytes;
         core.single_copy_bytes = config.single_copy_bytes;
         core.algorithm = config.algorithm;
         let driver = Driver::new(core, poller, spin);
+        let signal = config.dump_signal.map(DumpSignal::number);
+        live::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
         let timeout = timeout.unwrap_or(config.timeout);
         let place = Place { me: rank, size };
         let origin = Origin { hints, host };
@@ -218,14 +227,15 @@ impl Communicator {
     pub(super) fn collective(&self, op: &Op, name: &'static str, timeout: Duration) -> Result<Work, Error> {
         let checked = check::collective(op, name, self.place)?;
         self.enter(op, |core, driver| {
-            let work = Work::new(driver, name, core.collectives.next_sequence());
+            let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
+            let work = core.begin(driver, Call::Collective(checked.signature), input.len().max(output.len()));
             core.collectives.submit(Request {
                 collective: checked.collective,
                 signature: checked.signature,
                 reduce: op.kind.reduce_op(),
                 dtype: checked.dtype,
-                input: Region::of(&op.inputs),
-                output: Region::of(&op.outputs),
+                input,
+                output,
                 timeout,
                 work: work.clone(),
             });
@@ -242,7 +252,7 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Work, Error> {
         self.enter(op, |core, driver| {
-            let work = Work::new(driver, op.kind.name(), core.messages.next_id());
+            let work = core.begin(driver, direction.call(tag, region.len()), region.len());
             core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
             Ok(work)
         })
@@ -271,10 +281,30 @@ impl Communicator {
         })
     }
 
+    /// What the flight recorder remembers, with what this rank knows of the others, as JSON; `reason` becomes a part of it.
+    /// The format is that of the files that `ncclx-rs diagnose` reads; see `docs/diagnosis.md`.
+    pub fn dump(&self, reason: &str) -> String {
+        self.driver.with_core(|core| core.dump(reason))
+    }
+
+    /// Writes [`Communicator::dump`] to a file in `folder`, which only its owner can read, and returns its name.
+    ///
+    /// # Errors
+    /// What the system says of the folder or the file.
+    pub fn write_dump(&self, folder: &Path, reason: &str) -> std::io::Result<PathBuf> {
+        self.driver.with_core(|core| core.write_dump(folder, reason))
+    }
+
     /// Ends every operation in flight with an error that says `reason`, on this rank. Peers see this rank as lost.
     /// Idempotent; callable while other threads wait.
     pub fn abort(&self, reason: &str) {
-        self.close(&format!("aborted: {reason}"));
+        let how = format!("aborted: {reason}");
+        self.driver.with_core(|core| {
+            if core.closed.is_none() && !core.is_settled() {
+                core.dump_failure(&how);
+            }
+        });
+        self.close(&how);
     }
 
     /// Lets what is in flight finish within a short grace, then leaves. Idempotent.

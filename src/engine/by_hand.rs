@@ -1,14 +1,18 @@
 //! A peer whose frames a test writes by hand, and whose memory is a list of bytes.
 
 use std::io::{self, IoSlice};
+use std::time::{Duration, Instant};
 
 use crate::engine::core::{Core, Route};
 use crate::engine::frame::{HEADER_BYTES, Header};
+use crate::engine::memory::{Region, Words};
+use crate::engine::message::{Direction, MessageRequest};
 use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::topo::Topology;
 use crate::transport::{Accepted, Inlet, Location, Outlet, Transport};
-use crate::types::Rank;
+use crate::types::{Rank, Tag};
+use crate::work::{Drive, Work};
 
 /// What lies between rank 0, which is a core, and rank 1, which is the test.
 #[derive(Default)]
@@ -54,12 +58,29 @@ impl Scene {
         while self.core.progress(true) {}
     }
 
+    /// Starts a message on rank 0 and lets it go as far as it can.
+    pub(crate) fn start(&mut self, direction: Direction, words: &mut Words, timeout: Duration) -> Work {
+        let region = Region::of(&[words.buffer()]);
+        let tag = Tag(0);
+        let work = self.core.begin(Arc::new(Nobody), direction.call(tag, region.len()), region.len());
+        self.core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
+        self.settle();
+        work
+    }
+
     /// The headers of what rank 0 has sent since the last call; none of the frames has a payload.
     pub(crate) fn sent(&mut self) -> Vec<Header> {
         let bytes = std::mem::take(&mut self.link().from_core);
         let headers = bytes.chunks(HEADER_BYTES).map(|header| Header::decode(header.try_into().expect("a header")));
         headers.collect::<Result<_, _>>().expect("headers")
     }
+}
+
+/// Nobody waits here: the tests drive.
+struct Nobody;
+
+impl Drive for Nobody {
+    fn drive(&self, _: &Work, _: Option<Instant>) {}
 }
 
 struct ByHand {

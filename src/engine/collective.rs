@@ -143,6 +143,7 @@ impl Core {
         let blocked: Vec<u32> = plan.schedule.steps.iter().map(|step| step.after.len() as u32).collect();
         let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
         let now = Instant::now();
+        self.recorder.started(request.work.number(), now);
         let deadline = deadline(now, request.timeout);
         let announce_at = now.checked_add(ANNOUNCE_AFTER.min(request.timeout / 4));
         let left = blocked.len();
@@ -176,10 +177,7 @@ impl Core {
         }
         let detail = format!(
             "the ranks disagree on collective {}: rank {} called {}, rank {from} called {}",
-            active.sequence,
-            self.me,
-            ours.describe(),
-            theirs.describe()
+            active.sequence, self.me, ours, theirs
         );
         self.fail_active_with(|operation| Error::Mismatch { operation, detail });
         false
@@ -397,15 +395,14 @@ impl Core {
         }
         let work = active.request.work.clone();
         drop(active);
-        work.complete(result, None);
-        self.finished.push(work);
+        self.finish(work, result, None);
     }
 
     /// Ends the active collective with an error found here, and tells every other rank.
     fn fail_active_with(&mut self, error: impl FnOnce(String) -> Error) {
         let Some(active) = &self.collectives.active else { return };
         let sequence = active.sequence;
-        let error = error(active.request.signature.describe());
+        let error = error(active.request.signature.to_string());
         let text = error.to_string();
         let scope = if matches!(error, Error::PeerLost { .. }) { Scope::Communicator } else { Scope::Operation };
         self.finish_active(Err(error));
@@ -416,7 +413,7 @@ impl Core {
 
     fn fail_active_remotely(&mut self, rank: Rank, cause: String) {
         let Some(active) = &self.collectives.active else { return };
-        let operation = active.request.signature.describe();
+        let operation = active.request.signature.to_string();
         self.finish_active(Err(Error::Remote { operation, rank: rank.0, cause }));
     }
 
@@ -445,15 +442,14 @@ impl Core {
 
     pub(crate) fn close_collectives(&mut self, how: &str) {
         if let Some(active) = &self.collectives.active {
-            let error = self.closed_error(&active.request.signature.describe(), how);
+            let error = self.closed_error(&active.request.signature.to_string(), how);
             self.finish_active(Err(error));
         }
         while let Some(request) = self.collectives.queue.pop_front() {
-            let error = self.closed_error(&request.signature.describe(), how);
+            let error = self.closed_error(&request.signature.to_string(), how);
             let work = request.work.clone();
             drop(request);
-            work.complete(Err(error), None);
-            self.finished.push(work);
+            self.finish(work, Err(error), None);
         }
         self.collectives.arrived.clear();
     }

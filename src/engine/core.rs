@@ -1,20 +1,24 @@
 //! All state of a communicator's operations, and the loop that moves it forward.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
 use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Event, Inbox, Placement, Sink};
 use crate::engine::lending::Readings;
 use crate::engine::message::Messages;
 use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
+use crate::engine::recorder::Recorder;
 use crate::engine::window::Windows;
 use crate::error::{Error, LinkDown};
+use crate::sync::Arc;
 use crate::topo::Topology;
 use crate::transport::Transport;
 use crate::types::Rank;
-use crate::work::Work;
+use crate::work::{Drive, Work};
 
 /// How a peer is reached.
 #[derive(Clone, Debug)]
@@ -35,7 +39,7 @@ pub(crate) struct Peer {
     /// Why it cannot be reached any more.
     lost: Option<String>,
     /// One more than the last collective that it is known to have called.
-    called: u64,
+    pub(crate) called: u64,
     /// It cannot read this process's memory.
     cannot_read: bool,
 }
@@ -72,6 +76,8 @@ impl Announced {
 pub(crate) struct Core {
     pub(crate) me: Rank,
     pub(crate) name: String,
+    /// Names the communicator among all, in hexadecimal digits.
+    pub(crate) id: String,
     pub(crate) topo: Topology,
     pub(crate) eager_bytes: usize,
     /// Longer messages are offered to be read where they lie.
@@ -95,6 +101,11 @@ pub(crate) struct Core {
     /// Why nothing can be submitted any more.
     pub(crate) closed: Option<String>,
     ticks: u32,
+    pub(crate) recorder: Recorder,
+    /// Where the flight recorder is written when an operation fails.
+    pub(crate) dump_directory: Option<PathBuf>,
+    /// When that was done last.
+    pub(crate) dumped: Option<Instant>,
 }
 
 impl Core {
@@ -110,6 +121,7 @@ impl Core {
         Core {
             me,
             name,
+            id: "0".repeat(32),
             topo,
             eager_bytes: 8192,
             single_copy_bytes: 0,
@@ -127,12 +139,39 @@ impl Core {
             finished: Vec::new(),
             closed: None,
             ticks: 0,
+            recorder: Recorder::default(),
+            dump_directory: None,
+            dumped: None,
         }
     }
 
     /// The number of ranks.
     pub(crate) fn size(&self) -> usize {
         self.peers.len()
+    }
+
+    /// The work of an operation that is submitted now, which reads or writes so many bytes.
+    pub(crate) fn begin(&mut self, driver: Arc<dyn Drive>, call: Call, bytes: usize) -> Work {
+        let sequence = match call {
+            Call::Collective(_) => self.collectives.next_sequence(),
+            Call::Send { .. } | Call::Recv { .. } => self.messages.next_id(),
+            _ => self.windows.next_id(),
+        };
+        let now = Instant::now();
+        let number = self.recorder.submitted(call, sequence, bytes, now);
+        Work::new(driver, call.name(), sequence, number, now)
+    }
+
+    /// Ends an operation, of whose memory nothing in the engine knows any more.
+    pub(crate) fn finish(&mut self, work: Work, result: Result<(), Error>, source: Option<Rank>) {
+        let failure = result.as_ref().err().map(Error::to_string);
+        self.recorder.ended(work.number(), failure.clone());
+        // Before anybody knows of it. Closing is no failure of its own.
+        if let Some(reason) = failure.filter(|_| self.closed.is_none()) {
+            self.dump_failure(&reason);
+        }
+        work.complete(result, source);
+        self.finished.push(work);
     }
 
     /// Whether there is anything to drive: operations, windows that others may access, bytes that wait to be written,

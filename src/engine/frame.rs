@@ -5,6 +5,8 @@
 //! announcement says where the message lies, the receiver may read it there instead (`Taken`).
 //! All integers are little endian.
 
+use std::fmt;
+
 use crate::engine::lending::Offer;
 use crate::error::LinkDown;
 use crate::sys::segment::SegmentId;
@@ -124,24 +126,29 @@ pub(crate) const REDUCTIONS: [&str; 10] =
     ["", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];
 
 impl Signature {
-    /// The operation in words, as `all_reduce(SUM, 20 × float32)`.
-    pub(crate) fn describe(&self) -> String {
-        let name = |list: &[&'static str], index: u8| list.get(usize::from(index)).copied().unwrap_or("unknown");
-        let operation = name(&OPERATIONS, self.operation);
+    /// The operation's name.
+    pub(crate) fn operation(&self) -> &'static str {
+        named(&OPERATIONS, self.operation)
+    }
+}
+
+fn named(list: &[&'static str], index: u8) -> &'static str {
+    list.get(usize::from(index)).copied().unwrap_or("unknown")
+}
+
+/// The operation in words, as `all_reduce(SUM, 20 × float32)`.
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (operation, reduction) = (self.operation(), named(&REDUCTIONS, self.reduction));
+        let Signature { count, root, .. } = self;
         let dtype = DType::ALL.get(usize::from(self.dtype)).map_or("unknown", |dtype| dtype.name());
         match operation {
-            "barrier" | "window_register" | "window_deregister" => format!("{operation}()"),
-            "all_to_all" => format!("all_to_all({dtype})"),
-            "all_reduce" | "reduce_scatter" => {
-                format!("{operation}({}, {} × {dtype})", name(&REDUCTIONS, self.reduction), self.count)
-            }
-            "reduce" => {
-                format!("reduce({}, {} × {dtype}, root {})", name(&REDUCTIONS, self.reduction), self.count, self.root)
-            }
-            "broadcast" | "gather" | "scatter" => {
-                format!("{operation}({} × {dtype}, root {})", self.count, self.root)
-            }
-            _ => format!("{operation}({} × {dtype})", self.count),
+            "barrier" | "window_register" | "window_deregister" => write!(f, "{operation}()"),
+            "all_to_all" => write!(f, "all_to_all({dtype})"),
+            "all_reduce" | "reduce_scatter" => write!(f, "{operation}({reduction}, {count} × {dtype})"),
+            "reduce" => write!(f, "reduce({reduction}, {count} × {dtype}, root {root})"),
+            "broadcast" | "gather" | "scatter" => write!(f, "{operation}({count} × {dtype}, root {root})"),
+            _ => write!(f, "{operation}({count} × {dtype})"),
         }
     }
 }
@@ -271,7 +278,7 @@ mod tests {
             let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
             let header = Header { kind: FrameKind::ALL[kind], lane, signature, key, index, token, len, location };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
-            let _ = signature.describe();
+            let _ = signature.to_string();
         }
 
         #[test]

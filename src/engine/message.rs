@@ -3,6 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use crate::engine::call::Call;
 use crate::engine::core::{Core, Failed, control, deadline};
 use crate::engine::frame::{FrameKind, Header, Lane, Scope};
 use crate::engine::inbox::{Arrival, Placement, Sink};
@@ -20,6 +21,16 @@ pub(crate) enum Direction {
     Receive(Source),
 }
 
+impl Direction {
+    /// The operation that moves so many bytes.
+    pub(crate) fn call(self, tag: Tag, bytes: usize) -> Call {
+        match self {
+            Direction::Send(to) => Call::Send { bytes, to, tag },
+            Direction::Receive(from) => Call::Recv { bytes, from, tag },
+        }
+    }
+}
+
 /// A message operation as it is submitted.
 pub(crate) struct MessageRequest {
     pub(crate) direction: Direction,
@@ -31,23 +42,11 @@ pub(crate) struct MessageRequest {
 
 /// An operation in flight.
 struct InFlight {
+    call: Call,
     direction: Direction,
-    tag: Tag,
-    bytes: usize,
     since: Instant,
     deadline: Option<Instant>,
     work: Work,
-}
-
-impl InFlight {
-    fn describe(&self) -> String {
-        let (bytes, tag) = (self.bytes, self.tag.0);
-        match self.direction {
-            Direction::Send(to) => format!("send({bytes} bytes to rank {to}, tag {tag})"),
-            Direction::Receive(Source::Rank(from)) => format!("recv({bytes} bytes from rank {from}, tag {tag})"),
-            Direction::Receive(Source::Any) => format!("recv({bytes} bytes from any rank, tag {tag})"),
-        }
-    }
 }
 
 /// A receive that waits for its message.
@@ -139,9 +138,10 @@ impl Core {
         let id = self.messages.next;
         self.messages.next += 1;
         let MessageRequest { direction, tag, region, timeout, work } = request;
+        let call = direction.call(tag, region.len());
         let since = Instant::now();
         let deadline = deadline(since, timeout);
-        self.messages.in_flight.insert(id, InFlight { direction, tag, bytes: region.len(), since, deadline, work });
+        self.messages.in_flight.insert(id, InFlight { call, direction, since, deadline, work });
         match direction {
             Direction::Send(to) if to == self.me => self.send_to_self(id, tag, &region),
             Direction::Send(to) => self.start_message_send(id, to, tag, region),
@@ -290,8 +290,7 @@ impl Core {
 
     pub(crate) fn message_done(&mut self, id: u64, source: Option<Rank>) {
         if let Some(op) = self.messages.in_flight.remove(&id) {
-            op.work.complete(Ok(()), source);
-            self.finished.push(op.work);
+            self.finish(op.work, Ok(()), source);
         }
     }
 
@@ -299,8 +298,8 @@ impl Core {
         let Some(op) = self.messages.in_flight.remove(&id) else { return };
         self.cancel(OpRef::Message(id));
         self.messages.posted.retain(|posted| posted.id != id);
-        op.work.complete(Err(error(op.describe())), None);
-        self.finished.push(op.work);
+        let error = error(op.call.to_string());
+        self.finish(op.work, Err(error), None);
     }
 
     fn fail_message_lost(&mut self, id: u64, rank: Rank, cause: String) {

@@ -3,13 +3,15 @@
 //! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
 //! progress. Collectives run one after the other in the order issued (`collective`); point-to-point messages run
 //! beside them (`message`), and so do accesses to windows (`window`). `lending` lets a receiver read long messages out of the sender's
-//! memory. `frame` is the format on the wire.
+//! memory. `frame` is the format on the wire. `recorder` remembers the last operations, `dump` writes them down.
 
 #[cfg(test)]
 pub(crate) mod by_hand;
+pub(crate) mod call;
 pub(crate) mod collective;
 pub(crate) mod core;
 pub(crate) mod driver;
+pub(crate) mod dump;
 pub(crate) mod frame;
 pub(crate) mod inbox;
 pub(crate) mod lending;
@@ -17,5 +19,6 @@ pub(crate) mod memory;
 pub(crate) mod message;
 pub(crate) mod outbox;
 pub(crate) mod plan;
+pub(crate) mod recorder;
 pub mod reduce;
 pub(crate) mod window;

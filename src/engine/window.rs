@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use crate::engine::call::Call;
 use crate::engine::core::{Core, Failed, control, deadline};
 use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Arrival, Placement, Sink};
@@ -33,6 +34,7 @@ pub(crate) enum Access {
 
 /// A one-sided operation as it is submitted.
 pub(crate) struct AccessRequest {
+    pub(crate) call: Call,
     pub(crate) window: WindowId,
     pub(crate) peer: Rank,
     pub(crate) access: Access,
@@ -43,31 +45,20 @@ pub(crate) struct AccessRequest {
 /// What an operation in flight is, without its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    Put(usize),
-    Get(usize),
+    Put,
+    Get,
     Signal,
     WaitSignal,
 }
 
 /// An operation in flight.
 struct InFlight {
+    call: Call,
     kind: Kind,
     window: WindowId,
     peer: Rank,
     deadline: Option<Instant>,
     work: Work,
-}
-
-impl InFlight {
-    fn describe(&self) -> String {
-        let InFlight { kind, window, peer, .. } = self;
-        match kind {
-            Kind::Put(bytes) => format!("put({bytes} bytes to rank {peer}, window {window})"),
-            Kind::Get(bytes) => format!("get({bytes} bytes from rank {peer}, window {window})"),
-            Kind::Signal => format!("signal(to rank {peer}, window {window})"),
-            Kind::WaitSignal => format!("wait_signal(from rank {peer}, window {window})"),
-        }
-    }
 }
 
 /// This rank's part of a window.
@@ -160,15 +151,15 @@ impl Core {
     pub(crate) fn submit_access(&mut self, request: AccessRequest) {
         let id = self.windows.next;
         self.windows.next += 1;
-        let AccessRequest { window, peer, access, timeout, work } = request;
+        let AccessRequest { call, window, peer, access, timeout, work } = request;
         let kind = match &access {
-            Access::Put { from, .. } => Kind::Put(from.len()),
-            Access::Get { into, .. } => Kind::Get(into.len()),
+            Access::Put { .. } => Kind::Put,
+            Access::Get { .. } => Kind::Get,
             Access::Signal => Kind::Signal,
             Access::WaitSignal => Kind::WaitSignal,
         };
         let deadline = deadline(Instant::now(), timeout);
-        self.windows.in_flight.insert(id, InFlight { kind, window, peer, deadline, work });
+        self.windows.in_flight.insert(id, InFlight { call, kind, window, peer, deadline, work });
         if kind == Kind::WaitSignal {
             self.wait_for_signal(id, window, peer);
         } else if peer == self.me {
@@ -327,8 +318,7 @@ impl Core {
     /// Ends an operation well: its bytes are written or there, its signal is written or taken.
     pub(crate) fn access_done(&mut self, id: u64) {
         let Some(op) = self.windows.in_flight.remove(&id) else { return };
-        op.work.complete(Ok(()), None);
-        self.finished.push(op.work);
+        self.finish(op.work, Ok(()), None);
         if let Some(flow) = self.windows.flows.get_mut(&op.peer)
             && flow.long == Some(id)
         {
@@ -349,8 +339,8 @@ impl Core {
         {
             waits.retain(|wait| *wait != id);
         }
-        op.work.complete(Err(error(op.describe())), None);
-        self.finished.push(op.work);
+        let error = error(op.call.to_string());
+        self.finish(op.work, Err(error), None);
         self.advance_flow(op.peer);
     }
 
@@ -400,12 +390,12 @@ impl Core {
             let Some(op) = self.windows.in_flight.get(&id) else { continue };
             let (peer, waited) = (op.peer, op.work.age());
             let detail = match op.kind {
-                Kind::Put(_) | Kind::Signal => format!("rank {peer} did not take it"),
-                Kind::Get(_) => format!("rank {peer} did not answer"),
+                Kind::Put | Kind::Signal => format!("rank {peer} did not take it"),
+                Kind::Get => format!("rank {peer} did not answer"),
                 Kind::WaitSignal => format!("rank {peer} did not signal"),
             };
             let later = match op.kind {
-                Kind::Put(_) => self.accesses(|op| op.peer == peer && op.kind != Kind::WaitSignal),
+                Kind::Put => self.accesses(|op| op.peer == peer && op.kind != Kind::WaitSignal),
                 _ => Vec::new(),
             };
             self.fail_access(id, |operation| Error::Timeout { operation, waited, detail });

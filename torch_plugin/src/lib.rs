@@ -8,6 +8,8 @@ mod convert;
 mod library;
 mod mesh;
 
+use std::path::PathBuf;
+
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -22,6 +24,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_place, module)?)?;
+    module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
     library::register(module)?;
     abi::register(module)
@@ -32,6 +35,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn launch_place() -> PyResult<(u32, usize)> {
     let launch = ncclx_rs::Launch::from_env().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
     Ok((launch.rank.0, launch.size))
+}
+
+/// Writes the flight recorders of this process's communicators to a folder, and gives the files' names.
+#[pyfunction]
+fn write_dumps(py: Python<'_>, folder: PathBuf, reason: &str) -> PyResult<Vec<PathBuf>> {
+    Ok(py.detach(|| ncclx_rs::comm::write_dumps(&folder, reason))?)
 }
 
 /// Every setting: name, environment variables, values, default and meaning.

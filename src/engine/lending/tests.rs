@@ -6,29 +6,13 @@ use super::*;
 use crate::engine::by_hand::Scene;
 use crate::engine::frame::Header;
 use crate::engine::memory::{Region, Words};
-use crate::engine::message::{Direction, MessageRequest};
-use crate::sync::Arc;
-use crate::types::{DType, ReduceOp, Source, Tag};
-use crate::work::{Drive, Work};
+use crate::engine::message::Direction;
+use crate::types::{DType, ReduceOp, Source};
+use crate::work::Work;
 
 const TOKEN: u64 = 5;
 
-/// Nobody waits here: the tests drive.
-struct Nobody;
-
-impl Drive for Nobody {
-    fn drive(&self, _: &Work, _: Option<Instant>) {}
-}
-
 impl Scene {
-    fn start(&mut self, direction: Direction, words: &mut Words, timeout: Duration) -> Work {
-        let work = Work::new(Arc::new(Nobody), "message", 0);
-        let region = Region::of(&[words.buffer()]);
-        self.core.submit_message(MessageRequest { direction, tag: Tag(0), region, timeout, work: work.clone() });
-        self.settle();
-        work
-    }
-
     fn receive(&mut self, words: &mut Words) -> Work {
         self.start(Direction::Receive(Source::Rank(Rank(1))), words, Duration::from_secs(60))
     }

@@ -12,6 +12,7 @@ from ncclx_rs._backends import (
 )
 from ncclx_rs._batch import BatchSendRecv, P2POp
 from ncclx_rs._comm import TorchComm
+from ncclx_rs._dump import dump
 from ncclx_rs._hooks import (
     AllGatherPreHookArgs,
     AllGatherSinglePreHookArgs,
@@ -143,6 +144,7 @@ __all__ = [
     "_BackendWrapper",
     "_is_backend_registered",
     "built_backends",
+    "dump",
     "get_mem_allocator",
     "is_backend_built",
     "new_comm",

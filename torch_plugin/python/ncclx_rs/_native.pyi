@@ -1,5 +1,7 @@
 """The native module: the engine and its c10d classes."""
 
+import os
+import pathlib
 from collections.abc import Callable
 from datetime import timedelta
 from os import PathLike
@@ -19,6 +21,9 @@ def settings() -> list[tuple[str, list[str], str, str, str]]:
 
 def launch_place() -> tuple[int, int]:
     """This process's rank and the number of ranks, as the launcher's environment says."""
+
+def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Path]:
+    """Writes the flight recorders of this process's communicators to a folder, and gives the files' names."""
 
 def mesh_grid(
     dimensions: list[tuple[str, int]], hosts: list[int], innermost: str | None = None

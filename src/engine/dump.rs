@@ -1,0 +1,275 @@
+//! What a rank knows of its communicator, written down for those who look for a culprit: `ncclx-rs diagnose` reads it.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+
+use serde::Serialize;
+
+use crate::engine::core::Core;
+use crate::engine::recorder::Record;
+use crate::types::Rank;
+
+/// The version of the format. Readers refuse others.
+const VERSION: u32 = 1;
+
+/// Everything that a dump tells. Times are microseconds of Unix time by this host's clock.
+#[derive(Serialize)]
+struct Dump<'a> {
+    version: u32,
+    /// Names the communicator among all; the same on every rank.
+    id: &'a str,
+    communicator: &'a str,
+    rank: u32,
+    size: usize,
+    host: usize,
+    process: u32,
+    reason: &'a str,
+    time: u64,
+    /// How many operations this rank has called, of which the last are told.
+    operations: u64,
+    /// How many collectives.
+    collectives: u64,
+    peers: Vec<Peer<'a>>,
+    records: Vec<Entry<'a>>,
+}
+
+/// What this rank knows of another.
+#[derive(Serialize)]
+struct Peer<'a> {
+    rank: usize,
+    host: usize,
+    /// How many collectives it is known to have called.
+    called: u64,
+    /// Why it cannot be reached any more.
+    lost: Option<&'a str>,
+}
+
+/// An operation.
+#[derive(Serialize)]
+struct Entry<'a> {
+    number: u64,
+    operation: &'static str,
+    /// Whether every rank calls it, in the same order.
+    collective: bool,
+    sequence: u64,
+    call: String,
+    /// The other rank of a message or an access.
+    peer: Option<u32>,
+    tag: Option<u32>,
+    bytes: usize,
+    state: &'static str,
+    submitted: u64,
+    started: Option<u64>,
+    ended: Option<u64>,
+    failure: Option<&'a str>,
+}
+
+/// This moment on both clocks.
+struct Clock {
+    instant: Instant,
+    unix: Duration,
+}
+
+impl Clock {
+    fn now() -> Clock {
+        let unix = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Clock { instant: Instant::now(), unix }
+    }
+
+    fn micros(&self, then: Instant) -> u64 {
+        let ago = self.instant.saturating_duration_since(then);
+        u64::try_from(self.unix.saturating_sub(ago).as_micros()).unwrap_or(u64::MAX)
+    }
+}
+
+impl<'a> Entry<'a> {
+    fn new(record: &'a Record, clock: &Clock) -> Entry<'a> {
+        let call = record.call;
+        let state = match record {
+            Record { failure: Some(_), .. } => "failed",
+            Record { ended: Some(_), .. } => "completed",
+            Record { started: Some(_), .. } => "running",
+            _ => "queued",
+        };
+        Entry {
+            number: record.number,
+            operation: call.name(),
+            collective: call.is_collective(),
+            sequence: record.sequence,
+            call: call.to_string(),
+            peer: call.peer().map(|rank| rank.0),
+            tag: call.tag().map(|tag| tag.0),
+            bytes: record.bytes,
+            state,
+            submitted: clock.micros(record.submitted),
+            started: record.started.map(|at| clock.micros(at)),
+            ended: record.ended.map(|at| clock.micros(at)),
+            failure: record.failure.as_deref(),
+        }
+    }
+}
+
+impl Core {
+    /// What this rank knows, as JSON; `reason` says why it is asked.
+    pub(crate) fn dump(&self, reason: &str) -> String {
+        let clock = Clock::now();
+        let others = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
+        let dump = Dump {
+            version: VERSION,
+            id: &self.id,
+            communicator: &self.name,
+            rank: self.me.0,
+            size: self.size(),
+            host: self.topo.host_of(self.me),
+            process: std::process::id(),
+            reason,
+            time: clock.micros(clock.instant),
+            operations: self.recorder.count(),
+            collectives: self.collectives.next_sequence(),
+            peers: others
+                .map(|rank| Peer {
+                    rank: rank.index(),
+                    host: self.topo.host_of(rank),
+                    called: self.peers[rank.index()].called,
+                    lost: self.lost(rank),
+                })
+                .collect(),
+            records: self.recorder.records().into_iter().map(|record| Entry::new(record, &clock)).collect(),
+        };
+        serde_json::to_string(&dump).expect("numbers and texts are JSON")
+    }
+
+    /// Writes what this rank knows to the configured folder, if there is one and the last time was long enough ago.
+    pub(crate) fn dump_failure(&mut self, reason: &str) {
+        if self.dumped.is_none_or(|at| at.elapsed() >= PAUSE) {
+            self.dumped = Some(Instant::now());
+            self.dump_configured(reason);
+        }
+    }
+
+    /// Writes what this rank knows to the configured folder, if there is one.
+    pub(crate) fn dump_configured(&self, reason: &str) {
+        let Some(folder) = &self.dump_directory else { return };
+        match self.write_dump(folder, reason) {
+            Ok(file) => log::error!("communicator `{}` rank {}: {reason}: see {}", self.name, self.me, file.display()),
+            Err(error) => log::error!("the flight recorder could not be written to {}: {error}", folder.display()),
+        }
+    }
+
+    /// Writes what this rank knows to a file of that folder, which is made if need be, and returns its name.
+    pub(crate) fn write_dump(&self, folder: &Path, reason: &str) -> io::Result<PathBuf> {
+        std::fs::create_dir_all(folder)?;
+        let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };
+        let name: String = self.name.chars().map(plain).take(64).collect();
+        let file = folder.join(format!("ncclx_rs-{name}-{}-rank{}.json", &self.id[..8], self.me));
+        // Whole or not at all, for whoever reads meanwhile.
+        let partial = file.with_extension(format!("{}.partial", std::process::id()));
+        let mut options = OpenOptions::new();
+        options
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&partial)?
+            .write_all(self.dump(reason).as_bytes())?;
+        std::fs::rename(&partial, &file)?;
+        Ok(file)
+    }
+}
+
+/// Failures that follow each other faster tell nothing new.
+const PAUSE: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::engine::by_hand::Scene;
+    use crate::engine::memory::Words;
+    use crate::engine::message::Direction;
+    use crate::types::Source;
+
+    /// A folder that goes with the test.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Folder {
+            let folder = std::env::temp_dir().join(format!("ncclx_rs-{name}-{}", std::process::id()));
+            let _ = std::fs::remove_dir_all(&folder);
+            Folder(folder)
+        }
+
+        fn dumps(&self) -> Vec<(PathBuf, Value)> {
+            let Ok(files) = std::fs::read_dir(&self.0) else { return Vec::new() };
+            let files = files.map(|file| file.expect("a file").path());
+            let read = |file: &PathBuf| std::fs::read_to_string(file).expect("readable");
+            files.map(|file| (file.clone(), serde_json::from_str(&read(&file)).expect("JSON"))).collect()
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn recording(folder: &Folder) -> Scene {
+        let mut scene = Scene::new();
+        scene.core.recorder = crate::engine::recorder::Recorder::new(10);
+        scene.core.dump_directory = Some(folder.0.clone());
+        scene
+    }
+
+    #[test]
+    fn a_failure_is_written_down_once() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = Folder::new("failure");
+        let mut scene = recording(&folder);
+        let mut words = Words::new(vec![0; 4]);
+        let receive = Direction::Receive(Source::Rank(Rank(1)));
+        for _ in 0..2 {
+            assert!(scene.start(receive, &mut words, Duration::ZERO).result().expect("over").is_err());
+        }
+        let dumps = folder.dumps();
+        let [(file, dump)] = &dumps[..] else { panic!("one file, not {dumps:?}") };
+        assert_eq!(file.file_name().expect("a name"), "ncclx_rs-test-00000000-rank0.json");
+        assert_eq!(std::fs::metadata(file).expect("there").permissions().mode() & 0o777, 0o600);
+        let call = "recv(32 bytes from rank 1, tag 0)";
+        assert!(dump["reason"].as_str().expect("a text").starts_with(call), "{dump}");
+        let records = dump["records"].as_array().expect("a list");
+        assert_eq!(records.len(), 1, "written at the first failure alone: {dump}");
+        let expected = [("call", call), ("operation", "recv"), ("state", "failed")];
+        assert!(expected.iter().all(|(field, text)| records[0][field] == *text), "{dump}");
+        assert_eq!((&records[0]["peer"], &records[0]["collective"]), (&Value::from(1), &Value::from(false)));
+        assert!(records[0]["submitted"].as_u64() <= records[0]["ended"].as_u64());
+    }
+
+    #[test]
+    fn what_is_in_flight_is_told_on_demand() {
+        let folder = Folder::new("demand");
+        let mut scene = recording(&folder);
+        let mut words = Words::new(vec![0; 4]);
+        scene.start(Direction::Receive(Source::Any), &mut words, Duration::from_secs(60));
+        let file = scene.core.write_dump(&folder.0, "somebody asked").expect("written");
+        let dumps = folder.dumps();
+        assert_eq!((&dumps[0].0, &dumps[0].1["reason"]), (&file, &Value::from("somebody asked")));
+        let record = &dumps[0].1["records"][0];
+        assert_eq!((&record["state"], &record["peer"]), (&Value::from("running"), &Value::Null));
+        assert!(record["ended"].is_null() && record["failure"].is_null());
+        assert_eq!((&dumps[0].1["peers"][0]["rank"], &dumps[0].1["size"]), (&Value::from(1), &Value::from(2)));
+    }
+
+    #[test]
+    fn without_a_folder_nothing_is_written() {
+        let folder = Folder::new("nowhere");
+        let mut scene = recording(&folder);
+        scene.core.dump_directory = None;
+        let mut words = Words::new(vec![0; 4]);
+        let work = scene.start(Direction::Receive(Source::Any), &mut words, Duration::ZERO);
+        assert!(work.is_done() && folder.dumps().is_empty());
+    }
+}

@@ -1,0 +1,153 @@
+//! The flight recorder: the last operations of a communicator, in a fixed amount of memory.
+
+use std::time::Instant;
+
+use crate::engine::call::Call;
+
+/// An operation as it is remembered.
+#[derive(Clone, Debug)]
+pub(crate) struct Record {
+    /// How many operations came before it on this rank.
+    pub(crate) number: u64,
+    pub(crate) call: Call,
+    /// Its place among the collectives, the messages or the accesses to windows.
+    pub(crate) sequence: u64,
+    /// The larger of what it reads and what it writes.
+    pub(crate) bytes: usize,
+    pub(crate) submitted: Instant,
+    /// When a collective's turn came; that of other operations comes at once.
+    pub(crate) started: Option<Instant>,
+    pub(crate) ended: Option<Instant>,
+    /// Why it failed.
+    pub(crate) failure: Option<Box<str>>,
+}
+
+/// A ring of records, where operations in flight are never overwritten.
+#[derive(Debug, Default)]
+pub(crate) struct Recorder {
+    capacity: usize,
+    next: u64,
+    ring: Vec<Record>,
+    /// Records in flight whose place in the ring another one has taken.
+    kept: Vec<Record>,
+}
+
+impl Recorder {
+    /// Remembers `capacity` operations beside those in flight; none at all if that is zero.
+    pub(crate) fn new(capacity: usize) -> Recorder {
+        Recorder { capacity, next: 0, ring: Vec::new(), kept: Vec::new() }
+    }
+
+    /// Notes an operation that is submitted, and gives it a number.
+    pub(crate) fn submitted(&mut self, call: Call, sequence: u64, bytes: usize, now: Instant) -> u64 {
+        let number = self.next;
+        self.next += 1;
+        if self.capacity == 0 {
+            return number;
+        }
+        let started = (!call.is_collective()).then_some(now);
+        let record = Record { number, call, sequence, bytes, submitted: now, started, ended: None, failure: None };
+        if self.ring.len() < self.capacity {
+            self.ring.push(record);
+        } else {
+            let place = &mut self.ring[(number % self.capacity as u64) as usize];
+            let old = std::mem::replace(place, record);
+            if old.ended.is_none() {
+                self.kept.push(old);
+            }
+        }
+        number
+    }
+
+    /// Notes that an operation's turn has come.
+    pub(crate) fn started(&mut self, number: u64, now: Instant) {
+        if let Some(record) = self.find(number) {
+            record.started = Some(now);
+        }
+    }
+
+    /// Notes how an operation ended.
+    pub(crate) fn ended(&mut self, number: u64, failure: Option<String>) {
+        if let Some(record) = self.find(number) {
+            record.ended = Some(Instant::now());
+            record.failure = failure.map(String::into_boxed_str);
+            self.kept.retain(|record| record.ended.is_none());
+        }
+    }
+
+    /// How many operations there were.
+    pub(crate) fn count(&self) -> u64 {
+        self.next
+    }
+
+    /// What is remembered, the oldest first.
+    pub(crate) fn records(&self) -> Vec<&Record> {
+        let mut records: Vec<_> = self.kept.iter().chain(&self.ring).collect();
+        records.sort_unstable_by_key(|record| record.number);
+        records
+    }
+
+    fn find(&mut self, number: u64) -> Option<&mut Record> {
+        let place = number.checked_rem(self.capacity as u64)?;
+        let in_ring = self.ring.get_mut(place as usize).filter(|record| record.number == number);
+        in_ring.or_else(|| self.kept.iter_mut().find(|record| record.number == number))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::frame::Signature;
+    use crate::types::{Rank, Source, Tag};
+
+    const COLLECTIVE: Call = Call::Collective(Signature { operation: 1, dtype: 0, reduction: 1, root: 0, count: 5 });
+    const RECV: Call = Call::Recv { bytes: 8, from: Source::Rank(Rank(1)), tag: Tag(3) };
+
+    fn run(recorder: &mut Recorder, call: Call) -> u64 {
+        let now = Instant::now();
+        let number = recorder.submitted(call, 7, 40, now);
+        recorder.started(number, now);
+        number
+    }
+
+    fn numbers(recorder: &Recorder) -> Vec<u64> {
+        recorder.records().iter().map(|record| record.number).collect()
+    }
+
+    #[test]
+    fn the_last_operations_are_remembered_and_those_in_flight() {
+        let mut recorder = Recorder::new(3);
+        let waiting = run(&mut recorder, RECV);
+        for _ in 0..7 {
+            let number = run(&mut recorder, COLLECTIVE);
+            recorder.ended(number, None);
+        }
+        assert_eq!((numbers(&recorder), recorder.count()), (vec![waiting, 5, 6, 7], 8));
+        assert!(recorder.records()[0].ended.is_none());
+        recorder.ended(waiting, Some("late".to_owned()));
+        assert_eq!(numbers(&recorder), [5, 6, 7], "the place of one that has ended was taken long ago");
+        assert!(recorder.kept.is_empty());
+    }
+
+    #[test]
+    fn a_record_tells_how_its_operation_went() {
+        let mut recorder = Recorder::new(8);
+        let number = recorder.submitted(COLLECTIVE, 7, 40, Instant::now());
+        assert!(recorder.records()[0].started.is_none());
+        recorder.started(number, Instant::now());
+        recorder.ended(number, Some("rank 1 is lost".to_owned()));
+        let record = recorder.records()[0].clone();
+        assert_eq!((record.sequence, record.bytes, record.failure.as_deref()), (7, 40, Some("rank 1 is lost")));
+        assert!(record.submitted <= record.started.expect("its turn came"));
+        assert!(record.started <= record.ended);
+        assert!(run(&mut recorder, RECV) == 1 && recorder.records()[1].started.is_some());
+    }
+
+    #[test]
+    fn without_room_nothing_is_remembered() {
+        let mut recorder = Recorder::new(0);
+        let number = run(&mut recorder, RECV);
+        recorder.ended(number, None);
+        assert!(recorder.records().is_empty() && recorder.count() == 1);
+    }
+}

@@ -1,0 +1,246 @@
+"""What `ncclx-rs diagnose` says of dumps: of written ones, and of those that ranks leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ncclx_rs
+import pytest
+import torch
+from harness import World, fresh_store, leaving_together
+from ncclx_rs import ReduceOp, TorchComm
+from ncclx_rs.diagnose import Communicator, Dump, Record, judge, read
+from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
+from ncclx_rs.diagnose.dumps import Peer
+from ncclx_rs.diagnose.judge import ranks
+
+# ---- dumps written by hand ----
+
+CALL = "all_reduce(SUM, 4 × float32)"
+
+
+def collective(sequence: int, state: str = "completed", call: str = CALL, **more: Any) -> Record:
+    values = {"number": sequence, "operation": call.split("(")[0], "collective": True, "sequence": sequence}
+    values |= {"call": call, "peer": None, "tag": None, "bytes": 16, "state": state, "submitted": 1000 * sequence}
+    return Record(**(values | {"started": None, "ended": None, "failure": None} | more))
+
+
+def message(operation: str, peer: int | None, tag: int = 0, state: str = "running") -> Record:
+    call = f"{operation}(16 bytes {'to' if operation == 'send' else 'from'} rank {peer}, tag {tag})"
+    return collective(0, state, call, collective=False, peer=peer, tag=tag)
+
+
+def dump(rank: int, size: int, *records: Record, called: dict[int, int] | None = None, **lost: str) -> Dump:
+    """`called` and `lost` (as rank2="why") are what it knows of others."""
+    peers = [Peer(r, 0, (called or {}).get(r, 0), lost.get(f"rank{r}")) for r in range(size) if r != rank]
+    collectives = sum(record.collective for record in records)
+    return Dump("00ff", "main", rank, size, 0, 77, "test", 9_000_000, len(records), collectives, peers, list(records))
+
+
+def of(size: int, *dumps: Dump) -> Communicator:
+    return Communicator("00ff", "main", size, {dump.rank: dump for dump in dumps})
+
+
+def test_ranks_have_short_names() -> None:
+    assert [ranks([3]), ranks([2, 0, 1]), ranks([5, 0, 1])] == ["rank 3", "ranks 0-2", "ranks 0-1 and 5"]
+
+
+def test_nothing_is_wrong_where_all_completed() -> None:
+    verdict = judge(of(2, *(dump(rank, 2, collective(0), collective(1)) for rank in range(2))))
+    assert not verdict.findings and not verdict.culprits and verdict.compared == 2
+
+
+def test_who_did_not_call_is_to_blame() -> None:
+    waiting = collective(1, "failed", failure="timed out")
+    one, two = (dump(rank, 3, collective(0), waiting, called={2: 1}) for rank in (0, 1))
+    (finding,) = judge(of(3, one, two)).findings
+    assert (finding.kind, finding.ranks) == ("absent", (2,))
+    assert "rank 2 did not call collective 1, all_reduce(SUM, 4 × float32), which ranks 0-1 did" in finding.text
+    assert "left no dump" in finding.details[0]
+    busy = dump(2, 3, collective(0), message("recv", 0, 7))
+    absent, unmatched = judge(of(3, one, two, busy)).findings
+    assert absent.ranks == (2,) and "rank 2 is in recv(16 bytes from rank 0, tag 7) since" in absent.details[0]
+    assert unmatched.ranks == (0,) and "rank 0 has called no send" in unmatched.text
+
+
+def test_who_is_known_to_have_called_is_not_to_blame() -> None:
+    verdict = judge(of(2, dump(0, 2, collective(0, "failed"), called={1: 1})))
+    assert [(finding.kind, finding.ranks) for finding in verdict.findings] == [("stuck", ())]
+
+
+def test_the_dead_are_named_with_what_was_seen() -> None:
+    verdict = judge(of(2, dump(0, 2, collective(0), collective(1, "failed"), rank1="it closed the connection")))
+    died, absent = verdict.findings
+    assert (died.kind, died.ranks, died.text) == ("died", (1,), "rank 1 died: it closed the connection")
+    assert absent.ranks == (1,) and absent.details == ("rank 1 is dead",)
+
+
+def test_a_rank_that_left_after_a_failure_is_not_dead() -> None:
+    one = dump(0, 3, collective(0, "failed"), called={1: 1}, rank1="it closed the connection")
+    verdict = judge(of(3, one, dump(1, 3, collective(0, "failed"))))
+    assert verdict.culprits == [2]
+
+
+def test_the_minority_disagrees() -> None:
+    other = "all_reduce(SUM, 5 × float32)"
+    dumps = [dump(rank, 3, collective(0, "failed", *([other] if rank == 1 else []))) for rank in range(3)]
+    (finding,) = judge(of(3, *dumps)).findings
+    assert (finding.kind, finding.ranks) == ("disagrees", (1,))
+    assert finding.details[1] == f"rank 1 called {other}"
+    (finding,) = judge(of(2, *dumps[:2])).findings
+    assert finding.kind == "disagrees" and not finding.ranks, "of two, nobody knows who is right"
+
+
+def test_messages_that_do_not_meet_are_shown_together() -> None:
+    one, two = dump(0, 2, message("recv", 1, 3)), dump(1, 2, message("send", 0, 4))
+    findings = judge(of(2, one, two)).findings
+    assert all(finding.kind == "unmatched" and not finding.ranks for finding in findings)
+    assert "rank 0 called recv(16 bytes from rank 1, tag 3)" in findings[0].text
+    assert findings[0].details == ("rank 1 called send(16 bytes to rank 0, tag 4)",)
+
+
+def test_stragglers_are_measured_where_all_completed() -> None:
+    on_time = dump(0, 2, *(collective(s, submitted=1000 * s) for s in range(4)))
+    late = dump(1, 2, *(collective(s, submitted=1000 * s + 250) for s in range(3)), collective(3, "running"))
+    verdict = judge(of(2, on_time, late))
+    assert verdict.compared == 3
+    assert [(s.rank, s.mean, s.worst, s.last) for s in verdict.stragglers] == [(0, 0, 0, 0), (1, 250, 250, 3)]
+
+
+def save(folder: Path, *dumps: Dump) -> None:
+    for dump in dumps:
+        content = {"version": 1} | asdict(dump)
+        (folder / f"{dump.rank}-{dump.time}.json").write_text(json.dumps(content))
+
+
+def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == UNUSABLE and "no dump in" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == UNUSABLE and "nowhere" in capsys.readouterr().err
+    bad = {"cut": '{"version": 1, "id"', "old": '{"version": 0}', "list": "[]", "bare": '{"version": 1}'}
+    for name, content in bad.items():
+        (tmp_path / f"{name}.json").write_text(content)
+    (tmp_path / "note.txt").write_text("not looked at")
+    save(tmp_path, dump(0, 1, collective(0)))
+    assert main([str(tmp_path)]) == FINE
+    out, err = capsys.readouterr()
+    assert "nothing went wrong" in out
+    assert [name in err for name in ("cut", "old", "list", "bare", "note")] == [True] * 4 + [False]
+
+
+def test_the_newest_dump_of_a_rank_counts(tmp_path: Path) -> None:
+    old, new = dump(0, 2, collective(0, "running")), dump(0, 2, collective(0))
+    save(tmp_path, Dump(**(vars(old) | {"time": 1})), new)
+    (communicator,) = read(tmp_path).communicators
+    assert communicator.dumps[0].records[0].state == "completed"
+
+
+def test_exit_codes_json_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = collective(0, "failed", failure="<late>")
+    save(tmp_path, dump(0, 2, failed, called={1: 1}))
+    page = tmp_path / "page.html"
+    assert main([str(tmp_path), "--json", "--html", str(page)]) == UNCLEAR
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["culprits"] == [] and told["findings"][0]["kind"] == "stuck" and told["dumps"] == [0]
+    text = page.read_text()
+    assert text.count("<rect") == 1 and "&lt;late&gt;" in text and "<late>" not in text
+    save(tmp_path, dump(1, 2))
+    assert main([str(tmp_path)]) == UNCLEAR  # rank 0 knows that rank 1 has called it
+    save(tmp_path, Dump(**(vars(dump(0, 2, failed)) | {"time": 9_900_000})))
+    assert main([str(tmp_path)]) == BLAMED and "to blame: rank 1" in capsys.readouterr().out
+
+
+# ---- dumps that ranks leave ----
+
+
+@contextmanager
+def recorded(rank: int, size: int, folder: str, seconds: float = 20, **hints: str) -> Iterator[TorchComm]:
+    limit = timedelta(seconds=seconds)
+    comm = ncclx_rs.new_comm(
+        "ncclx",
+        "cpu",
+        "job/main",
+        abort_process_on_timeout_or_error=False,
+        store=fresh_store(),
+        rank=rank,
+        size=size,
+        timeout=limit,
+        hints={"dump_directory": folder} | hints,
+    )
+    for _ in range(3):
+        comm.all_reduce(torch.ones(4), ReduceOp.SUM, False)
+    yield comm
+
+
+def one_does_not_call(rank: int, size: int, folder: str) -> None:
+    with recorded(rank, size, folder, 1.5) as comm, leaving_together():
+        if rank == 1:
+            assert len(ncclx_rs.dump(folder, "asked")) == 1
+            return
+        with pytest.raises(RuntimeError, match="rank.s. 1 did not call it"):
+            comm.broadcast(torch.ones(9), 0, False)
+
+
+def one_is_killed(rank: int, size: int, folder: str) -> None:
+    with recorded(rank, size, folder) as comm:
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with leaving_together(range(size - 1)), pytest.raises(RuntimeError, match="lost"):
+            while True:
+                comm.all_reduce(torch.ones(4), ReduceOp.SUM, False)
+
+
+def one_calls_another_size(rank: int, size: int, folder: str) -> None:
+    with recorded(rank, size, folder) as comm, leaving_together():
+        with pytest.raises(RuntimeError, match="disagree"):
+            comm.all_reduce(torch.ones(6 if rank == 2 else 5), ReduceOp.SUM, False)
+
+
+def tags_differ(rank: int, size: int, folder: str) -> None:
+    """All ranks are still in it when a signal asks what they do."""
+    with recorded(rank, size, folder, dump_signal="USR2") as comm, leaving_together():
+        backend = comm.unsafe_get_backend().c10d if rank < 2 else None
+        tensor = torch.ones(100_000)
+        if backend is not None:
+            work = backend.send([tensor], 1, 5) if rank == 0 else backend.recv([tensor], 0, 6)
+            assert not work.is_completed()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        deadline = time.monotonic() + 30
+        while not list(Path(folder).glob(f"*rank{rank}.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        comm.abort()
+
+
+CASES = {
+    one_does_not_call: (
+        BLAMED,
+        "to blame: rank 1",
+        "collective 3, broadcast(9 × float32, root 0), which rank",
+    ),
+    one_is_killed: (BLAMED, "to blame: rank 2", "rank 2 died: "),
+    one_calls_another_size: (BLAMED, "to blame: rank 2", "rank 2 called all_reduce(SUM, 6 × float32)"),
+    tags_differ: (UNCLEAR, "rank 0 called send(400000 bytes to rank 1, tag 5)", "rank 1 called recv(400000 bytes"),
+}
+
+
+@pytest.mark.worlds(sizes=(3,), modes=("shm",))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_culprit_is_found(fresh_world: World, case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "dumps"
+    fresh_world.run(case, str(folder), join=False, dies={2} if case is one_is_killed else set())
+    code = main([str(folder), "--html", str(tmp_path / "page.html")])
+    out = capsys.readouterr().out
+    assert (code, *(text in out for text in CASES[case][1:])) == (CASES[case][0], True, True), out
+    assert "last 3 collectives that all completed" in out
+    files = list(folder.iterdir())
+    assert all(file.name.startswith("ncclx_rs-job_main-") and file.suffix == ".json" for file in files)
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)

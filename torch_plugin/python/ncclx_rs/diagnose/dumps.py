@@ -1,0 +1,129 @@
+"""Reads the files in which ranks have left their flight recorders; `src/engine/dump.rs` writes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+_VERSION = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Record:
+    """An operation on one rank. Times are microseconds of Unix time by the clock of the rank's host.
+
+    Attributes:
+        collective: whether every rank calls it, in the same order; `sequence` then means the same on every rank.
+        call: the operation with its arguments, which for collectives are those that all ranks must agree on.
+        state: queued, running, completed or failed.
+    """
+
+    number: int
+    operation: str
+    collective: bool
+    sequence: int
+    call: str
+    peer: int | None
+    tag: int | None
+    bytes: int
+    state: str
+    submitted: int
+    started: int | None
+    ended: int | None
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a rank knows of another: how many collectives it has called at least, and why it is lost."""
+
+    rank: int
+    host: int
+    called: int
+    lost: str | None
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What a rank knew of a communicator when it wrote its file.
+
+    Attributes:
+        operations: how many operations it had called; `records` are the last of them and those in flight.
+        collectives: how many collectives it had called.
+    """
+
+    id: str
+    communicator: str
+    rank: int
+    size: int
+    host: int
+    process: int
+    reason: str
+    time: int
+    operations: int
+    collectives: int
+    peers: list[Peer]
+    records: list[Record]
+
+    def collective(self, sequence: int) -> Record | None:
+        """The collective of that number, if it is remembered."""
+        return next((r for r in self.records if r.collective and r.sequence == sequence), None)
+
+
+@dataclass
+class Communicator:
+    """The dumps of one communicator by rank; ranks may have left none."""
+
+    id: str
+    name: str
+    size: int
+    dumps: dict[int, Dump] = field(default_factory=dict)
+
+
+@dataclass
+class Folder:
+    """What a folder holds: communicators, and of each file that could not be read, why."""
+
+    communicators: list[Communicator]
+    unreadable: dict[Path, str]
+
+
+def read(folder: str | Path) -> Folder:
+    """Reads the dumps in a folder. Of a rank's several dumps of a communicator, the newest counts.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found: dict[str, Communicator] = {}
+    unreadable: dict[Path, str] = {}
+    for file in sorted(file for file in Path(folder).iterdir() if file.suffix == ".json"):
+        try:
+            dump = _dump(json.loads(file.read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            unreadable[file] = str(error)
+            continue
+        communicator = found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size))
+        other = communicator.dumps.get(dump.rank)
+        if other is None or other.time < dump.time:
+            communicator.dumps[dump.rank] = dump
+    return Folder(sorted(found.values(), key=lambda communicator: communicator.name), unreadable)
+
+
+def _dump(content: Any) -> Dump:
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        raise ValueError(f"not a flight recorder's dump of version {_VERSION}")
+    peers = [_filled(Peer, peer) for peer in content["peers"]]
+    records = [_filled(Record, record) for record in content["records"]]
+    return _filled(Dump, content | {"peers": peers, "records": records})
+
+
+def _filled(kind: type[T], content: dict[str, Any]) -> T:
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]  # of dataclasses alone
+    missing = [name for name in names if name not in content]
+    if missing:
+        raise ValueError(f"a {kind.__name__} has no {', '.join(missing)}")
+    return kind(**{name: content[name] for name in names})

@@ -1,0 +1,194 @@
+"""Which rank is to blame: the reasoning over all ranks' dumps, without input or output."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ncclx_rs.diagnose.dumps import Communicator, Dump, Record
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that went wrong.
+
+    Attributes:
+        kind: "died", "disagrees", "absent" (did not call what others wait for), "unmatched" (a message that the other
+            side has no part in) or "stuck" (all have called it, and nobody is to blame for sure).
+        ranks: who is to blame; empty if that is not known.
+        text: a sentence.
+        details: more of them.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """How late a rank came to collectives, in microseconds after the first one."""
+
+    rank: int
+    mean: float
+    worst: int
+    last: int
+
+
+@dataclass
+class Verdict:
+    """What the dumps of a communicator tell."""
+
+    communicator: Communicator
+    findings: list[Finding] = field(default_factory=list)
+    stragglers: list[Straggler] = field(default_factory=list)
+    compared: int = 0
+    """How many collectives the stragglers are about."""
+
+    @property
+    def culprits(self) -> list[int]:
+        """The ranks to blame."""
+        return sorted({rank for finding in self.findings for rank in finding.ranks})
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0-2 and 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    words = ["-".join(map(str, run)) for run in runs]
+    many = len(words) > 1 or (bool(runs) and len(runs[0]) > 1)
+    listed = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    return f"rank{'s' if many else ''} {listed}"
+
+
+def judge(communicator: Communicator) -> Verdict:
+    """Looks for what went wrong first: a rank that died, ranks that disagree, one that did not come."""
+    verdict = Verdict(communicator)
+    dead = _dead(communicator)
+    verdict.findings += [Finding("died", (rank,), f"rank {rank} died: {cause}") for rank, cause in dead.items()]
+    collective = _collective(communicator, dead)
+    if collective is not None:
+        verdict.findings.append(collective)
+    verdict.findings += _messages(communicator, dead)
+    _compare_arrivals(verdict)
+    return verdict
+
+
+def _dead(communicator: Communicator) -> dict[int, str]:
+    """Ranks that others have lost and that left no dump of their own, with how that was seen."""
+    dead: dict[int, str] = {}
+    for dump in communicator.dumps.values():
+        for peer in dump.peers:
+            if peer.lost is not None and peer.rank not in communicator.dumps:
+                dead.setdefault(peer.rank, peer.lost)
+    return dict(sorted(dead.items()))
+
+
+def _unfinished(dump: Dump) -> Record | None:
+    """The first collective that the rank has called and not completed."""
+    return min(
+        (record for record in dump.records if record.collective and record.state != "completed"),
+        key=lambda record: record.sequence,
+        default=None,
+    )
+
+
+def _collective(communicator: Communicator, dead: dict[int, str]) -> Finding | None:
+    """What became of the first collective that some rank did not complete."""
+    stuck = [record for dump in communicator.dumps.values() if (record := _unfinished(dump))]
+    if not stuck:
+        return None
+    sequence = min(record.sequence for record in stuck)
+    by_call: dict[str, list[int]] = defaultdict(list)
+    for rank, dump in communicator.dumps.items():
+        if (record := dump.collective(sequence)) is not None:
+            by_call[record.call].append(rank)
+    calls = sorted(by_call.items(), key=lambda item: (-len(item[1]), item[1]))
+    what = f"collective {sequence}, {calls[0][0]}"
+    if len(calls) > 1:
+        most = len(calls[0][1])
+        minority = [rank for _, called in calls if len(called) < most for rank in called]
+        told = tuple(f"{ranks(called)} called {call}" for call, called in calls)
+        return Finding("disagrees", tuple(sorted(minority)), f"the ranks disagree on collective {sequence}", told)
+    came = set(calls[0][1]) | {
+        peer.rank for dump in communicator.dumps.values() for peer in dump.peers if peer.called > sequence
+    }
+    absent = [rank for rank in range(communicator.size) if rank not in came]
+    if absent:
+        details = tuple(_instead(communicator, rank, dead) for rank in absent)
+        text = f"{ranks(absent)} did not call {what}, which {ranks(came)} did"
+        return Finding("absent", tuple(absent), text, details)
+    if dead:
+        return Finding("stuck", (), f"{what}: all ranks have called it; it cannot end without {ranks(dead)}")
+    failures = {record.failure for record in stuck if record.sequence == sequence and record.failure}
+    return Finding("stuck", (), f"{what}: all ranks have called it, and not all could finish", tuple(sorted(failures)))
+
+
+def _instead(communicator: Communicator, rank: int, dead: dict[int, str]) -> str:
+    """What a rank did that others wait for."""
+    dump = communicator.dumps.get(rank)
+    if dump is None:
+        return f"rank {rank} {'is dead' if rank in dead else 'left no dump: it may be stopped, or busy elsewhere'}"
+    waiting = next((record for record in dump.records if record.state in ("running", "queued")), None)
+    if waiting is not None:
+        return f"rank {rank} is in {waiting.call} since {(dump.time - waiting.submitted) / 1e6:.1f} s"
+    if not dump.records:
+        return f"rank {rank} has called nothing"
+    last = dump.records[-1]
+    return f"rank {rank} last called {last.call}, {(dump.time - last.submitted) / 1e6:.1f} s before its dump"
+
+
+_COUNTERPART = {"send": "recv", "recv": "send"}
+
+
+def _messages(communicator: Communicator, dead: dict[int, str]) -> list[Finding]:
+    """Messages that did not end well and that the other side has no part in."""
+    findings = []
+    for rank, dump in sorted(communicator.dumps.items()):
+        for record in dump.records:
+            wanted = _COUNTERPART.get(record.operation)
+            if wanted is None or record.state == "completed" or record.peer is None or record.peer == rank:
+                continue
+            other = communicator.dumps.get(record.peer)
+            if other is None and record.peer in dead:
+                continue  # told already
+            findings.append(_unmatched(rank, record, record.peer, wanted, other))
+    return findings
+
+
+def _unmatched(rank: int, record: Record, peer: int, wanted: str, other: Dump | None) -> Finding:
+    if other is None:
+        return Finding("unmatched", (peer,), f"rank {rank} waits in {record.call}; rank {peer} left no dump")
+    unfinished = [their for their in other.records if their.operation == wanted and their.state != "completed"]
+    facing = [their for their in unfinished if their.peer in (rank, None)]
+    if not facing:
+        text = f"rank {rank} waits in {record.call}, for which rank {peer} has called no {wanted}"
+        return Finding("unmatched", (peer,), text)
+    details = tuple(f"rank {peer} called {their.call}" for their in facing)
+    return Finding("unmatched", (), f"rank {rank} called {record.call}, which does not meet rank {peer}'s", details)
+
+
+def _compare_arrivals(verdict: Verdict) -> None:
+    """How late each rank came to the collectives that all ranks remember."""
+    dumps = verdict.communicator.dumps
+    if len(dumps) < 2:
+        return
+    arrivals: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, dump in dumps.items():
+        for record in dump.records:
+            if record.collective and record.state == "completed":
+                arrivals[record.sequence][rank] = record.submitted
+    complete = [times for times in arrivals.values() if len(times) == len(dumps)]
+    verdict.compared = len(complete)
+    if not complete:
+        return
+    for rank in sorted(dumps):
+        late = [times[rank] - min(times.values()) for times in complete]
+        last = sum(times[rank] == max(times.values()) for times in complete)
+        verdict.stragglers.append(Straggler(rank, sum(late) / len(late), max(late), last))

@@ -1,0 +1,103 @@
+"""The verdict for people: a screen of text, a page with a timeline."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from ncclx_rs.diagnose.dumps import Communicator, Record
+from ncclx_rs.diagnose.judge import Verdict, ranks
+
+_MOST_DETAILS = 8
+
+
+def text(verdict: Verdict) -> str:
+    """What to print of one communicator."""
+    communicator = verdict.communicator
+    silent = [rank for rank in range(communicator.size) if rank not in communicator.dumps]
+    head = f"communicator `{communicator.name}`, {communicator.size} ranks"
+    lines = [head + (f"; no dump of {ranks(silent)}" if silent else "")]
+    if verdict.culprits:
+        lines.append(f"  to blame: {ranks(verdict.culprits)}")
+    elif not verdict.findings:
+        lines.append("  nothing went wrong")
+    for finding in verdict.findings:
+        lines.append(f"  {finding.text}")
+        lines += [f"    {detail}" for detail in finding.details[:_MOST_DETAILS]]
+        if len(finding.details) > _MOST_DETAILS:
+            lines.append(f"    and {len(finding.details) - _MOST_DETAILS} more")
+    return "\n".join(lines + _stragglers(verdict))
+
+
+def _stragglers(verdict: Verdict) -> list[str]:
+    late = sorted((straggler for straggler in verdict.stragglers), key=lambda straggler: -straggler.mean)[:3]
+    if not late:
+        return []
+    hosts = {dump.host for dump in verdict.communicator.dumps.values()}
+    clocks = ", if the hosts' clocks agree" if len(hosts) > 1 else ""
+    lines = [f"  who came late to the last {verdict.compared} collectives that all completed{clocks}:"]
+    for straggler in late:
+        share = 100 * straggler.last / verdict.compared
+        mean, worst = straggler.mean / 1e3, straggler.worst / 1e3
+        lines.append(
+            f"    rank {straggler.rank}: last in {share:.0f} %, {mean:.2f} ms on average, {worst:.2f} ms at worst"
+        )
+    return lines
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Flight recorders</title>
+<style>
+body {{ font: 14px system-ui, sans-serif; margin: 2em; }}
+pre {{ background: #f4f4f4; padding: 1em; white-space: pre-wrap; }}
+svg {{ width: 100%; background: #fafafa; }}
+.completed {{ fill: #4c78a8; }} .running {{ fill: #f0a030; }} .queued {{ fill: #cccccc; }} .failed {{ fill: #d03030; }}
+text {{ font-size: 11px; }}
+</style>
+<h1>Flight recorders</h1>
+<p>Each row is a rank; blue operations completed, red ones failed, orange ones ran and grey ones waited for their turn
+when the dump was written. Point at one for its call.</p>
+{body}
+</html>
+"""
+_WIDTH, _LEFT, _ROW = 1200, 60, 24
+
+
+def page(verdicts: Sequence[Verdict]) -> str:
+    """An HTML page with each communicator's findings and its operations over time."""
+    parts = []
+    for verdict in verdicts:
+        parts.append(f"<h2>{html.escape(verdict.communicator.name)}</h2>")
+        parts.append(f"<pre>{html.escape(text(verdict))}</pre>")
+        parts.append(_chart(verdict.communicator))
+    return _PAGE.format(body="\n".join(parts))
+
+
+def _chart(communicator: Communicator) -> str:
+    spans = [
+        (rank, record, record.submitted, record.ended or dump.time)
+        for rank, dump in sorted(communicator.dumps.items())
+        for record in dump.records
+    ]
+    if not spans:
+        return "<p>No operations.</p>"
+    first, last = min(begin for *_, begin, _ in spans), max(end for *_, end in spans)
+    scale = (_WIDTH - _LEFT) / max(last - first, 1)
+    rows = {rank: row for row, rank in enumerate(sorted(communicator.dumps))}
+    height = _ROW * (len(rows) + 1)
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">']
+    parts += [f'<text x="0" y="{_ROW * row + 15}">rank {rank}</text>' for rank, row in rows.items()]
+    for rank, record, begin, end in spans:
+        x, width = _LEFT + (begin - first) * scale, max((end - begin) * scale, 0.5)
+        parts.append(
+            f'<rect class="{html.escape(record.state)}" x="{x:.2f}" y="{_ROW * rows[rank] + 3}" width="{width:.2f}" '
+            f'height="{_ROW - 6}"><title>{html.escape(_tip(record, begin - first, end - begin))}</title></rect>'
+        )
+    parts.append(f'<text x="{_LEFT}" y="{height - 8}">{(last - first) / 1e3:.3f} ms</text></svg>')
+    return "\n".join(parts)
+
+
+def _tip(record: Record, at: int, lasted: int) -> str:
+    kind = "collective" if record.collective else "operation"
+    tip = f"{kind} {record.sequence}: {record.call}\n{record.state}, at {at / 1e3:.3f} ms for {lasted / 1e3:.3f} ms"
+    return tip + (f"\n{record.failure}" if record.failure else "")
