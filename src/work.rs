@@ -7,7 +7,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
-use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicBool, AtomicUsize, Mutex, Ordering, lock};
 use crate::types::Rank;
 
 /// Makes progress on behalf of a waiting thread.
@@ -27,6 +27,8 @@ struct State {
 
 struct Inner {
     done: AtomicBool,
+    /// Threads inside `wait`, which run the callbacks before they leave.
+    waiters: AtomicUsize,
     state: Mutex<State>,
     driver: Arc<dyn Drive>,
     operation: &'static str,
@@ -51,8 +53,8 @@ impl Work {
         started: Instant,
     ) -> Self {
         let state = Mutex::new(State::default());
-        let done = AtomicBool::new(false);
-        Work { inner: Arc::new(Inner { done, state, driver, operation, sequence, number, started }) }
+        let (done, waiters) = (AtomicBool::new(false), AtomicUsize::new(0));
+        Work { inner: Arc::new(Inner { done, waiters, state, driver, operation, sequence, number, started }) }
     }
 
     /// Whether the operation has ended, well or badly.
@@ -70,7 +72,10 @@ impl Work {
     pub fn wait(&self, timeout: Option<Duration>) -> Result<(), Error> {
         if !self.is_done() {
             let deadline = timeout.and_then(|limit| Instant::now().checked_add(limit));
+            // Relaxed, here and below: the lock of `state`, which `complete` and `run_callbacks` take, orders them.
+            self.inner.waiters.fetch_add(1, Ordering::Relaxed);
             self.inner.driver.drive(self, deadline);
+            self.inner.waiters.fetch_sub(1, Ordering::Relaxed);
         }
         self.run_callbacks();
         self.result().unwrap_or_else(|| {
@@ -137,8 +142,9 @@ impl Work {
         }
     }
 
-    pub(crate) fn has_callbacks(&self) -> bool {
-        !lock(&self.inner.state).callbacks.is_empty()
+    /// Whether an ended operation has callbacks that no waiting thread will run.
+    pub(crate) fn wants_callbacks_run(&self) -> bool {
+        self.inner.waiters.load(Ordering::Relaxed) == 0 && !lock(&self.inner.state).callbacks.is_empty()
     }
 }
 

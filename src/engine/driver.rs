@@ -5,9 +5,9 @@
 //! nobody waits and operations are in flight, a background thread takes the turn. An idle communicator's threads all
 //! sleep.
 
-use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use crate::engine::callbacks;
 use crate::engine::core::Core;
 use crate::sync::{Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
 use crate::sys::poller::Poller;
@@ -58,16 +58,14 @@ impl Driver {
         f(&mut lock(&self.core))
     }
 
-    /// Makes progress once and runs the callbacks of what ended. True: something moved.
+    /// Makes progress once. True: something moved.
     fn step(&self, woke: bool) -> bool {
         let (moved, finished) = {
             let mut core = lock(&self.core);
             (core.progress(woke), std::mem::take(&mut core.finished))
         };
         self.announce(&finished, 1);
-        for work in finished {
-            work.run_callbacks();
-        }
+        hand_to_callers(finished);
         moved
     }
 
@@ -243,7 +241,7 @@ impl Driver {
                 (core.progress(true), std::mem::take(&mut core.finished), core.is_busy())
             };
             self.announce(&finished, 0);
-            finished.into_iter().filter(Work::has_callbacks).for_each(run_callbacks_elsewhere);
+            hand_to_callers(finished);
             if !busy || self.waiters.load(Ordering::SeqCst) > 0 || lock(&self.turn).closing {
                 return;
             }
@@ -260,23 +258,10 @@ impl Drive for Driver {
     }
 }
 
-/// Runs the callbacks on the thread kept for them, so that a slow one (one that waits for Python's lock, say) never
-/// holds up progress.
-fn run_callbacks_elsewhere(work: Work) {
-    static CALLBACKS: std::sync::OnceLock<Option<mpsc::Sender<Work>>> = std::sync::OnceLock::new();
-    let sender = CALLBACKS.get_or_init(|| {
-        let (sender, receiver) = mpsc::channel::<Work>();
-        let run = move || receiver.into_iter().for_each(|work| work.run_callbacks());
-        std::thread::Builder::new().name("ncclx_rs_done".to_owned()).spawn(run).ok().map(|_| sender)
-    });
-    match sender {
-        Some(sender) => {
-            if let Err(mpsc::SendError(work)) = sender.send(work) {
-                work.run_callbacks();
-            }
-        }
-        None => work.run_callbacks(),
-    }
+/// Sees that callbacks are run, but not here: a callback may wait for progress, which is this thread's to make. Threads
+/// that wait for a work run its callbacks themselves.
+fn hand_to_callers(finished: Vec<Work>) {
+    finished.into_iter().filter(Work::wants_callbacks_run).for_each(callbacks::run_elsewhere);
 }
 
 /// How often a thread that waits for the turn looks at its work again.

@@ -1,13 +1,15 @@
 //! Drives operations over transports and completes their works.
 //!
 //! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
-//! progress. Collectives run one after the other in the order issued (`collective`); point-to-point messages run
-//! beside them (`message`), and so do accesses to windows (`window`). `lending` lets a receiver read long messages out of the sender's
-//! memory. `frame` is the format on the wire. `recorder` remembers the last operations, `dump` writes them down.
+//! progress, `callbacks` which one tells of an end. Collectives run one after the other in the order issued
+//! (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`).
+//! `lending` lets a receiver read long messages out of the sender's memory. `frame` is the format on the wire.
+//! `recorder` remembers the last operations, and `dump` writes them down.
 
 #[cfg(test)]
 pub(crate) mod by_hand;
 pub(crate) mod call;
+pub(crate) mod callbacks;
 pub(crate) mod collective;
 pub(crate) mod core;
 pub(crate) mod driver;

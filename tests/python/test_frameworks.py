@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,6 +152,26 @@ def futures_chain(rank: int, size: int) -> None:
         assert_same(future.value()[0], reduced([data(r, 10) for r in range(size)]), "collected futures")
 
 
+def callbacks_may_wait_for_other_futures(rank: int, size: int) -> None:
+    """As PowerSGD's do; here for messages, which may go at any time beside collectives."""
+
+    def passed_on(tag: int, future: torch.futures.Future) -> torch.Tensor:
+        total, other = future.value()[0], torch.empty(10)
+        works = dist.isend(total, (rank + 1) % size, tag=tag), dist.irecv(other, (rank - 1) % size, tag=tag)
+        torch.futures.wait_all([work.get_future() for work in works])
+        return other
+
+    def reduced_and_passed_on(tag: int) -> torch.futures.Future:
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        return work.get_future().then(functools.partial(passed_on, tag))
+
+    for future in [reduced_and_passed_on(tag) for tag in range(3)]:
+        assert_same(future.wait(), torch.full((10,), float(size)), "while nobody waits for a work")
+    future = reduced_and_passed_on(3)
+    dist.all_reduce(torch.ones(10))
+    assert_same(future.wait(), torch.full((10,), float(size)), "while the caller waits for another work")
+
+
 def callbacks_may_raise(rank: int, size: int) -> None:
     def refuse(future: torch.futures.Future) -> None:
         raise KeyError("from a callback")
@@ -216,6 +238,7 @@ CHECKS = [
     functional_collectives_compile,
     temporaries_of_functional_collectives_live,
     futures_chain,
+    callbacks_may_wait_for_other_futures,
     callbacks_may_raise,
     works_tell_their_state,
     profiler_shows_the_collectives,

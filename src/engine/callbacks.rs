@@ -1,0 +1,143 @@
+//! The threads that run callbacks of works which nobody waits for.
+//!
+//! Callbacks run one after the other, in the order in which the works ended, and never on a thread that makes progress:
+//! a callback may wait for Python's lock, or for another operation. One that takes longer than [`PATIENCE`] may be
+//! waiting for a callback behind it (PyTorch's PowerSGD hook waits for futures, which callbacks complete), so those
+//! behind it then run beside it, on a thread more.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use crate::sync::{Arc, Condvar, Mutex, OnceLock, lock};
+use crate::work::Work;
+
+/// How long a callback may hold up those behind it.
+const PATIENCE: Duration = Duration::from_millis(5);
+
+/// Runs the work's callbacks on a thread kept for them.
+pub(crate) fn run_elsewhere(work: Work) {
+    static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
+    QUEUE.get_or_init(Arc::default).push(Box::new(move || work.run_callbacks()));
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    /// Jobs taken so far; the latest is the one that others wait for.
+    taken: u64,
+    /// When the latest job was taken, while it runs and has not run out of patience.
+    running: Option<Instant>,
+    threads: usize,
+    /// Threads inside a job.
+    occupied: usize,
+}
+
+impl Queue {
+    fn push(self: &Arc<Self>, job: Job) {
+        let mut state = lock(&self.state);
+        state.jobs.push_back(job);
+        self.keep_one_free(&mut state);
+        let orphan = if state.threads == 0 { state.jobs.pop_front() } else { None };
+        drop(state);
+        self.changed.notify_one();
+        if let Some(job) = orphan {
+            job();
+        }
+    }
+
+    /// Starts a thread if all are inside jobs, one of which may wait for a job that is queued.
+    fn keep_one_free(self: &Arc<Self>, state: &mut State) {
+        if state.jobs.is_empty() || state.occupied < state.threads {
+            return;
+        }
+        let queue = Arc::clone(self);
+        match std::thread::Builder::new().name("ncclx_rs_done".to_owned()).spawn(move || queue.serve()) {
+            Ok(_) => state.threads += 1,
+            Err(error) => log::error!("a thread for callbacks could not be started: {error}"),
+        }
+    }
+
+    fn serve(self: Arc<Self>) {
+        let mut state = lock(&self.state);
+        loop {
+            let patience = state.running.map_or(Duration::ZERO, |since| PATIENCE.saturating_sub(since.elapsed()));
+            if !patience.is_zero() && !state.jobs.is_empty() {
+                let waited = self.changed.wait_timeout(state, patience);
+                state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+                continue;
+            }
+            let Some(job) = state.jobs.pop_front() else {
+                state = self.changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner);
+                continue;
+            };
+            state.taken += 1;
+            let own = state.taken;
+            state.running = Some(Instant::now());
+            state.occupied += 1;
+            self.keep_one_free(&mut state);
+            drop(state);
+            job();
+            state = lock(&self.state);
+            state.occupied -= 1;
+            if state.taken == own {
+                state.running = None;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn short_jobs_share_a_few_threads() {
+        let queue = Arc::<Queue>::default();
+        let (sender, receiver) = mpsc::channel();
+        for number in 0..1000 {
+            let sender = sender.clone();
+            queue.push(Box::new(move || sender.send(number).expect("the test listens")));
+        }
+        drop(sender);
+        assert_eq!(receiver.iter().count(), 1000);
+        let threads = lock(&queue.state).threads;
+        assert!(threads < 100, "{threads} threads");
+    }
+
+    #[test]
+    fn a_job_may_wait_for_those_behind_it() {
+        const CHAIN: usize = 8;
+        let queue = Arc::<Queue>::default();
+        let (done, all_done) = mpsc::channel();
+        // Each job waits for the next one to end.
+        let mut ends = None;
+        let mut jobs = VecDeque::<Job>::new();
+        for _ in 0..CHAIN {
+            let (sender, receiver) = mpsc::channel::<()>();
+            let (next, done) = (ends.replace(receiver), done.clone());
+            jobs.push_front(Box::new(move || {
+                if let Some(next) = next {
+                    next.recv().expect("the job behind ends");
+                }
+                done.send(()).expect("the test listens");
+                sender.send(()).ok();
+            }));
+        }
+        for job in jobs {
+            queue.push(job);
+        }
+        for _ in 0..CHAIN {
+            all_done.recv_timeout(Duration::from_secs(60)).expect("every job ends");
+        }
+    }
+}
