@@ -17,7 +17,7 @@ from reference import assert_same, data, reduced
 from test_frameworks import assert_parameters_close, model, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -49,6 +49,16 @@ def every_dimension_has_its_groups(rank: int, size: int) -> None:
         device_mesh.close(mesh)
         device_mesh.close(mesh)
         assert not dist.is_initialized()
+
+
+def meshes_of_one_shape_follow_each_other(rank: int, size: int) -> None:
+    """DTensor remembers what operations gave on an equal mesh, whose groups are gone."""
+    with communicator(rank, size) as comm:
+        for _ in range(2):
+            mesh = device_mesh.build(comm, {"dp": 2, "tp": size // 2})
+            part = DTensor.from_local(torch.ones(3), mesh["dp"], [Partial()])
+            assert_same((part + part).full_tensor(), torch.full((3,), 4.0), "the sum over dp")
+            device_mesh.close(mesh)
 
 
 def ranks_are_placed_by_host(rank: int, size: int) -> None:
@@ -137,6 +147,11 @@ def groups_are_freed(rank: int, size: int) -> None:
 @pytest.mark.worlds(sizes=(4,), modes=("shm", "tcp", "hier"))
 def test_every_dimension_has_its_groups(world: World) -> None:
     world.run(every_dimension_has_its_groups, join=False)
+
+
+@pytest.mark.worlds(sizes=(4,), modes=("shm",))
+def test_meshes_of_one_shape_follow_each_other(world: World) -> None:
+    world.run(meshes_of_one_shape_follow_each_other, join=False)
 
 
 @pytest.mark.worlds(sizes=(4,), modes=("hier",))

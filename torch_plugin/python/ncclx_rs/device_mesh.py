@@ -8,8 +8,10 @@ PyTorch has no public way to make process groups of backends that exist, hence t
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -197,11 +199,20 @@ def _become_world(comm: TorchComm) -> bool:
 
 
 def _device_mesh(ranks: torch.Tensor, dimensions: tuple[str, ...], groups: list[str], comm: TorchComm) -> DeviceMesh:
+    _forget_shardings()
     mesh: Any = DeviceMesh(
         comm.get_device().type, ranks, mesh_dim_names=dimensions, _init_backend=False, _rank=comm.get_rank()
     )
     mesh._dim_group_names = groups
     return mesh  # type: ignore[no-any-return]
+
+
+def _forget_shardings() -> None:
+    """Empties DTensor's cache of shardings. To it, a mesh of the same shape and names is the same, whatever its groups
+    are: it would give out meshes that it has seen before, whose groups are gone.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def _free(names: list[str], children: list[TorchComm], owns_world: bool) -> None:
