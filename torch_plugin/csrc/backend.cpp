@@ -11,6 +11,24 @@ namespace ncclx {
 
 using c10d::OpType;
 
+namespace {
+
+// Lets go of Python's lock, if this thread has it: what follows may wait for callbacks that need it.
+class WithoutGil {
+ public:
+  WithoutGil() : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (saved_) PyEval_RestoreThread(saved_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* saved_;
+};
+
+}  // namespace
+
 struct NcclxBackend::Call {
   NcclxKind kind;
   const char* operation;  // in messages
@@ -63,30 +81,52 @@ Reduction reduction(const c10d::ReduceOp& op) {
 
 }  // namespace
 
-NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                           std::string name, c10::intrusive_ptr<NcclxOptions> options)
-    : Backend(rank, size), engine_(engine), options_(std::move(options)) {
-  std::vector<const char*> hints;
-  for (const auto& [key, value] : options_->hints) {
-    hints.push_back(key.c_str());
-    hints.push_back(value.c_str());
+Communicator::Communicator(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                           const std::string& name, Milliseconds timeout, const Hints& hints)
+    : engine_(engine) {
+  std::vector<const char*> pairs;
+  for (const auto& [key, value] : hints) {
+    pairs.push_back(key.c_str());
+    pairs.push_back(value.c_str());
   }
   StoreAdapter adapter(store);
-  const NcclxInit init{name.c_str(), rank, size, options_->timeout.count(), hints.data(), hints.size() / 2,
-                       adapter.view()};
+  const NcclxInit init{name.c_str(), rank, size, timeout.count(), pairs.data(), pairs.size() / 2, adapter.view()};
   NcclxError error;
   const int32_t status = engine_->create(&init, &comm_, &error);
   // A failure stays in the store for the ranks that have not read it yet.
   if (status != NCCLX_OK) raise(status, error.text);
   adapter.forget();
+}
+
+Communicator::~Communicator() {
+  const WithoutGil released;
+  engine_->destroy(comm_);
+}
+
+NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                           std::string name, c10::intrusive_ptr<NcclxOptions> options, bool joins)
+    : Backend(rank, size), engine_(engine), name_(std::move(name)), options_(std::move(options)) {
+  if (joins) {
+    comm_ = std::make_shared<Communicator>(engine_, store, rank, size, name_, options_->timeout, options_->hints);
+  }
   this->init();
 }
 
-NcclxBackend::~NcclxBackend() {
-  // Ending the engine may wait for callbacks that need Python's lock.
-  PyThreadState* saved = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-  engine_->destroy(comm_);
-  if (saved) PyEval_RestoreThread(saved);
+std::shared_ptr<Communicator> NcclxBackend::comm_or_none() const {
+  std::lock_guard<std::mutex> lock(comm_mutex_);
+  return comm_;
+}
+
+std::shared_ptr<Communicator> NcclxBackend::comm() const {
+  auto comm = comm_or_none();
+  TORCH_CHECK(comm, "ncclx_rs: process group ", name_, " has no members: call reconfigure first");
+  return comm;
+}
+
+std::shared_ptr<Communicator> NcclxBackend::exchange_comm(std::shared_ptr<Communicator> comm) {
+  std::lock_guard<std::mutex> lock(comm_mutex_);
+  comm_.swap(comm);
+  return comm;
 }
 
 WorkPtr NcclxBackend::launch(Call&& call) {
@@ -95,6 +135,7 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     return coalescing_;
   }();
   const bool blocking = !call.async && !coalescing;
+  const auto comm = this->comm();
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, call.title,
                                              std::optional<Tensors>(call.profiled), std::move(call.results));
   for (size_t i = 0; i < call.count; ++i) {
@@ -119,7 +160,7 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     op.offset = call.offset;
     NcclxError error;
     NcclxHandle* handle = nullptr;
-    const int32_t status = engine_->submit(comm_, &op, &handle, &error);
+    const int32_t status = engine_->submit(comm->get(), &op, &handle, &error);
     if (status != NCCLX_OK) {
       if (i == 0) raise(status, error.text);
       // Earlier operations of the call are in flight with this work's memory.
@@ -513,18 +554,60 @@ void NcclxBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c
 
 void NcclxBackend::abort() {
   group_->leave();
-  engine_->abort(comm_, "the process group was aborted");
+  if (const auto comm = comm_or_none()) engine_->abort(comm->get(), "the process group was aborted");
 }
 
 void NcclxBackend::shutdown() {
   group_->leave();
-  engine_->shutdown(comm_);
+  if (const auto comm = comm_or_none()) engine_->shutdown(comm->get());
 }
 
 void NcclxBackend::setTimeout(Milliseconds timeout) {
   options_->timeout = timeout;
-  engine_->set_timeout(comm_, timeout.count());
+  if (const auto comm = comm_or_none()) engine_->set_timeout(comm->get(), timeout.count());
 }
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+
+void NcclxBackend::members_meet(std::string handle, Meet meet) {
+  handle_ = std::move(handle);
+  meet_ = std::move(meet);
+}
+
+c10d::ReconfigureHandle NcclxBackend::get_reconfigure_handle() const {
+  TORCH_CHECK(meet_, "ncclx_rs: get_reconfigure_handle: the process group was made without enable_reconfigure=True");
+  return handle_;
+}
+
+WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
+  TORCH_CHECK(meet_, "ncclx_rs: reconfigure: the process group was made without enable_reconfigure=True");
+  const Milliseconds timeout = opts.timeout.value_or(options_->timeout);
+  const auto [store, rank, size] = meet_(opts.uuid, opts.handles, timeout);
+  Hints hints = options_->hints;
+  for (const auto& [name, value] : opts.hints) hints[name] = value;
+  const WithoutGil released;
+  // The old generation has ended before the new one begins. That its operations end with it is no failure.
+  group_->pause();
+  if (const auto old = exchange_comm(nullptr)) engine_->abort(old->get(), "the process group was reconfigured");
+  group_->wait_for_all();
+  {
+    std::map<uint64_t, at::Tensor> lent;  // dropped without the lock
+    std::lock_guard<std::mutex> lock(windows_mutex_);
+    lent.swap(windows_);
+  }
+  auto comm = std::make_shared<Communicator>(engine_, store, rank, size, name_, timeout, hints);
+  engine_->set_timeout(comm->get(), options_->timeout.count());
+  rank_ = rank;
+  size_ = size;
+  group_->resume();
+  exchange_comm(std::move(comm));
+  auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::UNKNOWN, nullptr, std::nullopt,
+                                             Tensors{});
+  work->follow();
+  return work;
+}
+
+#endif
 
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const std::vector<int>& ranks,

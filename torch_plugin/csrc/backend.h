@@ -31,11 +31,27 @@ struct NcclxOptions : c10d::Backend::Options {
   Hints hints;
 };
 
+// The engine's communicator, which lives as long as its backend or a call that uses it.
+class Communicator {
+ public:
+  Communicator(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+               const std::string& name, Milliseconds timeout, const Hints& hints);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  NcclxComm* get() const { return comm_; }
+
+ private:
+  const NcclxEngine* engine_;
+  NcclxComm* comm_ = nullptr;
+};
+
 class NcclxBackend : public c10d::Backend {
  public:
+  // Joins at once or, where members may change, when they are known.
   NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-               std::string name, c10::intrusive_ptr<NcclxOptions> options);
-  ~NcclxBackend() override;
+               std::string name, c10::intrusive_ptr<NcclxOptions> options, bool joins = true);
 
   const std::string getBackendName() const override { return kBackendName; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -73,7 +89,7 @@ class NcclxBackend : public c10d::Backend {
 
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return engine_->collectives(comm_); }
+  uint64_t getSequenceNumberForGroup() override { return engine_->collectives(comm()->get()); }
   void enableCollectivesTiming() override {}
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>&) override;
@@ -98,7 +114,7 @@ class NcclxBackend : public c10d::Backend {
 #endif
 
   // For the object API, in every version of torch.
-  int host(int rank) { return engine_->host(comm_, rank); }
+  int host(int rank) { return engine_->host(comm()->get(), rank); }
   void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 
@@ -108,6 +124,17 @@ class NcclxBackend : public c10d::Backend {
   // A put (reads the tensor), get (fills it), signal or wait_signal (without one); the offset counts bytes.
   WorkPtr access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
                         int64_t offset, bool async, Milliseconds timeout);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return true; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
+
+  // How the handles of processes lead to a store, this process's rank and the size.
+  using Handles = decltype(c10d::ReconfigureOptions::handles);
+  using Meet = std::function<std::tuple<c10::intrusive_ptr<c10d::Store>, int, int>(int64_t uuid, const Handles& handles,
+                                                                                   Milliseconds timeout)>;
+  void members_meet(std::string handle, Meet meet);
+#endif
 #ifdef C10D_BACKEND_HAS_WINDOW
   bool supportsWindow() const override { return true; }
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor = std::nullopt) override;
@@ -117,11 +144,20 @@ class NcclxBackend : public c10d::Backend {
   // What all operations share: a work with its operands, submitted once per entry of `ops`.
   struct Call;
   WorkPtr launch(Call&& call);
-  NcclxHandle* submit(const char* operation, const NcclxOp& op);
+  std::shared_ptr<Communicator> comm_or_none() const;
+  // The communicator; an error if it has no members yet.
+  std::shared_ptr<Communicator> comm() const;
+  std::shared_ptr<Communicator> exchange_comm(std::shared_ptr<Communicator> comm);
 
   static constexpr int64_t kObjectApiHook = -1;
   const NcclxEngine* engine_;
-  NcclxComm* comm_ = nullptr;
+  const std::string name_;
+  mutable std::mutex comm_mutex_;
+  std::shared_ptr<Communicator> comm_;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  std::string handle_;
+  Meet meet_;
+#endif
   c10::intrusive_ptr<NcclxOptions> options_;
   std::shared_ptr<Group> group_ = std::make_shared<Group>();
   std::mutex coalescing_mutex_;

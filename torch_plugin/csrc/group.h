@@ -66,7 +66,7 @@ class Group {
     std::map<int64_t, FailureHook> hooks;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return;
+      if (paused_ || error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return;
       error_ = error;
       hooks = failure_hooks_;
     }
@@ -129,6 +129,18 @@ class Group {
     hooks.swap(failure_hooks_);
   }
 
+  // Between two generations of members nothing is a failure of the group.
+  void pause() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    paused_ = true;
+  }
+
+  void resume() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    paused_ = false;
+    error_ = c10d::ErrorType::SUCCESS;
+  }
+
   c10d::ErrorType error() {
     std::lock_guard<std::mutex> lock(mutex_);
     return error_;
@@ -138,6 +150,7 @@ class Group {
   std::mutex mutex_;
   std::condition_variable all_ended_;
   size_t in_flight_ = 0;
+  bool paused_ = false;
   c10d::ErrorType error_ = c10d::ErrorType::SUCCESS;
   Hook hook_;
   std::map<int64_t, FailureHook> failure_hooks_;

@@ -23,8 +23,13 @@ c10::intrusive_ptr<NcclxBackend> create_backend(const c10d::DistributedBackendOp
   if (!given) options->timeout = timeout;
   options->group_name = opts.group_id;
   for (int64_t rank : opts.global_ranks_in_group) options->global_ranks_in_group.push_back(rank);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  const bool joins = !opts.enable_reconfigure;
+#else
+  const bool joins = true;
+#endif
   return c10::make_intrusive<NcclxBackend>(g_engine, opts.store, opts.group_rank, opts.group_size, opts.group_id,
-                                           options);
+                                           options, joins);
 }
 
 template <NcclxKind kind>
@@ -55,6 +60,9 @@ void define(py::module_& m) {
       .def("get_error", &NcclxBackend::getError)
       .def("_host", &NcclxBackend::host, py::arg("rank"))
       .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"))
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+      .def("_members_meet", &NcclxBackend::members_meet, py::arg("handle"), py::arg("meet"))
+#endif
       .def("_message",
            [](NcclxBackend& self, bool sends, at::Tensor tensor, int peer, int tag, Milliseconds timeout) {
              Tensors tensors{std::move(tensor)};

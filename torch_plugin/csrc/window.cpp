@@ -8,7 +8,7 @@ uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
   operands.lend(tensor, "tensor");
   uint64_t window = 0;
   NcclxError error;
-  const int32_t status = engine_->window_register(comm_, operands.outputs().data(), &window, &error);
+  const int32_t status = engine_->window_register(comm()->get(), operands.outputs().data(), &window, &error);
   if (status != NCCLX_OK) raise(status, error.text);
   std::lock_guard<std::mutex> lock(windows_mutex_);
   if (owning) windows_.emplace(window, tensor);
@@ -17,7 +17,7 @@ uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
 
 void NcclxBackend::deregister_window(uint64_t window) {
   NcclxError error;
-  const int32_t status = engine_->window_deregister(comm_, window, &error);
+  const int32_t status = engine_->window_deregister(comm()->get(), window, &error);
   at::Tensor kept;  // dropped without the lock
   {
     std::lock_guard<std::mutex> lock(windows_mutex_);

@@ -72,6 +72,12 @@ def create(options: Any, pg_options: Any = None) -> Any:
             f"got {type(pg_options).__name__}"
         )
     backend = module.create_backend(options, pg_options)
+    if getattr(options, "enable_reconfigure", False):
+        # Not before it is needed: it needs all of torch.distributed.
+        from ncclx_rs._reconfigure import Endpoint
+
+        endpoint = Endpoint()
+        backend._members_meet(endpoint.handle, endpoint.meet)
     if not _alive:
         atexit.register(_shut_down)
     _alive.add(backend)

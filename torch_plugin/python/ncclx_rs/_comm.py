@@ -293,12 +293,12 @@ class TorchComm(Operations):
             raise RuntimeError("reconfigure: the communicator was made without enable_reconfigure=True")
         if self._state == "finalized":
             raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
-        members = _reconfigure.membership(init_handles, self.get_init_handle())
+        self.get_init_handle()
+        assert self._endpoint is not None
         options = copy.copy(self._options)
         options.timeout = timeout or self._options.timeout
         options.hints = {**self._options.hints, **(hints or {})}
-        options.rank, options.size = members.index(self.get_init_handle()), len(members)
-        options.store = _reconfigure.meeting_place(uuid, members, options.timeout)
+        options.store, options.rank, options.size = self._endpoint.meet(uuid, init_handles, options.timeout)
         self._state = "not reconfigured yet"
         self._impl.reconfigure(options)
         self._options.rank, self._options.size, self._options.store = options.rank, options.size, options.store

@@ -29,8 +29,25 @@ class Endpoint:
         self._store = c10d.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         self.handle = f"{_VERSION}:{secrets.token_hex(16)}:{_address()}:{self._store.port}"
 
+    def meet(
+        self, uuid: int, handles: Sequence[InitHandle] | Set[InitHandle], timeout: timedelta
+    ) -> tuple[c10d.Store, int, int]:
+        """Where the members of one generation find each other, this process's rank among them, and their number.
 
-def membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle) -> list[InitHandle]:
+        Args:
+            uuid: the generation.
+            handles: every member's; a list gives the ranks in its order, a set leaves that open.
+            timeout: how long the first member's store may take to answer.
+
+        Raises:
+            RuntimeError: handles are repeated or are none, or this process is not among them.
+            torch.distributed.DistNetworkError: the first member's store does not answer.
+        """
+        members = _membership(handles, self.handle)
+        return _meeting_place(uuid, members, timeout), members.index(self.handle), len(members)
+
+
+def _membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle) -> list[InitHandle]:
     """The members in the order of their ranks: that of a list; of a set, the same one everywhere.
 
     Raises:
@@ -46,7 +63,7 @@ def membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle)
     return members
 
 
-def meeting_place(uuid: int, members: Sequence[InitHandle], timeout: timedelta) -> c10d.Store:
+def _meeting_place(uuid: int, members: Sequence[InitHandle], timeout: timedelta) -> c10d.Store:
     """Where the members of one generation find each other."""
     host, port = _location(members[0])
     digest = hashlib.sha256(" ".join(members).encode()).hexdigest()

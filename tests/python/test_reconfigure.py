@@ -1,0 +1,108 @@
+"""Process groups whose members change, through the interface that PyTorch has for that from version 2.14 on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, fresh_store, leaving_together
+
+pytestmark = [
+    pytest.mark.worlds(sizes=(3,), modes=("shm", "tcp")),
+    pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="this PyTorch cannot reconfigure process groups"),
+]
+
+
+def begin(rank: int, size: int) -> dist.Store:
+    """Makes the default group, without members yet."""
+    limit = timedelta(seconds=20)
+    store = fresh_store()
+    dist.init_process_group("ncclx_rs", store=store, rank=rank, world_size=size, timeout=limit, enable_reconfigure=True)
+    return store
+
+
+def handles(store: dist.Store, rank: int, size: int) -> list[str]:
+    store.set(f"handle{rank}", dist._get_reconfigure_handle())
+    return [store.get(f"handle{rank}").decode() for rank in range(size)]
+
+
+def assert_sum(size: int) -> None:
+    tensor = torch.ones(1000)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(size)] * 1000
+
+
+def members_change(rank: int, size: int) -> None:
+    everyone = handles(begin(rank, size), rank, size)
+    assert dist._supports_reconfigure()
+    with pytest.raises(RuntimeError, match="has no members: call reconfigure first"):
+        dist.all_reduce(torch.ones(1))
+    with pytest.raises(RuntimeError, match="`init_handles`"):
+        dist._reconfigure(1, [*everyone, everyone[0]])
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    dist._reconfigure(1, everyone).wait()
+    assert (backend.rank(), backend.size()) == (rank, size)
+    assert_sum(size)
+    dist._reconfigure(2, everyone[::-1], timeout=timedelta(seconds=10), hints={"transport": "tcp"}).wait()
+    assert backend.rank() == size - 1 - rank
+    assert_sum(size)
+    if rank < 2:  # without the last one, which has a group of its own meanwhile
+        dist._reconfigure(3, set(everyone[:2])).wait()
+        assert_sum(2)
+    else:
+        dist._reconfigure(4, [everyone[2]]).wait()
+        assert_sum(1)
+    dist._reconfigure(5, everyone).wait()
+    assert_sum(size)
+
+
+def what_is_in_flight_ends(rank: int, size: int) -> None:
+    everyone = handles(begin(rank, size), rank, size)
+    dist._reconfigure(1, everyone).wait()
+    work = dist.irecv(torch.empty(5), (rank + 1) % size)
+    dist.barrier()
+    dist._reconfigure(2, everyone).wait()
+    assert work is not None
+    with pytest.raises(dist.DistBackendError, match="reconfigured|is lost"):
+        work.wait()
+    assert_sum(size)
+
+
+def survivors_go_on(rank: int, size: int) -> None:
+    everyone = handles(begin(rank, size), rank, size)
+    dist._reconfigure(1, everyone).wait()
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with leaving_together(range(1, size)):
+        with pytest.raises(dist.DistBackendError, match="rank 0"):
+            while True:
+                dist.all_reduce(torch.ones(100))
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.get_error() != type(backend.get_error()).SUCCESS
+        dist._reconfigure(2, everyone[1:]).wait()
+        assert backend.get_error() == type(backend.get_error()).SUCCESS
+        assert_sum(size - 1)
+
+
+def groups_of_other_kinds_refuse(rank: int, size: int) -> None:
+    dist.init_process_group("ncclx_rs", store=fresh_store(), rank=rank, world_size=size)
+    for call in (dist._get_reconfigure_handle, lambda: dist._reconfigure(1, ["x"])):
+        with pytest.raises(RuntimeError, match="made without enable_reconfigure=True"):
+            call()
+    assert_sum(size)
+
+
+@pytest.mark.parametrize(
+    "check", [members_change, what_is_in_flight_ends, groups_of_other_kinds_refuse], ids=lambda check: check.__name__
+)
+def test_reconfigure(world: World, check) -> None:
+    world.run(check, join=False)
+
+
+def test_survivors_go_on(fresh_world: World) -> None:
+    fresh_world.run(survivors_go_on, join=False, dies={0})
