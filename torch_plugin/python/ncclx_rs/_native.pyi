@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as _C10dBackend
-from torch._C._distributed_c10d import Store as _Store
 from torch._C._distributed_c10d import ErrorType as _ErrorType
 from torch._C._distributed_c10d import Store as _Store
 
