@@ -172,6 +172,26 @@ def test_a_variable_makes_it_the_default() -> None:
     assert printed("import ncclx_rs, torch; ncclx_rs.set_default('cpu')" + DEFAULT) == "ncclx_rs"
 
 
+GROUPS = """
+import torch.distributed as dist
+for backend in {backends}:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group(backend={other!r})
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("backends", "other", "warned"), [("(None, 'ncclx_rs')", None, 0), ("('gloo',)", "gloo", 2)])
+def test_groups_of_another_backend_than_the_default_are_warned_about(backends: str, other: str, warned: int) -> None:
+    program = GROUPS.format(backends=backends, other=other)
+    done = python(program, NCCLX_RS_DEFAULT="cpu", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("ncclx_rs was made the default for cpu tensors, and this group does not") == warned, (
+        done.stderr
+    )
+    assert "does not run on it" not in python(program).stderr
+
+
 def test_a_wrong_default_is_a_warning_and_torch_loads() -> None:
     done = python("import torch; print('loaded')", NCCLX_RS_DEFAULT="tpu")
     assert done.returncode == 0 and done.stdout.strip() == "loaded"

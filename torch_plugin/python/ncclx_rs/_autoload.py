@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 _DEVICES = ("cpu", "cuda")
@@ -57,6 +59,46 @@ def set_default(*devices: str) -> None:
             raise ValueError(f"ncclx_rs: set_default: expected one of {', '.join(_DEVICES)}, got {device!r}")
     for device in devices:
         dist.Backend.default_device_backend_map[device] = "ncclx_rs"
+        _expected.add(device)
+    if _expected:
+        _check_groups()
+
+
+# The devices for whose tensors `set_default` has asked for this backend.
+_expected: set[str] = set()
+
+
+def _check_groups() -> None:
+    """Has the functions that make groups warn where a program names another backend than this default."""
+    import torch.distributed as dist
+
+    for name in ("init_process_group", "new_group"):
+        original = getattr(dist, name)
+        if not hasattr(original, "_ncclx_rs_checked"):
+            setattr(dist, name, _checked(name, original))
+
+
+def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        made = original(*args, **kwargs)
+        group = dist.group.WORLD if name == "init_process_group" else made
+        if isinstance(group, dist.ProcessGroup):
+            backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+            for device in sorted(_expected & backends.keys()):
+                if backends[device] not in ("ncclx_rs", "ncclx"):
+                    warnings.warn(
+                        f"ncclx_rs was made the default for {device} tensors, and this group does not run on it: "
+                        f"{name} was asked for `{backends[device]}` by name",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+        return made
+
+    make._ncclx_rs_checked = True  # type: ignore[attr-defined]  # functions take any
+    return make
 
 
 def _create(options: Any, pg_options: Any = None) -> Any:
