@@ -28,7 +28,7 @@ from test_failures import names
 FAULTS = int(os.environ.get("NCCLX_RS_CHAOS_FAULTS", "50"))
 SEED = int(os.environ.get("NCCLX_RS_CHAOS_SEED", "1"))
 # How long ranks wait for each other, where one may never come, and for an operation, which a stopped one never ends.
-JOINING, OPERATION = timedelta(seconds=5), timedelta(seconds=2)
+JOINING, OPERATION = timedelta(seconds=8), timedelta(seconds=4)
 LARGEST = 300_000
 
 # ---- operations, whose results are known ----
@@ -129,7 +129,7 @@ class Fault:
 
     @staticmethod
     def random(members: list[int], choice: random.Random) -> Fault:
-        stage = choice.choices(("joining", "operating", "leaving"), (1, 6, 1))[0]
+        stage = choice.choices(("joining", "operating", "leaving"), (1, 10, 2))[0]
         happen = choice.choices((kill, leave, abort, stop), (4, 2, 2, 1))[0]
         return Fault(choice.choice(members), happen, stage, choice.uniform(0, 0.05 if stage == "joining" else 0.3))
 

@@ -700,6 +700,24 @@ def test_communicator(world: World, check) -> None:
     world.run(check, join=False)
 
 
+@pytest.mark.worlds(sizes=(8,), modes=("shm",))
+@pytest.mark.parametrize(
+    "check",
+    [
+        all_reduce_combines,
+        rooted_operations_serve_every_root,
+        all_to_all_exchanges,
+        messages_and_batches_go_round_a_ring,
+        objects_travel,
+        communicators_split,
+        members_change,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_eight_ranks(world: World, check) -> None:
+    world.run(check, join=False)
+
+
 @pytest.mark.worlds(sizes=(1, 2, 3), modes=("shm",))
 def test_gloo_is_bridged(world: World) -> None:
     world.run(gloo_is_bridged, join=False)
