@@ -270,6 +270,7 @@ impl Communicator {
             }
             let driver: Arc<Driver> = Arc::clone(&self.driver);
             let work = begin(core, driver)?;
+            core.dump_due();
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {
                     if work.is_done() || !core.progress(false) {

@@ -106,6 +106,8 @@ pub(crate) struct Core {
     pub(crate) dump_directory: Option<PathBuf>,
     /// When that was done last.
     pub(crate) dumped: Option<Instant>,
+    /// The failure for which it is to be done.
+    pub(crate) dump_due: Option<String>,
 }
 
 impl Core {
@@ -142,6 +144,7 @@ impl Core {
             recorder: Recorder::default(),
             dump_directory: None,
             dumped: None,
+            dump_due: None,
         }
     }
 
@@ -166,9 +169,9 @@ impl Core {
     pub(crate) fn finish(&mut self, work: Work, result: Result<(), Error>, source: Option<Rank>) {
         let failure = result.as_ref().err().map(Error::to_string);
         self.recorder.ended(work.number(), failure.clone());
-        // Before anybody knows of it. Closing is no failure of its own.
+        // Closing is no failure of its own.
         if let Some(reason) = failure.filter(|_| self.closed.is_none()) {
-            self.dump_failure(&reason);
+            self.dump_due.get_or_insert(reason);
         }
         work.complete(result, source);
         self.finished.push(work);
@@ -209,7 +212,16 @@ impl Core {
         if rare {
             self.check_deadlines(Instant::now());
         }
+        self.dump_due();
         moved
+    }
+
+    /// Writes the flight recorder down after a failure. The others are told of it first, since a folder may be slow.
+    pub(crate) fn dump_due(&mut self) {
+        if let Some(reason) = self.dump_due.take() {
+            (0..self.peers.len()).for_each(|peer| _ = self.pump_out(Rank::from(peer)));
+            self.dump_failure(&reason);
+        }
     }
 
     /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Core::disarm`].
