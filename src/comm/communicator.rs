@@ -313,6 +313,7 @@ impl Communicator {
         let now = Instant::now();
         let settled = |core: &mut Core| core.closed.is_some() || core.is_settled();
         self.driver.drive_until(|driver| driver.with_core(settled), now.checked_add(OPERATIONS_GRACE));
+        self.driver.with_core(Core::take_leave);
         let flushed = |core: &mut Core| core.closed.is_some() || core.flushed();
         self.driver.drive_until(|driver| driver.with_core(flushed), Instant::now().checked_add(PROTOCOL_GRACE));
         self.close("shut down");

@@ -421,7 +421,7 @@ impl Core {
         self.fail_active_with(|operation| Error::PeerLost { operation, rank: rank.0, cause });
     }
 
-    fn everyone_else(&self) -> Vec<Rank> {
+    pub(crate) fn everyone_else(&self) -> Vec<Rank> {
         let all = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
         if self.size() <= TELL_ALL_UP_TO {
             all.collect()

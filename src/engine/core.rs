@@ -38,6 +38,10 @@ pub(crate) struct Peer {
     ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
     lost: Option<String>,
+    /// What it said of a loss, for which it will leave.
+    reported: Option<String>,
+    /// The others know that it is lost.
+    told: bool,
     /// One more than the last collective that it is known to have called.
     pub(crate) called: u64,
     /// It cannot read this process's memory.
@@ -98,6 +102,8 @@ pub(crate) struct Core {
     pub(crate) readings: Readings,
     /// Works that ended and whose callbacks have not been run.
     pub(crate) finished: Vec<Work>,
+    /// Why the operation that ended last failed, if it did.
+    failure: Option<String>,
     /// Why nothing can be submitted any more.
     pub(crate) closed: Option<String>,
     ticks: u32,
@@ -139,6 +145,7 @@ impl Core {
             placements: HashMap::new(),
             readings,
             finished: Vec::new(),
+            failure: None,
             closed: None,
             ticks: 0,
             recorder: Recorder::default(),
@@ -170,8 +177,11 @@ impl Core {
         let failure = result.as_ref().err().map(Error::to_string);
         self.recorder.ended(work.number(), failure.clone());
         // Closing is no failure of its own.
-        if let Some(reason) = failure.filter(|_| self.closed.is_none()) {
-            self.dump_due.get_or_insert(reason);
+        if self.closed.is_none() {
+            if let Some(reason) = &failure {
+                self.dump_due.get_or_insert_with(|| reason.clone());
+            }
+            self.failure = failure;
         }
         work.complete(result, source);
         self.finished.push(work);
@@ -257,6 +267,7 @@ impl Core {
         if self.closed.is_some() {
             return;
         }
+        self.take_leave();
         self.closed = Some(how.to_owned());
         self.close_collectives(how);
         self.close_messages(how);
@@ -270,6 +281,18 @@ impl Core {
         }
         self.peers.iter_mut().for_each(|peer| *peer = Peer { lost: Some(how.to_owned()), ..Peer::default() });
         self.transports.clear();
+    }
+
+    /// Tells those that would see this rank leave that it does so after a failure, and which: it is not the one to look
+    /// for.
+    pub(crate) fn take_leave(&mut self) {
+        let Some(failure) = self.failure.take() else { return };
+        let next = self.collectives.next_sequence();
+        for peer in self.everyone_else() {
+            if self.peers[peer.index()].outbox.is_open() && self.lost(peer).is_none() {
+                self.send_failure(peer, Failed::Collective(next), Scope::Communicator, &failure);
+            }
+        }
     }
 
     /// Whether every byte that should has left this process.
@@ -370,6 +393,20 @@ impl Core {
         }
     }
 
+    /// Tells the others that `lost` is, as a message or an access to a window has found out: collectives that it has not
+    /// called cannot complete. Those that fail here tell for themselves.
+    pub(crate) fn report_lost(&mut self, lost: Rank, error: &Error) {
+        let entry = &mut self.peers[lost.index()];
+        if std::mem::replace(&mut entry.told, true) {
+            return;
+        }
+        let first = entry.called.max(self.collectives.next_sequence());
+        let text = error.to_string();
+        for peer in self.everyone_else().into_iter().filter(|peer| *peer != lost) {
+            self.send_failure(peer, Failed::Collective(first), Scope::Communicator, &text);
+        }
+    }
+
     /// Drops everything of `op`: nothing of the engine refers to its memory afterwards.
     pub(crate) fn cancel(&mut self, op: OpRef) {
         self.drop_announced(|announced| announced.owner.op == op);
@@ -399,11 +436,16 @@ impl Core {
         if entry.lost.is_some() {
             return;
         }
-        log::debug!("communicator `{}` rank {}: rank {peer} is lost: {down}", self.name, self.me);
-        entry.lost = Some(down.cause.clone());
-        self.lose_messages(peer, &down.cause);
-        self.lose_collectives(peer, &down.cause);
-        self.lose_accesses(peer, &down.cause);
+        // Who leaves because another rank is lost is not the one to look for.
+        let cause = match &entry.reported {
+            Some(report) => format!("{}, after it had reported: {report}", down.cause),
+            None => down.cause.clone(),
+        };
+        log::debug!("communicator `{}` rank {}: rank {peer} is lost: {cause}", self.name, self.me);
+        entry.lost = Some(cause.clone());
+        self.lose_messages(peer, &cause);
+        self.lose_collectives(peer, &cause);
+        self.lose_accesses(peer, &cause);
         self.drop_announced(|announced| announced.to == peer);
         self.readings.lose(peer);
         let entry = &mut self.peers[peer.index()];
@@ -587,6 +629,9 @@ impl Core {
         match (header.kind, sink) {
             (FrameKind::Fail, Sink::Heap(text)) => {
                 let text = String::from_utf8_lossy(&text).into_owned();
+                if header.lane == Lane::Collective && header.index == Scope::Communicator as u32 {
+                    self.peers[from.index()].reported = Some(text.clone());
+                }
                 match header.lane {
                     Lane::Collective => self.collective_failed_elsewhere(from, header, text),
                     Lane::PointToPoint => self.message_failed_elsewhere(from, header.token, &text),

@@ -303,7 +303,10 @@ impl Core {
     }
 
     fn fail_message_lost(&mut self, id: u64, rank: Rank, cause: String) {
-        self.fail_message(id, |operation| Error::PeerLost { operation, rank: rank.0, cause });
+        let Some(op) = self.messages.in_flight.get(&id) else { return };
+        let error = Error::PeerLost { operation: op.call.to_string(), rank: rank.0, cause };
+        self.fail_message(id, |_| error.clone());
+        self.report_lost(rank, &error);
     }
 
     pub(crate) fn message_failed_elsewhere(&mut self, from: Rank, token: u64, text: &str) {

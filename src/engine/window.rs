@@ -345,7 +345,10 @@ impl Core {
     }
 
     fn fail_access_lost(&mut self, id: u64, rank: Rank, cause: &str) {
-        self.fail_access(id, |operation| Error::PeerLost { operation, rank: rank.0, cause: cause.to_owned() });
+        let Some(op) = self.windows.in_flight.get(&id) else { return };
+        let error = Error::PeerLost { operation: op.call.to_string(), rank: rank.0, cause: cause.to_owned() };
+        self.fail_access(id, |_| error.clone());
+        self.report_lost(rank, &error);
     }
 
     pub(crate) fn access_failed_elsewhere(&mut self, id: u64, text: &str) {
