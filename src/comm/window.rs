@@ -5,7 +5,6 @@ use std::time::Duration;
 use crate::buffer::Buffer;
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
-use crate::engine::call::Call;
 use crate::engine::memory::{Region, Words};
 use crate::engine::window::{Access, AccessRequest};
 use crate::error::{Error, UsageError};
@@ -77,14 +76,8 @@ impl Communicator {
                 expected: format!("a range inside the window of rank {peer}"),
                 got,
             })?;
-            let (call, bytes) = match &access {
-                Access::Put { from, .. } => (Call::Put { bytes: from.len(), to: peer, window }, from.len()),
-                Access::Get { into, .. } => (Call::Get { bytes: into.len(), from: peer, window }, into.len()),
-                Access::Signal => (Call::Signal { to: peer, window }, 0),
-                Access::WaitSignal => (Call::WaitSignal { from: peer, window }, 0),
-            };
-            let work = core.begin(driver, call, bytes);
-            core.submit_access(AccessRequest { call, window, peer, access, timeout, work: work.clone() });
+            let work = core.begin(driver, access.call(peer, window), access.bytes());
+            core.submit_access(AccessRequest { window, peer, access, timeout, work: work.clone() });
             Ok(work)
         })
     }

@@ -32,9 +32,28 @@ pub(crate) enum Access {
     WaitSignal,
 }
 
+impl Access {
+    /// The operation that does this to `peer`'s part of `window`.
+    pub(crate) fn call(&self, peer: Rank, window: WindowId) -> Call {
+        match self {
+            Access::Put { from, .. } => Call::Put { bytes: from.len(), to: peer, window },
+            Access::Get { into, .. } => Call::Get { bytes: into.len(), from: peer, window },
+            Access::Signal => Call::Signal { to: peer, window },
+            Access::WaitSignal => Call::WaitSignal { from: peer, window },
+        }
+    }
+
+    /// How much of this process's memory it reads or writes.
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            Access::Put { from: region, .. } | Access::Get { into: region, .. } => region.len(),
+            Access::Signal | Access::WaitSignal => 0,
+        }
+    }
+}
+
 /// A one-sided operation as it is submitted.
 pub(crate) struct AccessRequest {
-    pub(crate) call: Call,
     pub(crate) window: WindowId,
     pub(crate) peer: Rank,
     pub(crate) access: Access,
@@ -42,23 +61,20 @@ pub(crate) struct AccessRequest {
     pub(crate) work: Work,
 }
 
-/// What an operation in flight is, without its memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Put,
-    Get,
-    Signal,
-    WaitSignal,
-}
-
 /// An operation in flight.
 struct InFlight {
     call: Call,
-    kind: Kind,
     window: WindowId,
     peer: Rank,
     deadline: Option<Instant>,
     work: Work,
+}
+
+impl InFlight {
+    /// Whether it is for the peer to take or to answer.
+    fn accesses_peer(&self) -> bool {
+        !matches!(self.call, Call::WaitSignal { .. })
+    }
 }
 
 /// This rank's part of a window.
@@ -112,7 +128,7 @@ impl Windows {
 
     /// Whether this rank has something on its way to other ranks' parts of `window`.
     pub(crate) fn accesses_peers(&self, window: WindowId) -> bool {
-        self.in_flight.values().any(|op| op.window == window && op.kind != Kind::WaitSignal)
+        self.in_flight.values().any(|op| op.window == window && op.accesses_peer())
     }
 
     /// The id that the next operation gets.
@@ -151,16 +167,11 @@ impl Core {
     pub(crate) fn submit_access(&mut self, request: AccessRequest) {
         let id = self.windows.next;
         self.windows.next += 1;
-        let AccessRequest { call, window, peer, access, timeout, work } = request;
-        let kind = match &access {
-            Access::Put { .. } => Kind::Put,
-            Access::Get { .. } => Kind::Get,
-            Access::Signal => Kind::Signal,
-            Access::WaitSignal => Kind::WaitSignal,
-        };
+        let AccessRequest { window, peer, access, timeout, work } = request;
+        let call = access.call(peer, window);
         let deadline = deadline(Instant::now(), timeout);
-        self.windows.in_flight.insert(id, InFlight { call, kind, window, peer, deadline, work });
-        if kind == Kind::WaitSignal {
+        self.windows.in_flight.insert(id, InFlight { call, window, peer, deadline, work });
+        if matches!(access, Access::WaitSignal) {
             self.wait_for_signal(id, window, peer);
         } else if peer == self.me {
             self.access_self(id, window, access);
@@ -392,13 +403,13 @@ impl Core {
         for id in self.accesses(|op| op.deadline.is_some_and(|deadline| deadline <= now)) {
             let Some(op) = self.windows.in_flight.get(&id) else { continue };
             let (peer, waited) = (op.peer, op.work.age());
-            let detail = match op.kind {
-                Kind::Put | Kind::Signal => format!("rank {peer} did not take it"),
-                Kind::Get => format!("rank {peer} did not answer"),
-                Kind::WaitSignal => format!("rank {peer} did not signal"),
+            let detail = match op.call {
+                Call::Get { .. } => format!("rank {peer} did not answer"),
+                Call::WaitSignal { .. } => format!("rank {peer} did not signal"),
+                _ => format!("rank {peer} did not take it"),
             };
-            let later = match op.kind {
-                Kind::Put => self.accesses(|op| op.peer == peer && op.kind != Kind::WaitSignal),
+            let later = match op.call {
+                Call::Put { .. } => self.accesses(|op| op.peer == peer && op.accesses_peer()),
                 _ => Vec::new(),
             };
             self.fail_access(id, |operation| Error::Timeout { operation, waited, detail });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
 import sys
@@ -50,7 +51,6 @@ class TorchComm(Operations):
         # Its ranks as the communicator that all others were split from numbers them.
         self._members = list(range(self._size))
         self._state = "not reconfigured yet" if options.enable_reconfigure else "ready"
-        self._endpoint: _reconfigure.Endpoint | None = None
         self._splits: Counter[str] = Counter()
         self._pre_hooks: _hooks.HookList[OpName, int, Any] = _hooks.HookList()
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
@@ -257,9 +257,11 @@ class TorchComm(Operations):
         """
         if not hasattr(self._impl, "reconfigure"):
             raise RuntimeError(f"getInitHandle not implemented by the backend {self.get_backend()}")
-        if self._endpoint is None:
-            self._endpoint = _reconfigure.Endpoint()
         return self._endpoint.handle
+
+    @functools.cached_property
+    def _endpoint(self) -> _reconfigure.Endpoint:
+        return _reconfigure.Endpoint()
 
     def reconfigure(
         self,
@@ -293,8 +295,6 @@ class TorchComm(Operations):
             raise RuntimeError("reconfigure: the communicator was made without enable_reconfigure=True")
         if self._state == "finalized":
             raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
-        self.get_init_handle()
-        assert self._endpoint is not None
         options = copy.copy(self._options)
         options.timeout = timeout or self._options.timeout
         options.hints = {**self._options.hints, **(hints or {})}

@@ -30,7 +30,7 @@ def text(verdict: Verdict) -> str:
 
 
 def _stragglers(verdict: Verdict) -> list[str]:
-    late = sorted((straggler for straggler in verdict.stragglers), key=lambda straggler: -straggler.mean)[:3]
+    late = sorted(verdict.stragglers, key=lambda straggler: -straggler.mean)[:3]
     if not late:
         return []
     hosts = {dump.host for dump in verdict.communicator.dumps.values()}
