@@ -71,7 +71,7 @@ options! {
         "Where the flight recorder is written when an operation fails or the communicator is aborted amid one.";
     dump_signal: Option<DumpSignal>, "dump_signal", "", &[],
         "The signal at which the flight recorder is written to `dump_directory`, too.";
-    shm_ring_bytes: RingBytes, "shm_ring_bytes", "131072", &[],
+    shm_ring_bytes: RingBytes, "shm_ring_bytes", "262144", &[],
         "The shared memory between each pair of ranks that talk on a host.";
     spin: Spin, "spin_microseconds", "auto", &[],
         "How long a waiting thread polls before it sleeps; auto is 50 when the host has a core for each of its ranks, \
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(config.timeout, Duration::from_millis(2500));
         assert_eq!(config.connect_timeout, Duration::from_secs(300));
         assert_eq!(config.host_id, None);
-        assert_eq!(Config::default().shm_ring_bytes.get(), 131072);
+        assert_eq!(Config::default().shm_ring_bytes.get(), 262144);
     }
 
     #[test]

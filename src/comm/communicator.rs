@@ -137,6 +137,7 @@ impl Communicator {
         core.dump_directory = config.dump_directory.map(PathBuf::from);
         core.eager_bytes = config.eager_bytes;
         core.single_copy_bytes = config.single_copy_bytes;
+        core.crowded = spin.is_zero();
         core.algorithm = config.algorithm;
         let driver = Driver::new(core, poller, spin);
         let signal = config.dump_signal.map(DumpSignal::number);

@@ -1,7 +1,9 @@
 //! Collectives: one at a time, in the order issued, each by its plan.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
+
+use rustc_hash::FxHashMap;
 
 use crate::algo::{Collective, Setting};
 use crate::engine::core::{Core, Failed, control, deadline};
@@ -60,12 +62,14 @@ pub(crate) struct Collectives {
     queue: VecDeque<Request>,
     active: Option<Active>,
     /// Receives of the active collective that wait, with their steps.
-    posted: HashMap<Key, StepId>,
-    arrived: HashMap<Key, (Signature, Arrived)>,
+    posted: FxHashMap<Key, StepId>,
+    arrived: FxHashMap<Key, (Signature, Arrived)>,
     /// Collectives that other ranks gave up before this rank came to them.
     failed: BTreeMap<u64, (Rank, String)>,
     plans: PlanCache,
     scratch: Scratch,
+    /// `blocked` and `ready` of the collective before, to be used again.
+    spare: (Vec<u32>, VecDeque<StepId>),
 }
 
 impl Collectives {
@@ -133,15 +137,16 @@ impl Core {
         let premultiply = matches!(request.reduce, Some(ReduceOp::PreMulSum(_)));
         let setting = Setting { me: self.me, topo: &self.topo, element, premultiply };
         let forced = self.algorithm.as_deref();
-        let plan = self.collectives.plans.plan(request.collective.clone(), setting, forced);
+        let plan = self.collectives.plans.plan(&request.collective, setting, forced);
         let spaces = Spaces {
             input: request.input.clone(),
             output: request.output.clone(),
             scratch: self.collectives.scratch.region(plan.schedule.scratch * element),
             element,
         };
-        let blocked: Vec<u32> = plan.schedule.steps.iter().map(|step| step.after.len() as u32).collect();
-        let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
+        let (mut blocked, mut ready) = std::mem::take(&mut self.collectives.spare);
+        blocked.clone_from(&plan.blocked);
+        ready.extend(&plan.ready);
         let now = Instant::now();
         self.recorder.started(request.work.number(), now);
         let deadline = deadline(now, request.timeout);
@@ -387,12 +392,14 @@ impl Core {
     // ---- ends ----
 
     fn finish_active(&mut self, result: Result<(), Error>) {
-        let Some(active) = self.collectives.active.take() else { return };
+        let Some(mut active) = self.collectives.active.take() else { return };
         if result.is_err() {
             self.cancel(OpRef::Collective(active.sequence));
             self.collectives.posted.clear();
             self.collectives.arrived.retain(|(_, sequence, _), _| *sequence > active.sequence);
         }
+        active.ready.clear();
+        self.collectives.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
         let work = active.request.work.clone();
         drop(active);
         self.finish(work, result, None);

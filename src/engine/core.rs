@@ -1,12 +1,14 @@
 //! All state of a communicator's operations, and the loop that moves it forward.
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
+
 use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
-use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Header, Lane, Scope, Signature};
+use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Grant, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Event, Inbox, Placement, Sink};
 use crate::engine::lending::Readings;
 use crate::engine::message::Messages;
@@ -33,7 +35,7 @@ pub(crate) struct Route {
 #[derive(Default)]
 pub(crate) struct Peer {
     outbox: Outbox,
-    pub(crate) inbox: Option<Inbox>,
+    pub(crate) inbox: Option<Box<Inbox>>,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
     ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
@@ -76,6 +78,9 @@ impl Announced {
     }
 }
 
+/// Works that ended: mostly one a turn.
+pub(crate) type Finished = SmallVec<[Work; 1]>;
+
 /// What a communicator's operations share.
 pub(crate) struct Core {
     pub(crate) me: Rank,
@@ -86,6 +91,8 @@ pub(crate) struct Core {
     pub(crate) eager_bytes: usize,
     /// Longer messages are offered to be read where they lie.
     pub(crate) single_copy_bytes: usize,
+    /// The host has more ranks than cores.
+    pub(crate) crowded: bool,
     /// The algorithm that the configuration forces, where it has one for the shape.
     pub(crate) algorithm: Option<String>,
     transports: Vec<Box<dyn Transport>>,
@@ -95,13 +102,13 @@ pub(crate) struct Core {
     pub(crate) messages: Messages,
     pub(crate) windows: Windows,
     /// Own long messages that are announced, by token.
-    pub(crate) announced: HashMap<u64, Announced>,
+    pub(crate) announced: FxHashMap<u64, Announced>,
     next_token: u64,
     /// Places for long messages that were granted, by sender and token.
-    placements: HashMap<(Rank, u64), Placement>,
+    placements: FxHashMap<(Rank, u64), Placement>,
     pub(crate) readings: Readings,
     /// Works that ended and whose callbacks have not been run.
-    pub(crate) finished: Vec<Work>,
+    pub(crate) finished: Finished,
     /// Why the operation that ended last failed, if it did.
     failure: Option<String>,
     /// Why nothing can be submitted any more.
@@ -133,6 +140,7 @@ impl Core {
             topo,
             eager_bytes: 8192,
             single_copy_bytes: 0,
+            crowded: false,
             algorithm: None,
             transports,
             routes,
@@ -140,11 +148,11 @@ impl Core {
             collectives: Collectives::default(),
             messages: Messages::new(),
             windows: Windows::default(),
-            announced: HashMap::new(),
+            announced: FxHashMap::default(),
             next_token: 0,
-            placements: HashMap::new(),
+            placements: FxHashMap::default(),
             readings,
-            finished: Vec::new(),
+            finished: Finished::new(),
             failure: None,
             closed: None,
             ticks: 0,
@@ -238,7 +246,7 @@ impl Core {
     pub(crate) fn arm(&mut self) -> bool {
         let mut ready = self.can_read_lent();
         for peer in &mut self.peers {
-            ready |= peer.inbox.as_mut().is_some_and(Inbox::arm);
+            ready |= peer.inbox.as_mut().is_some_and(|inbox| inbox.arm());
             ready |= peer.outbox.is_waiting() && peer.ending.is_none() && peer.outbox.arm();
         }
         ready
@@ -340,8 +348,8 @@ impl Core {
     }
 
     /// Tells the sender of an announced message that there is a place for it.
-    pub(crate) fn grant(&mut self, from: Rank, token: u64, lane: Lane, placement: Placement) {
-        let header = control(FrameKind::Grant, lane, 0, token, placement.filled as u64);
+    pub(crate) fn grant(&mut self, from: Rank, token: u64, lane: Lane, placement: Placement, why: Grant) {
+        let header = Header { index: why as u32, ..control(FrameKind::Grant, lane, 0, token, placement.filled as u64) };
         self.expect(from, token, placement);
         self.send(from, header, Body::Empty, Owner::PROTOCOL);
     }
@@ -460,7 +468,7 @@ impl Core {
             for (from, inlet) in transport.accept() {
                 let peer = &mut self.peers[from.index()];
                 if peer.inbox.is_none() && peer.lost.is_none() {
-                    peer.inbox = Some(Inbox::new(inlet));
+                    peer.inbox = Some(Box::new(Inbox::new(inlet)));
                 } else {
                     log::warn!("communicator `{}`: a second stream from rank {from} was refused", self.name);
                 }
@@ -576,7 +584,7 @@ impl Core {
             (FrameKind::Eager, Lane::PointToPoint) => self.message_arrives(from, header),
             (FrameKind::Announce, Lane::Collective) => self.collective_announced(from, header),
             (FrameKind::Announce, Lane::PointToPoint) => self.message_announced(from, header),
-            (FrameKind::Grant, lane) => self.granted(from, lane, header.token, header.len),
+            (FrameKind::Grant, _) => self.granted(from, header),
             (FrameKind::Taken, _) => {
                 self.taken(header.token);
                 Sink::Discard
@@ -606,17 +614,18 @@ impl Core {
         }
     }
 
-    fn granted(&mut self, from: Rank, lane: Lane, token: u64, offset: u64) -> Sink {
+    fn granted(&mut self, from: Rank, grant: Header) -> Sink {
+        let token = grant.token;
         match self.announced.remove(&token) {
             Some(announced) => {
                 let peer = &mut self.peers[from.index()];
-                peer.cannot_read |= announced.header.location.is_some();
-                let offset = usize::try_from(offset).unwrap_or(usize::MAX).min(announced.body.len());
+                peer.cannot_read |= grant.index == Grant::CannotRead as u32;
+                let offset = usize::try_from(grant.len).unwrap_or(usize::MAX).min(announced.body.len());
                 let header = Header { kind: FrameKind::Data, ..announced.header };
                 peer.outbox.push_from(offset, header, announced.body, announced.owner);
             }
             // A collective's failure was already sent; a message's sender gave up in the meantime.
-            None if lane == Lane::PointToPoint => {
+            None if grant.lane == Lane::PointToPoint => {
                 let text = "the sender gave the message up";
                 self.send_failure(from, Failed::Message(token), Scope::Operation, text);
             }
@@ -692,8 +701,9 @@ pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
     start.checked_add(limit)
 }
 
-/// How many turns pass between checks for new connections, broken ones, and time.
-const RARE_TICKS: u32 = 32;
+/// How many turns pass between checks for new connections, broken ones, and time. They are system calls, which would take
+/// longer than a short operation.
+const RARE_TICKS: u32 = 1024;
 
 /// How long the stream from a peer may outlast the stream to it.
 const LINGER: Duration = Duration::from_millis(500);

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use crate::engine::callbacks;
-use crate::engine::core::Core;
+use crate::engine::core::{Core, Finished};
 use crate::sync::{Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
 use crate::sys::poller::Poller;
 use crate::work::{Drive, Work};
@@ -143,22 +143,30 @@ impl Driver {
 
     /// Drives without sleeping for a while after the last progress. True: done, or out of time.
     fn spin_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) -> bool {
-        let mut quiet_since = Instant::now();
+        let mut quiet_since = None;
         loop {
-            let moved = self.step(false);
-            if done(self) {
-                return true;
+            // Reading the clock takes longer than a turn without news.
+            let mut moved = false;
+            for _ in 0..TURNS_PER_LOOK {
+                moved |= self.step(false);
+                if done(self) {
+                    return true;
+                }
+                if self.spin.is_zero() {
+                    break;
+                }
+                std::hint::spin_loop();
             }
             let now = Instant::now();
             if deadline.is_some_and(|deadline| deadline <= now) {
                 return true;
             }
+            let since = *quiet_since.get_or_insert(now);
             if moved {
-                quiet_since = now;
-            } else if now - quiet_since >= self.spin {
+                quiet_since = Some(now);
+            } else if now - since >= self.spin {
                 return false;
             }
-            std::hint::spin_loop();
         }
     }
 
@@ -260,9 +268,12 @@ impl Drive for Driver {
 
 /// Sees that callbacks are run, but not here: a callback may wait for progress, which is this thread's to make. Threads
 /// that wait for a work run its callbacks themselves.
-fn hand_to_callers(finished: Vec<Work>) {
+fn hand_to_callers(finished: Finished) {
     finished.into_iter().filter(Work::wants_callbacks_run).for_each(callbacks::run_elsewhere);
 }
+
+/// How many turns a thread that spins makes before it looks at the clock.
+const TURNS_PER_LOOK: usize = 16;
 
 /// How often a thread that waits for the turn looks at its work again.
 const TURN_CHECK: Duration = Duration::from_millis(20);

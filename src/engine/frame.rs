@@ -30,7 +30,8 @@ pub(crate) enum FrameKind {
     Eager = 1,
     /// A message of `len` bytes waits at the sender under `token`, in its memory at `location` if there is one.
     Announce = 2,
-    /// The receiver is ready for the message `token` of the frame's addressee, from byte `len` on.
+    /// The receiver is ready for the message `token` of the frame's addressee, from byte `len` on; `index` is a
+    /// [`Grant`].
     Grant = 3,
     /// The next bytes of the message `token` of the frame's sender.
     Data = 4,
@@ -68,6 +69,16 @@ impl FrameKind {
         FrameKind::Taken,
         FrameKind::Withdrawn,
     ];
+}
+
+/// Why a message is asked for, although its announcement may have said where it lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Grant {
+    /// It could not be read, or that is the faster way.
+    Chosen = 0,
+    /// The receiver cannot read its sender's memory at all.
+    CannotRead = 1,
 }
 
 /// What a failure takes with it.

@@ -170,7 +170,8 @@ fn receive(inlet: &mut dyn Inlet, sink: &mut Sink, left: usize) -> Result<usize,
         }
         Sink::Place(placement) => {
             let bytes = inlet.peek()?;
-            let available = bytes.len().min(left);
+            // In runs, so that the sender gets room while the rest is combined.
+            let available = bytes.len().min(left).min(COMBINE_BYTES);
             let taken = placement.take(&bytes[..available]);
             inlet.consume(taken);
             Ok(taken)
@@ -182,3 +183,6 @@ fn receive(inlet: &mut dyn Inlet, sink: &mut Sink, left: usize) -> Result<usize,
         }
     }
 }
+
+/// How much is combined at a time.
+const COMBINE_BYTES: usize = 32 * 1024;

@@ -11,7 +11,7 @@
 use std::io;
 
 use crate::engine::core::{Announced, Core, control};
-use crate::engine::frame::{FrameKind, Lane};
+use crate::engine::frame::{FrameKind, Grant, Lane};
 use crate::engine::inbox::{Arrival, Inbox, Placement};
 use crate::engine::outbox::{Body, OpRef, Owner};
 use crate::transport::Location;
@@ -127,10 +127,22 @@ impl Core {
     /// Has a place for a message that was announced.
     pub(crate) fn take_up(&mut self, from: Rank, offer: Offer, lane: Lane, placement: Placement) {
         match offer.location {
-            None => self.grant(from, offer.token, lane, placement),
-            Some(location) => {
+            Some(location) if self.prefers_reading(from, location, &placement) => {
                 self.readings.list.push(Reading { from, token: offer.token, lane, location, placement });
             }
+            _ => self.grant(from, offer.token, lane, placement, Grant::Chosen),
+        }
+    }
+
+    /// Whether one copy by this rank is faster than two, of which the sender makes one. They overlap run by run in a
+    /// ring that stays in the processors' caches, if the sender has a core to itself and nothing else to do.
+    fn prefers_reading(&self, from: Rank, location: Location, placement: &Placement) -> bool {
+        match placement.arrival {
+            _ if self.crowded || location.segment.is_some() => true,
+            // Combined as they come out of the ring, elements are not copied here at all.
+            Arrival::Reduce(..) => false,
+            Arrival::Store if placement.region.len() < OVERLAP_BYTES => true,
+            Arrival::Store => self.announced.values().any(|announced| announced.to == from),
         }
     }
 
@@ -165,7 +177,7 @@ impl Core {
                 Err(error) => {
                     let Reading { from, token, lane, placement, .. } = self.readings.list.remove(index);
                     log::debug!("rank {}: the memory of rank {from} cannot be read: {error}", self.me);
-                    self.grant(from, token, lane, placement);
+                    self.grant(from, token, lane, placement, Grant::CannotRead);
                 }
             }
             moved = true;
@@ -189,7 +201,7 @@ impl Core {
         match self.readings.list.iter().position(is_it) {
             Some(index) => {
                 let Reading { lane, placement, .. } = self.readings.list.remove(index);
-                self.grant(from, token, lane, placement);
+                self.grant(from, token, lane, placement, Grant::Chosen);
             }
             None => {
                 self.collectives.forget_address(from, token);
@@ -248,6 +260,9 @@ fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut 
     }
     Ok(if placement.is_full() { Read::All } else { Read::Some })
 }
+
+/// From which length on two copies that overlap are faster than one.
+const OVERLAP_BYTES: usize = 256 * 1024;
 
 /// How much of a message is read before other messages get their turn.
 const BYTES_PER_TURN: usize = 1 << 20;

@@ -1,7 +1,9 @@
 //! Point-to-point messages: matched by sender and tag in the order issued, beside the collectives.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
+
+use rustc_hash::FxHashMap;
 
 use crate::engine::call::Call;
 use crate::engine::core::{Core, Failed, control, deadline};
@@ -72,24 +74,24 @@ enum Content {
 /// The point-to-point operations of one communicator.
 pub(crate) struct Messages {
     next: u64,
-    in_flight: HashMap<u64, InFlight>,
+    in_flight: FxHashMap<u64, InFlight>,
     posted: Vec<Posted>,
     arrived: VecDeque<Arrived>,
     /// Bytes of eager messages that a peer may still keep unread.
-    outstanding: HashMap<Rank, u64>,
+    outstanding: FxHashMap<Rank, u64>,
     /// Bytes of eager messages taken since the last credit to their sender.
-    taken: HashMap<Rank, u64>,
+    taken: FxHashMap<Rank, u64>,
 }
 
 impl Messages {
     pub(crate) fn new() -> Self {
         Messages {
             next: 0,
-            in_flight: HashMap::new(),
+            in_flight: FxHashMap::default(),
             posted: Vec::new(),
             arrived: VecDeque::new(),
-            outstanding: HashMap::new(),
-            taken: HashMap::new(),
+            outstanding: FxHashMap::default(),
+            taken: FxHashMap::default(),
         }
     }
 

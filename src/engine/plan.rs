@@ -1,7 +1,6 @@
 //! A schedule made ready to run: who waits for whom turned around, messages numbered.
 
-use std::collections::HashMap;
-
+use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use crate::algo::{self, Collective, Setting};
@@ -15,6 +14,9 @@ pub(crate) struct Plan {
     pub(crate) schedule: Schedule,
     /// For a send or receive: its position among the messages between the two ranks in that direction.
     pub(crate) message: Vec<u32>,
+    /// Per step, how many others it waits for; the steps that wait for none.
+    pub(crate) blocked: Vec<u32>,
+    pub(crate) ready: Vec<StepId>,
     /// The steps that wait for each step.
     pub(crate) dependents: Vec<SmallVec<[StepId; 4]>>,
 }
@@ -22,8 +24,8 @@ pub(crate) struct Plan {
 impl Plan {
     fn new(schedule: Schedule) -> Plan {
         let mut dependents = vec![SmallVec::new(); schedule.steps.len()];
-        let mut sent: HashMap<Rank, u32> = HashMap::new();
-        let mut received: HashMap<Rank, u32> = HashMap::new();
+        let mut sent: FxHashMap<Rank, u32> = FxHashMap::default();
+        let mut received: FxHashMap<Rank, u32> = FxHashMap::default();
         let mut message = Vec::with_capacity(schedule.steps.len());
         for (id, step) in schedule.steps.iter().enumerate() {
             for &earlier in &step.after {
@@ -39,29 +41,32 @@ impl Plan {
                 *count - 1
             }));
         }
-        Plan { schedule, message, dependents }
+        let blocked: Vec<u32> = schedule.steps.iter().map(|step| step.after.len() as u32).collect();
+        let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
+        Plan { schedule, message, blocked, ready, dependents }
     }
 }
 
 /// Plans of the shapes seen lately: training repeats the same few.
 #[derive(Debug, Default)]
 pub(crate) struct PlanCache {
-    plans: HashMap<(Collective, usize, bool), Arc<Plan>>,
+    /// By the size of an element, whether the elements are scaled first, and the collective.
+    plans: FxHashMap<(usize, bool), FxHashMap<Collective, Arc<Plan>>>,
 }
 
 impl PlanCache {
     /// The plan for `collective`, made now if it is new. `forced` names the algorithm where it has one for the shape.
-    pub(crate) fn plan(&mut self, collective: Collective, setting: Setting<'_>, forced: Option<&str>) -> Arc<Plan> {
-        if self.plans.len() >= CAPACITY {
-            self.plans.clear();
-        }
-        let key = (collective, setting.element, setting.premultiply);
-        if let Some(plan) = self.plans.get(&key) {
+    pub(crate) fn plan(&mut self, collective: &Collective, setting: Setting<'_>, forced: Option<&str>) -> Arc<Plan> {
+        let plans = self.plans.entry((setting.element, setting.premultiply)).or_default();
+        if let Some(plan) = plans.get(collective) {
             return Arc::clone(plan);
         }
-        let chosen = forced.and_then(|name| algo::plan_with(name, &key.0, setting));
-        let plan = Arc::new(Plan::new(chosen.unwrap_or_else(|| algo::plan(&key.0, setting))));
-        self.plans.insert(key, Arc::clone(&plan));
+        if plans.len() >= CAPACITY {
+            plans.clear();
+        }
+        let chosen = forced.and_then(|name| algo::plan_with(name, collective, setting));
+        let plan = Arc::new(Plan::new(chosen.unwrap_or_else(|| algo::plan(collective, setting))));
+        plans.insert(collective.clone(), Arc::clone(&plan));
         plan
     }
 }

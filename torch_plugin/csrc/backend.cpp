@@ -3,6 +3,7 @@
 #include "backend.h"
 
 #include <Python.h>
+#include <c10/util/FunctionRef.h>
 
 #include "sparse.h"
 #include "store.h"
@@ -46,8 +47,8 @@ struct NcclxBackend::Call {
   uint64_t offset = 0;
   std::vector<uint64_t> in_counts{};
   std::vector<uint64_t> out_counts{};
-  // Fills the operands of the i-th of `count` operations.
-  std::function<void(Operands&, size_t)> fill;
+  // Fills the operands of the i-th of `count` operations. Lives no longer than the call of `launch`.
+  c10::function_ref<void(Operands&, size_t)> fill;
   size_t count = 1;
 };
 
@@ -137,7 +138,7 @@ WorkPtr NcclxBackend::launch(Call&& call) {
   const bool blocking = !call.async && !coalescing;
   const auto comm = this->comm();
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, call.title,
-                                             std::optional<Tensors>(call.profiled), std::move(call.results));
+                                             std::optional<Tensors>(std::move(call.profiled)), std::move(call.results));
   for (size_t i = 0; i < call.count; ++i) {
     Operands& operands = work->operands(call.operation);
     if (call.fill) call.fill(operands, i);
@@ -169,8 +170,11 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     }
     work->add(handle);
   }
-  if (blocking) work->drive();
-  work->follow();
+  if (blocking) {
+    work->drive();
+  } else {
+    work->follow();
+  }
   if (coalescing) {
     std::lock_guard<std::mutex> lock(coalescing_mutex_);
     coalesced_.push_back(work);

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "ncclx_abi.h"
 
@@ -94,25 +95,27 @@ class Group {
 #if NCCLX_TORCH_GE(2, 15)
   void on_success(int64_t id, c10d::CompletionHook hook) {
     std::lock_guard<std::mutex> lock(mutex_);
-    success_hooks_[id] = std::move(hook);
+    auto hooks = std::make_shared<SuccessHooks>(*success_hooks_);
+    (*hooks)[id] = std::move(hook);
+    success_hooks_ = std::move(hooks);
   }
 
   void forget_success_hook(int64_t id) {
-    c10d::CompletionHook hook;  // see above
+    std::shared_ptr<const SuccessHooks> before;  // dropped without the lock: see above
     std::lock_guard<std::mutex> lock(mutex_);
-    hook.swap(success_hooks_[id]);
-    success_hooks_.erase(id);
+    auto hooks = std::make_shared<SuccessHooks>(*success_hooks_);
+    hooks->erase(id);
+    before = std::exchange(success_hooks_, std::move(hooks));
   }
 
   // Tells of an operation that ended well.
   void succeeded(uint64_t key, std::chrono::steady_clock::duration duration) {
-    std::map<int64_t, c10d::CompletionHook> hooks;
+    std::shared_ptr<const SuccessHooks> hooks;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (success_hooks_.empty()) return;
       hooks = success_hooks_;
     }
-    for (auto& [id, hook] : hooks) {
+    for (auto& [id, hook] : *hooks) {
       try {
         hook({key, std::chrono::duration<float, std::milli>(duration).count()});
       } catch (const std::exception& thrown) {
@@ -155,7 +158,9 @@ class Group {
   Hook hook_;
   std::map<int64_t, FailureHook> failure_hooks_;
 #if NCCLX_TORCH_GE(2, 15)
-  std::map<int64_t, c10d::CompletionHook> success_hooks_;
+  using SuccessHooks = std::map<int64_t, c10d::CompletionHook>;
+  // Never changed but replaced, so that each operation need not copy it.
+  std::shared_ptr<const SuccessHooks> success_hooks_ = std::make_shared<SuccessHooks>();
 #endif
 };
 

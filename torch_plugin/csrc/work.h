@@ -26,7 +26,7 @@ class NcclxWork : public c10d::Work {
         engine_(engine),
         group_(std::move(group)),
         results_(std::move(results)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors())) {}
 
   ~NcclxWork() override {
     for (NcclxHandle* handle : handles_) engine_->release(handle);
@@ -60,10 +60,16 @@ class NcclxWork : public c10d::Work {
     one_done(nullptr);
   }
 
-  // Drives the engine on this thread until the operations are done; their errors wait for `wait`.
+  // The same, but drives the engine on this thread until the operations are done; their errors wait for `wait`.
   void drive() {
-    NcclxError ignored;
-    for (NcclxHandle* handle : handles_) engine_->wait(handle, -1, &ignored);
+    group_->began();
+    pending_ = 1;
+    for (NcclxHandle* handle : handles_) {
+      NcclxError error;
+      const int32_t status = engine_->wait(handle, -1, &error);
+      if (status != NCCLX_OK) failed(status, error.text);
+    }
+    one_done(nullptr);
   }
 
   bool isSuccess() const override {
@@ -79,6 +85,7 @@ class NcclxWork : public c10d::Work {
       return std::max(Milliseconds(1), timeout - std::chrono::duration_cast<Milliseconds>(passed));
     };
     for (NcclxHandle* handle : handles_) {
+      if (pending_ == 0) break;
       NcclxError error;
       if (engine_->wait(handle, left().count(), &error) == NCCLX_PENDING) raise(NCCLX_PENDING, error.text);
     }
@@ -124,11 +131,14 @@ class NcclxWork : public c10d::Work {
 
   static void completed(void* context, int32_t status, const char* text) {
     auto self = c10::intrusive_ptr<NcclxWork>::reclaim(static_cast<NcclxWork*>(context));
-    if (status != NCCLX_OK) {
-      self->status_ = status;
-      self->group_->note(status);
-    }
-    self->one_done(status == NCCLX_OK ? nullptr : ncclx::exception(status, text));
+    if (status != NCCLX_OK) self->failed(status, text);
+    self->one_done(nullptr);
+  }
+
+  void failed(int32_t status, const char* text) {
+    status_ = status;
+    group_->note(status);
+    note(ncclx::exception(status, text));
   }
 
   void note(std::exception_ptr error) {

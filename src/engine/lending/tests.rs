@@ -128,17 +128,44 @@ fn memory_is_withdrawn_before_an_operation_ends_early() {
 }
 
 #[test]
-fn a_peer_that_asks_instead_is_offered_nothing_more() {
-    let (mut scene, mut words) = (Scene::new(), Words::new(vec![7, 8]));
-    scene.core.eager_bytes = 0;
-    let work = scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
-    let announce = scene.sent()[0];
-    scene.send(&control(FrameKind::Grant, Lane::PointToPoint, 0, announce.token, 8).encode());
-    assert!(work.is_done());
-    let data = std::mem::take(&mut scene.link().from_core);
-    assert_eq!(data[data.len() - 8..], 8u64.to_ne_bytes()); // from the second word on
-    scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
-    assert_eq!(scene.sent()[0].location, None);
+fn a_peer_that_cannot_read_is_offered_nothing_more() {
+    for (why, offered) in [(Grant::Chosen, true), (Grant::CannotRead, false)] {
+        let (mut scene, mut words) = (Scene::new(), Words::new(vec![7, 8]));
+        scene.core.eager_bytes = 0;
+        let work = scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        let grant = control(FrameKind::Grant, Lane::PointToPoint, 0, scene.sent()[0].token, 8);
+        scene.send(&Header { index: why as u32, ..grant }.encode());
+        assert!(work.is_done());
+        let data = std::mem::take(&mut scene.link().from_core);
+        assert_eq!(data[data.len() - 8..], 8u64.to_ne_bytes()); // from the second word on
+        scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        assert_eq!(scene.sent()[0].location.is_some(), offered);
+    }
+}
+
+#[test]
+fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
+    let len = OVERLAP_BYTES / 8;
+    let message: Vec<u64> = (0..len as u64).collect();
+    for (crowded, sends, kind) in [
+        (false, false, FrameKind::Grant),
+        (true, false, FrameKind::Taken),
+        // It has to read this rank's message meanwhile.
+        (false, true, FrameKind::Taken),
+    ] {
+        let (mut scene, mut words, mut own) = (Scene::new(), Words::new(vec![0; len]), Words::new(vec![7]));
+        scene.core.crowded = crowded;
+        scene.core.eager_bytes = 0;
+        if sends {
+            scene.start(Direction::Send(Rank(1)), &mut own, Duration::from_secs(60));
+            scene.sent();
+        }
+        let work = scene.receive(&mut words);
+        scene.offer(&message, len);
+        assert_eq!((scene.sent()[0].kind, work.is_done()), (kind, kind == FrameKind::Taken));
+        scene.tell(FrameKind::Data, TOKEN, &message);
+        assert!(work.is_done() && words.get() == message);
+    }
 }
 
 #[test]

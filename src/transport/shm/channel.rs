@@ -66,6 +66,8 @@ pub(super) struct ShmOutlet {
     memory: RingMemory,
     bell: Bell,
     tail: u64,
+    /// How much is written before the reader sees it, so that both sides copy at the same time.
+    run: usize,
     /// What is left to do before the peer has the ring.
     introduction: Option<Introduction>,
     lends: bool,
@@ -73,7 +75,8 @@ pub(super) struct ShmOutlet {
 
 impl ShmOutlet {
     pub(super) fn new(memory: RingMemory, bell: Bell, introduction: Introduction, lends: bool) -> Self {
-        ShmOutlet { memory, bell, tail: 0, introduction: Some(introduction), lends }
+        let run = memory.capacity() / RUNS;
+        ShmOutlet { memory, bell, tail: 0, run, introduction: Some(introduction), lends }
     }
 
     /// The bytes of room. The peer's position is checked, since it is the peer's to write.
@@ -86,6 +89,13 @@ impl ShmOutlet {
             return Err(LinkDown::new("the peer garbled the shared ring"));
         }
         Ok(capacity - used as usize)
+    }
+
+    /// Shows the reader what has been written.
+    fn publish(&mut self) {
+        // Release: pairs with the reader's Acquire, so that it sees the bytes.
+        self.memory.tail().store(self.tail, Ordering::Release);
+        self.bell.ring_if(self.memory.reader_asleep());
     }
 
     fn introduce(&mut self) -> Result<(), LinkDown> {
@@ -114,21 +124,30 @@ impl Outlet for ShmOutlet {
             // Bytes count as sent once they outlive this process, which they do when the peer has the ring.
             return Ok(0);
         }
-        let mut room = self.room()?;
-        let mut written = 0;
-        for slice in bytes {
-            let take = slice.len().min(room);
-            self.memory.write(self.tail, &slice[..take]);
-            self.tail += take as u64;
-            written += take;
-            room -= take;
+        let begin = self.tail;
+        let mut published = begin;
+        'full: for slice in bytes {
+            let mut left: &[u8] = slice;
+            while !left.is_empty() {
+                let take = left.len().min(self.room()?).min(self.run);
+                if take == 0 {
+                    // Nothing of the next slice either, though there may be room by then.
+                    break 'full;
+                }
+                let (run, rest) = left.split_at(take);
+                self.memory.write(self.tail, run);
+                self.tail += take as u64;
+                left = rest;
+                if self.tail - published >= self.run as u64 {
+                    self.publish();
+                    published = self.tail;
+                }
+            }
         }
-        if written > 0 {
-            // Release: pairs with the reader's Acquire, so that it sees the bytes.
-            self.memory.tail().store(self.tail, Ordering::Release);
-            self.bell.ring_if(self.memory.reader_asleep());
+        if self.tail > published {
+            self.publish();
         }
-        Ok(written)
+        Ok((self.tail - begin) as usize)
     }
 
     fn arm(&mut self) -> bool {
@@ -226,10 +245,18 @@ impl Inlet for ShmInlet {
     }
 
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
-        let count = self.look()?.min(into.len());
-        into[..count].copy_from_slice(self.memory.bytes(self.head, count));
-        self.consume(count);
-        Ok(count)
+        let run = self.memory.capacity() / RUNS;
+        let mut done = 0;
+        while done < into.len() {
+            let count = self.look()?.min(into.len() - done).min(run);
+            if count == 0 {
+                break;
+            }
+            into[done..done + count].copy_from_slice(self.memory.bytes(self.head, count));
+            self.consume(count);
+            done += count;
+        }
+        Ok(done)
     }
 
     fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
@@ -269,6 +296,9 @@ impl Inlet for ShmInlet {
         self.memory.reader_asleep().store(0, Ordering::SeqCst);
     }
 }
+
+/// In how many runs each side goes through a ring.
+const RUNS: usize = 8;
 
 /// How many segments of one peer stay mapped.
 const SEGMENTS_MAX: usize = 64;
