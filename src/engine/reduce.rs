@@ -1,12 +1,13 @@
 //! Arithmetic on elements as they lie in memory, for every dtype and reduce operation from one generic loop.
 //!
 //! Elements are read and written by their bytes, so nothing needs to be aligned; the loops are simple enough for the
-//! compiler to vectorise. Half precision is computed in single precision. The operations are commutative to the bit,
+//! compiler to vectorise, for each instruction set of [`simd`](crate::sys::simd). Half precision is computed in single precision. The operations are commutative to the bit,
 //! so that ranks which combine the same two values in different order agree.
 
 use half::{bf16, f16};
 
 use crate::schedule::Scaling;
+use crate::sys::simd::{Kernel, widest};
 use crate::types::{DType, ReduceOp};
 
 /// `into = into ⊕ from`, element by element.
@@ -15,7 +16,7 @@ use crate::types::{DType, ReduceOp};
 /// When the lengths differ, or `op` is not defined on `dtype` (see [`ReduceOp::supports`]).
 pub fn combine(op: ReduceOp, dtype: DType, into: &mut [u8], from: &[u8]) {
     assert_eq!(into.len(), from.len(), "operands of equal length");
-    dispatch(op, dtype, Combine { into, from });
+    widest(Dispatch { op, dtype, job: Combine { into, from } });
 }
 
 /// `into = blocks[0] ⊕ blocks[1] ⊕ …`, in that order, rounded once at the end.
@@ -24,7 +25,7 @@ pub fn combine(op: ReduceOp, dtype: DType, into: &mut [u8], from: &[u8]) {
 /// As [`combine`], and when there are no blocks.
 pub fn fold(op: ReduceOp, dtype: DType, into: &mut [u8], blocks: &[&[u8]]) {
     assert!(!blocks.is_empty() && blocks.iter().all(|block| block.len() == into.len()), "operands of equal length");
-    dispatch(op, dtype, Fold { into, blocks });
+    widest(Dispatch { op, dtype, job: Fold { into, blocks } });
 }
 
 /// Multiplies by the factor of PREMUL_SUM, or divides by `world` for AVG; nothing for other operations. Integers
@@ -88,7 +89,7 @@ element! {
     i32, i32, |x| x, |x| x;
     u64, u64, |x| x, |x| x;
     i64, i64, |x| x, |x| x;
-    f16, f32, f16::to_f32, f16::from_f32;
+    f16, f32, widen_f16, narrow_f16;
     bf16, f32, widen_bf16, narrow_bf16;
     f32, f32, |x| x, |x| x;
     f64, f64, |x| x, |x| x;
@@ -109,11 +110,51 @@ impl Truth {
     }
 }
 
+/// As `f16::to_f32`, without a branch on the value, so that the loop vectorises. After Giesen, "half-float conversion",
+/// <https://gist.github.com/rygorous/2144712>.
+#[inline(always)]
+fn widen_f16(x: f16) -> f32 {
+    const EXPONENT: u32 = 0x7c00 << 13;
+    const BIAS: u32 = (127 - 15) << 23;
+    const LEAST_NORMAL: u32 = BIAS + (1 << 23);
+    let bits = u32::from(x.to_bits());
+    let magnitude = (bits & 0x7fff) << 13;
+    let (exponent, normal) = (magnitude & EXPONENT, magnitude + BIAS);
+    // Where the exponent is zero, the sum has an implicit leading one too many.
+    let subnormal = (f32::from_bits(magnitude + LEAST_NORMAL) - f32::from_bits(LEAST_NORMAL)).to_bits();
+    let quiet = if magnitude > EXPONENT { 0x0040_0000 } else { 0 };
+    let infinite_or_nan = (normal + BIAS) | quiet;
+    let finite = if exponent == 0 { subnormal } else { normal };
+    f32::from_bits(((bits & 0x8000) << 16) | if exponent == EXPONENT { infinite_or_nan } else { finite })
+}
+
+/// As `f16::from_f32`, to nearest, ties to even, without a branch on the value; see `widen_f16`.
+#[inline(always)]
+fn narrow_f16(x: f32) -> f16 {
+    const INFINITE: u32 = 0x7f80_0000;
+    const TOO_LARGE: u32 = (127 + 16) << 23;
+    const LEAST_NORMAL: u32 = (127 - 14) << 23;
+    // Its last bit weighs as much as that of a subnormal, so adding it rounds there.
+    const ALIGN: u32 = (127 - 15 + 23 - 10 + 1) << 23;
+    let bits = x.to_bits();
+    let magnitude = bits & 0x7fff_ffff;
+    let odd = (magnitude >> 13) & 1;
+    let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x0fff + odd) >> 13;
+    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(ALIGN)).to_bits().wrapping_sub(ALIGN);
+    let finite = if magnitude < LEAST_NORMAL { subnormal } else { normal };
+    let nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+    let beyond = if magnitude > INFINITE { nan } else { 0x7c00 };
+    let magnitude = if magnitude >= TOO_LARGE { beyond } else { finite };
+    f16::from_bits((((bits >> 16) & 0x8000) | magnitude) as u16)
+}
+
+#[inline(always)]
 fn widen_bf16(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// Rounds to nearest, ties to even, without a branch on the value but for NaN, so that the loop vectorises.
+/// Rounds to nearest, ties to even, without a branch on the value, so that the loop vectorises.
+#[inline(always)]
 fn narrow_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
     let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
@@ -132,6 +173,7 @@ struct Combine<'a> {
 }
 
 impl Job for Combine<'_> {
+    #[inline(always)]
     fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide) {
         for (into, from) in self.into.chunks_exact_mut(E::SIZE).zip(self.from.chunks_exact(E::SIZE)) {
             E::store(op(E::load(into), E::load(from)), into);
@@ -145,6 +187,7 @@ struct Fold<'a> {
 }
 
 impl Job for Fold<'_> {
+    #[inline(always)]
     fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide) {
         // A stretch of wide accumulators at a time: rounded once, and each block is read in runs.
         let first = E::load(&[0; 16][..E::SIZE]);
@@ -173,6 +216,21 @@ impl Job for Fold<'_> {
 
 const STRETCH: usize = 512;
 
+/// A job for the operation and the type, compiled for several instruction sets.
+struct Dispatch<J> {
+    op: ReduceOp,
+    dtype: DType,
+    job: J,
+}
+
+impl<J: Job> Kernel for Dispatch<J> {
+    #[inline(always)]
+    fn run(self) {
+        dispatch(self.op, self.dtype, self.job);
+    }
+}
+
+#[inline(always)]
 fn dispatch(op: ReduceOp, dtype: DType, job: impl Job) {
     macro_rules! integer {
         ($t:ty) => {

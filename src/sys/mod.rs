@@ -5,4 +5,5 @@ pub mod net;
 pub mod peer_memory;
 pub mod poller;
 pub mod segment;
+pub mod simd;
 pub mod socket;

@@ -131,3 +131,20 @@ fn only_bytes_that_are_numbers_are_reduced() {
         assert!(OPS.iter().all(|op| !op.supports(*dtype)));
     }
 }
+
+#[test]
+fn half_precision_is_converted_as_ieee_754_says() {
+    let same = |ours: u32, theirs: u32, what: &dyn std::fmt::Display| assert_eq!(ours, theirs, "{what}");
+    for bits in 0..=u16::MAX {
+        let half = f16::from_bits(bits);
+        same(widen_f16(half).to_bits(), half.to_f32().to_bits(), &format_args!("half {bits:#x}"));
+    }
+    // All signs and exponents, with fractions around every place where rounding changes.
+    for high in 0..1u32 << 20 {
+        for low in [0, 1, 0x7ff, 0x800, 0xfff] {
+            let single = f32::from_bits(high << 12 | low);
+            let ours = u32::from(narrow_f16(single).to_bits());
+            same(ours, u32::from(f16::from_f32(single).to_bits()), &format_args!("single {:#x}", single.to_bits()));
+        }
+    }
+}
