@@ -12,6 +12,7 @@ use crate::comm::bootstrap::later;
 use crate::comm::stream::{read, write};
 use crate::error::StoreError;
 use crate::sys::net;
+use crate::transport::tls::Stream;
 
 /// How long the server may take to answer, beside the time it is told to wait.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
@@ -107,7 +108,7 @@ impl TcpStore {
     }
 
     /// A new connection, for which it tries again until `deadline`.
-    fn reach(&self, deadline: Instant) -> Result<TcpStream, String> {
+    fn reach(&self, deadline: Instant) -> Result<Stream, String> {
         let mut pause = FIRST_PAUSE;
         loop {
             let cause = match self.call(deadline) {
@@ -125,7 +126,7 @@ impl TcpStore {
     }
 
     /// A connection to the first of the server's addresses that takes one.
-    fn call(&self, deadline: Instant) -> io::Result<TcpStream> {
+    fn call(&self, deadline: Instant) -> io::Result<Stream> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
         for address in self.address.to_socket_addrs()? {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -136,7 +137,7 @@ impl TcpStore {
                 Ok(stream) if stream.local_addr()? == address => last = ErrorKind::ConnectionRefused.into(),
                 Ok(stream) => {
                     stream.set_nodelay(true)?;
-                    return Ok(stream);
+                    return Ok(Stream::plain(stream));
                 }
                 Err(error) => last = error,
             }
@@ -144,7 +145,7 @@ impl TcpStore {
         Err(last)
     }
 
-    fn ask(&self, stream: &mut TcpStream, request: &Request<'_>, deadline: Instant) -> Result<Reply, String> {
+    fn ask(&self, stream: &mut Stream, request: &Request<'_>, deadline: Instant) -> Result<Reply, String> {
         let words = |error: io::Error| match error.kind() {
             ErrorKind::UnexpectedEof => "it hung up".to_owned(),
             _ => error.to_string(),

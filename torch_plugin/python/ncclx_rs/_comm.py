@@ -297,8 +297,9 @@ class TorchComm(Operations):
             raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
         options = copy.copy(self._options)
         options.timeout = timeout or self._options.timeout
-        options.hints = {**self._options.hints, **(hints or {})}
-        options.store, options.rank, options.size = self._endpoint.meet(uuid, init_handles, options.timeout)
+        meeting = self._endpoint.meet(uuid, init_handles, options.timeout)
+        options.store, options.rank, options.size, secret = meeting
+        options.hints = {**self._options.hints, **(hints or {}), "group_secret": secret}
         self._state = "not reconfigured yet"
         self._impl.reconfigure(options)
         self._options.rank, self._options.size, self._options.store = options.rank, options.size, options.store
