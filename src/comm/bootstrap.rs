@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-pub use super::join::{Keys, PROTOCOL, RankInfo, Secret};
+pub use super::join::{Keys, PROTOCOL, RankInfo, Secret, shared_secret};
 use super::store::Store;
 use super::{address, guest, root};
 use crate::config::Config;

@@ -78,7 +78,7 @@ impl Keys {
 }
 
 /// What the settings say that ranks know beside the store, in one secret; none if they say nothing.
-pub(super) fn shared_secret(config: &Config) -> Result<Option<Secret>, InitError> {
+pub fn shared_secret(config: &Config) -> Result<Option<Secret>, InitError> {
     let (job, group) = (config.job_secret.read("job_secret")?, config.group_secret.read("group_secret")?);
     Ok(match (job, group) {
         (None, None) => None,

@@ -246,7 +246,8 @@ impl Read for Stream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let Some(tls) = &mut self.tls else { return self.socket.read(into) };
         loop {
-            push(tls, &mut self.socket)?;
+            // Where this fails, reading says why, after what has come before.
+            let _ = push(tls, &mut self.socket);
             match tls.reader().read(into) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 // Frames say their lengths and ranks take leave, so that a connection cut short is noticed anyway.

@@ -10,6 +10,7 @@ mod manual;
 mod memory;
 mod messages;
 mod schedules;
+mod secrecy;
 mod stores;
 mod tidy;
 mod tls;

@@ -177,23 +177,34 @@ fn settings_that_lack_a_file_are_refused_on_both_sides() {
 
 #[test]
 fn who_knows_another_job_secret_or_none_stays_outside() {
-    let secret = |text: &str, tls: &str| hints(&[("job_secret", text), ("tls", tls), ("connect_timeout_seconds", "3")]);
-    let (one, other) = ("a job's long secret", "another long secret");
-    for tls in ["off", "on"] {
-        let sums = run(&[secret(one, tls), secret(one, tls)], |comm| {
-            let mut sum = [comm.rank().0 + 1];
-            comm.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-            sum
-        });
-        assert_eq!(sums, [Ok([3]), Ok([3])]);
-        let [root, guest] = refused(&secret(one, tls), &secret(other, tls));
-        assert!(root.contains("ranks [1] did not join"), "{root}");
-        assert!(guest.contains("does not know the secret"), "{guest}");
-        let [root, guest] = refused(&secret(one, tls), &secret("", tls));
-        assert!(root.contains("ranks [1] did not join"), "{root}");
-        assert!(guest.contains("rank 1 has no job secret, rank 0 one"), "{guest}");
-        for error in refused(&secret("", tls), &secret(one, tls)) {
-            assert!(error.contains("rank 1 has a job secret, rank 0 none"), "{error}");
+    std::thread::scope(|scope| {
+        for tls in ["off", "on"] {
+            let secret =
+                move |text: &str| hints(&[("job_secret", text), ("tls", tls), ("connect_timeout_seconds", "4")]);
+            let (one, other) = ("a job's long secret", "another long secret");
+            scope.spawn(move || {
+                let sums = run(&[secret(one), secret(one)], |comm| {
+                    let mut sum = [comm.rank().0 + 1];
+                    comm.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+                    sum
+                });
+                assert_eq!(sums, [Ok([3]), Ok([3])]);
+            });
+            scope.spawn(move || {
+                let [root, guest] = refused(&secret(one), &secret(other));
+                assert!(root.contains("ranks [1] did not join"), "{root}");
+                assert!(guest.contains("does not know the secret"), "{guest}");
+            });
+            scope.spawn(move || {
+                let [root, guest] = refused(&secret(one), &secret(""));
+                assert!(root.contains("ranks [1] did not join"), "{root}");
+                assert!(guest.contains("rank 1 has no job secret, rank 0 one"), "{guest}");
+            });
+            scope.spawn(move || {
+                for error in refused(&secret(""), &secret(one)) {
+                    assert!(error.contains("rank 1 has a job secret, rank 0 none"), "{error}");
+                }
+            });
         }
-    }
+    });
 }

@@ -96,3 +96,6 @@ impl Transport for TcpTransport {
         !self.pending.is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests;
