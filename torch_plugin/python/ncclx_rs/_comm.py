@@ -250,7 +250,7 @@ class TorchComm(Operations):
     # ---- changing members ----
 
     def get_init_handle(self) -> str:
-        """What other processes need to `reconfigure` with this one. The same at every call.
+        """What other processes need to `reconfigure` with this one, and nobody else may know. The same at every call.
 
         Raises:
             RuntimeError: the backend cannot be reconfigured.
