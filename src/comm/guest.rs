@@ -43,7 +43,7 @@ pub(super) fn attend(
         Ok((tls, info)) => (tls, Ok(info)),
         Err(error) => (None, Err(error)),
     };
-    let arrival: Arrival = described.as_ref().map(Clone::clone).map_err(|error| error.to_string());
+    let arrival: Arrival = described.clone().map_err(|error| error.to_string());
     let arrival = frame(&arrival, INFO_LIMIT).map_err(|cause| party.misfit(cause))?;
     let reached = reach(party, &keys, tls.as_ref(), &routes);
     if let Err(error) = described {

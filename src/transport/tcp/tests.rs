@@ -69,7 +69,8 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     let (mut received, mut piece) = (Vec::new(), vec![0; 100_000]);
     while received.len() < payload.len() {
         accepted.extend(receiver.accept());
-        sent += outlet.write(if sent < payload.len() { &[IoSlice::new(&payload[sent..])] } else { &[] }).unwrap();
+        let rest = [IoSlice::new(&payload[sent..])];
+        sent += outlet.write(&rest[..usize::from(sent < payload.len())]).unwrap();
         if let Some((from, inlet)) = accepted.first_mut() {
             assert_eq!(*from, Rank(0));
             let count = inlet.read(&mut piece).unwrap();
