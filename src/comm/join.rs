@@ -9,9 +9,9 @@
 //!                               ◄───────   length  JSON Reply
 //! ```
 //!
-//! Both proofs cover both nonces, the communicator's id, the joiner's rank and what is unique to the TLS session, so none
-//! can be used twice, sent back or passed on. Until the joiner's proof is checked, rank 0 reads messages of fixed length
-//! only. All of it goes through TLS if rank 0 has it; a joiner that cannot take part there says why without.
+//! Both proofs cover both nonces, the communicator's id, the joiner's rank and what is unique to the TLS session, so that
+//! none can be used twice, sent back or passed on. Until the joiner's proof is checked, rank 0 reads messages of fixed
+//! length only. All of it goes through TLS if rank 0 has it; a joiner that cannot take part there says why without.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -212,8 +212,8 @@ impl Reception {
         }
     }
 
-    /// Takes a message of the expected length from a connection with this `binding`; the error says why the sender does not
-    /// belong here.
+    /// Takes a message of the expected length from a connection with this `binding`; the error says why the sender does
+    /// not belong here.
     pub(super) fn take(&mut self, keys: &Keys, binding: Binding, message: &[u8]) -> Result<Next, String> {
         match std::mem::replace(&mut self.stage, Stage::Done) {
             Stage::Hello => self.challenge(keys, binding, message),

@@ -154,8 +154,9 @@ impl Launch {
 
     /// The store of this launch: rank 0 serves it at the master's port, the others look for it there up to `timeout`.
     ///
-    /// If `NCCLX_RS_JOB_SECRET` is set, it serves those alone that know it too. It must live until all have done with it, and one process can serve it once at a time. Several communicators
-    /// share it through [`PrefixStore`](super::store::PrefixStore).
+    /// If `NCCLX_RS_JOB_SECRET` is set, it serves those alone that know it too. It must live until all have done with it,
+    /// and one process can serve it once at a time. Several communicators share it through
+    /// [`PrefixStore`](super::store::PrefixStore).
     pub fn store(&self, timeout: Duration) -> Result<TcpStore, Error> {
         let master = self.master.as_ref().ok_or(LaunchError::NoMaster)?;
         if master.server == StoreServer::Agent {

@@ -83,7 +83,7 @@ def only_members_get_in(rank: int, size: int) -> None:
         for hints, error in (({}, "has no job secret"), ({"group_secret": "g" * 16}, "does not know the secret")):
             options = CommOptions()
             options.store, options.rank, options.size = dist.HashStore(), 1, size
-            options.timeout, options.hints = timedelta(seconds=60), hints
+            options.name, options.timeout, options.hints = "elastic", timedelta(seconds=60), hints
             options.store.set("ncclx_rs/root", seen)
             assert "g" * 16 not in repr(options)
             with pytest.raises((RuntimeError, ValueError), match=error):

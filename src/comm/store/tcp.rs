@@ -31,8 +31,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A store over TCP: one process serves it, on a thread of its own, and all connect to it.
 ///
 /// Keys and values are bounded: see [`KEY_LIMIT`](super::KEY_LIMIT) and [`VALUE_LIMIT`](super::VALUE_LIMIT). With a
-/// secret, both sides of every connection prove that they know it ([`TcpStore::serve_with`]); without, whoever can connect
-/// can read and write, so that the address must be reachable by the job alone.
+/// secret, both sides of every connection prove that they know it ([`TcpStore::serve_with`]); without, whoever can
+/// connect can read and write, so that the address must be reachable by the job alone.
 ///
 /// ```
 /// use std::time::Duration;
