@@ -10,7 +10,7 @@
 //! # Ok::<(), ncclx_rs::InitError>(())
 //! ```
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 use std::time::Duration;
 
 use crate::error::InitError;
@@ -52,6 +52,20 @@ options! {
         "How bytes move between ranks; auto takes shared memory within a host and TCP between hosts.";
     socket_interfaces: Option<String>, "socket_ifname", "", &["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"],
         "Which network interfaces to use: a comma list of name prefixes, `=name` and CIDR ranges; a leading `^` excludes.";
+    tls: Tls, "tls", "auto", &[],
+        "Whether TLS 1.3 protects what travels through TCP: auto if `tls_certificate` is set; on also without certificates, \
+         with keys made from the secret that the ranks share.";
+    tls_certificate: Option<String>, "tls_certificate", "", &["GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT"],
+        "The PEM file of this rank's certificate (X.509 v3), with those that lead to the authority.";
+    tls_key: Option<String>, "tls_key", "", &["GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"],
+        "The PEM file of the certificate's private key.";
+    tls_authority: Option<String>, "tls_authority", "", &["GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE"],
+        "The PEM file of the authorities that sign the certificates of all ranks.";
+    job_secret: Shared, "job_secret", "", &[],
+        "What all ranks know beside the store and no stranger does; a communicator and the engine's own store then let \
+         nobody else in.";
+    group_secret: Shared, "group_secret", "", &[],
+        "As `job_secret`, beside it, for one communicator alone; reconfiguration sets it.";
     host_id: Option<String>, "host_id", "", &[],
         "The identity of this host; ranks with equal identities count as sharing one.";
     algorithm: Option<String>, "algorithm", "auto", &[],
@@ -147,6 +161,47 @@ pub enum TransportChoice {
     /// TCP only.
     Tcp,
 }
+
+/// Whether what travels through TCP is encrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tls {
+    /// If there is a certificate.
+    Auto,
+    /// With certificates, or else with keys made from the shared secret.
+    On,
+    /// Not at all.
+    Off,
+}
+
+/// A secret that was handed to every rank, or where it lies; never printed.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Shared(Option<String>);
+
+impl Shared {
+    /// The secret's bytes, if one is set. `name` is the option, for the error.
+    pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>, InitError> {
+        let Some(text) = &self.0 else { return Ok(None) };
+        let secret = match text.strip_prefix("file:") {
+            Some(path) => std::fs::read_to_string(path)
+                .map_err(|error| InitError::Config(format!("{name}: the file `{path}` cannot be read: {error}")))?,
+            None => text.clone(),
+        };
+        let bytes = secret.trim().as_bytes();
+        if bytes.len() < SECRET_BYTES_MIN {
+            return Err(InitError::Config(format!("{name}: expected {}, got {} bytes", Shared::EXPECTED, bytes.len())));
+        }
+        Ok(Some(bytes.to_vec()))
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Shared(..)" } else { "Shared(none)" })
+    }
+}
+
+/// What cannot be tried out by whoever sees a proof.
+const SECRET_BYTES_MIN: usize = 16;
 
 /// The size of a shared memory ring: a power of two that whole pages make up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -290,6 +345,28 @@ impl Value for TransportChoice {
     }
 }
 
+impl Value for Tls {
+    const EXPECTED: &'static str = "auto, on or off";
+
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "auto" => Some(Tls::Auto),
+            "on" => Some(Tls::On),
+            "off" => Some(Tls::Off),
+            _ => None,
+        }
+    }
+}
+
+impl Value for Shared {
+    const EXPECTED: &'static str = "at least 16 characters, or `file:` and the path of a file that holds them";
+
+    fn parse(text: &str) -> Option<Self> {
+        // What is wrong with it shows when it is read: an error here would print it.
+        Some(Shared((!text.is_empty()).then(|| text.to_string())))
+    }
+}
+
 impl Value for RingBytes {
     const EXPECTED: &'static str = "a power of two that is a multiple of the page size";
 
@@ -370,6 +447,19 @@ mod tests {
         for wrong in ["nan", "0", "soon"] {
             assert!(bad(&[], &[("connect_timeout_seconds", wrong)]).contains("above 0"));
         }
+    }
+
+    #[test]
+    fn a_secret_is_text_or_a_file_and_never_printed() {
+        let read = |value: &str| resolve(&[("NCCLX_RS_JOB_SECRET", value)], &[]).unwrap().job_secret;
+        let text = "0123456789abcdef";
+        assert_eq!(read("").read("job_secret"), Ok(None));
+        assert_eq!(read(text).read("job_secret"), Ok(Some(text.as_bytes().to_vec())));
+        assert!(!format!("{:?}", read(text)).contains(text));
+        let short = read("hunter2").read("job_secret").unwrap_err().to_string();
+        assert!(short.contains("at least 16 characters") && !short.contains("hunter2"), "{short}");
+        let absent = read("file:/nowhere").read("job_secret").unwrap_err().to_string();
+        assert!(absent.contains("`/nowhere`"), "{absent}");
     }
 
     #[test]

@@ -22,12 +22,13 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-pub use super::join::{Keys, PROTOCOL, RankInfo, Secret};
+pub use super::join::{Keys, PROTOCOL, RankInfo, Secret, shared_secret};
 use super::store::Store;
 use super::{address, guest, root};
 use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::net;
+use crate::transport::tls::Protection;
 use crate::types::Rank;
 
 /// The one key of the store that is used.
@@ -115,6 +116,9 @@ pub(super) struct Record {
     /// How long rank 0 waits for the others.
     pub(super) patience: Duration,
     pub(super) keys: Keys,
+    /// Whether rank 0 mixes what else the ranks know into these keys.
+    pub(super) mixes: bool,
+    pub(super) protection: Protection,
 }
 
 /// The host of a rank, as it is and as it poses.

@@ -9,10 +9,12 @@ use serde::Deserialize;
 use super::bootstrap::{Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
 use super::join::{
     Arrival, INFO_LIMIT, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, PROTOCOL, RankInfo, Reply, TABLE_LIMIT, frame,
-    frame_length,
+    frame_length, shared_secret,
 };
 use super::stream::{read, write};
 use crate::error::InitError;
+use crate::transport::handshake::Channel;
+use crate::transport::tls::{Protection, Stream, Tls};
 use crate::types::Rank;
 
 /// How long one address may take to answer, while others are left to try.
@@ -35,16 +37,24 @@ pub(super) fn attend(
 ) -> Result<(Keys, Vec<RankInfo>), InitError> {
     let record = find(party)?;
     let routes = routes(&record, party.host).map_err(|cause| party.unreachable(Rank(0), cause))?;
-    let described = describe(&record.keys);
+    let (keys, prepared) = prepare(party, &record, describe);
+    // In the open, who cannot take part can still say so.
+    let (tls, described) = match prepared {
+        Ok((tls, info)) => (tls, Ok(info)),
+        Err(error) => (None, Err(error)),
+    };
     let arrival: Arrival = described.clone().map_err(|error| error.to_string());
     let arrival = frame(&arrival, INFO_LIMIT).map_err(|cause| party.misfit(cause))?;
-    let reached = reach(party, &record.keys, &routes);
+    let reached = reach(party, &keys, tls.as_ref(), &routes);
     if let Err(error) = described {
         // Best effort: the others learn of it at once, or when their time is over.
         if let Err(unsent) = reached.map(|mut stream| stream.write_all(&arrival)) {
             log::warn!("rank 0 could not be told that this rank failed: {unsent}");
         }
         return Err(error);
+    }
+    if let (Err(error), true) = (&reached, tls.is_some()) {
+        complain(party, &keys, &routes, error);
     }
     let mut stream = reached?;
     let patience = record.patience.saturating_add(REPLY_GRACE);
@@ -55,10 +65,55 @@ pub(super) fn attend(
             _ => party.unreachable(Rank(0), error.to_string()),
         })?;
     match reply {
-        Reply::Table(ranks) if is_whole(&ranks, party.size) => Ok((record.keys, ranks)),
+        Reply::Table(ranks) if is_whole(&ranks, party.size) => Ok((keys, ranks)),
         Reply::Table(_) => Err(party.unreachable(Rank(0), "its table of ranks is not whole")),
         Reply::Missing { missing, waited } => Err(party.missing(missing, waited)),
         Reply::Refused { cause } => Err(InitError::Config(cause)),
+    }
+}
+
+/// The keys to join with; this side of TLS and what this rank says of itself, unless it does not fit to rank 0.
+fn prepare(
+    party: &Party<'_>,
+    record: &Record,
+    describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
+) -> (Keys, Result<(Option<Tls>, RankInfo), InitError>) {
+    let shared = match shared_secret(party.config) {
+        Ok(shared) => shared,
+        Err(error) => return (record.keys.clone(), Err(error)),
+    };
+    // Where rank 0 has nothing to mix in, it understands a rank that has, so that both learn of it.
+    let keys = record.keys.mixed(shared.as_ref().filter(|_| record.mixes));
+    let fit = || {
+        let differ = |what: &str, ours: &str, theirs: &str| {
+            Err(party.misfit(format!("rank {} has {ours}, rank 0 {theirs}: see {what}", party.rank)))
+        };
+        match (shared.is_some(), record.mixes) {
+            (true, false) => return differ("job_secret", "a job secret", "none"),
+            (false, true) => return differ("job_secret", "no job secret", "one"),
+            _ => {}
+        }
+        let own = Protection::of(party.config);
+        if own != record.protection {
+            return differ("tls", &own.to_string(), &record.protection.to_string());
+        }
+        Ok((Tls::new(party.config, &keys.secret)?, describe(&keys)?))
+    };
+    let fitting = fit();
+    (keys, fitting)
+}
+
+/// Tells rank 0 in the open why this rank does not reach it by TLS, if it can; else rank 0 waits until its time is over.
+fn complain(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr], error: &InitError) {
+    let arrival: Arrival = Err(error.to_string());
+    let Ok(arrival) = frame(&arrival, INFO_LIMIT) else { return };
+    let patience = party.deadline.saturating_duration_since(Instant::now()).min(CALL_PATIENCE);
+    let told = routes.iter().any(|route| {
+        let called = call(*route, keys, None, party.rank, patience);
+        called.is_ok_and(|mut stream| write(&mut stream, &arrival, later(Instant::now(), patience)).is_ok())
+    });
+    if !told {
+        log::warn!("rank 0 could not be told that this rank failed");
     }
 }
 
@@ -118,7 +173,7 @@ enum Dead {
 }
 
 /// A connection to rank 0 on which both sides have proved themselves.
-fn reach(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr]) -> Result<TcpStream, InitError> {
+fn reach(party: &Party<'_>, keys: &Keys, tls: Option<&Tls>, routes: &[SocketAddr]) -> Result<Stream, InitError> {
     let mut refusals = 0;
     let mut pause = FIRST_PAUSE;
     loop {
@@ -126,7 +181,7 @@ fn reach(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr]) -> Result<TcpStr
         let mut all_end = true;
         for route in routes {
             let left = party.deadline.saturating_duration_since(Instant::now());
-            match call(*route, keys, party.rank, left.min(CALL_PATIENCE)) {
+            match call(*route, keys, tls, party.rank, left.min(CALL_PATIENCE)) {
                 Ok(stream) => return Ok(stream),
                 Err(Dead::End(cause)) => causes.push(format!("{route}: {cause}")),
                 Err(Dead::Busy(cause)) => {
@@ -145,11 +200,11 @@ fn reach(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr]) -> Result<TcpStr
     }
 }
 
-fn call(route: SocketAddr, keys: &Keys, rank: Rank, patience: Duration) -> Result<TcpStream, Dead> {
+fn call(route: SocketAddr, keys: &Keys, tls: Option<&Tls>, rank: Rank, patience: Duration) -> Result<Stream, Dead> {
     let deadline = Instant::now() + patience;
     // The system refuses to wait for no time at all.
     let connected = TcpStream::connect_timeout(&route, patience.max(Duration::from_millis(1)));
-    let mut stream = connected.map_err(|error| match error.kind() {
+    let socket = connected.map_err(|error| match error.kind() {
         ErrorKind::TimedOut | ErrorKind::WouldBlock | ErrorKind::Interrupted | ErrorKind::ConnectionReset => {
             Dead::Busy(error.to_string())
         }
@@ -157,20 +212,22 @@ fn call(route: SocketAddr, keys: &Keys, rank: Rank, patience: Duration) -> Resul
     })?;
     let busy = |error: io::Error| match error.kind() {
         ErrorKind::UnexpectedEof => Dead::Busy("it hung up".to_string()),
+        ErrorKind::InvalidData => Dead::End(error.to_string()),
         _ => Dead::Busy(error.to_string()),
     };
-    stream.set_nodelay(true).map_err(busy)?;
+    socket.set_nodelay(true).map_err(busy)?;
+    let mut stream = Stream::open(socket, tls);
     let introduction = Introduction::new(rank).map_err(busy)?;
     write(&mut stream, &introduction.hello(), deadline).map_err(busy)?;
     let challenge = read(&mut stream, NONCE_BYTES + PROOF_BYTES, deadline).map_err(busy)?;
     let challenge = challenge.as_slice().try_into().expect("as many bytes as were asked for");
-    let proof = introduction.answer(keys, challenge);
+    let proof = introduction.answer(keys, stream.binding(), challenge);
     let proof = proof.ok_or_else(|| Dead::End("something answers that does not know the secret".to_string()))?;
     write(&mut stream, &proof, deadline).map_err(busy)?;
     Ok(stream)
 }
 
-fn exchange(stream: &mut TcpStream, arrival: &[u8], deadline: Instant) -> io::Result<Reply> {
+fn exchange(stream: &mut Stream, arrival: &[u8], deadline: Instant) -> io::Result<Reply> {
     write(stream, arrival, deadline)?;
     let length = read(stream, size_of::<u32>(), deadline)?;
     let length = frame_length(&length, TABLE_LIMIT).map_err(io::Error::other)?;
@@ -193,6 +250,8 @@ mod tests {
             port: 7,
             patience: Duration::from_secs(1),
             keys: Keys { comm_id: [0; 16], secret: Secret::new([0; 32]) },
+            mixes: false,
+            protection: Protection::None,
         }
     }
 

@@ -9,8 +9,9 @@
 //!                               ◄───────   length  JSON Reply
 //! ```
 //!
-//! Both proofs cover both nonces, the communicator's id and the joiner's rank, so none can be used twice or sent back.
-//! Until the joiner's proof is checked, rank 0 reads messages of fixed length only.
+//! Both proofs cover both nonces, the communicator's id, the joiner's rank and what is unique to the TLS session, so that
+//! none can be used twice, sent back or passed on. Until the joiner's proof is checked, rank 0 reads messages of fixed
+//! length only. All of it goes through TLS if rank 0 has it; a joiner that cannot take part there says why without.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,11 +22,14 @@ use rand::TryRngCore;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
+use crate::config::Config;
+use crate::error::InitError;
+use crate::transport::auth::Binding;
 pub use crate::transport::auth::Secret;
 use crate::types::Rank;
 
 /// The version of everything that is said after the proofs.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// The longest description of one rank.
 pub(super) const INFO_LIMIT: usize = 64 << 10;
@@ -36,7 +40,7 @@ pub(super) const TABLE_LIMIT: usize = 64 << 20;
 pub(super) const PROOF_BYTES: usize = 32;
 pub(super) const NONCE_BYTES: usize = 32;
 
-const HELLO: &[u8; 8] = b"ncclx_rs";
+pub(super) const HELLO: &[u8; 8] = b"ncclx_rs";
 const HELLO_BYTES: usize = HELLO.len() + size_of::<u32>() + NONCE_BYTES;
 const LENGTH_BYTES: usize = size_of::<u32>();
 
@@ -55,8 +59,15 @@ impl Keys {
         Ok(Keys { comm_id: random()?, secret: Secret::new(random()?) })
     }
 
+    /// The keys that are used where ranks know `shared` beside those that rank 0 has published.
+    pub(super) fn mixed(&self, shared: Option<&Secret>) -> Keys {
+        let secret = shared.map_or(self.secret, |shared| shared.derive("ncclx_rs communicator", self.secret.bytes()));
+        Keys { secret, ..*self }
+    }
+
     fn mac(&self, side: &str, rank: Rank, nonces: &Nonces) -> Hmac<Sha256> {
         let mut mac = Hmac::new_from_slice(self.secret.bytes()).expect("HMAC takes a key of any length");
+        mac.update(&nonces.binding);
         mac.update(side.as_bytes());
         mac.update(&nonces.joiner);
         mac.update(&nonces.root);
@@ -64,6 +75,18 @@ impl Keys {
         mac.update(&rank.0.to_le_bytes());
         mac
     }
+}
+
+/// What the settings say that ranks know beside the store, in one secret; none if they say nothing.
+pub fn shared_secret(config: &Config) -> Result<Option<Secret>, InitError> {
+    let (job, group) = (config.job_secret.read("job_secret")?, config.group_secret.read("group_secret")?);
+    Ok(match (job, group) {
+        (None, None) => None,
+        (job, group) => {
+            let of = |text: Option<Vec<u8>>, what: &str| Secret::new([0; 32]).derive(what, &text.unwrap_or_default());
+            Some(of(job, "ncclx_rs job secret").derive("ncclx_rs group secret", of(group, "").bytes()))
+        }
+    })
 }
 
 /// What a rank tells all others about itself.
@@ -118,6 +141,7 @@ pub(super) enum Reply {
 struct Nonces {
     joiner: [u8; NONCE_BYTES],
     root: [u8; NONCE_BYTES],
+    binding: Binding,
 }
 
 /// The joiner's half of the proof; the connection is its caller's.
@@ -136,9 +160,14 @@ impl Introduction {
     }
 
     /// The joiner's proof in answer to rank 0's nonce and proof; none when that proof is false.
-    pub(super) fn answer(&self, keys: &Keys, challenge: &[u8; NONCE_BYTES + PROOF_BYTES]) -> Option<Vec<u8>> {
+    pub(super) fn answer(
+        &self,
+        keys: &Keys,
+        binding: Binding,
+        challenge: &[u8; NONCE_BYTES + PROOF_BYTES],
+    ) -> Option<Vec<u8>> {
         let (root, proof) = challenge.split_first_chunk().expect("a challenge begins with a nonce");
-        let nonces = Nonces { joiner: self.nonce, root: *root };
+        let nonces = Nonces { joiner: self.nonce, root: *root, binding };
         keys.mac("rank 0", self.rank, &nonces).verify_slice(proof).ok()?;
         Some(keys.mac("joiner", self.rank, &nonces).finalize().into_bytes().to_vec())
     }
@@ -183,10 +212,11 @@ impl Reception {
         }
     }
 
-    /// Takes a message of the expected length; the error says why the sender does not belong here.
-    pub(super) fn take(&mut self, keys: &Keys, message: &[u8]) -> Result<Next, String> {
+    /// Takes a message of the expected length from a connection with this `binding`; the error says why the sender does
+    /// not belong here.
+    pub(super) fn take(&mut self, keys: &Keys, binding: Binding, message: &[u8]) -> Result<Next, String> {
         match std::mem::replace(&mut self.stage, Stage::Done) {
-            Stage::Hello => self.challenge(keys, message),
+            Stage::Hello => self.challenge(keys, binding, message),
             Stage::Proof(rank, nonces) => {
                 let proved = keys.mac("joiner", rank, &nonces).verify_slice(message);
                 proved.map_err(|_| "it does not know the secret".to_string())?;
@@ -208,13 +238,13 @@ impl Reception {
         }
     }
 
-    fn challenge(&mut self, keys: &Keys, hello: &[u8]) -> Result<Next, String> {
+    fn challenge(&mut self, keys: &Keys, binding: Binding, hello: &[u8]) -> Result<Next, String> {
         let fields = || {
             let (rank, nonce) = hello.strip_prefix(HELLO)?.split_first_chunk()?;
             Some((Rank(u32::from_le_bytes(*rank)), nonce.try_into().ok()?))
         };
         let (rank, joiner) = fields().ok_or("it does not speak this protocol")?;
-        let nonces = Nonces { joiner, root: random().map_err(|error| error.to_string())? };
+        let nonces = Nonces { joiner, root: random().map_err(|error| error.to_string())?, binding };
         let proof = keys.mac("rank 0", rank, &nonces).finalize().into_bytes();
         let challenge = [nonces.root.as_slice(), &proof].concat();
         self.stage = Stage::Proof(rank, nonces);
@@ -249,13 +279,15 @@ fn random<const N: usize>() -> io::Result<[u8; N]> {
 mod tests {
     use super::*;
 
+    const PLAIN: Binding = [0; 32];
+
     fn talk(joiner: &Keys, root: &Keys) -> Result<(), String> {
         let introduction = Introduction::new(Rank(3)).unwrap();
         let mut reception = Reception::new();
-        let Next::Say(challenge) = reception.take(root, &introduction.hello())? else { panic!("no challenge") };
+        let Next::Say(challenge) = reception.take(root, PLAIN, &introduction.hello())? else { panic!("no challenge") };
         let challenge = challenge.as_slice().try_into().unwrap();
-        let proof = introduction.answer(joiner, challenge).ok_or("rank 0 does not know the secret")?;
-        reception.take(root, &proof).map(|_| ())
+        let proof = introduction.answer(joiner, PLAIN, challenge).ok_or("rank 0 does not know the secret")?;
+        reception.take(root, PLAIN, &proof).map(|_| ())
     }
 
     #[test]
@@ -264,6 +296,9 @@ mod tests {
         assert_eq!(talk(&keys, &keys), Ok(()));
         let stranger = Keys { secret: Secret::new([7; 32]), ..keys.clone() };
         assert!(talk(&stranger, &keys).is_err());
+        let mixed = keys.mixed(Some(&Secret::new([7; 32])));
+        assert_eq!(talk(&mixed, &mixed), Ok(()));
+        assert!(talk(&keys, &mixed).is_err());
         let neighbour = Keys { comm_id: [7; 16], ..keys.clone() };
         assert!(talk(&neighbour, &keys).is_err());
     }
@@ -273,14 +308,33 @@ mod tests {
         let keys = Keys::random().unwrap();
         let mut reception = Reception::new();
         let hello = Introduction::new(Rank(1)).unwrap().hello();
-        let Ok(Next::Say(challenge)) = reception.take(&keys, &hello) else { panic!("no challenge") };
-        assert!(reception.take(&keys, &challenge[NONCE_BYTES..]).is_err());
+        let Ok(Next::Say(challenge)) = reception.take(&keys, PLAIN, &hello) else { panic!("no challenge") };
+        assert!(reception.take(&keys, PLAIN, &challenge[NONCE_BYTES..]).is_err());
+    }
+
+    #[test]
+    fn each_shared_secret_counts() {
+        let shared = |hints: &[(&str, &str)]| {
+            let hints: Vec<_> = hints.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+            shared_secret(&Config::resolve_with(&|_| None, &hints).unwrap()).unwrap().map(|secret| *secret.bytes())
+        };
+        let (one, other) = ("0123456789abcdef", "fedcba9876543210");
+        assert_eq!(shared(&[]), None);
+        let all = [
+            shared(&[("job_secret", one)]),
+            shared(&[("job_secret", other)]),
+            shared(&[("group_secret", one)]),
+            shared(&[("job_secret", one), ("group_secret", other)]),
+            shared(&[("job_secret", other), ("group_secret", one)]),
+        ];
+        let distinct: std::collections::BTreeSet<_> = all.into_iter().flatten().collect();
+        assert_eq!(distinct.len(), all.len());
     }
 
     #[test]
     fn strangers_and_long_messages_are_refused() {
         let keys = Keys::random().unwrap();
-        assert!(Reception::new().take(&keys, &[b'G'; HELLO_BYTES]).is_err());
+        assert!(Reception::new().take(&keys, PLAIN, &[b'G'; HELLO_BYTES]).is_err());
         assert!(frame_length(&u32::MAX.to_le_bytes(), INFO_LIMIT).is_err());
         assert!(frame(&vec![0u8; INFO_LIMIT], INFO_LIMIT).is_err());
     }

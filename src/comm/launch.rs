@@ -15,6 +15,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use super::bootstrap::shared_secret;
 use super::communicator::{CommOptions, Communicator};
 use super::store::{MemoryStore, Store, TcpStore};
 use crate::config::{self, Config};
@@ -153,16 +154,18 @@ impl Launch {
 
     /// The store of this launch: rank 0 serves it at the master's port, the others look for it there up to `timeout`.
     ///
-    /// It must live until all have done with it, and one process can serve it once at a time. Several communicators
-    /// share it through [`PrefixStore`](super::store::PrefixStore).
+    /// If `NCCLX_RS_JOB_SECRET` is set, it serves those alone that know it too. It must live until all have done with it,
+    /// and one process can serve it once at a time. Several communicators share it through
+    /// [`PrefixStore`](super::store::PrefixStore).
     pub fn store(&self, timeout: Duration) -> Result<TcpStore, Error> {
         let master = self.master.as_ref().ok_or(LaunchError::NoMaster)?;
         if master.server == StoreServer::Agent {
             return Err(LaunchError::PortTaken { port: master.port }.into());
         }
+        let secret = shared_secret(&Config::resolve(&[])?)?;
         Ok(match self.rank {
-            Rank(0) => TcpStore::serve_as(&master.host, master.port)?,
-            _ => TcpStore::connect_to(&master.host, master.port, timeout)?,
+            Rank(0) => TcpStore::serve_as(&master.host, master.port, secret)?,
+            _ => TcpStore::connect_to(&master.host, master.port, timeout, secret)?,
         })
     }
 

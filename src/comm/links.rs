@@ -14,6 +14,7 @@ use crate::transport::Transport;
 use crate::transport::auth::Identity;
 use crate::transport::shm::ShmTransport;
 use crate::transport::tcp::TcpTransport;
+use crate::transport::tls::Tls;
 use crate::types::Rank;
 
 /// A transport and where it reaches.
@@ -66,8 +67,9 @@ impl Links {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
+            let tls = Tls::new(config, &keys.secret)?;
             let transport =
-                TcpTransport::new(identity(), poller.clone(), advertise).map_err(os("the TCP transport"))?;
+                TcpTransport::new(identity(), tls, poller.clone(), advertise).map_err(os("the TCP transport"))?;
             links.push(Link { transport: Box::new(transport), reach: Reach::Everywhere });
         }
         Ok(Links { links })

@@ -3,18 +3,22 @@
 //! One thread serves all connections and none can hold it up: sockets do not block, and whoever has not proved itself
 //! within [`PROOF_PATIENCE`] is dropped.
 
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
 use super::bootstrap::{Notice, Party, ROOT_KEY, Record, RootNotice};
-use super::join::{Arrival, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, frame};
+use super::join::{
+    Arrival, HELLO, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, frame, shared_secret,
+};
 use super::stream::{Intake, Outgoing, sleep};
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::sys::net;
+use crate::transport::handshake::{Channel, is_passing};
+use crate::transport::tls::{Protection, Stream, Tls};
 use crate::types::Rank;
 
 /// How long a connection may take to prove itself.
@@ -34,7 +38,7 @@ pub(super) fn host(
     party: &Party<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, Vec<RankInfo>), InitError> {
-    let (keys, own, listener, record) = match prepare(party, describe) {
+    let Prepared { keys, tls, own, listener, record } = match prepare(party, describe) {
         Ok(prepared) => prepared,
         Err(error) => {
             publish(party, RootNotice::Failed { cause: error.to_string() })?;
@@ -42,7 +46,9 @@ pub(super) fn host(
         }
     };
     publish(party, RootNotice::Here(record))?;
-    let mut door = Door { keys: &keys, listener, visitors: Vec::new(), seats: Seats::new(own), rested: Instant::now() };
+    let seats = Seats::new(own);
+    let mut door =
+        Door { keys: &keys, tls: tls.as_ref(), listener, visitors: Vec::new(), seats, rested: Instant::now() };
     let outcome = door.admit_all(party);
     let reply = match &outcome {
         Ok(ranks) => Reply::Table(ranks.clone()),
@@ -53,11 +59,23 @@ pub(super) fn host(
     Ok((keys, outcome?))
 }
 
+/// What rank 0 needs to let others in.
+struct Prepared {
+    keys: Keys,
+    tls: Option<Tls>,
+    own: RankInfo,
+    listener: TcpListener,
+    record: Record,
+}
+
 fn prepare(
     party: &Party<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
-) -> Result<(Keys, RankInfo, TcpListener, Record), InitError> {
-    let keys = party.new_keys()?;
+) -> Result<Prepared, InitError> {
+    let published = party.new_keys()?;
+    let shared = shared_secret(party.config)?;
+    let keys = published.mixed(shared.as_ref());
+    let tls = Tls::new(party.config, &keys.secret)?;
     let own = describe(&keys)?;
     let listener = net::listen_anywhere().map_err(|error| party.system("a listening socket", &error))?;
     let port = listener.local_addr().map_err(|error| party.system("the listener's port", &error))?.port();
@@ -66,9 +84,11 @@ fn prepare(
         addresses: party.advertised()?,
         port,
         patience: party.config.connect_timeout,
-        keys: keys.clone(),
+        keys: published,
+        mixes: shared.is_some(),
+        protection: Protection::of(party.config),
     };
-    Ok((keys, own, listener, record))
+    Ok(Prepared { keys, tls, own, listener, record })
 }
 
 fn publish(party: &Party<'_>, root: RootNotice) -> Result<(), InitError> {
@@ -135,6 +155,7 @@ impl Seats {
 
 struct Door<'a> {
     keys: &'a Keys,
+    tls: Option<&'a Tls>,
     listener: TcpListener,
     visitors: Vec<Visitor>,
     seats: Seats,
@@ -178,10 +199,13 @@ impl Door<'_> {
     fn serve(&mut self, ready: &[PollFlags]) -> Result<(), String> {
         let marked = self.visitors.iter_mut().zip(ready).filter(|(_, flags)| !flags.is_empty());
         for (visitor, _) in marked {
-            match visitor.advance(self.keys) {
+            match visitor.advance(self.keys, self.tls) {
                 Ok(None) => {}
                 Ok(Some((rank, arrival))) => {
                     visitor.joined = true;
+                    if self.tls.is_some() && !visitor.stream.is_protected() && arrival.is_ok() {
+                        return Err(format!("rank {rank} joined without TLS, rank 0 has it"));
+                    }
                     self.seats.take(arrival.map_err(|cause| format!("rank {rank} failed: {cause}"))?)?;
                     visitor.seat = Some(rank);
                 }
@@ -232,7 +256,7 @@ impl Door<'_> {
         let deadline = Instant::now() + FAREWELL_PATIENCE;
         loop {
             self.visitors.retain_mut(|visitor| match visitor.send() {
-                Ok(()) => !visitor.outgoing.is_empty(),
+                Ok(()) => !visitor.is_told(),
                 Err(error) => {
                     log::warn!("{} did not take the outcome of the rendezvous: {error}", visitor.from);
                     false
@@ -243,7 +267,7 @@ impl Door<'_> {
                 return Ok(());
             }
             let mut watched: Vec<PollFd<'_>> =
-                self.visitors.iter().map(|visitor| PollFd::new(&visitor.stream, PollFlags::OUT)).collect();
+                self.visitors.iter().map(|visitor| PollFd::new(visitor.stream.socket(), PollFlags::OUT)).collect();
             sleep(&mut watched, left).map_err(|error| error.to_string())?;
         }
     }
@@ -251,7 +275,9 @@ impl Door<'_> {
 
 /// A connection, from a rank or from a stranger.
 struct Visitor {
-    stream: TcpStream,
+    stream: Stream,
+    /// Whether it is known if the other side speaks TLS.
+    sounded: bool,
     from: SocketAddr,
     proof_due: Instant,
     reception: Reception,
@@ -268,7 +294,8 @@ impl Visitor {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         Ok(Visitor {
-            stream,
+            stream: Stream::plain(stream),
+            sounded: false,
             from: SocketAddr::new(from.ip().to_canonical(), from.port()),
             proof_due: Instant::now() + PROOF_PATIENCE,
             reception: Reception::new(),
@@ -285,20 +312,43 @@ impl Visitor {
     }
 
     fn interest(&self) -> PollFd<'_> {
-        let flags = if self.outgoing.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
-        PollFd::new(&self.stream, flags)
+        let flags = if self.is_told() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
+        PollFd::new(self.stream.socket(), flags)
+    }
+
+    /// Whether all that it was to be told has left this process.
+    fn is_told(&self) -> bool {
+        self.outgoing.is_empty() && !self.stream.holds_bytes()
+    }
+
+    /// Learns from the first byte whether the other side speaks TLS. False: none has come.
+    fn sound(&mut self, tls: Option<&Tls>) -> io::Result<bool> {
+        if !self.sounded && tls.is_some() {
+            let mut first = [0];
+            match self.stream.socket().peek(&mut first) {
+                Ok(_) if first[0] == HELLO[0] => {}
+                Ok(_) => self.stream = Stream::accept(self.stream.socket().try_clone()?, tls),
+                Err(error) if is_passing(&error) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        self.sounded = true;
+        Ok(true)
     }
 
     /// Reads and answers what there is; what the joiner says of itself once it is complete.
-    fn advance(&mut self, keys: &Keys) -> Result<Option<(Rank, Arrival)>, String> {
+    fn advance(&mut self, keys: &Keys, tls: Option<&Tls>) -> Result<Option<(Rank, Arrival)>, String> {
         let closed = |error: io::Error| match error.kind() {
             ErrorKind::UnexpectedEof => "it hung up".to_string(),
             _ => error.to_string(),
         };
+        if !self.sound(tls).map_err(closed)? {
+            return Ok(None);
+        }
         self.send().map_err(closed)?;
         // One byte more than the last message: it never comes, but this is how a closed connection shows.
         while self.intake.fill(&mut self.stream, self.reception.expected().unwrap_or(1)).map_err(closed)? {
-            match self.reception.take(keys, &self.intake.take())? {
+            match self.reception.take(keys, self.stream.binding(), &self.intake.take())? {
                 Next::Listen => {}
                 Next::Say(bytes) => {
                     self.outgoing = Outgoing::new(bytes.into());
@@ -311,6 +361,7 @@ impl Visitor {
     }
 
     fn send(&mut self) -> io::Result<()> {
-        self.outgoing.send(&mut self.stream)
+        self.outgoing.send(&mut self.stream)?;
+        self.stream.flush().or_else(|error| if is_passing(&error) { Ok(()) } else { Err(error) })
     }
 }

@@ -2,12 +2,13 @@
 //! serves many.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, Timespec, poll};
 
 use crate::sync::Arc;
+use crate::transport::handshake::is_passing;
+use crate::transport::tls::Stream;
 
 /// Bytes of one message as they come in; memory grows with what has come, not with what was announced.
 #[derive(Default)]
@@ -75,23 +76,24 @@ impl Outgoing {
 }
 
 /// Writes all of `bytes` before `deadline`.
-pub(super) fn write(stream: &mut TcpStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
-    while !bytes.is_empty() {
-        stream.set_write_timeout(Some(left(deadline)?))?;
-        match stream.write(bytes) {
-            Ok(count) => bytes = &bytes[count..],
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+pub(super) fn write(stream: &mut Stream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    loop {
+        stream.socket().set_write_timeout(Some(left(deadline)?))?;
+        let written = if bytes.is_empty() { stream.flush().map(|()| None) } else { stream.write(bytes).map(Some) };
+        match written {
+            Ok(None) => return Ok(()),
+            Ok(Some(count)) => bytes = &bytes[count..],
+            Err(error) if is_passing(&error) => {}
             Err(error) => return Err(error),
         }
     }
-    Ok(())
 }
 
 /// Reads `count` bytes before `deadline`.
-pub(super) fn read(stream: &mut TcpStream, count: usize, deadline: Instant) -> io::Result<Vec<u8>> {
+pub(super) fn read(stream: &mut Stream, count: usize, deadline: Instant) -> io::Result<Vec<u8>> {
     let mut intake = Intake::default();
     loop {
-        stream.set_read_timeout(Some(left(deadline)?))?;
+        stream.socket().set_read_timeout(Some(left(deadline)?))?;
         if intake.fill(stream, count)? {
             return Ok(intake.take());
         }

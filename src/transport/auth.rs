@@ -2,8 +2,8 @@
 //!
 //! The acceptor sends a challenge; the opener answers with a proof and a challenge of its own; the acceptor proves
 //! itself in turn. A proof is HMAC-SHA256 (RFC 2104, FIPS 198-1) under the job's secret over its role, the other side's
-//! nonce, the communicator and both ranks, so that it fits one connection, one direction and one pair of ranks. All
-//! messages have a fixed size. Nothing here does I/O.
+//! nonce, what is unique to the connection's TLS session, the communicator and both ranks, so that it fits one
+//! connection, one direction and one pair of ranks. All messages have a fixed size. Nothing here does I/O.
 
 use std::fmt;
 
@@ -27,6 +27,14 @@ impl Secret {
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
+
+    /// Another secret, for `purpose`, of which nothing leads back to this one (as in RFC 5869).
+    pub fn derive(&self, purpose: &str, salt: &[u8]) -> Secret {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
+        mac.update(purpose.as_bytes());
+        mac.update(salt);
+        Secret(mac.finalize().into_bytes().into())
+    }
 }
 
 impl fmt::Debug for Secret {
@@ -34,6 +42,9 @@ impl fmt::Debug for Secret {
         f.write_str("Secret(..)")
     }
 }
+
+/// What no other TLS session has (RFC 9266); zeros on a connection without TLS.
+pub type Binding = [u8; 32];
 
 /// Who a rank is, and how it proves it.
 #[derive(Clone, Debug)]
@@ -63,7 +74,7 @@ pub enum AuthError {
 }
 
 /// The wire format's version: both sides have the same, or refuse each other.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// The acceptor's first message: magic, version, nonce.
 pub const CHALLENGE_BYTES: usize = 8 + 4 + 32;
@@ -91,7 +102,11 @@ impl Opener {
     }
 
     /// The answer to the acceptor's challenge.
-    pub fn answer(&self, challenge: &[u8; CHALLENGE_BYTES]) -> Result<[u8; ANSWER_BYTES], AuthError> {
+    pub fn answer(
+        &self,
+        challenge: &[u8; CHALLENGE_BYTES],
+        binding: &Binding,
+    ) -> Result<[u8; ANSWER_BYTES], AuthError> {
         check_version(challenge)?;
         let Identity { comm, me, secret, .. } = &self.identity;
         let mut answer = [0; ANSWER_BYTES];
@@ -100,15 +115,16 @@ impl Opener {
         answer[12..28].copy_from_slice(comm);
         answer[28..32].copy_from_slice(&me.0.to_le_bytes());
         answer[32..64].copy_from_slice(&self.nonce);
-        let proof = proof(secret, Role::Opener, &challenge[12..], comm, *me, self.peer).finalize().into_bytes();
+        let proof =
+            proof(secret, Role::Opener, &challenge[12..], binding, comm, *me, self.peer).finalize().into_bytes();
         answer[64..].copy_from_slice(&proof);
         Ok(answer)
     }
 
     /// Whether the acceptor is who it should be.
-    pub fn check(&self, theirs: &[u8; PROOF_BYTES]) -> Result<(), AuthError> {
+    pub fn check(&self, theirs: &[u8; PROOF_BYTES], binding: &Binding) -> Result<(), AuthError> {
         let Identity { comm, me, secret, .. } = &self.identity;
-        let expected = proof(secret, Role::Acceptor, &self.nonce, comm, *me, self.peer);
+        let expected = proof(secret, Role::Acceptor, &self.nonce, binding, comm, *me, self.peer);
         expected.verify_slice(theirs).map_err(|_| AuthError::Proof)
     }
 }
@@ -136,16 +152,21 @@ impl Acceptor {
     }
 
     /// Who the opener is, and this side's proof for it.
-    pub fn check(&self, answer: &[u8; ANSWER_BYTES]) -> Result<(Rank, [u8; PROOF_BYTES]), AuthError> {
+    pub fn check(
+        &self,
+        answer: &[u8; ANSWER_BYTES],
+        binding: &Binding,
+    ) -> Result<(Rank, [u8; PROOF_BYTES]), AuthError> {
         check_version(answer)?;
         let Identity { comm, me, size, secret } = &self.identity;
         let opener = Rank(u32::from_le_bytes(std::array::from_fn(|i| answer[28 + i])));
-        let expected = proof(secret, Role::Opener, &self.nonce, comm, opener, *me);
+        let expected = proof(secret, Role::Opener, &self.nonce, binding, comm, opener, *me);
         expected.verify_slice(&answer[64..]).map_err(|_| AuthError::Proof)?;
         if answer[12..28] != comm[..] || opener.index() >= *size || opener == *me {
             return Err(AuthError::Stranger);
         }
-        Ok((opener, proof(secret, Role::Acceptor, &answer[32..64], comm, opener, *me).finalize().into_bytes().into()))
+        let own = proof(secret, Role::Acceptor, &answer[32..64], binding, comm, opener, *me);
+        Ok((opener, own.finalize().into_bytes().into()))
     }
 }
 
@@ -155,13 +176,22 @@ enum Role {
     Acceptor,
 }
 
-fn proof(secret: &Secret, role: Role, nonce: &[u8], comm: &[u8; 16], opener: Rank, acceptor: Rank) -> Hmac<Sha256> {
+fn proof(
+    secret: &Secret,
+    role: Role,
+    nonce: &[u8],
+    binding: &Binding,
+    comm: &[u8; 16],
+    opener: Rank,
+    acceptor: Rank,
+) -> Hmac<Sha256> {
     let mut mac = Hmac::<Sha256>::new_from_slice(&secret.0).expect("HMAC takes keys of any length");
     mac.update(match role {
         Role::Opener => b"ncclx_rs opener".as_slice(),
         Role::Acceptor => b"ncclx_rs acceptor".as_slice(),
     });
     mac.update(nonce);
+    mac.update(binding);
     mac.update(comm);
     mac.update(&opener.0.to_le_bytes());
     mac.update(&acceptor.0.to_le_bytes());
@@ -177,6 +207,8 @@ fn check_version(message: &[u8]) -> Result<(), AuthError> {
 mod tests {
     use super::*;
 
+    const PLAIN: &Binding = &[0; 32];
+
     fn identity(me: u32, secret: u8) -> Identity {
         Identity { comm: [7; 16], me: Rank(me), size: 4, secret: Secret([secret; 32]) }
     }
@@ -184,46 +216,55 @@ mod tests {
     #[test]
     fn both_sides_learn_whom_they_talk_to() {
         let (opener, acceptor) = (Opener::new(identity(2, 1), Rank(0)), Acceptor::new(identity(0, 1)));
-        let answer = opener.answer(&acceptor.challenge()).expect("an answer");
-        let (rank, proof) = acceptor.check(&answer).expect("a good answer");
+        let answer = opener.answer(&acceptor.challenge(), PLAIN).expect("an answer");
+        let (rank, proof) = acceptor.check(&answer, PLAIN).expect("a good answer");
         assert_eq!(rank, Rank(2));
-        assert_eq!(opener.check(&proof), Ok(()));
+        assert_eq!(opener.check(&proof, PLAIN), Ok(()));
     }
 
     #[test]
     fn a_wrong_secret_is_refused_on_both_sides() {
         let (opener, acceptor) = (Opener::new(identity(2, 1), Rank(0)), Acceptor::new(identity(0, 9)));
-        let answer = opener.answer(&acceptor.challenge()).expect("an answer");
-        assert_eq!(acceptor.check(&answer), Err(AuthError::Proof));
-        assert_eq!(opener.check(&[0; PROOF_BYTES]), Err(AuthError::Proof));
+        let answer = opener.answer(&acceptor.challenge(), PLAIN).expect("an answer");
+        assert_eq!(acceptor.check(&answer, PLAIN), Err(AuthError::Proof));
+        assert_eq!(opener.check(&[0; PROOF_BYTES], PLAIN), Err(AuthError::Proof));
     }
 
     #[test]
     fn a_replayed_answer_is_refused() {
         let (opener, first) = (Opener::new(identity(2, 1), Rank(0)), Acceptor::new(identity(0, 1)));
-        let answer = opener.answer(&first.challenge()).expect("an answer");
-        assert_eq!(Acceptor::new(identity(0, 1)).check(&answer), Err(AuthError::Proof));
+        let answer = opener.answer(&first.challenge(), PLAIN).expect("an answer");
+        assert_eq!(Acceptor::new(identity(0, 1)).check(&answer, PLAIN), Err(AuthError::Proof));
     }
 
     #[test]
     fn an_answer_for_another_rank_or_communicator_is_refused() {
         let acceptor = Acceptor::new(identity(1, 1));
-        let misdirected = Opener::new(identity(2, 1), Rank(0)).answer(&acceptor.challenge()).expect("an answer");
-        assert_eq!(acceptor.check(&misdirected), Err(AuthError::Proof));
+        let misdirected = Opener::new(identity(2, 1), Rank(0)).answer(&acceptor.challenge(), PLAIN).expect("an answer");
+        assert_eq!(acceptor.check(&misdirected, PLAIN), Err(AuthError::Proof));
         let other = Identity { comm: [8; 16], ..identity(2, 1) };
-        let foreign = Opener::new(other, Rank(1)).answer(&acceptor.challenge()).expect("an answer");
-        assert!(acceptor.check(&foreign).is_err());
+        let foreign = Opener::new(other, Rank(1)).answer(&acceptor.challenge(), PLAIN).expect("an answer");
+        assert!(acceptor.check(&foreign, PLAIN).is_err());
+    }
+
+    #[test]
+    fn a_proof_that_was_passed_on_to_another_session_is_refused() {
+        let (opener, acceptor) = (Opener::new(identity(2, 1), Rank(0)), Acceptor::new(identity(0, 1)));
+        let answer = opener.answer(&acceptor.challenge(), &[1; 32]).expect("an answer");
+        assert_eq!(acceptor.check(&answer, &[2; 32]), Err(AuthError::Proof));
+        let (_, proof) = acceptor.check(&answer, &[1; 32]).expect("a good answer");
+        assert_eq!(opener.check(&proof, &[2; 32]), Err(AuthError::Proof));
     }
 
     #[test]
     fn garbage_and_truncation_are_refused() {
         let acceptor = Acceptor::new(identity(0, 1));
-        assert_eq!(acceptor.check(&[0; ANSWER_BYTES]), Err(AuthError::Protocol));
+        assert_eq!(acceptor.check(&[0; ANSWER_BYTES], PLAIN), Err(AuthError::Protocol));
         let opener = Opener::new(identity(2, 1), Rank(0));
-        assert_eq!(opener.answer(&[0; CHALLENGE_BYTES]), Err(AuthError::Protocol));
-        let mut cut = opener.answer(&acceptor.challenge()).expect("an answer");
+        assert_eq!(opener.answer(&[0; CHALLENGE_BYTES], PLAIN), Err(AuthError::Protocol));
+        let mut cut = opener.answer(&acceptor.challenge(), PLAIN).expect("an answer");
         cut[80..].fill(0);
-        assert_eq!(acceptor.check(&cut), Err(AuthError::Proof));
+        assert_eq!(acceptor.check(&cut, PLAIN), Err(AuthError::Proof));
     }
 
     #[test]

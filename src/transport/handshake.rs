@@ -1,10 +1,21 @@
 //! Drives [`auth`](super::auth) over a connection that never blocks.
 
 use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
 
 use crate::error::LinkDown;
-use crate::transport::auth::{ANSWER_BYTES, Acceptor, CHALLENGE_BYTES, Identity, Opener, PROOF_BYTES};
+use crate::transport::auth::{ANSWER_BYTES, Acceptor, Binding, CHALLENGE_BYTES, Identity, Opener, PROOF_BYTES};
 use crate::types::Rank;
+
+/// A connection on which both sides prove themselves.
+pub(crate) trait Channel: Read + Write {
+    /// What the proofs are bound to, known once a byte of the other side has come.
+    fn binding(&self) -> Binding {
+        [0; 32]
+    }
+}
+
+impl Channel for UnixStream {}
 
 /// Bytes that come and go in fixed-size messages.
 #[derive(Debug, Default)]
@@ -64,10 +75,11 @@ impl Opening {
     }
 
     /// Goes as far as it can. True: both sides have proved themselves.
-    pub(crate) fn drive(&mut self, stream: &mut (impl Read + Write)) -> Result<bool, LinkDown> {
+    pub(crate) fn drive(&mut self, stream: &mut impl Channel) -> Result<bool, LinkDown> {
         if !self.answered {
             let Some(challenge) = self.exchange.next::<CHALLENGE_BYTES>(stream)? else { return Ok(false) };
-            let answer = self.opener.answer(&challenge).map_err(|error| LinkDown::new(error.to_string()))?;
+            let answer =
+                self.opener.answer(&challenge, &stream.binding()).map_err(|error| LinkDown::new(error.to_string()))?;
             self.exchange.queue(&answer);
             self.answered = true;
         }
@@ -75,7 +87,7 @@ impl Opening {
             return Ok(false);
         }
         let Some(proof) = self.exchange.next::<PROOF_BYTES>(stream)? else { return Ok(false) };
-        self.opener.check(&proof).map_err(|error| LinkDown::new(error.to_string()))?;
+        self.opener.check(&proof, &stream.binding()).map_err(|error| LinkDown::new(error.to_string()))?;
         Ok(true)
     }
 }
@@ -97,13 +109,14 @@ impl Accepting {
     }
 
     /// Goes as far as it can. A rank: that one has proved itself and has been answered.
-    pub(crate) fn drive(&mut self, stream: &mut (impl Read + Write)) -> Result<Option<Rank>, LinkDown> {
+    pub(crate) fn drive(&mut self, stream: &mut impl Channel) -> Result<Option<Rank>, LinkDown> {
         if !self.exchange.flush(stream)? {
             return Ok(None);
         }
         if self.opener.is_none() {
             let Some(answer) = self.exchange.next::<ANSWER_BYTES>(stream)? else { return Ok(None) };
-            let (rank, proof) = self.acceptor.check(&answer).map_err(|error| LinkDown::new(error.to_string()))?;
+            let checked = self.acceptor.check(&answer, &stream.binding());
+            let (rank, proof) = checked.map_err(|error| LinkDown::new(error.to_string()))?;
             self.exchange.queue(&proof);
             self.opener = Some(rank);
         }

@@ -12,6 +12,7 @@ pub(crate) mod handshake;
 pub(crate) mod pending;
 pub mod shm;
 pub mod tcp;
+pub(crate) mod tls;
 
 use std::io::{self, IoSlice};
 
@@ -54,7 +55,8 @@ pub trait Outlet: Send {
     /// Ends what `arm` began.
     fn disarm(&mut self);
 
-    /// Whether the peer has accepted the stream. Until then somebody must keep driving it.
+    /// Whether the peer has accepted the stream, and no byte waits in this process. Until then somebody must keep driving
+    /// it.
     fn is_open(&self) -> bool;
 
     /// Whether the peer can read this process's memory ([`Inlet::read_memory`]).

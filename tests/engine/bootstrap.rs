@@ -141,10 +141,15 @@ fn a_root_that_left_is_unreachable_at_each_address() {
 
 #[test]
 fn strangers_disturb_nobody() {
+    strangers_disturb_nobody_with(&Config::default());
+    strangers_disturb_nobody_with(&config(&[("tls", "on")]));
+}
+
+fn strangers_disturb_nobody_with(config: &Config) {
     let store = CountingStore::default();
     std::thread::scope(|scope| {
         let store = &store;
-        let root = scope.spawn(|| join_as(0, 2, store, &Config::default()));
+        let root = scope.spawn(|| join_as(0, 2, store, config));
         let port = store.port();
         let call = || TcpStream::connect(("127.0.0.1", port)).unwrap();
         let scan = call();
@@ -159,7 +164,7 @@ fn strangers_disturb_nobody() {
         liar.read_exact(&mut [0; 64]).unwrap();
         liar.write_all(&[0; 32]).unwrap();
         assert_eq!(liar.read(&mut [0]).unwrap_or(0), 0, "a liar is hung up on");
-        let joined = join_as(1, 2, store, &Config::default()).unwrap();
+        let joined = join_as(1, 2, store, config).unwrap();
         assert_eq!(root.join().unwrap().unwrap().ranks, joined.ranks);
         drop((silent, slow, browser));
     });
@@ -178,6 +183,22 @@ fn a_rank_with_another_secret_does_not_get_in() {
         let error = join_as(1, 2, &forged, &Config::default()).unwrap_err();
         assert!(error.to_string().contains("does not know the secret"), "{error}");
         assert!(matches!(root.join().unwrap(), Err(InitError::Missing { missing, .. }) if missing == [1]));
+    });
+}
+
+#[test]
+fn nobody_talks_a_rank_out_of_tls() {
+    let store = CountingStore::default();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let root = scope.spawn(|| join_as(0, 2, store, &config(&[("tls", "on")])));
+        let mut record = store.record();
+        record["root"]["Here"]["protection"] = "None".into();
+        let forged = MemoryStore::default();
+        forged.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
+        let error = join_as(1, 2, &forged, &Config::default()).unwrap_err().to_string();
+        assert!(error.contains("rank 1 joined without TLS, rank 0 has it"), "{error}");
+        assert_eq!(root.join().unwrap().unwrap_err().to_string(), error);
     });
 }
 

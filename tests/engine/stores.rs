@@ -7,6 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ncclx_rs::comm::bootstrap::Secret;
 use ncclx_rs::comm::store::{KEY_LIMIT, MemoryStore, PrefixStore, Store, TcpStore, VALUE_LIMIT};
 use ncclx_rs::{CommOptions, Communicator, Rank, StoreError};
 
@@ -93,6 +94,36 @@ fn many_clients_at_once_lose_nothing() {
             });
         }
     });
+}
+
+#[test]
+fn a_store_with_a_secret_serves_those_who_know_it_alone() {
+    let [ours, theirs] = [7, 8].map(|byte| Some(Secret::new([byte; 32])));
+    let served = TcpStore::serve_with("127.0.0.1:0", ours).unwrap();
+    served.set("key", b"value").unwrap();
+    let friend = TcpStore::connect_with(served.address(), LONG, ours).unwrap();
+    assert_eq!(friend.get("key", Duration::ZERO), Ok(b"value".to_vec()));
+    let refusal = |address: &str, secret| TcpStore::connect_with(address, LONG, secret).unwrap_err().to_string();
+    let wrong = refusal(served.address(), theirs);
+    assert!(wrong.contains("does not know the job's secret"), "{wrong}");
+    let without = refusal(served.address(), None);
+    assert!(without.contains("prove to know its secret (job_secret)"), "{without}");
+    let open = TcpStore::serve("127.0.0.1:0").unwrap();
+    let needless = refusal(open.address(), ours);
+    assert!(needless.contains("it has no secret (job_secret)"), "{needless}");
+    // Requests that do not wait for the proof are not served either.
+    let mut hasty = TcpStream::connect(served.address()).unwrap();
+    let request = |kind: u8, key: &[u8], value: &[u8]| {
+        let lengths = [key.len() as u32, value.len() as u32].map(u32::to_le_bytes).concat();
+        [b"ncclxkv1".as_slice(), &[kind], &lengths, &[0; 8], key, value].concat()
+    };
+    let answer = [0; 96];
+    for message in [request(4, b"", b""), request(5, b"", &answer), request(2, b"key", b"forged")] {
+        // The server may have hung up.
+        let _ = hasty.write_all(&message);
+    }
+    let _ = hasty.read_to_end(&mut Vec::new());
+    assert_eq!(friend.get("key", Duration::ZERO), Ok(b"value".to_vec()));
 }
 
 #[test]

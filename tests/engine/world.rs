@@ -11,11 +11,13 @@ use ncclx_rs::{Buffer, CommOptions, Communicator, Element, Error, Mode, Op, OpKi
 pub(crate) enum Wire {
     Shm,
     Tcp,
+    /// TCP with TLS, whose keys come from the secret.
+    Tls,
     /// Two "hosts": shared memory inside, all of it copied twice, and TCP between.
     Mixed,
 }
 
-pub(crate) const WIRES: [Wire; 3] = [Wire::Shm, Wire::Tcp, Wire::Mixed];
+pub(crate) const WIRES: [Wire; 4] = [Wire::Shm, Wire::Tcp, Wire::Tls, Wire::Mixed];
 
 /// Runs `f` on every rank of a new communicator, each in its own thread, and returns the results by rank.
 ///
@@ -63,6 +65,7 @@ fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
     match wire {
         Wire::Shm => vec![hint("transport", "shm")],
         Wire::Tcp => vec![hint("transport", "tcp")],
+        Wire::Tls => vec![hint("transport", "tcp"), hint("tls", "on")],
         Wire::Mixed => vec![
             hint("host_id", if rank < size.div_ceil(2) { "left" } else { "right" }),
             hint("single_copy_bytes", "0"),

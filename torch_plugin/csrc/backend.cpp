@@ -586,9 +586,10 @@ c10d::ReconfigureHandle NcclxBackend::get_reconfigure_handle() const {
 WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   TORCH_CHECK(meet_, "ncclx_rs: reconfigure: the process group was made without enable_reconfigure=True");
   const Milliseconds timeout = opts.timeout.value_or(options_->timeout);
-  const auto [store, rank, size] = meet_(opts.uuid, opts.handles, timeout);
+  const auto [store, rank, size, secret] = meet_(opts.uuid, opts.handles, timeout);
   Hints hints = options_->hints;
   for (const auto& [name, value] : opts.hints) hints[name] = value;
+  hints["group_secret"] = secret;
   const WithoutGil released;
   // The old generation has ended before the new one begins. That its operations end with it is no failure.
   group_->pause();

@@ -129,10 +129,10 @@ class NcclxBackend : public c10d::Backend {
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
   WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
 
-  // How the handles of processes lead to a store, this process's rank and the size.
+  // How the handles of processes lead to a store, this process's rank, the size, and a secret of the members.
   using Handles = decltype(c10d::ReconfigureOptions::handles);
-  using Meet = std::function<std::tuple<c10::intrusive_ptr<c10d::Store>, int, int>(int64_t uuid, const Handles& handles,
-                                                                                   Milliseconds timeout)>;
+  using Meeting = std::tuple<c10::intrusive_ptr<c10d::Store>, int, int, std::string>;
+  using Meet = std::function<Meeting(int64_t uuid, const Handles& handles, Milliseconds timeout)>;
   void members_meet(std::string handle, Meet meet);
 #endif
 #ifdef C10D_BACKEND_HAS_WINDOW

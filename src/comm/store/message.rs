@@ -5,11 +5,15 @@
 //! ```text
 //! request   "ncclxkv1"   kind u8   key length u32   value length u32   wait u64   key   value
 //!           kinds: 1 ping, 2 set, 3 get; wait is the milliseconds a get gives its key to be set
+//!                  4 greet, answered by a challenge; 5 prove, with the answer as value, answered by a proof: a store
+//!                  with a secret serves nobody else (the messages are those of `transport/auth.rs`)
 //! reply     kind u8   length u32   bytes
 //!           kinds: 1 done, 2 value, 3 absent, 4 refused (the bytes say why)
 //! ```
 
 use std::time::Duration;
+
+use crate::transport::auth::ANSWER_BYTES;
 
 /// The longest key of a [`TcpStore`](super::TcpStore), in bytes.
 pub const KEY_LIMIT: usize = 4 << 10;
@@ -25,6 +29,8 @@ const MAGIC: &[u8; 8] = b"ncclxkv1";
 const PING: u8 = 1;
 const SET: u8 = 2;
 const GET: u8 = 3;
+const GREET: u8 = 4;
+const PROVE: u8 = 5;
 
 const DONE: u8 = 1;
 const VALUE: u8 = 2;
@@ -40,6 +46,10 @@ pub(super) enum Request<'a> {
     Set { key: &'a str, value: &'a [u8] },
     /// Wants the key's value, once it is there.
     Get { key: &'a str, wait: Duration },
+    /// Wants to prove that it knows the secret.
+    Greet,
+    /// Proves it.
+    Prove { answer: &'a [u8; ANSWER_BYTES] },
 }
 
 /// The fixed part of a request: what follows it, within the limits.
@@ -65,12 +75,18 @@ impl Header {
         within("key", header.key, KEY_LIMIT)?;
         within("value", header.value, VALUE_LIMIT)?;
         let fits = match header.kind {
-            PING => header.key == 0 && header.value == 0,
+            PING | GREET => header.key == 0 && header.value == 0,
+            PROVE => header.key == 0 && header.value == ANSWER_BYTES,
             SET => true,
             GET => header.value == 0,
             _ => false,
         };
         if fits { Ok(header) } else { Err(format!("it asks for something unknown, of kind {}", header.kind)) }
+    }
+
+    /// Whether it belongs to the proof of the secret.
+    pub(super) fn is_proof(self) -> bool {
+        matches!(self.kind, GREET | PROVE)
     }
 
     /// The bytes that follow.
@@ -87,6 +103,8 @@ impl<'a> Request<'a> {
         let key = str::from_utf8(key).map_err(|error| format!("its key is not text: {error}"))?;
         Ok(match header.kind {
             PING => Request::Ping,
+            GREET => Request::Greet,
+            PROVE => Request::Prove { answer: value.try_into().map_err(|_| "its answer has another length")? },
             SET => Request::Set { key, value },
             _ => Request::Get { key, wait: Duration::from_millis(header.wait) },
         })
@@ -98,6 +116,8 @@ impl<'a> Request<'a> {
             Request::Ping => (PING, "", [].as_slice(), Duration::ZERO),
             Request::Set { key, value } => (SET, key, value, Duration::ZERO),
             Request::Get { key, wait } => (GET, key, [].as_slice(), wait),
+            Request::Greet => (GREET, "", [].as_slice(), Duration::ZERO),
+            Request::Prove { answer } => (PROVE, "", answer.as_slice(), Duration::ZERO),
         };
         let wait = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
         let (key_length, value_length) =

@@ -9,10 +9,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
+use super::identity;
 use super::message::{HEADER_BYTES, Header, Reply, Request};
 use crate::comm::bootstrap::later;
 use crate::comm::stream::{Intake, Outgoing, sleep};
 use crate::sync::Arc;
+use crate::transport::auth::{Acceptor, Secret};
+use crate::types::Rank;
 
 /// How long a client may take to say what it wants, and to take the answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -41,11 +44,11 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Serves callers of `listener`, which must not block.
-    pub(super) fn start(listener: TcpListener) -> io::Result<Server> {
+    /// Serves callers of `listener`, which must not block; those alone that know the secret, if there is one.
+    pub(super) fn start(listener: TcpListener, secret: Option<Secret>) -> io::Result<Server> {
         let (stop, stopped) = UnixStream::pair()?;
         let shelf = Shelf::new(SHELF_LIMIT);
-        let desk = Desk { listener, stopped, clients: Vec::new(), shelf, rested: Instant::now() };
+        let desk = Desk { listener, secret, stopped, clients: Vec::new(), shelf, rested: Instant::now() };
         let thread = std::thread::Builder::new().name("ncclx_rs_store".to_owned()).spawn(move || desk.run())?;
         Ok(Server { stop: Some(stop), thread: Some(thread) })
     }
@@ -91,6 +94,7 @@ impl Shelf {
 
 struct Desk {
     listener: TcpListener,
+    secret: Option<Secret>,
     stopped: UnixStream,
     clients: Vec<Client>,
     shelf: Shelf,
@@ -147,7 +151,7 @@ impl Desk {
 
     fn accept(&mut self) {
         for _ in 0..ACCEPTED_AT_ONCE {
-            match self.listener.accept().and_then(|(stream, from)| Client::new(stream, from)) {
+            match self.listener.accept().and_then(|(stream, from)| Client::new(stream, from, self.secret)) {
                 Ok(client) => self.clients.push(client),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The caller hung up before it was its turn.
@@ -194,6 +198,8 @@ impl From<io::Error> for End {
 struct Client {
     stream: TcpStream,
     from: SocketAddr,
+    /// The proof that it still owes.
+    owed: Option<Acceptor>,
     stage: Stage,
     /// When the stage must be over.
     due: Instant,
@@ -203,12 +209,13 @@ struct Client {
 }
 
 impl Client {
-    fn new(stream: TcpStream, from: SocketAddr) -> io::Result<Self> {
+    fn new(stream: TcpStream, from: SocketAddr, secret: Option<Secret>) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         Ok(Client {
             stream,
             from: SocketAddr::new(from.ip().to_canonical(), from.port()),
+            owed: secret.map(|secret| Acceptor::new(identity(Rank(0), secret))),
             stage: Stage::Header,
             due: Instant::now() + PATIENCE,
             intake: Intake::default(),
@@ -266,12 +273,25 @@ impl Client {
             Stage::Header => {
                 let header = message.as_slice().try_into().expect("as many bytes as were asked for");
                 match Header::parse(header) {
+                    Ok(header) if self.owed.is_some() && !header.is_proof() => {
+                        return self
+                            .refuse("it serves those alone that prove to know its secret (job_secret)".to_owned());
+                    }
                     Ok(header) => self.stage = Stage::Body(header),
                     Err(cause) => return self.refuse(cause),
                 }
             }
             Stage::Body(header) => match Request::parse(header, &message) {
                 Ok(Request::Ping) => self.reply(&Reply::Done)?,
+                Ok(Request::Greet) => match &self.owed {
+                    Some(owed) => self.reply(&Reply::Value(owed.challenge().to_vec()))?,
+                    None => return self.refuse("it has no secret (job_secret)".to_owned()),
+                },
+                Ok(Request::Prove { answer }) => match self.owed.take().map(|owed| owed.check(answer, &[0; 32])) {
+                    Some(Ok((_, proof))) => self.reply(&Reply::Value(proof.to_vec()))?,
+                    Some(Err(error)) => return self.refuse(error.to_string()),
+                    None => return Err(End::Dropped("it speaks out of turn".to_owned())),
+                },
                 Ok(Request::Set { key, value }) => self.reply(&shelf.set(key, value))?,
                 Ok(Request::Get { key, wait }) => match shelf.get(key) {
                     Some(value) => self.reply(&value)?,

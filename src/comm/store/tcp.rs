@@ -5,13 +5,16 @@ use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use super::Store;
 use super::message::{REPLY_HEADER_BYTES, Reply, Request};
 use super::server::Server;
+use super::{Store, identity};
 use crate::comm::bootstrap::later;
 use crate::comm::stream::{read, write};
 use crate::error::StoreError;
 use crate::sys::net;
+use crate::transport::auth::{AuthError, Opener, Secret};
+use crate::transport::tls::Stream;
+use crate::types::Rank;
 
 /// How long the server may take to answer, beside the time it is told to wait.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
@@ -27,8 +30,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A store over TCP: one process serves it, on a thread of its own, and all connect to it.
 ///
-/// Keys and values are bounded: see [`KEY_LIMIT`](super::KEY_LIMIT) and [`VALUE_LIMIT`](super::VALUE_LIMIT). Whoever
-/// can connect can read and write, so the address must be reachable by the job alone.
+/// Keys and values are bounded: see [`KEY_LIMIT`](super::KEY_LIMIT) and [`VALUE_LIMIT`](super::VALUE_LIMIT). With a
+/// secret, both sides of every connection prove that they know it ([`TcpStore::serve_with`]); without, whoever can
+/// connect can read and write, so that the address must be reachable by the job alone.
 ///
 /// ```
 /// use std::time::Duration;
@@ -43,6 +47,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 pub struct TcpStore {
     address: String,
     host: String,
+    secret: Option<Secret>,
     server: Option<Server>,
 }
 
@@ -50,6 +55,12 @@ impl TcpStore {
     /// Serves a store at `address`, a host or IP address with a port; port 0 takes a free one, `[::]` listens on every
     /// address. The store ends when this is dropped.
     pub fn serve(address: &str) -> Result<TcpStore, StoreError> {
+        TcpStore::serve_with(address, None)
+    }
+
+    /// As [`TcpStore::serve`], to those alone that prove to know `secret`, if there is one:
+    /// [`shared_secret`](crate::comm::bootstrap::shared_secret) is that of the settings.
+    pub fn serve_with(address: &str, secret: Option<Secret>) -> Result<TcpStore, StoreError> {
         let listen = || -> io::Result<(TcpListener, SocketAddr)> {
             let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
             for candidate in address.to_socket_addrs()? {
@@ -62,43 +73,59 @@ impl TcpStore {
         };
         let (listener, bound) = listen().map_err(|error| cannot_listen(address, &error))?;
         let called = SocketAddr::new(reachable(bound.ip()), bound.port());
-        TcpStore::start(listener, called.to_string(), called.ip().to_string())
+        TcpStore::start(listener, called.to_string(), called.ip().to_string(), secret)
     }
 
     /// Serves a store at `port` of this host, which others know as `host`: of loopback alone if that is what `host` is.
-    pub(crate) fn serve_as(host: &str, port: u16) -> Result<TcpStore, StoreError> {
+    pub(crate) fn serve_as(host: &str, port: u16, secret: Option<Secret>) -> Result<TcpStore, StoreError> {
         let address = with_port(host, port);
         // A host's own name may stand for loopback in its list of hosts, and for a real address in those of others.
         if host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
-            return TcpStore::serve(&address);
+            return TcpStore::serve_with(&address, secret);
         }
         let listener = net::listen_everywhere(port).map_err(|error| cannot_listen(&address, &error))?;
         // The way by which others come need not be open from here.
-        TcpStore::start(listener, with_port(&Ipv4Addr::LOCALHOST.to_string(), port), host.to_owned())
+        TcpStore::start(listener, with_port(&Ipv4Addr::LOCALHOST.to_string(), port), host.to_owned(), secret)
     }
 
-    fn start(listener: TcpListener, address: String, host: String) -> Result<TcpStore, StoreError> {
-        let server = Server::start(listener).map_err(|error| cannot_listen(&address, &error))?;
-        Ok(TcpStore { address, host, server: Some(server) })
+    fn start(
+        listener: TcpListener,
+        address: String,
+        host: String,
+        secret: Option<Secret>,
+    ) -> Result<TcpStore, StoreError> {
+        let server = Server::start(listener, secret).map_err(|error| cannot_listen(&address, &error))?;
+        Ok(TcpStore { address, host, secret, server: Some(server) })
     }
 
     /// Connects to the store at `address`, which may begin to be served later, up to `timeout`.
     pub fn connect(address: &str, timeout: Duration) -> Result<TcpStore, StoreError> {
+        TcpStore::connect_with(address, timeout, None)
+    }
+
+    /// As [`TcpStore::connect`], to a store that [`TcpStore::serve_with`] serves with the same `secret`.
+    pub fn connect_with(address: &str, timeout: Duration, secret: Option<Secret>) -> Result<TcpStore, StoreError> {
         let host = address.rsplit_once(':').map_or(address, |(host, _)| host).to_owned();
-        let store = TcpStore { address: address.to_owned(), host, server: None };
+        let store = TcpStore { address: address.to_owned(), host, secret, server: None };
         let start = Instant::now();
         let absent = |cause| StoreError::Absent { address: address.to_owned(), waited: timeout, cause };
-        let mut stream = store.reach(later(start, timeout)).map_err(absent)?;
+        let mut stream = store.enter(later(start, timeout)).map_err(absent)?;
         match store.ask(&mut stream, &Request::Ping, later(Instant::now(), ANSWER_PATIENCE)) {
             Ok(Reply::Done) => Ok(store),
+            Ok(Reply::Refused(cause)) => Err(absent(cause)),
             Ok(reply) => Err(absent(format!("something else answers: {reply:?}"))),
             Err(cause) => Err(absent(cause)),
         }
     }
 
     /// Connects to the store that [`TcpStore::serve_as`] serves.
-    pub(crate) fn connect_to(host: &str, port: u16, timeout: Duration) -> Result<TcpStore, StoreError> {
-        TcpStore::connect(&with_port(host, port), timeout)
+    pub(crate) fn connect_to(
+        host: &str,
+        port: u16,
+        timeout: Duration,
+        secret: Option<Secret>,
+    ) -> Result<TcpStore, StoreError> {
+        TcpStore::connect_with(&with_port(host, port), timeout, secret)
     }
 
     /// Where to connect to the store: a host or IP address with a port.
@@ -106,8 +133,27 @@ impl TcpStore {
         &self.address
     }
 
+    /// A new connection on which both sides have proved themselves, if there is a secret.
+    fn enter(&self, deadline: Instant) -> Result<Stream, String> {
+        let mut stream = self.reach(deadline)?;
+        let Some(secret) = self.secret else { return Ok(stream) };
+        let opener = Opener::new(identity(Rank(1), secret), Rank(0));
+        let mut say =
+            |request: &Request<'_>| match self.ask(&mut stream, request, later(Instant::now(), ANSWER_PATIENCE))? {
+                Reply::Value(value) => Ok(value),
+                Reply::Refused(cause) => Err(cause),
+                reply => Err(format!("it answers {reply:?}")),
+            };
+        let strange = |_| AuthError::Protocol.to_string();
+        let challenge = say(&Request::Greet)?.as_slice().try_into().map_err(strange)?;
+        let answer = opener.answer(&challenge, &[0; 32]).map_err(|error| error.to_string())?;
+        let proof = say(&Request::Prove { answer: &answer })?.as_slice().try_into().map_err(strange)?;
+        opener.check(&proof, &[0; 32]).map_err(|error| error.to_string())?;
+        Ok(stream)
+    }
+
     /// A new connection, for which it tries again until `deadline`.
-    fn reach(&self, deadline: Instant) -> Result<TcpStream, String> {
+    fn reach(&self, deadline: Instant) -> Result<Stream, String> {
         let mut pause = FIRST_PAUSE;
         loop {
             let cause = match self.call(deadline) {
@@ -125,7 +171,7 @@ impl TcpStore {
     }
 
     /// A connection to the first of the server's addresses that takes one.
-    fn call(&self, deadline: Instant) -> io::Result<TcpStream> {
+    fn call(&self, deadline: Instant) -> io::Result<Stream> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
         for address in self.address.to_socket_addrs()? {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -136,7 +182,7 @@ impl TcpStore {
                 Ok(stream) if stream.local_addr()? == address => last = ErrorKind::ConnectionRefused.into(),
                 Ok(stream) => {
                     stream.set_nodelay(true)?;
-                    return Ok(stream);
+                    return Ok(Stream::plain(stream));
                 }
                 Err(error) => last = error,
             }
@@ -144,7 +190,7 @@ impl TcpStore {
         Err(last)
     }
 
-    fn ask(&self, stream: &mut TcpStream, request: &Request<'_>, deadline: Instant) -> Result<Reply, String> {
+    fn ask(&self, stream: &mut Stream, request: &Request<'_>, deadline: Instant) -> Result<Reply, String> {
         let words = |error: io::Error| match error.kind() {
             ErrorKind::UnexpectedEof => "it hung up".to_owned(),
             _ => error.to_string(),
@@ -158,7 +204,7 @@ impl TcpStore {
 
     /// Asks on a new connection, so that calls of several threads do not wait for each other.
     fn request(&self, request: &Request<'_>, wait: Duration) -> Result<Reply, String> {
-        let mut stream = self.reach(later(Instant::now(), CALL_PATIENCE))?;
+        let mut stream = self.enter(later(Instant::now(), CALL_PATIENCE))?;
         match self.ask(&mut stream, request, later(Instant::now(), wait.saturating_add(ANSWER_PATIENCE)))? {
             Reply::Refused(cause) => Err(cause),
             reply => Ok(reply),

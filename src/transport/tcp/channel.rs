@@ -1,18 +1,18 @@
 //! The receiving end: a buffer for headers and short messages; long ones go straight to their place.
 
 use std::io::{self, Read};
-use std::net::TcpStream;
 use std::os::fd::AsFd;
 
 use crate::error::LinkDown;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::transport::Inlet;
 use crate::transport::handshake::is_passing;
+use crate::transport::tls::Stream;
 
 /// The receiving end of a connection.
 #[derive(Debug)]
 pub(super) struct TcpInlet {
-    stream: TcpStream,
+    stream: Stream,
     _registration: Registration,
     buffer: Vec<u8>,
     start: usize,
@@ -23,7 +23,7 @@ pub(super) struct TcpInlet {
 }
 
 impl TcpInlet {
-    pub(super) fn new(stream: TcpStream, poller: &Poller) -> io::Result<Self> {
+    pub(super) fn new(stream: Stream, poller: &Poller) -> io::Result<Self> {
         let registration = poller.add(stream.as_fd(), Interest::Read)?;
         let buffer = vec![0; BUFFER_BYTES];
         Ok(TcpInlet { stream, _registration: registration, buffer, start: 0, end: 0, ended: None, stalled: false })
@@ -99,7 +99,7 @@ impl Inlet for TcpInlet {
 
     fn arm(&mut self) -> bool {
         // The poller watches the socket all the time; what is buffered it does not know of.
-        self.ended.is_some()
+        self.ended.is_some() || self.buffered() >= ENOUGH || self.stream.has_more()
     }
 
     fn disarm(&mut self) {}

@@ -12,6 +12,7 @@ use crate::sys::socket;
 use crate::transport::Outlet;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
+use crate::transport::tls::{Stream, Tls};
 use crate::types::Rank;
 
 /// How far a connection is.
@@ -29,6 +30,7 @@ enum Stage {
 #[derive(Debug)]
 pub(super) struct Connection {
     identity: Identity,
+    tls: Option<Tls>,
     peer: Rank,
     poller: Poller,
     /// Addresses not tried yet.
@@ -36,7 +38,7 @@ pub(super) struct Connection {
     /// What became of those that were.
     failures: Vec<String>,
     current: SocketAddr,
-    stream: TcpStream,
+    stream: Stream,
     registration: Registration,
     stage: Stage,
 }
@@ -45,15 +47,17 @@ impl Connection {
     /// Begins with the first address that the system lets us try.
     pub(super) fn begin(
         identity: Identity,
+        tls: Option<Tls>,
         peer: Rank,
         mut targets: VecDeque<SocketAddr>,
         poller: &Poller,
     ) -> Result<Self, LinkDown> {
         let mut failures = Vec::new();
-        let (current, stream, registration) = next_attempt(&mut targets, &mut failures, poller)?;
+        let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller)?;
+        let stream = Stream::open(socket, tls.as_ref());
         let poller = poller.clone();
         let stage = Stage::Connecting { since: Instant::now() };
-        Ok(Connection { identity, peer, poller, targets, failures, current, stream, registration, stage })
+        Ok(Connection { identity, tls, peer, poller, targets, failures, current, stream, registration, stage })
     }
 
     /// Goes as far as it can. True: open.
@@ -61,9 +65,9 @@ impl Connection {
         loop {
             match &mut self.stage {
                 Stage::Open => return Ok(true),
-                Stage::Connecting { since } => match socket::is_connected(&self.stream) {
+                Stage::Connecting { since } => match socket::is_connected(self.stream.socket()) {
                     Ok(true) => {
-                        socket::tune_tcp(&self.stream)?;
+                        socket::tune_tcp(self.stream.socket())?;
                         self.registration.set(Interest::Read)?;
                         self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
                     }
@@ -80,10 +84,27 @@ impl Connection {
         }
     }
 
+    /// Writes what TLS still holds, and looks whether the peer is there.
+    fn probe(&mut self) -> io::Result<usize> {
+        if self.stream.has_ended()? { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(0) }
+    }
+
+    /// Has the poller wake when there is room, if bytes of the engine or of TLS wait for it.
+    fn watch(&mut self, armed: bool) {
+        let wanted = if armed || self.stream.holds_bytes() { Interest::ReadWrite } else { Interest::Read };
+        if matches!(self.stage, Stage::Open)
+            && let Err(error) = self.registration.set(wanted)
+        {
+            log::error!("watching a connection failed: {error}");
+        }
+    }
+
     fn try_next(&mut self, failure: String) -> Result<(), LinkDown> {
         self.failures.push(format!("{}: {failure}", self.current));
         let next = next_attempt(&mut self.targets, &mut self.failures, &self.poller)?;
-        (self.current, self.stream, self.registration) = next;
+        let (current, socket, registration) = next;
+        (self.current, self.stream, self.registration) =
+            (current, Stream::open(socket, self.tls.as_ref()), registration);
         self.stage = Stage::Connecting { since: Instant::now() };
         Ok(())
     }
@@ -111,11 +132,9 @@ impl Outlet for Connection {
         if !self.drive()? {
             return Ok(0);
         }
-        if bytes.is_empty() {
-            let ended = socket::has_ended(self.stream.as_fd())?;
-            return if ended { Err(LinkDown::new("it closed the connection")) } else { Ok(0) };
-        }
-        match self.stream.write_vectored(bytes) {
+        let outcome = if bytes.is_empty() { self.probe() } else { self.stream.write_vectored(bytes) };
+        self.watch(false);
+        match outcome {
             Ok(count) => Ok(count),
             Err(error) if is_passing(&error) => Ok(0),
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(LinkDown::new("it closed the connection")),
@@ -124,29 +143,25 @@ impl Outlet for Connection {
     }
 
     fn arm(&mut self) -> bool {
-        if matches!(self.stage, Stage::Open)
-            && let Err(error) = self.registration.set(Interest::ReadWrite)
-        {
-            log::error!("watching a connection failed: {error}");
-        }
+        self.watch(true);
         false
     }
 
     fn disarm(&mut self) {
-        if matches!(self.stage, Stage::Open)
-            && let Err(error) = self.registration.set(Interest::Read)
-        {
-            log::error!("watching a connection failed: {error}");
-        }
+        self.watch(false);
     }
 
     fn is_open(&self) -> bool {
-        matches!(self.stage, Stage::Open)
+        matches!(self.stage, Stage::Open) && !self.stream.holds_bytes()
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
-        // Nothing is kept here: what was taken is the kernel's, which delivers it after this process's end.
-        Ok(true)
+        // What the kernel has taken it delivers, also after this process's end.
+        match self.stream.flush() {
+            Ok(()) => Ok(true),
+            Err(error) if is_passing(&error) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 

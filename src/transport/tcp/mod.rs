@@ -1,10 +1,10 @@
-//! TCP between hosts, over IPv4 and IPv6: a connection a direction.
+//! TCP between hosts, over IPv4 and IPv6, with TLS or without: a connection a direction.
 
 mod channel;
 mod connect;
 
 use std::io;
-use std::net::{IpAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, TcpListener};
 use std::os::fd::AsFd;
 
 use serde::{Deserialize, Serialize};
@@ -17,6 +17,7 @@ use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
 use crate::transport::tcp::channel::TcpInlet;
 use crate::transport::tcp::connect::Connection;
+use crate::transport::tls::{Stream, Tls};
 use crate::transport::{Accepted, Inlet, Outlet, Transport};
 use crate::types::Rank;
 
@@ -31,22 +32,28 @@ struct Address {
 #[derive(Debug)]
 pub struct TcpTransport {
     identity: Identity,
+    tls: Option<Tls>,
     poller: Poller,
     advertise: Vec<IpAddr>,
     port: u16,
     listener: TcpListener,
     _registration: Registration,
-    pending: Pending<TcpStream>,
+    pending: Pending<Stream>,
 }
 
 impl TcpTransport {
     /// Listens on every address; peers are told those of `advertise`, the best first.
-    pub fn new(identity: Identity, poller: Poller, advertise: Vec<IpAddr>) -> io::Result<Self> {
+    pub(crate) fn new(
+        identity: Identity,
+        tls: Option<Tls>,
+        poller: Poller,
+        advertise: Vec<IpAddr>,
+    ) -> io::Result<Self> {
         let listener = net::listen_anywhere()?;
         let port = listener.local_addr()?.port();
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(TcpTransport { identity, poller, advertise, port, listener, _registration: registration, pending })
+        Ok(TcpTransport { identity, tls, poller, advertise, port, listener, _registration: registration, pending })
     }
 }
 
@@ -64,14 +71,14 @@ impl Transport for TcpTransport {
         let address: Address = serde_json::from_slice(address)
             .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
         let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();
-        Ok(Box::new(Connection::begin(self.identity.clone(), peer, targets, &self.poller)?))
+        Ok(Box::new(Connection::begin(self.identity.clone(), self.tls.clone(), peer, targets, &self.poller)?))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
         while self.pending.has_room() {
             match self.listener.accept() {
                 Ok((stream, _)) => match socket::tune_tcp(&stream) {
-                    Ok(()) => self.pending.add(stream),
+                    Ok(()) => self.pending.add(Stream::accept(stream, self.tls.as_ref())),
                     Err(error) => log::warn!("a connection was dropped: {error}"),
                 },
                 Err(_) => break,
@@ -81,7 +88,7 @@ impl Transport for TcpTransport {
         self.pending.drive(|candidate| {
             candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
             let Some(rank) = candidate.rank else { return Ok(None) };
-            let inlet = TcpInlet::new(candidate.stream.try_clone()?, poller)?;
+            let inlet = TcpInlet::new(candidate.stream.take()?, poller)?;
             Ok(Some((rank, Box::new(inlet) as Box<dyn Inlet>)))
         })
     }
@@ -89,3 +96,6 @@ impl Transport for TcpTransport {
         !self.pending.is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests;

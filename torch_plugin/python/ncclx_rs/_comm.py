@@ -250,7 +250,7 @@ class TorchComm(Operations):
     # ---- changing members ----
 
     def get_init_handle(self) -> str:
-        """What other processes need to `reconfigure` with this one. The same at every call.
+        """What other processes need to `reconfigure` with this one, and nobody else may know. The same at every call.
 
         Raises:
             RuntimeError: the backend cannot be reconfigured.
@@ -297,8 +297,9 @@ class TorchComm(Operations):
             raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
         options = copy.copy(self._options)
         options.timeout = timeout or self._options.timeout
-        options.hints = {**self._options.hints, **(hints or {})}
-        options.store, options.rank, options.size = self._endpoint.meet(uuid, init_handles, options.timeout)
+        meeting = self._endpoint.meet(uuid, init_handles, options.timeout)
+        options.store, options.rank, options.size, secret = meeting
+        options.hints = {**self._options.hints, **(hints or {}), "group_secret": secret}
         self._state = "not reconfigured yet"
         self._impl.reconfigure(options)
         self._options.rank, self._options.size, self._options.store = options.rank, options.size, options.store

@@ -3,6 +3,10 @@
 Every process that may be reconfigured runs a small store; its handle says where. The members of a new generation meet
 in the store of the first of them, under keys that only this membership and uuid have, so that neither an older
 generation nor another half of the world is ever met. Members that died take nothing with them that the others need.
+
+A handle holds a random part that its process has told nobody else. A secret made of all members' handles goes into the
+secret of the communicator, so that who reads or writes the store without them can take no member's place. Handles are
+therefore kept as passwords are: none is printed or logged.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ class Endpoint:
 
     def meet(
         self, uuid: int, handles: Sequence[InitHandle] | Set[InitHandle], timeout: timedelta
-    ) -> tuple[c10d.Store, int, int]:
-        """Where the members of one generation find each other, this process's rank among them, and their number.
+    ) -> tuple[c10d.Store, int, int, str]:
+        """Where the members of one generation find each other, this process's rank, their number, and their secret.
 
         Args:
             uuid: the generation.
@@ -44,7 +48,7 @@ class Endpoint:
             torch.distributed.DistNetworkError: the first member's store does not answer.
         """
         members = _membership(handles, self.handle)
-        return _meeting_place(uuid, members, timeout), members.index(self.handle), len(members)
+        return _meeting_place(uuid, members, timeout), members.index(self.handle), len(members), _secret(uuid, members)
 
 
 def _membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle) -> list[InitHandle]:
@@ -55,9 +59,9 @@ def _membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle
     """
     members = sorted(handles) if isinstance(handles, Set) else list(handles)
     for handle in members:
-        _location(handle)
+        host, port = _location(handle)
         if members.count(handle) > 1:
-            raise RuntimeError(f"reconfigure: argument `init_handles`: {handle} is there twice")
+            raise RuntimeError(f"reconfigure: argument `init_handles`: that of {host}:{port} is there twice")
     if own not in members:
         raise RuntimeError("reconfigure: argument `init_handles`: this process's own handle is not among them")
     return members
@@ -71,12 +75,20 @@ def _meeting_place(uuid: int, members: Sequence[InitHandle], timeout: timedelta)
     return c10d.PrefixStore(f"{uuid}/{digest}", store)
 
 
+def _secret(uuid: int, members: Sequence[InitHandle]) -> str:
+    """What only they know who hold all the handles; the hint ``group_secret``."""
+    return hashlib.sha256(f"ncclx_rs secret {uuid} {' '.join(members)}".encode()).hexdigest()
+
+
 def _location(handle: InitHandle) -> tuple[str, int]:
     version, _, rest = handle.partition(":")
     _, _, address = rest.partition(":")
     host, _, port = address.rpartition(":")
     if version != _VERSION or not host or not port.isdecimal():
-        raise RuntimeError(f"reconfigure: argument `init_handles`: expected results of get_init_handle, got {handle!r}")
+        raise RuntimeError(
+            "reconfigure: argument `init_handles`: expected results of get_init_handle, "
+            f"got {len(handle)} characters that are none"
+        )
     return host, int(port)
 
 

@@ -148,7 +148,9 @@ class CommOptions:
         self.hints: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"CommOptions({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        hints = {name: "..." if name.endswith("_secret") else value for name, value in self.hints.items()}
+        shown = {**vars(self), "hints": hints}
+        return f"CommOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 # torchcomms' name of a time limit.

@@ -1,0 +1,96 @@
+//! A stream through a relay that overhears it.
+
+use std::io::{IoSlice, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::thread::JoinHandle;
+
+use super::{Address, TcpTransport};
+use crate::config::Config;
+use crate::sys::poller::Poller;
+use crate::transport::Transport;
+use crate::transport::auth::{Identity, Secret};
+use crate::transport::tls::Tls;
+use crate::types::Rank;
+
+/// Passes one connection on to `port`, and tells what its opener has said.
+fn relay(port: u16) -> (u16, JoinHandle<Vec<u8>>) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let own = listener.local_addr().unwrap().port();
+    let overheard = std::thread::spawn(move || {
+        let (mut near, _) = listener.accept().unwrap();
+        let mut far = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+        let (mut back_from, mut back_to) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+        let back = std::thread::spawn(move || std::io::copy(&mut back_from, &mut back_to).map(|_| ()));
+        let (mut said, mut piece) = (Vec::new(), [0; 4096]);
+        while let Ok(count @ 1..) = near.read(&mut piece) {
+            said.extend_from_slice(&piece[..count]);
+            if far.write_all(&piece[..count]).is_err() {
+                break;
+            }
+        }
+        drop((near, far));
+        // How the way back ended is of no interest.
+        let _ = back.join();
+        said
+    });
+    (own, overheard)
+}
+
+/// Sends `payload` from one rank to another, of which nobody reads before no more can be written; what a relay overhears.
+fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
+    let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
+    let secret = Secret::new([5; 32]);
+    let tls = Tls::new(&config, &secret).unwrap();
+    let poller = Poller::new().unwrap();
+    let transport = |me: u32| {
+        let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret };
+        TcpTransport::new(identity, tls.clone(), poller.clone(), vec![Ipv4Addr::LOCALHOST.into()]).unwrap()
+    };
+    let (mut sender, mut receiver) = (transport(0), transport(1));
+    let mut address: Address = serde_json::from_slice(&receiver.address()).unwrap();
+    let mut stranger = TcpStream::connect((Ipv4Addr::LOCALHOST, address.port)).unwrap();
+    stranger.write_all(&[b'G'; 1000]).unwrap();
+    let (port, overheard) = relay(address.port);
+    address.port = port;
+    let mut outlet = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap()).unwrap();
+
+    let (mut accepted, mut sent) = (Vec::new(), 0);
+    loop {
+        accepted.extend(receiver.accept());
+        let count = outlet.write(&[IoSlice::new(&payload[sent..])]).unwrap();
+        sent += count;
+        if sent > 0 && count == 0 {
+            break;
+        }
+        std::thread::yield_now();
+    }
+    assert_eq!((outlet.is_open(), outlet.flushed()), (tls.is_none(), Ok(tls.is_none())), "TLS keeps what is left");
+
+    let (mut received, mut piece) = (Vec::new(), vec![0; 100_000]);
+    while received.len() < payload.len() {
+        accepted.extend(receiver.accept());
+        let rest = [IoSlice::new(&payload[sent..])];
+        sent += outlet.write(&rest[..usize::from(sent < payload.len())]).unwrap();
+        if let Some((from, inlet)) = accepted.first_mut() {
+            assert_eq!(*from, Rank(0));
+            let count = inlet.read(&mut piece).unwrap();
+            received.extend_from_slice(&piece[..count]);
+        }
+        std::thread::yield_now();
+    }
+    assert!(received == payload, "the bytes are those that were sent");
+    assert_eq!((outlet.is_open(), outlet.flushed()), (true, Ok(true)));
+    // The stranger is hung up on.
+    let _ = stranger.read_to_end(&mut Vec::new());
+    drop((outlet, accepted));
+    overheard.join().unwrap()
+}
+
+#[test]
+fn who_listens_on_the_wire_reads_messages_without_tls_alone() {
+    let text = b"the quick brown fox jumps over the lazy dog; ";
+    let payload = text.repeat((32 << 20) / text.len());
+    let hears = |tls| overhear(tls, &payload).windows(text.len()).any(|heard| heard == text);
+    assert!(hears("off"));
+    assert!(!hears("on"));
+}
