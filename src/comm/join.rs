@@ -21,11 +21,12 @@ use rand::TryRngCore;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
+use crate::sys::process::ProcessId;
 pub use crate::transport::auth::Secret;
 use crate::types::Rank;
 
 /// The version of everything that is said after the proofs.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// The longest description of one rank.
 pub(super) const INFO_LIMIT: usize = 64 << 10;
@@ -76,6 +77,8 @@ pub struct RankInfo {
     pub host_id: String,
     /// For each transport by name, what peers need to reach this rank.
     pub addresses: BTreeMap<String, Vec<u8>>,
+    /// Its process, for those on the same host.
+    pub process: ProcessId,
     /// The [`PROTOCOL`] it speaks.
     pub protocol: u32,
     /// The version of this crate it was built from.

@@ -1,8 +1,10 @@
 //! The fence: operating system calls and the unsafe code they need, behind safe faces.
 
+pub mod fork;
 pub mod memory;
 pub mod net;
 pub mod peer_memory;
 pub mod poller;
+pub mod process;
 pub mod segment;
 pub mod socket;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::LinkDown;
 use crate::sys::poller::{Interest, Poller, Registration};
-use crate::sys::socket;
+use crate::sys::socket::{self, Patience};
 use crate::transport::Outlet;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
@@ -39,6 +39,7 @@ pub(super) struct Connection {
     stream: TcpStream,
     registration: Registration,
     stage: Stage,
+    patience: Patience,
 }
 
 impl Connection {
@@ -48,12 +49,13 @@ impl Connection {
         peer: Rank,
         mut targets: VecDeque<SocketAddr>,
         poller: &Poller,
+        patience: Patience,
     ) -> Result<Self, LinkDown> {
         let mut failures = Vec::new();
         let (current, stream, registration) = next_attempt(&mut targets, &mut failures, poller)?;
         let poller = poller.clone();
         let stage = Stage::Connecting { since: Instant::now() };
-        Ok(Connection { identity, peer, poller, targets, failures, current, stream, registration, stage })
+        Ok(Connection { identity, peer, poller, targets, failures, current, stream, registration, stage, patience })
     }
 
     /// Goes as far as it can. True: open.
@@ -63,7 +65,7 @@ impl Connection {
                 Stage::Open => return Ok(true),
                 Stage::Connecting { since } => match socket::is_connected(&self.stream) {
                     Ok(true) => {
-                        socket::tune_tcp(&self.stream)?;
+                        socket::tune_tcp(&self.stream, self.patience)?;
                         self.registration.set(Interest::Read)?;
                         self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
                     }

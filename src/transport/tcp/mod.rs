@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::LinkDown;
 use crate::sys::net;
 use crate::sys::poller::{Interest, Poller, Registration};
-use crate::sys::socket;
+use crate::sys::socket::{self, Patience};
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
 use crate::transport::tcp::channel::TcpInlet;
@@ -34,6 +34,7 @@ pub struct TcpTransport {
     poller: Poller,
     advertise: Vec<IpAddr>,
     port: u16,
+    patience: Patience,
     listener: TcpListener,
     _registration: Registration,
     pending: Pending<TcpStream>,
@@ -41,12 +42,12 @@ pub struct TcpTransport {
 
 impl TcpTransport {
     /// Listens on every address; peers are told those of `advertise`, the best first.
-    pub fn new(identity: Identity, poller: Poller, advertise: Vec<IpAddr>) -> io::Result<Self> {
+    pub fn new(identity: Identity, poller: Poller, advertise: Vec<IpAddr>, patience: Patience) -> io::Result<Self> {
         let listener = net::listen_anywhere()?;
         let port = listener.local_addr()?.port();
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(TcpTransport { identity, poller, advertise, port, listener, _registration: registration, pending })
+        Ok(TcpTransport { identity, poller, advertise, port, patience, listener, _registration: registration, pending })
     }
 }
 
@@ -64,13 +65,13 @@ impl Transport for TcpTransport {
         let address: Address = serde_json::from_slice(address)
             .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
         let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();
-        Ok(Box::new(Connection::begin(self.identity.clone(), peer, targets, &self.poller)?))
+        Ok(Box::new(Connection::begin(self.identity.clone(), peer, targets, &self.poller, self.patience)?))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
         while self.pending.has_room() {
             match self.listener.accept() {
-                Ok((stream, _)) => match socket::tune_tcp(&stream) {
+                Ok((stream, _)) => match socket::tune_tcp(&stream, self.patience) {
                     Ok(()) => self.pending.add(stream),
                     Err(error) => log::warn!("a connection was dropped: {error}"),
                 },
