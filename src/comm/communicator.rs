@@ -334,9 +334,9 @@ impl Communicator {
         self.driver.with_core(|core| core.write_dump(folder, reason))
     }
 
-    /// Ends every operation in flight with an error that says `reason`, on this rank. The others see this rank as lost; if
-    /// nothing was in flight, as one that has left, and they can go on with what does not need it. Idempotent; callable
-    /// while other threads wait. In a forked child it does nothing, as the other ways to end a communicator.
+    /// Ends every operation in flight with an error that says `reason`, on this rank. The others are told that it has left,
+    /// and fail at what needs it. Idempotent; callable while other threads wait. In a forked child it does nothing, as the
+    /// other ways to end a communicator.
     pub fn abort(&self, reason: &str) {
         if !self.driver.is_here() {
             return;

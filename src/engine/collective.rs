@@ -108,7 +108,7 @@ impl Collectives {
     }
 
     /// The collective that runs now or next: what came for earlier ones is stale.
-    fn current(&self) -> u64 {
+    pub(crate) fn current(&self) -> u64 {
         self.next - self.queue.len() as u64 - u64::from(self.active.is_some())
     }
 }

@@ -12,9 +12,9 @@ use crate::types::Rank;
 /// How a rank went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Departure {
-    /// It died, was cut off, or ended operations that others may wait for.
+    /// It died or was cut off.
     Lost,
-    /// It left with nothing in flight, after it had called so many collectives.
+    /// It left of its own accord, after it had gone through so many collectives.
     Left { called: u64 },
 }
 
@@ -34,7 +34,7 @@ pub(crate) type OnLoss = Box<dyn FnOnce(Error) + Send>;
 pub(crate) struct Losses {
     /// The first that was lost.
     lost: Option<Lost>,
-    /// Of those that left, the one that called the fewest collectives.
+    /// Of those that left, the one that had gone through the fewest collectives.
     left: Option<(u64, Rank, String)>,
     on_loss: Option<OnLoss>,
 }
@@ -111,8 +111,7 @@ impl Core {
             Some(failure) => format!("{how}, after it had failed: {failure}"),
             None => how.to_owned(),
         };
-        let called = self.collectives.next_sequence();
-        let how = if self.is_settled() { Departure::Left { called } } else { Departure::Lost };
+        let how = Departure::Left { called: self.collectives.current() };
         Some(Departed { rank: self.me, how, cause })
     }
 
