@@ -263,7 +263,7 @@ def test_ranks_end_without_a_word_in_any_order(tmp_path: Path, transport: str) -
     script = JOIN + textwrap.dedent("""
     dist.init_process_group("ncclx_rs", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     dist.barrier()
-    pending = dist.irecv(torch.empty(3), src=0, tag=3) if rank == 1 else None
+    pending = dist.irecv(torch.empty(3), src=0, tag=3) if rank == 2 else None
     tensor = torch.full((100_000,), float(rank))
     dist.broadcast(tensor, src=0)
     assert tensor[-1].item() == 0.0

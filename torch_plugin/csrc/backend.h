@@ -118,8 +118,8 @@ class NcclxBackend : public c10d::Backend {
 
   // For the object API, in every version of torch.
   int host(int rank) { return engine_->host(comm()->get(), rank); }
-  // Waits a few seconds for what callbacks and hooks still do.
-  void settle() { group_->settle(Milliseconds(5000)); }
+  // Waits, but not for ever, for what callbacks and hooks still do.
+  void settle() { group_->settle(Milliseconds(20000)); }
   void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 
