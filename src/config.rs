@@ -74,6 +74,8 @@ options! {
         "How long an operation may take.";
     connect_timeout: Duration, "connect_timeout_seconds", "300", &[],
         "How long to wait for all ranks to join a communicator.";
+    peer_timeout: Duration, "peer_timeout_seconds", "30", &[],
+        "How long another host may be silent, its system included, before its ranks count as lost; whole seconds above 2.";
     eager_bytes: usize, "eager_bytes", "65536", &[],
         "Messages up to this size are sent before the receiver asks for them.";
     single_copy_bytes: usize, "single_copy_bytes", "65536", &[],

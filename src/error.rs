@@ -220,7 +220,12 @@ impl From<std::io::Error> for LinkDown {
     }
 }
 
-/// The name of a rank in a list of ranks, for messages.
+/// A list of ranks, for messages: the first of them where there are very many.
 pub(crate) fn rank_list(ranks: &[Rank]) -> String {
-    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+    const MANY: usize = 64;
+    let named = ranks.iter().take(MANY).map(Rank::to_string).collect::<Vec<_>>().join(", ");
+    match ranks.len().saturating_sub(MANY) {
+        0 => named,
+        more => format!("{named} and {more} more"),
+    }
 }

@@ -1,6 +1,6 @@
 //! Locks and atomics of the engine, in one place so that a model checker can replace them.
 
-pub use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+pub use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 
 /// Locks `mutex`; a panic of an earlier holder does not take the communicator down with it.

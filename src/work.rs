@@ -115,6 +115,11 @@ impl Work {
         self.inner.number
     }
 
+    /// The operation's name.
+    pub(crate) fn operation(&self) -> &'static str {
+        self.inner.operation
+    }
+
     /// The time since submission.
     pub(crate) fn age(&self) -> Duration {
         self.inner.started.elapsed()

@@ -28,6 +28,7 @@ use super::{address, guest, root};
 use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::net;
+use crate::sys::process::ProcessId;
 use crate::transport::tls::Protection;
 use crate::types::Rank;
 
@@ -68,6 +69,7 @@ pub fn join(
             rank,
             host_id: host.id.clone(),
             addresses: addresses(keys)?,
+            process: ProcessId::own(),
             protocol: PROTOCOL,
             build: env!("CARGO_PKG_VERSION").to_string(),
             world_size,

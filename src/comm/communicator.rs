@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
-use crate::comm::links::Links;
+use crate::comm::links::{Links, Purpose};
 use crate::comm::live;
 use crate::comm::store::Store;
+use crate::comm::watch::{Watch, Watchman, neighbours};
 use crate::config::{Config, DumpSignal};
 use crate::engine::call::Call;
 use crate::engine::collective::Request;
@@ -20,9 +21,10 @@ use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::recorder::Recorder;
 use crate::error::{Error, InitError};
 use crate::op::{Mode, Op, OpKind};
-use crate::sync::{Arc, AtomicU64, Ordering};
+use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::poller::Poller;
 use crate::topo::Topology;
+use crate::transport::auth::Identity;
 use crate::types::{Rank, Source};
 use crate::work::{Drive, Work};
 
@@ -82,6 +84,8 @@ pub struct Communicator {
     place: Place,
     timeout_millis: AtomicU64,
     pub(super) driver: Arc<Driver>,
+    /// None for a world of one, and when this rank has left.
+    watch: Mutex<Option<Watch>>,
     pub(super) origin: Origin,
 }
 
@@ -119,16 +123,29 @@ impl Communicator {
             cause: cause.to_string(),
         };
         let poller = Poller::new().map_err(|cause| os("the event poller", cause))?;
-        let mut links = Links::default();
+        let watchman = Watchman::on_duty().map_err(|cause| os("the watch for lost ranks", cause))?;
+        let (mut links, mut news) = (Links::default(), Links::default());
         let host = store.rendezvous_host();
         let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
-            links = Links::open(&name, rank, size, keys, &config, &poller, host.as_deref())?;
-            Ok(links.addresses())
+            let identity = Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
+            let open =
+                |poller: &Poller, purpose| Links::open(&name, &identity, &config, poller, host.as_deref(), purpose);
+            links = open(&poller, Purpose::Data)?;
+            let mut addresses = links.addresses();
+            if size > 1 {
+                news = open(watchman.poller(), Purpose::News)?;
+                addresses.extend(news.addresses());
+            }
+            Ok(addresses)
         };
         let Bootstrap { ranks, comm_id, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
-        let routes = links.routes(&name, rank, &topo, &ranks, &config)?;
+        let route = |links: &Links, peer| links.route(&name, rank, &topo, &ranks, &config, peer);
+        let reach = |peer| if peer == rank { Ok(None) } else { route(&links, peer).map(Some) };
+        let routes = (0..size).map(Rank::from).map(reach).collect::<Result<_, _>>()?;
+        let watched = neighbours(rank, size).into_iter().map(|peer| Ok((peer, route(&news, peer)?)));
+        let watched = watched.collect::<Result<Vec<_>, InitError>>()?;
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let spin = config.spin.duration(topo.hosts()[topo.host_of(rank)].len(), cores);
         let mut core = Core::new(name.clone(), rank, topo, links.into_transports(), routes);
@@ -140,12 +157,15 @@ impl Communicator {
         core.crowded = spin.is_zero();
         core.algorithm = config.algorithm;
         let driver = Driver::new(core, poller, spin);
+        let watch = (size > 1).then(|| Watch::begin(rank, &ranks, news.into_transports(), watched, watchman, &driver));
+        let watch = watch.transpose().map_err(|cause| os("the thread that watches for lost ranks", cause))?;
         let signal = config.dump_signal.map(DumpSignal::number);
         live::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
         let timeout = timeout.unwrap_or(config.timeout);
         let place = Place { me: rank, size };
         let origin = Origin { hints, host };
-        Ok(Communicator { name, place, timeout_millis: AtomicU64::new(millis(timeout)), driver, origin })
+        let (timeout_millis, watch) = (AtomicU64::new(millis(timeout)), Mutex::new(watch));
+        Ok(Communicator { name, place, timeout_millis, driver, watch, origin })
     }
 
     /// This process's rank.
@@ -182,6 +202,18 @@ impl Communicator {
     pub fn set_timeout(&self, timeout: Duration) {
         // Relaxed: the value stands alone.
         self.timeout_millis.store(millis(timeout), Ordering::Relaxed);
+    }
+
+    /// The rank that is lost, if one is, as an [`Error::PeerLost`]: what every operation fails with from then on, and those
+    /// in flight unless they end at once. It is noticed within a second, also while nothing is in flight.
+    pub fn loss(&self) -> Option<Error> {
+        self.driver.with_core(|core| core.loss())
+    }
+
+    /// Has `tell` called with [`Communicator::loss`] once a rank is lost and no operation is in flight any more, on a thread
+    /// that the engine keeps for such calls. It is dropped when the communicator closes before that, or another is given.
+    pub fn on_loss(&self, tell: impl FnOnce(Error) + Send + 'static) {
+        self.driver.on_loss(Box::new(tell));
     }
 
     /// Begins an operation. A usage error means that nothing was sent and the communicator is as before.
@@ -265,9 +297,15 @@ impl Communicator {
         op: &Op,
         begin: impl FnOnce(&mut Core, Arc<dyn Drive>) -> Result<Work, Error>,
     ) -> Result<Work, Error> {
+        if !self.driver.is_here() {
+            return Err(self.driver.forked_error(op.kind.name()));
+        }
         self.driver.with_core(|core| {
             if let Some(how) = &core.closed {
                 return Err(core.closed_error(op.kind.name(), how));
+            }
+            if let Some(error) = core.loss_of(op.kind.name()) {
+                return Err(error);
             }
             let driver: Arc<Driver> = Arc::clone(&self.driver);
             let work = begin(core, driver)?;
@@ -297,9 +335,13 @@ impl Communicator {
         self.driver.with_core(|core| core.write_dump(folder, reason))
     }
 
-    /// Ends every operation in flight with an error that says `reason`, on this rank. Peers see this rank as lost.
-    /// Idempotent; callable while other threads wait.
+    /// Ends every operation in flight with an error that says `reason`, on this rank. The others are told that it has left,
+    /// and fail at what needs it. Idempotent; callable while other threads wait. In a forked child it does nothing, as the
+    /// other ways to end a communicator.
     pub fn abort(&self, reason: &str) {
+        if !self.driver.is_here() {
+            return;
+        }
         let how = format!("aborted: {reason}");
         self.driver.with_core(|core| {
             if core.closed.is_none() && !core.is_settled() {
@@ -309,28 +351,47 @@ impl Communicator {
         self.close(&how);
     }
 
-    /// Lets what is in flight finish within a short grace, then leaves. Idempotent.
+    /// Lets what is in flight finish within a short grace, then leaves, which is no loss to the others. Idempotent.
     pub fn shutdown(&self) -> Result<(), Error> {
+        if !self.driver.is_here() {
+            return Ok(());
+        }
         let now = Instant::now();
         let settled = |core: &mut Core| core.closed.is_some() || core.is_settled();
         self.driver.drive_until(|driver| driver.with_core(settled), now.checked_add(OPERATIONS_GRACE));
         self.driver.with_core(Core::take_leave);
         let flushed = |core: &mut Core| core.closed.is_some() || core.flushed();
         self.driver.drive_until(|driver| driver.with_core(flushed), Instant::now().checked_add(PROTOCOL_GRACE));
+        if let Some(watch) = lock(&self.watch).take() {
+            let all_know = self.driver.with_core(|core| core.loss().is_some());
+            watch.say_goodbye(if all_know { Duration::ZERO } else { GOODBYE_GRACE });
+        }
         self.close("shut down");
         Ok(())
     }
 
     fn close(&self, how: &str) {
-        self.driver.with_core(|core| core.close(how));
+        let departed = self.driver.with_core(|core| {
+            let departed = core.departure(how);
+            core.close(how);
+            departed
+        });
         self.driver.flush_finished();
         self.driver.close();
+        let watch = lock(&self.watch).take();
+        match (watch, departed) {
+            (Some(watch), Some(departed)) => watch.say_gone(departed, ABORT_GRACE),
+            (Some(watch), None) => watch.say_goodbye(Duration::ZERO),
+            (None, _) => {}
+        }
     }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        self.close("dropped");
+        if self.driver.is_here() {
+            self.close("dropped");
+        }
     }
 }
 
@@ -349,6 +410,12 @@ const FIRST_STEPS: usize = 4;
 
 /// How long `shutdown` waits for operations in flight.
 const OPERATIONS_GRACE: Duration = Duration::from_secs(10);
+
+/// How long `shutdown` waits until those that watch this rank know that it leaves. They may have just begun.
+const GOODBYE_GRACE: Duration = Duration::from_secs(5);
+
+/// How long `abort` does.
+const ABORT_GRACE: Duration = Duration::from_millis(50);
 
 /// How long `shutdown` waits for bytes that no operation waits for, such as news of a failure.
 const PROTOCOL_GRACE: Duration = Duration::from_secs(1);

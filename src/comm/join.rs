@@ -24,6 +24,7 @@ use sha2::Sha256;
 
 use crate::config::Config;
 use crate::error::InitError;
+use crate::sys::process::ProcessId;
 use crate::transport::auth::Binding;
 pub use crate::transport::auth::Secret;
 use crate::types::Rank;
@@ -99,6 +100,8 @@ pub struct RankInfo {
     pub host_id: String,
     /// For each transport by name, what peers need to reach this rank.
     pub addresses: BTreeMap<String, Vec<u8>>,
+    /// Its process, for those on the same host.
+    pub process: ProcessId,
     /// The [`PROTOCOL`] it speaks.
     pub protocol: u32,
     /// The version of this crate it was built from.

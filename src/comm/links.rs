@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 
 use crate::comm::address;
-use crate::comm::bootstrap::{Keys, RankInfo};
+use crate::comm::bootstrap::RankInfo;
 use crate::config::{Config, TransportChoice};
 use crate::engine::core::Route;
 use crate::error::InitError;
 use crate::sys::net;
 use crate::sys::poller::Poller;
+use crate::sys::socket::Patience;
 use crate::topo::Topology;
 use crate::transport::Transport;
 use crate::transport::auth::Identity;
@@ -17,10 +18,30 @@ use crate::transport::tcp::TcpTransport;
 use crate::transport::tls::Tls;
 use crate::types::Rank;
 
+/// What streams are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// Operations.
+    Data,
+    /// News of ranks that are gone: a few bytes, if any.
+    News,
+}
+
 /// A transport and where it reaches.
 struct Link {
     transport: Box<dyn Transport>,
     reach: Reach,
+    purpose: Purpose,
+}
+
+impl Link {
+    /// What its address is published under.
+    fn key(&self) -> String {
+        match self.purpose {
+            Purpose::Data => self.transport.name().to_owned(),
+            Purpose::News => format!("{} news", self.transport.name()),
+        }
+    }
 }
 
 /// Which peers a transport is for.
@@ -40,77 +61,69 @@ impl Links {
     /// Opens the transports that the configuration allows.
     pub(crate) fn open(
         name: &str,
-        rank: Rank,
-        size: usize,
-        keys: &Keys,
+        identity: &Identity,
         config: &Config,
         poller: &Poller,
         rendezvous_host: Option<&str>,
+        purpose: Purpose,
     ) -> Result<Links, InitError> {
-        let identity = || Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
         let os = |what: &str| {
             let (comm, what) = (name.to_owned(), what.to_owned());
             move |cause: std::io::Error| InitError::Os { comm, what, cause: cause.to_string() }
         };
         let mut links = Vec::new();
+        let (ring_bytes, lends, patience) = match purpose {
+            Purpose::Data => {
+                (config.shm_ring_bytes.get(), config.single_copy_bytes > 0, Patience::WhileIdle(config.peer_timeout))
+            }
+            Purpose::News => (rustix::param::page_size(), false, Patience::Always(config.peer_timeout)),
+        };
         if config.transport != TransportChoice::Tcp {
-            let transport = ShmTransport::new(
-                identity(),
-                poller.clone(),
-                config.shm_ring_bytes.get(),
-                config.single_copy_bytes > 0,
-            )
-            .map_err(os("the shared memory transport"))?;
-            links.push(Link { transport: Box::new(transport), reach: Reach::SameHost });
+            let transport = ShmTransport::new(identity.clone(), poller.clone(), ring_bytes, lends)
+                .map_err(os("the shared memory transport"))?;
+            links.push(Link { transport: Box::new(transport), reach: Reach::SameHost, purpose });
         }
         if config.transport != TransportChoice::Shm {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
-            let tls = Tls::new(config, &keys.secret)?;
-            let transport =
-                TcpTransport::new(identity(), tls, poller.clone(), advertise).map_err(os("the TCP transport"))?;
-            links.push(Link { transport: Box::new(transport), reach: Reach::Everywhere });
+            let tls = Tls::new(config, &identity.secret)?;
+            let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, patience)
+                .map_err(os("the TCP transport"))?;
+            links.push(Link { transport: Box::new(transport), reach: Reach::Everywhere, purpose });
         }
         Ok(Links { links })
     }
 
     /// The addresses to publish, by transport name.
     pub(crate) fn addresses(&self) -> BTreeMap<String, Vec<u8>> {
-        self.links.iter().map(|link| (link.transport.name().to_owned(), link.transport.address())).collect()
+        self.links.iter().map(|link| (link.key(), link.transport.address())).collect()
     }
 
-    /// For every peer, the first transport that reaches it.
-    pub(crate) fn routes(
+    /// The first transport that reaches `peer`.
+    pub(crate) fn route(
         &self,
         name: &str,
         me: Rank,
         topo: &Topology,
         ranks: &[RankInfo],
         config: &Config,
-    ) -> Result<Vec<Option<Route>>, InitError> {
-        let route_to = |peer: Rank| {
-            let candidates = self.links.iter().enumerate();
-            candidates.filter(|(_, link)| link.reach == Reach::Everywhere || topo.same_host(me, peer)).find_map(
-                |(transport, link)| {
-                    let address = ranks[peer.index()].addresses.get(link.transport.name())?.clone();
-                    Some(Route { transport, address })
-                },
-            )
-        };
-        (0..topo.size())
-            .map(Rank::from)
-            .map(|peer| match route_to(peer) {
-                _ if peer == me => Ok(None),
-                Some(route) => Ok(Some(route)),
-                None => Err(InitError::Config(format!(
-                    "communicator `{name}`: transport {:?} does not reach rank {peer} on host `{}` from rank {me} on host `{}`",
-                    config.transport,
-                    ranks[peer.index()].host_id,
-                    ranks[me.index()].host_id,
-                ))),
-            })
-            .collect()
+        peer: Rank,
+    ) -> Result<Route, InitError> {
+        let candidates = self.links.iter().enumerate();
+        let mut reaching = candidates.filter(|(_, link)| link.reach == Reach::Everywhere || topo.same_host(me, peer));
+        let route = reaching.find_map(|(transport, link)| {
+            let address = ranks[peer.index()].addresses.get(&link.key())?.clone();
+            Some(Route { transport, address })
+        });
+        route.ok_or_else(|| {
+            InitError::Config(format!(
+                "communicator `{name}`: transport {:?} does not reach rank {peer} on host `{}` from rank {me} on host `{}`",
+                config.transport,
+                ranks[peer.index()].host_id,
+                ranks[me.index()].host_id,
+            ))
+        })
     }
 
     /// The transports, in the order that routes count.

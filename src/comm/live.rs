@@ -7,6 +7,7 @@ use signal_hook::iterator::Signals;
 
 use crate::engine::driver::Driver;
 use crate::sync::{Arc, Mutex, Weak, lock};
+use crate::sys::fork::PerProcess;
 
 #[derive(Default)]
 struct Live {
@@ -15,11 +16,11 @@ struct Live {
     signals: Vec<i32>,
 }
 
-static LIVE: Mutex<Live> = Mutex::new(Live { drivers: Vec::new(), signals: Vec::new() });
+static LIVE: PerProcess<Mutex<Live>> = PerProcess::unset();
 
 /// Adds a communicator. When `signal` comes, all that have a folder for it write their flight recorders there.
 pub(super) fn add(driver: &Arc<Driver>, signal: Option<i32>) -> io::Result<()> {
-    let mut live = lock(&LIVE);
+    let mut live = lock(LIVE.get());
     if let Some(signal) = signal.filter(|signal| !live.signals.contains(signal)) {
         let mut signals = Signals::new([signal])?;
         let listen = move || {
@@ -36,7 +37,7 @@ pub(super) fn add(driver: &Arc<Driver>, signal: Option<i32>) -> io::Result<()> {
 }
 
 fn drivers() -> Vec<Arc<Driver>> {
-    lock(&LIVE).drivers.iter().filter_map(Weak::upgrade).collect()
+    lock(LIVE.get()).drivers.iter().filter_map(Weak::upgrade).collect()
 }
 
 /// Writes the flight recorders of all communicators of this process that are open; see

@@ -17,6 +17,7 @@ pub mod store;
 mod stream;
 #[cfg(feature = "tch")]
 mod tensors;
+mod watch;
 mod window;
 
 pub use communicator::{CommOptions, Communicator};

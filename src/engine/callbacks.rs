@@ -8,7 +8,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::sync::{Arc, Condvar, Mutex, OnceLock, lock};
+use crate::sync::{Arc, Condvar, Mutex, lock};
+use crate::sys::fork::PerProcess;
 use crate::work::Work;
 
 /// How long a callback may hold up those behind it.
@@ -16,11 +17,17 @@ const PATIENCE: Duration = Duration::from_millis(5);
 
 /// Runs the work's callbacks on a thread kept for them.
 pub(crate) fn run_elsewhere(work: Work) {
-    static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
-    QUEUE.get_or_init(Arc::default).push(Box::new(move || work.run_callbacks()));
+    call_elsewhere(Box::new(move || work.run_callbacks()));
 }
 
-type Job = Box<dyn FnOnce() + Send>;
+/// Something to call.
+pub(crate) type Job = Box<dyn FnOnce() + Send>;
+
+/// Calls `job` on a thread kept for callbacks.
+pub(crate) fn call_elsewhere(job: Job) {
+    static QUEUE: PerProcess<Arc<Queue>> = PerProcess::unset();
+    QUEUE.get().push(job);
+}
 
 #[derive(Default)]
 struct Queue {

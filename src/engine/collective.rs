@@ -38,6 +38,14 @@ enum Arrived {
     Announced(Offer),
 }
 
+/// Why another rank gave a collective up.
+struct Failure {
+    reporter: Rank,
+    /// The rank whose loss is the reason.
+    lost: Option<Rank>,
+    text: String,
+}
+
 /// A message's place among all: sender, sequence number, position between the two ranks.
 type Key = (Rank, u64, u32);
 
@@ -65,7 +73,7 @@ pub(crate) struct Collectives {
     posted: FxHashMap<Key, StepId>,
     arrived: FxHashMap<Key, (Signature, Arrived)>,
     /// Collectives that other ranks gave up before this rank came to them.
-    failed: BTreeMap<u64, (Rank, String)>,
+    failed: BTreeMap<u64, Failure>,
     plans: PlanCache,
     scratch: Scratch,
     /// `blocked` and `ready` of the collective before, to be used again.
@@ -104,7 +112,7 @@ impl Collectives {
     }
 
     /// The collective that runs now or next: what came for earlier ones is stale.
-    fn current(&self) -> u64 {
+    pub(crate) fn current(&self) -> u64 {
         self.next - self.queue.len() as u64 - u64::from(self.active.is_some())
     }
 }
@@ -154,8 +162,10 @@ impl Core {
         let left = blocked.len();
         let active = Active { sequence, request, plan, spaces, blocked, ready, left, deadline, announce_at };
         self.collectives.active = Some(active);
-        if let Some((rank, text)) = self.collectives.failed.remove(&sequence) {
-            self.fail_active_remotely(rank, text);
+        if let Some(failure) = self.collectives.failed.remove(&sequence) {
+            self.fail_active_remotely(failure);
+        } else if let Some((rank, cause)) = self.left_before(sequence) {
+            self.fail_active_lost(rank, cause);
         } else {
             self.check_arrived_signatures(sequence);
         }
@@ -366,10 +376,12 @@ impl Core {
     pub(crate) fn collective_failed_elsewhere(&mut self, from: Rank, header: Header, text: String) {
         let current = self.collectives.current();
         let sequence = if header.index == Scope::Communicator as u32 { header.key.max(current) } else { header.key };
+        let lost = header.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
+        let failure = Failure { reporter: from, lost: lost.filter(|rank| rank.index() < self.size()), text };
         match &self.collectives.active {
-            Some(active) if active.sequence == sequence => self.fail_active_remotely(from, text),
+            Some(active) if active.sequence == sequence => self.fail_active_remotely(failure),
             _ if sequence >= current => {
-                self.collectives.failed.entry(sequence).or_insert((from, text));
+                self.collectives.failed.entry(sequence).or_insert(failure);
             }
             _ => {}
         }
@@ -411,17 +423,26 @@ impl Core {
         let sequence = active.sequence;
         let error = error(active.request.signature.to_string());
         let text = error.to_string();
-        let scope = if matches!(error, Error::PeerLost { .. }) { Scope::Communicator } else { Scope::Operation };
+        let (scope, lost) = match error {
+            Error::PeerLost { rank, .. } => (Scope::Communicator, Some(Rank(rank))),
+            _ => (Scope::Operation, None),
+        };
         self.finish_active(Err(error));
         for peer in self.everyone_else() {
-            self.send_failure(peer, Failed::Collective(sequence), scope, &text);
+            self.send_failure(peer, Failed::Collective { sequence, scope, lost }, &text);
         }
     }
 
-    fn fail_active_remotely(&mut self, rank: Rank, cause: String) {
+    fn fail_active_remotely(&mut self, failure: Failure) {
         let Some(active) = &self.collectives.active else { return };
         let operation = active.request.signature.to_string();
-        self.finish_active(Err(Error::Remote { operation, rank: rank.0, cause }));
+        let Failure { reporter, lost, text } = failure;
+        self.finish_active(Err(match lost {
+            Some(rank) => {
+                Error::PeerLost { operation, rank: rank.0, cause: format!("rank {reporter} reported: {text}") }
+            }
+            None => Error::Remote { operation, rank: reporter.0, cause: text },
+        }));
     }
 
     fn fail_active_lost(&mut self, rank: Rank, cause: String) {
@@ -447,13 +468,21 @@ impl Core {
         }
     }
 
-    pub(crate) fn close_collectives(&mut self, how: &str) {
+    /// Ends the active collective if a rank left before it came to that; others fail when their turn comes.
+    pub(crate) fn end_collectives_after_leave(&mut self) {
+        let active = self.collectives.active.as_ref().map(|active| active.sequence);
+        if let Some((rank, cause)) = active.and_then(|sequence| self.left_before(sequence)) {
+            self.fail_active_lost(rank, cause);
+        }
+    }
+
+    pub(crate) fn end_collectives(&mut self, error: &dyn Fn(String) -> Error) {
         if let Some(active) = &self.collectives.active {
-            let error = self.closed_error(&active.request.signature.to_string(), how);
+            let error = error(active.request.signature.to_string());
             self.finish_active(Err(error));
         }
         while let Some(request) = self.collectives.queue.pop_front() {
-            let error = self.closed_error(&request.signature.to_string(), how);
+            let error = error(request.signature.to_string());
             let work = request.work.clone();
             drop(request);
             self.finish(work, Err(error), None);
@@ -482,14 +511,16 @@ impl Core {
 
     /// Says which ranks have not called collective `sequence`, or, if all have, which ones this rank waits for.
     fn who_is_missing(&self, sequence: u64) -> String {
-        let others = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
-        let missing: Vec<Rank> = others.clone().filter(|rank| !self.has_called(*rank, sequence)).collect();
+        let (came, missing): (Vec<Rank>, Vec<Rank>) =
+            (0..self.size()).map(Rank::from).partition(|rank| *rank == self.me || self.has_called(*rank, sequence));
         if !missing.is_empty() {
-            return format!("collective {sequence}: rank(s) {} did not call it", rank_list(&missing));
+            let (missing, came) = (rank_list(&missing), rank_list(&came));
+            return format!("collective {sequence}: rank(s) {missing} did not call it; rank(s) {came} did");
         }
         let posted: HashSet<Rank> = self.collectives.posted.keys().map(|(from, ..)| *from).collect();
         let op = OpRef::Collective(sequence);
-        let slow: Vec<Rank> = others.filter(|rank| posted.contains(rank) || self.exchanges(op, *rank)).collect();
+        let slow: Vec<Rank> =
+            came.into_iter().filter(|rank| posted.contains(rank) || self.exchanges(op, *rank)).collect();
         format!("collective {sequence}: all ranks called it; rank(s) {} did not finish their part", rank_list(&slow))
     }
 }

@@ -11,6 +11,7 @@ use crate::engine::collective::Collectives;
 use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Grant, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Event, Inbox, Placement, Sink};
 use crate::engine::lending::Readings;
+use crate::engine::loss::Losses;
 use crate::engine::message::Messages;
 use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
 use crate::engine::recorder::Recorder;
@@ -53,8 +54,8 @@ pub(crate) struct Peer {
 /// An operation as two ranks know it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Failed {
-    /// By its sequence number.
-    Collective(u64),
+    /// A collective by its sequence number, perhaps because a rank is lost.
+    Collective { sequence: u64, scope: Scope, lost: Option<Rank> },
     /// By its sender's token.
     Message(u64),
 }
@@ -110,9 +111,10 @@ pub(crate) struct Core {
     /// Works that ended and whose callbacks have not been run.
     pub(crate) finished: Finished,
     /// Why the operation that ended last failed, if it did.
-    failure: Option<String>,
+    pub(crate) failure: Option<String>,
     /// Why nothing can be submitted any more.
     pub(crate) closed: Option<String>,
+    pub(crate) losses: Losses,
     ticks: u32,
     pub(crate) recorder: Recorder,
     /// Where the flight recorder is written when an operation fails.
@@ -155,6 +157,7 @@ impl Core {
             finished: Finished::new(),
             failure: None,
             closed: None,
+            losses: Losses::default(),
             ticks: 0,
             recorder: Recorder::default(),
             dump_directory: None,
@@ -277,18 +280,26 @@ impl Core {
         }
         self.take_leave();
         self.closed = Some(how.to_owned());
-        self.close_collectives(how);
-        self.close_messages(how);
-        self.close_windows(how);
-        self.drop_announced(|_| true);
-        self.placements.clear();
-        self.readings.clear();
+        let comm = self.name.clone();
+        self.end_all(&|operation| Error::Closed { operation, comm: comm.clone(), how: how.to_owned() });
+        self.windows.conceal_all();
+        self.forget_on_loss();
         // What this rank has said of failures still goes out, as far as it goes at once: others learn the cause from it.
         for index in 0..self.peers.len() {
             self.pump_out(Rank::from(index));
         }
         self.peers.iter_mut().for_each(|peer| *peer = Peer { lost: Some(how.to_owned()), ..Peer::default() });
         self.transports.clear();
+    }
+
+    /// Ends every operation with the error that `error` makes of its name.
+    pub(crate) fn end_all(&mut self, error: &dyn Fn(String) -> Error) {
+        self.end_collectives(error);
+        self.end_messages(error);
+        self.end_accesses(error);
+        self.drop_announced(|_| true);
+        self.placements.clear();
+        self.readings.clear();
     }
 
     /// Tells those that would see this rank leave that it does so after a failure, and which: it is not the one to look
@@ -298,7 +309,8 @@ impl Core {
         let next = self.collectives.next_sequence();
         for peer in self.everyone_else() {
             if self.peers[peer.index()].outbox.is_open() && self.lost(peer).is_none() {
-                self.send_failure(peer, Failed::Collective(next), Scope::Communicator, &failure);
+                let failed = Failed::Collective { sequence: next, scope: Scope::Communicator, lost: None };
+                self.send_failure(peer, failed, &failure);
             }
         }
     }
@@ -360,14 +372,16 @@ impl Core {
     }
 
     /// Tells `to` that an operation has failed here.
-    pub(crate) fn send_failure(&mut self, to: Rank, failed: Failed, scope: Scope, text: &str) {
+    pub(crate) fn send_failure(&mut self, to: Rank, failed: Failed, text: &str) {
         let mut end = text.len().min(FAIL_TEXT_MAX);
         while !text.is_char_boundary(end) {
             end -= 1;
         }
-        let (lane, key, token) = match failed {
-            Failed::Collective(sequence) => (Lane::Collective, sequence, 0),
-            Failed::Message(token) => (Lane::PointToPoint, 0, token),
+        let (lane, key, token, scope) = match failed {
+            Failed::Collective { sequence, scope, lost } => {
+                (Lane::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), scope)
+            }
+            Failed::Message(token) => (Lane::PointToPoint, 0, token, Scope::Operation),
         };
         let header = Header { index: scope as u32, ..control(FrameKind::Fail, lane, key, token, end as u64) };
         self.send(to, header, Body::Heap(text.as_bytes()[..end].to_vec()), Owner::PROTOCOL);
@@ -411,7 +425,8 @@ impl Core {
         let first = entry.called.max(self.collectives.next_sequence());
         let text = error.to_string();
         for peer in self.everyone_else().into_iter().filter(|peer| *peer != lost) {
-            self.send_failure(peer, Failed::Collective(first), Scope::Communicator, &text);
+            let failed = Failed::Collective { sequence: first, scope: Scope::Communicator, lost: Some(lost) };
+            self.send_failure(peer, failed, &text);
         }
     }
 
@@ -439,7 +454,7 @@ impl Core {
     }
 
     /// Marks `peer` as gone and ends the operations that cannot do without it.
-    fn lose(&mut self, peer: Rank, down: &LinkDown) {
+    pub(crate) fn lose(&mut self, peer: Rank, down: &LinkDown) {
         let entry = &mut self.peers[peer.index()];
         if entry.lost.is_some() {
             return;
@@ -627,7 +642,7 @@ impl Core {
             // A collective's failure was already sent; a message's sender gave up in the meantime.
             None if grant.lane == Lane::PointToPoint => {
                 let text = "the sender gave the message up";
-                self.send_failure(from, Failed::Message(token), Scope::Operation, text);
+                self.send_failure(from, Failed::Message(token), text);
             }
             None => {}
         }

@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 
 use crate::engine::callbacks;
 use crate::engine::core::{Core, Finished};
+use crate::engine::loss::{Departed, OnLoss};
+use crate::error::Error;
 use crate::sync::{Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
+use crate::sys::fork::Origin;
 use crate::sys::poller::Poller;
 use crate::work::{Drive, Work};
 
@@ -36,12 +39,16 @@ pub(crate) struct Driver {
     /// Whether the thread whose turn it is sleeps on the poller, or is about to.
     asleep: AtomicBool,
     spin: Duration,
+    name: String,
+    origin: Origin,
 }
 
 impl Driver {
     pub(crate) fn new(core: Core, poller: Poller, spin: Duration) -> Arc<Driver> {
         Arc::new_cyclic(|this| Driver {
             this: Weak::clone(this),
+            name: core.name.clone(),
+            origin: Origin::here(),
             core: Mutex::new(core),
             poller,
             turn: Mutex::new(Turn::default()),
@@ -96,6 +103,55 @@ impl Driver {
         for work in finished {
             work.run_callbacks();
         }
+    }
+
+    /// Tells the operations of ranks that are gone, of which some may have been told before. When to call again, though
+    /// no more have gone.
+    pub(crate) fn departed(&self, departed: &[Departed]) -> Option<Instant> {
+        let (finished, due, is_busy) = {
+            let mut core = lock(&self.core);
+            if !departed.is_empty() {
+                // What has come before counts.
+                core.progress(true);
+            }
+            departed.iter().for_each(|departed| core.departed(departed));
+            let due = core.end_after_loss(Instant::now());
+            core.dump_due();
+            (std::mem::take(&mut core.finished), due, core.is_busy())
+        };
+        self.announce(&finished, 0);
+        hand_to_callers(finished);
+        self.tell_of_loss();
+        if is_busy
+            && due.is_some()
+            && let Err(error) = self.hand_over()
+        {
+            log::error!("the background thread could not be started: {error}");
+        }
+        due
+    }
+
+    /// Has `on_loss` called, on a thread kept for such calls, once a rank is lost.
+    pub(crate) fn on_loss(&self, on_loss: OnLoss) {
+        self.with_core(|core| core.set_on_loss(on_loss));
+        self.tell_of_loss();
+    }
+
+    fn tell_of_loss(&self) {
+        if let Some((on_loss, error)) = self.with_core(Core::take_on_loss) {
+            callbacks::call_elsewhere(Box::new(move || on_loss(error)));
+        }
+    }
+
+    /// Whether this process made it. A forked child has neither its threads nor its connections.
+    pub(crate) fn is_here(&self) -> bool {
+        self.origin.is_here()
+    }
+
+    /// The error of whoever uses it in a forked child.
+    pub(crate) fn forked_error(&self, operation: &str) -> Error {
+        let how = "made by this process's parent, before the fork".to_owned();
+        Error::Closed { operation: operation.to_owned(), comm: self.name.clone(), how }
     }
 
     /// Lets the background thread go on with what is in flight, and starts it the first time.
@@ -262,6 +318,9 @@ impl Driver {
 
 impl Drive for Driver {
     fn drive(&self, work: &Work, deadline: Option<Instant>) {
+        if !self.is_here() {
+            return work.complete(Err(self.forked_error(work.operation())), None);
+        }
         self.drive_until(|_| work.is_done(), deadline);
     }
 }

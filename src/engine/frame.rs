@@ -36,7 +36,7 @@ pub(crate) enum FrameKind {
     /// The next bytes of the message `token` of the frame's sender.
     Data = 4,
     /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why; `index` is a
-    /// [`Scope`].
+    /// [`Scope`]. A collective's `token` is one more than the rank whose loss is the reason, or zero.
     Fail = 5,
     /// The sender has called the collective `key` and waits.
     Here = 6,

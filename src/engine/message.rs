@@ -7,7 +7,7 @@ use rustc_hash::FxHashMap;
 
 use crate::engine::call::Call;
 use crate::engine::core::{Core, Failed, control, deadline};
-use crate::engine::frame::{FrameKind, Header, Lane, Scope};
+use crate::engine::frame::{FrameKind, Header, Lane};
 use crate::engine::inbox::{Arrival, Placement, Sink};
 use crate::engine::lending::Offer;
 use crate::engine::memory::Region;
@@ -219,7 +219,7 @@ impl Core {
             }
             (Content::Announced(Offer { token, len, .. }), None) => {
                 let text = format!("rank {} expected {} bytes, not {len}", self.me, posted.region.len());
-                self.send_failure(arrived.from, Failed::Message(token), Scope::Operation, &text);
+                self.send_failure(arrived.from, Failed::Message(token), &text);
             }
         }
     }
@@ -344,11 +344,10 @@ impl Core {
         }
     }
 
-    pub(crate) fn close_messages(&mut self, how: &str) {
+    pub(crate) fn end_messages(&mut self, error: &dyn Fn(String) -> Error) {
         let ids: Vec<u64> = self.messages.in_flight.keys().copied().collect();
         for id in ids {
-            let (comm, how) = (self.name.clone(), how.to_owned());
-            self.fail_message(id, |operation| Error::Closed { operation, comm, how });
+            self.fail_message(id, error);
         }
         self.messages.arrived.clear();
     }
@@ -386,6 +385,7 @@ impl Core {
                 Direction::Receive(Source::Rank(from)) => format!("rank {from} did not send it"),
                 Direction::Receive(Source::Any) => "no rank sent it".to_owned(),
             };
+            let detail = format!("message {id}: {detail}");
             self.fail_message(id, |operation| Error::Timeout { operation, waited, detail });
         }
     }

@@ -3,7 +3,7 @@
 //! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
 //! progress, `callbacks` which one tells of an end. Collectives run one after the other in the order issued
 //! (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`).
-//! `lending` lets a receiver read long messages out of the sender's memory. `frame` is the format on the wire.
+//! `loss` ends what the departure of a rank makes impossible. `lending` lets a receiver read long messages out of the sender's memory. `frame` is the format on the wire.
 //! `recorder` remembers the last operations, and `dump` writes them down.
 
 #[cfg(test)]
@@ -17,6 +17,7 @@ pub(crate) mod dump;
 pub(crate) mod frame;
 pub(crate) mod inbox;
 pub(crate) mod lending;
+pub(crate) mod loss;
 pub(crate) mod memory;
 pub(crate) mod message;
 pub(crate) mod outbox;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::engine::call::Call;
 use crate::engine::core::{Core, Failed, control, deadline};
-use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, Lane, Scope, Signature};
+use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, Lane, Signature};
 use crate::engine::inbox::{Arrival, Placement, Sink};
 use crate::engine::memory::Region;
 use crate::engine::outbox::{Body, OpRef, Owner};
@@ -124,6 +124,11 @@ impl Windows {
     /// Whether other ranks may access this one's memory at any time.
     pub(crate) fn is_open(&self) -> bool {
         !self.exposed.is_empty()
+    }
+
+    /// Ends other ranks' access to this one's memory.
+    pub(crate) fn conceal_all(&mut self) {
+        self.exposed.clear();
     }
 
     /// Whether this rank has something on its way to other ranks' parts of `window`.
@@ -300,7 +305,7 @@ impl Core {
             }
             None => {
                 let text = format!("window {} has no such bytes on rank {}", header.key, self.me);
-                self.send_failure(from, Failed::Message(header.token), Scope::Operation, &text);
+                self.send_failure(from, Failed::Message(header.token), &text);
             }
         }
         Sink::Discard
@@ -388,13 +393,11 @@ impl Core {
         self.windows.flows.remove(&peer);
     }
 
-    pub(crate) fn close_windows(&mut self, how: &str) {
+    pub(crate) fn end_accesses(&mut self, error: &dyn Fn(String) -> Error) {
         self.windows.flows.clear();
         for id in self.accesses(|_| true) {
-            let (comm, how) = (self.name.clone(), how.to_owned());
-            self.fail_access(id, |operation| Error::Closed { operation, comm, how });
+            self.fail_access(id, error);
         }
-        self.windows.exposed.clear();
     }
 
     /// Ends operations whose time is over. A signal must not arrive without the put before it, so what was to follow
@@ -412,6 +415,7 @@ impl Core {
                 Call::Put { .. } => self.accesses(|op| op.peer == peer && op.accesses_peer()),
                 _ => Vec::new(),
             };
+            let detail = format!("access {id}: {detail}");
             self.fail_access(id, |operation| Error::Timeout { operation, waited, detail });
             for other in later.into_iter().filter(|other| *other > id) {
                 let detail = format!("a put to rank {peer} before it failed");

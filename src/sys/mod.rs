@@ -1,9 +1,11 @@
 //! The fence: operating system calls and the unsafe code they need, behind safe faces.
 
+pub mod fork;
 pub mod memory;
 pub mod net;
 pub mod peer_memory;
 pub mod poller;
+pub mod process;
 pub mod segment;
 pub mod simd;
 pub mod socket;

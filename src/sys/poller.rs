@@ -10,6 +10,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
 use crate::sync::Arc;
+use crate::sys::fork::Private;
 
 /// What a file descriptor is watched for. Its end and errors are always watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +37,7 @@ impl Interest {
 struct Shared {
     epoll: OwnedFd,
     wake: OwnedFd,
+    _private: [Private; 2],
 }
 
 /// A set of file descriptors to wait for. Clones are the same set.
@@ -50,14 +52,17 @@ impl Poller {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
-        Ok(Poller { shared: Arc::new(Shared { epoll, wake }) })
+        let private = [Private::new(epoll.as_fd())?, Private::new(wake.as_fd())?];
+        Ok(Poller { shared: Arc::new(Shared { epoll, wake, _private: private }) })
     }
 
-    /// Watches a copy of `fd` until the registration is dropped.
+    /// Watches a copy of `fd` until the registration is dropped. Forked children have neither.
     pub fn add(&self, fd: BorrowedFd<'_>, interest: Interest) -> io::Result<Registration> {
+        let original = Private::new(fd)?;
         let fd = fd.try_clone_to_owned()?;
+        let private = [original, Private::new(fd.as_fd())?];
         epoll::add(&self.shared.epoll, &fd, epoll::EventData::new_u64(0), interest.flags())?;
-        Ok(Registration { poller: self.clone(), fd, interest })
+        Ok(Registration { poller: self.clone(), fd, interest, _private: private })
     }
 
     /// Sleeps until something watched is ready, [`Poller::wake`] is called, or `timeout` has passed. May return for no
@@ -93,6 +98,7 @@ pub struct Registration {
     poller: Poller,
     fd: OwnedFd,
     interest: Interest,
+    _private: [Private; 2],
 }
 
 impl Registration {

@@ -53,13 +53,31 @@ pub fn is_connected(stream: &TcpStream) -> io::Result<bool> {
     }
 }
 
-/// Sends small messages at once, and notices a silent peer within a minute.
-pub fn tune_tcp(stream: &TcpStream) -> io::Result<()> {
+/// When a connection is given up whose other end is silent: not even its system acknowledges anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patience {
+    /// After so long, if nothing is under way. What is under way may wait for a reader for any time.
+    WhileIdle(Duration),
+    /// After so long, also if bytes are under way, or wait for room.
+    Always(Duration),
+}
+
+/// Sends small messages at once, and notices a silent peer.
+pub fn tune_tcp(stream: &TcpStream, patience: Patience) -> io::Result<()> {
+    const PROBES: u32 = 4;
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
-    let keepalive =
-        TcpKeepalive::new().with_time(Duration::from_secs(20)).with_interval(Duration::from_secs(10)).with_retries(4);
-    socket2::SockRef::from(stream).set_tcp_keepalive(&keepalive)
+    let (Patience::WhileIdle(limit) | Patience::Always(limit)) = patience;
+    // A third of the time passes before the first probe. The system counts in seconds.
+    let first = (limit / 3).max(Duration::from_secs(1));
+    let interval = (limit.saturating_sub(first) / PROBES).max(Duration::from_secs(1));
+    let keepalive = TcpKeepalive::new().with_time(first).with_interval(interval).with_retries(PROBES);
+    let socket = socket2::SockRef::from(stream);
+    socket.set_tcp_keepalive(&keepalive)?;
+    match patience {
+        Patience::WhileIdle(_) => Ok(()),
+        Patience::Always(limit) => socket.set_tcp_user_timeout(Some(limit)),
+    }
 }
 
 /// Whether the peer has closed its end of a connection on which it sends nothing.

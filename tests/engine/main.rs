@@ -6,6 +6,7 @@ mod collectives;
 mod examples;
 mod failures;
 mod launch;
+mod losses;
 mod manual;
 mod memory;
 mod messages;

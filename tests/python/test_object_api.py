@@ -431,11 +431,19 @@ def a_late_rank_is_named_and_ends_the_communicator(rank: int, size: int) -> None
 
 
 def a_timeout_ends_the_process_by_default(rank: int, size: int) -> None:
-    comm = ncclx_rs.new_comm("ncclx", "cpu", store=fresh_store(), rank=rank, size=size)
+    comm = ncclx_rs.new_comm(
+        "ncclx",
+        "cpu",
+        store=fresh_store(),
+        rank=rank,
+        size=size,
+        abort_process_on_timeout_or_error=None if rank == 1 else False,
+    )
     comm.set_timeout(timedelta(seconds=1))
     if rank == 0:
-        time.sleep(4)
-        comm._state = "finalized"  # its peer is gone by now
+        while not comm.is_aborted():  # which it is once its peer is gone
+            time.sleep(0.05)
+        comm.finalize()
         return
     comm.all_reduce(torch.ones(1), ReduceOp.SUM, True)  # nobody waits for it
     time.sleep(60)

@@ -104,13 +104,31 @@ Communicator::~Communicator() {
   engine_->destroy(comm_);
 }
 
+void Communicator::watch(const std::shared_ptr<Group>& group) {
+  struct Listener {
+    std::weak_ptr<Group> group;
+    uint64_t generation;
+  };
+  const auto done = [](void* context, int32_t status, const char*) {
+    const std::unique_ptr<Listener> listener(static_cast<Listener*>(context));
+    if (const auto group = listener->group.lock()) group->note_of(listener->generation, status);
+  };
+  engine_->on_loss(comm_, done, new Listener{group, group->generation()});
+}
+
 NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                            std::string name, c10::intrusive_ptr<NcclxOptions> options, bool joins)
     : Backend(rank, size), engine_(engine), name_(std::move(name)), options_(std::move(options)) {
   if (joins) {
-    comm_ = std::make_shared<Communicator>(engine_, store, rank, size, name_, options_->timeout, options_->hints);
+    comm_ = std::make_shared<Communicator>(engine_, store, rank, size, name_, limit(), options_->hints);
+    comm_->watch(group_);
   }
   this->init();
+}
+
+Milliseconds NcclxBackend::limit() const {
+  const bool is_given = options_->timeout != kBackendDefaultTimeout && !options_->hints.count("timeout_seconds");
+  return is_given ? options_->timeout : Milliseconds(-1);
 }
 
 std::shared_ptr<Communicator> NcclxBackend::comm_or_none() const {
@@ -605,6 +623,7 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   rank_ = rank;
   size_ = size;
   group_->resume();
+  comm->watch(group_);
   exchange_comm(std::move(comm));
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::UNKNOWN, nullptr, std::nullopt,
                                              Tensors{});

@@ -42,6 +42,9 @@ class Communicator {
 
   NcclxComm* get() const { return comm_; }
 
+  // Has the group note a lost rank, also while nothing is in flight.
+  void watch(const std::shared_ptr<Group>& group);
+
  private:
   const NcclxEngine* engine_;
   NcclxComm* comm_ = nullptr;
@@ -115,6 +118,8 @@ class NcclxBackend : public c10d::Backend {
 
   // For the object API, in every version of torch.
   int host(int rank) { return engine_->host(comm()->get(), rank); }
+  // Waits, but not for ever, for what callbacks and hooks still do.
+  void settle() { group_->settle(Milliseconds(20000)); }
   void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 
@@ -144,6 +149,8 @@ class NcclxBackend : public c10d::Backend {
   // What all operations share: a work with its operands, submitted once per entry of `ops`.
   struct Call;
   WorkPtr launch(Call&& call);
+  // The time limit of operations, or -1 if the engine's configuration says it.
+  Milliseconds limit() const;
   std::shared_ptr<Communicator> comm_or_none() const;
   // The communicator; an error if it has no members yet.
   std::shared_ptr<Communicator> comm() const;

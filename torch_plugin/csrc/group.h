@@ -70,6 +70,7 @@ class Group {
       if (paused_ || error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return;
       error_ = error;
       hooks = failure_hooks_;
+      ++telling_;
     }
     for (auto& [id, hook] : hooks) {
       try {
@@ -78,6 +79,14 @@ class Group {
         TORCH_WARN("ncclx_rs: an abort hook failed: ", thrown.what());
       }
     }
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--telling_ == 0) all_ended_.notify_all();
+  }
+
+  // Waits a while for works and hooks to end, which cannot when the interpreter has.
+  void settle(std::chrono::milliseconds patience) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_ended_.wait_for(lock, patience, [this] { return in_flight_ == 0 && telling_ == 0; });
   }
 
   void on_failure(int64_t id, FailureHook hook) {
@@ -136,6 +145,17 @@ class Group {
   void pause() {
     std::lock_guard<std::mutex> lock(mutex_);
     paused_ = true;
+    ++generation_;
+  }
+
+  uint64_t generation() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return generation_;
+  }
+
+  // Notes what befell the members of a generation, unless they are the members no more.
+  void note_of(uint64_t generation, int32_t status) {
+    if (generation == this->generation()) note(status);
   }
 
   void resume() {
@@ -153,7 +173,9 @@ class Group {
   std::mutex mutex_;
   std::condition_variable all_ended_;
   size_t in_flight_ = 0;
+  size_t telling_ = 0;  // threads that call failure hooks
   bool paused_ = false;
+  uint64_t generation_ = 0;
   c10d::ErrorType error_ = c10d::ErrorType::SUCCESS;
   Hook hook_;
   std::map<int64_t, FailureHook> failure_hooks_;

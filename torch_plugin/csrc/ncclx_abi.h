@@ -106,6 +106,9 @@ struct NcclxEngine {
   void (*shutdown)(NcclxComm* comm);
   void (*set_timeout)(NcclxComm* comm, int64_t timeout_ms);
   uint64_t (*collectives)(NcclxComm* comm);
+  // Calls `done(context, status, text)` exactly once, from any thread: with NCCLX_LOST once a rank is lost, with NCCLX_OK
+  // when the communicator ends before that.
+  void (*on_loss)(NcclxComm* comm, void (*done)(void* context, int32_t status, const char* text), void* context);
   int32_t (*host)(NcclxComm* comm, int32_t rank);  // a number that ranks of one host share; -1: no such rank
   // Both are collective and block. The memory is lent until it is deregistered or the communicator ends.
   int32_t (*window_register)(NcclxComm* comm, const NcclxBuffer* memory, uint64_t* window, NcclxError* error);
@@ -124,4 +127,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 112);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 144);
+static_assert(sizeof(NcclxEngine) == 152);

@@ -57,6 +57,7 @@ void define(py::module_& m) {
       .def("_set_default_timeout", &NcclxBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       // Torch has it from 2.14 on.
+      .def("_settle", &NcclxBackend::settle, py::call_guard<py::gil_scoped_release>())
       .def("get_error", &NcclxBackend::getError)
       .def("_host", &NcclxBackend::host, py::arg("rank"))
       .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"))

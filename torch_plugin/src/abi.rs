@@ -95,6 +95,7 @@ struct RawEngine {
     shutdown: extern "C" fn(*const Communicator),
     set_timeout: extern "C" fn(*const Communicator, i64),
     collectives: extern "C" fn(*const Communicator) -> u64,
+    on_loss: extern "C" fn(*const Communicator, Done, *mut c_void),
     host: extern "C" fn(*const Communicator, i32) -> i32,
     window_register: extern "C" fn(*const Communicator, *const RawBuffer, *mut u64, *mut RawError) -> i32,
     window_deregister: extern "C" fn(*const Communicator, u64, *mut RawError) -> i32,
@@ -106,7 +107,7 @@ const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 112);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 144);
+const _: () = assert!(size_of::<RawEngine>() == 152);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -122,6 +123,7 @@ static ENGINE: RawEngine = RawEngine {
     shutdown,
     set_timeout,
     collectives,
+    on_loss,
     host,
     window_register,
     window_deregister,
@@ -413,6 +415,38 @@ extern "C" fn set_timeout(comm: *const Communicator, timeout_ms: i64) {
 extern "C" fn collectives(comm: *const Communicator) -> u64 {
     // SAFETY: given out by `create` and not yet given back.
     infallible(0, || unsafe { &*comm }.sequence())
+}
+
+/// Who wants to know of a loss; told, at the latest when dropped, that there was none.
+struct Listener {
+    done: Done,
+    context: Context,
+    is_told: bool,
+}
+
+impl Listener {
+    fn tell(&mut self, status: Status, text: &str) {
+        if !std::mem::replace(&mut self.is_told, true) {
+            let text = std::ffi::CString::new(text.replace('\0', " ")).unwrap_or_default();
+            // SAFETY: `done` and `context` belong together, and this runs once.
+            unsafe { (self.done)(self.context.get(), status as i32, text.as_ptr()) };
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.tell(Status::Ok, "");
+    }
+}
+
+extern "C" fn on_loss(comm: *const Communicator, done: Done, context: *mut c_void) {
+    let mut listener = Listener { done, context: Context(context), is_told: false };
+    infallible((), || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        comm.on_loss(move |error| listener.tell(Status::of(&error), &error.to_string()));
+    });
 }
 
 extern "C" fn host(comm: *const Communicator, rank: i32) -> i32 {

@@ -10,6 +10,9 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 
+use rand::TryRngCore;
+use rand::rngs::OsRng;
+
 use crate::error::LinkDown;
 use crate::sys::memory::RingMemory;
 use crate::sys::peer_memory;
@@ -37,7 +40,10 @@ impl ShmTransport {
     /// Listens under an unguessable name. Rings that this rank opens have `ring_bytes`, a power of two of whole pages;
     /// with `lends`, their readers may also read this process's memory.
     pub fn new(identity: Identity, poller: Poller, ring_bytes: usize, lends: bool) -> io::Result<Self> {
-        let name = format!("ncclx_rs-{:032x}", rand::random::<u128>()).into_bytes();
+        // From the system: a forked child's own generator gives the numbers that its parent's gives.
+        let mut random = [0; 16];
+        OsRng.try_fill_bytes(&mut random).map_err(io::Error::other)?;
+        let name = format!("ncclx_rs-{:032x}", u128::from_le_bytes(random)).into_bytes();
         let listener = socket::listen_unix(&name)?;
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         if lends {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::LinkDown;
 use crate::sys::poller::{Interest, Poller, Registration};
-use crate::sys::socket;
+use crate::sys::socket::{self, Patience};
 use crate::transport::Outlet;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
@@ -41,6 +41,7 @@ pub(super) struct Connection {
     stream: Stream,
     registration: Registration,
     stage: Stage,
+    patience: Patience,
 }
 
 impl Connection {
@@ -51,13 +52,26 @@ impl Connection {
         peer: Rank,
         mut targets: VecDeque<SocketAddr>,
         poller: &Poller,
+        patience: Patience,
     ) -> Result<Self, LinkDown> {
         let mut failures = Vec::new();
         let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller)?;
         let stream = Stream::open(socket, tls.as_ref());
         let poller = poller.clone();
         let stage = Stage::Connecting { since: Instant::now() };
-        Ok(Connection { identity, tls, peer, poller, targets, failures, current, stream, registration, stage })
+        Ok(Connection {
+            identity,
+            tls,
+            peer,
+            poller,
+            targets,
+            failures,
+            current,
+            stream,
+            registration,
+            stage,
+            patience,
+        })
     }
 
     /// Goes as far as it can. True: open.
@@ -67,7 +81,7 @@ impl Connection {
                 Stage::Open => return Ok(true),
                 Stage::Connecting { since } => match socket::is_connected(self.stream.socket()) {
                     Ok(true) => {
-                        socket::tune_tcp(self.stream.socket())?;
+                        socket::tune_tcp(self.stream.socket(), self.patience)?;
                         self.registration.set(Interest::Read)?;
                         self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
                     }

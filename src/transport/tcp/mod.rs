@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::LinkDown;
 use crate::sys::net;
 use crate::sys::poller::{Interest, Poller, Registration};
-use crate::sys::socket;
+use crate::sys::socket::{self, Patience};
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
 use crate::transport::tcp::channel::TcpInlet;
@@ -36,6 +36,7 @@ pub struct TcpTransport {
     poller: Poller,
     advertise: Vec<IpAddr>,
     port: u16,
+    patience: Patience,
     listener: TcpListener,
     _registration: Registration,
     pending: Pending<Stream>,
@@ -48,12 +49,14 @@ impl TcpTransport {
         tls: Option<Tls>,
         poller: Poller,
         advertise: Vec<IpAddr>,
+        patience: Patience,
     ) -> io::Result<Self> {
         let listener = net::listen_anywhere()?;
         let port = listener.local_addr()?.port();
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(TcpTransport { identity, tls, poller, advertise, port, listener, _registration: registration, pending })
+        let _registration = registration;
+        Ok(TcpTransport { identity, tls, poller, advertise, port, patience, listener, _registration, pending })
     }
 }
 
@@ -71,13 +74,15 @@ impl Transport for TcpTransport {
         let address: Address = serde_json::from_slice(address)
             .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
         let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();
-        Ok(Box::new(Connection::begin(self.identity.clone(), self.tls.clone(), peer, targets, &self.poller)?))
+        let connection =
+            Connection::begin(self.identity.clone(), self.tls.clone(), peer, targets, &self.poller, self.patience)?;
+        Ok(Box::new(connection))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
         while self.pending.has_room() {
             match self.listener.accept() {
-                Ok((stream, _)) => match socket::tune_tcp(&stream) {
+                Ok((stream, _)) => match socket::tune_tcp(&stream, self.patience) {
                     Ok(()) => self.pending.add(Stream::accept(stream, self.tls.as_ref())),
                     Err(error) => log::warn!("a connection was dropped: {error}"),
                 },

@@ -3,10 +3,12 @@
 use std::io::{IoSlice, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use super::{Address, TcpTransport};
 use crate::config::Config;
 use crate::sys::poller::Poller;
+use crate::sys::socket::Patience;
 use crate::transport::Transport;
 use crate::transport::auth::{Identity, Secret};
 use crate::transport::tls::Tls;
@@ -44,7 +46,8 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     let poller = Poller::new().unwrap();
     let transport = |me: u32| {
         let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret };
-        TcpTransport::new(identity, tls.clone(), poller.clone(), vec![Ipv4Addr::LOCALHOST.into()]).unwrap()
+        let patience = Patience::Always(Duration::from_secs(60));
+        TcpTransport::new(identity, tls.clone(), poller.clone(), vec![Ipv4Addr::LOCALHOST.into()], patience).unwrap()
     };
     let (mut sender, mut receiver) = (transport(0), transport(1));
     let mut address: Address = serde_json::from_slice(&receiver.address()).unwrap();

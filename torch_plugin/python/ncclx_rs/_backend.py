@@ -85,5 +85,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
 
 def _shut_down() -> None:
-    for backend in list(_alive):
+    backends = list(_alive)
+    for backend in backends:
         backend.abort()
+    for backend in backends:
+        backend._settle()

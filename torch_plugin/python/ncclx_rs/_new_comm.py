@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -43,8 +44,8 @@ def new_comm(
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
             otherwise the operation raises, and so does every later one. The default is true, or what
             ``TORCHCOMM_ABORT_ON_ERROR`` says.
-        timeout: the time limit of joining and of operations that have none of their own. The default is 600 s, or
-            ``TORCHCOMM_TIMEOUT_SECONDS``.
+        timeout: the time limit of joining and of operations that have none of their own. The default is 600 s, or what
+            the hint ``timeout_seconds``, ``NCCLX_RS_TIMEOUT_SECONDS`` or ``TORCHCOMM_TIMEOUT_SECONDS`` says.
         is_high_priority_stream: whether CUDA operations run on a stream of high priority.
         store: where the ranks meet. The default is a TCP store at ``MASTER_ADDR`` and ``MASTER_PORT``.
         enable_reconfigure: whether the members may change later.
@@ -67,9 +68,9 @@ def new_comm(
         if abort_process_on_timeout_or_error is None
         else abort_process_on_timeout_or_error
     )
-    options.timeout = timeout or timedelta(seconds=float(os.environ.get("TORCHCOMM_TIMEOUT_SECONDS", "600")))
     options.enable_reconfigure = enable_reconfigure
     options.hints = dict(hints or {})
+    options.timeout = timeout or _default_timeout(options.hints)
     if is_high_priority_stream is not None:
         options.hints.setdefault("is_high_priority_stream", str(is_high_priority_stream).lower())
     device = torch.device(device)
@@ -84,6 +85,12 @@ def new_comm(
         options.store = store
     impl.init(device, options.name, options)
     return TorchComm(impl, options.name, device, options)
+
+
+def _default_timeout(hints: Mapping[str, str]) -> timedelta:
+    variables = (os.environ.get(f"{owner}_TIMEOUT_SECONDS") for owner in ("NCCLX_RS", "TORCHCOMM"))
+    told = (text for text in (hints.get("timeout_seconds"), *variables) if text)
+    return timedelta(seconds=float(next(told, "600")))
 
 
 def _flag(variable: str, default: bool) -> bool:

@@ -1,0 +1,144 @@
+//! One rank's connection to one that it watches.
+
+use std::io::IoSlice;
+use std::time::{Duration, Instant};
+
+use crate::comm::watch::news::News;
+use crate::error::LinkDown;
+use crate::sys::poller::Registration;
+use crate::sys::process::Process;
+use crate::transport::{Inlet, Outlet};
+use crate::types::Rank;
+
+/// What a look at a connection has shown.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    /// What the other rank told.
+    pub(super) news: Vec<News>,
+    /// The other rank is gone, and did not say goodbye.
+    pub(super) loss: Option<String>,
+}
+
+/// A stream in each direction, and the other's process where it can be seen.
+pub(super) struct Edge {
+    pub(super) peer: Rank,
+    size: usize,
+    process: Option<(Process, Registration)>,
+    outlet: Option<Box<dyn Outlet>>,
+    inlet: Option<Box<dyn Inlet>>,
+    outgoing: Vec<u8>,
+    /// The first sign of the other's end, and when it was seen. Its goodbye may be on its way in the other stream.
+    ending: Option<(String, Instant)>,
+}
+
+impl Edge {
+    /// Begins with what opening a stream gave.
+    pub(super) fn new(
+        peer: Rank,
+        size: usize,
+        opened: Result<Box<dyn Outlet>, LinkDown>,
+        process: Option<(Process, Registration)>,
+    ) -> Edge {
+        let (outlet, ending) = match opened {
+            Ok(outlet) => (Some(outlet), None),
+            Err(down) => (None, Some((down.cause, Instant::now()))),
+        };
+        Edge { peer, size, process, outlet, inlet: None, outgoing: Vec::new(), ending }
+    }
+
+    /// Takes the stream that the other has opened.
+    pub(super) fn accept(&mut self, inlet: Box<dyn Inlet>) {
+        self.inlet.get_or_insert(inlet);
+    }
+
+    /// Queues news.
+    pub(super) fn tell(&mut self, news: &News) {
+        if self.outlet.is_some() {
+            self.outgoing.extend(news.encode());
+        }
+    }
+
+    /// Whether what was told has left this process, or never can.
+    pub(super) fn is_flushed(&mut self) -> bool {
+        let flushed = |outlet: &mut Box<dyn Outlet>| outlet.is_open() && outlet.flushed().unwrap_or(true);
+        self.ending.is_some() || (self.outgoing.is_empty() && self.outlet.as_mut().is_none_or(flushed))
+    }
+
+    /// Writes what waits, and reads what has come. The other's news are read after the signs of its end were looked for,
+    /// so that a goodbye said before that end is not missed.
+    pub(super) fn look(&mut self, now: Instant) -> Seen {
+        self.write(now);
+        if self.process.as_ref().is_some_and(|(process, _)| process.has_ended()) {
+            self.process = None;
+            self.ending = Some(("its process has ended".to_owned(), now));
+        }
+        let mut seen = Seen::default();
+        let read = self.read(&mut seen.news);
+        if let Err(down) = read {
+            seen.loss = Some(self.ending.take().map_or(down.cause, |(cause, _)| cause));
+        } else if let Some((cause, since)) = &self.ending
+            && now.duration_since(*since) >= LINGER
+        {
+            seen.loss = Some(cause.clone());
+        }
+        seen
+    }
+
+    /// Writes what waits, as far as there is room.
+    pub(super) fn write(&mut self, now: Instant) {
+        let Some(outlet) = &mut self.outlet else { return };
+        // Without bytes, a write notices the end.
+        let written = outlet.write(&[]).and_then(|_| match self.outgoing.as_slice() {
+            [] => Ok(0),
+            waiting => outlet.write(&[IoSlice::new(waiting)]),
+        });
+        match written {
+            Ok(written) => drop(self.outgoing.drain(..written)),
+            Err(down) => {
+                self.outlet = None;
+                self.ending.get_or_insert((down.cause, now));
+            }
+        }
+    }
+
+    fn read(&mut self, news: &mut Vec<News>) -> Result<(), LinkDown> {
+        let Some(inlet) = &mut self.inlet else { return Ok(()) };
+        loop {
+            let Some((next, len)) = News::decode(inlet.peek()?, self.size)? else { return Ok(()) };
+            inlet.consume(len);
+            news.push(next);
+            if news.last() == Some(&News::Bye) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// When to look again although nothing happens.
+    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
+        let opening = self.outlet.as_ref().filter(|outlet| !outlet.is_open()).map(|_| now + OPENING_CHECK);
+        self.ending.as_ref().map(|(_, since)| *since + LINGER).into_iter().chain(opening).min()
+    }
+
+    /// Asks for the poller to wake. True: there is something to look at now.
+    pub(super) fn arm(&mut self) -> bool {
+        let waiting = !self.outgoing.is_empty();
+        let writable = self.outlet.as_mut().is_some_and(|outlet| waiting && outlet.arm());
+        self.inlet.as_mut().is_some_and(|inlet| inlet.arm()) || writable
+    }
+
+    /// Ends what `arm` began.
+    pub(super) fn disarm(&mut self) {
+        if let Some(outlet) = &mut self.outlet {
+            outlet.disarm();
+        }
+        if let Some(inlet) = &mut self.inlet {
+            inlet.disarm();
+        }
+    }
+}
+
+/// How often a connection that is being made is looked after: an address that does not answer is given up some time.
+const OPENING_CHECK: Duration = Duration::from_secs(1);
+
+/// How long a goodbye may be on its way after the first sign of an end.
+const LINGER: Duration = Duration::from_millis(100);

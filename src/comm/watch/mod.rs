@@ -1,0 +1,262 @@
+//! Notices ranks that are gone, also while nothing is in flight, and tells the others.
+//!
+//! Every rank keeps connections to a few others ([`circle`]) over which nothing but such news travel ([`news`]). A
+//! connection that ends without a goodbye, or a process of this host that ends, is a loss; who learns of one tells its
+//! neighbours, so that all know. One thread a process sleeps on the connections of all its communicators.
+
+mod circle;
+mod edge;
+mod news;
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use crate::comm::bootstrap::RankInfo;
+use crate::comm::watch::edge::Edge;
+use crate::comm::watch::news::News;
+use crate::engine::core::Route;
+use crate::engine::driver::Driver;
+use crate::engine::loss::{Departed, Departure};
+use crate::sync::{Arc, Condvar, Mutex, Weak, lock};
+use crate::sys::fork::{Origin, PerProcess};
+use crate::sys::poller::{Interest, Poller};
+use crate::sys::process::Process;
+use crate::transport::Transport;
+use crate::types::Rank;
+
+pub(in crate::comm) use circle::neighbours;
+
+/// One communicator's part of the watch. Ends without a word when dropped.
+pub(super) struct Watch {
+    post: Arc<Post>,
+    watchman: Arc<Watchman>,
+    origin: Origin,
+}
+
+impl Watch {
+    /// Begins to watch the ranks that `routes` lead to, on behalf of `driver`.
+    pub(super) fn begin(
+        me: Rank,
+        ranks: &[RankInfo],
+        mut transports: Vec<Box<dyn Transport>>,
+        routes: Vec<(Rank, Route)>,
+        watchman: Arc<Watchman>,
+        driver: &Arc<Driver>,
+    ) -> io::Result<Watch> {
+        let poller = &watchman.poller;
+        let used: HashSet<usize> = routes.iter().map(|(_, route)| route.transport).collect();
+        let edges = routes.into_iter().map(|(peer, route)| {
+            // Found before the connection is made: if that succeeds, the process was there, and the number was its.
+            let process = Process::find(&ranks[peer.index()].process).ok();
+            let process = process.and_then(|process| {
+                let registration = poller.add(process.as_fd(), Interest::Read).ok()?;
+                Some((process, registration))
+            });
+            Edge::new(peer, ranks.len(), transports[route.transport].open(peer, &route.address), process)
+        });
+        let edges = edges.collect();
+        // The others come by the same transports, since watching is mutual.
+        let mut place = 0..;
+        transports.retain(|_| place.next().is_some_and(|place| used.contains(&place)));
+        let state = State { me, transports, edges, known: HashSet::new(), leaves: false };
+        let post = Arc::new(Post { state: Mutex::new(state), looked: Condvar::new(), driver: Arc::downgrade(driver) });
+        watchman.add(Arc::clone(&post))?;
+        Ok(Watch { post, watchman, origin: Origin::here() })
+    }
+
+    /// Tells the others that this rank leaves for good, which is no loss; waits until they can know, but not longer than
+    /// `patience`.
+    pub(super) fn say_goodbye(&self, patience: Duration) {
+        self.say(&News::Bye, patience);
+    }
+
+    /// Tells all others that this rank is gone. Waits as above.
+    pub(super) fn say_gone(&self, departed: Departed, patience: Duration) {
+        self.say(&News::Departed(departed), patience);
+    }
+
+    fn say(&self, news: &News, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        let mut state = lock(&self.post.state);
+        state.edges.iter_mut().for_each(|edge| edge.tell(news));
+        state.leaves = true;
+        loop {
+            state.look();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if state.edges.iter_mut().all(Edge::is_flushed) || left.is_zero() {
+                return;
+            }
+            let waited = self.post.looked.wait_timeout(state, left.min(SAYING_CHECK));
+            state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // A forked child has no thread that watches, and may have inherited locks that nobody lets go.
+        if self.origin.is_here() {
+            self.watchman.remove(&self.post);
+        }
+    }
+}
+
+/// What the thread and the communicator share.
+struct Post {
+    state: Mutex<State>,
+    /// The thread has looked.
+    looked: Condvar,
+    driver: Weak<Driver>,
+}
+
+impl Post {
+    /// Looks around and tells the communicator of what it did not know. The next moment at which to look again.
+    fn turn(&self) -> Option<Instant> {
+        let (departed, due) = {
+            let mut state = lock(&self.state);
+            let departed = state.look();
+            (departed, state.settle())
+        };
+        self.looked.notify_all();
+        let told = self.driver.upgrade().and_then(|driver| driver.departed(&departed));
+        due.into_iter().chain(told).min()
+    }
+}
+
+struct State {
+    me: Rank,
+    transports: Vec<Box<dyn Transport>>,
+    /// Those to ranks that are neither gone nor leaving.
+    edges: Vec<Edge>,
+    /// Ranks that all have been told of.
+    known: HashSet<Rank>,
+    /// This rank has told the others that it leaves.
+    leaves: bool,
+}
+
+impl State {
+    /// Moves everything as far as it goes. Ranks of which this one did not know that they are gone.
+    fn look(&mut self) -> Vec<Departed> {
+        self.edges.iter_mut().for_each(Edge::disarm);
+        for (from, inlet) in self.transports.iter_mut().flat_map(|transport| transport.accept()) {
+            match self.edges.iter_mut().find(|edge| edge.peer == from) {
+                Some(edge) => edge.accept(inlet),
+                None => log::debug!("rank {from} is not one that rank {} watches", self.me),
+            }
+        }
+        let now = Instant::now();
+        let (mut learned, mut over) = (Vec::new(), HashSet::new());
+        for edge in &mut self.edges {
+            let seen = edge.look(now);
+            for news in seen.news {
+                match news {
+                    News::Bye => _ = over.insert(edge.peer),
+                    News::Departed(departed) => learned.push(departed),
+                }
+            }
+            if let Some(cause) = seen.loss
+                && over.insert(edge.peer)
+            {
+                learned.push(Departed { rank: edge.peer, how: Departure::Lost, cause });
+            }
+        }
+        // Those that know that this rank leaves close their ends of the connections.
+        learned.retain(|departed| !self.leaves && self.known.insert(departed.rank));
+        self.edges.retain(|edge| !over.contains(&edge.peer) && !self.known.contains(&edge.peer));
+        for departed in &learned {
+            let news = News::Departed(departed.clone());
+            self.edges.iter_mut().for_each(|edge| edge.tell(&news));
+        }
+        // At once: who is told first may leave, and its leaving must not be seen before the reason for it.
+        if !learned.is_empty() {
+            self.edges.iter_mut().for_each(|edge| edge.write(now));
+        }
+        learned
+    }
+
+    /// Sees that the poller wakes. When to look again; now, if there is something to see already.
+    fn settle(&mut self) -> Option<Instant> {
+        // All of them, also behind one that is ready.
+        let ready = self.edges.iter_mut().filter_map(|edge| edge.arm().then_some(())).count() > 0;
+        let now = Instant::now();
+        if ready { Some(now) } else { self.edges.iter().filter_map(|edge| edge.due(now)).min() }
+    }
+}
+
+/// The thread that watches for all communicators of the process, while there are any.
+pub(super) struct Watchman {
+    poller: Poller,
+    roll: Mutex<Roll>,
+}
+
+#[derive(Default)]
+struct Roll {
+    posts: Vec<Arc<Post>>,
+    is_awake: bool,
+}
+
+impl Watchman {
+    /// The one of this process.
+    pub(super) fn on_duty() -> io::Result<Arc<Watchman>> {
+        static CURRENT: PerProcess<Mutex<Weak<Watchman>>> = PerProcess::unset();
+        let mut current = lock(CURRENT.get());
+        if let Some(watchman) = current.upgrade() {
+            return Ok(watchman);
+        }
+        let watchman = Arc::new(Watchman { poller: Poller::new()?, roll: Mutex::default() });
+        *current = Arc::downgrade(&watchman);
+        Ok(watchman)
+    }
+
+    /// Where the streams that it watches are registered.
+    pub(super) fn poller(&self) -> &Poller {
+        &self.poller
+    }
+
+    fn add(self: &Arc<Self>, post: Arc<Post>) -> io::Result<()> {
+        let mut roll = lock(&self.roll);
+        if !roll.is_awake {
+            let watchman = Arc::clone(self);
+            std::thread::Builder::new().name("ncclx_rs_watch".to_owned()).spawn(move || watchman.watch())?;
+            roll.is_awake = true;
+        }
+        roll.posts.push(post);
+        self.poller.wake();
+        Ok(())
+    }
+
+    fn remove(&self, post: &Arc<Post>) {
+        lock(&self.roll).posts.retain(|known| !Arc::ptr_eq(known, post));
+        let mut state = lock(&post.state);
+        state.edges.clear();
+        state.transports.clear();
+        drop(state);
+        self.poller.wake();
+    }
+
+    fn watch(&self) {
+        loop {
+            let posts = {
+                let mut roll = lock(&self.roll);
+                roll.is_awake = !roll.posts.is_empty();
+                if !roll.is_awake {
+                    return;
+                }
+                roll.posts.clone()
+            };
+            let due = posts.iter().filter_map(|post| post.turn()).min();
+            drop(posts);
+            let timeout = due.map(|due| due.saturating_duration_since(Instant::now()));
+            if timeout.is_none_or(|timeout| !timeout.is_zero())
+                && let Err(error) = self.poller.wait(timeout)
+            {
+                log::error!("waiting for news of other ranks failed: {error}");
+            }
+        }
+    }
+}
+
+/// How often who leaves looks whether the others know.
+const SAYING_CHECK: Duration = Duration::from_millis(5);

@@ -1,0 +1,148 @@
+//! What the departure of a rank ends.
+//!
+//! An operation that finds a peer gone fails by itself. What comes here was noticed without one, and holds for all ranks
+//! alike: after a loss nothing new begins, and what is in flight ends, by itself within [`GRACE`] or with an error.
+
+use std::time::{Duration, Instant};
+
+use crate::engine::core::Core;
+use crate::error::{Error, LinkDown};
+use crate::types::Rank;
+
+/// How a rank went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Departure {
+    /// It died or was cut off.
+    Lost,
+    /// It left of its own accord, after it had gone through so many collectives.
+    Left { called: u64 },
+}
+
+/// A rank that is gone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Departed {
+    pub(crate) rank: Rank,
+    pub(crate) how: Departure,
+    pub(crate) cause: String,
+}
+
+/// Wants to know of a loss.
+pub(crate) type OnLoss = Box<dyn FnOnce(Error) + Send>;
+
+/// What a core knows of ranks that are gone for good.
+#[derive(Default)]
+pub(crate) struct Losses {
+    /// The first that was lost.
+    lost: Option<Lost>,
+    /// Of those that left, the one that had gone through the fewest collectives.
+    left: Option<(u64, Rank, String)>,
+    on_loss: Option<OnLoss>,
+}
+
+#[derive(Clone)]
+struct Lost {
+    rank: Rank,
+    cause: String,
+    since: Instant,
+    /// What was in flight has ended.
+    is_over: bool,
+}
+
+impl Core {
+    /// Ends what `departed` makes impossible; see [`Core::end_after_loss`] for the rest.
+    pub(crate) fn departed(&mut self, departed: &Departed) {
+        let Departed { rank, how, cause } = departed;
+        if self.closed.is_some() {
+            return;
+        }
+        match *how {
+            Departure::Lost => self.break_off(*rank, cause),
+            Departure::Left { called } => {
+                log::info!("communicator `{}` rank {}: rank {rank} has left: {cause}", self.name, self.me);
+                if self.losses.left.as_ref().is_none_or(|(least, ..)| called < *least) {
+                    self.losses.left = Some((called, *rank, cause.clone()));
+                }
+                self.end_collectives_after_leave();
+            }
+        }
+    }
+
+    fn break_off(&mut self, rank: Rank, cause: &str) {
+        if self.losses.lost.is_none() {
+            log::warn!("communicator `{}` rank {}: rank {rank} is lost: {cause}", self.name, self.me);
+            let lost = Lost { rank, cause: cause.to_owned(), since: Instant::now(), is_over: false };
+            self.losses.lost = Some(lost);
+        }
+        self.lose(rank, &LinkDown::new(cause));
+    }
+
+    /// The error of `operation` because a rank is lost, if one is.
+    pub(crate) fn loss_of(&self, operation: &str) -> Option<Error> {
+        self.losses.lost.as_ref().map(|lost| lost.error(operation.to_owned()))
+    }
+
+    /// The same for all operations.
+    pub(crate) fn loss(&self) -> Option<Error> {
+        self.loss_of(&format!("communicator `{}`", self.name))
+    }
+
+    /// Ends every operation if a rank is lost and they have had their time. When that will be, if it is not now.
+    pub(crate) fn end_after_loss(&mut self, now: Instant) -> Option<Instant> {
+        let (is_settled, is_closed) = (self.is_settled(), self.closed.is_some());
+        let lost = self.losses.lost.as_mut().filter(|lost| !lost.is_over && !is_closed)?;
+        let due = lost.since + GRACE;
+        if now < due && !is_settled {
+            return Some(due);
+        }
+        lost.is_over = true;
+        let lost = lost.clone();
+        self.end_all(&|operation| lost.error(operation));
+        let reason = lost.error(format!("communicator `{}`", self.name)).to_string();
+        self.dump_due.get_or_insert(reason);
+        None
+    }
+
+    /// How the others have to take it if this rank leaves now; nothing if all are at the end already, because of a loss.
+    pub(crate) fn departure(&self, how: &str) -> Option<Departed> {
+        if self.losses.lost.is_some() {
+            return None;
+        }
+        let cause = match &self.failure {
+            Some(failure) => format!("{how}, after it had failed: {failure}"),
+            None => how.to_owned(),
+        };
+        let how = Departure::Left { called: self.collectives.current() };
+        Some(Departed { rank: self.me, how, cause })
+    }
+
+    /// Why collective `sequence` can never complete, if a rank left before it.
+    pub(crate) fn left_before(&self, sequence: u64) -> Option<(Rank, String)> {
+        let (called, rank, cause) = self.losses.left.as_ref()?;
+        (sequence >= *called).then(|| (*rank, format!("it has left: {cause}")))
+    }
+
+    /// Keeps who wants to know of a loss; see [`Core::take_on_loss`].
+    pub(crate) fn set_on_loss(&mut self, on_loss: OnLoss) {
+        self.losses.on_loss = self.closed.is_none().then_some(on_loss);
+    }
+
+    /// Forgets who wants to know of a loss.
+    pub(crate) fn forget_on_loss(&mut self) {
+        self.losses.on_loss = None;
+    }
+
+    /// Who wants to know of the loss, once it has ended everything; to be called without an engine lock.
+    pub(crate) fn take_on_loss(&mut self) -> Option<(OnLoss, Error)> {
+        let error = self.loss().filter(|_| self.losses.lost.as_ref().is_some_and(|lost| lost.is_over))?;
+        Some((self.losses.on_loss.take()?, error))
+    }
+}
+
+impl Lost {
+    fn error(&self, operation: String) -> Error {
+        Error::PeerLost { operation, rank: self.rank.0, cause: self.cause.clone() }
+    }
+}
+
+/// How long operations that the lost rank may have done its part of can still end well.
+const GRACE: Duration = Duration::from_millis(200);

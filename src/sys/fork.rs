@@ -1,0 +1,196 @@
+//! What a forked child has of its parent's engine: nothing that could disturb it.
+//!
+//! A child inherits every file descriptor, so a connection would stay open in it after the parent's death, and what it
+//! did to an epoll set would happen to its parent's. In a child each of the engine's descriptors is therefore replaced by
+//! one of `/dev/null`, under its number, so that whoever owns it still can close it. Threads are not inherited, nor is the
+//! state that they held: what was made before a fork tells by [`Origin`] that it is of no use any more.
+#![allow(unsafe_code, reason = "pthread_atfork, and state that must not be locked after a fork")]
+
+use std::cell::RefCell;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::Once;
+
+use rustix::fs::{Mode, OFlags};
+
+use crate::sync::{AtomicPtr, AtomicU64, Mutex, MutexGuard, Ordering, lock};
+
+/// How many forks lie between this process and the first one that used the engine.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// The descriptors to replace.
+static DESCRIPTORS: Mutex<Vec<Descriptor>> = Mutex::new(Vec::new());
+
+thread_local! {
+    /// The lock of `DESCRIPTORS` while this thread forks.
+    static HELD: RefCell<Option<MutexGuard<'static, Vec<Descriptor>>>> = const { RefCell::new(None) };
+}
+
+/// The process in which something was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin(u64);
+
+impl Origin {
+    /// This process.
+    pub fn here() -> Origin {
+        install();
+        // Relaxed: it changes while there is one thread.
+        Origin(FORKS.load(Ordering::Relaxed))
+    }
+
+    /// Whether this is still that process, and not a forked child of it.
+    pub fn is_here(self) -> bool {
+        self.0 == FORKS.load(Ordering::Relaxed)
+    }
+}
+
+/// A file descriptor, and what it stands for: another may get its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Descriptor {
+    fd: RawFd,
+    inode: u64,
+}
+
+/// Sees that forked children do not have a file, until dropped.
+#[derive(Debug)]
+pub struct Private {
+    descriptor: Descriptor,
+}
+
+impl Private {
+    /// Keeps `fd` from children.
+    pub fn new(fd: BorrowedFd<'_>) -> std::io::Result<Private> {
+        install();
+        let descriptor = Descriptor { fd: fd.as_raw_fd(), inode: rustix::fs::fstat(fd)?.st_ino };
+        lock(&DESCRIPTORS).push(descriptor);
+        Ok(Private { descriptor })
+    }
+}
+
+impl Drop for Private {
+    fn drop(&mut self) {
+        let mut descriptors = lock(&DESCRIPTORS);
+        if let Some(place) = descriptors.iter().position(|known| *known == self.descriptor) {
+            descriptors.swap_remove(place);
+        }
+    }
+}
+
+/// A value of which every process makes its own at first use, also a forked child.
+pub struct PerProcess<T> {
+    current: AtomicPtr<(Origin, T)>,
+}
+
+impl<T: Default> PerProcess<T> {
+    /// One that is not made yet.
+    pub const fn unset() -> PerProcess<T> {
+        PerProcess { current: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    /// This process's value.
+    pub fn get(&'static self) -> &'static T {
+        // Acquire, here and below: pairs with the Release of the thread that has made the value.
+        let mut current = self.current.load(Ordering::Acquire);
+        loop {
+            // SAFETY: null, or what a `Box` gave out below, which is never freed.
+            if let Some((origin, value)) = unsafe { current.as_ref() }
+                && origin.is_here()
+            {
+                return value;
+            }
+            let made = Box::into_raw(Box::new((Origin::here(), T::default())));
+            match self.current.compare_exchange(current, made, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => current = made,
+                Err(faster) => {
+                    // SAFETY: made above and given to nobody.
+                    drop(unsafe { Box::from_raw(made) });
+                    current = faster;
+                }
+            }
+        }
+    }
+}
+
+/// Has the handlers run at every fork from now on.
+fn install() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        // SAFETY: functions of this library, which is never unloaded.
+        let status = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
+        if status != 0 {
+            log::error!("forked children will hold connections open: pthread_atfork: error {status}");
+        }
+    });
+}
+
+extern "C" fn before() {
+    // It fails in a thread that ends, which has nothing left to fork for.
+    let _ = HELD.try_with(|held| *held.borrow_mut() = Some(lock(&DESCRIPTORS)));
+}
+
+extern "C" fn in_parent() {
+    let _ = HELD.try_with(|held| held.borrow_mut().take());
+}
+
+extern "C" fn in_child() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+    let _ = HELD.try_with(|held| {
+        if let Some(mut descriptors) = held.borrow_mut().take() {
+            replace(&descriptors);
+            descriptors.clear();
+        }
+    });
+}
+
+fn replace(descriptors: &[Descriptor]) {
+    let Ok(nothing) = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) else { return };
+    for descriptor in descriptors {
+        // SAFETY: it is looked at only for whether it is open and still the same file.
+        let fd = unsafe { BorrowedFd::borrow_raw(descriptor.fd) };
+        if rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_ino == descriptor.inode) {
+            // SAFETY: both are open, and the number stays open for its owner.
+            unsafe { libc::dup3(nothing.as_raw_fd(), descriptor.fd, libc::O_CLOEXEC) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_childs_copy_does_not_keep_a_connection_open() {
+        let (near, mut far) = UnixStream::pair().expect("a pair of sockets");
+        let private = Private::new(near.as_fd()).expect("an open socket");
+        let origin = Origin::here();
+        // SAFETY: the child calls nothing but what may be called after a fork.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            std::thread::sleep(Duration::from_secs(if origin.is_here() { 0 } else { 600 }));
+            // SAFETY: ends the child without what the test's process does at its end.
+            unsafe { libc::_exit(0) };
+        }
+        drop((private, near));
+        far.set_read_timeout(Some(Duration::from_secs(60))).expect("a limit");
+        let end = far.read(&mut [0]);
+        // SAFETY: ends a process that this test began and nobody has waited for.
+        let killed = unsafe { libc::kill(child, libc::SIGKILL) };
+        let mut status = 0;
+        // SAFETY: `status` is a place for the result.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(end.expect("the end of the connection"), 0);
+        assert_eq!((killed, origin.is_here(), libc::WTERMSIG(status)), (0, true, libc::SIGKILL));
+    }
+
+    #[test]
+    fn all_threads_share_one_value() {
+        static VALUE: PerProcess<Mutex<u32>> = PerProcess::unset();
+        let threads = (0..8).map(|_| std::thread::spawn(|| *lock(VALUE.get()) += 1));
+        threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().expect("no panic"));
+        assert_eq!(*lock(VALUE.get()), 8);
+    }
+}

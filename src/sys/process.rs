@@ -1,0 +1,78 @@
+//! Whether another process lives: pidfd_open(2).
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags};
+use serde::{Deserialize, Serialize};
+
+/// How a process is called, and by whom.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessId {
+    /// The kernel and the namespace in which it has the number.
+    namespace: String,
+    number: i32,
+}
+
+impl ProcessId {
+    /// This process.
+    pub fn own() -> ProcessId {
+        ProcessId { namespace: namespace(), number: rustix::process::getpid().as_raw_pid() }
+    }
+}
+
+/// A process that may end. Its file descriptor becomes readable then.
+#[derive(Debug)]
+pub struct Process {
+    fd: OwnedFd,
+}
+
+impl Process {
+    /// The process of that name; an error if this one cannot see it, as in another container or on another host.
+    pub fn find(id: &ProcessId) -> io::Result<Process> {
+        let number = Pid::from_raw(id.number).filter(|_| id.namespace == namespace());
+        let number = number.ok_or(io::ErrorKind::NotFound)?;
+        Ok(Process { fd: rustix::process::pidfd_open(number, PidfdFlags::empty())? })
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        let mut watched = [PollFd::new(&self.fd, PollFlags::IN)];
+        rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ended| ended > 0)
+    }
+}
+
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+fn namespace() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    format!("{} {}", boot.trim(), namespace.to_string_lossy())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_process_is_seen() {
+        let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().expect("cat");
+        let id = ProcessId { number: child.id() as i32, ..ProcessId::own() };
+        let process = Process::find(&id).expect("a child is seen");
+        assert!(!process.has_ended());
+        drop(child.stdin.take());
+        child.wait().expect("it ends with its input");
+        assert!(process.has_ended());
+    }
+
+    #[test]
+    fn a_number_means_nothing_elsewhere() {
+        assert!(Process::find(&ProcessId::own()).is_ok());
+        assert!(Process::find(&ProcessId { namespace: "elsewhere".to_owned(), ..ProcessId::own() }).is_err());
+    }
+}

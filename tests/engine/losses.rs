@@ -1,0 +1,123 @@
+//! Ranks that go while nothing waits for them: all others know, and a goodbye is no loss.
+
+use std::sync::mpsc;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag, Work};
+
+use crate::world::{WIRES, buffer, op, run, world};
+
+const WATCHDOG: Duration = Duration::from_secs(50);
+
+/// A receive that nobody sends to, in `data`.
+fn unanswered(comm: &Communicator, from: u32, data: &mut [i32]) -> Work {
+    let kind = OpKind::Recv { from: Source::Rank(Rank(from)), tag: Tag(9) };
+    comm.submit(Op { mode: Mode::Async, ..op(kind, vec![], vec![buffer(data)]) }).expect("a receive")
+}
+
+fn lost_rank(error: &Error) -> Option<u32> {
+    match error {
+        Error::PeerLost { rank, .. } => Some(*rank),
+        _ => None,
+    }
+}
+
+#[test]
+fn idle_ranks_learn_who_aborts_and_what_does_not_need_it_goes_on() {
+    for (wire, size) in WIRES.into_iter().flat_map(|wire| [(wire, 3), (wire, 9)]) {
+        let (aborted, through) = (Arc::new(Barrier::new(size)), Arc::new(Barrier::new(size - 1)));
+        world(wire, size, move |comm| {
+            let victim = size as u32 - 1;
+            let mut data = [0; 4];
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
+            if comm.rank().0 == victim {
+                let work = unanswered(comm, 0, &mut data);
+                comm.abort("the test");
+                work.wait(None).expect_err("aborted");
+                aborted.wait();
+                return;
+            }
+            let mut beyond = [0; 4];
+            let pending = (comm.rank().0 == 0).then(|| unanswered(comm, 1, &mut data));
+            aborted.wait();
+            let error = run(comm, OpKind::Barrier, vec![], vec![]).expect_err("a rank has left");
+            assert!(error.to_string().contains(&format!("rank {victim}")), "{error}");
+            assert_eq!(comm.loss(), None, "it told that it left");
+            let kind = OpKind::Send { to: Rank(0), tag: Tag(9) };
+            match (comm.rank().0, pending) {
+                (1, _) => run(comm, kind, vec![buffer(&mut beyond)], vec![]).expect("rank 0 is there"),
+                (_, Some(work)) => work.wait(Some(WATCHDOG)).expect("rank 1 is there"),
+                _ => {}
+            }
+            through.wait();
+        });
+    }
+}
+
+#[test]
+fn a_shutdown_is_no_loss() {
+    for wire in WIRES {
+        world(wire, 4, |comm| {
+            if comm.rank().0 == 3 {
+                return; // and shuts down
+            }
+            let (tell, told) = mpsc::channel::<()>();
+            comm.on_loss(move |error| panic!("{error}, {tell:?}"));
+            let kind = |rank| OpKind::Send { to: Rank(rank), tag: Tag(0) };
+            let deadline = Instant::now() + Duration::from_millis(300);
+            while Instant::now() < deadline {
+                let mut data = [1; 4];
+                match comm.rank().0 {
+                    0 => run(comm, kind(1), vec![buffer(&mut data)], vec![]).expect("sent"),
+                    1 => {
+                        let kind = OpKind::Recv { from: Source::Rank(Rank(0)), tag: Tag(0) };
+                        if data == [1; 4] {
+                            let receive = op(kind, vec![], vec![buffer(&mut data)]);
+                            match comm.submit(receive).expect("a receive").wait(Some(WATCHDOG)) {
+                                Ok(()) => {}
+                                Err(error) => {
+                                    // Rank 0 was through before, and has left.
+                                    assert_eq!(lost_rank(&error), Some(0), "{error}");
+                                    break;
+                                }
+                            }
+                        }
+                    }
+                    _ => std::thread::sleep(Duration::from_millis(10)),
+                }
+            }
+            assert_eq!((comm.loss(), told.try_recv().is_err()), (None, true));
+        });
+    }
+}
+
+#[test]
+fn who_leaves_idle_fails_only_what_needs_it() {
+    for wire in WIRES {
+        let left = Arc::new(Barrier::new(4));
+        world(wire, 4, move |comm| {
+            let mut data = [f32::from(comm.rank().0 as u8); 4];
+            if comm.rank().0 == 3 {
+                comm.abort("the test");
+                left.wait();
+                return;
+            }
+            left.wait();
+            if comm.rank().0 < 2 {
+                let memory = vec![buffer(&mut data)];
+                let kind = match comm.rank().0 {
+                    0 => OpKind::Send { to: Rank(1), tag: Tag(0) },
+                    _ => OpKind::Recv { from: Source::Rank(Rank(0)), tag: Tag(0) },
+                };
+                run(comm, kind, memory.clone(), memory).expect("two that are there can go on");
+                assert_eq!(data, [0.0; 4]);
+            }
+            let memory = vec![buffer(&mut data)];
+            let kind = OpKind::AllReduce(ReduceOp::Sum);
+            let error = run(comm, kind, memory.clone(), memory).expect_err("rank 3 has left");
+            assert!(error.to_string().contains("rank 3"), "{error}");
+            assert_eq!(comm.loss(), None, "it was idle when it left");
+        });
+    }
+}
