@@ -6,3 +6,4 @@ pub mod peer_memory;
 pub mod poller;
 pub mod segment;
 pub mod socket;
+pub mod tcp_info;

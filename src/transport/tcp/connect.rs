@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::error::LinkDown;
 use crate::sys::poller::{Interest, Poller, Registration};
-use crate::sys::socket;
+use crate::sys::tcp_info::Traffic;
+use crate::sys::{socket, tcp_info};
 use crate::transport::Outlet;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
@@ -142,6 +143,10 @@ impl Outlet for Connection {
 
     fn is_open(&self) -> bool {
         matches!(self.stage, Stage::Open)
+    }
+
+    fn traffic(&self) -> Option<Traffic> {
+        self.is_open().then(|| tcp_info::traffic(&self.stream).ok()).flatten()
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {

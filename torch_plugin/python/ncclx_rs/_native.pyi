@@ -25,6 +25,9 @@ def launch_place() -> tuple[int, int]:
 def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Path]:
     """Writes the flight recorders of this process's communicators to a folder, and gives the files' names."""
 
+def dumps(reason: str) -> list[str]:
+    """What the flight recorders of this process's communicators remember, each as JSON."""
+
 def mesh_grid(
     dimensions: list[tuple[str, int]], hosts: list[int], innermost: str | None = None
 ) -> tuple[list[int], list[tuple[str, list[list[int]]]]]:
@@ -52,6 +55,7 @@ class Backend(_C10dBackend):
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
     def get_error(self) -> _ErrorType: ...
     def _host(self, rank: int) -> int: ...
+    def _name_ranks(self, members: list[int]) -> None: ...
     def _on_failure(self, hook: Callable[[], object]) -> None: ...
     def _members_meet(
         self, handle: str, meet: Callable[[int, set[str] | list[str], timedelta], tuple[_Store, int, int]]
