@@ -83,6 +83,8 @@ options! {
          (process_vm_readv); 0 for never.";
     flight_records: usize, "flight_records", "2048", &["TORCH_FR_BUFFER_SIZE"],
         "How many operations the flight recorder remembers; 0 for none.";
+    stack_frames: usize, "stack_frames", "0", &[],
+        "How many frames of the caller's Python stack the flight recorder keeps of each operation; 0 for none.";
     dump_directory: Option<String>, "dump_directory", "", &[],
         "Where the flight recorder is written when an operation fails or the communicator is aborted amid one.";
     dump_signal: Option<DumpSignal>, "dump_signal", "", &[],

@@ -27,7 +27,7 @@ pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};
 pub use sys::segment::HostMemory;
 pub use topo::Topology;
-pub use types::{DType, Element, Rank, ReduceOp, Source, Tag};
+pub use types::{DType, Element, Frame, Rank, ReduceOp, Source, Tag};
 pub use window::{Window, WindowId};
 pub use work::Work;
 

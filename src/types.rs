@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde::Serialize;
+
 /// A process's position in a communicator, from 0 to the world size minus one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Rank(pub u32);
@@ -35,6 +37,17 @@ pub struct Tag(pub u32);
 impl Tag {
     /// Carries what ranks tell each other when they split.
     pub(crate) const SPLIT: Tag = Tag(u32::MAX);
+}
+
+/// A line of a program: a frame of the stack that a call came from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Frame {
+    /// The function.
+    pub name: String,
+    /// The source file.
+    pub filename: String,
+    /// The line in it.
+    pub line: u32,
 }
 
 /// Which messages a receive accepts.

@@ -18,14 +18,14 @@ use crate::engine::core::Core;
 use crate::engine::driver::Driver;
 use crate::engine::memory::Region;
 use crate::engine::message::{Direction, MessageRequest};
-use crate::engine::recorder::Recorder;
+use crate::engine::recorder::{Bytes, Recorder};
 use crate::error::{Error, InitError};
 use crate::op::{Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::poller::Poller;
 use crate::topo::Topology;
 use crate::transport::auth::Identity;
-use crate::types::{Rank, Source};
+use crate::types::{Frame, Rank, Source};
 use crate::work::{Drive, Work};
 
 /// What a communicator is made from.
@@ -83,6 +83,7 @@ pub struct Communicator {
     name: String,
     place: Place,
     timeout_millis: AtomicU64,
+    stack_frames: usize,
     pub(super) driver: Arc<Driver>,
     /// None for a world of one, and when this rank has left.
     watch: Mutex<Option<Watch>>,
@@ -163,9 +164,10 @@ impl Communicator {
         live::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
         let timeout = timeout.unwrap_or(config.timeout);
         let place = Place { me: rank, size };
+        let stack_frames = config.stack_frames;
         let origin = Origin { hints, host };
         let (timeout_millis, watch) = (AtomicU64::new(millis(timeout)), Mutex::new(watch));
-        Ok(Communicator { name, place, timeout_millis, driver, watch, origin })
+        Ok(Communicator { name, place, timeout_millis, stack_frames, driver, watch, origin })
     }
 
     /// This process's rank.
@@ -261,7 +263,8 @@ impl Communicator {
         let checked = check::collective(op, name, self.place)?;
         self.enter(op, |core, driver| {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
-            let work = core.begin(driver, Call::Collective(checked.signature), input.len().max(output.len()));
+            let bytes = Bytes { read: input.len(), written: output.len() };
+            let work = core.begin(driver, Call::Collective(checked.signature), bytes);
             core.collectives.submit(Request {
                 collective: checked.collective,
                 signature: checked.signature,
@@ -285,7 +288,7 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Work, Error> {
         self.enter(op, |core, driver| {
-            let work = core.begin(driver, direction.call(tag, region.len()), region.len());
+            let work = core.begin(driver, direction.call(tag, region.len()), direction.bytes(region.len()));
             core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
             Ok(work)
         })
@@ -319,6 +322,24 @@ impl Communicator {
             }
             Ok(work)
         })
+    }
+
+    /// Has the flight recorder call the ranks by their numbers in the job, of which this communicator may be a part.
+    /// Without, and where there are not as many as ranks, it calls them as this communicator does.
+    pub fn set_members(&self, members: Vec<Rank>) {
+        if members.len() == self.place.size {
+            self.driver.with_core(|core| core.members = members);
+        }
+    }
+
+    /// How many frames of the caller's stack the flight recorder wants of each operation.
+    pub fn stack_frames(&self) -> usize {
+        self.stack_frames
+    }
+
+    /// Tells the flight recorder where the program called an operation: frames with the innermost first.
+    pub fn called_from(&self, work: &Work, stack: Vec<Frame>) {
+        self.driver.with_core(|core| core.recorder.called_from(work.number(), stack));
     }
 
     /// What the flight recorder remembers, with what this rank knows of the others, as JSON; `reason` becomes a part of it.

@@ -40,6 +40,13 @@ fn drivers() -> Vec<Arc<Driver>> {
     lock(LIVE.get()).drivers.iter().filter_map(Weak::upgrade).collect()
 }
 
+/// What the flight recorders of all communicators of this process that are open remember; see
+/// [`Communicator::dump`](super::Communicator::dump).
+pub fn dumps(reason: &str) -> Vec<String> {
+    let open = drivers().into_iter();
+    open.filter_map(|driver| driver.with_core(|core| core.closed.is_none().then(|| core.dump(reason)))).collect()
+}
+
 /// Writes the flight recorders of all communicators of this process that are open; see
 /// [`Communicator::write_dump`](super::Communicator::write_dump).
 ///

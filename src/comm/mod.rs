@@ -23,4 +23,4 @@ mod window;
 pub use communicator::{CommOptions, Communicator};
 pub use data::Data;
 pub use launch::Launch;
-pub use live::write_dumps;
+pub use live::{dumps, write_dumps};

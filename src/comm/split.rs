@@ -43,7 +43,9 @@ impl Communicator {
         let own = self.place_among(ranks)?;
         let parent = Parent { comm: self, ranks };
         let timeout = Some(self.timeout());
-        Ok(Communicator::meet(name.to_owned(), own, ranks.len(), &parent, timeout, self.origin.hints.clone())?)
+        let part = Communicator::meet(name.to_owned(), own, ranks.len(), &parent, timeout, self.origin.hints.clone())?;
+        part.set_members(self.driver.with_core(|core| ranks.iter().map(|rank| core.members[rank.index()]).collect()));
+        Ok(part)
     }
 
     fn place_among(&self, ranks: &[Rank]) -> Result<Rank, UsageError> {

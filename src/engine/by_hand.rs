@@ -62,7 +62,7 @@ impl Scene {
     pub(crate) fn start(&mut self, direction: Direction, words: &mut Words, timeout: Duration) -> Work {
         let region = Region::of(&[words.buffer()]);
         let tag = Tag(0);
-        let work = self.core.begin(Arc::new(Nobody), direction.call(tag, region.len()), region.len());
+        let work = self.core.begin(Arc::new(Nobody), direction.call(tag, region.len()), direction.bytes(region.len()));
         self.core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
         self.settle();
         work

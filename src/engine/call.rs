@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::engine::frame::Signature;
-use crate::types::{Rank, Source, Tag};
+use crate::types::{DType, Rank, Source, Tag};
 use crate::window::WindowId;
 
 /// A call with what matters about its arguments.
@@ -39,6 +39,14 @@ impl Call {
     pub(crate) fn tag(&self) -> Option<Tag> {
         match *self {
             Call::Send { tag, .. } | Call::Recv { tag, .. } => Some(tag),
+            _ => None,
+        }
+    }
+
+    /// A collective's element type.
+    pub(crate) fn dtype(&self) -> Option<DType> {
+        match self {
+            Call::Collective(signature) => DType::ALL.get(usize::from(signature.dtype)).copied(),
             _ => None,
         }
     }

@@ -14,10 +14,11 @@ use crate::engine::lending::Readings;
 use crate::engine::loss::Losses;
 use crate::engine::message::Messages;
 use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
-use crate::engine::recorder::Recorder;
+use crate::engine::recorder::{Bytes, Recorder};
 use crate::engine::window::Windows;
 use crate::error::{Error, LinkDown};
 use crate::sync::Arc;
+use crate::sys::tcp_info::Traffic;
 use crate::topo::Topology;
 use crate::transport::Transport;
 use crate::types::Rank;
@@ -117,6 +118,8 @@ pub(crate) struct Core {
     pub(crate) losses: Losses,
     ticks: u32,
     pub(crate) recorder: Recorder,
+    /// What the job calls this communicator's ranks.
+    pub(crate) members: Vec<Rank>,
     /// Where the flight recorder is written when an operation fails.
     pub(crate) dump_directory: Option<PathBuf>,
     /// When that was done last.
@@ -134,6 +137,7 @@ impl Core {
         routes: Vec<Option<Route>>,
     ) -> Core {
         let peers = (0..topo.size()).map(|_| Peer::default()).collect();
+        let members = (0..topo.size()).map(Rank::from).collect();
         let readings = Readings::new(topo.size());
         Core {
             me,
@@ -160,6 +164,7 @@ impl Core {
             losses: Losses::default(),
             ticks: 0,
             recorder: Recorder::default(),
+            members,
             dump_directory: None,
             dumped: None,
             dump_due: None,
@@ -171,8 +176,8 @@ impl Core {
         self.peers.len()
     }
 
-    /// The work of an operation that is submitted now, which reads or writes so many bytes.
-    pub(crate) fn begin(&mut self, driver: Arc<dyn Drive>, call: Call, bytes: usize) -> Work {
+    /// The work of an operation that is submitted now, which reads and writes so many bytes.
+    pub(crate) fn begin(&mut self, driver: Arc<dyn Drive>, call: Call, bytes: Bytes) -> Work {
         let sequence = match call {
             Call::Collective(_) => self.collectives.next_sequence(),
             Call::Send { .. } | Call::Recv { .. } => self.messages.next_id(),
@@ -186,7 +191,7 @@ impl Core {
     /// Ends an operation, of whose memory nothing in the engine knows any more.
     pub(crate) fn finish(&mut self, work: Work, result: Result<(), Error>, source: Option<Rank>) {
         let failure = result.as_ref().err().map(Error::to_string);
-        self.recorder.ended(work.number(), failure.clone());
+        self.recorder.ended(work.number(), failure.clone(), source);
         // Closing is no failure of its own.
         if self.closed.is_none() {
             if let Some(reason) = &failure {
@@ -330,6 +335,11 @@ impl Core {
     /// Why `peer` cannot be reached, if it cannot.
     pub(crate) fn lost(&self, peer: Rank) -> Option<&str> {
         self.peers[peer.index()].lost.as_deref()
+    }
+
+    /// What the kernel knows of the connection to `peer`, if there is one.
+    pub(crate) fn traffic(&self, peer: Rank) -> Option<Traffic> {
+        self.peers[peer.index()].outbox.traffic()
     }
 
     /// Whether `peer` is known to have called the collective `sequence`.

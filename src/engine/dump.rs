@@ -10,10 +10,11 @@ use serde::Serialize;
 
 use crate::engine::core::Core;
 use crate::engine::recorder::Record;
-use crate::types::Rank;
+use crate::sys::tcp_info::Traffic;
+use crate::types::{DType, Frame, Rank};
 
 /// The version of the format. Readers refuse others.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Everything that a dump tells. Times are microseconds of Unix time by this host's clock.
 #[derive(Serialize)]
@@ -24,6 +25,8 @@ struct Dump<'a> {
     communicator: &'a str,
     rank: u32,
     size: usize,
+    /// What the job calls the ranks, in the order of their ranks here.
+    members: Vec<u32>,
     host: usize,
     process: u32,
     reason: &'a str,
@@ -45,6 +48,8 @@ struct Peer<'a> {
     called: u64,
     /// Why it cannot be reached any more.
     lost: Option<&'a str>,
+    /// How the TCP connection to it does, if there is one.
+    link: Option<Traffic>,
 }
 
 /// An operation.
@@ -59,12 +64,18 @@ struct Entry<'a> {
     /// The other rank of a message or an access.
     peer: Option<u32>,
     tag: Option<u32>,
-    bytes: usize,
+    /// A collective's element type; messages and accesses are of bytes.
+    dtype: Option<&'static str>,
+    /// How many elements of the caller's memory it reads and writes.
+    read: usize,
+    written: usize,
     state: &'static str,
     submitted: u64,
     started: Option<u64>,
     ended: Option<u64>,
     failure: Option<&'a str>,
+    /// Where the program called it, the innermost frame first.
+    stack: &'a [Frame],
 }
 
 /// This moment on both clocks.
@@ -88,6 +99,7 @@ impl Clock {
 impl<'a> Entry<'a> {
     fn new(record: &'a Record, clock: &Clock) -> Entry<'a> {
         let call = record.call;
+        let element = call.dtype().map_or(1, DType::size);
         let state = match record {
             Record { failure: Some(_), .. } => "failed",
             Record { ended: Some(_), .. } => "completed",
@@ -102,12 +114,15 @@ impl<'a> Entry<'a> {
             call: call.to_string(),
             peer: call.peer().map(|rank| rank.0),
             tag: call.tag().map(|tag| tag.0),
-            bytes: record.bytes,
+            dtype: call.dtype().map(DType::name),
+            read: record.bytes.read / element,
+            written: record.bytes.written / element,
             state,
             submitted: clock.micros(record.submitted),
             started: record.started.map(|at| clock.micros(at)),
             ended: record.ended.map(|at| clock.micros(at)),
             failure: record.failure.as_deref(),
+            stack: &record.stack,
         }
     }
 }
@@ -123,6 +138,7 @@ impl Core {
             communicator: &self.name,
             rank: self.me.0,
             size: self.size(),
+            members: self.members.iter().map(|rank| rank.0).collect(),
             host: self.topo.host_of(self.me),
             process: std::process::id(),
             reason,
@@ -135,6 +151,7 @@ impl Core {
                     host: self.topo.host_of(rank),
                     called: self.peers[rank.index()].called,
                     lost: self.lost(rank),
+                    link: self.traffic(rank),
                 })
                 .collect(),
             records: self.recorder.records().into_iter().map(|record| Entry::new(record, &clock)).collect(),

@@ -12,6 +12,7 @@ use crate::engine::inbox::{Arrival, Placement, Sink};
 use crate::engine::lending::Offer;
 use crate::engine::memory::Region;
 use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::engine::recorder::Bytes;
 use crate::error::Error;
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
@@ -29,6 +30,14 @@ impl Direction {
         match self {
             Direction::Send(to) => Call::Send { bytes, to, tag },
             Direction::Receive(from) => Call::Recv { bytes, from, tag },
+        }
+    }
+
+    /// What moving so many bytes reads and writes.
+    pub(crate) fn bytes(self, bytes: usize) -> Bytes {
+        match self {
+            Direction::Send(_) => Bytes { read: bytes, written: 0 },
+            Direction::Receive(_) => Bytes { read: 0, written: bytes },
         }
     }
 }

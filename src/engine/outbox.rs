@@ -9,6 +9,7 @@ use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, HEADER_BYTES, Header};
 use crate::engine::memory::Region;
 use crate::error::LinkDown;
 use crate::schedule::StepId;
+use crate::sys::tcp_info::Traffic;
 use crate::transport::Outlet;
 
 /// The operation that a message belongs to.
@@ -228,6 +229,11 @@ impl Outbox {
         if let Some(outlet) = &mut self.outlet {
             outlet.disarm();
         }
+    }
+
+    /// What the kernel knows of the connection, if it is one.
+    pub(crate) fn traffic(&self) -> Option<Traffic> {
+        self.outlet.as_ref().and_then(|outlet| outlet.traffic())
     }
 
     /// Whether everything has left this process.

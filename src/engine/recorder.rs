@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use crate::engine::call::Call;
+use crate::types::{Frame, Rank, Source};
 
 /// An operation as it is remembered.
 #[derive(Clone, Debug)]
@@ -12,14 +13,23 @@ pub(crate) struct Record {
     pub(crate) call: Call,
     /// Its place among the collectives, the messages or the accesses to windows.
     pub(crate) sequence: u64,
-    /// The larger of what it reads and what it writes.
-    pub(crate) bytes: usize,
+    /// How many bytes of the caller's memory it reads and writes.
+    pub(crate) bytes: Bytes,
     pub(crate) submitted: Instant,
     /// When a collective's turn came; that of other operations comes at once.
     pub(crate) started: Option<Instant>,
     pub(crate) ended: Option<Instant>,
     /// Why it failed.
     pub(crate) failure: Option<Box<str>>,
+    /// Where the program called it, the innermost frame first, if somebody has told.
+    pub(crate) stack: Box<[Frame]>,
+}
+
+/// How much of the caller's memory an operation reads and writes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Bytes {
+    pub(crate) read: usize,
+    pub(crate) written: usize,
 }
 
 /// A ring of records, where operations in flight are never overwritten.
@@ -39,14 +49,16 @@ impl Recorder {
     }
 
     /// Notes an operation that is submitted, and gives it a number.
-    pub(crate) fn submitted(&mut self, call: Call, sequence: u64, bytes: usize, now: Instant) -> u64 {
+    pub(crate) fn submitted(&mut self, call: Call, sequence: u64, bytes: Bytes, now: Instant) -> u64 {
         let number = self.next;
         self.next += 1;
         if self.capacity == 0 {
             return number;
         }
         let started = (!call.is_collective()).then_some(now);
-        let record = Record { number, call, sequence, bytes, submitted: now, started, ended: None, failure: None };
+        let stack = Box::default();
+        let record =
+            Record { number, call, sequence, bytes, submitted: now, started, ended: None, failure: None, stack };
         if self.ring.len() < self.capacity {
             self.ring.push(record);
         } else {
@@ -66,11 +78,21 @@ impl Recorder {
         }
     }
 
-    /// Notes how an operation ended.
-    pub(crate) fn ended(&mut self, number: u64, failure: Option<String>) {
+    /// Notes where the program called an operation.
+    pub(crate) fn called_from(&mut self, number: u64, stack: Vec<Frame>) {
+        if let Some(record) = self.find(number) {
+            record.stack = stack.into_boxed_slice();
+        }
+    }
+
+    /// Notes how an operation ended, and for a receive from any rank, whose message it got.
+    pub(crate) fn ended(&mut self, number: u64, failure: Option<String>, source: Option<Rank>) {
         if let Some(record) = self.find(number) {
             record.ended = Some(Instant::now());
             record.failure = failure.map(String::into_boxed_str);
+            if let (Call::Recv { from, .. }, Some(source)) = (&mut record.call, source) {
+                *from = Source::Rank(source);
+            }
             self.kept.retain(|record| record.ended.is_none());
         }
     }
@@ -98,14 +120,15 @@ impl Recorder {
 mod tests {
     use super::*;
     use crate::engine::frame::Signature;
-    use crate::types::{Rank, Source, Tag};
+    use crate::types::Tag;
 
     const COLLECTIVE: Call = Call::Collective(Signature { operation: 1, dtype: 0, reduction: 1, root: 0, count: 5 });
     const RECV: Call = Call::Recv { bytes: 8, from: Source::Rank(Rank(1)), tag: Tag(3) };
+    const BYTES: Bytes = Bytes { read: 40, written: 20 };
 
     fn run(recorder: &mut Recorder, call: Call) -> u64 {
         let now = Instant::now();
-        let number = recorder.submitted(call, 7, 40, now);
+        let number = recorder.submitted(call, 7, BYTES, now);
         recorder.started(number, now);
         number
     }
@@ -120,11 +143,11 @@ mod tests {
         let waiting = run(&mut recorder, RECV);
         for _ in 0..7 {
             let number = run(&mut recorder, COLLECTIVE);
-            recorder.ended(number, None);
+            recorder.ended(number, None, None);
         }
         assert_eq!((numbers(&recorder), recorder.count()), (vec![waiting, 5, 6, 7], 8));
         assert!(recorder.records()[0].ended.is_none());
-        recorder.ended(waiting, Some("late".to_owned()));
+        recorder.ended(waiting, Some("late".to_owned()), None);
         assert_eq!(numbers(&recorder), [5, 6, 7], "the place of one that has ended was taken long ago");
         assert!(recorder.kept.is_empty());
     }
@@ -132,22 +155,33 @@ mod tests {
     #[test]
     fn a_record_tells_how_its_operation_went() {
         let mut recorder = Recorder::new(8);
-        let number = recorder.submitted(COLLECTIVE, 7, 40, Instant::now());
+        let number = recorder.submitted(COLLECTIVE, 7, BYTES, Instant::now());
         assert!(recorder.records()[0].started.is_none());
         recorder.started(number, Instant::now());
-        recorder.ended(number, Some("rank 1 is lost".to_owned()));
+        recorder.ended(number, Some("rank 1 is lost".to_owned()), None);
         let record = recorder.records()[0].clone();
-        assert_eq!((record.sequence, record.bytes, record.failure.as_deref()), (7, 40, Some("rank 1 is lost")));
+        assert_eq!((record.sequence, record.bytes, record.failure.as_deref()), (7, BYTES, Some("rank 1 is lost")));
         assert!(record.submitted <= record.started.expect("its turn came"));
         assert!(record.started <= record.ended);
         assert!(run(&mut recorder, RECV) == 1 && recorder.records()[1].started.is_some());
     }
 
     #[test]
+    fn a_receive_from_any_rank_tells_whose_message_it_got() {
+        let mut recorder = Recorder::new(8);
+        let number = run(&mut recorder, Call::Recv { bytes: 8, from: Source::Any, tag: Tag(3) });
+        let frame = Frame { name: "train".to_owned(), filename: "train.py".to_owned(), line: 7 };
+        recorder.called_from(number, vec![frame.clone()]);
+        assert!(recorder.records()[0].call.peer().is_none());
+        recorder.ended(number, None, Some(Rank(1)));
+        assert_eq!((recorder.records()[0].call, &*recorder.records()[0].stack), (RECV, &[frame][..]));
+    }
+
+    #[test]
     fn without_room_nothing_is_remembered() {
         let mut recorder = Recorder::new(0);
         let number = run(&mut recorder, RECV);
-        recorder.ended(number, None);
+        recorder.ended(number, None, None);
         assert!(recorder.records().is_empty() && recorder.count() == 1);
     }
 }

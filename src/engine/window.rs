@@ -14,6 +14,7 @@ use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, Lane, Signature};
 use crate::engine::inbox::{Arrival, Placement, Sink};
 use crate::engine::memory::Region;
 use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::engine::recorder::Bytes;
 use crate::error::Error;
 use crate::types::Rank;
 use crate::window::{Window, WindowId};
@@ -44,10 +45,11 @@ impl Access {
     }
 
     /// How much of this process's memory it reads or writes.
-    pub(crate) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> Bytes {
         match self {
-            Access::Put { from: region, .. } | Access::Get { into: region, .. } => region.len(),
-            Access::Signal | Access::WaitSignal => 0,
+            Access::Put { from, .. } => Bytes { read: from.len(), written: 0 },
+            Access::Get { into, .. } => Bytes { read: 0, written: into.len() },
+            Access::Signal | Access::WaitSignal => Bytes::default(),
         }
     }
 }

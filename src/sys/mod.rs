@@ -9,3 +9,4 @@ pub mod process;
 pub mod segment;
 pub mod simd;
 pub mod socket;
+pub mod tcp_info;

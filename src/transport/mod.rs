@@ -18,6 +18,7 @@ use std::io::{self, IoSlice};
 
 use crate::error::LinkDown;
 use crate::sys::segment::{self, SegmentId};
+use crate::sys::tcp_info::Traffic;
 use crate::types::Rank;
 
 /// Where bytes lie in a process.
@@ -66,6 +67,11 @@ pub trait Outlet: Send {
 
     /// Makes the peer doubt what it reads of this process's memory, at once: before memory is used for something else.
     fn withdraw(&mut self) {}
+
+    /// What the kernel knows of how the connection does, where it is one.
+    fn traffic(&self) -> Option<Traffic> {
+        None
+    }
 
     /// Whether every byte taken so far has left this process, so that it survives this process's exit.
     fn flushed(&mut self) -> Result<bool, LinkDown>;

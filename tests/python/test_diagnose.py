@@ -6,23 +6,28 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import harness
 import ncclx_rs
 import pytest
 import torch
-from harness import World, fresh_store, leaving_together
+import torch.distributed as dist
+from harness import BACKEND, World, fresh_store, leaving_together
 from ncclx_rs import ReduceOp, TorchComm
-from ncclx_rs.diagnose import Communicator, Dump, Record, judge, read
+from ncclx_rs.diagnose import Communicator, Dump, Record, judge, read, report
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
-from ncclx_rs.diagnose.dumps import Peer
+from ncclx_rs.diagnose.dumps import Link, Peer
 from ncclx_rs.diagnose.judge import ranks
+from test_flight_recorder import ANALYSER_KNOWS_US, analyse
+from test_network import Host, connect, hosts
 
 # ---- dumps written by hand ----
 
@@ -31,8 +36,9 @@ CALL = "all_reduce(SUM, 4 × float32)"
 
 def collective(sequence: int, state: str = "completed", call: str = CALL, **more: Any) -> Record:
     values = {"number": sequence, "operation": call.split("(")[0], "collective": True, "sequence": sequence}
-    values |= {"call": call, "peer": None, "tag": None, "bytes": 16, "state": state, "submitted": 1000 * sequence}
-    return Record(**(values | {"started": None, "ended": None, "failure": None} | more))
+    values |= {"call": call, "peer": None, "tag": None, "dtype": "float32", "read": 4, "written": 4, "state": state}
+    values |= {"submitted": 1000 * sequence, "started": None, "ended": None, "failure": None, "stack": []}
+    return Record(**(values | more))
 
 
 def message(operation: str, peer: int | None, tag: int = 0, state: str = "running") -> Record:
@@ -42,9 +48,15 @@ def message(operation: str, peer: int | None, tag: int = 0, state: str = "runnin
 
 def dump(rank: int, size: int, *records: Record, called: dict[int, int] | None = None, **lost: str) -> Dump:
     """`called` and `lost` (as rank2="why") are what it knows of others."""
-    peers = [Peer(r, 0, (called or {}).get(r, 0), lost.get(f"rank{r}")) for r in range(size) if r != rank]
-    collectives = sum(record.collective for record in records)
-    return Dump("00ff", "main", rank, size, 0, 77, "test", 9_000_000, len(records), collectives, peers, list(records))
+    peers = [Peer(r, 0, (called or {}).get(r, 0), lost.get(f"rank{r}"), None) for r in range(size) if r != rank]
+    collectives, members = sum(record.collective for record in records), list(range(size))
+    told = (len(records), collectives, peers, list(records))
+    return Dump("00ff", "main", rank, size, members, 0, 77, "test", 9_000_000, *told)
+
+
+def linked(dump: Dump, links: dict[int, Link]) -> Dump:
+    """The dump of a rank with these connections to others."""
+    return replace(dump, peers=[replace(peer, link=links.get(peer.rank)) for peer in dump.peers])
 
 
 def of(size: int, *dumps: Dump) -> Communicator:
@@ -109,6 +121,66 @@ def test_messages_that_do_not_meet_are_shown_together() -> None:
     assert findings[0].details == ("rank 1 called send(16 bytes to rank 0, tag 4)",)
 
 
+def test_a_message_that_both_are_in_is_nobodys_fault() -> None:
+    one, two = dump(0, 2, message("recv", 1, 3)), dump(1, 2, message("send", 0, 3))
+    findings = judge(of(2, one, two)).findings
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("stuck", ())] * 2
+
+
+def test_the_end_of_a_chain_of_waiting_ranks_is_to_blame() -> None:
+    waiting = [dump(rank, 5, message("recv", rank - 1)) for rank in range(1, 5)]
+    verdict = judge(of(5, dump(0, 5, collective(0)), *waiting))
+    assert verdict.culprits == [0] and len(verdict.findings) == 4
+    assert verdict.findings[0].text.startswith("rank 1 waits in recv") and not verdict.findings[0].details
+    assert verdict.findings[1].details == ("rank 1 waits itself, in the end for rank 0",)
+    circle = [dump(rank, 3, message("recv", (rank + 1) % 3)) for rank in range(3)]
+    assert judge(of(3, *circle)).culprits == [0, 1, 2]
+
+
+GOOD = Link(round_trip=120, bytes=80 << 20, sending=100_000, segments=5000, resent=0)
+
+
+def test_slow_connections_stand_out() -> None:
+    def world(bad: Link, pairs: set[tuple[int, int]], state: str = "completed") -> Communicator:
+        def links(rank: int) -> dict[int, Link]:
+            return {peer: bad if {(rank, peer), (peer, rank)} & pairs else GOOD for peer in range(4)}
+
+        return of(4, *(linked(dump(rank, 4, collective(0, state)), links(rank)) for rank in range(4)))
+
+    slow, far, lossy = (
+        replace(GOOD, **worse) for worse in ({"sending": 9_000_000}, {"round_trip": 9000}, {"resent": 250})
+    )
+    for bad, text in (
+        (slow, "9.32 MB/s, others 839 MB/s"),
+        (far, "9.0 ms, others 0.1 ms"),
+        (lossy, "5.0 % sent again"),
+    ):
+        verdict = judge(world(bad, {(1, 3)}))
+        assert not verdict.findings, "what completed is no failure"
+        assert [(link.sender, link.receiver) for link in verdict.links] == [(1, 3), (3, 1)]
+        assert text in verdict.links[0].text
+    (finding,) = judge(world(slow, {(1, 3)}, "running")).findings
+    assert (finding.kind, finding.ranks) == ("slow", (1, 3))
+    (finding,) = judge(world(slow, {(2, 0), (2, 1), (2, 3)}, "running")).findings
+    assert finding.ranks == (2,), "all of them are its own"
+    assert not judge(world(replace(slow, bytes=1000), {(1, 3)})).links, "too little to tell"
+
+
+def test_hundreds_of_ranks_fit_on_a_screen_and_a_page() -> None:
+    size = 200
+    late = dump(7, size, *(collective(s, submitted=1000 * s + 90) for s in range(120)))
+    rest = (
+        dump(rank, size, *map(collective, range(120)), collective(120, "running")) for rank in range(size) if rank != 7
+    )
+    verdict = judge(of(size, late, *rest))
+    assert verdict.culprits == [7]
+    waiting = (dump(rank, size, message("recv", rank - 1)) for rank in range(1, size))
+    for shown in (verdict, judge(of(size, dump(0, size), *waiting))):
+        text = report.text(shown)
+        assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) < 160, text
+    assert report.page([verdict]).count("<rect") <= 20_000
+
+
 def test_stragglers_are_measured_where_all_completed() -> None:
     on_time = dump(0, 2, *(collective(s, submitted=1000 * s) for s in range(4)))
     late = dump(1, 2, *(collective(s, submitted=1000 * s + 250) for s in range(3)), collective(3, "running"))
@@ -119,22 +191,28 @@ def test_stragglers_are_measured_where_all_completed() -> None:
 
 def save(folder: Path, *dumps: Dump) -> None:
     for dump in dumps:
-        content = {"version": 1} | asdict(dump)
+        content = {"version": 2} | asdict(dump)
         (folder / f"{dump.rank}-{dump.time}.json").write_text(json.dumps(content))
 
 
 def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == UNUSABLE and "no dump in" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == UNUSABLE and "nowhere" in capsys.readouterr().err
-    bad = {"cut": '{"version": 1, "id"', "old": '{"version": 0}', "list": "[]", "bare": '{"version": 1}'}
+    bad = {"cut": '{"version": 2, "id"', "old": '{"version": 1}', "list": "[]", "bare": '{"version": 2}'}
     for name, content in bad.items():
         (tmp_path / f"{name}.json").write_text(content)
     (tmp_path / "note.txt").write_text("not looked at")
-    save(tmp_path, dump(0, 1, collective(0)))
-    assert main([str(tmp_path)]) == FINE
+    fine = dump(0, 1, collective(0))
+    strange = {"stranger": replace(fine, records=[message("send", 9)]), "few": replace(fine, members=[])}
+    strange["path"] = replace(fine, members=["/../0"])  # type: ignore[list-item]
+    for name, wrong in strange.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"version": 2} | asdict(wrong)))
+    save(tmp_path, fine)
+    assert main([str(tmp_path), "--pytorch", str(tmp_path / "traces")]) == FINE
     out, err = capsys.readouterr()
     assert "nothing went wrong" in out
-    assert [name in err for name in ("cut", "old", "list", "bare", "note")] == [True] * 4 + [False]
+    names = ("cut", "old", "list", "bare", "stranger", "few", "path", "note")
+    assert [f"{name}.json" in err for name in names] == [True] * 7 + [False]
 
 
 def test_the_newest_dump_of_a_rank_counts(tmp_path: Path) -> None:
@@ -237,10 +315,49 @@ CASES = {
 def test_the_culprit_is_found(fresh_world: World, case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "dumps"
     fresh_world.run(case, str(folder), join=False, dies={2} if case is one_is_killed else set())
-    code = main([str(folder), "--html", str(tmp_path / "page.html")])
+    traces = tmp_path / "traces"
+    code = main([str(folder), "--html", str(tmp_path / "page.html"), "--pytorch", str(traces)])
     out = capsys.readouterr().out
     assert (code, *(text in out for text in CASES[case][1:])) == (CASES[case][0], True, True), out
     assert "last 3 collectives that all completed" in out
+    left = read(folder).communicators[0].dumps
+    assert sorted(file.name for file in traces.iterdir()) == sorted(f"trace_{rank}" for rank in left)
+    if case is one_does_not_call and ANALYSER_KNOWS_US:
+        assert "missing ranks: {1}" in analyse(traces)
     files = list(folder.iterdir())
     assert all(file.name.startswith("ncclx_rs-job_main-") and file.suffix == ".json" for file in files)
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+
+
+def a_wire_is_slow(rank: int, size: int, folder: str) -> None:
+    # Rank 0's address as each of the others reaches it.
+    method = f"tcp://10.214.{max(rank, 1)}.1:29612"
+    hints = {"dump_directory": folder, "algorithm": "ring"}
+    options = ncclx_rs.Options(timeout=timedelta(seconds=60), hints=hints)
+    dist.init_process_group(BACKEND, init_method=method, rank=rank, world_size=size, pg_options=options)
+    dist.all_reduce(torch.ones(3 << 18))
+    harness.set_timeout(dist.group.WORLD, 1)
+    with pytest.raises(RuntimeError, match="timed out|gave the operation up|reported"):
+        dist.all_reduce(torch.ones(8 << 20))
+    dist.distributed_c10d._abort_process_group()
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="its dumps")
+def test_a_slow_connection_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hosts("abc") as names:
+        for a, b in ((0, 1), (0, 2), (1, 2)):
+            connect(f"wire{a}{b}", (names[a], names[b]), (f"10.214.{a * 2 + b}.1/24", f"10.214.{a * 2 + b}.2/24"))
+        for name in (names[0], names[2]):
+            limit = ("tbf", "rate", "80mbit", "burst", "32k", "latency", "400ms")
+            shaped = subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "wire02", "root", *limit], check=False)
+            if shaped.returncode != 0:
+                pytest.skip("this kernel cannot shape traffic")
+        world = World(3, "tcp", {}, Host(names))
+        try:
+            world.run(a_wire_is_slow, str(tmp_path), join=False)
+        finally:
+            world.close()
+    code = main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert code == BLAMED and "to blame: ranks 0 and 2" in out, out
+    assert "connections that stand out:\n    rank 2 to rank 0: " in out, out

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import html
+import http.client
+import io
 import json
+import linecache
+import logging
 import os
 import pickle
-import subprocess
-import sys
+import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +22,12 @@ from typing import Any
 import ncclx_rs
 import pytest
 import torch
-from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together
+import torch.distributed as dist
+from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together, seat
 from ncclx_rs import ReduceOp, TorchComm
+from ncclx_rs.diagnose import dumps
 from ncclx_rs.hooks import FlightRecorderHook, NanCheckHook
+from torch._C._distributed_c10d import _WorkerServer
 
 pytestmark = pytest.mark.worlds(sizes=(1, 2), modes=("shm",))
 
@@ -44,18 +52,24 @@ def entries(recorder: FlightRecorderHook, include_completed: bool = True) -> lis
 
 
 # Earlier ones know no backends but NCCL and XCCL.
-needs_analyser = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="this PyTorch's analyser does not know ours"
-)
+ANALYSER_KNOWS_US = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+needs_analyser = pytest.mark.skipif(not ANALYSER_KNOWS_US, reason="this PyTorch's analyser does not know ours")
 
 
 def analyse(folder: Path, *flags: str) -> str:
     """What the analyser says of the dumps in a folder."""
-    analyser = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", *flags, str(folder)]
-    command = [*analyser, "--prefix", "trace_"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    from torch.distributed.flight_recorder import fr_trace
+
+    said = io.StringIO()
+    logger, handler = logging.getLogger("Flight Recorder"), logging.StreamHandler(said)
+    logger.addHandler(handler)
+    try:
+        fr_trace.main([*flags, str(folder), "--prefix", "trace_"])
+    except SystemExit as end:
+        assert not end.code, said.getvalue()
+    finally:
+        logger.removeHandler(handler)
+    return said.getvalue()
 
 
 # ---- what is remembered ----
@@ -292,6 +306,8 @@ def every_operation_is_dumped(rank: int, size: int, folder: str) -> None:
         if rank in (0, 2):
             (turned.send if rank == 0 else turned.recv)(one, 0 if rank == 0 else 2, False)
         turned.all_to_all_single(torch.ones(size), torch.ones(size), False)
+        (file,) = ncclx_rs.dump(f"{folder}/engine", format="pytorch")
+        assert file.name == f"trace_{rank}" and stat.S_IMODE(file.stat().st_mode) == 0o600
         turned.finalize()
         recorder.dump_file(rank)
 
@@ -336,9 +352,116 @@ def test_a_dumps_name_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.worlds(sizes=(3,), modes=("shm",))
 def test_the_analyser_finds_nothing_where_nothing_is_wrong(fresh_world: World, tmp_path: Path) -> None:
     fresh_world.run(every_operation_is_dumped, str(tmp_path), join=False)
-    said = analyse(tmp_path)
-    for complaint in ("Not all ranks", "has errors", "mismatch", "cannot decide", "missing", "unrecognized"):
-        assert complaint not in said, said
-    printed = analyse(tmp_path, "-j")
-    for operation in ("send(s=0 d=1", "recv(s=1 d=0", "send(s=0 d=2", "gather(", "scatter(", "all_to_all_single("):
-        assert operation in printed, printed
+    of_engine = (tmp_path / "engine").rename(tmp_path.with_name("engine"))
+    for folder, exchange in ((tmp_path, "all_to_all_single("), (of_engine, "all_to_all(")):
+        said = analyse(folder)
+        for complaint in ("Not all ranks", "has errors", "mismatch", "cannot decide", "missing", "unrecognized"):
+            assert complaint not in said, said
+        printed = analyse(folder, "-j")
+        for operation in ("send(s=0 d=1", "recv(s=1 d=0", "send(s=0 d=2", "gather(", "scatter(", exchange):
+            assert operation in printed, printed
+
+
+# ---- the engine's recorder ----
+
+
+def subgroups_are_told_by_the_jobs_ranks(rank: int, size: int, folder: str) -> None:
+    group = dist.new_group([2, 0])
+    if rank != 1:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        if rank == 0:
+            dist.send(tensor, 2, group=group)
+        else:
+            dist.recv(tensor, group=group)
+    dist.barrier()
+    (file,) = ncclx_rs.dump(folder, format="pytorch")
+    content = pickle.loads(file.read_bytes())
+    members = {config["ranks"] for config in content["pg_config"].values()}
+    assert file.name == f"trace_{rank}" and members == ({"[0,1,2]", "[0,2]"} if rank != 1 else {"[0,1,2]"})
+    told = [(entry["profiling_name"], entry["input_sizes"], entry["output_dtypes"]) for entry in content["entries"]]
+    if rank == 2:  # from any rank, but whose message it got is known by then
+        assert told[:2] == [("ncclx:all_reduce", [[3]], ["Float"]), ("ncclx:recv 1<-0", [], ["Byte"])]
+    times = [entry["time_created_ns"] for entry in content["entries"]]
+    assert times == sorted(times) and all(entry["duration_ms"] >= 0 for entry in content["entries"])
+    with pytest.raises(ValueError, match="argument `format`"):
+        ncclx_rs.dump(folder, format="yaml")  # type: ignore[arg-type]
+
+
+@pytest.mark.worlds(sizes=(3,), modes=("shm",))
+def test_subgroups_are_told_by_the_jobs_ranks(world: World, tmp_path: Path) -> None:
+    world.run(subgroups_are_told_by_the_jobs_ranks, str(tmp_path))
+
+
+def the_callers_stack_is_told(rank: int, size: int, folder: str) -> None:
+    with communicator(rank, size, hints={"stack_frames": "6"}) as comm, communicator(rank, size, "plain") as plain:
+        plain.barrier(False)
+        comm.barrier(False)
+        asynchronous = comm.all_reduce(torch.ones(2), ReduceOp.SUM, True)
+        files = ncclx_rs.dump(f"{folder}/json")
+        written = {dump.communicator: dump for dump in (dumps.parse(file.read_text()) for file in files)}
+        assert [record.stack for record in written["plain"].records] == [[]]
+        for record, line in zip(written["watched"].records, ("comm.barrier", "comm.all_reduce"), strict=True):
+            assert len(record.stack) == 6
+            own = next(frame for frame in record.stack if frame["name"] == "the_callers_stack_is_told")
+            assert line in linecache.getline(own["filename"], own["line"])
+        (trace,) = ncclx_rs.dump(folder, format="pytorch")
+        frames = [entry.get("frames") for entry in pickle.loads(trace.read_bytes())["entries"]]
+        assert frames == [None, *(record.stack for record in written["watched"].records)]
+        asynchronous.wait()
+
+
+@pytest.mark.worlds(sizes=(1,), modes=("shm",))
+def test_the_callers_stack_is_told(world: World, tmp_path: Path) -> None:
+    world.run(the_callers_stack_is_told, str(tmp_path), join=False)
+
+
+def page(port: int, path: str) -> str:
+    connection = http.client.HTTPConnection("localhost", port, timeout=WATCHDOG_SECONDS)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    text = html.unescape(answer.read().decode())
+    assert answer.status == 200, text
+    return text
+
+
+def the_debug_server_shows_the_recorder(rank: int, size: int, folder: str) -> None:
+    known = pytest.importorskip("torch.distributed.debug._debug_handlers", reason="this PyTorch has no such pages")
+    if not hasattr(known, "TorchCommsHealthCheckHandler"):
+        pytest.skip("this PyTorch has no such pages")
+    from torch.distributed.debug._frontend import FrontendServer
+    from torch.distributed.debug._store import tcpstore_client
+
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("PyTorch's servers need IPv6")
+    assert seat is not None
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TORCHCOMM_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(seat.store_port)}
+    dist.barrier()
+    work = dist.all_reduce(torch.ones(5), async_op=True) if rank == 0 else None
+    # As start_debug_server does it, without a process of its own, which a daemon like this one must not have.
+    server = _WorkerServer("::", 0)
+    tcpstore_client().set(f"rank{rank}", f"http://localhost:{server.port}")
+    with leaving_together():
+        if rank == 0:
+            port = FrontendServer(0)._server.server_port
+            in_flight = page(port, "/torchcomms_fr_trace")
+            assert "ncclx:all_reduce" in in_flight and "ncclx:barrier" not in in_flight, "what is over is left out"
+            assert "ncclx:all_reduce" in page(port, "/torchcomms_fr_trace_json")
+            assert '"healthy": true' in page(port, "/torchcomms_health_check")
+    with leaving_together():
+        with pytest.raises(RuntimeError, match="disagree"):
+            work.wait() if work is not None else dist.all_reduce(torch.ones(6))
+    with leaving_together():
+        if rank == 0:
+            health = page(port, "/torchcomms_health_check")
+            assert '"healthy": false' in health and all(f"wrote {folder}/trace_{r}" in health for r in range(size))
+            for r in range(size):
+                last = pickle.loads(Path(f"{folder}/trace_{r}").read_bytes())["entries"][-1]
+                assert last["profiling_name"] == "ncclx:all_reduce" and last["input_sizes"] == [[5 + r]]
+    server.shutdown()
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_the_debug_server_shows_the_recorder(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(the_debug_server_shows_the_recorder, str(tmp_path))

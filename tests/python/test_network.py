@@ -29,10 +29,10 @@ V6 = ("fd13:7::1/64", "fd13:7::2/64")
 
 @dataclass(frozen=True)
 class Host:
-    """Puts a worker on one of the two pretended hosts before its first run."""
+    """Puts a worker on one of the pretended hosts before its first run."""
 
-    namespaces: tuple[str, str]
-    hosts_file: str | None
+    namespaces: tuple[str, ...]
+    hosts_file: str | None = None
 
     def __call__(self, rank: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +41,7 @@ class Host:
             if result != 0:
                 raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
-        with open(f"/run/netns/{self.namespaces[rank % 2]}") as namespace:
+        with open(f"/run/netns/{self.namespaces[rank % len(self.namespaces)]}") as namespace:
             must(libc.setns(namespace.fileno(), CLONE_NEWNET), "setns")
         if self.hosts_file is not None:
             must(libc.unshare(CLONE_NEWNS), "unshare")
@@ -62,28 +62,40 @@ def add_dead_end(namespace: str, interface: str, address: str) -> None:
 
 
 @contextmanager
-def two_hosts(*addresses: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    """Two namespaces whose `wire0` interfaces are connected and have the given pairs of addresses."""
+def hosts(letters: str) -> Iterator[tuple[str, ...]]:
+    """A namespace a letter, with no connections."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the ip command")
-    names = (f"ncclxrs{os.getpid()}a", f"ncclxrs{os.getpid()}b")
+    names = tuple(f"ncclxrs{os.getpid()}{letter}" for letter in letters)
     try:
         try:
             for name in names:
                 ip("netns", "add", name)
-            ip("link", "add", "wire0", "netns", names[0], "type", "veth", "peer", "name", "wire0", "netns", names[1])
+                ip("-n", name, "link", "set", "lo", "up")
         except subprocess.CalledProcessError as refusal:
             pytest.skip(f"no network namespaces here: {refusal.stderr.strip()}")
-        for name in names:
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "wire0", "up")
-        for pair in addresses:
-            for name, address in zip(names, pair, strict=True):
-                ip("-n", name, "addr", "add", address, "dev", "wire0", *(["nodad"] if ":" in address else []))
         yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def connect(wire: str, names: tuple[str, str], *addresses: tuple[str, str]) -> None:
+    """Joins two namespaces by interfaces of that name with the given pairs of addresses."""
+    ip("link", "add", wire, "netns", names[0], "type", "veth", "peer", "name", wire, "netns", names[1])
+    for name in names:
+        ip("-n", name, "link", "set", wire, "up")
+    for pair in addresses:
+        for name, address in zip(names, pair, strict=True):
+            ip("-n", name, "addr", "add", address, "dev", wire, *(["nodad"] if ":" in address else []))
+
+
+@contextmanager
+def two_hosts(*addresses: tuple[str, str]) -> Iterator[tuple[str, ...]]:
+    """Two namespaces whose `wire0` interfaces are connected and have the given pairs of addresses."""
+    with hosts("ab") as names:
+        connect("wire0", (names[0], names[1]), *addresses)
+        yield names
 
 
 def collectives_cross_the_wire(rank: int, size: int, master: str) -> None:
@@ -120,7 +132,7 @@ def addresses_of_connections(rank: int, size: int, master: str) -> list[str]:
 
 
 def run_on_two_hosts(
-    function, namespaces: tuple[str, str], master: str, size: int = 2, hosts: Path | None = None, **variables: str
+    function, namespaces: tuple[str, ...], master: str, size: int = 2, hosts: Path | None = None, **variables: str
 ) -> list:
     if BACKEND == "gloo":  # which takes what the host name resolves to unless it is told the interface
         variables = {"GLOO_SOCKET_IFNAME": "wire0"} | variables

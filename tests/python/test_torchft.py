@@ -18,13 +18,17 @@ pytest.importorskip("torchft", reason="torchft is not installed; `make test` has
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the process group of this package")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_ddp.py"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "torchft"
 
 
-@pytest.mark.parametrize("process_group", ["ncclx_rs", "torchcomms"])
-def test_a_replica_dies_and_comes_back(process_group: str) -> None:
-    command = [sys.executable, str(EXAMPLE), "--steps", "10", "--process-group", process_group]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+@pytest.mark.parametrize(
+    "command",
+    ["ddp.py", "ddp.py --process-group torchcomms", "hsdp.py", "diloco.py", "diloco.py --local-sgd"],
+)
+def test_a_replica_dies_and_comes_back(command: str) -> None:
+    script, *options = command.split()
+    process = [sys.executable, str(EXAMPLES / script), "--steps", "5", *options]
+    done = subprocess.run(process, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killing replica 1" in done.stdout and "both models are" in done.stdout, done.stdout
 

@@ -122,6 +122,8 @@ NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c
   if (joins) {
     comm_ = std::make_shared<Communicator>(engine_, store, rank, size, name_, limit(), options_->hints);
     comm_->watch(group_);
+    const auto& members = options_->global_ranks_in_group;
+    name_ranks(std::vector<int64_t>(members.begin(), members.end()));
   }
   this->init();
 }
@@ -129,6 +131,10 @@ NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c
 Milliseconds NcclxBackend::limit() const {
   const bool is_given = options_->timeout != kBackendDefaultTimeout && !options_->hints.count("timeout_seconds");
   return is_given ? options_->timeout : Milliseconds(-1);
+}
+
+void NcclxBackend::name_ranks(const std::vector<int64_t>& members) const {
+  if (const auto comm = comm_or_none()) engine_->set_members(comm->get(), members.data(), members.size());
 }
 
 std::shared_ptr<Communicator> NcclxBackend::comm_or_none() const {
@@ -647,7 +653,10 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c
                                                       const c10::intrusive_ptr<Options>& opts, const int& rank,
                                                       const int& size) {
   auto options = c10::dynamic_intrusive_pointer_cast<NcclxOptions>(opts);
-  if (!options) options = c10::make_intrusive<NcclxOptions>(opts ? opts->timeout : options_->timeout, options_->hints);
+  if (!options) {
+    options = c10::make_intrusive<NcclxOptions>(opts ? opts->timeout : options_->timeout, options_->hints);
+    if (opts) options->global_ranks_in_group = opts->global_ranks_in_group;
+  }
   return c10::make_intrusive<NcclxBackend>(engine_, store, rank, size, options->group_name, options);
 }
 

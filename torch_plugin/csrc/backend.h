@@ -120,6 +120,8 @@ class NcclxBackend : public c10d::Backend {
   int host(int rank) { return engine_->host(comm()->get(), rank); }
   // Waits, but not for ever, for what callbacks and hooks still do.
   void settle() { group_->settle(Milliseconds(20000)); }
+  // `members` are what the job calls this group's ranks.
+  void name_ranks(const std::vector<int64_t>& members) const;
   void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 

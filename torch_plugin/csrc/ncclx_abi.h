@@ -116,6 +116,8 @@ struct NcclxEngine {
   // Zeroed memory that other processes of the host can map, until it is given back.
   int32_t (*memory_new)(uint64_t bytes, NcclxMemory** memory, void** ptr, NcclxError* error);
   void (*memory_free)(NcclxMemory* memory);
+  // What the flight recorder calls the communicator's ranks: their numbers in the job. `n` is their number.
+  void (*set_members)(NcclxComm* comm, const int64_t* ranks, uint64_t n);
 };
 
 // Adds the backend's classes to the Python module. 0, or -1 with a Python exception set.
@@ -127,4 +129,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 112);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 152);
+static_assert(sizeof(NcclxEngine) == 160);

@@ -60,6 +60,7 @@ void define(py::module_& m) {
       .def("_settle", &NcclxBackend::settle, py::call_guard<py::gil_scoped_release>())
       .def("get_error", &NcclxBackend::getError)
       .def("_host", &NcclxBackend::host, py::arg("rank"))
+      .def("_name_ranks", &NcclxBackend::name_ranks, py::arg("members"), py::call_guard<py::gil_scoped_release>())
       .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"))
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
       .def("_members_meet", &NcclxBackend::members_meet, py::arg("handle"), py::arg("meet"))

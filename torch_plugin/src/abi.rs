@@ -18,6 +18,7 @@ use ncclx_rs::{Buffer, CommOptions, Communicator, Error, HostMemory, Mode, Op, R
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
+use crate::stack;
 
 const ERROR_BYTES: usize = 4096;
 
@@ -101,13 +102,14 @@ struct RawEngine {
     window_deregister: extern "C" fn(*const Communicator, u64, *mut RawError) -> i32,
     memory_new: extern "C" fn(u64, *mut *mut HostMemory<u8>, *mut *mut c_void, *mut RawError) -> i32,
     memory_free: extern "C" fn(*mut HostMemory<u8>),
+    set_members: extern "C" fn(*const Communicator, *const i64, u64),
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 112);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 152);
+const _: () = assert!(size_of::<RawEngine>() == 160);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -129,6 +131,7 @@ static ENGINE: RawEngine = RawEngine {
     window_deregister,
     memory_new,
     memory_free,
+    set_members,
 };
 
 unsafe extern "C" {
@@ -316,6 +319,9 @@ extern "C" fn submit(comm: *const Communicator, op: *const RawOp, work: *mut *mu
             mode: if raw.blocking != 0 { Mode::Blocking } else { Mode::Async },
         };
         let submitted = comm.submit(op).map_err(|error| failure(&error))?;
+        if comm.stack_frames() > 0 {
+            comm.called_from(&submitted, stack::capture(comm.stack_frames()));
+        }
         // SAFETY: the shim passes a place for the result.
         unsafe { *work = Box::into_raw(Box::new(submitted)) };
         Ok(())
@@ -456,6 +462,18 @@ extern "C" fn host(comm: *const Communicator, rank: i32) -> i32 {
         let rank = u32::try_from(rank).ok().map(Rank);
         rank.and_then(|rank| comm.host_of(rank)).map_or(-1, |host| host as i32)
     })
+}
+
+extern "C" fn set_members(comm: *const Communicator, ranks: *const i64, len: u64) {
+    infallible((), || {
+        // SAFETY: a list of `len` that lives for the call.
+        let ranks = unsafe { slice(ranks, len) };
+        let known: Option<Vec<Rank>> = ranks.iter().map(|rank| u32::try_from(*rank).ok().map(Rank)).collect();
+        if let Some(members) = known {
+            // SAFETY: given out by `create` and not yet given back.
+            unsafe { &*comm }.set_members(members);
+        }
+    });
 }
 
 extern "C" fn window_register(

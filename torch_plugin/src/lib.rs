@@ -7,6 +7,7 @@ mod abi;
 mod convert;
 mod library;
 mod mesh;
+mod stack;
 
 use std::path::PathBuf;
 
@@ -25,6 +26,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_place, module)?)?;
     module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
+    module.add_function(wrap_pyfunction!(dumps, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
     library::register(module)?;
     abi::register(module)
@@ -41,6 +43,12 @@ fn launch_place() -> PyResult<(u32, usize)> {
 #[pyfunction]
 fn write_dumps(py: Python<'_>, folder: PathBuf, reason: &str) -> PyResult<Vec<PathBuf>> {
     Ok(py.detach(|| ncclx_rs::comm::write_dumps(&folder, reason))?)
+}
+
+/// What the flight recorders of this process's communicators remember, each as JSON.
+#[pyfunction]
+fn dumps(py: Python<'_>, reason: &str) -> Vec<String> {
+    py.detach(|| ncclx_rs::comm::dumps(reason))
 }
 
 /// Every setting: name, environment variables, values, default and meaning.

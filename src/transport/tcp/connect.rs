@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use crate::error::LinkDown;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, Patience};
+use crate::sys::tcp_info::{self, Traffic};
 use crate::transport::Outlet;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
@@ -167,6 +168,10 @@ impl Outlet for Connection {
 
     fn is_open(&self) -> bool {
         matches!(self.stage, Stage::Open) && !self.stream.holds_bytes()
+    }
+
+    fn traffic(&self) -> Option<Traffic> {
+        self.is_open().then(|| tcp_info::traffic(self.stream.socket()).ok()).flatten()
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {

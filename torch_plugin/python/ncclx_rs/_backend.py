@@ -79,7 +79,10 @@ def create(options: Any, pg_options: Any = None) -> Any:
         endpoint = Endpoint()
         backend._members_meet(endpoint.handle, endpoint.meet)
     if not _alive:
+        from ncclx_rs import _debug_server
+
         atexit.register(_shut_down)
+        _debug_server.register()
     _alive.add(backend)
     return backend
 

@@ -245,6 +245,9 @@ class TorchComm(Operations):
         backend = self._impl.split(members, name, options)  # type: ignore[attr-defined]
         child = TorchComm(backend, name, self._device, options)
         child._members = [self._members[rank] for rank in members]
+        c10d_backend = getattr(backend, "c10d", None)
+        if c10d_backend is not None and hasattr(c10d_backend, "_name_ranks"):
+            c10d_backend._name_ranks(child._members)
         return child
 
     # ---- changing members ----

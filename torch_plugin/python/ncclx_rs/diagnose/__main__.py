@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ncclx_rs.diagnose import dumps, report
+from ncclx_rs.diagnose import dumps, pytorch, report
 from ncclx_rs.diagnose.judge import Verdict, judge
 
 # What the process ends with.
@@ -35,6 +35,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="where the dumps are")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with a timeline")
+    parser.add_argument(
+        "--pytorch",
+        type=Path,
+        metavar="FOLDER",
+        help="also write trace_<rank> files there, for torch.distributed.flight_recorder.fr_trace",
+    )
     return parser
 
 
@@ -53,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdicts = [judge(communicator) for communicator in folder.communicators]
         if options.html is not None:
             options.html.write_text(report.page(verdicts))
+        if options.pytorch is not None:
+            every = (dump for communicator in folder.communicators for dump in communicator.dumps.values())
+            pytorch.write(every, options.pytorch)
     except OSError as error:
         print(f"ncclx-rs diagnose: {error}", file=sys.stderr)
         return UNUSABLE
@@ -81,6 +90,7 @@ def _plain(verdict: Verdict) -> dict[str, object]:
         "culprits": verdict.culprits,
         "findings": [asdict(finding) for finding in verdict.findings],
         "stragglers": [asdict(straggler) for straggler in verdict.stragglers],
+        "links": [asdict(link) for link in verdict.links],
     }
 
 

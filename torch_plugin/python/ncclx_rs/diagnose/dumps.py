@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-_VERSION = 1
+_VERSION = 2
 
 T = TypeVar("T")
 
@@ -19,7 +19,11 @@ class Record:
     Attributes:
         collective: whether every rank calls it, in the same order; `sequence` then means the same on every rank.
         call: the operation with its arguments, which for collectives are those that all ranks must agree on.
+        dtype: a collective's element type, by PyTorch's name.
+        read: how many elements of the caller's memory it reads; bytes, if there is no `dtype`.
+        written: how many it writes.
         state: queued, running, completed or failed.
+        stack: where the program called it, the innermost frame first, each with name, filename and line.
     """
 
     number: int
@@ -29,22 +33,51 @@ class Record:
     call: str
     peer: int | None
     tag: int | None
-    bytes: int
+    dtype: str | None
+    read: int
+    written: int
     state: str
     submitted: int
     started: int | None
     ended: int | None
     failure: str | None
+    stack: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the kernel knows of a TCP connection on which a rank sends to another.
+
+    Attributes:
+        round_trip: how long it took at least until the other host acknowledged, in microseconds.
+        bytes: how many were acknowledged.
+        sending: microseconds in which there was something to send and the receiving process had room for it.
+        segments: how many were sent.
+        resent: how many of them were sent again.
+    """
+
+    round_trip: int
+    bytes: int
+    sending: int
+    segments: int
+    resent: int
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What a rank knows of another: how many collectives it has called at least, and why it is lost."""
+    """What a rank knows of another.
+
+    Attributes:
+        called: how many collectives it has called at least.
+        lost: why it cannot be reached any more.
+        link: the connection to it, if it is one of TCP.
+    """
 
     rank: int
     host: int
     called: int
     lost: str | None
+    link: Link | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +85,7 @@ class Dump:
     """What a rank knew of a communicator when it wrote its file.
 
     Attributes:
+        members: what the job calls the communicator's ranks, in their order.
         operations: how many operations it had called; `records` are the last of them and those in flight.
         collectives: how many collectives it had called.
     """
@@ -60,6 +94,7 @@ class Dump:
     communicator: str
     rank: int
     size: int
+    members: list[int]
     host: int
     process: int
     reason: str
@@ -102,7 +137,7 @@ def read(folder: str | Path) -> Folder:
     unreadable: dict[Path, str] = {}
     for file in sorted(file for file in Path(folder).iterdir() if file.suffix == ".json"):
         try:
-            dump = _dump(json.loads(file.read_text()))
+            dump = parse(file.read_text())
         except (OSError, ValueError, KeyError, TypeError) as error:
             unreadable[file] = str(error)
             continue
@@ -113,12 +148,28 @@ def read(folder: str | Path) -> Folder:
     return Folder(sorted(found.values(), key=lambda communicator: communicator.name), unreadable)
 
 
-def _dump(content: Any) -> Dump:
+def parse(text: str) -> Dump:
+    """A dump from its JSON.
+
+    Raises:
+        ValueError: it is none, or one of another version.
+    """
+    content = json.loads(text)
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         raise ValueError(f"not a flight recorder's dump of version {_VERSION}")
-    peers = [_filled(Peer, peer) for peer in content["peers"]]
+    peers = [_peer(peer) for peer in content["peers"]]
     records = [_filled(Record, record) for record in content["records"]]
-    return _filled(Dump, content | {"peers": peers, "records": records})
+    dump = _filled(Dump, content | {"peers": peers, "records": records})
+    ranks = range(len(dump.members))
+    told = [dump.rank, *(peer.rank for peer in peers), *(r.peer for r in records if r.peer is not None)]
+    if dump.size != len(ranks) or any(rank not in ranks for rank in told) or {*map(type, dump.members)} != {int}:
+        raise ValueError(f"it tells of ranks that there are not among {dump.size}")
+    return dump
+
+
+def _peer(content: dict[str, Any]) -> Peer:
+    link = content["link"]
+    return _filled(Peer, content | {"link": None if link is None else _filled(Link, link)})
 
 
 def _filled(kind: type[T], content: dict[str, Any]) -> T:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ncclx_rs.diagnose.dumps import Communicator, Dump, Record
+from ncclx_rs.diagnose.links import SlowLink, slow_links
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Finding:
 
     Attributes:
         kind: "died", "disagrees", "absent" (did not call what others wait for), "unmatched" (a message that the other
-            side has no part in) or "stuck" (all have called it, and nobody is to blame for sure).
+            side has no part in), "slow" (all have called it, and connections are slow) or "stuck" (all have called it,
+            and nobody is to blame for sure).
         ranks: who is to blame; empty if that is not known.
         text: a sentence.
         details: more of them.
@@ -46,6 +48,8 @@ class Verdict:
     stragglers: list[Straggler] = field(default_factory=list)
     compared: int = 0
     """How many collectives the stragglers are about."""
+    links: list[SlowLink] = field(default_factory=list)
+    """Connections that are slow, whether or not something went wrong."""
 
     @property
     def culprits(self) -> list[int]:
@@ -77,7 +81,21 @@ def judge(communicator: Communicator) -> Verdict:
         verdict.findings.append(collective)
     verdict.findings += _messages(communicator, dead)
     _compare_arrivals(verdict)
+    verdict.links = slow_links(communicator)
+    if verdict.links:
+        slow = _ends(verdict.links)
+        verdict.findings = [
+            replace(finding, kind="slow", ranks=slow) if finding.kind == "stuck" and not dead else finding
+            for finding in verdict.findings
+        ]
     return verdict
+
+
+def _ends(links: list[SlowLink]) -> tuple[int, ...]:
+    """Who is to blame for slow connections: the rank that all have in common, else those of the worst one."""
+    pairs = {frozenset((link.sender, link.receiver)) for link in links}
+    common = frozenset.intersection(*pairs)
+    return tuple(sorted(common)) if common else tuple(sorted((links[0].sender, links[0].receiver)))
 
 
 def _dead(communicator: Communicator) -> dict[int, str]:
@@ -148,8 +166,12 @@ _COUNTERPART = {"send": "recv", "recv": "send"}
 
 
 def _messages(communicator: Communicator, dead: dict[int, str]) -> list[Finding]:
-    """Messages that did not end well and that the other side has no part in."""
-    findings = []
+    """Messages that did not end well and that the other side has no part in.
+
+    Where that side waits for a message itself, whoever is at the end of such a chain is to blame.
+    """
+    findings: list[Finding] = []
+    waits: dict[int, int] = {}
     for rank, dump in sorted(communicator.dumps.items()):
         for record in dump.records:
             wanted = _COUNTERPART.get(record.operation)
@@ -158,8 +180,26 @@ def _messages(communicator: Communicator, dead: dict[int, str]) -> list[Finding]
             other = communicator.dumps.get(record.peer)
             if other is None and record.peer in dead:
                 continue  # told already
-            findings.append(_unmatched(rank, record, record.peer, wanted, other))
-    return findings
+            finding = _unmatched(rank, record, record.peer, wanted, other)
+            if finding.ranks:
+                waits.setdefault(rank, record.peer)
+            findings.append(finding)
+    for index, finding in enumerate(findings):
+        if finding.ranks and (last := _last(finding.ranks[0], waits)) not in finding.ranks:
+            detail = f"rank {finding.ranks[0]} waits itself, in the end for rank {last}"
+            findings[index] = replace(finding, ranks=(last,), details=(detail,))
+    return sorted(findings, key=lambda finding: len(finding.details))
+
+
+def _last(rank: int, waits: dict[int, int]) -> int:
+    """Who is at the end of the chain of those who wait, from `rank` on; itself if they wait in a circle."""
+    seen, last = {rank}, rank
+    while (after := waits.get(last)) is not None:
+        if after in seen:
+            return rank
+        seen.add(after)
+        last = after
+    return last
 
 
 def _unmatched(rank: int, record: Record, peer: int, wanted: str, other: Dump | None) -> Finding:
@@ -170,6 +210,8 @@ def _unmatched(rank: int, record: Record, peer: int, wanted: str, other: Dump | 
     if not facing:
         text = f"rank {rank} waits in {record.call}, for which rank {peer} has called no {wanted}"
         return Finding("unmatched", (peer,), text)
+    if any(their.tag == record.tag for their in facing):
+        return Finding("stuck", (), f"rank {rank} called {record.call}, as rank {peer} its part, and it did not finish")
     details = tuple(f"rank {peer} called {their.call}" for their in facing)
     return Finding("unmatched", (), f"rank {rank} called {record.call}, which does not meet rank {peer}'s", details)
 
@@ -188,7 +230,8 @@ def _compare_arrivals(verdict: Verdict) -> None:
     verdict.compared = len(complete)
     if not complete:
         return
+    span = [(min(times.values()), max(times.values())) for times in complete]
     for rank in sorted(dumps):
-        late = [times[rank] - min(times.values()) for times in complete]
-        last = sum(times[rank] == max(times.values()) for times in complete)
+        late = [times[rank] - first for times, (first, _) in zip(complete, span, strict=True)]
+        last = sum(times[rank] == latest for times, (_, latest) in zip(complete, span, strict=True))
         verdict.stragglers.append(Straggler(rank, sum(late) / len(late), max(late), last))

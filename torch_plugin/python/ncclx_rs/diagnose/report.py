@@ -9,6 +9,8 @@ from ncclx_rs.diagnose.dumps import Communicator, Record
 from ncclx_rs.diagnose.judge import Verdict, ranks
 
 _MOST_DETAILS = 8
+_MOST_FINDINGS = 6
+_MOST_LINKS = 3
 
 
 def text(verdict: Verdict) -> str:
@@ -21,12 +23,20 @@ def text(verdict: Verdict) -> str:
         lines.append(f"  to blame: {ranks(verdict.culprits)}")
     elif not verdict.findings:
         lines.append("  nothing went wrong")
-    for finding in verdict.findings:
+    for finding in verdict.findings[:_MOST_FINDINGS]:
         lines.append(f"  {finding.text}")
-        lines += [f"    {detail}" for detail in finding.details[:_MOST_DETAILS]]
-        if len(finding.details) > _MOST_DETAILS:
-            lines.append(f"    and {len(finding.details) - _MOST_DETAILS} more")
+        lines += _few([f"    {detail}" for detail in finding.details], _MOST_DETAILS, "    ")
+    if len(verdict.findings) > _MOST_FINDINGS:
+        lines.append(f"  and {len(verdict.findings) - _MOST_FINDINGS} findings more: --json tells all")
+    if verdict.links:
+        lines.append("  connections that stand out:")
+        shown = [f"    rank {link.sender} to rank {link.receiver}: {link.text}" for link in verdict.links]
+        lines += _few(shown, _MOST_LINKS, "    ")
     return "\n".join(lines + _stragglers(verdict))
+
+
+def _few(lines: list[str], most: int, indent: str) -> list[str]:
+    return lines if len(lines) <= most else [*lines[:most], f"{indent}and {len(lines) - most} more"]
 
 
 def _stragglers(verdict: Verdict) -> list[str]:
@@ -61,6 +71,8 @@ when the dump was written. Point at one for its call.</p>
 </html>
 """
 _WIDTH, _LEFT, _ROW = 1200, 60, 24
+# What a browser shows without trouble: of many ranks, the last operations alone.
+_MOST_SPANS = 20_000
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
@@ -74,10 +86,11 @@ def page(verdicts: Sequence[Verdict]) -> str:
 
 
 def _chart(communicator: Communicator) -> str:
+    each = max(_MOST_SPANS // max(len(communicator.dumps), 1), 1)
     spans = [
         (rank, record, record.submitted, record.ended or dump.time)
         for rank, dump in sorted(communicator.dumps.items())
-        for record in dump.records
+        for record in dump.records[-each:]
     ]
     if not spans:
         return "<p>No operations.</p>"

@@ -11,20 +11,19 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pickle
 import sys
-import threading
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ncclx_rs import _trace
 from ncclx_rs._comm import TorchComm
+from ncclx_rs._trace import Group
 from ncclx_rs._types import OpName, P2POpType
 from ncclx_rs._work import TorchWork
 from ncclx_rs.hooks._follow import Follower, follow
-from ncclx_rs.hooks._record import Entry, Group, Recorder, shapes, stacked
+from ncclx_rs.hooks._record import Entry, Recorder, shapes, stacked
 
 _DEFAULT_ENTRIES = 2000
 # The analyser refuses names that PyTorch has no operation of.
@@ -96,13 +95,8 @@ class FlightRecorderHook:
         Raises:
             OSError: the file cannot be written.
         """
-        path = _dump_path(rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trace = pickle.dumps(self._recorder.dump(include_completed))
-        with _writing:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(trace)
+        path = _trace.path(rank)
+        _trace.write(self._recorder.dump(include_completed), path)
         return str(path)
 
     def reset(self) -> None:
@@ -188,9 +182,6 @@ class _Scribe(Follower[list[Entry]]):
         return self._recorder.began(self._group, op_id, "recv", [], shapes([tensor]), (there, here))
 
 
-_writing = threading.Lock()
-
-
 @functools.cache
 def _shared() -> Recorder:
     return Recorder(0)
@@ -205,25 +196,8 @@ def _default_entries() -> int:
     return _DEFAULT_ENTRIES
 
 
-def _dump_path(rank: int) -> Path:
-    default = str(Path.home() / ".cache" / "torchcomm_fr_trace_")
-    files = ("TORCHCOMM_FR_DUMP_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    prefix = _first(*files) or default
-    whole = _first("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME", "TORCH_FR_DUMP_DYNAMIC_FILE_NAME")
-    return Path(prefix if _is_true(whole) else f"{prefix}{rank}")
-
-
 def _dumps_on_failure() -> bool:
-    return _is_true(_first("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT") or "true")
-
-
-def _first(*variables: str) -> str:
-    """What the first of the environment's variables that is set says, or nothing."""
-    return next((text for text in map(os.environ.get, variables) if text), "")
-
-
-def _is_true(text: str) -> bool:
-    return text.lower() in ("1", "true", "yes", "y")
+    return _trace.is_true(_trace.first("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT") or "true")
 
 
 def _listed(operand: Any) -> list[torch.Tensor]:

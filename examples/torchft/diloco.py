@@ -1,0 +1,58 @@
+"""Replicas that train on their own and seldom talk, after DiLoCo (arXiv:2311.08105) or as local SGD, on ncclx_rs.
+
+    pip install torchft
+    python examples/torchft/diloco.py
+    python examples/torchft/diloco.py --local-sgd
+
+Every few steps, the two replicas average what they have learned: with DiLoCo as a gradient for an optimizer of its own,
+with local SGD the parameters themselves. One is killed meanwhile and comes back; see replicas.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import torch
+from replicas import Regression, Seat, main, parser
+from torchft.local_sgd import DiLoCo, LocalSGD
+
+SYNC_EVERY = 4
+
+
+def train(seat: Seat, local_sgd: bool) -> None:
+    """One replica. The manager counts a step each time that the replicas average."""
+    task = Regression(seed=100 + seat.replica)
+    inner = torch.optim.AdamW(task.model.parameters(), lr=0.01)
+    outer = torch.optim.SGD(task.model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
+    manager = seat.manager(
+        state_dict=lambda: {"model": task.model.state_dict(), "inner": inner.state_dict()},
+        load_state_dict=lambda state: (
+            task.model.load_state_dict(state["model"]),
+            inner.load_state_dict(state["inner"]),
+        ),
+        use_async_quorum=False,
+    )
+    if local_sgd:
+        averaging = LocalSGD(manager, task.model, inner, sync_every=SYNC_EVERY)
+    else:
+        averaging = DiLoCo(manager, [task.model], inner, outer, sync_every=SYNC_EVERY)
+    with averaging:
+        while manager.current_step() < seat.last.value:
+            inner.zero_grad()
+            loss = task.loss(task.model)
+            loss.backward()
+            before = manager.current_step()
+            inner.step()
+            if manager.current_step() > before:
+                seat.stepped(manager, loss.item())
+            time.sleep(seat.pace / SYNC_EVERY)
+    seat.done(task.model.parameters())
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    arguments = parser()
+    arguments.add_argument("--local-sgd", action="store_true", help="average the parameters themselves")
+    options = arguments.parse_args()
+    main(functools.partial(train, local_sgd=options.local_sgd), options)

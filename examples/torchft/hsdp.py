@@ -1,0 +1,80 @@
+"""Fault-tolerant HSDP: FSDP2 within each replica and torchft's manager between them, all on ncclx_rs.
+
+    pip install torchft
+    python examples/torchft/hsdp.py
+
+Each of the two replicas has two processes, which shard the model. What FSDP2 reduces over the replica is averaged over
+the replicas by the manager. One process is killed: the other one of its replica loses its peer and ends, while the
+other replica goes on; see replicas.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from replicas import TIMEOUT, Regression, Seat, main, parser
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+from torchft import Optimizer
+
+RANKS = 2
+
+
+def train(seat: Seat) -> None:
+    """One process of a replica."""
+    store = dist.TCPStore("localhost", seat.store_port)
+    dist.init_process_group(
+        "ncclx_rs",
+        store=dist.PrefixStore("shards", store),
+        rank=seat.rank,
+        world_size=seat.ranks,
+        timeout=TIMEOUT,
+    )
+    mesh = init_device_mesh("cpu", (seat.ranks,), mesh_dim_names=("shard",))
+    task = Regression(seed=100 + seat.replica * seat.ranks + seat.rank)
+    parts = [task.model[0], task.model[2], task.model]
+    for part in parts:
+        fully_shard(part, mesh=mesh)
+    inner = torch.optim.SGD(task.model.parameters(), lr=0.02, momentum=0.9)
+
+    def state_dict() -> dict[str, Any]:
+        state = {"model": task.model.state_dict(), "optimizer": inner.state_dict()}
+        # Each process gives its shards to its counterpart in the other replica, whose mesh is another.
+        return tree_map(lambda value: value.to_local() if isinstance(value, DTensor) else value, state)
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        parameters = dict(task.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.to_local().copy_(state["model"][name])
+        for own, like in zip(state["optimizer"]["state"].values(), parameters.values(), strict=True):
+            own["momentum_buffer"] = DTensor.from_local(
+                own["momentum_buffer"], mesh, like.placements, shape=like.shape, stride=like.stride()
+            )
+        inner.load_state_dict(state["optimizer"])
+
+    manager = seat.manager(state_dict=state_dict, load_state_dict=load_state_dict)
+    for part in parts:
+        part.set_all_reduce_hook(lambda reduced: manager.allreduce(reduced).wait())
+    optimizer = Optimizer(manager, inner)
+    while manager.current_step() < seat.last.value:
+        optimizer.zero_grad()
+        loss = task.loss(task.model)
+        loss.backward()
+        before = manager.current_step()
+        optimizer.step()
+        if manager.current_step() > before:
+            seat.stepped(manager, loss.item())
+        time.sleep(seat.pace)
+    seat.done(parameter.to_local() for parameter in task.model.parameters())
+    manager.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(train, parser().parse_args(), RANKS)

@@ -1,0 +1,70 @@
+//! What the kernel knows of a TCP connection: tcp(7), `TCP_INFO`.
+#![allow(unsafe_code, reason = "a socket option that rustix and socket2 do not have")]
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
+
+use serde::Serialize;
+
+/// How the sending side of a connection has done since it was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Traffic {
+    /// How long it took at least until the other host acknowledged, in microseconds.
+    pub round_trip: u32,
+    /// Bytes that the other host has acknowledged.
+    pub bytes: u64,
+    /// Microseconds in which there was something to send and the receiving process had room for it.
+    pub sending: u64,
+    /// Segments that were sent.
+    pub segments: u32,
+    /// Those among them that were sent again.
+    pub resent: u32,
+}
+
+/// What the kernel knows of `stream`.
+pub fn traffic(stream: &TcpStream) -> io::Result<Traffic> {
+    let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
+    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes, which is the size of what `info` has room for.
+    let status = unsafe {
+        libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, info.as_mut_ptr().cast(), &raw mut len)
+    };
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: made of integers alone, of which a kernel that knows fewer has left the last at zero.
+    let info = unsafe { info.assume_init() };
+    Ok(Traffic {
+        round_trip: info.tcpi_min_rtt,
+        bytes: info.tcpi_bytes_acked,
+        sending: info.tcpi_busy_time.saturating_sub(info.tcpi_rwnd_limited),
+        segments: info.tcpi_segs_out,
+        resent: info.tcpi_total_retrans,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn what_was_acknowledged_is_counted() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let mut sender = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
+        let (mut receiver, _) = listener.accept().expect("a connection");
+        let before = traffic(&sender).expect("a TCP socket").bytes;
+        sender.write_all(&[7; 1000]).expect("room");
+        receiver.read_exact(&mut [0; 1000]).expect("sent");
+        // The answer acknowledges.
+        receiver.write_all(&[8]).expect("room");
+        sender.read_exact(&mut [0]).expect("sent");
+        let after = traffic(&sender).expect("a TCP socket");
+        assert_eq!(after.bytes - before, 1000);
+        assert!(after.segments > 0 && after.resent == 0, "{after:?}");
+    }
+}

@@ -1,0 +1,65 @@
+"""The engine's flight recorder behind the worker server of PyTorch's debug server.
+
+Its pages "TorchComms FR" and "TorchComms Health" ask every worker by names that torchcomms has given them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from ncclx_rs import _backend as plugin
+from ncclx_rs import _trace
+from ncclx_rs.as_torchcomms import is_installed
+from ncclx_rs.diagnose import dumps, pytorch
+
+
+@functools.cache
+def register() -> None:
+    """Has this process's worker server answer, where this PyTorch has one. Idempotent.
+
+    Where torchcomms is there, its own recorder answers: it would end the process if somebody else did.
+    """
+    if not hasattr(c10d, "_register_handler") or (not is_installed() and importlib.util.find_spec("torchcomms")):
+        return
+    c10d._register_handler("torchcomms_fr_trace_json", _fr_trace_json)
+    c10d._register_handler("torchcomms_fr_dump_file", _fr_dump_file)
+    c10d._register_handler("torchcomms_health_check", _health_check)
+
+
+def _own() -> list[dumps.Dump]:
+    return [dumps.parse(text) for text in plugin.native().dumps("the debug server")]
+
+
+def _fr_trace_json(request: Any, response: Any) -> None:
+    only_active = request.get_param("onlyactive") == "true"
+    trace = pytorch.trace(_own(), include_completed=not only_active)
+    if request.get_param("includecollectives") == "false":
+        del trace["entries"]
+    _answer(response, trace)
+
+
+def _fr_dump_file(request: Any, response: Any) -> None:
+    own = _own()
+    if not own:
+        response.set_status(503)
+        response.set_content("there is no communicator", "text/plain")
+        return
+    path = _trace.path(pytorch.rank(own[0]))
+    _trace.write(pytorch.trace(own), path)
+    response.set_status(200)
+    response.set_content(f"wrote {path}", "text/plain")
+
+
+def _health_check(request: Any, response: Any) -> None:
+    failed = any(record.state == "failed" for dump in _own() for record in dump.records)
+    _answer(response, {"healthy": not failed})
+
+
+def _answer(response: Any, content: Any) -> None:
+    response.set_status(200)
+    response.set_content(json.dumps(content), "application/json")

@@ -1,0 +1,88 @@
+"""Which TCP connections do much worse than the others of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ncclx_rs.diagnose.dumps import Communicator, Link
+
+# Less says nothing about a rate, or about how much is lost.
+_ENOUGH_BYTES = 1 << 20
+_ENOUGH_SEGMENTS = 100
+# Fewer connections have no usual.
+_ENOUGH_LINKS = 3
+
+_TIMES_WORSE = 4
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """A connection that stands out.
+
+    Attributes:
+        sender: the rank that sends on it.
+        receiver: the rank that it sends to.
+        text: how bad it is, and what a good quarter of the connections at least do.
+    """
+
+    sender: int
+    receiver: int
+    text: str
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Something about a connection that is better when it is less.
+
+    Attributes:
+        of: the value; None if the connection has carried too little to tell.
+        margin: how much more than the others is not worth telling.
+        text: the value and the others' in words.
+    """
+
+    of: Callable[[Link], float | None]
+    margin: float
+    text: Callable[[float, float], str]
+
+
+_MEASURES = (
+    _Measure(
+        lambda link: link.sending / link.bytes if link.bytes >= _ENOUGH_BYTES and link.sending else None,
+        0,
+        lambda mine, usual: f"{1 / mine:.3g} MB/s, others {1 / usual:.3g} MB/s",
+    ),
+    _Measure(
+        lambda link: link.round_trip / 1e3,
+        1,
+        lambda mine, usual: f"a round trip of {mine:.1f} ms, others {usual:.1f} ms",
+    ),
+    _Measure(
+        lambda link: link.resent / link.segments if link.segments >= _ENOUGH_SEGMENTS else None,
+        0.01,
+        lambda mine, usual: f"{100 * mine:.1f} % sent again, others {100 * usual:.1f} %",
+    ),
+)
+
+
+def slow_links(communicator: Communicator) -> list[SlowLink]:
+    """The connections that are much slower than the others, or lose much more; the worst first."""
+    links = {
+        (dump.rank, peer.rank): peer.link
+        for dump in communicator.dumps.values()
+        for peer in dump.peers
+        if peer.link is not None
+    }
+    complaints: dict[tuple[int, int], list[str]] = {}
+    badness: dict[tuple[int, int], float] = {}
+    for measure in _MEASURES:
+        values = {pair: value for pair, link in links.items() if (value := measure.of(link)) is not None}
+        if len(values) < _ENOUGH_LINKS:
+            continue
+        usual = sorted(values.values())[len(values) // 4]
+        for pair, value in values.items():
+            if value > max(_TIMES_WORSE * usual, usual + measure.margin):
+                complaints.setdefault(pair, []).append(measure.text(value, usual))
+                badness[pair] = max(badness.get(pair, 0), value / max(usual, measure.margin))
+    worst_first = sorted(complaints, key=lambda pair: (-badness[pair], pair))
+    return [SlowLink(*pair, "; ".join(complaints[pair])) for pair in worst_first]

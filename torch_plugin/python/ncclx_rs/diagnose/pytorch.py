@@ -1,0 +1,112 @@
+"""The engine's flight recorders in PyTorch's format, for its analyser and its debug server."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ncclx_rs import _trace
+from ncclx_rs.diagnose.dumps import Dump, Record
+
+# What the analyser knows by another name, or has no name for.
+_NAMES = {"window_register": "new_window"}
+_UNKNOWN = {"window_deregister", "put", "get", "signal", "wait_signal"}
+_STATES = {"queued": "scheduled", "running": "started", "failed": "started", "completed": "completed"}
+
+PREFIX = "trace_"
+
+
+def write(dumps: Iterable[Dump], folder: Path) -> list[Path]:
+    """Writes dumps as files ``trace_<rank>`` for ``torch.distributed.flight_recorder.fr_trace``, one a process.
+
+    Args:
+        dumps: of any number of ranks and communicators.
+        folder: where to write; made if it is not there.
+
+    Returns:
+        The files' names.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    by_rank: dict[int, list[Dump]] = defaultdict(list)
+    for dump in dumps:
+        by_rank[rank(dump)].append(dump)
+    files = {folder / f"{PREFIX}{number}": trace(own) for number, own in sorted(by_rank.items())}
+    for file, content in files.items():
+        _trace.write(content, file)
+    return list(files)
+
+
+def rank(dump: Dump) -> int:
+    """The rank in the job of the process that left a dump."""
+    return dump.members[dump.rank]
+
+
+def trace(dumps: Iterable[Dump], include_completed: bool = True) -> dict[str, Any]:
+    """One process's dumps as PyTorch's recorder tells it.
+
+    Accesses to windows are left out, which the analyser does not know, and receives from any rank that have not got a
+    message. Messages are of bytes.
+
+    Args:
+        dumps: of its communicators.
+        include_completed: whether operations that are done are included.
+    """
+    dumps = sorted(dumps, key=lambda dump: (dump.communicator, dump.id))
+    groups = [_group(number, dump) for number, dump in enumerate(dumps)]
+    told = [
+        (record, group, dump)
+        for group, dump in zip(groups, dumps, strict=True)
+        for record in dump.records
+        if record.operation not in _UNKNOWN and (record.collective or record.peer is not None)
+    ]
+    told.sort(key=lambda operation: operation[0].submitted)
+    # What was overwritten counts, since the analyser begins at the first number that all ranks still have.
+    numbers = itertools.count(sum(dump.operations for dump in dumps) - len(told))
+    entries = [_entry(next(numbers), *operation) for operation in told]
+    return _trace.trace(groups, [entry for entry in entries if include_completed or entry.state != "completed"])
+
+
+def _group(number: int, dump: Dump) -> _trace.Group:
+    group = _trace.Group(number, f"{dump.communicator}-{dump.id[:8]}", "ncclx", None, dump.members)
+    collectives = [record for record in dump.records if record.collective]
+    group.collectives = dump.collectives
+    group.started = max((record.sequence + 1 for record in collectives if record.started is not None), default=0)
+    group.completed = max((record.sequence + 1 for record in collectives if record.state == "completed"), default=-1)
+    return group
+
+
+def _entry(number: int, record: Record, group: _trace.Group, dump: Dump) -> _trace.Entry:
+    route = None
+    sequence = record.sequence + 1
+    if record.peer is not None:
+        here, there = rank(dump), dump.members[record.peer]
+        route = (here, there) if record.operation == "send" else (there, here)
+        group.messages[route] += 1
+        sequence = group.messages[route]
+    return _trace.Entry(
+        record=number,
+        group=group,
+        op_id=record.number,
+        name=_NAMES.get(record.operation, record.operation),
+        route=route,
+        sequence=sequence,
+        inputs=_shapes(record, record.read),
+        outputs=_shapes(record, record.written),
+        created=1000 * record.submitted,
+        started=None if record.started is None else 1000 * record.started,
+        ended=None if record.ended is None else 1000 * record.ended,
+        state=_STATES[record.state],
+        frames=record.stack,
+    )
+
+
+def _shapes(record: Record, count: int) -> _trace.Shapes:
+    # Who has no part in reading or writing has no tensor for it, as opposed to one of no elements.
+    if count == 0 and record.operation in ("barrier", "gather", "scatter", "send", "recv"):
+        return []
+    return [([count], _trace.dtype(record.dtype or "uint8"))]
