@@ -4,5 +4,6 @@ pub mod memory;
 pub mod net;
 pub mod peer_memory;
 pub mod poller;
+pub mod ring;
 pub mod segment;
 pub mod socket;

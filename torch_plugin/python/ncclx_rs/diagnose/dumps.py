@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 _VERSION = 1
 
 T = TypeVar("T")
+
+_types = functools.cache(get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def read(folder: str | Path) -> Folder:
     for file in sorted(file for file in Path(folder).iterdir() if file.suffix == ".json"):
         try:
             dump = _dump(json.loads(file.read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             unreadable[file] = str(error)
             continue
         communicator = found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size))
@@ -118,7 +121,10 @@ def _dump(content: Any) -> Dump:
         raise ValueError(f"not a flight recorder's dump of version {_VERSION}")
     peers = [_filled(Peer, peer) for peer in content["peers"]]
     records = [_filled(Record, record) for record in content["records"]]
-    return _filled(Dump, content | {"peers": peers, "records": records})
+    dump = _filled(Dump, content | {"peers": peers, "records": records})
+    if len(peers) != dump.size - 1 or [peer.rank for peer in peers] != [r for r in range(dump.size) if r != dump.rank]:
+        raise ValueError(f"it does not tell of each of {dump.size} ranks")
+    return dump
 
 
 def _filled(kind: type[T], content: dict[str, Any]) -> T:
@@ -126,4 +132,15 @@ def _filled(kind: type[T], content: dict[str, Any]) -> T:
     missing = [name for name in names if name not in content]
     if missing:
         raise ValueError(f"a {kind.__name__} has no {', '.join(missing)}")
+    for name, expected in _types(kind).items():
+        _check(f"a {kind.__name__}'s {name}", content[name], expected)
     return kind(**{name: content[name] for name in names})
+
+
+def _check(what: str, value: object, expected: Any) -> None:
+    if not isinstance(value, get_origin(expected) or expected):
+        raise ValueError(f"{what} is {value!r:.50}, not {expected}")
+    if isinstance(value, int) and not 0 <= value < 2**64:
+        raise ValueError(f"{what} is no number of 64 bits")
+    if isinstance(value, str):
+        value.encode()  # JSON can spell what is no text

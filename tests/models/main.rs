@@ -1,0 +1,26 @@
+//! Every interleaving of the lock-free parts, by loom: <https://docs.rs/loom>.
+//!
+//! The modules under test are the engine's own files. They find loom's atomics and locks under the path where the engine
+//! has the standard library's.
+
+#[path = "../../src/sys/ring.rs"]
+mod ring;
+#[path = "../../src/work.rs"]
+mod work;
+
+mod completion;
+mod memory;
+
+use ncclx_rs::{error, types};
+
+/// What `crate::sync` is to the engine.
+mod sync {
+    pub(crate) use std::sync::Arc;
+
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+    pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
+
+    pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+        mutex.lock().expect("no panic")
+    }
+}
