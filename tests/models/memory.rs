@@ -72,7 +72,10 @@ impl Ring {
 
 #[test]
 fn what_is_published_is_there_and_nobody_sleeps_on() {
-    loom::model(|| {
+    let mut model = loom::model::Builder::new();
+    // More switches take hours, and two threads that take turns need few to err.
+    model.preemption_bound = Some(3);
+    model.check(|| {
         let ring = Arc::new(Ring::default());
         let writer = Arc::clone(&ring);
         let thread = thread::spawn(move || (0..2).for_each(|tail| writer.write(tail)));
