@@ -73,7 +73,7 @@ impl Ring {
 #[test]
 fn what_is_published_is_there_and_nobody_sleeps_on() {
     let mut model = loom::model::Builder::new();
-    // More switches take hours, and two threads that take turns need few to err.
+    // Two threads need few switches to err, and without a bound this takes very long.
     model.preemption_bound = Some(3);
     model.check(|| {
         let ring = Arc::new(Ring::default());
