@@ -7,8 +7,11 @@ mod handles;
 mod handshake;
 mod settings;
 
+/// Reads any bytes.
+pub type Target = fn(&[u8]);
+
 /// Every target by name.
-pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+pub const TARGETS: &[(&str, Target)] = &[
     ("bootstrap", crate::comm::fuzz::bootstrap),
     ("config", settings::config),
     ("frames", crate::engine::fuzz::frames),

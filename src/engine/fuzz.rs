@@ -106,7 +106,7 @@ impl Play {
         let mut bytes = [0; HEADER_BYTES];
         bytes[0] = 1 + input.byte() % 12;
         bytes[1] = input.byte() % 2;
-        if input.byte() % 2 == 0 {
+        if input.byte().is_multiple_of(2) {
             bytes[2..5].copy_from_slice(&input.array::<3>());
         } else {
             bytes[2] = SIGNATURE.operation;

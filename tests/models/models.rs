@@ -3,6 +3,8 @@
 //! The modules under test are the engine's own files. They find loom's atomics and locks under the path where the engine
 //! has the standard library's.
 
+#![allow(clippy::arc_with_non_send_sync, reason = "loom runs one thread at a time")]
+
 #[path = "../../src/sys/ring.rs"]
 #[allow(unreachable_pub, reason = "it is public in the engine")]
 mod ring;

@@ -10,7 +10,7 @@ use crate::fuzz_input::{Input, Wire};
 /// Requests of one connection, or a reply.
 pub(crate) fn store(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    if input.byte() % 4 == 0 {
+    if input.byte().is_multiple_of(4) {
         return reply(input);
     }
     let mut shelf = Shelf::new(SHELF_LIMIT);
