@@ -64,6 +64,35 @@ test-tch: $(call ready,$(TCH_TORCH)) ## Runs the tests and the example of the Ru
 	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --doc
 	$(TCH_CARGO) run --locked --package ncclx_rs --features tch --profile test --example train_tch
 
+# Every reader of outside bytes gets random ones for so many seconds; what is found lies in target/fuzz. cargo-fuzz
+# instruments code by options that compilers of the stable channel take only with RUSTC_BOOTSTRAP.
+FUZZ_SECONDS ?= 600
+CARGO_FUZZ := target/tools/bin/cargo-fuzz
+FUZZ_CARGO = PATH="$(CURDIR)/$(dir $(CARGO_FUZZ)):$$PATH" RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR="$(CURDIR)/target/fuzz" cargo
+FUZZ_OPTIONS = -max_total_time=$(FUZZ_SECONDS) -timeout=60 -max_len=4096
+
+.PHONY: fuzz fuzz-rust fuzz-python
+fuzz: fuzz-rust fuzz-python ## Fuzzes what reads bytes from outside, for FUZZ_SECONDS each
+fuzz-rust: $(CARGO_FUZZ)
+	for target in $$($(FUZZ_CARGO) fuzz list --fuzz-dir tests/fuzz); do \
+		mkdir -p target/fuzz/corpus/$$target; \
+		$(FUZZ_CARGO) fuzz run --fuzz-dir tests/fuzz $$target target/fuzz/corpus/$$target tests/fuzz/corpus/$$target \
+			-- $(FUZZ_OPTIONS) -malloc_limit_mb=100; \
+	done
+fuzz-python: $(call installed,$(TORCH))
+	$(VENV)/bin/python -m pip install --quiet atheris
+	for target in dumps init_handles; do \
+		mkdir -p target/fuzz/corpus/$$target; \
+		$(IN_VENV) python tests/fuzz/targets.py $$target target/fuzz/corpus/$$target tests/fuzz/corpus/$$target \
+			$(FUZZ_OPTIONS) -artifact_prefix=target/fuzz/; \
+	done
+$(CARGO_FUZZ):
+	cargo install --quiet --locked --root target/tools cargo-fuzz@0.13.2
+
+.PHONY: models
+models: ## Checks every interleaving of the lock-free parts
+	cargo test --locked --package ncclx_rs_models
+
 # Programs that run on the backend: hundreds of megabytes, hence only where they are tested.
 PROGRAMS := $(VENV)/.programs
 $(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))

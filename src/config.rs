@@ -76,7 +76,7 @@ options! {
         "How long to wait for all ranks to join a communicator.";
     peer_timeout: Duration, "peer_timeout_seconds", "30", &[],
         "How long another host may be silent, its system included, before its ranks count as lost; whole seconds above 2.";
-    eager_bytes: usize, "eager_bytes", "65536", &[],
+    eager_bytes: EagerBytes, "eager_bytes", "65536", &[],
         "Messages up to this size are sent before the receiver asks for them.";
     single_copy_bytes: usize, "single_copy_bytes", "65536", &[],
         "Within a host, the receiver reads longer messages out of the sender's memory, where the system lets it \
@@ -206,6 +206,20 @@ impl fmt::Debug for Shared {
 
 /// What cannot be tried out by whoever sees a proof.
 const SECRET_BYTES_MIN: usize = 16;
+
+/// Up to which size messages are sent unasked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EagerBytes(usize);
+
+impl EagerBytes {
+    /// The most that any rank may choose: receivers refuse longer ones.
+    pub const MAX: usize = 1 << 20;
+
+    /// The number of bytes.
+    pub fn get(self) -> usize {
+        self.0
+    }
+}
 
 /// The size of a shared memory ring: a power of two that whole pages make up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -371,6 +385,14 @@ impl Value for Shared {
     }
 }
 
+impl Value for EagerBytes {
+    const EXPECTED: &'static str = "a whole number up to 1048576";
+
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok().filter(|bytes| *bytes <= EagerBytes::MAX).map(EagerBytes)
+    }
+}
+
 impl Value for RingBytes {
     const EXPECTED: &'static str = "a power of two that is a multiple of the page size";
 
@@ -418,7 +440,7 @@ mod tests {
     fn hints_win_over_the_environment_and_the_environment_over_defaults() {
         let environment = [("NCCLX_RS_EAGER_BYTES", "1"), ("NCCLX_RS_TIMEOUT_SECONDS", "2.5")];
         let config = resolve(&environment, &[("eager_bytes", "3"), ("unheard_of", "x")]).unwrap();
-        assert_eq!(config.eager_bytes, 3);
+        assert_eq!(config.eager_bytes.get(), 3);
         assert_eq!(config.timeout, Duration::from_millis(2500));
         assert_eq!(config.connect_timeout, Duration::from_secs(300));
         assert_eq!(config.host_id, None);
@@ -448,6 +470,7 @@ mod tests {
         for wrong in ["5", "4095", "12288", "-4096"] {
             assert!(bad(&[], &[("shm_ring_bytes", wrong)]).contains("power of two"));
         }
+        assert!(bad(&[], &[("eager_bytes", "1048577")]).contains("up to 1048576"));
         for wrong in ["nan", "0", "soon"] {
             assert!(bad(&[], &[("connect_timeout_seconds", wrong)]).contains("above 0"));
         }
@@ -486,7 +509,7 @@ mod tests {
     fn the_manual_has_a_row_for_each_option() {
         let manual = manual();
         assert_eq!(manual.lines().count(), 2 + Config::describe().len());
-        assert!(manual.contains("| `eager_bytes` | `NCCLX_RS_EAGER_BYTES` | a whole number | `65536` |"));
+        assert!(manual.contains("| `eager_bytes` | `NCCLX_RS_EAGER_BYTES` | a whole number up to 1048576 | `65536` |"));
         assert!(manual.lines().all(|line| line.matches('|').count() == 6));
     }
 }

@@ -9,6 +9,11 @@ pub mod comm;
 pub mod config;
 pub mod engine;
 pub mod error;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzz;
+#[cfg(any(test, fuzzing))]
+mod fuzz_input;
 pub mod op;
 pub mod schedule;
 pub mod sync;

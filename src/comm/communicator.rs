@@ -153,7 +153,7 @@ impl Communicator {
         core.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         core.recorder = Recorder::new(config.flight_records);
         core.dump_directory = config.dump_directory.map(PathBuf::from);
-        core.eager_bytes = config.eager_bytes;
+        core.eager_bytes = config.eager_bytes.get();
         core.single_copy_bytes = config.single_copy_bytes;
         core.crowded = spin.is_zero();
         core.algorithm = config.algorithm;

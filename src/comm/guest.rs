@@ -117,11 +117,11 @@ fn complain(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr], error: &InitE
     }
 }
 
-fn is_whole(ranks: &[RankInfo], size: usize) -> bool {
+pub(super) fn is_whole(ranks: &[RankInfo], size: usize) -> bool {
     ranks.len() == size && ranks.iter().enumerate().all(|(index, info)| info.rank.index() == index)
 }
 
-fn find(party: &Party<'_>) -> Result<Record, InitError> {
+pub(super) fn find(party: &Party<'_>) -> Result<Record, InitError> {
     #[derive(Deserialize)]
     struct Versioned {
         version: u32,
@@ -147,7 +147,7 @@ fn find(party: &Party<'_>) -> Result<Record, InitError> {
 }
 
 /// Where to look for rank 0, the most likely first; the error says why there is no way.
-fn routes(record: &Record, here: &Host) -> Result<Vec<SocketAddr>, String> {
+pub(super) fn routes(record: &Record, here: &Host) -> Result<Vec<SocketAddr>, String> {
     let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
     let together = record.host.id == here.id && record.host.machine == here.machine;
     let mut addresses = if together { loopback.to_vec() } else { Vec::new() };

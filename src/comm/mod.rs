@@ -6,6 +6,8 @@ pub mod bootstrap;
 mod check;
 mod communicator;
 mod data;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod guest;
 mod join;
 pub mod launch;

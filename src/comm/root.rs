@@ -98,20 +98,20 @@ fn publish(party: &Party<'_>, root: RootNotice) -> Result<(), InitError> {
 }
 
 /// Who has joined: the decisions, without a socket.
-struct Seats {
+pub(super) struct Seats {
     taken: Vec<Option<RankInfo>>,
 }
 
 impl Seats {
     /// The seats of the world that rank 0 expects.
-    fn new(own: RankInfo) -> Self {
+    pub(super) fn new(own: RankInfo) -> Self {
         let mut taken = vec![None; own.world_size as usize];
         taken[0] = Some(own);
         Seats { taken }
     }
 
     /// Seats a rank; the error says how it does not fit.
-    fn take(&mut self, info: RankInfo) -> Result<(), String> {
+    pub(super) fn take(&mut self, info: RankInfo) -> Result<(), String> {
         let own = self.taken[0].as_ref().expect("rank 0 sits from the start");
         let differ = |what: &str, theirs: &str, ours: &str| {
             Err(format!("rank {} on host `{}` has {what} {theirs}, rank 0 has {ours}", info.rank, info.host_id))
@@ -143,12 +143,12 @@ impl Seats {
         self.taken[rank.index()] = None;
     }
 
-    fn missing(&self) -> Vec<u32> {
+    pub(super) fn missing(&self) -> Vec<u32> {
         let empty = self.taken.iter().enumerate().filter(|(_, seat)| seat.is_none());
         empty.map(|(index, _)| Rank::from(index).0).collect()
     }
 
-    fn table(&self) -> Option<Vec<RankInfo>> {
+    pub(super) fn table(&self) -> Option<Vec<RankInfo>> {
         self.taken.iter().cloned().collect()
     }
 }

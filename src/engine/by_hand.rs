@@ -21,6 +21,8 @@ pub(crate) struct Link {
     to_core: Vec<u8>,
     /// What rank 0 has sent.
     pub(crate) from_core: Vec<u8>,
+    /// How much of what rank 1 has sent waits in the stream, as of rank 0's last look.
+    pub(crate) unread: usize,
     /// Rank 1's memory from address 1 on, as far as it can be read.
     pub(crate) memory: Vec<u8>,
     /// How often rank 1 has withdrawn memory.
@@ -35,6 +37,7 @@ pub(crate) struct Scene {
     link: Arc<Mutex<Link>>,
 }
 
+#[cfg_attr(fuzzing, allow(dead_code, reason = "some of it serves other tests alone"))]
 impl Scene {
     pub(crate) fn new() -> Scene {
         let link = Arc::<Mutex<Link>>::default();
@@ -54,6 +57,11 @@ impl Scene {
         self.settle();
     }
 
+    /// Who drives the works of a test: the test does.
+    pub(crate) fn nobody() -> Arc<dyn Drive> {
+        Arc::new(Nobody)
+    }
+
     pub(crate) fn settle(&mut self) {
         while self.core.progress(true) {}
     }
@@ -62,7 +70,7 @@ impl Scene {
     pub(crate) fn start(&mut self, direction: Direction, words: &mut Words, timeout: Duration) -> Work {
         let region = Region::of(&[words.buffer()]);
         let tag = Tag(0);
-        let work = self.core.begin(Arc::new(Nobody), direction.call(tag, region.len()), direction.bytes(region.len()));
+        let work = self.core.begin(Scene::nobody(), direction.call(tag, region.len()), direction.bytes(region.len()));
         self.core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
         self.settle();
         work
@@ -76,7 +84,6 @@ impl Scene {
     }
 }
 
-/// Nobody waits here: the tests drive.
 struct Nobody;
 
 impl Drive for Nobody {
@@ -152,12 +159,15 @@ struct Receiving {
 
 impl Inlet for Receiving {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
-        self.seen.append(&mut lock(&self.link).to_core);
+        let mut link = lock(&self.link);
+        self.seen.append(&mut link.to_core);
+        link.unread = self.seen.len();
         Ok(&self.seen)
     }
 
     fn consume(&mut self, count: usize) {
         self.seen.drain(..count);
+        lock(&self.link).unread = self.seen.len();
     }
 
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
@@ -169,7 +179,8 @@ impl Inlet for Receiving {
 
     fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
         let link = lock(&self.link);
-        let there = link.memory.get(from.address as usize - 1..).filter(|there| !there.is_empty());
+        let there = (from.address as usize).checked_sub(1).and_then(|at| link.memory.get(at..));
+        let there = there.filter(|there| !there.is_empty());
         let there = there.ok_or(io::ErrorKind::PermissionDenied)?;
         let count = there.len().min(into.len());
         into[..count].copy_from_slice(&there[..count]);

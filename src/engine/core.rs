@@ -1,5 +1,6 @@
 //! All state of a communicator's operations, and the loop that moves it forward.
 
+use std::collections::hash_map::Entry;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -236,7 +237,7 @@ impl Core {
             moved |= self.read_lent();
         }
         if rare {
-            self.check_deadlines(Instant::now());
+            self.expire(Instant::now());
         }
         self.dump_due();
         moved
@@ -602,7 +603,7 @@ impl Core {
             && matches!(header.kind, FrameKind::Eager | FrameKind::Announce | FrameKind::Here)
         {
             let called = &mut self.peers[from.index()].called;
-            *called = (*called).max(header.key + 1);
+            *called = (*called).max(header.key.saturating_add(1));
         }
         match (header.kind, header.lane) {
             (FrameKind::Eager, Lane::Collective) => self.collective_arrives(from, header),
@@ -611,7 +612,7 @@ impl Core {
             (FrameKind::Announce, Lane::PointToPoint) => self.message_announced(from, header),
             (FrameKind::Grant, _) => self.granted(from, header),
             (FrameKind::Taken, _) => {
-                self.taken(header.token);
+                self.taken(from, header.token);
                 Sink::Discard
             }
             (FrameKind::Withdrawn, _) => {
@@ -619,9 +620,7 @@ impl Core {
                 Sink::Discard
             }
             (FrameKind::Data, _) => match self.placements.remove(&(from, header.token)) {
-                Some(placement) if placement.filled + header.payload() <= placement.region.len() => {
-                    Sink::Place(placement)
-                }
+                Some(placement) if placement.fits(header.payload()) => Sink::Place(placement),
                 _ => Sink::Discard,
             },
             (FrameKind::Fail, _) => Sink::Heap(Vec::new()),
@@ -639,9 +638,15 @@ impl Core {
         }
     }
 
+    /// The message `token`, if it is `to` that it was announced to.
+    pub(crate) fn take_announced(&mut self, to: Rank, token: u64) -> Option<Announced> {
+        let Entry::Occupied(entry) = self.announced.entry(token) else { return None };
+        (entry.get().to == to).then(|| entry.remove())
+    }
+
     fn granted(&mut self, from: Rank, grant: Header) -> Sink {
         let token = grant.token;
-        match self.announced.remove(&token) {
+        match self.take_announced(from, token) {
             Some(announced) => {
                 let peer = &mut self.peers[from.index()];
                 peer.cannot_read |= grant.index == Grant::CannotRead as u32;
@@ -708,7 +713,8 @@ impl Core {
         }
     }
 
-    fn check_deadlines(&mut self, now: Instant) {
+    /// Ends what runs out of time at `now`.
+    pub(crate) fn expire(&mut self, now: Instant) {
         self.check_collective_deadline(now);
         self.check_message_deadlines(now);
         self.check_access_deadlines(now);

@@ -7,6 +7,7 @@
 
 use std::fmt;
 
+use crate::config::EagerBytes;
 use crate::engine::lending::Offer;
 use crate::error::LinkDown;
 use crate::sys::segment::SegmentId;
@@ -239,7 +240,7 @@ impl Header {
         let limit = match kind {
             FrameKind::Fail => FAIL_TEXT_MAX as u64,
             FrameKind::Data | FrameKind::Put => FRAGMENT_BYTES as u64,
-            FrameKind::Eager => EAGER_MAX as u64,
+            FrameKind::Eager => EagerBytes::MAX as u64,
             _ => u64::MAX,
         };
         if header.len > limit {
@@ -269,9 +270,6 @@ impl Header {
     }
 }
 
-/// The longest eager message any configuration allows.
-pub(crate) const EAGER_MAX: usize = 1 << 20;
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -298,7 +296,7 @@ mod tests {
             header[..32].copy_from_slice(&bytes);
             header[32..].copy_from_slice(&bytes);
             if let Ok(header) = Header::decode(&header) {
-                prop_assert!(header.payload() <= EAGER_MAX);
+                prop_assert!(header.payload() <= EagerBytes::MAX);
             }
         }
     }

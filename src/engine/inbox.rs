@@ -35,6 +35,15 @@ impl Placement {
         self.filled == self.region.len()
     }
 
+    /// Whether this can take the next `len` bytes: some, no more than are missing, and whole elements to be combined.
+    pub(crate) fn fits(&self, len: usize) -> bool {
+        let element = match self.arrival {
+            Arrival::Store => 1,
+            Arrival::Reduce(_, dtype) => dtype.size(),
+        };
+        len > 0 && self.filled + len <= self.region.len() && len.is_multiple_of(element)
+    }
+
     /// Takes bytes that arrived, as many as make whole elements; returns how many.
     pub(crate) fn take(&mut self, bytes: &[u8]) -> usize {
         match self.arrival {

@@ -97,8 +97,8 @@ impl Core {
     }
 
     /// `from` has read message `token` where it lies.
-    pub(crate) fn taken(&mut self, token: u64) {
-        if let Some(announced) = self.announced.remove(&token) {
+    pub(crate) fn taken(&mut self, from: Rank, token: u64) {
+        if let Some(announced) = self.take_announced(from, token) {
             self.written(announced.owner);
         }
     }

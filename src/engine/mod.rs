@@ -6,7 +6,7 @@
 //! `loss` ends what the departure of a rank makes impossible. `lending` lets a receiver read long messages out of the sender's memory. `frame` is the format on the wire.
 //! `recorder` remembers the last operations, and `dump` writes them down.
 
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
 pub(crate) mod by_hand;
 pub(crate) mod call;
 pub(crate) mod callbacks;
@@ -15,6 +15,8 @@ pub(crate) mod core;
 pub(crate) mod driver;
 pub(crate) mod dump;
 pub(crate) mod frame;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 pub(crate) mod inbox;
 pub(crate) mod lending;
 pub(crate) mod loss;

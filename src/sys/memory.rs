@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::sys::ring::RingWords;
 
 /// A ring's memory, mapped into this process.
 ///
@@ -80,29 +80,11 @@ impl RingMemory {
         self.capacity
     }
 
-    /// The reader's position.
-    pub fn head(&self) -> &AtomicU64 {
-        self.word64(HEAD)
-    }
-
-    /// The writer's position.
-    pub fn tail(&self) -> &AtomicU64 {
-        self.word64(TAIL)
-    }
-
-    /// Whether the reader wants to be woken for bytes.
-    pub fn reader_asleep(&self) -> &AtomicU32 {
-        self.word32(READER_ASLEEP)
-    }
-
-    /// Whether the writer wants to be woken for room.
-    pub fn writer_asleep(&self) -> &AtomicU32 {
-        self.word32(WRITER_ASLEEP)
-    }
-
-    /// How often the writer has taken memory back that it had offered to the reader.
-    pub fn withdrawals(&self) -> &AtomicU64 {
-        self.word64(WITHDRAWALS)
+    /// What both sides write.
+    pub fn words(&self) -> &RingWords {
+        // SAFETY: the words lie at the beginning of the header page, which lives as long as self; every bit pattern is
+        // one of theirs, and they are only accessed atomically.
+        unsafe { self.base.cast::<RingWords>().as_ref() }
     }
 
     /// The `len` bytes from position `head` on. Only the reader calls this, for bytes that the writer has released.
@@ -134,25 +116,6 @@ impl RingMemory {
         // SAFETY: header + offset is inside the mapping since offset < capacity.
         unsafe { self.base.as_ptr().add(header() + offset) }
     }
-
-    fn word64(&self, offset: usize) -> &AtomicU64 {
-        // SAFETY: the offsets are constants inside the header page.
-        let ptr = unsafe { self.base.as_ptr().add(offset) };
-        // SAFETY: the word is 64-byte aligned in a page that lives as long as self; it is only accessed atomically.
-        unsafe { AtomicU64::from_ptr(ptr.cast()) }
-    }
-
-    fn word32(&self, offset: usize) -> &AtomicU32 {
-        // SAFETY: the offsets are constants inside the header page.
-        let ptr = unsafe { self.base.as_ptr().add(offset) };
-        // SAFETY: as for `word64`.
-        unsafe { AtomicU32::from_ptr(ptr.cast()) }
-    }
-
-    /// Clears a wish to be woken. True: there was one, and the caller must ring.
-    pub fn clear(flag: &AtomicU32) -> bool {
-        flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::SeqCst) != 0
-    }
 }
 
 impl Drop for RingMemory {
@@ -179,12 +142,8 @@ fn header() -> usize {
 
 const CAPACITY_MAX: usize = 1 << 28;
 
-// Each on cache lines of its own, two apart because processors fetch lines in pairs.
-const HEAD: usize = 0;
-const TAIL: usize = 128;
-const READER_ASLEEP: usize = 256;
-const WRITER_ASLEEP: usize = 384;
-const WITHDRAWALS: usize = 512;
+// The smallest page of any system.
+const _: () = assert!(size_of::<RingWords>() <= 4096);
 
 #[cfg(test)]
 mod tests {
@@ -196,8 +155,8 @@ mod tests {
         let reader = RingMemory::open(fd.as_fd()).expect("the same ring");
         writer.write(65530, b"hello, world");
         assert_eq!(reader.bytes(65530, 12), b"hello, world");
-        writer.tail().store(7, Ordering::SeqCst);
-        assert_eq!(reader.tail().load(Ordering::SeqCst), 7);
+        writer.words().publish(7);
+        assert_eq!(reader.words().tail(), 7);
     }
 
     #[test]

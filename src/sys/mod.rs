@@ -6,6 +6,7 @@ pub mod net;
 pub mod peer_memory;
 pub mod poller;
 pub mod process;
+pub mod ring;
 pub mod segment;
 pub mod simd;
 pub mod socket;

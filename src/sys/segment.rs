@@ -150,7 +150,9 @@ impl PeerSegment {
     /// Maps segment `id` of process `pid`, after checking that it is that and can never shrink.
     pub fn open(pid: i32, id: SegmentId) -> io::Result<PeerSegment> {
         let path = format!("/proc/{pid}/fd/{}", id.fd());
-        let fd = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        // What is no segment may be a pipe, which would wait for a writer.
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let fd = rustix::fs::open(path, flags, Mode::empty())?;
         let stat = rustix::fs::fstat(&fd)?;
         let sealed = rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK);
         if !sealed || SegmentId::new(id.fd() as i32, stat.st_ino) != id {

@@ -5,13 +5,14 @@ use std::path::{Path, PathBuf};
 
 /// A module uses only modules of its own layer or of layers before it.
 const LAYERS: &[&[&str]] = &[
-    &["sync", "error", "types", "config"],
+    &["sync", "error", "types", "config", "fuzz_input"],
     &["sys", "buffer"],
     &["op", "topo", "schedule", "window", "work"],
     &["algo"],
     &["transport"],
     &["engine"],
     &["comm"],
+    &["fuzz"],
 ];
 
 /// Modules of one layer that must not see each other although one comes first: they meet in the engine.

@@ -11,6 +11,8 @@
 //! # Ok::<(), String>(())
 //! ```
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod memory;
 mod message;
 mod server;

@@ -1,7 +1,7 @@
 //! The process that keeps the values: one thread for all clients, none of which can hold it up.
 
 use std::collections::HashMap;
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
@@ -30,7 +30,7 @@ const CLIENTS_MAX: usize = 16 << 10;
 const ACCEPTED_AT_ONCE: usize = 256;
 
 /// The bytes of all keys and values together.
-const SHELF_LIMIT: usize = 256 << 20;
+pub(super) const SHELF_LIMIT: usize = 256 << 20;
 
 /// What an entry counts beside its bytes.
 const ENTRY_COST: usize = 128;
@@ -64,17 +64,17 @@ impl Drop for Server {
 }
 
 /// Keys and values, within a limit.
-struct Shelf {
+pub(super) struct Shelf {
     values: HashMap<String, Vec<u8>>,
     room: usize,
 }
 
 impl Shelf {
-    fn new(room: usize) -> Self {
+    pub(super) fn new(room: usize) -> Self {
         Shelf { values: HashMap::new(), room }
     }
 
-    fn set(&mut self, key: &str, value: &[u8]) -> Reply {
+    pub(super) fn set(&mut self, key: &str, value: &[u8]) -> Reply {
         let cost = |value: &[u8]| key.len() + value.len() + ENTRY_COST;
         let room = self.room + self.values.get(key).map_or(0, |old| cost(old));
         match room.checked_sub(cost(value)) {
@@ -87,7 +87,7 @@ impl Shelf {
         }
     }
 
-    fn get(&self, key: &str) -> Option<Reply> {
+    pub(super) fn get(&self, key: &str) -> Option<Reply> {
         self.values.get(key).cloned().map(Reply::Value)
     }
 }
@@ -151,7 +151,7 @@ impl Desk {
 
     fn accept(&mut self) {
         for _ in 0..ACCEPTED_AT_ONCE {
-            match self.listener.accept().and_then(|(stream, from)| Client::new(stream, from, self.secret)) {
+            match self.listener.accept().and_then(|(stream, from)| Client::admit(stream, from, self.secret)) {
                 Ok(client) => self.clients.push(client),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The caller hung up before it was its turn.
@@ -179,7 +179,7 @@ enum Stage {
 }
 
 /// How a connection ends.
-enum End {
+pub(super) enum End {
     /// By the client, or after its last answer.
     Left,
     /// By the server, which says why.
@@ -195,8 +195,8 @@ impl From<io::Error> for End {
     }
 }
 
-struct Client {
-    stream: TcpStream,
+pub(super) struct Client<S = TcpStream> {
+    stream: S,
     from: SocketAddr,
     /// The proof that it still owes.
     owed: Option<Acceptor>,
@@ -205,14 +205,26 @@ struct Client {
     due: Instant,
     intake: Intake,
     outgoing: Outgoing,
-    gone: bool,
+    pub(super) gone: bool,
 }
 
 impl Client {
-    fn new(stream: TcpStream, from: SocketAddr, secret: Option<Secret>) -> io::Result<Self> {
+    fn admit(stream: TcpStream, from: SocketAddr, secret: Option<Secret>) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        Ok(Client {
+        Ok(Client::new(stream, from, secret))
+    }
+
+    fn interest(&self) -> PollFd<'_> {
+        let flags = if self.outgoing.is_empty() { PollFlags::IN } else { PollFlags::OUT };
+        PollFd::new(&self.stream, flags)
+    }
+}
+
+impl<S: Read + Write> Client<S> {
+    /// A client behind a stream that does not block.
+    pub(super) fn new(stream: S, from: SocketAddr, secret: Option<Secret>) -> Self {
+        Client {
             stream,
             from: SocketAddr::new(from.ip().to_canonical(), from.port()),
             owed: secret.map(|secret| Acceptor::new(identity(Rank(0), secret))),
@@ -221,16 +233,11 @@ impl Client {
             intake: Intake::default(),
             outgoing: Outgoing::default(),
             gone: false,
-        })
-    }
-
-    fn interest(&self) -> PollFd<'_> {
-        let flags = if self.outgoing.is_empty() { PollFlags::IN } else { PollFlags::OUT };
-        PollFd::new(&self.stream, flags)
+        }
     }
 
     /// Takes a step, unless the client is gone already.
-    fn step(&mut self, step: impl FnOnce(&mut Self) -> Result<(), End>) {
+    pub(super) fn step(&mut self, step: impl FnOnce(&mut Self) -> Result<(), End>) {
         if self.gone {
             return;
         }
@@ -245,7 +252,7 @@ impl Client {
     }
 
     /// Writes and reads what can be, up to the end of one request.
-    fn advance(&mut self, shelf: &mut Shelf) -> Result<(), End> {
+    pub(super) fn advance(&mut self, shelf: &mut Shelf) -> Result<(), End> {
         self.outgoing.send(&mut self.stream)?;
         while self.outgoing.is_empty() {
             // From a client that waits no byte comes, but this is how its end shows.
@@ -308,7 +315,7 @@ impl Client {
     }
 
     /// Answers a client that waits if it can be, and gives up one whose time is over.
-    fn look(&mut self, shelf: &Shelf, now: Instant) -> Result<(), End> {
+    pub(super) fn look(&mut self, shelf: &Shelf, now: Instant) -> Result<(), End> {
         if let Stage::Waiting(key) = &self.stage {
             let found = shelf.get(key);
             if let Some(reply) = found.or((self.due <= now).then_some(Reply::Absent)) {

@@ -115,6 +115,18 @@ fn a_send_ends_when_it_is_taken() {
 }
 
 #[test]
+fn only_its_receiver_disposes_of_a_message() {
+    let (mut scene, mut words) = (Scene::new(), Words::new(vec![7]));
+    scene.core.eager_bytes = 0;
+    let work = scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+    let token = scene.sent()[0].token;
+    scene.core.taken(Rank(0), token);
+    assert!(!work.is_done() && scene.core.take_announced(Rank(0), token).is_none());
+    scene.core.taken(Rank(1), token);
+    assert!(work.is_done());
+}
+
+#[test]
 fn memory_is_withdrawn_before_an_operation_ends_early() {
     let (mut scene, mut words) = (Scene::new(), Words::new(vec![7]));
     scene.core.eager_bytes = 0;

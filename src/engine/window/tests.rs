@@ -3,6 +3,7 @@
 use super::*;
 use crate::engine::by_hand;
 use crate::engine::memory::Words;
+use crate::types::{DType, ReduceOp};
 
 /// Rank 0 with a window of two words, to which rank 1 writes by hand.
 struct Scene {
@@ -54,6 +55,29 @@ fn frames_for_what_is_not_lent_are_dropped_and_the_stream_goes_on() {
     assert_eq!((scene.words.get(), scene.signals()), ([0, 0].as_slice(), 0));
     scene.send(&Scene::header(FrameKind::Signal, id, 0, 0));
     assert_eq!(scene.signals(), 1);
+}
+
+#[test]
+fn the_greatest_numbers_are_numbers_like_others() {
+    let mut scene = Scene::new();
+    for kind in [FrameKind::Here, FrameKind::Announce, FrameKind::Grant, FrameKind::Get, FrameKind::Credit] {
+        for lane in [Lane::Collective, Lane::PointToPoint] {
+            scene.send(&control(kind, lane, u64::MAX, u64::MAX, u64::MAX).encode());
+        }
+    }
+    assert!(scene.by_hand.core.lost(Rank(1)).is_none());
+}
+
+#[test]
+fn half_an_element_does_not_hold_up_the_stream() {
+    let (mut scene, mut sum) = (Scene::new(), Words::new(vec![0; 2]));
+    let region = Region::of(&[sum.buffer()]);
+    let arrival = Arrival::Reduce(ReduceOp::Sum, DType::U64);
+    scene.by_hand.core.expect(Rank(1), 5, Placement { region, arrival, owner: Owner::PROTOCOL, filled: 0 });
+    scene.send(&Scene::header(FrameKind::Data, 0, 5, 4));
+    scene.send(&[1; 4]);
+    scene.send(&Scene::header(FrameKind::Signal, scene.window.0, 0, 0));
+    assert_eq!((sum.get(), scene.signals()), ([0, 0].as_slice(), 1));
 }
 
 #[test]

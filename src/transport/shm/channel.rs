@@ -1,15 +1,10 @@
 //! The two ends of a ring.
-//!
-//! Positions are published with Release and read with Acquire by the other side. Before it sleeps, a side sets its
-//! flag, issues a SeqCst fence and looks at the other's position once more; after it moved its own position, a side
-//! issues a SeqCst fence and looks at the other's flag. One of the two sees the other, so no wake is lost.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, Read, Write};
 use std::os::unix::net::UnixStream;
 
 use crate::error::LinkDown;
-use crate::sync::{AtomicU32, Ordering, fence};
 use crate::sys::memory::RingMemory;
 use crate::sys::peer_memory::PeerMemory;
 use crate::sys::poller::Registration;
@@ -31,14 +26,10 @@ impl Bell {
         Bell { stream, ended: false, _registration: registration }
     }
 
-    /// Wakes the other side if its flag is set.
-    fn ring_if(&mut self, flag: &AtomicU32) {
-        // SeqCst: pairs with the fence of the side that sets the flag; see the module's text.
-        fence(Ordering::SeqCst);
-        if RingMemory::clear(flag) {
-            // A full socket has enough bytes to wake the other side; a broken one is noticed by `drain`.
-            let _ = self.stream.write(&[0]);
-        }
+    /// Wakes the other side.
+    fn ring(&mut self) {
+        // A full socket has enough bytes to wake the other side; a broken one is noticed by `drain`.
+        let _ = self.stream.write(&[0]);
     }
 
     /// Takes the bytes that rang, and notices the end.
@@ -81,9 +72,7 @@ impl ShmOutlet {
 
     /// The bytes of room. The peer's position is checked, since it is the peer's to write.
     fn room(&self) -> Result<usize, LinkDown> {
-        // Acquire: pairs with the reader's Release, so that its reads of the room are over.
-        let head = self.memory.head().load(Ordering::Acquire);
-        let used = self.tail.wrapping_sub(head);
+        let used = self.tail.wrapping_sub(self.memory.words().head());
         let capacity = self.memory.capacity();
         if used > capacity as u64 {
             return Err(LinkDown::new("the peer garbled the shared ring"));
@@ -93,9 +82,9 @@ impl ShmOutlet {
 
     /// Shows the reader what has been written.
     fn publish(&mut self) {
-        // Release: pairs with the reader's Acquire, so that it sees the bytes.
-        self.memory.tail().store(self.tail, Ordering::Release);
-        self.bell.ring_if(self.memory.reader_asleep());
+        if self.memory.words().publish(self.tail) {
+            self.bell.ring();
+        }
     }
 
     fn introduce(&mut self) -> Result<(), LinkDown> {
@@ -155,14 +144,13 @@ impl Outlet for ShmOutlet {
             // The socket wakes for the handshake's next message.
             return false;
         }
-        self.memory.writer_asleep().store(1, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
+        self.memory.words().arm_writer();
         self.bell.drain();
         self.bell.ended || self.room().is_ok_and(|room| room > 0)
     }
 
     fn disarm(&mut self) {
-        self.memory.writer_asleep().store(0, Ordering::SeqCst);
+        self.memory.words().disarm_writer();
     }
 
     fn is_open(&self) -> bool {
@@ -174,10 +162,7 @@ impl Outlet for ShmOutlet {
     }
 
     fn withdraw(&mut self) {
-        self.memory.withdrawals().fetch_add(1, Ordering::SeqCst);
-        // SeqCst: what is written to the memory from now on is seen by a reader no earlier than the count, which it
-        // looks at after it has read; pairs with the fence in `withdrawals`.
-        fence(Ordering::SeqCst);
+        self.memory.words().withdraw();
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
@@ -206,9 +191,7 @@ impl ShmInlet {
     }
 
     fn available(&self) -> Result<usize, LinkDown> {
-        // Acquire: pairs with the writer's Release, so that the bytes are visible.
-        let tail = self.memory.tail().load(Ordering::Acquire);
-        let available = tail.wrapping_sub(self.head);
+        let available = self.memory.words().tail().wrapping_sub(self.head);
         if available > self.memory.capacity() as u64 {
             return Err(LinkDown::new("the peer garbled the shared ring"));
         }
@@ -239,9 +222,9 @@ impl Inlet for ShmInlet {
         }
         self.stalled = false;
         self.head += count as u64;
-        // Release: pairs with the writer's Acquire, so that it reuses the room only now.
-        self.memory.head().store(self.head, Ordering::Release);
-        self.bell.ring_if(self.memory.writer_asleep());
+        if self.memory.words().release(self.head) {
+            self.bell.ring();
+        }
     }
 
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
@@ -280,20 +263,17 @@ impl Inlet for ShmInlet {
     }
 
     fn withdrawals(&self) -> u64 {
-        // SeqCst: see `ShmOutlet::withdraw`.
-        fence(Ordering::SeqCst);
-        self.memory.withdrawals().load(Ordering::SeqCst)
+        self.memory.words().withdrawals()
     }
 
     fn arm(&mut self) -> bool {
-        self.memory.reader_asleep().store(1, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
+        self.memory.words().arm_reader();
         self.bell.drain();
         self.bell.ended || self.available().is_ok_and(|available| available > 0)
     }
 
     fn disarm(&mut self) {
-        self.memory.reader_asleep().store(0, Ordering::SeqCst);
+        self.memory.words().disarm_reader();
     }
 }
 

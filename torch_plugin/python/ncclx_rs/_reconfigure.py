@@ -84,7 +84,8 @@ def _location(handle: InitHandle) -> tuple[str, int]:
     version, _, rest = handle.partition(":")
     _, _, address = rest.partition(":")
     host, _, port = address.rpartition(":")
-    if version != _VERSION or not host or not port.isdecimal():
+    known = version == _VERSION and host and handle.isascii() and port.isdecimal() and len(port) <= 5
+    if not known or not 0 < int(port) < 2**16:
         raise RuntimeError(
             "reconfigure: argument `init_handles`: expected results of get_init_handle, "
             f"got {len(handle)} characters that are none"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 _VERSION = 2
 
 T = TypeVar("T")
+
+_types = functools.cache(get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def read(folder: str | Path) -> Folder:
     for file in sorted(file for file in Path(folder).iterdir() if file.suffix == ".json"):
         try:
             dump = parse(file.read_text())
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             unreadable[file] = str(error)
             continue
         communicator = found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size))
@@ -161,9 +164,11 @@ def parse(text: str) -> Dump:
     records = [_filled(Record, record) for record in content["records"]]
     dump = _filled(Dump, content | {"peers": peers, "records": records})
     ranks = range(len(dump.members))
-    told = [dump.rank, *(peer.rank for peer in peers), *(r.peer for r in records if r.peer is not None)]
+    told = [dump.rank, *(r.peer for r in records if r.peer is not None)]
     if dump.size != len(ranks) or any(rank not in ranks for rank in told) or {*map(type, dump.members)} != {int}:
         raise ValueError(f"it tells of ranks that there are not among {dump.size}")
+    if [peer.rank for peer in peers] != [rank for rank in ranks if rank != dump.rank]:
+        raise ValueError(f"it does not tell of each of {dump.size} ranks")
     return dump
 
 
@@ -177,4 +182,15 @@ def _filled(kind: type[T], content: dict[str, Any]) -> T:
     missing = [name for name in names if name not in content]
     if missing:
         raise ValueError(f"a {kind.__name__} has no {', '.join(missing)}")
+    for name, expected in _types(kind).items():  # type: ignore[arg-type]  # as above
+        _check(f"a {kind.__name__}'s {name}", content[name], expected)
     return kind(**{name: content[name] for name in names})
+
+
+def _check(what: str, value: object, expected: Any) -> None:
+    if not isinstance(value, list if get_origin(expected) is list else expected):
+        raise ValueError(f"{what} is {value!r:.50}, not {expected}")
+    if isinstance(value, int) and not 0 <= value < 2**64:
+        raise ValueError(f"{what} is no number of 64 bits")
+    if isinstance(value, str):
+        value.encode()  # JSON can spell what is no text

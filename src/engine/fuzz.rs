@@ -1,0 +1,193 @@
+//! A rank with operations in flight, and a peer that sends it what the fuzzer likes.
+
+use std::time::{Duration, Instant};
+
+use crate::algo::Collective;
+use crate::engine::by_hand::Scene;
+use crate::engine::call::Call;
+use crate::engine::collective::Request;
+use crate::engine::core::Core;
+use crate::engine::frame::{HEADER_BYTES, Header, Signature};
+use crate::engine::memory::{Region, Words};
+use crate::engine::message::{Direction, MessageRequest};
+use crate::engine::recorder::Bytes;
+use crate::engine::window::{Access, AccessRequest};
+use crate::fuzz_input::Input;
+use crate::types::{DType, Rank, ReduceOp, Source, Tag};
+use crate::window::WindowId;
+use crate::work::Work;
+
+const PEER: Rank = Rank(1);
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The input is a play: what this rank begins, and what the peer sends meanwhile.
+pub(crate) fn frames(bytes: &[u8]) {
+    let mut input = Input::new(bytes);
+    let mut play = Play::new();
+    while !input.is_empty() {
+        play.act(&mut input);
+        play.check();
+    }
+    play.scene.core.close("aborted: the play is over");
+    assert!(play.in_flight.iter().all(|(work, _)| work.is_done()), "an operation outlived its communicator");
+}
+
+struct Play {
+    scene: Scene,
+    window: WindowId,
+    lent: Words,
+    /// Operations with their memory, which is freed as soon as they are done.
+    in_flight: Vec<(Work, Vec<Words>)>,
+}
+
+impl Play {
+    fn new() -> Play {
+        let mut scene = Scene::new();
+        let (window, lent) = lend(&mut scene.core);
+        Play { scene, window, lent, in_flight: Vec::new() }
+    }
+
+    fn act(&mut self, input: &mut Input<'_>) {
+        match input.byte() % 10 {
+            0 => {
+                let count = input.byte();
+                self.scene.send(input.take(count.into()));
+            }
+            1 | 2 => self.frame(input),
+            3 => {
+                let direction = match input.byte() % 3 {
+                    0 => Direction::Send(PEER),
+                    1 => Direction::Receive(Source::Rank(PEER)),
+                    _ => Direction::Receive(Source::Any),
+                };
+                self.message(direction, input);
+            }
+            4 => self.collective(input),
+            5 => self.access(input),
+            6 => {
+                let mut link = self.scene.link();
+                link.withdrawals += u64::from(input.byte() % 2);
+                let count = input.byte();
+                link.memory = input.take(count.into()).to_vec();
+            }
+            7 => {
+                self.scene.core.eager_bytes = 8 * usize::from(input.byte());
+                self.scene.core.single_copy_bytes = 8 * usize::from(input.byte());
+            }
+            8 => self.scene.core.expire(Instant::now() + 2 * TIMEOUT),
+            _ => {
+                self.scene.core.conceal(self.window);
+                (self.window, self.lent) = lend(&mut self.scene.core);
+            }
+        }
+        self.scene.settle();
+    }
+
+    /// What must hold whatever the peer has sent.
+    fn check(&mut self) {
+        self.in_flight.retain(|(work, _)| !work.is_done());
+        self.scene.core.finished.clear();
+        let mut link = self.scene.link();
+        let mut sent = std::mem::take(&mut link.from_core).into_iter();
+        while sent.len() > 0 {
+            let header: Vec<u8> = sent.by_ref().take(HEADER_BYTES).collect();
+            let header = Header::decode(header[..].try_into().expect("a whole header")).expect("a header");
+            assert_eq!(sent.by_ref().take(header.payload()).count(), header.payload(), "{header:?}");
+        }
+        let unread = link.unread;
+        drop(link);
+        if self.scene.core.lost(PEER).is_none() {
+            assert!(unread < HEADER_BYTES, "the stream stalls");
+            assert!(!self.scene.core.can_read_lent(), "a message is not read although it could be");
+        }
+    }
+
+    /// A frame of the format that peers send, with fields that are mostly small numbers, and its payload.
+    fn frame(&mut self, input: &mut Input<'_>) {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0] = 1 + input.byte() % 12;
+        bytes[1] = input.byte() % 2;
+        if input.byte().is_multiple_of(2) {
+            bytes[2..5].copy_from_slice(&input.array::<3>());
+        } else {
+            bytes[2] = SIGNATURE.operation;
+        }
+        bytes[12..16].copy_from_slice(&(input.number() as u32).to_le_bytes());
+        for field in [24, 32, 40, 48, 56] {
+            bytes[field..field + 8].copy_from_slice(&input.number().to_le_bytes());
+        }
+        let payload = Header::decode(&bytes).map_or(0, |header| header.payload());
+        // One byte stands for all, so that long payloads need no long inputs.
+        let payload = vec![input.byte(); payload.min(PAYLOAD_MAX)];
+        self.scene.send(&[bytes.as_slice(), &payload].concat());
+    }
+
+    fn begin(&mut self, call: Call) -> Work {
+        self.scene.core.begin(Scene::nobody(), call, Bytes::default())
+    }
+
+    fn message(&mut self, direction: Direction, input: &mut Input<'_>) {
+        let (mut words, tag) = (words(input), Tag(input.byte().into()));
+        let region = Region::of(&[words.buffer()]);
+        let work = self.begin(direction.call(tag, region.len()));
+        let request = MessageRequest { direction, tag, region, timeout: TIMEOUT, work: work.clone() };
+        self.scene.core.submit_message(request);
+        self.in_flight.push((work, vec![words]));
+    }
+
+    fn collective(&mut self, input: &mut Input<'_>) {
+        let (kind, dtype) = (input.byte(), [DType::U64, DType::F32, DType::F16][usize::from(input.byte() % 3)]);
+        let (mut mine, mut theirs) = (words(input), words(input));
+        let elements = |words: &Words| words.get().len() * 8 / dtype.size();
+        let (count, other) = (elements(&mine), elements(&theirs));
+        let (collective, received) = match kind % 4 {
+            0 => (Collective::AllReduce { count }, count),
+            1 => (Collective::Broadcast { count, root: Rank(u32::from(kind / 4 % 2)) }, count),
+            2 => (Collective::AllGather { counts: vec![count, other] }, count + other),
+            _ => (Collective::AllToAll { send: vec![count, other], recv: vec![count, count] }, 2 * count),
+        };
+        let mut all = Words::new(vec![0; received * dtype.size() / 8]);
+        let input = match kind % 4 {
+            3 => Region::of(&[mine.buffer(), theirs.buffer()]),
+            _ => Region::of(&[mine.buffer()]),
+        };
+        let output = Region::of(&[all.buffer()]);
+        let work = self.begin(Call::Collective(SIGNATURE));
+        let (signature, reduce, timeout) = (SIGNATURE, Some(ReduceOp::Sum), TIMEOUT);
+        let request = Request { collective, signature, reduce, dtype, input, output, timeout, work: work.clone() };
+        self.scene.core.collectives.submit(request);
+        self.in_flight.push((work, vec![mine, theirs, all]));
+    }
+
+    fn access(&mut self, input: &mut Input<'_>) {
+        let (kind, mut words, offset) = (input.byte(), words(input), usize::from(input.byte()));
+        let region = Region::of(&[words.buffer()]);
+        let access = match kind % 4 {
+            0 => Access::Put { offset, from: region },
+            1 => Access::Get { offset, into: region },
+            2 => Access::Signal,
+            _ => Access::WaitSignal,
+        };
+        let (window, peer, timeout) = (self.window, PEER, TIMEOUT);
+        let work = self.begin(access.call(peer, window));
+        self.scene.core.submit_access(AccessRequest { window, peer, access, timeout, work: work.clone() });
+        self.in_flight.push((work, vec![words]));
+    }
+}
+
+/// What this rank calls: a peer that agrees needs to get one byte right.
+const SIGNATURE: Signature = Signature { operation: 1, dtype: 0, reduction: 0, root: 0, count: 0 };
+
+/// The most payload that comes with a header by itself.
+const PAYLOAD_MAX: usize = 4096;
+
+/// Memory for up to 255 numbers.
+fn words(input: &mut Input<'_>) -> Words {
+    Words::new(vec![0; input.byte().into()])
+}
+
+/// Opens a window of 64 bytes.
+fn lend(core: &mut Core) -> (WindowId, Words) {
+    let mut words = Words::new(vec![0; 8]);
+    (core.windows.expose(Region::of(&[words.buffer()])), words)
+}

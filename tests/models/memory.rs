@@ -1,0 +1,101 @@
+//! The ring of shared memory between two processes.
+
+use loom::cell::UnsafeCell;
+use loom::thread;
+
+use crate::ring::RingWords;
+use crate::sync::{Arc, AtomicU64, Condvar, Mutex, Ordering, lock};
+
+/// The socket beside a ring: a byte that comes is not lost.
+#[derive(Default)]
+struct Bell {
+    rung: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Bell {
+    fn ring(&self) {
+        *lock(&self.rung) = true;
+        self.changed.notify_one();
+    }
+
+    fn wait(&self) {
+        let mut rung = lock(&self.rung);
+        while !std::mem::take(&mut *rung) {
+            rung = self.changed.wait(rung).expect("no panic");
+        }
+    }
+}
+
+/// A ring that holds one number.
+#[derive(Default)]
+struct Ring {
+    words: RingWords,
+    cell: UnsafeCell<u64>,
+    bytes_come: Bell,
+    room_comes: Bell,
+}
+
+#[allow(unsafe_code, reason = "loom's cells, which report every race")]
+impl Ring {
+    fn write(&self, tail: u64) {
+        while self.words.head() != tail {
+            self.words.arm_writer();
+            if self.words.head() != tail {
+                self.room_comes.wait();
+            }
+            self.words.disarm_writer();
+        }
+        // SAFETY: loom checks that the reader does not look at it meanwhile.
+        self.cell.with_mut(|cell| unsafe { *cell = tail + 1 });
+        if self.words.publish(tail + 1) {
+            self.bytes_come.ring();
+        }
+    }
+
+    fn read(&self, head: u64) -> u64 {
+        while self.words.tail() == head {
+            self.words.arm_reader();
+            if self.words.tail() == head {
+                self.bytes_come.wait();
+            }
+            self.words.disarm_reader();
+        }
+        // SAFETY: loom checks that the writer does not write it meanwhile.
+        let number = self.cell.with(|cell| unsafe { *cell });
+        if self.words.release(head + 1) {
+            self.room_comes.ring();
+        }
+        number
+    }
+}
+
+#[test]
+fn what_is_published_is_there_and_nobody_sleeps_on() {
+    let mut model = loom::model::Builder::new();
+    // Two threads need few switches to err, and without a bound this takes very long.
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let ring = Arc::new(Ring::default());
+        let writer = Arc::clone(&ring);
+        let thread = thread::spawn(move || (0..2).for_each(|tail| writer.write(tail)));
+        assert_eq!([ring.read(0), ring.read(1)], [1, 2]);
+        thread.join().expect("no panic");
+    });
+}
+
+#[test]
+fn what_is_used_for_something_else_is_not_believed() {
+    loom::model(|| {
+        let shared = Arc::new((RingWords::default(), AtomicU64::new(0)));
+        let owner = Arc::clone(&shared);
+        let thread = thread::spawn(move || {
+            owner.0.withdraw();
+            owner.1.store(666, Ordering::Relaxed);
+        });
+        let (words, memory) = &*shared;
+        let read = memory.load(Ordering::Relaxed);
+        assert!(words.withdrawals() == 1 || read == 0);
+        thread.join().expect("no panic");
+    });
+}

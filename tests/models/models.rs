@@ -1,0 +1,30 @@
+//! Every interleaving of the lock-free parts, by loom: <https://docs.rs/loom>.
+//!
+//! The modules under test are the engine's own files. They find loom's atomics and locks under the path where the engine
+//! has the standard library's.
+
+#![allow(clippy::arc_with_non_send_sync, reason = "loom runs one thread at a time")]
+
+#[path = "../../src/sys/ring.rs"]
+#[allow(unreachable_pub, reason = "it is public in the engine")]
+mod ring;
+#[path = "../../src/work.rs"]
+#[allow(unreachable_pub, dead_code, reason = "it is public in the engine, which uses the rest")]
+mod work;
+
+mod completion;
+mod memory;
+
+use ncclx_rs::{error, types};
+
+/// What `crate::sync` is to the engine.
+mod sync {
+    pub(crate) use std::sync::Arc;
+
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+    pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
+
+    pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+        mutex.lock().expect("no panic")
+    }
+}
