@@ -20,6 +20,8 @@ pub enum Interest {
     Write,
     /// Either.
     ReadWrite,
+    /// Nothing else.
+    Nothing,
 }
 
 impl Interest {
@@ -28,6 +30,7 @@ impl Interest {
             Interest::Read => epoll::EventFlags::IN,
             Interest::Write => epoll::EventFlags::OUT,
             Interest::ReadWrite => epoll::EventFlags::IN | epoll::EventFlags::OUT,
+            Interest::Nothing => epoll::EventFlags::empty(),
         }
     }
 }

@@ -6,6 +6,7 @@ mod connect;
 use std::io;
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
@@ -35,7 +36,7 @@ pub struct TcpTransport {
     advertise: Vec<IpAddr>,
     port: u16,
     listener: TcpListener,
-    _registration: Registration,
+    registration: Registration,
     pending: Pending<TcpStream>,
 }
 
@@ -46,7 +47,7 @@ impl TcpTransport {
         let port = listener.local_addr()?.port();
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(TcpTransport { identity, poller, advertise, port, listener, _registration: registration, pending })
+        Ok(TcpTransport { identity, poller, advertise, port, listener, registration, pending })
     }
 }
 
@@ -78,14 +79,17 @@ impl Transport for TcpTransport {
             }
         }
         let poller = &self.poller;
-        self.pending.drive(|candidate| {
+        let accepted = self.pending.drive(|candidate| {
             candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
             let Some(rank) = candidate.rank else { return Ok(None) };
             let inlet = TcpInlet::new(candidate.stream.try_clone()?, poller)?;
             Ok(Some((rank, Box::new(inlet) as Box<dyn Inlet>)))
-        })
+        });
+        self.pending.watch(&mut self.registration);
+        accepted
     }
-    fn is_accepting(&self) -> bool {
-        !self.pending.is_empty()
+
+    fn accepting_until(&self) -> Option<Instant> {
+        self.pending.due()
     }
 }
