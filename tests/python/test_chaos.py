@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from harness import (
     BACKEND,
+    GROUP_TIMEOUT,
     MODES,
     PR_SET_PDEATHSIG,
     World,
@@ -251,6 +252,7 @@ def lose_store(members: list[int], rank: int, stage: str, delay: float, choice: 
         if me == 0 and stage == "joining":
             timer.start()
         dist.init_process_group(BACKEND, store=store, rank=me, world_size=size, timeout=JOINING)
+        set_timeout(dist.group.WORLD, GROUP_TIMEOUT)
         if me == 0 and stage == "operating":
             timer.start()
         operate(choice, me, size, 100)
