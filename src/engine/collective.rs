@@ -500,7 +500,11 @@ impl Core {
             ..=TELL_ALL_UP_TO => others.filter(|rank| self.is_silent(*rank, sequence, now)).collect(),
             _ => Vec::new(),
         };
-        if silent.is_empty() { slow } else { format!("{slow}; rank(s) {} finished it or fell silent", rank_list(&silent)) }
+        if silent.is_empty() {
+            slow
+        } else {
+            format!("{slow}; rank(s) {} finished it or fell silent", rank_list(&silent))
+        }
     }
 
     /// Whether `rank` has called collective `sequence` and no later one, and no longer says that it waits.
