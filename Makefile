@@ -103,6 +103,16 @@ $(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))
 python-test: $(call installed,$(TORCH)) $(PROGRAMS) ## Runs the tests of the PyTorch backend
 	$(IN_VENV) python -m pytest tests/python
 
+# Long versions of two tests, for a nightly run.
+.PHONY: chaos
+chaos: $(call installed,$(TORCH)) ## Makes 1,000 random faults: FAULTS and SEED change that
+	$(IN_VENV) NCCLX_RS_CHAOS_FAULTS=$(or $(FAULTS),1000) NCCLX_RS_CHAOS_SEED=$(or $(SEED),1) \
+		NCCLX_RS_TEST_WATCHDOG=300 python -m pytest tests/python/test_chaos.py --timeout 900
+
+.PHONY: soak
+soak: ## Runs a million mixed operations, and watches memory, file descriptors and threads
+	NCCLX_RS_SOAK_OPERATIONS=$(or $(OPERATIONS),1000000) cargo test --locked --test process soak -- --nocapture
+
 .PHONY: lint
 lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
 	cargo fmt --all --check

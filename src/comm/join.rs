@@ -335,6 +335,20 @@ mod tests {
     }
 
     #[test]
+    fn a_proof_cannot_be_said_again() {
+        let keys = Keys::random().unwrap();
+        let introduction = Introduction::new(Rank(1)).unwrap();
+        let mut proof = None;
+        for reception in [&mut Reception::new(), &mut Reception::new()] {
+            let Ok(Next::Say(challenge)) = reception.take(&keys, &introduction.hello()) else { panic!("no challenge") };
+            let challenge = challenge.as_slice().try_into().unwrap();
+            let again = proof.is_some();
+            let proof = proof.get_or_insert_with(|| introduction.answer(&keys, challenge).unwrap());
+            assert_eq!(reception.take(&keys, proof).is_err(), again);
+        }
+    }
+
+    #[test]
     fn strangers_and_long_messages_are_refused() {
         let keys = Keys::random().unwrap();
         assert!(Reception::new().take(&keys, PLAIN, &[b'G'; HELLO_BYTES]).is_err());

@@ -29,6 +29,8 @@ pub(crate) struct Link {
     pub(crate) withdrawals: u64,
     /// How often rank 0 has.
     pub(crate) core_withdrawals: u64,
+    /// Whether rank 0's stream to rank 1 is down.
+    pub(crate) broken: bool,
 }
 
 /// Rank 0 of two ranks, and what the test holds of rank 1.
@@ -115,8 +117,8 @@ impl Transport for ByHand {
         vec![(Rank(1), Box::new(Receiving { link: Arc::clone(&self.link), seen: Vec::new() }))]
     }
 
-    fn is_accepting(&self) -> bool {
-        false
+    fn accepting_until(&self) -> Option<Instant> {
+        None
     }
 }
 
@@ -125,6 +127,9 @@ struct Sending(Arc<Mutex<Link>>);
 impl Outlet for Sending {
     fn write(&mut self, bytes: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         let mut link = lock(&self.0);
+        if link.broken {
+            return Err(LinkDown::new("it closed the connection"));
+        }
         bytes.iter().for_each(|bytes| link.from_core.extend_from_slice(bytes));
         Ok(bytes.iter().map(|bytes| bytes.len()).sum())
     }
@@ -196,4 +201,54 @@ impl Inlet for Receiving {
     }
 
     fn disarm(&mut self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::core::{LINGER, control};
+    use crate::engine::frame::{EAGER_MAX, FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Lane};
+    use crate::types::Source;
+
+    #[test]
+    fn a_frame_longer_than_its_kind_allows_ends_the_connection() {
+        for (kind, limit) in [
+            (FrameKind::Eager, EAGER_MAX),
+            (FrameKind::Data, FRAGMENT_BYTES),
+            (FrameKind::Put, FRAGMENT_BYTES),
+            (FrameKind::Fail, FAIL_TEXT_MAX),
+        ] {
+            for len in [limit as u64 + 1, u64::MAX] {
+                let mut scene = Scene::new();
+                scene.settle();
+                scene.send(&control(kind, Lane::PointToPoint, 0, 0, len).encode());
+                let lost = scene.core.lost(Rank(1)).unwrap_or_default().to_owned();
+                assert!(lost.contains(&format!("{kind:?} frame of {len} bytes")), "{lost}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_rank_sent_before_it_was_lost_is_taken_however_late() {
+        let mut scene = Scene::new();
+        let mut words = Words::new(vec![0]);
+        let receive = scene.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
+        scene.link().broken = true;
+        scene.settle();
+        std::thread::sleep(LINGER); // as if this process had no core to run on
+        let header = control(FrameKind::Eager, Lane::PointToPoint, 0, 0, 8).encode();
+        scene.send(&[header.as_slice(), &7u64.to_ne_bytes()].concat());
+        assert_eq!((receive.result(), words.get()), (Some(Ok(())), [7].as_slice()));
+        assert!(scene.core.lost(Rank(1)).is_some());
+    }
+
+    #[test]
+    fn an_announcement_of_any_length_takes_no_memory() {
+        let mut scene = Scene::new();
+        scene.send(&control(FrameKind::Announce, Lane::PointToPoint, 0, 7, u64::MAX).encode());
+        let mut words = Words::new(vec![0; 2]);
+        let receive = scene.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
+        let error = receive.result().expect("an end").expect_err("another length");
+        assert!(matches!(error, crate::Error::Mismatch { .. }), "{error}");
+    }
 }

@@ -59,8 +59,9 @@ struct Active {
     ready: VecDeque<StepId>,
     left: usize,
     deadline: Option<Instant>,
-    /// When the others are told that this rank waits.
+    /// When the others are told, and told again, that this rank waits.
     announce_at: Option<Instant>,
+    announce_every: Duration,
 }
 
 /// The collectives of one communicator.
@@ -159,8 +160,10 @@ impl Core {
         self.recorder.started(request.work.number(), now);
         let deadline = deadline(now, request.timeout);
         let announce_at = now.checked_add(ANNOUNCE_AFTER.min(request.timeout / 4));
+        let announce_every = ANNOUNCE_AFTER.max(request.timeout / 8);
         let left = blocked.len();
-        let active = Active { sequence, request, plan, spaces, blocked, ready, left, deadline, announce_at };
+        let active =
+            Active { sequence, request, plan, spaces, blocked, ready, left, deadline, announce_at, announce_every };
         self.collectives.active = Some(active);
         if let Some(failure) = self.collectives.failed.remove(&sequence) {
             self.fail_active_remotely(failure);
@@ -368,6 +371,9 @@ impl Core {
 
     /// `from` has called collective `header.key` and waits.
     pub(crate) fn collective_called(&mut self, from: Rank, header: Header) {
+        // Twice the time that it takes until it says so again: it may be late.
+        let silence = Duration::from_millis(header.len.saturating_mul(2));
+        self.peers[from.index()].heard_until = deadline(Instant::now(), silence);
         if self.collectives.active.as_ref().is_some_and(|active| active.sequence == header.key) {
             self.check_signature(from, header.signature);
         }
@@ -494,9 +500,10 @@ impl Core {
         let Some(active) = &mut self.collectives.active else { return };
         let sequence = active.sequence;
         if active.announce_at.is_some_and(|at| at <= now) {
-            active.announce_at = None;
+            active.announce_at = now.checked_add(active.announce_every);
             let signature = active.request.signature;
-            let here = Header { signature, ..control(FrameKind::Here, Lane::Collective, sequence, 0, 0) };
+            let again = active.announce_every.as_millis().try_into().unwrap_or(u64::MAX);
+            let here = Header { signature, ..control(FrameKind::Here, Lane::Collective, sequence, 0, again) };
             for peer in self.everyone_else() {
                 self.send(peer, here, Body::Empty, Owner::PROTOCOL);
             }
@@ -504,13 +511,14 @@ impl Core {
         let Some(active) = &self.collectives.active else { return };
         if active.deadline.is_some_and(|deadline| deadline <= now) {
             let waited = active.request.work.age();
-            let detail = self.who_is_missing(sequence);
+            let detail = self.who_is_missing(sequence, now);
             self.fail_active_with(|operation| Error::Timeout { operation, waited, detail });
         }
     }
 
-    /// Says which ranks have not called collective `sequence`, or, if all have, which ones this rank waits for.
-    fn who_is_missing(&self, sequence: u64) -> String {
+    /// Says which ranks have not called collective `sequence`, or, if all have, which ones this rank waits for, and which
+    /// one those may wait for.
+    fn who_is_missing(&self, sequence: u64, now: Instant) -> String {
         let (came, missing): (Vec<Rank>, Vec<Rank>) =
             (0..self.size()).map(Rank::from).partition(|rank| *rank == self.me || self.has_called(*rank, sequence));
         if !missing.is_empty() {
@@ -520,8 +528,27 @@ impl Core {
         let posted: HashSet<Rank> = self.collectives.posted.keys().map(|(from, ..)| *from).collect();
         let op = OpRef::Collective(sequence);
         let slow: Vec<Rank> =
-            came.into_iter().filter(|rank| posted.contains(rank) || self.exchanges(op, *rank)).collect();
-        format!("collective {sequence}: all ranks called it; rank(s) {} did not finish their part", rank_list(&slow))
+            came.iter().copied().filter(|rank| posted.contains(rank) || self.exchanges(op, *rank)).collect();
+        let slow = format!(
+            "collective {sequence}: all ranks called it; rank(s) {} did not finish their part",
+            rank_list(&slow)
+        );
+        let others = came.into_iter().filter(|rank| *rank != self.me);
+        let silent: Vec<Rank> = match self.size() {
+            ..=TELL_ALL_UP_TO => others.filter(|rank| self.is_silent(*rank, sequence, now)).collect(),
+            _ => Vec::new(),
+        };
+        if silent.is_empty() {
+            slow
+        } else {
+            format!("{slow}; rank(s) {} finished it or fell silent", rank_list(&silent))
+        }
+    }
+
+    /// Whether `rank` has called collective `sequence` and no later one, and no longer says that it waits.
+    fn is_silent(&self, rank: Rank, sequence: u64, now: Instant) -> bool {
+        let peer = &self.peers[rank.index()];
+        peer.called == sequence + 1 && peer.heard_until.is_none_or(|until| until <= now)
     }
 }
 
@@ -548,7 +575,7 @@ fn fold(op: ReduceOp, dtype: DType, into: &mut Region, from: &Region) {
     }
 }
 
-/// How long a collective waits before this rank tells the others that it is here.
+/// How long a collective waits before this rank tells the others that it is here, and at least until it tells them again.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(500);
 
 /// In larger worlds, failures and waits are told to this many ranks, and they time out on the others.

@@ -49,6 +49,8 @@ pub(crate) struct Peer {
     told: bool,
     /// One more than the last collective that it is known to have called.
     pub(crate) called: u64,
+    /// Until when it need not say again that it waits in a collective.
+    pub(crate) heard_until: Option<Instant>,
     /// It cannot read this process's memory.
     cannot_read: bool,
 }
@@ -276,7 +278,8 @@ impl Core {
         let ending = self.peers.iter().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + LINGER);
         let operations =
             [self.collectives.next_deadline(), self.messages.next_deadline(), self.windows.next_deadline()];
-        operations.into_iter().flatten().chain(ending).min()
+        let strangers = self.transports.iter().filter_map(|transport| transport.accepting_until());
+        operations.into_iter().flatten().chain(ending).chain(strangers).min()
     }
 
     /// Ends every operation with the reason that the communicator is `how` ("aborted: …"), and drops every stream.
@@ -529,8 +532,10 @@ impl Core {
     fn linger(&mut self, peer: Rank, down: &LinkDown, since: Instant) {
         self.accept();
         let may_bring_more = self.peers[peer.index()].inbox.is_some()
-            || self.transports.iter().any(|transport| transport.is_accepting());
+            || self.transports.iter().any(|transport| transport.accepting_until().is_some());
         if !may_bring_more || since.elapsed() >= LINGER {
+            // This process may not have run meanwhile, and what has come was sent before the end.
+            self.pump_in(peer);
             self.lose(peer, down);
         }
     }
@@ -737,7 +742,7 @@ pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
 const RARE_TICKS: u32 = 1024;
 
 /// How long the stream from a peer may outlast the stream to it.
-const LINGER: Duration = Duration::from_millis(500);
+pub(crate) const LINGER: Duration = Duration::from_millis(500);
 
 /// How many frames of one peer are taken before the next peer's.
 const EVENTS_PER_TURN: usize = 32;

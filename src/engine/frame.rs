@@ -39,7 +39,7 @@ pub(crate) enum FrameKind {
     /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why; `index` is a
     /// [`Scope`]. A collective's `token` is one more than the rank whose loss is the reason, or zero.
     Fail = 5,
-    /// The sender has called the collective `key` and waits.
+    /// The sender has called the collective `key` and waits; it says so again after `len` milliseconds.
     Here = 6,
     /// The receiver has taken `len` bytes of eager point-to-point messages out of its buffer.
     Credit = 7,

@@ -21,6 +21,8 @@ pub enum Interest {
     Write,
     /// Either.
     ReadWrite,
+    /// Nothing else.
+    Nothing,
 }
 
 impl Interest {
@@ -29,6 +31,7 @@ impl Interest {
             Interest::Read => epoll::EventFlags::IN,
             Interest::Write => epoll::EventFlags::OUT,
             Interest::ReadWrite => epoll::EventFlags::IN | epoll::EventFlags::OUT,
+            Interest::Nothing => epoll::EventFlags::empty(),
         }
     }
 }

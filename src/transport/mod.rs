@@ -15,6 +15,7 @@ pub mod tcp;
 pub(crate) mod tls;
 
 use std::io::{self, IoSlice};
+use std::time::Instant;
 
 use crate::error::LinkDown;
 use crate::sys::segment::{self, SegmentId};
@@ -124,6 +125,7 @@ pub trait Transport: Send {
     /// stranger sent: such connections are dropped and logged.
     fn accept(&mut self) -> Vec<Accepted>;
 
-    /// Whether a connection that a peer may have opened is in its handshake.
-    fn is_accepting(&self) -> bool;
+    /// When [`Transport::accept`] must be called at the latest, since a connection is in its handshake, which a peer or a
+    /// stranger may have opened; nothing if none is.
+    fn accepting_until(&self) -> Option<Instant>;
 }

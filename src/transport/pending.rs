@@ -38,9 +38,21 @@ impl<S: AsFd> Pending<S> {
         self.candidates.len() < CANDIDATES_MAX
     }
 
-    /// Whether no connection is in its handshake.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.candidates.is_empty()
+    /// Sees that nobody wakes for callers who must wait.
+    pub(crate) fn watch(&self, listener: &mut Registration) {
+        let interest = if self.has_room() { Interest::Read } else { Interest::Nothing };
+        if let Err(error) = listener.set(interest) {
+            log::error!("watching a listener failed: {error}");
+        }
+    }
+
+    /// When the next connection must have proved itself; nothing if none is in its handshake.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        self.candidates.iter().map(|candidate| candidate.since).min().map(|oldest| oldest + self.patience())
+    }
+
+    fn patience(&self) -> Duration {
+        if self.has_room() { PATIENCE } else { CROWDED_PATIENCE }
     }
 
     /// Begins the handshake on a connection.
@@ -62,6 +74,7 @@ impl<S: AsFd> Pending<S> {
         &mut self,
         mut drive: impl FnMut(&mut Candidate<S>) -> Result<Option<T>, LinkDown>,
     ) -> Vec<T> {
+        let patience = self.patience();
         let mut finished = Vec::new();
         self.candidates.retain_mut(|candidate| {
             let was_known = candidate.rank.is_some();
@@ -75,8 +88,8 @@ impl<S: AsFd> Pending<S> {
                     finished.push(done);
                     return false;
                 }
-                Ok(None) if candidate.since.elapsed() < PATIENCE => return true,
-                Ok(None) => log::warn!("a connection was dropped: it did not prove itself within {PATIENCE:?}"),
+                Ok(None) if candidate.since.elapsed() < patience => return true,
+                Ok(None) => log::warn!("a connection was dropped: it did not prove itself within {patience:?}"),
                 Err(down) => log::warn!("a connection was dropped: {down}"),
             }
             false
@@ -85,8 +98,49 @@ impl<S: AsFd> Pending<S> {
     }
 }
 
-/// How many strangers may be at the door.
-const CANDIDATES_MAX: usize = 1024;
+/// How many strangers may be at the door: each takes two file descriptors, of which processes often have 1024.
+const CANDIDATES_MAX: usize = 128;
 
 /// How long a connection may take to prove itself.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The same while others have to wait for it.
+const CROWDED_PATIENCE: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::transport::auth::Secret;
+
+    fn aged(pending: &mut Pending<UnixStream>, age: Duration) -> UnixStream {
+        let (near, far) = UnixStream::pair().expect("a pair");
+        near.set_nonblocking(true).expect("a socket that does not block");
+        pending.add(near);
+        let candidate = pending.candidates.last_mut().expect("it was added");
+        candidate.since = Instant::now().checked_sub(age).expect("a clock that is older");
+        far
+    }
+
+    fn drive(pending: &mut Pending<UnixStream>) -> usize {
+        let none: Vec<Rank> = pending.drive(|candidate| candidate.accepting.drive(&mut candidate.stream));
+        assert!(none.is_empty());
+        pending.candidates.len()
+    }
+
+    #[test]
+    fn the_slow_are_dropped_and_earlier_when_others_wait() {
+        let identity = Identity { comm: [0; 16], me: Rank(0), size: 2, secret: Secret::new([0; 32]) };
+        let mut pending = Pending::new(identity, Poller::new().expect("a poller"));
+        assert_eq!(pending.due(), None);
+        let _late = aged(&mut pending, PATIENCE);
+        let _slow = aged(&mut pending, CROWDED_PATIENCE);
+        assert!(pending.due().is_some_and(|due| due <= Instant::now()));
+        assert_eq!(drive(&mut pending), 1, "only who is late goes while there is room");
+        let _others: Vec<_> = (1..CANDIDATES_MAX).map(|_| aged(&mut pending, Duration::ZERO)).collect();
+        assert!(!pending.has_room() && pending.due().is_some_and(|due| due <= Instant::now()));
+        assert_eq!(drive(&mut pending), CANDIDATES_MAX - 1);
+        assert!(pending.has_room());
+    }
+}

@@ -45,7 +45,7 @@ PR_SET_PDEATHSIG = 1
 
 MODES = ("shm", "tcp", "hier")
 # Which pretended host each rank sits on in mode "hier"; with three ranks the hosts are not contiguous.
-HOSTS = {2: "ab", 3: "aba", 4: "aabb", 8: "aaaabbbb"}
+HOSTS = {2: "ab", 3: "aba", 4: "aabb", 5: "aabbb", 6: "aaabbb", 7: "aaabbbb", 8: "aaaabbbb"}
 
 
 def environment(mode: str, rank: int, size: int) -> dict[str, str]:
@@ -96,12 +96,19 @@ def fresh_store() -> dist.Store:
     """A store that the ranks of this run share; the n-th call on each rank gives the same store."""
     assert seat is not None and seat.task is not None, "only workers have a store"
     seat.groups += 1
+    store = connected_store()
+    store.set_timeout(datetime.timedelta(seconds=60))
+    return dist.PrefixStore(f"{seat.task.prefix}/{seat.groups}", store)
+
+
+def connected_store() -> dist.TCPStore:
+    """This worker's connection to the store of all runs; a worker that goes to another network must have it before."""
+    assert seat is not None
     if seat.store is None:
         # One connection for all runs: for each, PyTorch looks up the name of its other end, and some networks take
         # seconds to say that it has none.
         seat.store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
-    seat.store.set_timeout(datetime.timedelta(seconds=60))
-    return dist.PrefixStore(f"{seat.task.prefix}/{seat.groups}", seat.store)
+    return seat.store
 
 
 def join(
@@ -208,9 +215,9 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     os.environ.update(variables)
     torch.set_num_threads(1)
+    seat = Seat(rank, size, store_port)
     if setup is not None:
         setup(rank)
-    seat = Seat(rank, size, store_port)
     while True:
         try:
             task = connection.recv()

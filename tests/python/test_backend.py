@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -44,6 +45,26 @@ def a_timeout_is_the_groups_error(rank: int, size: int) -> None:
                 dist.all_reduce(torch.ones(3))
             # Who times out first tells the others.
             assert error_state() in ("TIMEOUT", "REMOTE_ERROR")
+
+
+def a_store_ends_with_its_group(rank: int, size: int) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for _ in range(4):
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        join(store=store)
+        dist.destroy_process_group()
+        del store
+        counts.append(descriptors())
+    deadline = time.monotonic() + 10  # the server's end of a connection takes a moment
+    while descriptors() > counts[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert descriptors() <= counts[0], counts
 
 
 def completion_hooks_are_told_of_every_work(rank: int, size: int) -> None:
@@ -157,6 +178,11 @@ def test_pytorchs_recorder_learns_what_became_of_operations(fresh_world: World, 
 )
 def test_backend(world: World, check) -> None:
     world.run(check)
+
+
+@pytest.mark.worlds(sizes=(1,), modes=("shm",))
+def test_a_store_ends_with_its_group(fresh_world: World) -> None:
+    fresh_world.run(a_store_ends_with_its_group, join=False)
 
 
 @pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))

@@ -1,12 +1,14 @@
-"""Random operations while ranks are killed, stopped, aborted or leave, at any stage; the survivors go on without them.
+"""Random operations while ranks are killed, stopped, aborted or leave, stores die and networks are cut, at any stage.
 
-Every run prints its seed. `NCCLX_RS_CHAOS_FAULTS=1000 pytest tests/python/test_chaos.py` makes more of them, and
+The survivors know whose fault it was, hold nothing more than before, and go on without the lost. Every run prints its
+seed. `NCCLX_RS_CHAOS_FAULTS=1000 pytest tests/python/test_chaos.py` makes more of them (`make chaos`), and
 `NCCLX_RS_CHAOS_SEED` begins with another seed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -18,13 +20,25 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, HOSTS, MODES, World, fresh_store, leaving_together, set_timeout
+from harness import (
+    BACKEND,
+    GROUP_TIMEOUT,
+    MODES,
+    PR_SET_PDEATHSIG,
+    World,
+    connected_store,
+    fresh_store,
+    leaving_together,
+    set_timeout,
+)
 from test_failures import names
+from test_network import V4, Host, ip, two_hosts
 
 FAULTS = int(os.environ.get("NCCLX_RS_CHAOS_FAULTS", "50"))
 SEED = int(os.environ.get("NCCLX_RS_CHAOS_SEED", "1"))
@@ -119,6 +133,11 @@ def abort() -> None:
     os._exit(4)
 
 
+def random_stage(choice: random.Random) -> str:
+    """Faults while ranks join are the rarest, since those that have come wait for the others."""
+    return choice.choices(("joining", "operating", "leaving"), (1, 10, 2))[0]
+
+
 @dataclass(frozen=True)
 class Fault:
     """What happens to whom, and when: while ranks join, amid operations, or while they leave."""
@@ -130,9 +149,35 @@ class Fault:
 
     @staticmethod
     def random(members: list[int], choice: random.Random) -> Fault:
-        stage = choice.choices(("joining", "operating", "leaving"), (1, 10, 2))[0]
+        stage = random_stage(choice)
         happen = choice.choices((kill, leave, abort, stop), (4, 2, 2, 1))[0]
         return Fault(choice.choice(members), happen, stage, choice.uniform(0, 0.05 if stage == "joining" else 0.3))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Ranks that meet twice: they may lose the store in which they meet, and then lose one of them."""
+
+    members: list[int]
+    store: tuple[str, float] | None
+    """When the store is lost: the stage, and how long after its beginning."""
+    fault: Fault
+    seed: float
+
+    @property
+    def faults(self) -> int:
+        return 1 if self.store is None else 2
+
+
+def generations(size: int, seed: int) -> Iterator[Generation]:
+    """What happens to a world until one rank is left."""
+    choice = random.Random(seed)
+    members = list(range(size))
+    while len(members) > 1:
+        store = (random_stage(choice), choice.uniform(0, 0.1)) if choice.random() < 0.15 else None
+        generation = Generation(list(members), store, Fault.random(members, choice), choice.random())
+        yield generation
+        members.remove(generation.fault.victim)
 
 
 def one_generation(members: list[int], rank: int, fault: Fault, choice: random.Random) -> None:
@@ -154,7 +199,9 @@ def one_generation(members: list[int], rank: int, fault: Fault, choice: random.R
         assert fault.stage != "leaving", told
         if rank == fault.victim:
             timer.join()
-        assert re.search(names(lost), str(error)), told
+        # A message's time runs out on its peer, which may wait for the stopped rank in a collective.
+        waits = fault.happen is stop and re.search("did not (send|receive) it", str(error))
+        assert waits or re.search(names(lost), str(error)), told
     if rank == fault.victim:
         fault.happen()
     if dist.is_initialized():
@@ -162,6 +209,64 @@ def one_generation(members: list[int], rank: int, fault: Fault, choice: random.R
     if fault.happen is stop:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pids.get(str(fault.victim))), signal.SIGKILL)
+
+
+def serve_store(port: int) -> None:
+    """Serves a store, whose port it writes to the descriptor `port`, until it is killed. The process is a fork."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(port, 3)
+    os.closerange(4, 65536)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(3, str(server.port).encode())
+    signal.pause()
+
+
+def mortal_store(me: int, size: int) -> tuple[dist.Store, Callable[[], None]]:
+    """A store of all ranks, and how rank 0 ends the process that serves it."""
+    meeting = fresh_store()
+
+    def end() -> None:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+    if me == 0:
+        reading, writing = os.pipe()
+        server = os.fork()
+        if server == 0:
+            serve_store(writing)
+        meeting.set("port", os.read(reading, 10).decode())
+        os.close(reading)
+        os.close(writing)
+    store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False, timeout=JOINING)
+    meeting.set(str(me), "connected")
+    meeting.wait([str(rank) for rank in range(size)])
+    return store, end
+
+
+def lose_store(members: list[int], rank: int, stage: str, delay: float, choice: random.Random) -> None:
+    """The members lose the store in which they meet. Once they have met, nothing depends on it."""
+    me, size = members.index(rank), len(members)
+    store, end = mortal_store(me, size)
+    timer = threading.Timer(delay, end)
+    try:
+        if me == 0 and stage == "joining":
+            timer.start()
+        dist.init_process_group(BACKEND, store=store, rank=me, world_size=size, timeout=JOINING)
+        set_timeout(dist.group.WORLD, GROUP_TIMEOUT)
+        if me == 0 and stage == "operating":
+            timer.start()
+        operate(choice, me, size, 100)
+    except dist.DistError as error:
+        told = f"loss of the store while {stage}, {size} ranks: {error}"
+        # Who has been to the store in time waits for those who have not.
+        assert stage == "joining" and re.search(r"(?i)store|rank", str(error)), told
+    with leaving_together(members):
+        if me == 0 and stage == "leaving":
+            end()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if me == 0 and stage != "leaving":
+        timer.join()
 
 
 def resources() -> tuple[int, int]:
@@ -172,17 +277,21 @@ def resources() -> tuple[int, int]:
 
 def survive(rank: int, size: int, seed: int) -> None:
     """Loses all ranks but one, one after the other."""
-    choice = random.Random(seed)
-    members = list(range(size))
     before = None
-    while len(members) > 1:
-        fault = Fault.random(members, choice)
-        one_generation(members, rank, fault, random.Random(choice.random()))
-        members.remove(fault.victim)
-        with leaving_together(members):
+    for generation in generations(size, seed):
+        members, choice = generation.members, random.Random(generation.seed)
+        if generation.store is not None:
+            lose_store(members, rank, *generation.store, choice)
+        one_generation(members, rank, generation.fault, choice)
+        with leaving_together([member for member in members if member != generation.fault.victim]):
             pass
         before = before or resources()
     assert before is not None
+    check_resources(before)
+
+
+def check_resources(before: tuple[int, int]) -> None:
+    """Fails unless this process soon has no more than `before`."""
     deadline = time.monotonic() + 10
     while resources()[0] > before[0] and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -191,29 +300,99 @@ def survive(rank: int, size: int, seed: int) -> None:
     assert files <= files_then and threads <= threads_then + 2, f"{before} became {(files, threads)}"
 
 
+CUTS = max(2, FAULTS // 25)
+"""How many faults are cuts of the network."""
+
+
 def runs() -> Iterator[Any]:
     """Worlds and seeds, until there are enough faults."""
-    choice, left = random.Random(SEED), FAULTS
+    choice, left, modes = random.Random(SEED), FAULTS - CUTS, itertools.cycle(MODES)
     while left > 0:
-        size, mode, seed = min(choice.choice((2, 3, 4, 8)), left + 1), choice.choice(MODES), choice.randrange(10**6)
-        size = size if size in HOSTS else 4
+        size, mode, seed = min(choice.randint(2, 8), left + 1), next(modes), choice.randrange(10**6)
         yield pytest.param(size, mode, seed, id=f"{size}-{mode}-{seed}")
-        left -= size - 1
+        left -= sum(generation.faults for generation in generations(size, seed))
+
+
+# PyTorch's own flight recorder, from 2.15 on, keeps a group that has failed until it records another.
+VARIABLES = {"TORCH_FR_BUFFER_SIZE": "0", "NCCLX_RS_FLIGHT_RECORDS": "2048"}
 
 
 @pytest.mark.parametrize(("size", "mode", "seed"), runs())
-def test_survivors_go_on(size: int, mode: str, seed: int) -> None:
-    # PyTorch's own flight recorder, from 2.15 on, keeps a group that has failed until it records another.
-    world = World(size, mode, variables={"TORCH_FR_BUFFER_SIZE": "0", "NCCLX_RS_FLIGHT_RECORDS": "2048"})
-    survivor = [survivor_of(size, seed)]
-    world.run(survive, seed, join=False, dies={rank for rank in range(size) if rank not in survivor})
+def test_survivors_go_on(size: int, mode: str, seed: int, tmp_path: Path) -> None:
+    world = World(size, mode, variables=VARIABLES | {"TMPDIR": str(tmp_path)})
+    world.run(survive, seed, join=False, dies={generation.fault.victim for generation in generations(size, seed)})
+    left = [*tmp_path.iterdir(), *Path("/dev/shm").glob("*ncclx*")]
+    assert not left, left
 
 
-def survivor_of(size: int, seed: int) -> int:
-    """The rank that no fault happens to."""
+# ---- cuts of the network ----
+
+
+@dataclass(frozen=True)
+class DistantHost(Host):
+    """One of the two pretended hosts, from which the tests' store can be reached all the same."""
+
+    def __call__(self, rank: int) -> None:
+        connected_store()
+        super().__call__(rank)
+
+
+def lose_each_other(rank: int, size: int, wire: tuple[str, ...], seed: int, cuts: int) -> None:
+    """Even and odd ranks are cut off from each other: each side knows whom it lost, goes on, and meets it again."""
     choice = random.Random(seed)
-    members = list(range(size))
-    while len(members) > 1:
-        members.remove(Fault.random(members, choice).victim)
-        choice.random()
-    return members[0]
+    sides = [[r for r in range(size) if r % 2 == side] for side in (0, 1)]
+    own, other = sides[rank % 2], sides[1 - rank % 2]
+    before = None
+    for cut in range(cuts):
+        stage, delay = random_stage(choice), choice.uniform(0, 0.2)
+        timer = threading.Timer(delay, ip, (*wire, "down"))
+        together, alone = random.Random(choice.random()), random.Random(choice.random())
+        try:
+            if rank == 0 and stage == "joining":
+                timer.start()
+            dist.init_process_group(BACKEND, store=fresh_store(), rank=rank, world_size=size, timeout=JOINING)
+            set_timeout(dist.group.WORLD, OPERATION.total_seconds())
+            if rank == 0 and stage == "operating":
+                timer.start()
+            operate(together, rank, size, 5 if stage == "leaving" else None)
+        except dist.DistError as error:
+            told = f"cut {cut} while {stage}, on the side of {own}: {error}"
+            assert stage != "leaving" and any(re.search(names(r), str(error)) for r in other), told
+        with leaving_together():
+            if rank == 0 and stage == "leaving":
+                timer.start()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        with leaving_together():
+            if rank == 0:
+                timer.join()
+        store = dist.PrefixStore(str(rank % 2), fresh_store())
+        dist.init_process_group(BACKEND, store=store, rank=own.index(rank), world_size=len(own), timeout=JOINING)
+        operate(alone, own.index(rank), len(own), 20)
+        dist.destroy_process_group()
+        with leaving_together():
+            if rank == 0:
+                ip(*wire, "up")
+        before = before or resources()
+    assert before is not None
+    check_resources(before)
+
+
+def cut_runs() -> Iterator[Any]:
+    """Worlds, numbers of cuts and seeds, until there are enough cuts."""
+    choice = random.Random(SEED)
+    for done in range(0, CUTS, 5):
+        size, cuts, seed = choice.randint(2, 8), min(5, CUTS - done), choice.randrange(10**6)
+        yield pytest.param(size, cuts, seed, id=f"{size}-{cuts}-{seed}")
+
+
+@pytest.mark.parametrize(("size", "cuts", "seed"), cut_runs())
+def test_sides_of_a_cut_go_on(size: int, cuts: int, seed: int) -> None:
+    with two_hosts(V4) as namespaces:
+        setup = DistantHost(namespaces, None)
+        world = World(size, "tcp", VARIABLES | {"NCCLX_RS_PEER_TIMEOUT_SECONDS": "3"}, setup)
+        wire = ("-n", namespaces[0], "link", "set", "wire0")
+        try:
+            world.run(lose_each_other, wire, seed, cuts, join=False)
+        finally:
+            world.close()

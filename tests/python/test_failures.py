@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, fresh_store, join, leaving_together
+from harness import World, fresh_store, join, leaving_together, set_timeout
 from test_mismatch import call
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -109,6 +109,33 @@ def rank_killed_amid_a_collective_is_named(rank: int, size: int) -> None:
         with pytest.raises(dist.DistBackendError, match=rf"all_reduce(.|\n)*rank {victim}"):
             while True:
                 dist.all_reduce(tensor)
+
+
+def stopped_rank_is_named_by_who_waits_for_another(rank: int, size: int) -> None:
+    """In a barrier of five, rank 0 waits for rank 1, which waits for rank 4, and rank 2 for nobody."""
+    victim = size - 1
+    join(timeout=60)
+    dist.barrier()
+    pids = fresh_store()
+    if rank == victim:
+        pids.set("victim", str(os.getpid()))
+        threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    if rank == victim - 1:
+        time.sleep(1.6)  # the barrier is not over before the victim stops
+    set_timeout(dist.group.WORLD, 5 if rank == 0 else 8)
+    with leaving_together(range(victim)):
+        with pytest.raises(dist.DistBackendError) as raised:
+            while True:
+                dist.barrier()
+        message = str(raised.value)
+        named = (
+            rf"rank\(s\) 1 did not finish their part; rank\(s\) {victim} finished it or fell silent"
+            if rank == 0
+            else names(victim)
+        )
+        assert re.search(named, message), message
+    if rank == 0:
+        os.kill(int(pids.get("victim")), signal.SIGKILL)
 
 
 def peer_of_a_receive_dies(rank: int, size: int) -> None:
@@ -217,6 +244,12 @@ def test_killed_rank_is_named(fresh_world: World, how: str, count: int) -> None:
 @pytest.mark.worlds(sizes=(2, 3))
 def test_rank_killed_amid_a_collective_is_named(fresh_world: World) -> None:
     fresh_world.run(rank_killed_amid_a_collective_is_named, join=False, dies={fresh_world.size - 1})
+
+
+@pytest.mark.parametrize("mode", ["shm", "tcp"])
+def test_stopped_rank_is_named_by_who_waits_for_another(mode: str) -> None:
+    world = World(5, mode, {"TORCH_FR_BUFFER_SIZE": "0"})
+    world.run(stopped_rank_is_named_by_who_waits_for_another, join=False, dies={4})
 
 
 @pytest.mark.worlds(sizes=(2, 3))

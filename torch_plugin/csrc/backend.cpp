@@ -652,7 +652,7 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const c10::intrusive_ptr<Options>& opts, const int& rank,
                                                       const int& size) {
-  auto options = c10::dynamic_intrusive_pointer_cast<NcclxOptions>(opts);
+  auto options = c10::intrusive_ptr<NcclxOptions>::reclaim_copy(dynamic_cast<NcclxOptions*>(opts.get()));
   if (!options) {
     options = c10::make_intrusive<NcclxOptions>(opts ? opts->timeout : options_->timeout, options_->hints);
     if (opts) options->global_ranks_in_group = opts->global_ranks_in_group;

@@ -65,10 +65,11 @@ class StoreAdapter {
   }
 
   static std::string host(c10::intrusive_ptr<c10d::Store> store) {
-    while (auto prefix = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(store)) {
+    // c10::dynamic_intrusive_pointer_cast never lets go of what it cannot cast.
+    while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(store.get())) {
       store = prefix->getUnderlyingStore();
     }
-    auto tcp = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(store);
+    auto* tcp = dynamic_cast<c10d::TCPStore*>(store.get());
     return tcp ? tcp->getHost() : std::string();
   }
 

@@ -181,7 +181,9 @@ impl State {
         // All of them, also behind one that is ready.
         let ready = self.edges.iter_mut().filter_map(|edge| edge.arm().then_some(())).count() > 0;
         let now = Instant::now();
-        if ready { Some(now) } else { self.edges.iter().filter_map(|edge| edge.due(now)).min() }
+        let dues = self.edges.iter().filter_map(|edge| edge.due(now));
+        let strangers = self.transports.iter().filter_map(|transport| transport.accepting_until());
+        if ready { Some(now) } else { dues.chain(strangers).min() }
     }
 }
 

@@ -9,6 +9,7 @@ mod connect;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Instant;
 
 use rand::TryRngCore;
 use rand::rngs::OsRng;
@@ -32,7 +33,7 @@ pub struct ShmTransport {
     lends: bool,
     name: Vec<u8>,
     listener: UnixListener,
-    _registration: Registration,
+    registration: Registration,
     pending: Pending<UnixStream>,
 }
 
@@ -50,7 +51,7 @@ impl ShmTransport {
             peer_memory::allow_readers();
         }
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(ShmTransport { identity, poller, ring_bytes, lends, name, listener, _registration: registration, pending })
+        Ok(ShmTransport { identity, poller, ring_bytes, lends, name, listener, registration, pending })
     }
 }
 
@@ -88,9 +89,12 @@ impl Transport for ShmTransport {
             }
         }
         let poller = &self.poller;
-        self.pending.drive(|candidate| connect::accept(candidate, poller))
+        let accepted = self.pending.drive(|candidate| connect::accept(candidate, poller));
+        self.pending.watch(&mut self.registration);
+        accepted
     }
-    fn is_accepting(&self) -> bool {
-        !self.pending.is_empty()
+
+    fn accepting_until(&self) -> Option<Instant> {
+        self.pending.due()
     }
 }

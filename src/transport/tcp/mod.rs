@@ -6,6 +6,7 @@ mod connect;
 use std::io;
 use std::net::{IpAddr, TcpListener};
 use std::os::fd::AsFd;
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +39,7 @@ pub struct TcpTransport {
     port: u16,
     patience: Patience,
     listener: TcpListener,
-    _registration: Registration,
+    registration: Registration,
     pending: Pending<Stream>,
 }
 
@@ -55,8 +56,7 @@ impl TcpTransport {
         let port = listener.local_addr()?.port();
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());
-        let _registration = registration;
-        Ok(TcpTransport { identity, tls, poller, advertise, port, patience, listener, _registration, pending })
+        Ok(TcpTransport { identity, tls, poller, advertise, port, patience, listener, registration, pending })
     }
 }
 
@@ -90,15 +90,18 @@ impl Transport for TcpTransport {
             }
         }
         let poller = &self.poller;
-        self.pending.drive(|candidate| {
+        let accepted = self.pending.drive(|candidate| {
             candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
             let Some(rank) = candidate.rank else { return Ok(None) };
             let inlet = TcpInlet::new(candidate.stream.take()?, poller)?;
             Ok(Some((rank, Box::new(inlet) as Box<dyn Inlet>)))
-        })
+        });
+        self.pending.watch(&mut self.registration);
+        accepted
     }
-    fn is_accepting(&self) -> bool {
-        !self.pending.is_empty()
+
+    fn accepting_until(&self) -> Option<Instant> {
+        self.pending.due()
     }
 }
 

@@ -1,0 +1,38 @@
+//! Tests that look at their whole process: at its sockets, file descriptors, threads and memory. One runs at a time.
+
+use std::fs;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+mod soak;
+mod strangers;
+#[path = "../engine/world.rs"]
+mod world;
+
+/// Keeps the other tests of this process waiting.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How many entries a folder of `/proc/self` has.
+fn entries(folder: &str) -> usize {
+    fs::read_dir(format!("/proc/self/{folder}")).expect("a folder of /proc").count()
+}
+
+/// A number that follows from a seed: SplitMix64, from Steele, Lea and Flood, "Fast splittable pseudorandom number
+/// generators", 2014.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+}
