@@ -125,7 +125,7 @@ impl Communicator {
             links = Links::open(&name, rank, size, keys, &config, &poller, host.as_deref())?;
             Ok(links.addresses())
         };
-        let Bootstrap { ranks, comm_id, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
+        let Bootstrap { ranks, comm_id, tuning, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
         let routes = links.routes(&name, rank, &topo, &ranks, &config)?;
@@ -138,6 +138,7 @@ impl Communicator {
         core.eager_bytes = config.eager_bytes;
         core.single_copy_bytes = config.single_copy_bytes;
         core.algorithm = config.algorithm;
+        core.collectives.plans.tuning = tuning;
         let driver = Driver::new(core, poller, spin);
         let signal = config.dump_signal.map(DumpSignal::number);
         live::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;

@@ -21,6 +21,7 @@ use rand::TryRngCore;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
+use crate::algo::Tuning;
 pub use crate::transport::auth::Secret;
 use crate::types::Rank;
 
@@ -103,11 +104,20 @@ mod rank_number {
 /// What a joiner says after its proof: itself, or why it cannot take part.
 pub(super) type Arrival = Result<RankInfo, String>;
 
+/// What all ranks know once they are complete.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct World {
+    /// Every rank, in order.
+    pub(super) ranks: Vec<RankInfo>,
+    /// Rank 0's tuning file, so that all choose the same algorithms.
+    pub(super) tuning: Tuning,
+}
+
 /// Rank 0's last word.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     /// All have joined.
-    Table(Vec<RankInfo>),
+    Complete(World),
     /// Some have not.
     Missing { missing: Vec<u32>, waited: Duration },
     /// The ranks do not fit together.

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::bootstrap::{Notice, Party, ROOT_KEY, Record, RootNotice};
-use super::join::{Arrival, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, frame};
+use super::join::{Arrival, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, World, frame};
 use super::stream::{Intake, Outgoing, sleep};
+use crate::algo::Tuning;
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::sys::net;
@@ -33,8 +34,8 @@ const STRANGERS: usize = 256;
 pub(super) fn host(
     party: &Party<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
-) -> Result<(Keys, Vec<RankInfo>), InitError> {
-    let (keys, own, listener, record) = match prepare(party, describe) {
+) -> Result<(Keys, World), InitError> {
+    let (keys, own, listener, record, tuning) = match prepare(party, describe) {
         Ok(prepared) => prepared,
         Err(error) => {
             publish(party, RootNotice::Failed { cause: error.to_string() })?;
@@ -43,9 +44,9 @@ pub(super) fn host(
     };
     publish(party, RootNotice::Here(record))?;
     let mut door = Door { keys: &keys, listener, visitors: Vec::new(), seats: Seats::new(own), rested: Instant::now() };
-    let outcome = door.admit_all(party);
+    let outcome = door.admit_all(party).map(|ranks| World { ranks, tuning });
     let reply = match &outcome {
-        Ok(ranks) => Reply::Table(ranks.clone()),
+        Ok(world) => Reply::Complete(world.clone()),
         Err(InitError::Missing { missing, waited, .. }) => Reply::Missing { missing: missing.clone(), waited: *waited },
         Err(error) => Reply::Refused { cause: error.to_string() },
     };
@@ -56,7 +57,8 @@ pub(super) fn host(
 fn prepare(
     party: &Party<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
-) -> Result<(Keys, RankInfo, TcpListener, Record), InitError> {
+) -> Result<(Keys, RankInfo, TcpListener, Record, Tuning), InitError> {
+    let tuning = party.tuning()?;
     let keys = party.new_keys()?;
     let own = describe(&keys)?;
     let listener = net::listen_anywhere().map_err(|error| party.system("a listening socket", &error))?;
@@ -68,7 +70,7 @@ fn prepare(
         patience: party.config.connect_timeout,
         keys: keys.clone(),
     };
-    Ok((keys, own, listener, record))
+    Ok((keys, own, listener, record, tuning))
 }
 
 fn publish(party: &Party<'_>, root: RootNotice) -> Result<(), InitError> {

@@ -64,7 +64,7 @@ pub(crate) struct Collectives {
     arrived: HashMap<Key, (Signature, Arrived)>,
     /// Collectives that other ranks gave up before this rank came to them.
     failed: BTreeMap<u64, (Rank, String)>,
-    plans: PlanCache,
+    pub(crate) plans: PlanCache,
     scratch: Scratch,
 }
 

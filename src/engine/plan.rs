@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use smallvec::SmallVec;
 
-use crate::algo::{self, Collective, Setting};
+use crate::algo::{self, Collective, Setting, Tuning};
 use crate::schedule::{Action, Schedule, StepId};
 use crate::sync::Arc;
 use crate::types::Rank;
@@ -46,6 +46,8 @@ impl Plan {
 /// Plans of the shapes seen lately: training repeats the same few.
 #[derive(Debug, Default)]
 pub(crate) struct PlanCache {
+    /// Which algorithms were measured to be the fastest. The same on every rank.
+    pub(crate) tuning: Tuning,
     plans: HashMap<(Collective, usize, bool), Arc<Plan>>,
 }
 
@@ -59,8 +61,11 @@ impl PlanCache {
         if let Some(plan) = self.plans.get(&key) {
             return Arc::clone(plan);
         }
-        let chosen = forced.and_then(|name| algo::plan_with(name, &key.0, setting));
+        let tuned = self.tuning.algorithm(&key.0, &setting);
+        let named = [forced, tuned].into_iter().flatten();
+        let chosen = named.filter_map(|name| algo::plan_with(name, &key.0, setting)).next();
         let plan = Arc::new(Plan::new(chosen.unwrap_or_else(|| algo::plan(&key.0, setting))));
+        log::debug!("{:?} of elements of {} bytes runs by {}", key.0, setting.element, plan.schedule.name);
         self.plans.insert(key, Arc::clone(&plan));
         plan
     }

@@ -12,5 +12,6 @@ mod messages;
 mod schedules;
 mod stores;
 mod tidy;
+mod tuning;
 mod windows;
 mod world;
