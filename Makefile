@@ -74,6 +74,12 @@ $(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))
 python-test: $(call installed,$(TORCH)) $(PROGRAMS) ## Runs the tests of the PyTorch backend
 	$(IN_VENV) python -m pytest tests/python
 
+# What is built is for release, as the wheel is, and shares most of it.
+.PHONY: instructions
+instructions: $(call installed,$(TORCH)) ## Counts the instructions of hot paths against bounds; UPDATE=1 sets these
+	CARGO_TARGET_DIR="$(CURDIR)/target/torch$(TORCH)" $(VENV)/bin/python tests/bench/instructions.py \
+		$(if $(UPDATE),--update)
+
 .PHONY: lint
 lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
 	cargo fmt --all --check
