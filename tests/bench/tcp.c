@@ -1,13 +1,14 @@
 /* A bare ping-pong over TCP, for tcp.py: two blocking sockets and nothing else.
  *
  * tcp RANK ADDRESS PORT DIRECTORY: rank 0 listens at the address, rank 1 connects to it. Both do what the pipes in the
- * directory say, as mpi.c does; the one operation is PingPong.
+ * directory say, as mpi.c does. The operations are PingPong and Uniband, which goes from rank 0 to rank 1 alone.
  */
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -87,11 +88,12 @@ int main(int count, char **words) {
         if (rank == 0) give(stream, &byte, 1);
         take(stream, &byte, 1);
         if (rank == 1) give(stream, &byte, 1);
+        int both_ways = strcmp(operation, "PingPong") == 0;
         double began = now();
         for (int call = 0; call < calls; call++) {
             if (rank == 0) give(stream, data, size);
-            take(stream, data, size);
-            if (rank == 1) give(stream, data, size);
+            if (rank == 1 || both_ways) take(stream, data, size);
+            if (rank == 1 && both_ways) give(stream, data, size);
         }
         fprintf(out, "%.9f\n", now() - began);
         fflush(out);

@@ -4,10 +4,10 @@
     sudo python tests/bench/tcp.py
 
 Makes two namespaces with a pair of virtual interfaces between them, and removes them in the end; hence it needs root,
-`ip` and iperf3. The engine and `tcp.c`, a ping-pong on blocking sockets, do what `mpi.py` describes; a message's
-bandwidth is its size by the time of one way. iperf3 sends one stream for a second a round. Rounds alternate. The ratio
-of latencies is the bare ping-pong's time by the engine's, that of bandwidths the engine's by iperf3's: above 1, the
-engine is better.
+`ip` and iperf3. The engine and `tcp.c`, which has blocking sockets and nothing else, do what `mpi.py` describes:
+ping-pongs, and long messages one after the other in one direction. iperf3 sends one stream for a second a round. Rounds
+alternate. The ratio of latencies is the bare ping-pong's time by the engine's, that of bandwidths the engine's by
+iperf3's: above 1, the engine is better.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def bandwidths(contenders: list[Contender], rounds: int, calls: int) -> None:
     ways = Measured(calls), Measured(calls)
     reference: list[float] = []
     for contender in contenders:
-        contender.turn("PingPong", LONG, 5)
+        contender.turn("Uniband", LONG, 5)
     for _ in range(rounds):
         turns = [*zip(contenders, ways, strict=True), None]
         random.shuffle(turns)
@@ -119,7 +119,7 @@ def bandwidths(contenders: list[Contender], rounds: int, calls: int) -> None:
             if turn is None:
                 reference.append(iperf(1.0))
             else:
-                turn[1].rounds.append(turn[0].turn("PingPong", LONG, calls))
+                turn[1].rounds.append(turn[0].turn("Uniband", LONG, calls))
     print(f"\n{LONG} bytes: GB/s a direction; ratio to iperf3 [p10, p90]")
     print(f"{'iperf3':>10} {statistics.median(reference) / 1e3:8.3f}")
     for contender, measured in zip(contenders, ways, strict=True):
@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", type=Path, default=HERE.parents[1] / "target/release/examples/bench")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=50, help="ping-pongs of the long message in a round")
+    parser.add_argument("--calls", type=int, default=30, help="long messages in a round")
     parser.add_argument("--pin", action="store_true", help="give each rank a core of its own")
     arguments = parser.parse_args()
     with namespaces(), tempfile.TemporaryDirectory() as builds:
