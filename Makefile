@@ -33,7 +33,7 @@ FOLDERS := $(shell find src backend_api device_mesh torch_plugin -type d -not -n
 
 .PHONY: help
 help: ## Shows this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 .PHONY: train
 train: $(call installed,$(TORCH)) ## Trains one model on ncclx_rs and on gloo, and compares the losses
