@@ -33,7 +33,7 @@ FOLDERS := $(shell find src backend_api device_mesh torch_plugin -type d -not -n
 
 .PHONY: help
 help: ## Shows this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 .PHONY: train
 train: $(call installed,$(TORCH)) ## Trains one model on ncclx_rs and on gloo, and compares the losses
@@ -112,6 +112,12 @@ chaos: $(call installed,$(TORCH)) ## Makes 1,000 random faults: FAULTS and SEED 
 .PHONY: soak
 soak: ## Runs a million mixed operations, and watches memory, file descriptors and threads
 	NCCLX_RS_SOAK_OPERATIONS=$(or $(OPERATIONS),1000000) cargo test --locked --test process soak -- --nocapture
+
+# What is built is for release, as the wheel is, and shares most of it.
+.PHONY: instructions
+instructions: $(call installed,$(TORCH)) ## Counts the instructions of hot paths against bounds; UPDATE=1 sets these
+	CARGO_TARGET_DIR="$(CURDIR)/target/torch$(TORCH)" $(VENV)/bin/python tests/bench/instructions.py \
+		$(if $(UPDATE),--update)
 
 .PHONY: lint
 lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences

@@ -6,7 +6,9 @@
 //! ```
 //!
 //! `#bytes` is what IMB means by it: a rank's data; one block in Allgather, Alltoall, Gather and Scatter; all blocks
-//! together in Reduce_scatter. Reductions work in place and add floats. PingPong is between ranks 0 and 1, one way.
+//! together in Reduce_scatter. Reductions work in place and add floats. PingPong is between ranks 0 and 1, one way;
+//! Uniband sends from rank 0 to rank 1 only, one message after the other. Memcpy is no communication: every rank copies
+//! so many bytes, all at once, which is what memory allows.
 //!
 //! With `--serve DIRECTORY`, started by a launcher, it measures what it is told to: see `tests/bench/mpi.py`.
 
@@ -24,8 +26,9 @@ use clap::Parser;
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser};
 use ncclx_rs::{Communicator, Launch, LaunchError, Rank, ReduceOp, Tag};
 
-const OPERATIONS: [&str; 10] = [
+const OPERATIONS: [&str; 12] = [
     "PingPong",
+    "Uniband",
     "Allreduce",
     "Reduce",
     "Bcast",
@@ -35,6 +38,7 @@ const OPERATIONS: [&str; 10] = [
     "Gather",
     "Scatter",
     BARRIER,
+    "Memcpy",
 ];
 const BARRIER: &str = "Barrier";
 const ROOT: Rank = Rank(0);
@@ -101,7 +105,8 @@ fn positive() -> RangedU64ValueParser {
 
 /// Measures an operation for all sizes; rank 0 prints.
 fn table(comm: &Communicator, operation: &str, options: &Options) -> Outcome<()> {
-    if operation == "PingPong" && comm.size() < 2 {
+    let of_two = ["PingPong", "Uniband"].contains(&operation);
+    if of_two && comm.size() < 2 {
         return Ok(());
     }
     let tells = comm.rank() == ROOT;
@@ -119,7 +124,7 @@ fn table(comm: &Communicator, operation: &str, options: &Options) -> Outcome<()>
         let mut call = call(comm, operation, bytes)?;
         timed(comm, &mut call, WARM_UP)?;
         let mine = timed(comm, &mut call, calls)? * 1e6 / calls as f64 / trips(operation);
-        let taking_part = if operation == "PingPong" { 2 } else { comm.size() };
+        let taking_part = if of_two { 2 } else { comm.size() };
         let mut times = vec![0.0; comm.size()];
         comm.gather(&mut times, &[mine], ROOT)?;
         let times = &times[..taking_part];
@@ -195,6 +200,11 @@ fn call(comm: &Communicator, operation: &str, bytes: usize) -> Outcome<Call> {
             }
             _ => Ok(()),
         }),
+        "Uniband" => Box::new(move |comm| match rank {
+            Rank(0) => comm.send(&data, Rank(1), Tag(0)),
+            Rank(1) => comm.recv(&mut data, Rank(0), Tag(0)).map(|_| ()),
+            _ => Ok(()),
+        }),
         "Allreduce" => Box::new(move |comm| comm.all_reduce(&mut sums, ReduceOp::Sum)),
         "Reduce" => Box::new(move |comm| comm.reduce(&mut sums, ReduceOp::Sum, ROOT)),
         "Bcast" => Box::new(move |comm| comm.broadcast(&mut data, ROOT)),
@@ -207,6 +217,13 @@ fn call(comm: &Communicator, operation: &str, bytes: usize) -> Outcome<Call> {
         "Gather" => Box::new(move |comm| comm.gather(&mut all, &data, ROOT)),
         "Scatter" => Box::new(move |comm| comm.scatter(&mut data, &all, ROOT)),
         BARRIER => Box::new(|comm| comm.barrier()),
+        "Memcpy" => {
+            let mut copy = data.clone();
+            Box::new(move |_| {
+                std::hint::black_box(&mut copy).copy_from_slice(std::hint::black_box(&data));
+                Ok(())
+            })
+        }
         _ => return Err(format!("expected one of {OPERATIONS:?}, got `{operation}`").into()),
     })
 }

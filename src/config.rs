@@ -70,6 +70,8 @@ options! {
         "The identity of this host; ranks with equal identities count as sharing one.";
     algorithm: Option<String>, "algorithm", "auto", &[],
         "The algorithm of every collective that it can do; auto takes the fastest known for size and topology.";
+    tuning_file: Option<String>, "tuning_file", "", &[],
+        "The file of `ncclx-rs tune` that says which algorithm is the fastest; rank 0 reads it for all ranks.";
     timeout: Duration, "timeout_seconds", "1800", &[],
         "How long an operation may take.";
     connect_timeout: Duration, "connect_timeout_seconds", "300", &[],

@@ -15,6 +15,7 @@ pub mod halving_doubling;
 pub mod hierarchical;
 pub mod ring;
 pub mod select;
+pub mod tuning;
 
 use crate::schedule::{Builder, Schedule};
 use crate::topo::Topology;
@@ -22,6 +23,7 @@ use crate::types::Rank;
 use group::Group;
 
 pub use select::{names, plan, plan_with};
+pub use tuning::Tuning;
 
 /// The shape of a collective, all counts in elements. The input and output spaces of the schedule hold, end to end:
 ///

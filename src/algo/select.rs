@@ -63,6 +63,11 @@ pub fn plan_with(name: &str, collective: &Collective, setting: Setting<'_>) -> O
     Some(build(row, collective, setting))
 }
 
+/// The names of the algorithms that can do this collective, in the order of preference.
+pub(super) fn candidates(collective: &Collective, setting: &Setting<'_>) -> impl Iterator<Item = &'static str> {
+    TABLE.iter().filter(|row| (row.can)(collective, setting)).map(|row| row.name)
+}
+
 /// The algorithms' names, in the order of preference.
 pub fn names() -> impl Iterator<Item = &'static str> {
     TABLE.iter().map(|row| row.name)
@@ -98,8 +103,8 @@ fn equal(counts: &[usize]) -> bool {
     counts.windows(2).all(|pair| pair[0] == pair[1])
 }
 
-/// The bytes that the collective is about, on one rank.
-fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
+/// The bytes that the collective is about, on one rank. All ranks find the same, an all_to_all of unequal blocks aside.
+pub(super) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
     let count = match collective {
         Collective::AllReduce { count }
         | Collective::Reduce { count, .. }

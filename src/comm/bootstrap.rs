@@ -22,9 +22,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::join::World;
 pub use super::join::{Keys, PROTOCOL, RankInfo, Secret, shared_secret};
 use super::store::Store;
 use super::{address, guest, root};
+use crate::algo::Tuning;
 use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::net;
@@ -44,6 +46,8 @@ pub struct Bootstrap {
     pub secret: Secret,
     /// Every rank, in order.
     pub ranks: Vec<RankInfo>,
+    /// Rank 0's tuning file.
+    pub tuning: Tuning,
 }
 
 /// Joins the communicator `name` as `rank` of `size`, and returns when all ranks have or the time is over.
@@ -76,16 +80,16 @@ pub fn join(
             name: name.to_string(),
         })
     };
-    let (keys, ranks) = if size == 1 {
+    let (keys, World { ranks, tuning }) = if size == 1 {
         let keys = party.new_keys()?;
         let own = describe(&keys)?;
-        (keys, vec![own])
+        (keys, World { ranks: vec![own], tuning: party.tuning()? })
     } else if rank == Rank(0) {
         root::host(&party, describe)?
     } else {
         guest::attend(&party, describe)?
     };
-    Ok(Bootstrap { comm_id: keys.comm_id, secret: keys.secret, ranks })
+    Ok(Bootstrap { comm_id: keys.comm_id, secret: keys.secret, ranks, tuning })
 }
 
 /// The moment after `patience`; a time that no clock reaches is cut to a century.
@@ -152,6 +156,14 @@ pub(super) struct Party<'a> {
 impl Party<'_> {
     pub(super) fn new_keys(&self) -> Result<Keys, InitError> {
         Keys::random().map_err(|error| self.system("random bytes", &error))
+    }
+
+    /// The table of the tuning file; one without rows if there is none.
+    pub(super) fn tuning(&self) -> Result<Tuning, InitError> {
+        let Some(path) = &self.config.tuning_file else { return Ok(Tuning::default()) };
+        let text = std::fs::read_to_string(path).map_err(|error| error.to_string());
+        text.and_then(|text| Tuning::parse(&text))
+            .map_err(|cause| self.misfit(format!("tuning_file `{path}`: {cause}")))
     }
 
     /// The addresses of this host that other hosts may know.

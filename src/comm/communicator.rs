@@ -139,7 +139,7 @@ impl Communicator {
             }
             Ok(addresses)
         };
-        let Bootstrap { ranks, comm_id, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
+        let Bootstrap { ranks, comm_id, tuning, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
         let route = |links: &Links, peer| links.route(&name, rank, &topo, &ranks, &config, peer);
@@ -157,6 +157,7 @@ impl Communicator {
         core.single_copy_bytes = config.single_copy_bytes;
         core.crowded = spin.is_zero();
         core.algorithm = config.algorithm;
+        core.collectives.plans.tuning = tuning;
         let driver = Driver::new(core, poller, spin);
         let watch = (size > 1).then(|| Watch::begin(rank, &ranks, news.into_transports(), watched, watchman, &driver));
         let watch = watch.transpose().map_err(|cause| os("the thread that watches for lost ranks", cause))?;

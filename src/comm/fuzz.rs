@@ -6,7 +6,7 @@ use super::bootstrap::{Host, Party};
 use super::guest;
 use super::join::{
     INFO_LIMIT, Introduction, Keys, NONCE_BYTES, Next, PROOF_BYTES, RankInfo, Reception, Reply, Secret, TABLE_LIMIT,
-    frame_length,
+    World, frame_length,
 };
 use super::root::Seats;
 use super::store::Store;
@@ -76,7 +76,7 @@ fn describe(mut input: Input<'_>) {
 fn outcome(bytes: &[u8]) {
     let Some((length, body)) = bytes.split_at_checked(size_of::<u32>()) else { return };
     let Ok(length) = frame_length(length, TABLE_LIMIT) else { return };
-    if let Ok(Reply::Table(ranks)) = serde_json::from_slice(&body[..length.min(body.len())])
+    if let Ok(Reply::Complete(World { ranks, .. })) = serde_json::from_slice(&body[..length.min(body.len())])
         && guest::is_whole(&ranks, WORLD as usize)
     {
         assert_eq!(ranks.len(), WORLD as usize);

@@ -8,8 +8,8 @@ use serde::Deserialize;
 
 use super::bootstrap::{Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
 use super::join::{
-    Arrival, INFO_LIMIT, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, PROTOCOL, RankInfo, Reply, TABLE_LIMIT, frame,
-    frame_length, shared_secret,
+    Arrival, INFO_LIMIT, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, PROTOCOL, RankInfo, Reply, TABLE_LIMIT, World,
+    frame, frame_length, shared_secret,
 };
 use super::stream::{read, write};
 use crate::error::InitError;
@@ -34,7 +34,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 pub(super) fn attend(
     party: &Party<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
-) -> Result<(Keys, Vec<RankInfo>), InitError> {
+) -> Result<(Keys, World), InitError> {
     let record = find(party)?;
     let routes = routes(&record, party.host).map_err(|cause| party.unreachable(Rank(0), cause))?;
     let (keys, prepared) = prepare(party, &record, describe);
@@ -65,8 +65,8 @@ pub(super) fn attend(
             _ => party.unreachable(Rank(0), error.to_string()),
         })?;
     match reply {
-        Reply::Table(ranks) if is_whole(&ranks, party.size) => Ok((keys, ranks)),
-        Reply::Table(_) => Err(party.unreachable(Rank(0), "its table of ranks is not whole")),
+        Reply::Complete(world) if is_whole(&world.ranks, party.size) => Ok((keys, world)),
+        Reply::Complete(_) => Err(party.unreachable(Rank(0), "its table of ranks is not whole")),
         Reply::Missing { missing, waited } => Err(party.missing(missing, waited)),
         Reply::Refused { cause } => Err(InitError::Config(cause)),
     }

@@ -22,6 +22,7 @@ use rand::TryRngCore;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
+use crate::algo::Tuning;
 use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::process::ProcessId;
@@ -129,11 +130,20 @@ mod rank_number {
 /// What a joiner says after its proof: itself, or why it cannot take part.
 pub(super) type Arrival = Result<RankInfo, String>;
 
+/// What all ranks know once they are complete.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct World {
+    /// Every rank, in order.
+    pub(super) ranks: Vec<RankInfo>,
+    /// Rank 0's tuning file, so that all choose the same algorithms.
+    pub(super) tuning: Tuning,
+}
+
 /// Rank 0's last word.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     /// All have joined.
-    Table(Vec<RankInfo>),
+    Complete(World),
     /// Some have not.
     Missing { missing: Vec<u32>, waited: Duration },
     /// The ranks do not fit together.
@@ -340,11 +350,13 @@ mod tests {
         let introduction = Introduction::new(Rank(1)).unwrap();
         let mut proof = None;
         for reception in [&mut Reception::new(), &mut Reception::new()] {
-            let Ok(Next::Say(challenge)) = reception.take(&keys, &introduction.hello()) else { panic!("no challenge") };
+            let Ok(Next::Say(challenge)) = reception.take(&keys, PLAIN, &introduction.hello()) else {
+                panic!("no challenge")
+            };
             let challenge = challenge.as_slice().try_into().unwrap();
             let again = proof.is_some();
-            let proof = proof.get_or_insert_with(|| introduction.answer(&keys, challenge).unwrap());
-            assert_eq!(reception.take(&keys, proof).is_err(), again);
+            let proof = proof.get_or_insert_with(|| introduction.answer(&keys, PLAIN, challenge).unwrap());
+            assert_eq!(reception.take(&keys, PLAIN, proof).is_err(), again);
         }
     }
 

@@ -11,9 +11,10 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::bootstrap::{Notice, Party, ROOT_KEY, Record, RootNotice};
 use super::join::{
-    Arrival, HELLO, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, frame, shared_secret,
+    Arrival, HELLO, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, World, frame, shared_secret,
 };
 use super::stream::{Intake, Outgoing, sleep};
+use crate::algo::Tuning;
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::sys::net;
@@ -37,8 +38,8 @@ const STRANGERS: usize = 256;
 pub(super) fn host(
     party: &Party<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
-) -> Result<(Keys, Vec<RankInfo>), InitError> {
-    let Prepared { keys, tls, own, listener, record } = match prepare(party, describe) {
+) -> Result<(Keys, World), InitError> {
+    let Prepared { keys, tls, own, listener, record, tuning } = match prepare(party, describe) {
         Ok(prepared) => prepared,
         Err(error) => {
             publish(party, RootNotice::Failed { cause: error.to_string() })?;
@@ -49,9 +50,9 @@ pub(super) fn host(
     let seats = Seats::new(own);
     let mut door =
         Door { keys: &keys, tls: tls.as_ref(), listener, visitors: Vec::new(), seats, rested: Instant::now() };
-    let outcome = door.admit_all(party);
+    let outcome = door.admit_all(party).map(|ranks| World { ranks, tuning });
     let reply = match &outcome {
-        Ok(ranks) => Reply::Table(ranks.clone()),
+        Ok(world) => Reply::Complete(world.clone()),
         Err(InitError::Missing { missing, waited, .. }) => Reply::Missing { missing: missing.clone(), waited: *waited },
         Err(error) => Reply::Refused { cause: error.to_string() },
     };
@@ -66,12 +67,14 @@ struct Prepared {
     own: RankInfo,
     listener: TcpListener,
     record: Record,
+    tuning: Tuning,
 }
 
 fn prepare(
     party: &Party<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<Prepared, InitError> {
+    let tuning = party.tuning()?;
     let published = party.new_keys()?;
     let shared = shared_secret(party.config)?;
     let keys = published.mixed(shared.as_ref());
@@ -88,7 +91,7 @@ fn prepare(
         mixes: shared.is_some(),
         protection: Protection::of(party.config),
     };
-    Ok(Prepared { keys, tls, own, listener, record })
+    Ok(Prepared { keys, tls, own, listener, record, tuning })
 }
 
 fn publish(party: &Party<'_>, root: RootNotice) -> Result<(), InitError> {

@@ -206,14 +206,15 @@ impl Inlet for Receiving {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::EagerBytes;
     use crate::engine::core::{LINGER, control};
-    use crate::engine::frame::{EAGER_MAX, FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Lane};
+    use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Lane};
     use crate::types::Source;
 
     #[test]
     fn a_frame_longer_than_its_kind_allows_ends_the_connection() {
         for (kind, limit) in [
-            (FrameKind::Eager, EAGER_MAX),
+            (FrameKind::Eager, EagerBytes::MAX),
             (FrameKind::Data, FRAGMENT_BYTES),
             (FrameKind::Put, FRAGMENT_BYTES),
             (FrameKind::Fail, FAIL_TEXT_MAX),

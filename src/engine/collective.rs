@@ -75,7 +75,7 @@ pub(crate) struct Collectives {
     arrived: FxHashMap<Key, (Signature, Arrived)>,
     /// Collectives that other ranks gave up before this rank came to them.
     failed: BTreeMap<u64, Failure>,
-    plans: PlanCache,
+    pub(crate) plans: PlanCache,
     scratch: Scratch,
     /// `blocked` and `ready` of the collective before, to be used again.
     spare: (Vec<u32>, VecDeque<StepId>),

@@ -3,7 +3,7 @@
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use crate::algo::{self, Collective, Setting};
+use crate::algo::{self, Collective, Setting, Tuning};
 use crate::schedule::{Action, Schedule, StepId};
 use crate::sync::Arc;
 use crate::types::Rank;
@@ -50,6 +50,8 @@ impl Plan {
 /// Plans of the shapes seen lately: training repeats the same few.
 #[derive(Debug, Default)]
 pub(crate) struct PlanCache {
+    /// Which algorithms were measured to be the fastest. The same on every rank.
+    pub(crate) tuning: Tuning,
     /// By the size of an element, whether the elements are scaled first, and the collective.
     plans: FxHashMap<(usize, bool), FxHashMap<Collective, Arc<Plan>>>,
 }
@@ -64,8 +66,11 @@ impl PlanCache {
         if plans.len() >= CAPACITY {
             plans.clear();
         }
-        let chosen = forced.and_then(|name| algo::plan_with(name, collective, setting));
+        let tuned = self.tuning.algorithm(collective, &setting);
+        let named = [forced, tuned].into_iter().flatten();
+        let chosen = named.filter_map(|name| algo::plan_with(name, collective, setting)).next();
         let plan = Arc::new(Plan::new(chosen.unwrap_or_else(|| algo::plan(collective, setting))));
+        log::debug!("{collective:?} of elements of {} bytes runs by {}", setting.element, plan.schedule.name);
         plans.insert(collective.clone(), Arc::clone(&plan));
         plan
     }

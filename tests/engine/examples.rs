@@ -22,15 +22,16 @@ fn ranks_of_the_example_fit_one_line() {
 fn the_benchmark_has_a_row_for_each_size() {
     let lines = lines_of("bench", &["--ranks", "3", "--min", "4", "--max", "16"]);
     let tables = lines.iter().filter(|line| line.starts_with("# Benchmarking ")).count();
-    assert_eq!(tables, 10);
+    assert_eq!(tables, 12);
     let rows: Vec<Vec<f64>> = lines
         .iter()
         .filter(|line| !line.is_empty() && !line.contains('#'))
         .map(|line| line.split_whitespace().map(|number| number.parse().expect("a number")).collect())
         .collect();
-    assert_eq!(rows.len(), 9 * 3 + 1, "three sizes of each, and the barrier");
+    assert_eq!(rows.len(), 11 * 3 + 1, "three sizes of each, and the barrier");
     for row in rows {
         let [_bytes, calls, least, most, mean, _rate] = row[..] else { panic!("six columns, not {row:?}") };
-        assert!(calls == 1000.0 && 0.0 < least && least <= mean && mean <= most, "{row:?}");
+        // To copy four bytes may take less than what is printed.
+        assert!(calls == 1000.0 && 0.0 <= least && least <= mean && mean <= most, "{row:?}");
     }
 }

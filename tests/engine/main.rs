@@ -15,5 +15,6 @@ mod secrecy;
 mod stores;
 mod tidy;
 mod tls;
+mod tuning;
 mod windows;
 mod world;

@@ -11,7 +11,7 @@ mod stack;
 
 use std::path::PathBuf;
 
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 /// What the package looks for in the module's file, before it dares to load it.
@@ -25,6 +25,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_place, module)?)?;
+    module.add_function(wrap_pyfunction!(algorithms, module)?)?;
     module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
     module.add_function(wrap_pyfunction!(dumps, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
@@ -37,6 +38,18 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn launch_place() -> PyResult<(u32, usize)> {
     let launch = ncclx_rs::Launch::from_env().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
     Ok((launch.rank.0, launch.size))
+}
+
+/// The names of the algorithms for a collective, such as `all_reduce`, of so many ranks on so many hosts.
+#[pyfunction]
+fn algorithms(collective: &str, ranks: usize, hosts: usize) -> PyResult<Vec<&'static str>> {
+    let known = ncclx_rs::algo::tuning::algorithms(collective, ranks, hosts);
+    known.ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "algorithms: expected a collective and at least one rank a host, got {collective} of {ranks} ranks on \
+             {hosts} hosts"
+        ))
+    })
 }
 
 /// Writes the flight recorders of this process's communicators to a folder, and gives the files' names.

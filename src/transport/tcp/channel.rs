@@ -18,6 +18,8 @@ pub(super) struct TcpInlet {
     start: usize,
     end: usize,
     ended: Option<LinkDown>,
+    /// The last bytes went straight to their place. Then the next are likely to, once the header before them is known.
+    direct: bool,
     /// The stream has ended and nothing was taken since the last look.
     stalled: bool,
 }
@@ -26,7 +28,16 @@ impl TcpInlet {
     pub(super) fn new(stream: Stream, poller: &Poller) -> io::Result<Self> {
         let registration = poller.add(stream.as_fd(), Interest::Read)?;
         let buffer = vec![0; BUFFER_BYTES];
-        Ok(TcpInlet { stream, _registration: registration, buffer, start: 0, end: 0, ended: None, stalled: false })
+        Ok(TcpInlet {
+            stream,
+            _registration: registration,
+            buffer,
+            start: 0,
+            end: 0,
+            ended: None,
+            direct: false,
+            stalled: false,
+        })
     }
 
     fn buffered(&self) -> usize {
@@ -43,8 +54,11 @@ impl TcpInlet {
         self.start = 0;
         if self.ended.is_none() {
             let mut space = std::mem::take(&mut self.buffer);
-            self.end += self.receive(&mut space[self.end..]);
+            let most = if self.direct { ENOUGH } else { BUFFER_BYTES };
+            let count = self.receive(&mut space[self.end..most]);
+            self.end += count;
             self.buffer = space;
+            self.direct &= count == 0;
         }
         self.look()
     }
@@ -91,6 +105,7 @@ impl Inlet for TcpInlet {
             return Ok(count);
         }
         let count = if self.ended.is_none() { self.receive(into) } else { 0 };
+        self.direct |= count > 0;
         if count == 0 {
             self.look()?;
         }

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 # The module of each command, whose `main` takes the rest of the line and returns the exit code; and what it does.
 COMMANDS = {
     "bench": ("ncclx_rs.bench.__main__", "measures collectives, alone or against another backend"),
+    "tune": ("ncclx_rs.bench.tune", "finds the fastest algorithms on a machine, and writes them to a file"),
     "diagnose": ("ncclx_rs.diagnose.__main__", "says from flight recorders which rank is to blame"),
 }
 

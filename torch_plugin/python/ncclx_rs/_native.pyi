@@ -22,6 +22,9 @@ def settings() -> list[tuple[str, list[str], str, str, str]]:
 def launch_place() -> tuple[int, int]:
     """This process's rank and the number of ranks, as the launcher's environment says."""
 
+def algorithms(collective: str, ranks: int, hosts: int) -> list[str]:
+    """The names of the algorithms for a collective, such as ``all_reduce``, of so many ranks on so many hosts."""
+
 def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Path]:
     """Writes the flight recorders of this process's communicators to a folder, and gives the files' names."""
 

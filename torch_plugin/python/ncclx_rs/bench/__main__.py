@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
-from ncclx_rs.bench import launch, plot, report
+from ncclx_rs.bench import launch, measure, plot, report
 from ncclx_rs.bench.measure import DTYPES, MODES, Plan, Row
 from ncclx_rs.bench.operations import OPERATIONS
 
@@ -44,7 +44,7 @@ def parse_size(text: str) -> int:
     return int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit]
 
 
-def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(known) if text == "all" else tuple(dict.fromkeys(text.split(",")))
         unknown = [name for name in names if name not in known]
@@ -57,13 +57,13 @@ def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def _ranks(text: str) -> tuple[int, ...]:
+def rank_list(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"expected numbers of ranks such as 2,4,8, got {text!r}")
     return tuple(dict.fromkeys(int(part) for part in text.split(",")))
 
 
-def _above(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+def above(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             value = kind(text)
@@ -87,45 +87,48 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_argument_group("what to measure; lists are separated by commas, or the word all")
     what.add_argument("--backend", default="ncclx_rs", help="the c10d backend under test (ncclx_rs)")
     what.add_argument("--vs", metavar="BACKEND", help="another one to compare it with, in alternating rounds")
-    what.add_argument("--ops", type=_names(list(OPERATIONS)), default="all", help=f"{', '.join(OPERATIONS)} (all)")
+    what.add_argument("--ops", type=names_of(list(OPERATIONS)), default="all", help=f"{', '.join(OPERATIONS)} (all)")
     what.add_argument("--min", type=parse_size, default="8", help="the smallest size in bytes; K, M, G (8)")
     what.add_argument("--max", type=parse_size, default="64M", help="the largest size (64M)")
-    what.add_argument("--factor", type=_above(int, 2), default=2, help="from one size to the next (2)")
-    what.add_argument("--dtypes", type=_names(list(DTYPES)), default="float32", help=f"{', '.join(DTYPES)} (float32)")
-    what.add_argument("--modes", type=_names(MODES), default="sync", help="sync, async (sync)")
-    what.add_argument("--ranks", type=_ranks, help="the sizes of the worlds to start, as in 2,4,8 (2)")
+    what.add_argument("--factor", type=above(int, 2), default=2, help="from one size to the next (2)")
+    what.add_argument("--dtypes", type=names_of(list(DTYPES)), default="float32", help=f"{', '.join(DTYPES)} (float32)")
+    what.add_argument("--modes", type=names_of(MODES), default="sync", help="sync, async (sync)")
+    what.add_argument("--ranks", type=rank_list, help="the sizes of the worlds to start, as in 2,4,8 (2)")
     how = made.add_argument_group("how long")
-    how.add_argument("--rounds", type=_above(int, 1), default=15, help="rounds of a row (15)")
+    how.add_argument("--rounds", type=above(int, 1), default=15, help="rounds of a row (15)")
+    how.add_argument("--round-ms", type=above(float, 0.001), default=10.0, help="milliseconds of a backend's turn (10)")
+    how.add_argument("--calls", type=above(int, 1), help="calls in a turn, instead of --round-ms")
     how.add_argument(
-        "--round-ms", type=_above(float, 0.001), default=10.0, help="milliseconds of a backend's turn (10)"
+        "--warmup",
+        type=above(int, 1),
+        default=5,
+        help="calls in each of three turns before a row's first round (5)",
     )
-    how.add_argument("--calls", type=_above(int, 1), help="calls in a turn, instead of --round-ms")
-    how.add_argument(
-        "--warmup", type=_above(int, 1), default=5, help="calls in each of three turns before a row's first round (5)"
-    )
-    how.add_argument("--depth", type=_above(int, 1), default=4, help="operations in flight in mode async (4)")
-    how.add_argument(
-        "--timeout", type=_above(float, 0.001), default=120.0, help="an operation's limit in seconds (120)"
-    )
+    how.add_argument("--depth", type=above(int, 1), default=4, help="operations in flight in mode async (4)")
+    how.add_argument("--timeout", type=above(float, 0.001), default=120.0, help="an operation's limit in seconds (120)")
     how.add_argument("--pin", action="store_true", help="keep each rank's calling thread on a core of its own")
     how.add_argument("--no-check", action="store_true", help="do not check results")
     out = made.add_argument_group("what comes out beside the table")
     out.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
     out.add_argument("--plot", type=Path, metavar="FILE", help="times over sizes, as .svg or .png; needs matplotlib")
-    out.add_argument("--fail-below", type=_above(float, 0.0), metavar="R", help="exit with 3 if a ratio is below R")
+    out.add_argument("--fail-below", type=above(float, 0.0), metavar="R", help="exit with 3 if a ratio is below R")
     return made
+
+
+def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
+    """Sizes from the least up to the most, each the one before times the factor."""
+    sizes = [least]
+    while sizes[-1] * factor <= most:
+        sizes.append(sizes[-1] * factor)
+    return tuple(sizes)
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """The plan that options ask for."""
-    sizes, size = [], options.min
-    while size <= options.max:
-        sizes.append(size)
-        size *= options.factor
     return Plan(
         backends=(options.backend,) if options.vs is None else (options.backend, options.vs),
         operations=options.ops,
-        sizes=tuple(sizes),
+        sizes=sizes_between(options.min, options.max, options.factor),
         dtypes=options.dtypes,
         modes=options.modes,
         rounds=options.rounds,
@@ -190,7 +193,7 @@ class Screen:
 
 def _rows(plan: Plan, worlds: Sequence[int]) -> Iterator[Row]:
     for ranks in worlds:
-        yield from launch.run_world(plan, ranks)
+        yield from launch.run_world(plan, ranks, measure.run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = plan_of(options)
     command = sys.argv if arguments is None else ["ncclx-rs", "bench", *arguments]
     if launch.launched():
-        rank, ranks, rows = launch.run_here(plan)
+        rank, ranks, rows = launch.run_here(plan, measure.run)
         worlds: Sequence[int] = (ranks,)
         if rank != 0:
             return sum(1 for _ in rows)  # nothing; rank 0 has them all

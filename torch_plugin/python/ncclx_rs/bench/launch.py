@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -20,26 +20,36 @@ from ncclx_rs.bench import measure
 _GLANCE = 0.5
 _JOIN = timedelta(seconds=120)
 
+Found = TypeVar("Found", covariant=True)
+
 
 def launched() -> bool:
     """Whether torchrun, or whatever sets its variables, has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_here(plan: measure.Plan) -> tuple[int, int, Iterator[measure.Row]]:
+class Run(Protocol[Found]):
+    """What the ranks of a world do: `measure.run`, or another function that gives on rank 0 what it has found."""
+
+    def __call__(
+        self, plan: measure.Plan, store: c10d.Store, rank: int, ranks: int, *, local_rank: int
+    ) -> Iterator[Found]: ...
+
+
+def run_here(plan: measure.Plan, run: Run[Found]) -> tuple[int, int, Iterator[Found]]:
     """Takes part in the world of the launcher.
 
     Returns:
-        This rank, the size of the world, and the rows: see `measure.run`.
+        This rank, the size of the world, and what `run` gives, which is to be exhausted on every rank.
     """
     torch.set_num_threads(1)
     store, rank, ranks = next(iter(rendezvous("env://", timeout=_JOIN)))
     local = int(os.environ.get("LOCAL_RANK", rank))
-    return rank, ranks, measure.run(plan, c10d.PrefixStore("bench", store), rank, ranks, local_rank=local)
+    return rank, ranks, run(plan, c10d.PrefixStore("bench", store), rank, ranks, local_rank=local)
 
 
-def run_world(plan: measure.Plan, ranks: int) -> Iterator[measure.Row]:
-    """Starts so many ranks, gives the rows as they come, and ends when all ranks have ended.
+def run_world(plan: measure.Plan, ranks: int, run: Run[Found]) -> Iterator[Found]:
+    """Starts so many ranks, gives what rank 0 finds as it comes, and ends when all ranks have ended.
 
     Raises:
         torch.multiprocessing.spawn.ProcessException: a rank failed; the others were ended.
@@ -49,7 +59,7 @@ def run_world(plan: measure.Plan, ranks: int) -> Iterator[measure.Row]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ours, theirs = get_context("spawn").Pipe(duplex=False)
     world: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
-        _rank, (plan, ranks, store.port, theirs), nprocs=ranks, join=False, start_method="spawn"
+        _rank, (run, plan, ranks, store.port, theirs), nprocs=ranks, join=False, start_method="spawn"
     )
     theirs.close()
     try:
@@ -63,7 +73,7 @@ def run_world(plan: measure.Plan, ranks: int) -> Iterator[measure.Row]:
             process.join()
 
 
-def _received(connection: Connection, look: Callable[[], Any]) -> Iterator[measure.Row]:
+def _received(connection: Connection, look: Callable[[], Any]) -> Iterator[Any]:
     while True:
         look()
         if not connection.poll(_GLANCE):
@@ -74,9 +84,9 @@ def _received(connection: Connection, look: Callable[[], Any]) -> Iterator[measu
             return
 
 
-def _rank(rank: int, plan: measure.Plan, ranks: int, port: int, rows: Connection) -> None:
+def _rank(rank: int, run: Run[Any], plan: measure.Plan, ranks: int, port: int, found: Connection) -> None:
     torch.set_num_threads(1)
     store = c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=_JOIN)
-    for row in measure.run(plan, store, rank, ranks, local_rank=rank):
-        rows.send(row)
-    rows.close()
+    for item in run(plan, store, rank, ranks, local_rank=rank):
+        found.send(item)
+    found.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import gc
 import itertools
 import os
@@ -188,15 +189,15 @@ class Control:
     """Words between the ranks aside from what is measured, through the store. Every rank makes the same calls."""
 
     def __init__(self, store: c10d.Store, place: Place) -> None:
+        self.place = place
         self._store = store
-        self._place = place
         self._turn = 0
 
     def from_root(self, value: Any = None) -> Any:
         """Rank 0's value, on every rank."""
         self._turn += 1
         key = f"root{self._turn}"
-        if self._place.rank == 0:
+        if self.place.rank == 0:
             self._put(key, value)
             return value
         return pickle.loads(self._store.get(key))
@@ -204,9 +205,9 @@ class Control:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value by rank on rank 0, an empty list elsewhere."""
         self._turn += 1
-        keys = [f"all{self._turn}/{rank}" for rank in range(self._place.size)]
-        if self._place.rank != 0:
-            self._put(keys[self._place.rank], value)
+        keys = [f"all{self._turn}/{rank}" for rank in range(self.place.size)]
+        if self.place.rank != 0:
+            self._put(keys[self.place.rank], value)
             return []
         values = [value]
         for key in keys[1:]:
@@ -256,37 +257,60 @@ def run(
         RuntimeError: a backend failed on some ranks only, or while it was measured.
         ValueError: a backend is not known to PyTorch.
     """
-    place = Place(rank, ranks)
     known = OPERATIONS if operations is None else operations
-    control = Control(c10d.PrefixStore("control", store), place)
     timeout = timedelta(seconds=plan.timeout)
-    cores = os.sched_getaffinity(0)
+
     # Each backend gets a group of its own, so that none has the shorter way of the default group.
+    def groups() -> dict[str, Any]:
+        return {name: dist.new_group(backend=name, timeout=timeout) for name in plan.backends}
+
+    with world(plan, store, Place(rank, ranks), local_rank, groups) as (made, control):
+        for case in plan.rows(ranks):
+            row = measure_row(plan, case, known[case.operation], made, control)
+            if row is not None:
+                yield row
+
+
+@contextlib.contextmanager
+def world(
+    plan: Plan, store: c10d.Store, place: Place, local_rank: int, groups: Callable[[], dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], Control]]:
+    """The default group of this rank, and in it the groups that `groups` makes, until the block ends.
+
+    Args:
+        plan: What to measure.
+        store: Where the ranks meet, for this run alone.
+        place: This rank and the number of ranks.
+        local_rank: The number of this rank on its host, for pinning.
+        groups: Makes the groups that are measured.
+
+    Yields:
+        The groups by name, and words between the ranks.
+    """
+    cores = os.sched_getaffinity(0)
     dist.init_process_group(
-        plan.backends[0], store=c10d.PrefixStore("c10d", store), rank=rank, world_size=ranks, timeout=timeout
+        plan.backends[0],
+        store=c10d.PrefixStore("c10d", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=plan.timeout),
     )
     try:
-        groups: dict[str, Any] = {name: dist.new_group(backend=name, timeout=timeout) for name in plan.backends}
+        made = groups()
         if plan.pin:
             # Only now, since backends' threads inherit what their maker may use, and some count it.
             os.sched_setaffinity(0, {sorted(cores)[local_rank % len(cores)]})
-        for case in plan.rows(ranks):
-            row = _measure_row(plan, case, known[case.operation], place, groups, control)
-            if row is not None:
-                yield row
+        yield made, Control(c10d.PrefixStore("control", store), place)
     finally:
         os.sched_setaffinity(0, cores)
         dist.destroy_process_group()
 
 
-def _measure_row(
-    plan: Plan,
-    case: Case,
-    operation: Operation,
-    place: Place,
-    groups: dict[str, dist.ProcessGroup],
-    control: Control,
+def measure_row(
+    plan: Plan, case: Case, operation: Operation, groups: dict[str, dist.ProcessGroup], control: Control
 ) -> Row | None:
+    """Measures a row on the groups in alternating rounds; every rank calls it. The row on rank 0, None elsewhere."""
+    place = control.place
     depth = plan.depth if case.mode == "async" else 1
     jobs = [operation.build(place, case.count, DTYPES[case.dtype]) for _ in range(depth)]
     flying = min(depth, plan.warmup)

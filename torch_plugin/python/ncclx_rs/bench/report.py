@@ -101,7 +101,7 @@ def document(plan: Plan, rows: Sequence[Row], command: Sequence[str]) -> dict[st
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": len(os.sched_getaffinity(0)),
             "system": platform.platform(),
         },
@@ -120,7 +120,8 @@ def write_json(path: Path, plan: Plan, rows: Sequence[Row], command: Sequence[st
     path.write_text(json.dumps(document(plan, rows, command), indent=1) + "\n")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The model of this machine's processor."""
     try:
         names = [
             line.split(":", 1)[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line

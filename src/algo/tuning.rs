@@ -1,0 +1,236 @@
+//! A tuning file: which algorithm is the fastest on a machine, by collective, world and size, as `ncclx-rs tune` found.
+//!
+//! ```
+//! use ncclx_rs::algo::Tuning;
+//! let text = r#"{"version": 1, "rows": [
+//!     {"collective": "all_gather", "ranks": 4, "max_bytes": 65536, "algorithm": "ring"},
+//!     {"collective": "all_gather", "ranks": 4, "algorithm": "direct"}
+//! ]}"#;
+//! assert!(Tuning::parse(text).is_ok());
+//! let error = Tuning::parse(&text.replace("direct", "binomial")).unwrap_err();
+//! assert_eq!(error, "row 2: algorithm: expected one of direct, ring for all_gather, got `binomial`");
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use crate::algo::select::{bytes, candidates};
+use crate::algo::{Collective, Setting};
+use crate::topo::Topology;
+use crate::types::Rank;
+
+/// The table of a tuning file. Where it has no row, the engine's own table holds ([`plan`](crate::algo::plan)).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tuning {
+    version: u32,
+    /// Where and when it was measured, for who reads the file.
+    #[serde(default)]
+    note: String,
+    rows: Vec<TunedRow>,
+}
+
+/// One row: the first that fits a call names its algorithm.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TunedRow {
+    collective: CollectiveKind,
+    ranks: usize,
+    #[serde(default = "one")]
+    hosts: usize,
+    /// The largest size it is for; without, all that are left.
+    #[serde(default)]
+    max_bytes: Option<usize>,
+    algorithm: String,
+}
+
+/// What a collective is called in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum CollectiveKind {
+    AllReduce,
+    Reduce,
+    Broadcast,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Gather,
+    Scatter,
+    Barrier,
+}
+
+impl Default for Tuning {
+    /// No rows.
+    fn default() -> Self {
+        Tuning { version: VERSION, note: String::new(), rows: Vec::new() }
+    }
+}
+
+impl Tuning {
+    /// The table in `text`; the error says where it is wrong.
+    pub fn parse(text: &str) -> Result<Tuning, String> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        if let Ok(Versioned { version }) = serde_json::from_str(text)
+            && version != VERSION
+        {
+            return Err(format!("version: expected {VERSION}, got {version}; `ncclx-rs tune` writes a new file"));
+        }
+        let tuning: Tuning = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        for (index, row) in tuning.rows.iter().enumerate() {
+            row.check().map_err(|cause| format!("row {}: {cause}", index + 1))?;
+        }
+        Ok(tuning)
+    }
+
+    /// The algorithm of the first row that fits.
+    pub fn algorithm(&self, collective: &Collective, setting: &Setting<'_>) -> Option<&str> {
+        let (ranks, hosts) = (setting.topo.size(), setting.topo.hosts().len());
+        let (kind, bytes) = (CollectiveKind::of(collective), bytes(collective, setting));
+        let fits = |row: &&TunedRow| {
+            (row.collective, row.ranks, row.hosts) == (kind, ranks, hosts)
+                && row.max_bytes.is_none_or(|most| bytes <= most)
+        };
+        self.rows.iter().find(fits).map(|row| row.algorithm.as_str())
+    }
+}
+
+/// The algorithms for the collective of this name, such as `all_reduce`, in a world of so many ranks spread evenly over
+/// so many hosts; nothing if there is no such collective or world.
+pub fn algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Vec<&'static str>> {
+    let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
+    (0 < hosts && hosts <= ranks).then(|| kind.algorithms(ranks, hosts))
+}
+
+impl TunedRow {
+    fn check(&self) -> Result<(), String> {
+        if self.ranks == 0 || self.ranks > MAX_RANKS {
+            return Err(format!("ranks: expected a number from 1 to {MAX_RANKS}, got {}", self.ranks));
+        }
+        if self.hosts == 0 || self.hosts > self.ranks {
+            return Err(format!(
+                "hosts: expected a number from 1 to that of ranks, {}, got {}",
+                self.ranks, self.hosts
+            ));
+        }
+        let known = self.collective.algorithms(self.ranks, self.hosts);
+        if known.contains(&self.algorithm.as_str()) {
+            return Ok(());
+        }
+        let (known, name) = (known.join(", "), self.collective.name());
+        Err(format!("algorithm: expected one of {known} for {name}, got `{}`", self.algorithm))
+    }
+}
+
+impl CollectiveKind {
+    fn of(collective: &Collective) -> CollectiveKind {
+        match collective {
+            Collective::AllReduce { .. } => CollectiveKind::AllReduce,
+            Collective::Reduce { .. } => CollectiveKind::Reduce,
+            Collective::Broadcast { .. } => CollectiveKind::Broadcast,
+            Collective::AllGather { .. } => CollectiveKind::AllGather,
+            Collective::ReduceScatter { .. } => CollectiveKind::ReduceScatter,
+            Collective::AllToAll { .. } => CollectiveKind::AllToAll,
+            Collective::Gather { .. } => CollectiveKind::Gather,
+            Collective::Scatter { .. } => CollectiveKind::Scatter,
+            Collective::Barrier => CollectiveKind::Barrier,
+        }
+    }
+
+    fn name(self) -> String {
+        serde_json::to_value(self).ok().and_then(|name| Some(name.as_str()?.to_owned())).unwrap_or_default()
+    }
+
+    fn algorithms(self, ranks: usize, hosts: usize) -> Vec<&'static str> {
+        let (count, root, counts) = (1, Rank(0), || vec![1; ranks]);
+        let collective = match self {
+            CollectiveKind::AllReduce => Collective::AllReduce { count },
+            CollectiveKind::Reduce => Collective::Reduce { count, root },
+            CollectiveKind::Broadcast => Collective::Broadcast { count, root },
+            CollectiveKind::AllGather => Collective::AllGather { counts: counts() },
+            CollectiveKind::ReduceScatter => Collective::ReduceScatter { counts: counts() },
+            CollectiveKind::AllToAll => Collective::AllToAll { send: counts(), recv: counts() },
+            CollectiveKind::Gather => Collective::Gather { count, root },
+            CollectiveKind::Scatter => Collective::Scatter { count, root },
+            CollectiveKind::Barrier => Collective::Barrier,
+        };
+        let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
+        let topo = Topology::new(&names);
+        let setting = Setting { me: root, topo: &topo, element: 1, premultiply: false };
+        candidates(&collective, &setting).collect()
+    }
+}
+
+fn one() -> usize {
+    1
+}
+
+/// The format of the file.
+const VERSION: u32 = 1;
+
+/// More ranks than any world has.
+const MAX_RANKS: usize = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: &str = r#"{"version": 1, "note": "here", "rows": [
+        {"collective": "all_reduce", "ranks": 4, "max_bytes": 1000, "algorithm": "ring"},
+        {"collective": "all_reduce", "ranks": 4, "algorithm": "rabenseifner"},
+        {"collective": "all_reduce", "ranks": 4, "hosts": 2, "algorithm": "hierarchical"}
+    ]}"#;
+
+    fn chosen(tuning: &Tuning, count: usize, hosts: &[&str]) -> Option<String> {
+        let topo = Topology::new(hosts);
+        let setting = Setting { me: Rank(0), topo: &topo, element: 4, premultiply: false };
+        tuning.algorithm(&Collective::AllReduce { count }, &setting).map(str::to_owned)
+    }
+
+    #[test]
+    fn the_first_row_that_fits_is_taken() {
+        let tuning = Tuning::parse(FILE).unwrap();
+        let one_host = ["a"; 4];
+        assert_eq!(chosen(&tuning, 250, &one_host).as_deref(), Some("ring"));
+        assert_eq!(chosen(&tuning, 251, &one_host).as_deref(), Some("rabenseifner"));
+        assert_eq!(chosen(&tuning, 1, &["a", "a", "b", "b"]).as_deref(), Some("hierarchical"));
+        assert_eq!(chosen(&tuning, 1, &["a"; 3]), None);
+        assert_eq!(chosen(&Tuning::default(), 1, &one_host), None);
+    }
+
+    #[test]
+    fn a_table_survives_the_way_to_the_other_ranks() {
+        let tuning = Tuning::parse(FILE).unwrap();
+        assert_eq!(Tuning::parse(&serde_json::to_string(&tuning).unwrap()), Ok(tuning));
+    }
+
+    #[test]
+    fn errors_say_where() {
+        let wrong = |from: &str, to: &str| {
+            assert!(FILE.contains(from));
+            Tuning::parse(&FILE.replacen(from, to, 1)).unwrap_err()
+        };
+        assert!(wrong("\"version\": 1", "\"version\": 2").starts_with("version: expected 1, got 2"));
+        assert!(wrong("max_bytes", "most").contains("unknown field `most`"));
+        assert!(wrong("max_bytes", "most").contains("at line 2 column"));
+        assert!(wrong("all_reduce", "reduce_all").contains("unknown variant `reduce_all`"));
+        assert_eq!(
+            wrong("\"ring\"", "\"binomial\""),
+            "row 1: algorithm: expected one of recursive_doubling, direct, rabenseifner, ring for all_reduce, \
+             got `binomial`"
+        );
+        assert!(wrong("\"hosts\": 2", "\"hosts\": 5").contains("row 3: hosts: expected a number from 1 to"));
+        assert!(wrong("\"ranks\": 4", "\"ranks\": 0").contains("row 1: ranks"));
+        // A world in which every rank has a host of its own has no hierarchy.
+        assert!(wrong("\"hosts\": 2", "\"hosts\": 4").contains("row 3: algorithm"));
+    }
+
+    #[test]
+    fn algorithms_are_known_by_the_collectives_name() {
+        assert_eq!(algorithms("broadcast", 4, 2), Some(vec!["hierarchical", "binomial"]));
+        assert_eq!(algorithms("barrier", 1, 1), Some(vec!["local", "dissemination"]));
+        assert_eq!(algorithms("send", 4, 1), None);
+        assert_eq!(algorithms("reduce", 2, 3), None);
+    }
+}

@@ -1,0 +1,109 @@
+"""Counts the instructions of hot paths and compares them with the bounds in instructions.json.
+
+    make instructions             # fails where a call takes more than is allowed
+    make instructions UPDATE=1    # takes what it finds as the new bounds
+
+Instructions, unlike times, are nearly the same on every machine and under any load. They are those that valgrind's tool
+callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls, and the difference is
+that of the calls. The bounds are those of x86-64 with AVX2, which is as far as valgrind goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+BOUNDS = HERE / "instructions.json"
+# What a call may take beyond its bound: another compiler, and which thread the system lets run first.
+AIR = 1.08
+# Far below its bound, a path would have room to become slower unnoticed.
+SLACK = 0.85
+# Calls of each path: few, so that all memory is there and all plans are made, and many.
+CALLS = {
+    "all_reduce_alone": (100, 600),
+    "all_reduce_8_bytes": (100, 600),
+    "all_reduce_64_kib": (50, 150),
+    "ping_pong_shm": (100, 600),
+    "ping_pong_tcp": (100, 600),
+    "plan": (5, 25),
+}
+
+
+def count(program: Path, path: str, calls: int) -> int:
+    """The instructions of a process that takes a path so many times."""
+    run = subprocess.run(
+        ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(program), path, str(calls)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    found = re.search(r"Collected : (\d+)", run.stderr)
+    if run.returncode != 0 or found is None:
+        raise SystemExit(f"{path}: valgrind ended with exit code {run.returncode}:\n{run.stdout}{run.stderr}")
+    return int(found[1])
+
+
+def measure(program: Path, path: str) -> int:
+    """The instructions of one call on all ranks together."""
+    few, many = CALLS[path]
+    return round((count(program, path, many) - count(program, path, few)) / (many - few))
+
+
+def verdicts(found: dict[str, int], bounds: dict[str, int]) -> list[str]:
+    """What is wrong with counts under these bounds."""
+    wrong = []
+    for path in found.keys() | bounds.keys():
+        if path not in found or path not in bounds:
+            wrong.append(f"{path}: expected a path and its bound, got one without the other")
+        elif found[path] > bounds[path] * AIR:
+            more = found[path] / bounds[path] - 1
+            wrong.append(f"{path}: expected at most {bounds[path]} instructions a call, got {found[path]}, {more:+.0%}")
+        elif found[path] < bounds[path] * SLACK:
+            wrong.append(f"{path}: {found[path]} instructions a call, far below the bound of {bounds[path]}; lower it")
+    return sorted(wrong)
+
+
+def build() -> Path:
+    """The program, built for release."""
+    command = ["cargo", "build", "--locked", "--release", "--package", "ncclx_rs_instructions"]
+    subprocess.run(command, check=True, cwd=HERE)
+    target = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target"))
+    return target / "release/ncclx_rs_instructions"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help="write what is found to instructions.json")
+    options = parser.parse_args(arguments)
+    if platform.machine() != "x86_64" or shutil.which("valgrind") is None:
+        print("expected an x86-64 machine with valgrind, whose counts the bounds are", file=sys.stderr)
+        return 2
+    program = build()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(CALLS, pool.map(lambda path: measure(program, path), CALLS), strict=True))
+    if options.update:
+        BOUNDS.write_text(json.dumps(found, indent=1) + "\n")
+    bounds = json.loads(BOUNDS.read_text())
+    for path, instructions in found.items():
+        print(f"{path:<20}{instructions:>10} instructions a call; bound {bounds.get(path)}")
+    wrong = verdicts(found, bounds)
+    for line in wrong:
+        print(line, file=sys.stderr)
+    if wrong:
+        print("If that is meant: make instructions UPDATE=1", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+//! A tuning file: it changes which algorithm runs, on all ranks, and one that is wrong is an error on all.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::time::Duration;
+
+use ncclx_rs::comm::store::MemoryStore;
+use ncclx_rs::{CommOptions, Communicator, Error, InitError, Rank, ReduceOp};
+
+/// What the engine has logged in this process.
+static LOGGED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+struct Listener;
+
+impl log::Log for Listener {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        LOGGED.lock().unwrap_or_else(PoisonError::into_inner).push(record.args().to_string());
+    }
+
+    fn flush(&self) {}
+}
+
+fn listen() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        log::set_logger(&Listener).expect("no other logger in this process");
+        log::set_max_level(log::LevelFilter::Debug);
+    });
+}
+
+/// A file of the test's own.
+struct File(PathBuf);
+
+impl File {
+    fn new(name: &str, text: &str) -> File {
+        let path = std::env::temp_dir().join(format!("ncclx_rs-{}-{name}", std::process::id()));
+        std::fs::write(&path, text).expect("a file");
+        File(path)
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Three ranks, of which rank 0 reads the file; each makes an all_reduce of so many elements.
+fn reduce_tuned(file: &Path, count: usize) -> Vec<Result<(), Error>> {
+    let store = Arc::new(MemoryStore::default());
+    let rank = |rank: u32| {
+        let file = if rank == 0 { file.to_path_buf() } else { PathBuf::from("/nowhere") };
+        let options = CommOptions {
+            name: "tuned".to_owned(),
+            rank: Rank(rank),
+            size: 3,
+            store: store.clone(),
+            timeout: Some(Duration::from_secs(60)),
+            hints: vec![("tuning_file".to_owned(), file.display().to_string())],
+        };
+        std::thread::spawn(move || {
+            let comm = Communicator::new(options)?;
+            let mut data = vec![1f32; count];
+            comm.all_reduce(&mut data, ReduceOp::Sum)?;
+            assert_eq!(data, vec![3.0; count]);
+            comm.shutdown()
+        })
+    };
+    let ranks: Vec<_> = (0..3).map(rank).collect();
+    ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+}
+
+/// By which algorithms all_reduces of so many floats have run in this process.
+fn algorithms_of(count: usize) -> Vec<String> {
+    let start = format!("AllReduce {{ count: {count} }} of elements of 4 bytes runs by ");
+    let logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
+    logged.iter().filter_map(|line| line.strip_prefix(&start)).map(str::to_owned).collect()
+}
+
+#[test]
+fn rank_0s_file_decides_on_all_ranks() {
+    listen();
+    // Sizes that no other test has, so that none of its lines counts.
+    for (count, algorithm) in [(1237, "rabenseifner"), (1301, "ring"), (1303, "recursive_doubling")] {
+        let text = r#"{"version": 1, "rows": [
+            {"collective": "all_reduce", "ranks": 3, "max_bytes": 5000, "algorithm": "rabenseifner"},
+            {"collective": "all_reduce", "ranks": 3, "max_bytes": 5204, "algorithm": "ring"},
+            {"collective": "all_reduce", "ranks": 4, "algorithm": "direct"}
+        ]}"#;
+        let file = File::new(&format!("{count}.json"), text);
+        for outcome in reduce_tuned(&file.0, count) {
+            outcome.expect("an all_reduce");
+        }
+        assert_eq!(algorithms_of(count), [algorithm; 3]);
+    }
+}
+
+#[test]
+fn a_wrong_file_is_an_error_on_all_ranks() {
+    let file = File::new("wrong.json", r#"{"version": 1, "rows": [{"collective": "all_reduce", "ranks": "3"}]}"#);
+    for outcome in reduce_tuned(&file.0, 1) {
+        let text = outcome.expect_err("a string is no number").to_string();
+        assert!(text.contains(&format!("tuning_file `{}`", file.0.display())), "{text}");
+        assert!(text.contains("invalid type: string \"3\", expected usize at line 1 column"), "{text}");
+    }
+}
+
+#[test]
+fn a_missing_file_is_an_error_on_all_ranks() {
+    for (rank, outcome) in reduce_tuned(Path::new("/nowhere/at.all"), 1).into_iter().enumerate() {
+        let error = outcome.expect_err("there is no file");
+        assert!(rank > 0 || matches!(error, Error::Init(InitError::Config(_))), "{error:?}");
+        assert!(error.to_string().contains("tuning_file `/nowhere/at.all`: No such file"), "{error}");
+    }
+}

@@ -1,0 +1,99 @@
+"""What a communicator costs besides its operations: memory, and time of the processor while nothing moves."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import BACKEND, World
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="other backends make no such promise")
+
+# How long to watch the processor, in seconds.
+WATCHED = 1.0
+
+
+def own_memory() -> int:
+    """Bytes of this process: its part of what is mapped (proc_pid_smaps(5), Pss), and of what it shares with one other
+    rank half, also where neither has touched it.
+    """
+    own, shared, name = 0, dict[str, int](), ""
+    with open("/proc/self/smaps") as lines:
+        for words in (line.split() for line in lines):
+            if words[0] == "Pss:" and not name:
+                own += int(words[1]) << 10
+            elif "-" in words[0]:
+                name = words[4] if "/memfd:ncclx_rs" in words else ""
+                if name:
+                    first, last = (int(address, 16) for address in words[0].split("-"))
+                    shared[name] = max(shared.get(name, 0), int(words[2], 16) + last - first)
+    return own + sum(shared.values()) // 2
+
+
+def talk_to_all(group: Any, size: int) -> None:
+    """One short and one long exchange with every rank, so that all streams are open."""
+    for count in (size, size << 16):
+        data = torch.ones(count)
+        dist.all_to_all_single(torch.empty_like(data), data, group=group)
+
+
+def memory_is_bounded(rank: int, size: int) -> None:
+    talk_to_all(dist.group.WORLD, size)  # what is made once a process
+    gc.collect()
+    dist.barrier()
+    before = own_memory()
+    dist.barrier()
+    groups = [dist.new_group(backend=BACKEND) for _ in range(4)]
+    for group in groups:
+        talk_to_all(group, size)
+    gc.collect()
+    dist.barrier()
+    each = torch.tensor([(own_memory() - before) / len(groups)])
+    dist.all_reduce(each)
+    mean = each.item() / size
+    assert mean <= 4 << 20, f"a communicator takes {mean / (1 << 20):.1f} MB a rank"
+
+
+def idle_ranks_use_no_processor(rank: int, size: int) -> None:
+    dist.all_reduce(torch.ones(100), async_op=True).wait()
+    talk_to_all(dist.group.WORLD, size)
+    time.sleep(0.1)  # until the last poll is over
+    used = time.process_time()
+    time.sleep(WATCHED)
+    used = time.process_time() - used
+    assert used <= WATCHED * 0.01, f"{used:.3f} s of {WATCHED:g} s"
+
+
+def waiting_ranks_sleep(rank: int, size: int, later: bool) -> None:
+    talk_to_all(dist.group.WORLD, size)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(WATCHED)  # the rank that is late
+    used, began = time.process_time(), time.monotonic()
+    work = dist.all_reduce(torch.ones(1000), async_op=later)
+    if work is not None:
+        work.wait()
+    used, took = time.process_time() - used, time.monotonic() - began
+    if rank != 0:
+        assert took >= WATCHED * 0.5, f"rank 0 was late for {took:.1f} s only"
+        assert used <= took * 0.05, f"{used:.3f} s of {took:.1f} s"
+
+
+@pytest.mark.worlds(sizes=(8,), modes=("shm", "tcp"))
+def test_memory(world: World) -> None:
+    world.run(memory_is_bounded)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm", "tcp"))
+def test_idle(world: World) -> None:
+    world.run(idle_ranks_use_no_processor)
+
+
+@pytest.mark.worlds(sizes=(3,), modes=("shm", "tcp"))
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+def test_waiting(world: World, later: bool) -> None:
+    world.run(waiting_ranks_sleep, later)

@@ -1,0 +1,109 @@
+"""The tuning file: how it is made of measurements, and that the engine reads what the command writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness import BACKEND
+from ncclx_rs.bench import tune
+from ncclx_rs.bench.measure import Case, Result, Row
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="only the engine has algorithms to choose from")
+
+
+def finding(size: int, times: dict[str, float], collective: str = "all_reduce", ranks: int = 4) -> tune.Finding:
+    results = {name: Result(time=time, p50=time, rounds=[time]) for name, time in times.items()}
+    return tune.Finding(collective, 1, Row(Case(collective, "sync", ranks, "float32", size, size // 4), results, None))
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    """Rows of words such as `all_reduce 4 1024 ring`, with `-` for no limit."""
+    found = []
+    for line in text.split(","):
+        collective, ranks, most, algorithm = line.split()
+        row = {"collective": collective, "ranks": int(ranks), "hosts": 1, "algorithm": algorithm}
+        found.append(row if most == "-" else {**row, "max_bytes": int(most)})
+    return found
+
+
+def test_the_fastest_is_chosen_and_neighbours_are_one_row() -> None:
+    findings = [
+        finding(8, {"direct": 1.0, "ring": 2.0}),
+        finding(64, {"direct": 1.5, "ring": 2.0}),
+        finding(512, {"direct": 3.0, "ring": 2.0}),
+        finding(8, {"direct": 3.0, "ring": 2.0}, ranks=8),
+        finding(8, {"direct": 2.0, "ring": 3.0}, "all_gather"),
+    ]
+    expected = "all_reduce 4 64 direct, all_reduce 4 - ring, all_reduce 8 - ring, all_gather 4 - direct"
+    assert tune.table(findings) == rows(expected)
+
+
+def test_a_small_gain_is_no_reason_to_change() -> None:
+    findings = [
+        finding(8, {"direct": 1.00, "ring": 2.00}),
+        finding(64, {"direct": 2.08, "ring": 2.00}),
+        finding(512, {"direct": 2.12, "ring": 2.00}),
+        finding(4096, {"direct": 2.00, "ring": 2.00}),
+    ]
+    assert tune.table(findings) == rows("all_reduce 4 64 direct, all_reduce 4 - ring")
+
+
+def test_what_was_not_measured_stays(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    tune.write(file, rows("all_reduce 2 8 direct, all_reduce 2 - ring, all_gather 2 - ring"), "first")
+    tune.write(file, rows("all_reduce 2 - direct, all_reduce 4 - direct"), "second")
+    written = json.loads(file.read_text())
+    assert written["version"] == tune.VERSION and written["note"] == "second"
+    assert written["rows"] == rows("all_gather 2 - ring, all_reduce 2 - direct, all_reduce 4 - direct")
+    file.write_text('{"version": 0, "rows": []}')
+    with pytest.raises(ValueError, match=f"{file}: expected a tuning file of version 1, got another: version 0"):
+        tune.write(file, [], "third")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere/tuning.json"], "file: expected a path in a folder that exists"),
+        (["tuning.json", "--collectives", "send"], "unknown: send"),
+        (["tuning.json", "--min", "2K", "--max", "1K"], "--min: expected at most --max"),
+    ],
+)
+def test_a_bad_command_line_is_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tune.main(words)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def open_with(file: Path) -> None:
+    """Makes a group of one rank that reads the file."""
+    from ncclx_rs import Options
+
+    options = Options(hints={"tuning_file": str(file)})
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
+    dist.destroy_process_group()
+
+
+def test_the_engine_reads_what_the_command_writes(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    words = [str(file), "--collectives", "all_gather,broadcast", "--ranks", "2,3", "--min", "1K", "--max", "1K"]
+    command = [sys.executable, "-m", "ncclx_rs", "tune", *words, "--rounds", "2", "--round-ms", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    written = json.loads(file.read_text())["rows"]
+    # On one host, a broadcast has one algorithm.
+    assert [(row["collective"], row["ranks"], row["hosts"]) for row in written] == [
+        ("all_gather", 2, 1),
+        ("all_gather", 3, 1),
+    ]
+    assert {row["algorithm"] for row in written} <= {"direct", "ring"}
+    open_with(file)
+    file.write_text(file.read_text().replace('"algorithm": "', '"algorithm": "not_'))
+    with pytest.raises(ValueError, match=rf"tuning_file `{file}`: row 1: algorithm: expected one of direct, ring"):
+        open_with(file)
