@@ -64,27 +64,23 @@ fn a_shutdown_is_no_loss() {
             }
             let (tell, told) = mpsc::channel::<()>();
             comm.on_loss(move |error| panic!("{error}, {tell:?}"));
-            let kind = |rank| OpKind::Send { to: Rank(rank), tag: Tag(0) };
             let deadline = Instant::now() + Duration::from_millis(300);
             while Instant::now() < deadline {
                 let mut data = [1; 4];
-                match comm.rank().0 {
-                    0 => run(comm, kind(1), vec![buffer(&mut data)], vec![]).expect("sent"),
-                    1 => {
-                        let kind = OpKind::Recv { from: Source::Rank(Rank(0)), tag: Tag(0) };
-                        if data == [1; 4] {
-                            let receive = op(kind, vec![], vec![buffer(&mut data)]);
-                            match comm.submit(receive).expect("a receive").wait(Some(WATCHDOG)) {
-                                Ok(()) => {}
-                                Err(error) => {
-                                    // Rank 0 was through before, and has left.
-                                    assert_eq!(lost_rank(&error), Some(0), "{error}");
-                                    break;
-                                }
-                            }
-                        }
+                let (kind, other) = match comm.rank().0 {
+                    0 => (OpKind::Send { to: Rank(1), tag: Tag(0) }, 1),
+                    1 => (OpKind::Recv { from: Source::Rank(Rank(0)), tag: Tag(0) }, 0),
+                    _ => {
+                        std::thread::sleep(Duration::from_millis(10));
+                        continue;
                     }
-                    _ => std::thread::sleep(Duration::from_millis(10)),
+                };
+                let memory = vec![buffer(&mut data)];
+                let (inputs, outputs) = if other == 1 { (memory, vec![]) } else { (vec![], memory) };
+                if let Err(error) = run(comm, kind, inputs, outputs) {
+                    // The other was through before, and has left.
+                    assert_eq!(lost_rank(&error), Some(other), "{error}");
+                    break;
                 }
             }
             assert_eq!((comm.loss(), told.try_recv().is_err()), (None, true));

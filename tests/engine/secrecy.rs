@@ -2,31 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests, which clippy does not count as tests")]
 
-use std::fmt::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use ncclx_rs::comm::bootstrap::ROOT_KEY;
 use ncclx_rs::comm::store::{MemoryStore, Store};
 use ncclx_rs::{CommOptions, Communicator, Rank, Source, Tag};
 
-/// Keeps all that is logged by the tests of this process.
-struct Diary(Mutex<String>);
-
-static DIARY: Diary = Diary(Mutex::new(String::new()));
-
-impl log::Log for Diary {
-    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
-        true
-    }
-
-    fn log(&self, record: &log::Record<'_>) {
-        writeln!(self.0.lock().unwrap(), "{} {}", record.level(), record.args()).unwrap();
-    }
-
-    fn flush(&self) {}
-}
+use crate::diary;
 
 /// What a rank says of a communicator on which rank 0 waits in vain for a message of rank 1, which leaves.
 fn words(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> String {
@@ -54,8 +38,7 @@ fn words(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> Stri
 
 #[test]
 fn secrets_are_in_no_log_dump_or_error() {
-    log::set_logger(&DIARY).unwrap();
-    log::set_max_level(log::LevelFilter::Trace);
+    diary::begin();
     let dumps = std::env::temp_dir().join(format!("ncclx_rs-quiet-{}", std::process::id()));
     std::fs::create_dir(&dumps).unwrap();
     let (job, other) = ("what all ranks were told", "what one rank was told");
@@ -84,7 +67,7 @@ fn secrets_are_in_no_log_dump_or_error() {
         written += &std::fs::read_to_string(entry.path()).unwrap();
     }
     std::fs::remove_dir_all(&dumps).unwrap();
-    written += &DIARY.0.lock().unwrap();
+    diary::lines().iter().for_each(|(level, line)| written += &format!("{level} {line}\n"));
     for expected in ["rank 1 is lost", "\"asked for\"", "WARN dropped the connection", "does not know the secret"] {
         assert!(written.contains(expected), "{expected}: {written}");
     }

@@ -1,36 +1,13 @@
 //! A tuning file: it changes which algorithm runs, on all ranks, and one that is wrong is an error on all.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, Error, InitError, Rank, ReduceOp};
 
-/// What the engine has logged in this process.
-static LOGGED: Mutex<Vec<String>> = Mutex::new(Vec::new());
-
-struct Listener;
-
-impl log::Log for Listener {
-    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
-        true
-    }
-
-    fn log(&self, record: &log::Record<'_>) {
-        LOGGED.lock().unwrap_or_else(PoisonError::into_inner).push(record.args().to_string());
-    }
-
-    fn flush(&self) {}
-}
-
-fn listen() {
-    static STARTED: Once = Once::new();
-    STARTED.call_once(|| {
-        log::set_logger(&Listener).expect("no other logger in this process");
-        log::set_max_level(log::LevelFilter::Debug);
-    });
-}
+use crate::diary;
 
 /// A file of the test's own.
 struct File(PathBuf);
@@ -77,13 +54,12 @@ fn reduce_tuned(file: &Path, count: usize) -> Vec<Result<(), Error>> {
 /// By which algorithms all_reduces of so many floats have run in this process.
 fn algorithms_of(count: usize) -> Vec<String> {
     let start = format!("AllReduce {{ count: {count} }} of elements of 4 bytes runs by ");
-    let logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
-    logged.iter().filter_map(|line| line.strip_prefix(&start)).map(str::to_owned).collect()
+    diary::lines().iter().filter_map(|(_, line)| line.strip_prefix(&start)).map(str::to_owned).collect()
 }
 
 #[test]
 fn rank_0s_file_decides_on_all_ranks() {
-    listen();
+    diary::begin();
     // Sizes that no other test has, so that none of its lines counts.
     for (count, algorithm) in [(1237, "rabenseifner"), (1301, "ring"), (1303, "recursive_doubling")] {
         let text = r#"{"version": 1, "rows": [
