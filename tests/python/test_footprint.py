@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,22 +35,26 @@ def own_memory() -> int:
     return own + sum(shared.values()) // 2
 
 
-def talk_to_all(group: Any, size: int) -> None:
-    """One short and one long exchange with every rank, so that all streams are open."""
-    for count in (size, size << 16):
-        data = torch.ones(count)
-        dist.all_to_all_single(torch.empty_like(data), data, group=group)
+def talk_to_all(groups: Sequence[Any], size: int) -> None:
+    """One short and one long exchange with every rank in each group, so that all streams are open.
+
+    All of them use the same tensors: freed ones would leave holes between what the communicators allocate.
+    """
+    data = torch.ones(size << 16)
+    result = torch.empty_like(data)
+    for group in groups:
+        for count in (size, size << 16):
+            dist.all_to_all_single(result[:count], data[:count], group=group)
 
 
 def memory_is_bounded(rank: int, size: int) -> None:
-    talk_to_all(dist.group.WORLD, size)  # what is made once a process
+    talk_to_all([dist.group.WORLD], size)  # what is made once a process
     gc.collect()
     dist.barrier()
     before = own_memory()
     dist.barrier()
     groups = [dist.new_group(backend=BACKEND) for _ in range(4)]
-    for group in groups:
-        talk_to_all(group, size)
+    talk_to_all(groups, size)
     gc.collect()
     dist.barrier()
     each = torch.tensor([(own_memory() - before) / len(groups)])
@@ -60,7 +65,7 @@ def memory_is_bounded(rank: int, size: int) -> None:
 
 def idle_ranks_use_no_processor(rank: int, size: int) -> None:
     dist.all_reduce(torch.ones(100), async_op=True).wait()
-    talk_to_all(dist.group.WORLD, size)
+    talk_to_all([dist.group.WORLD], size)
     time.sleep(0.1)  # until the last poll is over
     used = time.process_time()
     time.sleep(WATCHED)
@@ -69,7 +74,7 @@ def idle_ranks_use_no_processor(rank: int, size: int) -> None:
 
 
 def waiting_ranks_sleep(rank: int, size: int, later: bool) -> None:
-    talk_to_all(dist.group.WORLD, size)
+    talk_to_all([dist.group.WORLD], size)
     dist.barrier()
     if rank == 0:
         time.sleep(WATCHED)  # the rank that is late
