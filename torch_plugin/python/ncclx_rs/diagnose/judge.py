@@ -92,10 +92,15 @@ def judge(communicator: Communicator) -> Verdict:
 
 
 def _ends(links: list[SlowLink]) -> tuple[int, ...]:
-    """Who is to blame for slow connections: the rank that all have in common, else those of the worst one."""
-    pairs = {frozenset((link.sender, link.receiver)) for link in links}
+    """Who is to blame for slow connections: the rank that all of the worst ones share, else both ends of the worst."""
+    alike = [link for link in links if link.worse * _ALIKE >= links[0].worse]
+    pairs = {frozenset((link.sender, link.receiver)) for link in alike}
     common = frozenset.intersection(*pairs)
     return tuple(sorted(common)) if common else tuple(sorted((links[0].sender, links[0].receiver)))
+
+
+# Connections that one rank makes slow are about as slow as each other.
+_ALIKE = 10
 
 
 def _dead(communicator: Communicator) -> dict[int, str]:

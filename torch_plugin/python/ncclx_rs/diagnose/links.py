@@ -23,11 +23,13 @@ class SlowLink:
     Attributes:
         sender: the rank that sends on it.
         receiver: the rank that it sends to.
-        text: how bad it is, and what a good quarter of the connections at least do.
+        worse: how many times worse than a good quarter of the connections.
+        text: how bad it is, and what that quarter does at least.
     """
 
     sender: int
     receiver: int
+    worse: float
     text: str
 
 
@@ -85,4 +87,4 @@ def slow_links(communicator: Communicator) -> list[SlowLink]:
                 complaints.setdefault(pair, []).append(measure.text(value, usual))
                 badness[pair] = max(badness.get(pair, 0), value / max(usual, measure.margin))
     worst_first = sorted(complaints, key=lambda pair: (-badness[pair], pair))
-    return [SlowLink(*pair, "; ".join(complaints[pair])) for pair in worst_first]
+    return [SlowLink(*pair, badness[pair], "; ".join(complaints[pair])) for pair in worst_first]
