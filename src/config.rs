@@ -81,8 +81,8 @@ options! {
     eager_bytes: EagerBytes, "eager_bytes", "65536", &[],
         "Messages up to this size are sent before the receiver asks for them.";
     single_copy_bytes: usize, "single_copy_bytes", "65536", &[],
-        "Within a host, the receiver reads longer messages out of the sender's memory, where the system lets it \
-         (process_vm_readv); 0 for never.";
+        "Within a host, the receiver may read longer messages out of the sender's memory, where the system lets it \
+         (process_vm_readv) and that is faster; 0 for never.";
     flight_records: usize, "flight_records", "2048", &["TORCH_FR_BUFFER_SIZE"],
         "How many operations the flight recorder remembers; 0 for none.";
     stack_frames: usize, "stack_frames", "0", &[],
