@@ -5,6 +5,7 @@ Its pages "TorchComms FR" and "TorchComms Health" ask every worker by names that
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import json
@@ -26,9 +27,15 @@ def register() -> None:
     """
     if not hasattr(c10d, "_register_handler") or (not is_installed() and importlib.util.find_spec("torchcomms")):
         return
-    c10d._register_handler("torchcomms_fr_trace_json", _fr_trace_json)
-    c10d._register_handler("torchcomms_fr_dump_file", _fr_dump_file)
-    c10d._register_handler("torchcomms_health_check", _health_check)
+    handlers = {
+        "torchcomms_fr_trace_json": _fr_trace_json,
+        "torchcomms_fr_dump_file": _fr_dump_file,
+        "torchcomms_health_check": _health_check,
+    }
+    for name, handler in handlers.items():
+        # PyTorch lets go of handlers after the interpreter's end, when nothing of Python's may be freed any more.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))
+        c10d._register_handler(name, handler)
 
 
 def _own() -> list[dumps.Dump]:
