@@ -1,13 +1,14 @@
 //! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
 //!
 //! `abi` is the C boundary to the C++ shim in csrc/, which knows c10d; everything else is the engine's. `library`
-//! loads backends that others have written.
+//! loads backends that others have written, `store` is where members of a reconfigured communicator meet.
 
 mod abi;
 mod convert;
 mod library;
 mod mesh;
 mod stack;
+mod store;
 
 use std::path::PathBuf;
 
@@ -29,6 +30,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
     module.add_function(wrap_pyfunction!(dumps, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
+    module.add_class::<store::SecretStore>()?;
     library::register(module)?;
     abi::register(module)
 }

@@ -36,6 +36,26 @@ def mesh_grid(
 ) -> tuple[list[int], list[tuple[str, list[list[int]]]]]:
     """Lays out ranks in a grid; gives them in the grid's order, and the groups along each dimension."""
 
+@final
+class SecretStore:
+    """A store of this process or of another one, for those alone that prove to know its secret of 32 bytes."""
+
+    @staticmethod
+    def serve(secret: bytes) -> SecretStore:
+        """Serves one at a free port of all of this host's addresses, until it is dropped."""
+
+    @staticmethod
+    def connect(address: str, secret: bytes, timeout: timedelta) -> SecretStore:
+        """Connects to one at a host or IP address with a port, for which it waits up to ``timeout``."""
+
+    @property
+    def port(self) -> int | None:
+        """The port at which it is served."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str, timeout: timedelta) -> bytes:
+        """The value of ``key``, for which it waits up to ``timeout``."""
+
 def _shared_memory(bytes: int) -> torch.Tensor: ...
 
 class Options(_C10dBackend.Options):

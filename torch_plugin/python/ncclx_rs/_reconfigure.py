@@ -4,9 +4,9 @@ Every process that may be reconfigured runs a small store; its handle says where
 in the store of the first of them, under keys that only this membership and uuid have, so that neither an older
 generation nor another half of the world is ever met. Members that died take nothing with them that the others need.
 
-A handle holds a random part that its process has told nobody else. A secret made of all members' handles goes into the
-secret of the communicator, so that who reads or writes the store without them can take no member's place. Handles are
-therefore kept as passwords are: none is printed or logged.
+A handle holds a random part that its process has told nobody else. The store serves those alone that know it, and a
+secret made of all members' handles goes into that of the communicator. Handles are therefore kept as passwords are:
+none is printed or logged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ import secrets
 import socket
 from collections.abc import Sequence, Set
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+
+from ncclx_rs._backend import native
+
+if TYPE_CHECKING:
+    from ncclx_rs._native import SecretStore
 
 InitHandle = str
 
@@ -30,8 +37,10 @@ class Endpoint:
     """This process's end of later rendezvous: a store, and the handle that leads to it."""
 
     def __init__(self) -> None:
-        self._store = c10d.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        self.handle = f"{_VERSION}:{secrets.token_hex(16)}:{_address()}:{self._store.port}"
+        token = secrets.token_hex(16)
+        self._served = native().SecretStore.serve(_key(token))
+        self._met: c10d.Store | None = None
+        self.handle = f"{_VERSION}:{token}:{_address()}:{self._served.port}"
 
     def meet(
         self, uuid: int, handles: Sequence[InitHandle] | Set[InitHandle], timeout: timedelta
@@ -48,7 +57,40 @@ class Endpoint:
             torch.distributed.DistNetworkError: the first member's store does not answer.
         """
         members = _membership(handles, self.handle)
-        return _meeting_place(uuid, members, timeout), members.index(self.handle), len(members), _secret(uuid, members)
+        # C++ keeps a store, but not what makes it one of Python's.
+        self._met = _meeting_place(uuid, members, timeout)
+        return self._met, members.index(self.handle), len(members), _secret(uuid, members)
+
+
+class MeetingStore(c10d.Store):
+    """A part of a store that asks for a secret.
+
+    Args:
+        store: the whole store.
+        prefix: how the part's keys begin.
+        timeout: how long to wait for a key where nothing else is said.
+    """
+
+    def __init__(self, store: SecretStore, prefix: str, timeout: timedelta) -> None:
+        super().__init__()
+        self._store, self._prefix, self._timeout = store, prefix, timeout
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # as C++ calls it
+        """Binds ``key`` to ``value``."""
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``, which it waits for."""
+        return self._store.get(f"{self._prefix}/{key}", self._timeout)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits for all of ``keys``, each up to ``timeout``."""
+        for key in keys:
+            self._store.get(f"{self._prefix}/{key}", timeout or self._timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Nothing: each generation has keys of its own."""
+        return False
 
 
 def _membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle) -> list[InitHandle]:
@@ -71,8 +113,17 @@ def _meeting_place(uuid: int, members: Sequence[InitHandle], timeout: timedelta)
     """Where the members of one generation find each other."""
     host, port = _location(members[0])
     digest = hashlib.sha256(" ".join(members).encode()).hexdigest()
-    store = c10d.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return c10d.PrefixStore(f"{uuid}/{digest}", store)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        store = native().SecretStore.connect(address, _key(members[0].split(":")[1]), timeout)
+    except RuntimeError as error:
+        raise dist.DistNetworkError(f"reconfigure: {error}") from None
+    return MeetingStore(store, f"{uuid}/{digest}", timeout)
+
+
+def _key(token: str) -> bytes:
+    """What the store of the process with this token asks for."""
+    return hashlib.sha256(f"ncclx_rs store {token}".encode()).digest()
 
 
 def _secret(uuid: int, members: Sequence[InitHandle]) -> str:
