@@ -196,7 +196,6 @@ def one_generation(members: list[int], rank: int, fault: Fault, choice: random.R
         operate(choice, me, size, 5 if fault.stage == "leaving" else None)
     except dist.DistError as error:
         told = f"{fault.happen.__name__} of rank {lost} of {size} while {fault.stage}: {error}"
-        assert fault.stage != "leaving", told
         if rank == fault.victim:
             timer.join()
         # A message's time runs out on its peer, which may wait for the stopped rank in a collective.

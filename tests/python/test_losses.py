@@ -19,7 +19,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, WATCHDOG_SECONDS, World, fresh_store, join, leaving_together
+from harness import BACKEND, MODES, WATCHDOG_SECONDS, World, fresh_store, join, leaving_together
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="gloo notices nothing while it is idle")
 
@@ -176,9 +176,14 @@ def children_do_not_disturb(rank: int, size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.worlds(sizes=(2,))
-def test_children_do_not_disturb(world: World) -> None:
-    world.run(children_do_not_disturb)
+@pytest.mark.parametrize("mode", MODES)
+def test_children_do_not_disturb(mode: str) -> None:
+    # PyTorch's own recorder takes seconds to write down each failure, and the children see several.
+    world = World(2, mode, {"TORCH_FR_BUFFER_SIZE": "0"})
+    try:
+        world.run(children_do_not_disturb)
+    finally:
+        world.close()
 
 
 # ---- ends ----
