@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import importlib
 import importlib.util
 import pathlib
@@ -13,6 +14,8 @@ from typing import Any
 
 # Backends that live: destroyed before the interpreter goes, while their callbacks can still run.
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
+# A forked child leaves its parent's alone.
+os.register_at_fork(after_in_child=_alive.clear)
 
 
 def native() -> Any:
