@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import os
 import importlib
 import importlib.util
+import os
 import pathlib
 import re
 import sys
