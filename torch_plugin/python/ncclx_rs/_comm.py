@@ -433,10 +433,11 @@ def _failed(itself: weakref.ref[TorchComm]) -> None:
     try:
         comm._abort_hooks()
     finally:
+        if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
+            # Without an abort of the communicator, by which this rank would leave: to the others it dies.
+            _abort_process(comm)
         if comm.is_abort_supported():
             comm._impl.abort()  # type: ignore[attr-defined]
-        if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
-            _abort_process(comm)
 
 
 def _abort_process(comm: TorchComm) -> NoReturn:
