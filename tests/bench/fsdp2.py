@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from spread import spread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -62,11 +62,6 @@ class Trainer:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             self.steps(count)
         return float(example.communication_share(profiler) or 0.0)
-
-
-def spread(values: list[float], unit: float = 1.0) -> str:
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return f"{statistics.median(values) * unit:.2f} [{tenths[0] * unit:.2f}, {tenths[-1] * unit:.2f}]"
 
 
 def main() -> None:

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from spread import summary
+
 HERE = Path(__file__).parent
 OPERATIONS = [
     "PingPong",
@@ -174,8 +176,7 @@ def measure(
 def ratios(theirs: Measured, ours: Measured) -> tuple[float, float, float]:
     """The median of the rounds' ratios, their 10th and their 90th percentile."""
     each = [their / our for their, our in zip(theirs.times(), ours.times(), strict=True)]
-    tenths = statistics.quantiles(each, n=10, method="inclusive")
-    return statistics.median(each), tenths[0], tenths[-1]
+    return summary(each)
 
 
 def show(operation: str, ranks: int, rows: dict[int, dict[str, Measured]]) -> dict[str, list[float]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from spread import spread
 from torch._C import _distributed_c10d as c10d
 
 NOTHING = "fake"
@@ -30,11 +31,6 @@ def once(call: Callable[[Any], Any], group: Any, calls: int) -> float:
         call(group)
         stamps.append(clock() - began)
     return statistics.median(stamps) / 1e3
-
-
-def spread(values: list[float]) -> str:
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return f"{statistics.median(values):.2f} [{tenths[0]:.2f}, {tenths[-1]:.2f}]"
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpi import ENGINE, HERE, Contender, Measured, measure, ratios
+from spread import spread
 
 BARE = "bare"
 NAMESPACES = (f"ncclx_rs-{os.getpid()}-0", f"ncclx_rs-{os.getpid()}-1")
@@ -91,11 +92,6 @@ def iperf(seconds: float) -> float:
     finally:
         server.kill()
         server.wait()
-
-
-def spread(values: list[float]) -> str:
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return f"{statistics.median(values):.2f} [{tenths[0]:.2f}, {tenths[-1]:.2f}]"
 
 
 def latencies(contenders: list[Contender], sizes: list[int], rounds: int) -> None:
