@@ -1,8 +1,9 @@
 //! Arithmetic on elements as they lie in memory, for every dtype and reduce operation from one generic loop.
 //!
 //! Elements are read and written by their bytes, so nothing needs to be aligned; the loops are simple enough for the
-//! compiler to vectorise, for each instruction set of [`simd`](crate::sys::simd). Half precision is computed in single precision. The operations are commutative to the bit,
-//! so that ranks which combine the same two values in different order agree.
+//! compiler to vectorise, for each instruction set of [`simd`](crate::sys::simd). Half precision is computed in single
+//! precision. The operations are commutative to the bit, so that ranks which combine the same two values in different
+//! order agree.
 
 use half::{bf16, f16};
 

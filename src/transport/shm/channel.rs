@@ -57,8 +57,6 @@ pub(super) struct ShmOutlet {
     memory: RingMemory,
     bell: Bell,
     tail: u64,
-    /// How much is written before the reader sees it, so that both sides copy at the same time.
-    run: usize,
     /// What is left to do before the peer has the ring.
     introduction: Option<Introduction>,
     lends: bool,
@@ -66,8 +64,7 @@ pub(super) struct ShmOutlet {
 
 impl ShmOutlet {
     pub(super) fn new(memory: RingMemory, bell: Bell, introduction: Introduction, lends: bool) -> Self {
-        let run = memory.capacity() / RUNS;
-        ShmOutlet { memory, bell, tail: 0, run, introduction: Some(introduction), lends }
+        ShmOutlet { memory, bell, tail: 0, introduction: Some(introduction), lends }
     }
 
     /// The bytes of room. The peer's position is checked, since it is the peer's to write.
@@ -113,12 +110,13 @@ impl Outlet for ShmOutlet {
             // Bytes count as sent once they outlive this process, which they do when the peer has the ring.
             return Ok(0);
         }
+        let longest = run(&self.memory);
         let begin = self.tail;
         let mut published = begin;
         'full: for slice in bytes {
             let mut left: &[u8] = slice;
             while !left.is_empty() {
-                let take = left.len().min(self.room()?).min(self.run);
+                let take = left.len().min(self.room()?).min(longest);
                 if take == 0 {
                     // Nothing of the next slice either, though there may be room by then.
                     break 'full;
@@ -127,7 +125,7 @@ impl Outlet for ShmOutlet {
                 self.memory.write(self.tail, run);
                 self.tail += take as u64;
                 left = rest;
-                if self.tail - published >= self.run as u64 {
+                if self.tail - published >= longest as u64 {
                     self.publish();
                     published = self.tail;
                 }
@@ -228,10 +226,10 @@ impl Inlet for ShmInlet {
     }
 
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
-        let run = self.memory.capacity() / RUNS;
+        let longest = run(&self.memory);
         let mut done = 0;
         while done < into.len() {
-            let count = self.look()?.min(into.len() - done).min(run);
+            let count = self.look()?.min(into.len() - done).min(longest);
             if count == 0 {
                 break;
             }
@@ -277,8 +275,10 @@ impl Inlet for ShmInlet {
     }
 }
 
-/// In how many runs each side goes through a ring.
-const RUNS: usize = 8;
+/// How much either side moves before the other sees it, so that both copy at the same time.
+fn run(memory: &RingMemory) -> usize {
+    memory.capacity() / 8
+}
 
 /// How many segments of one peer stay mapped.
 const SEGMENTS_MAX: usize = 64;
