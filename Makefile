@@ -47,7 +47,7 @@ check: lint test ## All of lint and test
 test: rust-test stubtest python-test ## Runs every test
 
 .PHONY: rust-test
-rust-test: ## Runs the engine's tests, also those in its documentation
+rust-test: models ## Runs the engine's tests, also those in its documentation
 	cargo test --locked
 
 # The feature `tch` fits one version. Its C++ takes minutes to compile, hence this stands apart from `test`.
@@ -142,10 +142,12 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 .PHONY: compat
 compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
 
-# For scripts: what `compat` covers, and which of these `test-tch` uses.
-.PHONY: versions tch-version
+# For scripts: what `compat` covers, and which of these `test` and `test-tch` use.
+.PHONY: versions torch-version tch-version
 versions:
 	@echo $(COMPAT)
+torch-version:
+	@echo $(TORCH)
 tch-version:
 	@echo $(TCH_TORCH)
 

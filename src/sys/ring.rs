@@ -1,8 +1,10 @@
 //! The words of a ring that its writer and its reader share: how each learns what the other has done, and wakes it.
 //!
-//! Positions are published with Release and read with Acquire by the other side. Before it sleeps, a side sets its
-//! flag, issues a SeqCst fence and looks at the other's position once more; after it moved its own position, a side
-//! issues a SeqCst fence and looks at the other's flag. One of the two sees the other, so no wake is lost.
+//! Positions are published with Release and read with Acquire by the other side. Before it sleeps, a side forgets the
+//! rings so far, sets its flag, issues a SeqCst fence and looks at the other's position once more; after it moved its own
+//! position, a side issues a SeqCst fence, looks at the other's flag, takes it and rings. One of the two sees the other,
+//! so no wake is lost. Rings are forgotten first because the other side may take the flag late, for a position that has
+//! been seen long ago: the ring that follows must wake, since the next position finds no flag.
 //! `tests/models` checks that in every interleaving.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
@@ -39,9 +41,10 @@ impl RingWords {
         take(&self.reader_asleep.0)
     }
 
-    /// Asks to be rung for room. The writer must look for some once more before it sleeps.
-    pub fn arm_writer(&self) {
-        arm(&self.writer_asleep.0);
+    /// Asks to be rung for room, after `forget` has forgotten the rings so far. The writer must look for some once more
+    /// before it sleeps.
+    pub fn arm_writer(&self, forget: impl FnOnce()) {
+        arm(&self.writer_asleep.0, forget);
     }
 
     /// Ends what [`RingWords::arm_writer`] began.
@@ -73,9 +76,10 @@ impl RingWords {
         take(&self.writer_asleep.0)
     }
 
-    /// Asks to be rung for bytes. The reader must look for some once more before it sleeps.
-    pub fn arm_reader(&self) {
-        arm(&self.reader_asleep.0);
+    /// Asks to be rung for bytes, after `forget` has forgotten the rings so far. The reader must look for some once more
+    /// before it sleeps.
+    pub fn arm_reader(&self, forget: impl FnOnce()) {
+        arm(&self.reader_asleep.0, forget);
     }
 
     /// Ends what [`RingWords::arm_reader`] began.
@@ -91,7 +95,8 @@ impl RingWords {
     }
 }
 
-fn arm(flag: &AtomicU32) {
+fn arm(flag: &AtomicU32, forget: impl FnOnce()) {
+    forget();
     flag.store(1, Ordering::SeqCst);
     // SeqCst: pairs with the fence of the side that moves its position; see the module's text.
     fence(Ordering::SeqCst);

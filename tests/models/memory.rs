@@ -6,7 +6,7 @@ use loom::thread;
 use crate::ring::RingWords;
 use crate::sync::{Arc, AtomicU64, Condvar, Mutex, Ordering, lock};
 
-/// The socket beside a ring: a byte that comes is not lost.
+/// The socket beside a ring: a byte that comes wakes until it is taken out.
 #[derive(Default)]
 struct Bell {
     rung: Mutex<bool>,
@@ -19,9 +19,13 @@ impl Bell {
         self.changed.notify_one();
     }
 
+    fn drain(&self) {
+        *lock(&self.rung) = false;
+    }
+
     fn wait(&self) {
         let mut rung = lock(&self.rung);
-        while !std::mem::take(&mut *rung) {
+        while !*rung {
             rung = self.changed.wait(rung).expect("no panic");
         }
     }
@@ -40,7 +44,7 @@ struct Ring {
 impl Ring {
     fn write(&self, tail: u64) {
         while self.words.head() != tail {
-            self.words.arm_writer();
+            self.words.arm_writer(|| self.room_comes.drain());
             if self.words.head() != tail {
                 self.room_comes.wait();
             }
@@ -55,7 +59,7 @@ impl Ring {
 
     fn read(&self, head: u64) -> u64 {
         while self.words.tail() == head {
-            self.words.arm_reader();
+            self.words.arm_reader(|| self.bytes_come.drain());
             if self.words.tail() == head {
                 self.bytes_come.wait();
             }

@@ -142,8 +142,7 @@ impl Outlet for ShmOutlet {
             // The socket wakes for the handshake's next message.
             return false;
         }
-        self.memory.words().arm_writer();
-        self.bell.drain();
+        self.memory.words().arm_writer(|| self.bell.drain());
         self.bell.ended || self.room().is_ok_and(|room| room > 0)
     }
 
@@ -265,8 +264,7 @@ impl Inlet for ShmInlet {
     }
 
     fn arm(&mut self) -> bool {
-        self.memory.words().arm_reader();
-        self.bell.drain();
+        self.memory.words().arm_reader(|| self.bell.drain());
         self.bell.ended || self.available().is_ok_and(|available| available > 0)
     }
 
