@@ -1,6 +1,11 @@
 //! Memory that an operation reads or writes, and the contract of its lifetime.
 
+use smallvec::SmallVec;
+
 use crate::types::DType;
+
+/// The memory on one side of an operation: mostly one run.
+pub type Buffers = SmallVec<[Buffer; 1]>;
 
 /// A run of elements in host memory that somebody else owns.
 ///

@@ -25,7 +25,7 @@ pub mod window;
 pub mod work;
 
 // The public interface is:
-pub use buffer::Buffer;
+pub use buffer::{Buffer, Buffers};
 pub use comm::{CommOptions, Communicator, Data, Launch};
 pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
 pub use half::{bf16, f16};

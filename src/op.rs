@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::buffer::Buffer;
+use crate::buffer::Buffers;
 use crate::types::{Rank, ReduceOp, Source, Tag};
 use crate::window::WindowId;
 
@@ -142,9 +142,9 @@ pub struct Op {
     /// What is done.
     pub kind: OpKind,
     /// Memory that is read. For in-place operations (all_reduce, reduce, broadcast) the same as `outputs`.
-    pub inputs: Vec<Buffer>,
+    pub inputs: Buffers,
     /// Memory that is written.
-    pub outputs: Vec<Buffer>,
+    pub outputs: Buffers,
     /// The time limit; the communicator's when absent.
     pub timeout: Option<Duration>,
     /// How the caller waits.

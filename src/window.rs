@@ -8,7 +8,7 @@
 //! ```
 //! # use std::sync::Arc;
 //! # use ncclx_rs::comm::store::MemoryStore;
-//! # use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Mode, Op, OpKind, Rank};
+//! # use ncclx_rs::{Buffer, Buffers, CommOptions, Communicator, DType, Mode, Op, OpKind, Rank};
 //! # let options = CommOptions {
 //! #     name: "example".into(),
 //! #     rank: Rank(0),
@@ -24,11 +24,11 @@
 //! let source = unsafe { Buffer::from_raw(data.as_mut_ptr(), 2, DType::U8) };
 //! let window = comm.window_register(lent)?.id();
 //! let run = |kind, inputs| {
-//!     comm.submit(Op { kind, inputs, outputs: vec![], timeout: None, mode: Mode::Blocking })?.wait(None)
+//!     comm.submit(Op { kind, inputs, outputs: Buffers::new(), timeout: None, mode: Mode::Blocking })?.wait(None)
 //! };
-//! run(OpKind::Put { window, to: Rank(0), offset: 1 }, vec![source])?;
-//! run(OpKind::Signal { window, to: Rank(0) }, vec![])?;
-//! run(OpKind::WaitSignal { window, from: Rank(0) }, vec![])?;
+//! run(OpKind::Put { window, to: Rank(0), offset: 1 }, [source].into())?;
+//! run(OpKind::Signal { window, to: Rank(0) }, Buffers::new())?;
+//! run(OpKind::WaitSignal { window, from: Rank(0) }, Buffers::new())?;
 //! assert_eq!(memory, [0, 7, 7, 0]);
 //! comm.window_deregister(window)?;
 //! # Ok::<(), ncclx_rs::Error>(())

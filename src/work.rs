@@ -77,8 +77,7 @@ impl Work {
             self.inner.driver.drive(self, deadline);
             self.inner.waiters.fetch_sub(1, Ordering::Relaxed);
         }
-        self.run_callbacks();
-        self.result().unwrap_or_else(|| {
+        self.run_callbacks().unwrap_or_else(|| {
             Err(Error::Timeout {
                 operation: format!("waiting for {}", self.inner.operation),
                 waited: timeout.unwrap_or_default(),
@@ -120,6 +119,16 @@ impl Work {
         self.inner.operation
     }
 
+    /// Whether both are handles of one operation.
+    pub(crate) fn is(&self, other: &Work) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// When it was submitted.
+    pub(crate) fn began(&self) -> Instant {
+        self.inner.started
+    }
+
     /// The time since submission.
     pub(crate) fn age(&self) -> Duration {
         self.inner.started.elapsed()
@@ -136,15 +145,17 @@ impl Work {
         }
     }
 
-    /// Runs the callbacks of an ended operation that nobody has run yet. Must be called without an engine lock.
-    pub(crate) fn run_callbacks(&self) {
+    /// Runs the callbacks of an ended operation that nobody has run yet, and returns how it ended; nothing while it is in
+    /// flight. Must be called without an engine lock.
+    pub(crate) fn run_callbacks(&self) -> Option<Result<(), Error>> {
         let mut state = lock(&self.inner.state);
-        let Some(result) = state.result.clone() else { return };
+        let result = state.result.clone()?;
         let callbacks = std::mem::take(&mut state.callbacks);
         drop(state);
         for callback in callbacks {
             callback(result.clone());
         }
+        Some(result)
     }
 
     /// Whether an ended operation has callbacks that no waiting thread will run.

@@ -106,6 +106,8 @@ pub struct Setting<'a> {
     pub element: usize,
     /// Whether inputs are scaled before they are combined (PREMUL_SUM), so that they must be copied first.
     pub premultiply: bool,
+    /// Whether the result is divided by the world size (AVG).
+    pub average: bool,
 }
 
 impl Setting<'_> {

@@ -5,6 +5,7 @@ use crate::algo::{
     Collective, Setting, binomial, confirm, direct, dissemination, halving_doubling, hierarchical, ring, schedule,
 };
 use crate::schedule::{Action, Builder, Scaling, Schedule, Slice, Space};
+use crate::types::Rank;
 
 /// A row: what it is, what it can do, when it is the best.
 struct Row {
@@ -22,7 +23,7 @@ const TABLE: &[Row] = &[
         can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
         prefer: |collective, setting| bytes(collective, setting) <= DOUBLING_MAX_BYTES,
         build: |builder, collective, setting| {
-            all_reduce(builder, collective, |builder, data| {
+            all_reduce(builder, collective, setting, |builder, data| {
                 halving_doubling::all_reduce_doubling(builder, &setting.world(), data);
             });
         },
@@ -33,7 +34,7 @@ const TABLE: &[Row] = &[
         can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
         prefer: |collective, setting| bytes(collective, setting) <= HALVING_MAX_BYTES,
         build: |builder, collective, setting| {
-            all_reduce(builder, collective, |builder, data| {
+            all_reduce(builder, collective, setting, |builder, data| {
                 halving_doubling::all_reduce_halving(builder, &setting.world(), data);
             });
         },
@@ -129,41 +130,57 @@ fn output(len: usize) -> Slice {
 }
 
 /// This rank's input copied to where it will be combined, and scaled if the operation does.
-fn load(builder: &mut Builder, from: Slice, into: Slice) {
+fn load(builder: &mut Builder, setting: &Setting<'_>, from: Slice, into: Slice) {
     builder.push(Action::Copy { from, into });
-    builder.push(Action::Scale { slice: into, by: Scaling::PreMultiply });
+    if setting.premultiply {
+        builder.push(Action::Scale { slice: into, by: Scaling::PreMultiply });
+    }
 }
 
-fn average(builder: &mut Builder, slice: Slice) {
-    builder.push(Action::Scale { slice, by: Scaling::Average });
+fn average(builder: &mut Builder, setting: &Setting<'_>, slice: Slice) {
+    if setting.average {
+        builder.push(Action::Scale { slice, by: Scaling::Average });
+    }
 }
 
 /// An all_reduce whose algorithm gives everyone the whole result.
-fn all_reduce(builder: &mut Builder, collective: &Collective, combine: impl FnOnce(&mut Builder, Slice)) {
+fn all_reduce(
+    builder: &mut Builder,
+    collective: &Collective,
+    setting: &Setting<'_>,
+    combine: impl FnOnce(&mut Builder, Slice),
+) {
     let Collective::AllReduce { count } = *collective else { unreachable!("checked by `can`") };
-    load(builder, input(count), output(count));
+    load(builder, setting, input(count), output(count));
     combine(builder, output(count));
-    average(builder, output(count));
+    average(builder, setting, output(count));
 }
 
 /// This rank's blocks of a reduce_scatter's input, to be sent.
-fn loaded_blocks(builder: &mut Builder, counts: &[usize], in_place: bool) -> Vec<Slice> {
+fn loaded_blocks(builder: &mut Builder, setting: &Setting<'_>, counts: &[usize], in_place: bool) -> Vec<Slice> {
     let total = counts.iter().sum();
     if !in_place {
         return blocks(input(total), counts);
     }
     let work = builder.scratch(total);
-    load(builder, input(total), work);
+    load(builder, setting, input(total), work);
     blocks(work, counts)
 }
 
 /// A reduce: the root works in its output, others in scratch memory.
-fn reduce(builder: &mut Builder, count: usize, is_root: bool, combine: impl FnOnce(&mut Builder, Slice)) {
+fn reduce(
+    builder: &mut Builder,
+    setting: &Setting<'_>,
+    count: usize,
+    root: Rank,
+    combine: impl FnOnce(&mut Builder, Slice),
+) {
+    let is_root = root == setting.me;
     let work = if is_root { output(count) } else { builder.scratch(count) };
-    load(builder, input(count), work);
+    load(builder, setting, input(count), work);
     combine(builder, work);
     if is_root {
-        average(builder, work);
+        average(builder, setting, work);
     }
 }
 
@@ -183,15 +200,15 @@ fn own_block_in_place(builder: &mut Builder, counts: &[usize], me: usize) -> Vec
 
 // ---- rows ----
 
-fn local(builder: &mut Builder, collective: &Collective, _: &Setting<'_>) {
+fn local(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
     let count = match collective {
         Collective::AllReduce { count } | Collective::Reduce { count, .. } => {
-            load(builder, input(*count), output(*count));
-            return average(builder, output(*count));
+            load(builder, setting, input(*count), output(*count));
+            return average(builder, setting, output(*count));
         }
         Collective::ReduceScatter { counts } => {
-            load(builder, input(counts[0]), output(counts[0]));
-            return average(builder, output(counts[0]));
+            load(builder, setting, input(counts[0]), output(counts[0]));
+            return average(builder, setting, output(counts[0]));
         }
         Collective::Broadcast { count, .. } | Collective::Gather { count, .. } | Collective::Scatter { count, .. } => {
             *count
@@ -218,12 +235,12 @@ fn can_hierarchical(collective: &Collective, setting: &Setting<'_>) -> bool {
 fn build_hierarchical(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
     match collective {
         Collective::AllReduce { .. } => {
-            all_reduce(builder, collective, |builder, data| hierarchical::all_reduce(builder, setting, data));
+            all_reduce(builder, collective, setting, |builder, data| hierarchical::all_reduce(builder, setting, data));
         }
         Collective::Broadcast { count, root } => broadcast(builder, *count, *root == setting.me, |builder, data| {
             hierarchical::broadcast(builder, setting, *root, data);
         }),
-        Collective::Reduce { count, root } => reduce(builder, *count, *root == setting.me, |builder, data| {
+        Collective::Reduce { count, root } => reduce(builder, setting, *count, *root, |builder, data| {
             hierarchical::reduce(builder, setting, *root, data);
         }),
         Collective::AllGather { counts } => {
@@ -254,10 +271,10 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
     match collective {
         Collective::AllReduce { count } => {
             let chunk = setting.chunk(*count);
-            load(builder, input(*count), output(*count));
+            load(builder, setting, input(*count), output(*count));
             let stripes = pieces(output(*count), size);
             direct::reduce_scatter(builder, &world, &stripes, stripes[me], chunk);
-            average(builder, stripes[me]);
+            average(builder, setting, stripes[me]);
             direct::all_gather(builder, &world, stripes[me], &stripes, chunk);
         }
         Collective::AllGather { counts } => {
@@ -265,10 +282,10 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
             direct::all_gather(builder, &world, input(counts[me]), &all, setting.chunk(counts.iter().sum()));
         }
         Collective::ReduceScatter { counts } => {
-            let own = loaded_blocks(builder, counts, setting.premultiply);
+            let own = loaded_blocks(builder, setting, counts, setting.premultiply);
             let into = output(counts[me]);
             direct::reduce_scatter(builder, &world, &own, into, setting.chunk(counts.iter().sum()));
-            average(builder, into);
+            average(builder, setting, into);
         }
         Collective::AllToAll { send, recv } => {
             let (sent, received) = (send.iter().sum::<usize>(), recv.iter().sum::<usize>());
@@ -289,10 +306,10 @@ fn build_ring(builder: &mut Builder, collective: &Collective, setting: &Setting<
     match collective {
         Collective::AllReduce { count } => {
             let chunk = setting.chunk(*count);
-            load(builder, input(*count), output(*count));
+            load(builder, setting, input(*count), output(*count));
             let stripes = pieces(output(*count), world.size());
             ring::reduce_scatter(builder, &world, &stripes, chunk);
-            average(builder, stripes[me]);
+            average(builder, setting, stripes[me]);
             ring::all_gather(builder, &world, &stripes, chunk);
         }
         Collective::AllGather { counts } => {
@@ -300,10 +317,10 @@ fn build_ring(builder: &mut Builder, collective: &Collective, setting: &Setting<
             ring::all_gather(builder, &world, &all, setting.chunk(counts.iter().sum()));
         }
         Collective::ReduceScatter { counts } => {
-            let own = loaded_blocks(builder, counts, true);
+            let own = loaded_blocks(builder, setting, counts, true);
             ring::reduce_scatter(builder, &world, &own, setting.chunk(counts.iter().sum()));
             builder.push(Action::Copy { from: own[me], into: output(counts[me]) });
-            average(builder, output(counts[me]));
+            average(builder, setting, output(counts[me]));
         }
         _ => unreachable!("checked by `can`"),
     }
@@ -325,7 +342,7 @@ fn build_binomial(builder: &mut Builder, collective: &Collective, setting: &Sett
         Collective::Broadcast { count, root } => broadcast(builder, count, root == setting.me, |builder, data| {
             binomial::broadcast(builder, &world, root, data, setting.chunk(count));
         }),
-        Collective::Reduce { count, root } => reduce(builder, count, root == setting.me, |builder, data| {
+        Collective::Reduce { count, root } => reduce(builder, setting, count, root, |builder, data| {
             binomial::reduce(builder, &world, root, data, setting.chunk(count));
         }),
         Collective::Gather { count, root } => {

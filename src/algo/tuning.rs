@@ -157,7 +157,7 @@ impl CollectiveKind {
         };
         let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
         let topo = Topology::new(&names);
-        let setting = Setting { me: root, topo: &topo, element: 1, premultiply: false };
+        let setting = Setting { me: root, topo: &topo, element: 1, premultiply: false, average: false };
         candidates(&collective, &setting).collect()
     }
 }
@@ -184,7 +184,7 @@ mod tests {
 
     fn chosen(tuning: &Tuning, count: usize, hosts: &[&str]) -> Option<String> {
         let topo = Topology::new(hosts);
-        let setting = Setting { me: Rank(0), topo: &topo, element: 4, premultiply: false };
+        let setting = Setting { me: Rank(0), topo: &topo, element: 4, premultiply: false, average: false };
         tuning.algorithm(&Collective::AllReduce { count }, &setting).map(str::to_owned)
     }
 

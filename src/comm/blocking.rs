@@ -43,10 +43,12 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
+use smallvec::smallvec;
+
 use super::check;
 use super::communicator::Communicator;
 use super::data::{Data, Lent};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Buffers};
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op, OpKind};
 use crate::types::{DType, Rank, ReduceOp, Source, Tag};
@@ -195,8 +197,8 @@ impl Communicator {
     ) -> Result<Rank, Error> {
         let mut recv = LentOp::new(OpKind::Recv { from, tag }, &[], &[Lent::of_mut(data)])?;
         recv.op.timeout = timeout;
-        let works = self.complete(vec![recv])?;
-        Ok(works[0].source().expect("a receive that ended well has a source"))
+        let [work] = self.complete([recv]);
+        Ok(work?.source().expect("a receive that ended well has a source"))
     }
 
     /// Sends `input` to one rank and receives `output` from one, at the same time: what a ring of ranks needs, where all
@@ -211,7 +213,7 @@ impl Communicator {
         let send = LentOp::new(OpKind::Send { to, tag }, &[Lent::of(input)], &[])?;
         check::peer(&recv.op, "src", from, self.size())?;
         check::peer(&send.op, "dst", to, self.size())?;
-        self.complete(vec![recv, send]).map(|_| ())
+        self.complete([recv, send]).into_iter().try_for_each(|work| work.map(|_| ()))
     }
 
     /// Sends `data` in the background; nobody learns how that ends.
@@ -223,7 +225,7 @@ impl Communicator {
         let buffer = unsafe { Buffer::from_raw(data.as_mut_ptr(), data.len(), DType::U8) };
         let kind = OpKind::Send { to, tag };
         let submitted =
-            self.submit(Op { kind, inputs: vec![buffer], outputs: vec![], timeout: None, mode: Mode::Async });
+            self.submit(Op { kind, inputs: smallvec![buffer], outputs: smallvec![], timeout: None, mode: Mode::Async });
         let outcome = match submitted {
             Ok(work) => {
                 work.on_complete(move |_| drop(data));
@@ -244,18 +246,18 @@ impl Communicator {
     }
 
     fn run(&self, kind: OpKind, inputs: &[Lent<'_>], outputs: &[Lent<'_>]) -> Result<(), Error> {
-        self.complete(vec![LentOp::new(kind, inputs, outputs)?]).map(|_| ())
+        let [work] = self.complete([LentOp::new(kind, inputs, outputs)?]);
+        work.map(|_| ())
     }
 
-    /// Submits all operations and returns once all have ended, with the first error. This alone gives lent memory to the
-    /// engine.
-    fn complete(&self, operations: Vec<LentOp<'_>>) -> Result<Vec<Work>, Error> {
+    /// Submits all operations and returns once all have ended. This alone gives lent memory to the engine.
+    fn complete<const N: usize>(&self, operations: [LentOp<'_>; N]) -> [Result<Work, Error>; N] {
         let guard = NoUnwinding;
-        let submitted: Vec<_> = operations.into_iter().map(|lent| self.submit(lent.op)).collect();
+        let submitted = operations.map(|lent| self.submit(lent.op));
         let wait = |work: Work| work.wait(None).map(|()| work);
-        let ended: Vec<_> = submitted.into_iter().map(|work| work.and_then(wait)).collect();
+        let ended = submitted.map(|work| work.and_then(wait));
         std::mem::forget(guard);
-        ended.into_iter().collect()
+        ended
     }
 }
 
@@ -267,8 +269,12 @@ struct LentOp<'a> {
 
 impl<'a> LentOp<'a> {
     fn new(kind: OpKind, inputs: &[Lent<'a>], outputs: &[Lent<'a>]) -> Result<Self, UsageError> {
-        let buffers = |argument, lent: &[Lent<'a>]| -> Result<Vec<Buffer>, UsageError> {
-            lent.iter().map(|lent| lent.buffer(kind.name(), argument)).collect()
+        let buffers = |argument, lent: &[Lent<'a>]| -> Result<Buffers, UsageError> {
+            let mut buffers = Buffers::new();
+            for lent in lent {
+                buffers.push(lent.buffer(kind.name(), argument)?);
+            }
+            Ok(buffers)
         };
         let (inputs, outputs) = (buffers("input", inputs)?, buffers("output", outputs)?);
         Ok(LentOp { op: Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }, memory: PhantomData })

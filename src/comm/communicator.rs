@@ -224,39 +224,22 @@ impl Communicator {
     /// After [`Mode::Blocking`] the caller waits for the work next; nobody else drives it until then.
     pub fn submit(&self, op: Op) -> Result<Work, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
-        let mode = op.mode;
-        let work = match op.kind {
+        match op.kind {
             OpKind::Send { to, tag } => {
                 check::peer(&op, "dst", to, self.place.size)?;
-                self.message(&op, Direction::Send(to), tag, Region::of(&op.inputs), timeout)?
+                self.message(&op, Direction::Send(to), tag, Region::of(&op.inputs), timeout)
             }
             OpKind::Recv { from, tag } => {
                 if let Source::Rank(rank) = from {
                     check::peer(&op, "src", rank, self.place.size)?;
                 }
-                self.message(&op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)?
+                self.message(&op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)
             }
             OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
-                self.access(&op, timeout)?
+                self.access(&op, timeout)
             }
-            _ => self.collective(&op, op.kind.name(), timeout)?,
-        };
-        // Who has nothing to wait for drives nothing, so threads whose receives or waits for a signal have ended with this
-        // operation are told here.
-        if mode == Mode::Async || work.is_done() {
-            self.driver.flush_finished();
+            _ => self.collective(&op, op.kind.name(), timeout),
         }
-        if mode == Mode::Async {
-            // Also when the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
-            if self.driver.with_core(|core| core.is_busy()) {
-                self.driver.hand_over().map_err(|cause| InitError::Os {
-                    comm: self.name.clone(),
-                    what: "the background thread".to_owned(),
-                    cause: cause.to_string(),
-                })?;
-            }
-        }
-        Ok(work)
     }
 
     /// Begins a collective, which goes by `name` in messages.
@@ -266,7 +249,7 @@ impl Communicator {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
             let bytes = Bytes { read: input.len(), written: output.len() };
             let work = core.begin(driver, Call::Collective(checked.signature), bytes);
-            core.collectives.submit(Request {
+            core.submit_collective(Request {
                 collective: checked.collective,
                 signature: checked.signature,
                 reduce: op.kind.reduce_op(),
@@ -295,7 +278,8 @@ impl Communicator {
         })
     }
 
-    /// Runs `begin` on the open core, and for asynchronous operations takes the first steps at once.
+    /// Runs `begin` on the open core, and for asynchronous operations takes the first steps at once and has the rest driven
+    /// in the background.
     pub(super) fn enter(
         &self,
         op: &Op,
@@ -304,7 +288,7 @@ impl Communicator {
         if !self.driver.is_here() {
             return Err(self.driver.forked_error(op.kind.name()));
         }
-        self.driver.with_core(|core| {
+        let (work, finished, is_left_alone) = self.driver.with_core(|core| {
             if let Some(how) = &core.closed {
                 return Err(core.closed_error(op.kind.name(), how));
             }
@@ -321,8 +305,23 @@ impl Communicator {
                     }
                 }
             }
-            Ok(work)
-        })
+            // Also when the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
+            let is_left_alone = op.mode == Mode::Async && core.is_busy();
+            let mut finished = std::mem::take(&mut core.finished);
+            // Nobody can know of this one yet.
+            finished.retain(|other| !other.is(&work));
+            Ok((work, finished, is_left_alone))
+        })?;
+        // Who has nothing to wait for drives nothing, so threads whose operations have ended with this one are told here.
+        self.driver.tell(finished);
+        if is_left_alone {
+            self.driver.hand_over().map_err(|cause| InitError::Os {
+                comm: self.name.clone(),
+                what: "the background thread".to_owned(),
+                cause: cause.to_string(),
+            })?;
+        }
+        Ok(work)
     }
 
     /// Has the flight recorder call the ranks by their numbers in the job, of which this communicator may be a part.

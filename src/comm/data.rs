@@ -55,12 +55,15 @@ impl<'a> Lent<'a> {
 
     /// The engine's view of it, which must not be used after `'a`.
     pub(super) fn buffer(&self, operation: &str, argument: &'static str) -> Result<Buffer, UsageError> {
-        self.buffer.clone().map_err(|Unfit { expected, got }| UsageError {
-            operation: operation.to_owned(),
-            argument,
-            expected: expected.to_owned(),
-            got,
-        })
+        match &self.buffer {
+            Ok(buffer) => Ok(*buffer),
+            Err(Unfit { expected, got }) => Err(UsageError {
+                operation: operation.to_owned(),
+                argument,
+                expected: (*expected).to_owned(),
+                got: got.clone(),
+            }),
+        }
     }
 }
 

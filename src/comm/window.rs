@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use smallvec::smallvec;
+
 use crate::buffer::Buffer;
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
@@ -87,8 +89,8 @@ impl Communicator {
         let (mut mine, mut all) = (Words::new(mine.to_vec()), Words::new(vec![0; 2 * self.size()]));
         let op = Op {
             kind: OpKind::AllGather,
-            inputs: vec![mine.buffer()],
-            outputs: vec![all.buffer()],
+            inputs: smallvec![mine.buffer()],
+            outputs: smallvec![all.buffer()],
             timeout: None,
             mode: Mode::Blocking,
         };
@@ -111,7 +113,13 @@ impl Communicator {
     }
 
     fn window_barrier(&self) -> Result<(), Error> {
-        let op = Op { kind: OpKind::Barrier, inputs: vec![], outputs: vec![], timeout: None, mode: Mode::Blocking };
+        let op = Op {
+            kind: OpKind::Barrier,
+            inputs: smallvec![],
+            outputs: smallvec![],
+            timeout: None,
+            mode: Mode::Blocking,
+        };
         self.collective(&op, DEREGISTER, self.timeout())?.wait(None)
     }
 }

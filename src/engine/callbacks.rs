@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_millis(5);
 
 /// Runs the work's callbacks on a thread kept for them.
 pub(crate) fn run_elsewhere(work: Work) {
-    call_elsewhere(Box::new(move || work.run_callbacks()));
+    call_elsewhere(Box::new(move || _ = work.run_callbacks()));
 }
 
 /// Something to call.

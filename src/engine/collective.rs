@@ -91,11 +91,6 @@ impl Collectives {
         self.next
     }
 
-    pub(crate) fn submit(&mut self, request: Request) {
-        self.next += 1;
-        self.queue.push_back(request);
-    }
-
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let active = self.active.as_ref()?;
         active.deadline.into_iter().chain(active.announce_at).min()
@@ -119,6 +114,19 @@ impl Collectives {
 }
 
 impl Core {
+    /// Begins a collective: now, or once those before it have ended.
+    pub(crate) fn submit_collective(&mut self, request: Request) {
+        let is_first = self.collectives.is_idle();
+        self.collectives.next += 1;
+        if is_first {
+            let now = request.work.began();
+            self.start(self.collectives.next - 1, request, now);
+            self.run_collectives();
+        } else {
+            self.collectives.queue.push_back(request);
+        }
+    }
+
     /// Starts, advances and completes collectives as far as they go. True: something moved.
     pub(crate) fn run_collectives(&mut self) -> bool {
         let mut moved = false;
@@ -142,21 +150,26 @@ impl Core {
     fn start_next(&mut self) -> bool {
         let Some(request) = self.collectives.queue.pop_front() else { return false };
         let sequence = self.collectives.next - self.collectives.queue.len() as u64 - 1;
+        self.start(sequence, request, Instant::now());
+        true
+    }
+
+    fn start(&mut self, sequence: u64, mut request: Request, now: Instant) {
         let element = request.dtype.size();
         let premultiply = matches!(request.reduce, Some(ReduceOp::PreMulSum(_)));
-        let setting = Setting { me: self.me, topo: &self.topo, element, premultiply };
+        let average = matches!(request.reduce, Some(ReduceOp::Avg));
+        let setting = Setting { me: self.me, topo: &self.topo, element, premultiply, average };
         let forced = self.algorithm.as_deref();
         let plan = self.collectives.plans.plan(&request.collective, setting, forced);
         let spaces = Spaces {
-            input: request.input.clone(),
-            output: request.output.clone(),
+            input: std::mem::take(&mut request.input),
+            output: std::mem::take(&mut request.output),
             scratch: self.collectives.scratch.region(plan.schedule.scratch * element),
             element,
         };
         let (mut blocked, mut ready) = std::mem::take(&mut self.collectives.spare);
         blocked.clone_from(&plan.blocked);
         ready.extend(&plan.ready);
-        let now = Instant::now();
         self.recorder.started(request.work.number(), now);
         let deadline = deadline(now, request.timeout);
         let announce_at = now.checked_add(ANNOUNCE_AFTER.min(request.timeout / 4));
@@ -172,7 +185,6 @@ impl Core {
         } else {
             self.check_arrived_signatures(sequence);
         }
-        true
     }
 
     /// Compares what came early with what this rank called.
@@ -410,16 +422,16 @@ impl Core {
     // ---- ends ----
 
     fn finish_active(&mut self, result: Result<(), Error>) {
-        let Some(mut active) = self.collectives.active.take() else { return };
-        if result.is_err() {
-            self.cancel(OpRef::Collective(active.sequence));
-            self.collectives.posted.clear();
-            self.collectives.arrived.retain(|(_, sequence, _), _| *sequence > active.sequence);
-        }
+        let Some(active) = &mut self.collectives.active else { return };
+        let (sequence, work) = (active.sequence, active.request.work.clone());
         active.ready.clear();
         self.collectives.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
-        let work = active.request.work.clone();
-        drop(active);
+        self.collectives.active = None;
+        if result.is_err() {
+            self.cancel(OpRef::Collective(sequence));
+            self.collectives.posted.clear();
+            self.collectives.arrived.retain(|(_, earlier, _), _| *earlier > sequence);
+        }
         self.finish(work, result, None);
     }
 

@@ -9,8 +9,8 @@ use smallvec::SmallVec;
 
 use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
-use crate::engine::frame::{FAIL_TEXT_MAX, FrameKind, Grant, Header, Lane, Scope, Signature};
-use crate::engine::inbox::{Event, Inbox, Placement, Sink};
+use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Grant, Header, Lane, Scope, Signature};
+use crate::engine::inbox::{Inbox, Placement, Sink};
 use crate::engine::lending::Readings;
 use crate::engine::loss::Losses;
 use crate::engine::message::Messages;
@@ -351,11 +351,20 @@ impl Core {
         self.peers[peer.index()].called > sequence
     }
 
-    /// Queues a frame.
+    /// Sends a frame: at once if the stream takes it, else when it has room.
     pub(crate) fn send(&mut self, to: Rank, header: Header, body: Body, owner: Owner) {
         self.reach(to);
-        if self.peers[to.index()].lost.is_none() {
-            self.peers[to.index()].outbox.push(header, body, owner);
+        let peer = &mut self.peers[to.index()];
+        if peer.lost.is_some() {
+            return;
+        }
+        if peer.ending.is_some() || peer.outbox.is_waiting() || body.len() > FRAGMENT_BYTES {
+            return peer.outbox.push(header, body, owner);
+        }
+        match peer.outbox.write(header, body, owner) {
+            Ok(true) => self.written(owner),
+            Ok(false) => {}
+            Err(down) => self.outlet_ended(to, down),
         }
     }
 
@@ -561,8 +570,8 @@ impl Core {
         let mut moved = false;
         let mut ended = None;
         for _ in 0..EVENTS_PER_TURN {
-            match inbox.poll(&mut moved) {
-                Ok(Some(event)) => self.take_event(peer, &mut inbox, event),
+            match inbox.poll(&mut moved, |header| self.take_header(peer, header)) {
+                Ok(Some((header, sink))) => self.take_payload(peer, header, sink),
                 Ok(None) => break,
                 Err(down) => {
                     ended = Some(down);
@@ -583,25 +592,6 @@ impl Core {
     }
 
     // ---- frames ----
-
-    fn take_event(&mut self, from: Rank, inbox: &mut Inbox, event: Event) {
-        match event {
-            Event::Header(header) => {
-                let sink = self.take_header(from, header);
-                if header.payload() > 0 {
-                    inbox.expect(header, sink);
-                } else if let Some(event) = self.without_payload(header, sink) {
-                    self.take_payload(from, event.0, event.1);
-                }
-            }
-            Event::Payload(header, sink) => self.take_payload(from, header, sink),
-        }
-    }
-
-    /// A message of no bytes is complete with its header.
-    fn without_payload(&self, header: Header, sink: Sink) -> Option<(Header, Sink)> {
-        matches!(header.kind, FrameKind::Eager | FrameKind::Fail).then_some((header, sink))
-    }
 
     fn take_header(&mut self, from: Rank, header: Header) -> Sink {
         if header.lane == Lane::Collective

@@ -96,9 +96,13 @@ impl Driver {
         }
     }
 
-    /// Tells everyone about works that ended outside `step`, as at submission or by an abort.
+    /// Tells everyone about works that ended outside `step`, as by an abort.
     pub(crate) fn flush_finished(&self) {
-        let finished = self.with_core(|core| std::mem::take(&mut core.finished));
+        self.tell(self.with_core(|core| std::mem::take(&mut core.finished)));
+    }
+
+    /// Tells everyone about works that have ended, and runs their callbacks. Must be called without an engine lock.
+    pub(crate) fn tell(&self, finished: Finished) {
         self.announce(&finished, 0);
         for work in finished {
             work.run_callbacks();

@@ -155,7 +155,7 @@ impl Play {
         let work = self.begin(Call::Collective(SIGNATURE));
         let (signature, reduce, timeout) = (SIGNATURE, Some(ReduceOp::Sum), TIMEOUT);
         let request = Request { collective, signature, reduce, dtype, input, output, timeout, work: work.clone() };
-        self.scene.core.collectives.submit(request);
+        self.scene.core.submit_collective(request);
         self.in_flight.push((work, vec![mine, theirs, all]));
     }
 

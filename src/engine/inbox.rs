@@ -1,4 +1,4 @@
-//! What arrives from one peer: bytes in, events out.
+//! What arrives from one peer: bytes in, frames out.
 
 use std::io;
 
@@ -78,13 +78,15 @@ pub(crate) enum Sink {
     Discard,
 }
 
-/// What came out of the stream.
-#[derive(Debug)]
-pub(crate) enum Event {
-    /// A header; if a payload follows, [`Inbox::expect`] must be called before the next poll.
-    Header(Header),
-    /// The payload of an earlier header is complete.
-    Payload(Header, Sink),
+impl Sink {
+    /// Takes a whole payload.
+    fn take(&mut self, payload: &[u8]) {
+        match self {
+            Sink::Place(placement) => _ = placement.take(payload),
+            Sink::Heap(bytes) => bytes.extend_from_slice(payload),
+            Sink::Discard => {}
+        }
+    }
 }
 
 /// The receiving side of one peer.
@@ -98,21 +100,32 @@ impl Inbox {
         Inbox { inlet, body: None }
     }
 
-    /// Says where the payload of `header` goes.
-    pub(crate) fn expect(&mut self, header: Header, sink: Sink) {
-        self.body = Some((header, sink, header.payload()));
-    }
-
-    /// Moves bytes until an event is complete; nothing when the bytes run out first. `moved` is set if any came.
-    pub(crate) fn poll(&mut self, moved: &mut bool) -> Result<Option<Event>, LinkDown> {
-        let Some((_, sink, left)) = &mut self.body else {
+    /// Moves bytes until a frame is complete, and returns its header and what took its payload; nothing when the bytes run
+    /// out first. `begin` says where the payload that follows a header goes. `moved` is set if any bytes came.
+    pub(crate) fn poll(
+        &mut self,
+        moved: &mut bool,
+        begin: impl FnOnce(Header) -> Sink,
+    ) -> Result<Option<(Header, Sink)>, LinkDown> {
+        if self.body.is_none() {
             let bytes = self.inlet.peek()?;
             let Some(header) = bytes.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
             let header = Header::decode(header)?;
-            self.inlet.consume(HEADER_BYTES);
             *moved = true;
-            return Ok(Some(Event::Header(header)));
-        };
+            let mut sink = begin(header);
+            let frame = HEADER_BYTES + header.payload();
+            if frame <= AT_ONCE_BYTES
+                && let Some(payload) = bytes.get(HEADER_BYTES..frame)
+            {
+                // To take bytes out of a stream costs more than to look at a short frame.
+                sink.take(payload);
+                self.inlet.consume(frame);
+                return Ok(Some((header, sink)));
+            }
+            self.inlet.consume(HEADER_BYTES);
+            self.body = Some((header, sink, header.payload()));
+        }
+        let (_, sink, left) = self.body.as_mut().expect("a frame has begun");
         while *left > 0 {
             let taken = receive(self.inlet.as_mut(), sink, *left)?;
             if taken == 0 {
@@ -121,8 +134,7 @@ impl Inbox {
             *moved = true;
             *left -= taken;
         }
-        let (header, sink, _) = self.body.take().expect("a body is being received");
-        Ok(Some(Event::Payload(header, sink)))
+        Ok(self.body.take().map(|(header, sink, _)| (header, sink)))
     }
 
     /// Forgets what is being received for `op`, whose memory must not be touched any more.
@@ -195,3 +207,6 @@ fn receive(inlet: &mut dyn Inlet, sink: &mut Sink, left: usize) -> Result<usize,
 
 /// How much is combined at a time.
 const COMBINE_BYTES: usize = 32 * 1024;
+
+/// The longest frame that is taken out of its stream at once.
+const AT_ONCE_BYTES: usize = 16 * 1024;

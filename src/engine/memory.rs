@@ -36,10 +36,12 @@ unsafe impl Send for Region {}
 impl Region {
     /// All bytes of `buffers`, end to end.
     pub(crate) fn of(buffers: &[Buffer]) -> Region {
-        let pieces = buffers.iter().filter(|buffer| !buffer.is_empty());
-        let pieces: SmallVec<[Piece; 1]> = pieces.map(|b| Piece { ptr: b.ptr(), len: b.bytes() }).collect();
-        let len = pieces.iter().map(|piece| piece.len).sum();
-        Region { pieces, len }
+        let mut region = Region::default();
+        for buffer in buffers.iter().filter(|buffer| !buffer.is_empty()) {
+            region.pieces.push(Piece { ptr: buffer.ptr(), len: buffer.bytes() });
+            region.len += buffer.bytes();
+        }
+        region
     }
 
     /// The number of bytes.
@@ -61,6 +63,9 @@ impl Region {
     /// When they are not inside the region: a schedule that does not fit its tensors.
     pub(crate) fn part(&self, offset: usize, len: usize) -> Region {
         assert!(offset + len <= self.len, "{len} bytes at {offset} of a region of {}", self.len);
+        if len == self.len {
+            return self.clone();
+        }
         let mut pieces = SmallVec::new();
         let (mut skip, mut left) = (offset, len);
         for piece in &self.pieces {

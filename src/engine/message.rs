@@ -150,7 +150,7 @@ impl Core {
         self.messages.next += 1;
         let MessageRequest { direction, tag, region, timeout, work } = request;
         let call = direction.call(tag, region.len());
-        let since = Instant::now();
+        let since = work.began();
         let deadline = deadline(since, timeout);
         self.messages.in_flight.insert(id, InFlight { call, direction, since, deadline, work });
         match direction {

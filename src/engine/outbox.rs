@@ -59,6 +59,20 @@ impl Body {
     }
 }
 
+impl Body {
+    /// The bytes from `from` to `end`.
+    fn io_slices<'a>(&'a self, from: usize, end: usize, slices: &mut Slices<'a>) {
+        match self {
+            Body::Empty => {}
+            Body::Memory(region) => region.io_slices(from, end, slices),
+            Body::Heap(bytes) => slices.push(IoSlice::new(&bytes[from..end])),
+        }
+    }
+}
+
+/// What is written in one go.
+type Slices<'a> = SmallVec<[IoSlice<'a>; 4]>;
+
 /// A message on its way: one frame, or as many `Data` or `Put` frames as its body needs.
 #[derive(Debug)]
 struct Outgoing {
@@ -133,6 +147,29 @@ impl Outbox {
         self.queue.push_back(Outgoing { header, body, owner, offset });
     }
 
+    /// Writes a message of one frame that nothing waits before, or as much of it as there is room for, and queues the rest.
+    /// True: nothing is left of it.
+    pub(crate) fn write(&mut self, header: Header, body: Body, owner: Owner) -> Result<bool, LinkDown> {
+        let head = header.encode();
+        let end = HEADER_BYTES + header.payload();
+        let written = match &mut self.outlet {
+            None => Ok(0),
+            Some(outlet) => {
+                let mut slices = Slices::new();
+                slices.push(IoSlice::new(&head));
+                body.io_slices(0, header.payload(), &mut slices);
+                outlet.write(&slices)
+            }
+        };
+        if written == Ok(end) {
+            return Ok(true);
+        }
+        self.written = *written.as_ref().unwrap_or(&0);
+        self.head = Some(head);
+        self.push(header, body, owner);
+        written.map(|_| false)
+    }
+
     /// Whether the peer can read this process's memory.
     pub(crate) fn lends(&self) -> bool {
         self.outlet.as_ref().is_some_and(|outlet| outlet.lends())
@@ -154,16 +191,12 @@ impl Outbox {
             let header = *self.head.get_or_insert_with(|| outgoing.frame_header(end).encode());
             let frame = HEADER_BYTES + end - outgoing.offset;
             let taken = {
-                let mut slices: SmallVec<[IoSlice<'_>; 4]> = SmallVec::new();
+                let mut slices = Slices::new();
                 if self.written < HEADER_BYTES {
                     slices.push(IoSlice::new(&header[self.written..]));
                 }
                 let from = outgoing.offset + self.written.saturating_sub(HEADER_BYTES);
-                match &outgoing.body {
-                    Body::Empty => {}
-                    Body::Memory(region) => region.io_slices(from, end, &mut slices),
-                    Body::Heap(bytes) => slices.push(IoSlice::new(&bytes[from..end])),
-                }
+                outgoing.body.io_slices(from, end, &mut slices);
                 outlet.write(&slices)?
             };
             self.written += taken;

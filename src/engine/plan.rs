@@ -52,14 +52,14 @@ impl Plan {
 pub(crate) struct PlanCache {
     /// Which algorithms were measured to be the fastest. The same on every rank.
     pub(crate) tuning: Tuning,
-    /// By the size of an element, whether the elements are scaled first, and the collective.
-    plans: FxHashMap<(usize, bool), FxHashMap<Collective, Arc<Plan>>>,
+    /// By the size of an element, whether the elements are scaled before and after, and the collective.
+    plans: FxHashMap<(usize, bool, bool), FxHashMap<Collective, Arc<Plan>>>,
 }
 
 impl PlanCache {
     /// The plan for `collective`, made now if it is new. `forced` names the algorithm where it has one for the shape.
     pub(crate) fn plan(&mut self, collective: &Collective, setting: Setting<'_>, forced: Option<&str>) -> Arc<Plan> {
-        let plans = self.plans.entry((setting.element, setting.premultiply)).or_default();
+        let plans = self.plans.entry((setting.element, setting.premultiply, setting.average)).or_default();
         if let Some(plan) = plans.get(collective) {
             return Arc::clone(plan);
         }

@@ -176,7 +176,7 @@ impl Core {
         self.windows.next += 1;
         let AccessRequest { window, peer, access, timeout, work } = request;
         let call = access.call(peer, window);
-        let deadline = deadline(Instant::now(), timeout);
+        let deadline = deadline(work.began(), timeout);
         self.windows.in_flight.insert(id, InFlight { call, window, peer, deadline, work });
         if matches!(access, Access::WaitSignal) {
             self.wait_for_signal(id, window, peer);

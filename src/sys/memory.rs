@@ -24,6 +24,8 @@ use crate::sys::ring::RingWords;
 #[derive(Debug)]
 pub struct RingMemory {
     base: NonNull<u8>,
+    /// Where the ring begins, after the header.
+    data: NonNull<u8>,
     capacity: usize,
 }
 
@@ -63,15 +65,19 @@ impl RingMemory {
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice replaces nothing.
         let base =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE) }?;
-        let memory = RingMemory { base: NonNull::new(base.cast()).expect("mmap never returns null"), capacity };
+        let base: NonNull<u8> = NonNull::new(base.cast()).expect("mmap never returns null");
+        // SAFETY: the header is a part of the reservation.
+        let data = unsafe { base.add(header()) };
+        let memory = RingMemory { base, data, capacity };
+        let base = base.as_ptr().cast();
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: [base, base + header + capacity) lies in the reservation just made, which nothing else uses.
         unsafe { rustix::mm::mmap(base, header() + capacity, access, flags, fd, 0) }?;
         // SAFETY: the offset is inside the reservation of header + 2 * capacity bytes.
-        let second = unsafe { base.cast::<u8>().add(header() + capacity) };
+        let second = unsafe { data.add(capacity) };
         // SAFETY: [second, second + capacity) is the rest of the reservation.
-        unsafe { rustix::mm::mmap(second.cast(), capacity, access, flags, fd, header() as u64) }?;
+        unsafe { rustix::mm::mmap(second.as_ptr().cast(), capacity, access, flags, fd, header() as u64) }?;
         Ok(memory)
     }
 
@@ -113,8 +119,8 @@ impl RingMemory {
 
     fn data(&self, position: u64) -> *mut u8 {
         let offset = (position as usize) & (self.capacity - 1);
-        // SAFETY: header + offset is inside the mapping since offset < capacity.
-        unsafe { self.base.as_ptr().add(header() + offset) }
+        // SAFETY: the offset is inside the mapping since it is below the capacity.
+        unsafe { self.data.as_ptr().add(offset) }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use ncclx_rs::{Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
 
-use crate::world::{WIRES, buffer, run, world};
+use crate::world::{WIRES, buffer, op, run, world};
 
 fn send(to: usize, tag: u32) -> OpKind {
     OpKind::Send { to: Rank::from(to), tag: Tag(tag) }
@@ -15,7 +15,7 @@ fn recv(from: usize, tag: u32) -> OpKind {
 fn start(kind: OpKind, data: &mut [i32]) -> Op {
     let memory = vec![buffer(data)];
     let (inputs, outputs) = if matches!(kind, OpKind::Send { .. }) { (memory, vec![]) } else { (vec![], memory) };
-    Op { kind, inputs, outputs, timeout: None, mode: Mode::Async }
+    Op { mode: Mode::Async, ..op(kind, inputs, outputs) }
 }
 
 #[test]

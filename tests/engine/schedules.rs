@@ -233,7 +233,7 @@ fn plan(name: Option<&str>, case: &Case, topo: &Topology) -> Option<Vec<Schedule
     (0..topo.size())
         .map(|rank| {
             // A chunk of 256 KiB is 16 elements of this size: small counts exercise the cutting too.
-            let setting = Setting { me: Rank::from(rank), topo, element: 16 * 1024, premultiply: true };
+            let setting = Setting { me: Rank::from(rank), topo, element: 16 * 1024, premultiply: true, average: true };
             match name {
                 Some(name) => algo::plan_with(name, &case.of(rank), setting),
                 None => Some(algo::plan(&case.of(rank), setting)),
@@ -377,7 +377,7 @@ fn every_element_is_scaled_once() {
                 Collective::ReduceScatter { counts: vec![5; size] },
             ] {
                 let topo = Topology::single_host(size);
-                let setting = Setting { me: Rank(0), topo: &topo, element: 4, premultiply: true };
+                let setting = Setting { me: Rank(0), topo: &topo, element: 4, premultiply: true, average: true };
                 let Some(schedule) = algo::plan_with(name, &collective, setting) else { continue };
                 let scaled = |by: Scaling| -> usize {
                     let len = |action: &Action| match action {

@@ -82,7 +82,7 @@ pub(crate) fn buffer<T: Element>(data: &mut [T]) -> Buffer {
 
 /// A blocking operation.
 pub(crate) fn op(kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Op {
-    Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }
+    Op { kind, inputs: inputs.into(), outputs: outputs.into(), timeout: None, mode: Mode::Blocking }
 }
 
 /// Submits and waits.

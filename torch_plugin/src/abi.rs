@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::Store;
-use ncclx_rs::{Buffer, CommOptions, Communicator, Error, HostMemory, Mode, Op, Rank, WindowId, Work};
+use ncclx_rs::{Buffer, Buffers, CommOptions, Communicator, Error, HostMemory, Mode, Op, Rank, WindowId, Work};
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
@@ -202,7 +202,7 @@ fn duration(millis: i64) -> Option<Duration> {
 
 /// # Safety
 /// `buffers` and `len` are those of a RawOp that lives for the call.
-unsafe fn buffers(buffers: *const RawBuffer, len: u64) -> Result<Vec<Buffer>, (Status, String)> {
+unsafe fn buffers(buffers: *const RawBuffer, len: u64) -> Result<Buffers, (Status, String)> {
     // SAFETY: the caller's promise.
     let raw = unsafe { slice(buffers, len) };
     raw.iter()

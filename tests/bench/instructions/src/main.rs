@@ -74,7 +74,7 @@ fn ping_pong(comm: &Communicator, calls: usize) -> Result<(), ncclx_rs::Error> {
 /// Plans that no cache has.
 fn plan_anew(calls: usize) {
     let topo = Topology::single_host(16);
-    let setting = Setting { me: Rank(3), topo: &topo, element: DType::F32.size(), premultiply: false };
+    let setting = Setting { me: Rank(3), topo: &topo, element: DType::F32.size(), premultiply: false, average: false };
     for _ in 0..calls {
         std::hint::black_box(plan(&Collective::AllReduce { count: 1 << 20 }, setting));
     }
