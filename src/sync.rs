@@ -1,4 +1,4 @@
-//! Locks and atomics of the engine, in one place so that a model checker can replace them.
+//! Locks, atomics and threads of the engine, in one place so that a model checker can replace them.
 
 pub use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
@@ -6,4 +6,9 @@ pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 /// Locks `mutex`; a panic of an earlier holder does not take the communicator down with it.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Starts a thread that nobody joins.
+pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(run).map(|_| ())
 }

@@ -11,7 +11,7 @@ use crate::engine::callbacks;
 use crate::engine::core::{Core, Finished};
 use crate::engine::loss::{Departed, OnLoss};
 use crate::error::Error;
-use crate::sync::{Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
+use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
 use crate::sys::fork::Origin;
 use crate::sys::poller::Poller;
 use crate::work::{Drive, Work};
@@ -81,7 +81,8 @@ impl Driver {
         if finished.is_empty() {
             return;
         }
-        // SeqCst, here and below: waiting and completing threads each write one flag and read the other's.
+        // Here and below, the core's lock orders the flags: who waits sets its flag before it takes the lock and looks at its
+        // work after, who completes works does so under the lock and looks at the flags after. `tests/models` checks that.
         if self.waiters.load(Ordering::SeqCst) > own {
             let _turn = lock(&self.turn);
             self.turn_changed.notify_all();
@@ -165,7 +166,7 @@ impl Driver {
             && !turn.closing
             && let Some(driver) = self.this.upgrade()
         {
-            std::thread::Builder::new().name("ncclx_rs".to_owned()).spawn(move || driver.run_background())?;
+            sync::spawn("ncclx_rs", move || driver.run_background())?;
             turn.background_started = true;
         }
         if !turn.taken {

@@ -5,6 +5,7 @@
 
 #![allow(clippy::arc_with_non_send_sync, reason = "loom runs one thread at a time")]
 
+mod engine;
 #[path = "../../src/sys/ring.rs"]
 #[allow(unreachable_pub, reason = "it is public in the engine")]
 mod ring;
@@ -14,17 +15,24 @@ mod work;
 
 mod completion;
 mod memory;
+mod progress;
+mod sys;
 
 use ncclx_rs::{error, types};
 
 /// What `crate::sync` is to the engine.
 mod sync {
-    pub(crate) use std::sync::Arc;
+    pub(crate) use std::sync::{Arc, Weak};
 
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
     pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 
     pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().expect("no panic")
+    }
+
+    pub(crate) fn spawn(_: &str, run: impl FnOnce() + 'static) -> std::io::Result<()> {
+        loom::thread::spawn(run);
+        Ok(())
     }
 }
