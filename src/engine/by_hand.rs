@@ -33,7 +33,7 @@ pub(crate) struct Link {
     pub(crate) broken: bool,
 }
 
-/// Rank 0 of two ranks, and what the test holds of rank 1.
+/// Rank 0, and what the test holds of rank 1.
 pub(crate) struct Scene {
     pub(crate) core: Core,
     link: Arc<Mutex<Link>>,
@@ -42,10 +42,16 @@ pub(crate) struct Scene {
 #[cfg_attr(fuzzing, allow(dead_code, reason = "some of it serves other tests alone"))]
 impl Scene {
     pub(crate) fn new() -> Scene {
+        Scene::of(2)
+    }
+
+    /// Of so many ranks, of which rank 0 reaches rank 1 alone.
+    pub(crate) fn of(size: usize) -> Scene {
         let link = Arc::<Mutex<Link>>::default();
-        let topo = Topology::new(&["here", "here"]);
+        let topo = Topology::single_host(size);
         let transport = Box::new(ByHand { link: Arc::clone(&link), accepted: false });
-        let routes = vec![None, Some(Route { transport: 0, address: Vec::new() })];
+        let mut routes = vec![None; size];
+        routes[1] = Some(Route { transport: 0, address: Vec::new() });
         Scene { core: Core::new("test".to_owned(), Rank(0), topo, vec![transport], routes), link }
     }
 

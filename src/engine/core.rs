@@ -311,14 +311,17 @@ impl Core {
         self.readings.clear();
     }
 
-    /// Tells those that would see this rank leave that it does so after a failure, and which: it is not the one to look
-    /// for.
+    /// Tells those that would see this rank leave that it does so after a failure or a loss, and which: it is not the one
+    /// to look for. They may not have noticed the loss themselves.
     pub(crate) fn take_leave(&mut self) {
-        let Some(failure) = self.failure.take() else { return };
+        let failure = self.failure.take().map(|failure| (failure, None));
+        let Some((failure, lost)) = failure.or_else(|| Some((self.loss()?.to_string(), self.losses.lost()))) else {
+            return;
+        };
         let next = self.collectives.next_sequence();
         for peer in self.everyone_else() {
             if self.peers[peer.index()].outbox.is_open() && self.lost(peer).is_none() {
-                let failed = Failed::Collective { sequence: next, scope: Scope::Communicator, lost: None };
+                let failed = Failed::Collective { sequence: next, scope: Scope::Communicator, lost };
                 self.send_failure(peer, failed, &failure);
             }
         }

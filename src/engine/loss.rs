@@ -48,6 +48,13 @@ struct Lost {
     is_over: bool,
 }
 
+impl Losses {
+    /// The rank that was lost first.
+    pub(crate) fn lost(&self) -> Option<Rank> {
+        self.lost.as_ref().map(|lost| lost.rank)
+    }
+}
+
 impl Core {
     /// Ends what `departed` makes impossible; see [`Core::end_after_loss`] for the rest.
     pub(crate) fn departed(&mut self, departed: &Departed) {
@@ -146,3 +153,28 @@ impl Lost {
 
 /// How long operations that the lost rank may have done its part of can still end well.
 const GRACE: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::by_hand::Scene;
+    use crate::engine::frame::{FrameKind, HEADER_BYTES, Header};
+    use crate::engine::memory::Words;
+    use crate::engine::message::Direction;
+
+    #[test]
+    fn who_leaves_after_a_loss_names_the_lost_although_nothing_has_failed_here() {
+        let mut scene = Scene::of(3);
+        let mut words = Words::new(vec![7]);
+        scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        scene.link().from_core.clear();
+        scene.core.departed(&Departed { rank: Rank(2), how: Departure::Lost, cause: "it died".to_owned() });
+        scene.core.close("shut down");
+        let said = scene.link().from_core.clone();
+        let (header, text) = said.split_first_chunk::<HEADER_BYTES>().expect("a frame");
+        let header = Header::decode(header).expect("a header");
+        assert_eq!((header.kind, header.token), (FrameKind::Fail, 2 + 1));
+        let text = String::from_utf8_lossy(text);
+        assert!(text.starts_with("communicator `test`: rank 2 is lost: it died"), "{text}");
+    }
+}

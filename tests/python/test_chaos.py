@@ -38,7 +38,7 @@ from harness import (
     set_timeout,
 )
 from test_failures import names
-from test_network import V4, Host, ip, two_hosts
+from test_network import V4, Host, bring_up, ip, two_hosts
 
 FAULTS = int(os.environ.get("NCCLX_RS_CHAOS_FAULTS", "50"))
 SEED = int(os.environ.get("NCCLX_RS_CHAOS_SEED", "1"))
@@ -336,7 +336,7 @@ class DistantHost(Host):
         super().__call__(rank)
 
 
-def lose_each_other(rank: int, size: int, wire: tuple[str, ...], seed: int, cuts: int) -> None:
+def lose_each_other(rank: int, size: int, namespaces: tuple[str, ...], seed: int, cuts: int) -> None:
     """Even and odd ranks are cut off from each other: each side knows whom it lost, goes on, and meets it again."""
     choice = random.Random(seed)
     sides = [[r for r in range(size) if r % 2 == side] for side in (0, 1)]
@@ -344,7 +344,7 @@ def lose_each_other(rank: int, size: int, wire: tuple[str, ...], seed: int, cuts
     before = None
     for cut in range(cuts):
         stage, delay = random_stage(choice), choice.uniform(0, 0.2)
-        timer = threading.Timer(delay, ip, (*wire, "down"))
+        timer = threading.Timer(delay, ip, ("-n", namespaces[0], "link", "set", "wire0", "down"))
         together, alone = random.Random(choice.random()), random.Random(choice.random())
         try:
             if rank == 0 and stage == "joining":
@@ -371,7 +371,7 @@ def lose_each_other(rank: int, size: int, wire: tuple[str, ...], seed: int, cuts
         dist.destroy_process_group()
         with leaving_together():
             if rank == 0:
-                ip(*wire, "up")
+                bring_up("wire0", namespaces)
         before = before or resources()
     assert before is not None
     check_resources(before)
@@ -390,8 +390,7 @@ def test_sides_of_a_cut_go_on(size: int, cuts: int, seed: int) -> None:
     with two_hosts(V4) as namespaces:
         setup = DistantHost(namespaces, None)
         world = World(size, "tcp", VARIABLES | {"NCCLX_RS_PEER_TIMEOUT_SECONDS": "3"}, setup)
-        wire = ("-n", namespaces[0], "link", "set", "wire0")
         try:
-            world.run(lose_each_other, wire, seed, cuts, join=False)
+            world.run(lose_each_other, namespaces, seed, cuts, join=False)
         finally:
             world.close()

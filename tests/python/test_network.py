@@ -9,7 +9,8 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +50,16 @@ class Host:
             must(libc.mount(self.hosts_file.encode(), b"/etc/hosts", None, MS_BIND, None), "bind /etc/hosts")
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def bring_up(interface: str, namespaces: Sequence[str]) -> None:
+    """Sets an interface up in each namespace, and waits until the kernel says so of all: it can take a second."""
+    for name in namespaces:
+        ip("-n", name, "link", "set", interface, "up")
+    while not all("state UP" in ip("-n", name, "link", "show", interface) for name in namespaces):
+        time.sleep(0.01)
 
 
 def add_dead_end(namespace: str, interface: str, address: str) -> None:
@@ -83,8 +92,7 @@ def hosts(letters: str) -> Iterator[tuple[str, ...]]:
 def connect(wire: str, names: tuple[str, str], *addresses: tuple[str, str]) -> None:
     """Joins two namespaces by interfaces of that name with the given pairs of addresses."""
     ip("link", "add", wire, "netns", names[0], "type", "veth", "peer", "name", wire, "netns", names[1])
-    for name in names:
-        ip("-n", name, "link", "set", wire, "up")
+    bring_up(wire, names)
     for pair in addresses:
         for name, address in zip(names, pair, strict=True):
             ip("-n", name, "addr", "add", address, "dev", wire, *(["nodad"] if ":" in address else []))
