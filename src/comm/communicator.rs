@@ -158,6 +158,8 @@ impl Communicator {
         core.crowded = spin.is_zero();
         core.algorithm = config.algorithm;
         core.collectives.plans.tuning = tuning;
+        // With one other rank, it is nobody else.
+        core.is_watched = size > 2;
         let driver = Driver::new(core, poller, spin);
         let watch = (size > 1).then(|| Watch::begin(rank, &ranks, news.into_transports(), watched, watchman, &driver));
         let watch = watch.transpose().map_err(|cause| os("the thread that watches for lost ranks", cause))?;

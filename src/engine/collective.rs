@@ -62,6 +62,15 @@ struct Active {
     /// When the others are told, and told again, that this rank waits.
     announce_at: Option<Instant>,
     announce_every: Duration,
+    suspect: Option<Suspect>,
+}
+
+/// A rank that is gone and without which the collective cannot end. It may have left because another one is lost, of
+/// which this rank is told soon.
+struct Suspect {
+    rank: Rank,
+    cause: String,
+    until: Option<Instant>,
 }
 
 /// The collectives of one communicator.
@@ -93,7 +102,8 @@ impl Collectives {
 
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let active = self.active.as_ref()?;
-        active.deadline.into_iter().chain(active.announce_at).min()
+        let judgement = active.suspect.as_ref().and_then(|suspect| suspect.until);
+        active.deadline.into_iter().chain(active.announce_at).chain(judgement).min()
     }
 
     /// Message `token` of `from` must be asked for.
@@ -175,9 +185,19 @@ impl Core {
         let announce_at = now.checked_add(ANNOUNCE_AFTER.min(request.timeout / 4));
         let announce_every = ANNOUNCE_AFTER.max(request.timeout / 8);
         let left = blocked.len();
-        let active =
-            Active { sequence, request, plan, spaces, blocked, ready, left, deadline, announce_at, announce_every };
-        self.collectives.active = Some(active);
+        self.collectives.active = Some(Active {
+            sequence,
+            request,
+            plan,
+            spaces,
+            blocked,
+            ready,
+            left,
+            deadline,
+            announce_at,
+            announce_every,
+            suspect: None,
+        });
         if let Some(failure) = self.collectives.failed.remove(&sequence) {
             self.fail_active_remotely(failure);
         } else if let Some((rank, cause)) = self.left_before(sequence) {
@@ -251,7 +271,7 @@ impl Core {
 
     fn start_send(&mut self, step: StepId, to: Rank, region: Region, message: u32) {
         if let Some(cause) = self.lost(to).map(str::to_owned) {
-            return self.fail_active_lost(to, cause);
+            return self.suspect(to, cause);
         }
         let Some(active) = &self.collectives.active else { return };
         let len = region.len();
@@ -265,7 +285,7 @@ impl Core {
         let eager = len <= self.eager_limit(to);
         self.send_message(to, header, body, owner, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
-            self.fail_active_lost(to, cause);
+            self.suspect(to, cause);
         }
     }
 
@@ -289,7 +309,7 @@ impl Core {
             None => {
                 self.reach(from);
                 match self.lost(from).map(str::to_owned) {
-                    Some(cause) => self.fail_active_lost(from, cause),
+                    Some(cause) => self.suspect(from, cause),
                     None => {
                         self.collectives.posted.insert(key, step);
                     }
@@ -482,7 +502,28 @@ impl Core {
         let waits = self.collectives.posted.keys().any(|(from, ..)| *from == peer)
             || self.exchanges(OpRef::Collective(active.sequence), peer);
         if waits {
-            self.fail_active_lost(peer, cause.to_owned());
+            self.suspect(peer, cause.to_owned());
+        }
+    }
+
+    /// Ends the active collective, which cannot do without `rank`: now if it is known why that is gone, else when this rank
+    /// has been told of another one's loss, or has not been for a while.
+    fn suspect(&mut self, rank: Rank, cause: String) {
+        let is_explained = !self.is_watched || self.peers[rank.index()].reported.is_some();
+        let Some(active) = &mut self.collectives.active else { return };
+        if is_explained {
+            return self.fail_active_lost(rank, cause);
+        }
+        let until = deadline(Instant::now(), NEWS_PATIENCE);
+        active.suspect.get_or_insert(Suspect { rank, cause, until });
+        self.judge();
+    }
+
+    /// Ends the active collective if it waits for a rank that is gone and another one's loss is known.
+    pub(crate) fn judge(&mut self) {
+        let suspects = self.collectives.active.as_ref().is_some_and(|active| active.suspect.is_some());
+        if suspects && let Some((rank, cause)) = self.losses.lost() {
+            self.fail_active_lost(rank, cause);
         }
     }
 
@@ -520,7 +561,10 @@ impl Core {
                 self.send(peer, here, Body::Empty, Owner::PROTOCOL);
             }
         }
-        let Some(active) = &self.collectives.active else { return };
+        let Some(active) = &mut self.collectives.active else { return };
+        if let Some(suspect) = active.suspect.take_if(|suspect| suspect.until.is_some_and(|until| until <= now)) {
+            return self.fail_active_lost(suspect.rank, suspect.cause);
+        }
         if active.deadline.is_some_and(|deadline| deadline <= now) {
             let waited = active.request.work.age();
             let detail = self.who_is_missing(sequence, now);
@@ -592,3 +636,6 @@ const ANNOUNCE_AFTER: Duration = Duration::from_millis(500);
 
 /// In larger worlds, failures and waits are told to this many ranks, and they time out on the others.
 const TELL_ALL_UP_TO: usize = 128;
+
+/// How long a rank that is gone may owe that to another one's loss, of which this rank has not heard.
+const NEWS_PATIENCE: Duration = Duration::from_millis(300);

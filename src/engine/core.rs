@@ -44,7 +44,7 @@ pub(crate) struct Peer {
     /// Why it cannot be reached any more.
     lost: Option<String>,
     /// What it said of a loss, for which it will leave.
-    reported: Option<String>,
+    pub(crate) reported: Option<String>,
     /// The others know that it is lost.
     told: bool,
     /// One more than the last collective that it is known to have called.
@@ -119,6 +119,8 @@ pub(crate) struct Core {
     /// Why nothing can be submitted any more.
     pub(crate) closed: Option<String>,
     pub(crate) losses: Losses,
+    /// Somebody tells of ranks that are gone, also of those that no operation waits for.
+    pub(crate) is_watched: bool,
     ticks: u32,
     pub(crate) recorder: Recorder,
     /// What the job calls this communicator's ranks.
@@ -165,6 +167,7 @@ impl Core {
             failure: None,
             closed: None,
             losses: Losses::default(),
+            is_watched: false,
             ticks: 0,
             recorder: Recorder::default(),
             members,
@@ -315,7 +318,9 @@ impl Core {
     /// to look for. They may not have noticed the loss themselves.
     pub(crate) fn take_leave(&mut self) {
         let failure = self.failure.take().map(|failure| (failure, None));
-        let Some((failure, lost)) = failure.or_else(|| Some((self.loss()?.to_string(), self.losses.lost()))) else {
+        let Some((failure, lost)) =
+            failure.or_else(|| Some((self.loss()?.to_string(), self.losses.lost().map(|(rank, _)| rank))))
+        else {
             return;
         };
         let next = self.collectives.next_sequence();

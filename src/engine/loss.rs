@@ -49,9 +49,9 @@ struct Lost {
 }
 
 impl Losses {
-    /// The rank that was lost first.
-    pub(crate) fn lost(&self) -> Option<Rank> {
-        self.lost.as_ref().map(|lost| lost.rank)
+    /// The rank that was lost first, and how.
+    pub(crate) fn lost(&self) -> Option<(Rank, String)> {
+        self.lost.as_ref().map(|lost| (lost.rank, lost.cause.clone()))
     }
 }
 
@@ -81,6 +81,7 @@ impl Core {
             self.losses.lost = Some(lost);
         }
         self.lose(rank, &LinkDown::new(cause));
+        self.judge();
     }
 
     /// The error of `operation` because a rank is lost, if one is.
@@ -157,10 +158,67 @@ const GRACE: Duration = Duration::from_millis(200);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::algo::Collective;
     use crate::engine::by_hand::Scene;
-    use crate::engine::frame::{FrameKind, HEADER_BYTES, Header};
-    use crate::engine::memory::Words;
+    use crate::engine::call::Call;
+    use crate::engine::collective::Request;
+    use crate::engine::frame::{FrameKind, HEADER_BYTES, Header, Signature};
+    use crate::engine::memory::{Region, Words};
     use crate::engine::message::Direction;
+    use crate::engine::recorder::Bytes;
+    use crate::types::DType;
+    use crate::work::Work;
+
+    fn lost(rank: u32) -> Departed {
+        Departed { rank: Rank(rank), how: Departure::Lost, cause: "it died".to_owned() }
+    }
+
+    /// A broadcast that waits for rank 1, which is gone.
+    fn deserted(scene: &mut Scene, words: &mut Words) -> Work {
+        scene.core.is_watched = true;
+        let signature = Signature { operation: 3, root: 1, count: 1, ..Signature::default() };
+        let work = scene.core.begin(Scene::nobody(), Call::Collective(signature), Bytes::default());
+        let region = Region::of(&[words.buffer()]);
+        scene.core.submit_collective(Request {
+            collective: Collective::Broadcast { count: 1, root: Rank(1) },
+            signature,
+            reduce: None,
+            dtype: DType::U64,
+            input: region.clone(),
+            output: region,
+            timeout: Duration::from_secs(60),
+            work: work.clone(),
+        });
+        scene.core.lose(Rank(1), &LinkDown::new("it closed the connection"));
+        work
+    }
+
+    fn blamed(work: &Work) -> Option<u32> {
+        match work.result() {
+            Some(Err(Error::PeerLost { rank, .. })) => Some(rank),
+            None => None,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn who_left_because_another_was_lost_is_not_blamed() {
+        let (mut scene, mut words) = (Scene::of(3), Words::new(vec![7]));
+        let work = deserted(&mut scene, &mut words);
+        assert_eq!(blamed(&work), None, "there may be news");
+        scene.core.departed(&lost(2));
+        assert_eq!(blamed(&work), Some(2));
+    }
+
+    #[test]
+    fn who_is_gone_without_another_loss_is_blamed_soon() {
+        let (mut scene, mut words) = (Scene::of(3), Words::new(vec![7]));
+        let work = deserted(&mut scene, &mut words);
+        let until = scene.core.next_deadline().expect("it is waited for news");
+        assert!(until < Instant::now() + Duration::from_secs(1));
+        scene.core.expire(until);
+        assert_eq!(blamed(&work), Some(1));
+    }
 
     #[test]
     fn who_leaves_after_a_loss_names_the_lost_although_nothing_has_failed_here() {
@@ -168,7 +226,7 @@ mod tests {
         let mut words = Words::new(vec![7]);
         scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
         scene.link().from_core.clear();
-        scene.core.departed(&Departed { rank: Rank(2), how: Departure::Lost, cause: "it died".to_owned() });
+        scene.core.departed(&lost(2));
         scene.core.close("shut down");
         let said = scene.link().from_core.clone();
         let (header, text) = said.split_first_chunk::<HEADER_BYTES>().expect("a frame");
