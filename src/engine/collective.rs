@@ -15,7 +15,7 @@ use crate::engine::outbox::{Body, OpRef, Owner};
 use crate::engine::plan::{Plan, PlanCache};
 use crate::engine::reduce;
 use crate::error::{Error, rank_list};
-use crate::schedule::{Action, Scaling, StepId};
+use crate::schedule::{Action, StepId};
 use crate::sync::Arc;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::Work;
@@ -261,9 +261,7 @@ impl Core {
                 self.step_done(sequence, step);
             }
             Action::Scale { slice, by } => {
-                if scales(op, by) {
-                    active.spaces.region(slice).each_mut(|run| reduce::scale(op, dtype, by, world, run));
-                }
+                active.spaces.region(slice).each_mut(|run| reduce::scale(op, dtype, by, world, run));
                 self.step_done(sequence, step);
             }
         }
@@ -610,10 +608,6 @@ impl Core {
 
 /// The message belongs to a collective that is over.
 struct Stale;
-
-fn scales(op: ReduceOp, by: Scaling) -> bool {
-    matches!((op, by), (ReduceOp::Avg, Scaling::Average) | (ReduceOp::PreMulSum(_), Scaling::PreMultiply))
-}
 
 /// Folds the blocks of `from` into `into`, one run of `into` at a time.
 fn fold(op: ReduceOp, dtype: DType, into: &mut Region, from: &Region) {

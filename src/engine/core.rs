@@ -317,11 +317,10 @@ impl Core {
     /// Tells those that would see this rank leave that it does so after a failure or a loss, and which: it is not the one
     /// to look for. They may not have noticed the loss themselves.
     pub(crate) fn take_leave(&mut self) {
-        let failure = self.failure.take().map(|failure| (failure, None));
-        let Some((failure, lost)) =
-            failure.or_else(|| Some((self.loss()?.to_string(), self.losses.lost().map(|(rank, _)| rank))))
-        else {
-            return;
+        let (failure, lost) = match (self.failure.take(), self.loss()) {
+            (Some(failure), _) => (failure, None),
+            (None, Some(loss)) => (loss.to_string(), self.losses.lost().map(|(rank, _)| rank)),
+            (None, None) => return,
         };
         let next = self.collectives.next_sequence();
         for peer in self.everyone_else() {
