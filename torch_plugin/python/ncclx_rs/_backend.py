@@ -12,6 +12,8 @@ import sys
 import weakref
 from typing import Any
 
+from ncclx_rs._once import once
+
 # Backends that live: destroyed before the interpreter goes, while their callbacks can still run.
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 # A forked child leaves its parent's alone.
@@ -28,9 +30,13 @@ def native() -> Any:
     import torch
     import torch.distributed
 
-    loaded = sys.modules.get("ncclx_rs._native")
-    if loaded is not None:
-        return loaded
+    if "ncclx_rs._native" not in sys.modules:
+        _check_built(torch.__version__)
+    # Waits for a thread that loads it.
+    return importlib.import_module("ncclx_rs._native")
+
+
+def _check_built(running: str) -> None:
     spec = importlib.util.find_spec("ncclx_rs._native")
     if spec is None or spec.origin is None:
         raise ImportError(
@@ -38,8 +44,7 @@ def native() -> Any:
         )
     built = _built_version(spec.origin)
     if built is not None:
-        _check_version(built, torch.__version__)
-    return importlib.import_module("ncclx_rs._native")
+        _check_version(built, running)
 
 
 def _built_version(path: str) -> str | None:
@@ -81,13 +86,17 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
         endpoint = Endpoint()
         backend._members_meet(endpoint.handle, endpoint.meet)
-    if not _alive:
-        from ncclx_rs import _debug_server
-
-        atexit.register(_shut_down)
-        _debug_server.register()
+    _prepare_process()
     _alive.add(backend)
     return backend
+
+
+@once
+def _prepare_process() -> None:
+    from ncclx_rs import _debug_server
+
+    atexit.register(_shut_down)
+    _debug_server.register()
 
 
 def _shut_down() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import os
 import sys
@@ -20,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from ncclx_rs import _graph_state, _hooks, _reconfigure, _wrapper
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import C10dBackend
+from ncclx_rs._once import once
 from ncclx_rs._operations import Hints, Operations, op_ids
 from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import CommOptions, OpName
@@ -56,6 +56,7 @@ class TorchComm(Operations):
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
         self._abort_hooks: _hooks.HookList[[]] = _hooks.HookList()
         self._registered: dict[int, torch.Tensor] = {}
+        self._endpoint = once(_reconfigure.Endpoint)
         self._handle = _graph_state.handle(self, name)
         if hasattr(backend, "on_failure"):
             itself = weakref.ref(self)
@@ -260,11 +261,7 @@ class TorchComm(Operations):
         """
         if not hasattr(self._impl, "reconfigure"):
             raise RuntimeError(f"getInitHandle not implemented by the backend {self.get_backend()}")
-        return self._endpoint.handle
-
-    @functools.cached_property
-    def _endpoint(self) -> _reconfigure.Endpoint:
-        return _reconfigure.Endpoint()
+        return self._endpoint().handle
 
     def reconfigure(
         self,
@@ -300,7 +297,7 @@ class TorchComm(Operations):
             raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
         options = copy.copy(self._options)
         options.timeout = timeout or self._options.timeout
-        meeting = self._endpoint.meet(uuid, init_handles, options.timeout)
+        meeting = self._endpoint().meet(uuid, init_handles, options.timeout)
         options.store, options.rank, options.size, secret = meeting
         options.hints = {**self._options.hints, **(hints or {}), "group_secret": secret}
         self._state = "not reconfigured yet"

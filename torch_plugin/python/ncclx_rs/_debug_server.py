@@ -6,7 +6,6 @@ Its pages "TorchComms FR" and "TorchComms Health" ask every worker by names that
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 import json
 from typing import Any
@@ -15,11 +14,12 @@ from torch._C import _distributed_c10d as c10d
 
 from ncclx_rs import _backend as plugin
 from ncclx_rs import _trace
+from ncclx_rs._once import once
 from ncclx_rs.as_torchcomms import is_installed
 from ncclx_rs.diagnose import dumps, pytorch
 
 
-@functools.cache
+@once
 def register() -> None:
     """Has this process's worker server answer, where this PyTorch has one. Idempotent.
 

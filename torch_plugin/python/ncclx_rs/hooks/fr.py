@@ -8,7 +8,6 @@ The dumps are those of PyTorch's own recorder, version 2.10, so its analyser rea
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ import torch
 
 from ncclx_rs import _trace
 from ncclx_rs._comm import TorchComm
+from ncclx_rs._once import once
 from ncclx_rs._trace import Group
 from ncclx_rs._types import OpName, P2POpType
 from ncclx_rs._work import TorchWork
@@ -182,7 +182,7 @@ class _Scribe(Follower[list[Entry]]):
         return self._recorder.began(self._group, op_id, "recv", [], shapes([tensor]), (there, here))
 
 
-@functools.cache
+@once
 def _shared() -> Recorder:
     return Recorder(0)
 
