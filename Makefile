@@ -93,6 +93,31 @@ $(CARGO_FUZZ):
 models: ## Checks every interleaving of the lock-free parts
 	cargo test --locked --package ncclx_rs_models
 
+# What looks for undefined behaviour and for data races takes a nightly compiler and the standard library's sources.
+NIGHTLY ?= nightly
+NIGHTLY_CARGO = cargo +$(NIGHTLY)
+.PHONY: nightly
+nightly:
+	rustup toolchain install $(NIGHTLY) --profile minimal --component miri,rust-src
+
+# Miri knows no shared mappings, no forks and few socket options, so it runs what works on callers' memory and on a
+# connection made by hand, and the boundary to backends' libraries. Skipped is what takes it minutes or looks at the clock.
+MIRI_TESTS := engine:: window:: transport::auth comm::store::message comm::watch::news sys::poller
+MIRI_SKIPS := callbacks half_precision combine_and_fold sender_has_the_time is_blamed_soon
+MIRI = PROPTEST_CASES=3 MIRIFLAGS=-Zmiri-disable-isolation RUSTFLAGS="--cfg rustix_use_libc" \
+	CARGO_TARGET_DIR=target/miri $(NIGHTLY_CARGO) miri test --locked
+.PHONY: miri
+miri: nightly ## Looks for undefined behaviour in what Miri can run
+	$(MIRI) --package ncclx_rs_backend --tests
+	$(MIRI) --package ncclx_rs --lib -- $(MIRI_TESTS) $(MIRI_SKIPS:%=--skip %)
+
+# One test at a time, and the ranks of each in threads: they are slow enough as it is.
+.PHONY: tsan
+tsan: nightly ## Looks for data races with ThreadSanitizer
+	PROPTEST_CASES=8 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan \
+		$(NIGHTLY_CARGO) test --locked -Zbuild-std --target x86_64-unknown-linux-gnu --package ncclx_rs \
+		--lib --test engine -- --test-threads 1
+
 # Programs that run on the backend: hundreds of megabytes, hence only where they are tested.
 PROGRAMS := $(VENV)/.programs
 $(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))
