@@ -229,6 +229,16 @@ impl Builder {
         self.fence_pending = !self.steps.is_empty();
     }
 
+    /// Whether a step so far sends.
+    pub(crate) fn sends(&self) -> bool {
+        self.steps.iter().any(|step| matches!(step.action, Action::Send { .. }))
+    }
+
+    /// Whether a step so far receives.
+    pub(crate) fn receives(&self) -> bool {
+        self.steps.iter().any(|step| matches!(step.action, Action::Recv { .. } | Action::RecvReduce { .. }))
+    }
+
     /// The finished schedule.
     pub fn finish(self) -> Schedule {
         Schedule { name: self.name, steps: self.steps, scratch: self.scratch }

@@ -4,8 +4,8 @@
 //! data described by slices, so that algorithms compose ([`hierarchical`]). [`select`] is the table that picks one.
 //!
 //! **Agreement.** In an all_reduce, an equal all_gather or an equal reduce_scatter every rank needs data of every other,
-//! so nobody finishes when two ranks disagree. The other collectives end with a dissemination barrier (`confirm`),
-//! so that a disagreement between any two ranks is reported on every rank, also where data flows between few.
+//! so nobody finishes when two ranks disagree. The other collectives end with a round in which all hear of all
+//! (`confirm`), so that a disagreement between any two ranks is reported on every rank, also where data flows between few.
 
 pub mod binomial;
 pub mod direct;
@@ -17,7 +17,7 @@ pub mod ring;
 pub mod select;
 pub mod tuning;
 
-use crate::schedule::{Builder, Schedule};
+use crate::schedule::{Action, Builder, Schedule, Slice};
 use crate::topo::Topology;
 use crate::types::Rank;
 use group::Group;
@@ -123,10 +123,21 @@ impl Setting<'_> {
     }
 }
 
-/// Ends a schedule so that no rank finishes before all have done their part.
+/// Ends a schedule so that no rank finishes before it knows that all have called the same.
 fn confirm(builder: &mut Builder, group: &Group) {
     builder.barrier();
-    dissemination::barrier(builder, group);
+    if group.size() > 2 {
+        return dissemination::barrier(builder, group);
+    }
+    // Of two ranks each knows once it has anything from the other.
+    let other = group.rank(group.me() + 1);
+    let (sends, receives) = (builder.sends(), builder.receives());
+    if !sends {
+        builder.push(Action::Send { to: other, from: Slice::empty() });
+    }
+    if !receives {
+        builder.push(Action::Recv { from: other, into: Slice::empty() });
+    }
 }
 
 /// A schedule whose steps `write` appends.
