@@ -52,7 +52,10 @@ def train(seat: Seat) -> None:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.to_local().copy_(state["model"][name])
-        for own, like in zip(state["optimizer"]["state"].values(), parameters.values(), strict=True):
+        # Which is empty before the first step; both replicas may begin at the same time.
+        numbered = list(parameters.values())
+        for number, own in state["optimizer"]["state"].items():
+            like = numbered[number]
             own["momentum_buffer"] = DTensor.from_local(
                 own["momentum_buffer"], mesh, like.placements, shape=like.shape, stride=like.stride()
             )
