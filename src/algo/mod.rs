@@ -131,11 +131,10 @@ fn confirm(builder: &mut Builder, group: &Group) {
     }
     // Of two ranks each knows once it has anything from the other.
     let other = group.rank(group.me() + 1);
-    let (sends, receives) = (builder.sends(), builder.receives());
-    if !sends {
+    if !builder.sends() {
         builder.push(Action::Send { to: other, from: Slice::empty() });
     }
-    if !receives {
+    if !builder.receives() {
         builder.push(Action::Recv { from: other, into: Slice::empty() });
     }
 }

@@ -43,22 +43,17 @@ def _check_built(running: str) -> None:
             "ncclx_rs has no native module; type `pip install --no-build-isolation .` in its source folder"
         )
     built = _built_version(spec.origin)
-    if built is not None:
-        _check_version(built, running)
+    if built is not None and built.split(".")[:2] != running.split(".")[:2]:
+        raise ImportError(
+            f"ncclx_rs was built against torch {built}, and this is torch {running}; "
+            "type `pip install --no-build-isolation --force-reinstall --no-deps .` in its source folder"
+        )
 
 
 def _built_version(path: str) -> str | None:
     """The torch that the module in ``path`` was built against, read without loading it, which could crash."""
     found = re.search(rb"NCCLX_RS_TORCH_VERSION=([0-9][^;]*);", pathlib.Path(path).read_bytes())
     return found.group(1).decode() if found else None
-
-
-def _check_version(built: str, running: str) -> None:
-    if built.split(".")[:2] != running.split(".")[:2]:
-        raise ImportError(
-            f"ncclx_rs was built against torch {built}, and this is torch {running}; "
-            "type `pip install --no-build-isolation --force-reinstall --no-deps .` in its source folder"
-        )
 
 
 def create(options: Any, pg_options: Any = None) -> Any:

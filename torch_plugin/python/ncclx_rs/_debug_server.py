@@ -14,14 +14,12 @@ from torch._C import _distributed_c10d as c10d
 
 from ncclx_rs import _backend as plugin
 from ncclx_rs import _trace
-from ncclx_rs._once import once
 from ncclx_rs.as_torchcomms import is_installed
 from ncclx_rs.diagnose import dumps, pytorch
 
 
-@once
 def register() -> None:
-    """Has this process's worker server answer, where this PyTorch has one. Idempotent.
+    """Has this process's worker server answer, where this PyTorch has one. Called once a process.
 
     Where torchcomms is there, its own recorder answers: it would end the process if somebody else did.
     """
