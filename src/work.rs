@@ -25,16 +25,56 @@ struct State {
     callbacks: Vec<Callback>,
 }
 
+/// What an operation is known by from its submission on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    /// Its name.
+    pub(crate) operation: &'static str,
+    /// Its position among the communicator's collectives, its messages or its accesses to windows.
+    pub(crate) sequence: u64,
+    /// Its place in the flight recorder.
+    pub(crate) number: u64,
+    /// When it was submitted.
+    pub(crate) began: Instant,
+}
+
+/// An operation as its submission leaves it.
+#[derive(Debug)]
+pub(crate) enum Begun {
+    InFlight(Work),
+    /// It has ended well, and needs no handle unless somebody wants one. A receive got its message from the rank.
+    Ended(Entry, Option<Rank>),
+}
+
+impl Begun {
+    /// Blocks until the operation has ended. The rank whose message a receive got.
+    pub(crate) fn wait(self) -> Result<Option<Rank>, Error> {
+        match self {
+            Begun::InFlight(work) => work.wait(None).map(|()| work.source()),
+            Begun::Ended(_, source) => Ok(source),
+        }
+    }
+
+    /// The operation's handle.
+    pub(crate) fn into_work(self, driver: &Arc<impl Drive + 'static>) -> Work {
+        match self {
+            Begun::InFlight(work) => work,
+            Begun::Ended(entry, source) => {
+                let work = Work::new(driver.clone(), entry);
+                work.complete(Ok(()), source);
+                work
+            }
+        }
+    }
+}
+
 struct Inner {
     done: AtomicBool,
     /// Threads inside `wait`, which run the callbacks before they leave.
     waiters: AtomicUsize,
     state: Mutex<State>,
     driver: Arc<dyn Drive>,
-    operation: &'static str,
-    sequence: u64,
-    number: u64,
-    started: Instant,
+    entry: Entry,
 }
 
 /// An operation in flight or done. Clones are the same operation.
@@ -44,17 +84,11 @@ pub struct Work {
 }
 
 impl Work {
-    /// An operation that begins now. `number` is its place in the flight recorder.
-    pub(crate) fn new(
-        driver: Arc<dyn Drive>,
-        operation: &'static str,
-        sequence: u64,
-        number: u64,
-        started: Instant,
-    ) -> Self {
+    /// An operation in flight.
+    pub(crate) fn new(driver: Arc<dyn Drive>, entry: Entry) -> Self {
         let state = Mutex::new(State::default());
         let (done, waiters) = (AtomicBool::new(false), AtomicUsize::new(0));
-        Work { inner: Arc::new(Inner { done, waiters, state, driver, operation, sequence, number, started }) }
+        Work { inner: Arc::new(Inner { done, waiters, state, driver, entry }) }
     }
 
     /// Whether the operation has ended, well or badly.
@@ -79,7 +113,7 @@ impl Work {
         }
         self.run_callbacks().unwrap_or_else(|| {
             Err(Error::Timeout {
-                operation: format!("waiting for {}", self.inner.operation),
+                operation: format!("waiting for {}", self.inner.entry.operation),
                 waited: timeout.unwrap_or_default(),
                 detail: "the operation is still in flight".to_owned(),
             })
@@ -106,17 +140,17 @@ impl Work {
 
     /// The position among the communicator's collectives, or among its point-to-point operations.
     pub fn sequence(&self) -> u64 {
-        self.inner.sequence
+        self.inner.entry.sequence
     }
 
     /// The operation's place in the flight recorder.
     pub(crate) fn number(&self) -> u64 {
-        self.inner.number
+        self.inner.entry.number
     }
 
     /// The operation's name.
     pub(crate) fn operation(&self) -> &'static str {
-        self.inner.operation
+        self.inner.entry.operation
     }
 
     /// Whether both are handles of one operation.
@@ -126,12 +160,12 @@ impl Work {
 
     /// When it was submitted.
     pub(crate) fn began(&self) -> Instant {
-        self.inner.started
+        self.inner.entry.began
     }
 
     /// The time since submission.
     pub(crate) fn age(&self) -> Duration {
-        self.inner.started.elapsed()
+        self.inner.entry.began.elapsed()
     }
 
     /// Ends the operation; callbacks wait for [`Work::run_callbacks`]. The first result stays.
@@ -167,8 +201,8 @@ impl Work {
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Work")
-            .field("operation", &self.inner.operation)
-            .field("sequence", &self.inner.sequence)
+            .field("operation", &self.inner.entry.operation)
+            .field("sequence", &self.inner.entry.sequence)
             .field("result", &self.result())
             .finish()
     }

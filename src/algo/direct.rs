@@ -13,6 +13,8 @@ pub fn all_gather(builder: &mut Builder, group: &Group, own: Slice, blocks: &[Sl
         for from in chunks(own, chunk) {
             builder.push(Action::Send { to: group.rank(me + step), from });
         }
+    }
+    for step in 1..size {
         let from = (me + size - step) % size;
         for into in chunks(blocks[from], chunk) {
             builder.push(Action::Recv { from: group.rank(from), into });
@@ -58,10 +60,13 @@ pub fn all_to_all(builder: &mut Builder, group: &Group, send: &[Slice], recv: &[
     let (size, me) = (group.size(), group.me());
     builder.push(Action::Copy { from: send[me], into: recv[me] });
     for step in 1..size {
-        let (to, from) = ((me + step) % size, (me + size - step) % size);
+        let to = (me + step) % size;
         for slice in chunks(send[to], chunk) {
             builder.push(Action::Send { to: group.rank(to), from: slice });
         }
+    }
+    for step in 1..size {
+        let from = (me + size - step) % size;
         for into in chunks(recv[from], chunk) {
             builder.push(Action::Recv { from: group.rank(from), into });
         }

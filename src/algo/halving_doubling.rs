@@ -19,8 +19,8 @@ pub fn all_reduce_doubling(builder: &mut Builder, group: &Group, data: Slice) {
         while bit < cube.size {
             let partner = cube.rank(cube.me ^ bit);
             // Received beside the data, since both partners send at once: neither send ends before its receive begins.
-            builder.push(Action::Recv { from: partner, into: theirs });
             builder.push(Action::Send { to: partner, from: data });
+            builder.push(Action::Recv { from: partner, into: theirs });
             builder.push(Action::Reduce { from: theirs, into: data });
             bit *= 2;
         }

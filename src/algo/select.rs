@@ -21,7 +21,7 @@ const TABLE: &[Row] = &[
     Row {
         name: "recursive_doubling",
         can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
-        prefer: |collective, setting| bytes(collective, setting) <= DOUBLING_MAX_BYTES,
+        prefer: |collective, setting| bytes(collective, setting) <= doubling_max_bytes(setting),
         build: |builder, collective, setting| {
             all_reduce(builder, collective, setting, |builder, data| {
                 halving_doubling::all_reduce_doubling(builder, &setting.world(), data);
@@ -357,8 +357,11 @@ fn build_binomial(builder: &mut Builder, collective: &Collective, setting: &Sett
     }
 }
 
-/// Up to this size the number of rounds decides, and everyone may combine everything.
-const DOUBLING_MAX_BYTES: usize = 16 * 1024;
+/// Up to this size the number of rounds decides, and everyone may combine everything. Two ranks do in one round what
+/// takes the other algorithms two.
+fn doubling_max_bytes(setting: &Setting<'_>) -> usize {
+    if setting.topo.size() == 2 { 32 * 1024 } else { 16 * 1024 }
+}
 
 /// Up to this size, in worlds too large for the direct exchange, fewer rounds beat the ring's pipelining.
 const HALVING_MAX_BYTES: usize = 512 * 1024;

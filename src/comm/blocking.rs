@@ -52,7 +52,7 @@ use crate::buffer::{Buffer, Buffers};
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op, OpKind};
 use crate::types::{DType, Rank, ReduceOp, Source, Tag};
-use crate::work::Work;
+use crate::work::Begun;
 
 impl Communicator {
     /// Replaces `data` by the reduction of all ranks' `data`, which is of one length everywhere.
@@ -197,8 +197,8 @@ impl Communicator {
     ) -> Result<Rank, Error> {
         let mut recv = LentOp::new(OpKind::Recv { from, tag }, &[], &[Lent::of_mut(data)])?;
         recv.op.timeout = timeout;
-        let [work] = self.complete([recv]);
-        Ok(work?.source().expect("a receive that ended well has a source"))
+        let [source] = self.complete(&[recv]);
+        Ok(source?.expect("a receive that ended well has a source"))
     }
 
     /// Sends `input` to one rank and receives `output` from one, at the same time: what a ring of ranks needs, where all
@@ -213,7 +213,8 @@ impl Communicator {
         let send = LentOp::new(OpKind::Send { to, tag }, &[Lent::of(input)], &[])?;
         check::peer(&recv.op, "src", from, self.size())?;
         check::peer(&send.op, "dst", to, self.size())?;
-        self.complete([recv, send]).into_iter().try_for_each(|work| work.map(|_| ()))
+        // The message goes out before the other is waited for.
+        self.complete(&[send, recv]).into_iter().try_for_each(|ended| ended.map(|_| ()))
     }
 
     /// Sends `data` in the background; nobody learns how that ends.
@@ -246,16 +247,16 @@ impl Communicator {
     }
 
     fn run(&self, kind: OpKind, inputs: &[Lent<'_>], outputs: &[Lent<'_>]) -> Result<(), Error> {
-        let [work] = self.complete([LentOp::new(kind, inputs, outputs)?]);
-        work.map(|_| ())
+        let [ended] = self.complete(&[LentOp::new(kind, inputs, outputs)?]);
+        ended.map(|_| ())
     }
 
-    /// Submits all operations and returns once all have ended. This alone gives lent memory to the engine.
-    fn complete<const N: usize>(&self, operations: [LentOp<'_>; N]) -> [Result<Work, Error>; N] {
+    /// Submits all operations and returns once all have ended: how, and whose messages were received. This alone gives lent
+    /// memory to the engine.
+    fn complete<const N: usize>(&self, operations: &[LentOp<'_>; N]) -> [Result<Option<Rank>, Error>; N] {
         let guard = NoUnwinding;
-        let submitted = operations.map(|lent| self.submit(lent.op));
-        let wait = |work: Work| work.wait(None).map(|()| work);
-        let ended = submitted.map(|work| work.and_then(wait));
+        let begun = operations.each_ref().map(|lent| self.begin(&lent.op));
+        let ended = begun.map(|begun| begun.and_then(Begun::wait));
         std::mem::forget(guard);
         ended
     }
@@ -270,11 +271,7 @@ struct LentOp<'a> {
 impl<'a> LentOp<'a> {
     fn new(kind: OpKind, inputs: &[Lent<'a>], outputs: &[Lent<'a>]) -> Result<Self, UsageError> {
         let buffers = |argument, lent: &[Lent<'a>]| -> Result<Buffers, UsageError> {
-            let mut buffers = Buffers::new();
-            for lent in lent {
-                buffers.push(lent.buffer(kind.name(), argument)?);
-            }
-            Ok(buffers)
+            lent.iter().map(|lent| lent.buffer(kind.name(), argument)).collect()
         };
         let (inputs, outputs) = (buffers("input", inputs)?, buffers("output", outputs)?);
         Ok(LentOp { op: Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }, memory: PhantomData })

@@ -14,9 +14,9 @@ use crate::comm::watch::{Watch, Watchman, neighbours};
 use crate::config::{Config, DumpSignal};
 use crate::engine::call::Call;
 use crate::engine::collective::Request;
-use crate::engine::core::Core;
+use crate::engine::core::{Core, Finished};
 use crate::engine::driver::Driver;
-use crate::engine::memory::Region;
+use crate::engine::memory::{Region, Spaces};
 use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::recorder::{Bytes, Recorder};
 use crate::error::{Error, InitError};
@@ -26,7 +26,7 @@ use crate::sys::poller::Poller;
 use crate::topo::Topology;
 use crate::transport::auth::Identity;
 use crate::types::{Frame, Rank, Source};
-use crate::work::{Drive, Work};
+use crate::work::{Begun, Work};
 
 /// What a communicator is made from.
 #[derive(Clone)]
@@ -225,43 +225,46 @@ impl Communicator {
     ///
     /// After [`Mode::Blocking`] the caller waits for the work next; nobody else drives it until then.
     pub fn submit(&self, op: Op) -> Result<Work, Error> {
+        Ok(self.begin(&op)?.into_work(&self.driver))
+    }
+
+    /// Begins an operation, which may end here if the caller waits for it next.
+    pub(super) fn begin(&self, op: &Op) -> Result<Begun, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
         match op.kind {
             OpKind::Send { to, tag } => {
-                check::peer(&op, "dst", to, self.place.size)?;
-                self.message(&op, Direction::Send(to), tag, Region::of(&op.inputs), timeout)
+                check::peer(op, "dst", to, self.place.size)?;
+                self.message(op, Direction::Send(to), tag, Region::of(&op.inputs), timeout)
             }
             OpKind::Recv { from, tag } => {
                 if let Source::Rank(rank) = from {
-                    check::peer(&op, "src", rank, self.place.size)?;
+                    check::peer(op, "src", rank, self.place.size)?;
                 }
-                self.message(&op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)
+                self.message(op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)
             }
             OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
-                self.access(&op, timeout)
+                self.access(op, timeout)
             }
-            _ => self.collective(&op, op.kind.name(), timeout),
+            _ => self.collective(op, op.kind.name(), timeout),
         }
     }
 
     /// Begins a collective, which goes by `name` in messages.
-    pub(super) fn collective(&self, op: &Op, name: &'static str, timeout: Duration) -> Result<Work, Error> {
+    pub(super) fn collective(&self, op: &Op, name: &'static str, timeout: Duration) -> Result<Begun, Error> {
         let checked = check::collective(op, name, self.place)?;
         self.enter(op, |core, driver| {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
             let bytes = Bytes { read: input.len(), written: output.len() };
-            let work = core.begin(driver, Call::Collective(checked.signature), bytes);
-            core.submit_collective(Request {
+            let entry = core.begin(Call::Collective(checked.signature), bytes);
+            let request = Request {
                 collective: checked.collective,
                 signature: checked.signature,
                 reduce: op.kind.reduce_op(),
                 dtype: checked.dtype,
-                input,
-                output,
+                spaces: Spaces::new(input, output, checked.dtype.size()),
                 timeout,
-                work: work.clone(),
-            });
-            Ok(work)
+            };
+            Ok(core.run_collective(request, entry, op.mode == Mode::Blocking, driver))
         })
     }
 
@@ -272,11 +275,11 @@ impl Communicator {
         tag: crate::types::Tag,
         region: Region,
         timeout: Duration,
-    ) -> Result<Work, Error> {
+    ) -> Result<Begun, Error> {
         self.enter(op, |core, driver| {
-            let work = core.begin(driver, direction.call(tag, region.len()), direction.bytes(region.len()));
-            core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
-            Ok(work)
+            let entry = core.begin(direction.call(tag, region.len()), direction.bytes(region.len()));
+            let request = MessageRequest { direction, tag, region, timeout };
+            Ok(core.run_message(request, entry, op.mode == Mode::Blocking, driver))
         })
     }
 
@@ -285,20 +288,20 @@ impl Communicator {
     pub(super) fn enter(
         &self,
         op: &Op,
-        begin: impl FnOnce(&mut Core, Arc<dyn Drive>) -> Result<Work, Error>,
-    ) -> Result<Work, Error> {
+        begin: impl FnOnce(&mut Core, &Arc<Driver>) -> Result<Begun, Error>,
+    ) -> Result<Begun, Error> {
         if !self.driver.is_here() {
             return Err(self.driver.forked_error(op.kind.name()));
         }
-        let (work, finished, is_left_alone) = self.driver.with_core(|core| {
+        let (begun, finished, is_left_alone) = self.driver.with_core(|core| {
             if let Some(how) = &core.closed {
                 return Err(core.closed_error(op.kind.name(), how));
             }
             if let Some(error) = core.loss_of(op.kind.name()) {
                 return Err(error);
             }
-            let driver: Arc<Driver> = Arc::clone(&self.driver);
-            let work = begin(core, driver)?;
+            let begun = begin(core, &self.driver)?;
+            let Begun::InFlight(work) = &begun else { return Ok((begun, Finished::new(), false)) };
             core.dump_due();
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {
@@ -311,9 +314,12 @@ impl Communicator {
             let is_left_alone = op.mode == Mode::Async && core.is_busy();
             let mut finished = std::mem::take(&mut core.finished);
             // Nobody can know of this one yet.
-            finished.retain(|other| !other.is(&work));
-            Ok((work, finished, is_left_alone))
+            finished.retain(|other| !other.is(work));
+            Ok((begun, finished, is_left_alone))
         })?;
+        if matches!(begun, Begun::Ended(..)) {
+            return Ok(begun);
+        }
         // Who has nothing to wait for drives nothing, so threads whose operations have ended with this one are told here.
         self.driver.tell(finished);
         if is_left_alone {
@@ -323,7 +329,7 @@ impl Communicator {
                 cause: cause.to_string(),
             })?;
         }
-        Ok(work)
+        Ok(begun)
     }
 
     /// Has the flight recorder call the ranks by their numbers in the job, of which this communicator may be a part.

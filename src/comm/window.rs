@@ -12,7 +12,7 @@ use crate::engine::window::{Access, AccessRequest};
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op, OpKind};
 use crate::window::{Window, WindowId};
-use crate::work::Work;
+use crate::work::{Begun, Work};
 
 impl Communicator {
     /// Lends `memory` to the other ranks. A collective: every rank calls it, each with as many bytes as it likes, and
@@ -51,7 +51,7 @@ impl Communicator {
     }
 
     /// Begins an access to a window.
-    pub(super) fn access(&self, op: &Op, timeout: Duration) -> Result<Work, Error> {
+    pub(super) fn access(&self, op: &Op, timeout: Duration) -> Result<Begun, Error> {
         let (argument, window, peer, access) = match op.kind {
             OpKind::Put { window, to, offset } => {
                 ("dst", window, to, Access::Put { offset, from: Region::of(&op.inputs) })
@@ -78,9 +78,10 @@ impl Communicator {
                 expected: format!("a range inside the window of rank {peer}"),
                 got,
             })?;
-            let work = core.begin(driver, access.call(peer, window), access.bytes());
+            let entry = core.begin(access.call(peer, window), access.bytes());
+            let work = Work::new(driver.clone(), entry);
             core.submit_access(AccessRequest { window, peer, access, timeout, work: work.clone() });
-            Ok(work)
+            Ok(Begun::InFlight(work))
         })
     }
 
@@ -96,7 +97,7 @@ impl Communicator {
         };
         // Without a limit of its own, the wait lasts until the engine has ended the operation, and with it left `mine`
         // and `all` alone.
-        self.collective(&op, REGISTER, self.timeout())?.wait(None)?;
+        self.collective(&op, REGISTER, self.timeout())?.wait()?;
         Ok(all.get().to_vec())
     }
 
@@ -120,7 +121,7 @@ impl Communicator {
             timeout: None,
             mode: Mode::Blocking,
         };
-        self.collective(&op, DEREGISTER, self.timeout())?.wait(None)
+        self.collective(&op, DEREGISTER, self.timeout())?.wait().map(|_| ())
     }
 }
 

@@ -4,7 +4,7 @@ use std::io::{self, IoSlice};
 use std::time::{Duration, Instant};
 
 use crate::engine::core::{Core, Route};
-use crate::engine::frame::{HEADER_BYTES, Header};
+use crate::engine::frame::Header;
 use crate::engine::memory::{Region, Words};
 use crate::engine::message::{Direction, MessageRequest};
 use crate::error::LinkDown;
@@ -18,7 +18,7 @@ use crate::work::{Drive, Work};
 #[derive(Default)]
 pub(crate) struct Link {
     /// What rank 1 has sent and rank 0 has not read.
-    to_core: Vec<u8>,
+    pub(crate) to_core: Vec<u8>,
     /// What rank 0 has sent.
     pub(crate) from_core: Vec<u8>,
     /// How much of what rank 1 has sent waits in the stream, as of rank 0's last look.
@@ -66,7 +66,7 @@ impl Scene {
     }
 
     /// Who drives the works of a test: the test does.
-    pub(crate) fn nobody() -> Arc<dyn Drive> {
+    pub(crate) fn nobody() -> Arc<Nobody> {
         Arc::new(Nobody)
     }
 
@@ -78,8 +78,9 @@ impl Scene {
     pub(crate) fn start(&mut self, direction: Direction, words: &mut Words, timeout: Duration) -> Work {
         let region = Region::of(&[words.buffer()]);
         let tag = Tag(0);
-        let work = self.core.begin(Scene::nobody(), direction.call(tag, region.len()), direction.bytes(region.len()));
-        self.core.submit_message(MessageRequest { direction, tag, region, timeout, work: work.clone() });
+        let entry = self.core.begin(direction.call(tag, region.len()), direction.bytes(region.len()));
+        let work = Work::new(Scene::nobody(), entry);
+        self.core.submit_message(MessageRequest { direction, tag, region, timeout }, work.clone());
         self.settle();
         work
     }
@@ -87,12 +88,17 @@ impl Scene {
     /// The headers of what rank 0 has sent since the last call; none of the frames has a payload.
     pub(crate) fn sent(&mut self) -> Vec<Header> {
         let bytes = std::mem::take(&mut self.link().from_core);
-        let headers = bytes.chunks(HEADER_BYTES).map(|header| Header::decode(header.try_into().expect("a header")));
-        headers.collect::<Result<_, _>>().expect("headers")
+        let mut rest = bytes.as_slice();
+        let mut next = || {
+            let header = Header::decode(rest).expect("a header")?;
+            rest = &rest[header.size()..];
+            Some(header)
+        };
+        std::iter::from_fn(&mut next).collect()
     }
 }
 
-struct Nobody;
+pub(crate) struct Nobody;
 
 impl Drive for Nobody {
     fn drive(&self, _: &Work, _: Option<Instant>) {}
@@ -131,13 +137,15 @@ impl Transport for ByHand {
 struct Sending(Arc<Mutex<Link>>);
 
 impl Outlet for Sending {
-    fn write(&mut self, bytes: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+    fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         let mut link = lock(&self.0);
         if link.broken {
             return Err(LinkDown::new("it closed the connection"));
         }
-        bytes.iter().for_each(|bytes| link.from_core.extend_from_slice(bytes));
-        Ok(bytes.iter().map(|bytes| bytes.len()).sum())
+        let before = link.from_core.len();
+        link.from_core.extend_from_slice(head);
+        body.iter().for_each(|bytes| link.from_core.extend_from_slice(bytes));
+        Ok(link.from_core.len() - before)
     }
 
     fn arm(&mut self) -> bool {
@@ -244,7 +252,7 @@ mod tests {
         scene.settle();
         std::thread::sleep(LINGER); // as if this process had no core to run on
         let header = control(FrameKind::Eager, Lane::PointToPoint, 0, 0, 8).encode();
-        scene.send(&[header.as_slice(), &7u64.to_ne_bytes()].concat());
+        scene.send(&[&*header, &7u64.to_ne_bytes()].concat());
         assert_eq!((receive.result(), words.get()), (Some(Ok(())), [7].as_slice()));
         assert!(scene.core.lost(Rank(1)).is_some());
     }

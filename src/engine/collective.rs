@@ -26,10 +26,54 @@ pub(crate) struct Request {
     pub(crate) signature: Signature,
     pub(crate) reduce: Option<ReduceOp>,
     pub(crate) dtype: DType,
-    pub(crate) input: Region,
-    pub(crate) output: Region,
+    pub(crate) spaces: Spaces,
     pub(crate) timeout: Duration,
-    pub(crate) work: Work,
+}
+
+/// How far a collective has come before its state is kept.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Taken {
+    /// The first so many steps of the schedule are done.
+    pub(crate) steps: usize,
+    /// The next one has begun.
+    pub(crate) one_more_begun: bool,
+}
+
+impl Request {
+    /// Takes a step that needs no other rank, of as many as `world`.
+    pub(crate) fn compute(&self, action: Action, world: usize) {
+        let (dtype, op) = (self.dtype, self.reduce.unwrap_or(ReduceOp::Sum));
+        let region = |slice| self.spaces.region(slice);
+        match action {
+            Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
+            Action::Copy { from, into } => region(into).copy_from(&region(from)),
+            Action::Reduce { from, into } => {
+                region(into).zip(&region(from), |into, from| reduce::combine(op, dtype, into, from));
+            }
+            Action::Fold { from, into } => fold(op, dtype, &mut region(into), &region(from)),
+            Action::Scale { slice, by } => {
+                region(slice).each_mut(|run| reduce::scale(op, dtype, by, world, run));
+            }
+        }
+    }
+
+    /// The header of a message that is sent at once.
+    pub(crate) fn header(&self, sequence: u64, message: u32, len: usize) -> Header {
+        let signature = self.signature;
+        Header { signature, index: message, ..control(FrameKind::Eager, Lane::Collective, sequence, 0, len as u64) }
+    }
+
+    /// The place that a step receives into, if it does.
+    pub(crate) fn placement(&self, action: Action, owner: Owner) -> Option<Placement> {
+        let (into, arrival) = match action {
+            Action::RecvReduce { into, .. } => {
+                (into, Arrival::Reduce(self.reduce.unwrap_or(ReduceOp::Sum), self.dtype))
+            }
+            Action::Recv { into, .. } => (into, Arrival::Store),
+            _ => return None,
+        };
+        Some(Placement { region: self.spaces.region(into), arrival, owner, filled: 0 })
+    }
 }
 
 /// A message that came before it was asked for.
@@ -52,8 +96,8 @@ type Key = (Rank, u64, u32);
 struct Active {
     sequence: u64,
     request: Request,
+    work: Work,
     plan: Arc<Plan>,
-    spaces: Spaces,
     /// Per step, how many others it still waits for.
     blocked: Vec<u32>,
     ready: VecDeque<StepId>,
@@ -77,7 +121,7 @@ struct Suspect {
 #[derive(Default)]
 pub(crate) struct Collectives {
     next: u64,
-    queue: VecDeque<Request>,
+    queue: VecDeque<(Request, Work)>,
     active: Option<Active>,
     /// Receives of the active collective that wait, with their steps.
     posted: FxHashMap<Key, StepId>,
@@ -93,6 +137,16 @@ pub(crate) struct Collectives {
 impl Collectives {
     pub(crate) fn is_idle(&self) -> bool {
         self.active.is_none() && self.queue.is_empty()
+    }
+
+    /// Whether nothing has come of collectives that this rank has not called.
+    pub(crate) fn has_no_news(&self) -> bool {
+        self.arrived.is_empty() && self.failed.is_empty()
+    }
+
+    /// Counts a collective that ended before it was submitted.
+    pub(crate) fn skip(&mut self) {
+        self.next += 1;
     }
 
     /// The sequence number that the next collective gets.
@@ -124,16 +178,16 @@ impl Collectives {
 }
 
 impl Core {
-    /// Begins a collective: now, or once those before it have ended.
-    pub(crate) fn submit_collective(&mut self, request: Request) {
+    /// Begins a collective: now, or once those before it have ended. One of which steps are taken comes first.
+    pub(crate) fn submit_collective(&mut self, request: Request, taken: Taken, work: Work) {
         let is_first = self.collectives.is_idle();
         self.collectives.next += 1;
         if is_first {
-            let now = request.work.began();
-            self.start(self.collectives.next - 1, request, now);
+            let now = work.began();
+            self.start(self.collectives.next - 1, request, taken, work, now);
             self.run_collectives();
         } else {
-            self.collectives.queue.push_back(request);
+            self.collectives.queue.push_back((request, work));
         }
     }
 
@@ -158,38 +212,38 @@ impl Core {
     }
 
     fn start_next(&mut self) -> bool {
-        let Some(request) = self.collectives.queue.pop_front() else { return false };
+        let Some((request, work)) = self.collectives.queue.pop_front() else { return false };
         let sequence = self.collectives.next - self.collectives.queue.len() as u64 - 1;
-        self.start(sequence, request, Instant::now());
+        self.start(sequence, request, Taken::default(), work, Instant::now());
         true
     }
 
-    fn start(&mut self, sequence: u64, mut request: Request, now: Instant) {
+    /// The collective's plan, and its scratch memory.
+    pub(crate) fn prepare(&mut self, request: &mut Request) -> Arc<Plan> {
         let element = request.dtype.size();
         let premultiply = matches!(request.reduce, Some(ReduceOp::PreMulSum(_)));
         let average = matches!(request.reduce, Some(ReduceOp::Avg));
         let setting = Setting { me: self.me, topo: &self.topo, element, premultiply, average };
         let forced = self.algorithm.as_deref();
         let plan = self.collectives.plans.plan(&request.collective, setting, forced);
-        let spaces = Spaces {
-            input: std::mem::take(&mut request.input),
-            output: std::mem::take(&mut request.output),
-            scratch: self.collectives.scratch.region(plan.schedule.scratch * element),
-            element,
-        };
+        request.spaces.scratch = self.collectives.scratch.region(plan.schedule.scratch * element);
+        plan
+    }
+
+    fn start(&mut self, sequence: u64, mut request: Request, taken: Taken, work: Work, now: Instant) {
+        let plan = self.prepare(&mut request);
         let (mut blocked, mut ready) = std::mem::take(&mut self.collectives.spare);
-        blocked.clone_from(&plan.blocked);
-        ready.extend(&plan.ready);
-        self.recorder.started(request.work.number(), now);
+        plan.after(taken, &mut blocked, &mut ready);
+        self.recorder.started(work.number(), now);
         let deadline = deadline(now, request.timeout);
         let announce_at = now.checked_add(ANNOUNCE_AFTER.min(request.timeout / 4));
         let announce_every = ANNOUNCE_AFTER.max(request.timeout / 8);
-        let left = blocked.len();
+        let left = blocked.len() - taken.steps;
         self.collectives.active = Some(Active {
             sequence,
             request,
+            work,
             plan,
-            spaces,
             blocked,
             ready,
             left,
@@ -236,32 +290,15 @@ impl Core {
     fn run_step(&mut self, step: StepId) {
         let Some(active) = &mut self.collectives.active else { return };
         let (action, message) = (active.plan.schedule.steps[step as usize].action, active.plan.message[step as usize]);
-        let sequence = active.sequence;
-        let (dtype, op) = (active.request.dtype, active.request.reduce.unwrap_or(ReduceOp::Sum));
-        let world = self.size();
-        let Some(active) = &mut self.collectives.active else { return };
         match action {
             Action::Send { to, from } => {
-                let region = active.spaces.region(from);
+                let region = active.request.spaces.region(from);
                 self.start_send(step, to, region, message);
             }
             Action::Recv { from, .. } | Action::RecvReduce { from, .. } => self.start_receive(step, from, message),
-            Action::Copy { from, into } => {
-                let source = active.spaces.region(from);
-                active.spaces.region(into).copy_from(&source);
-                self.step_done(sequence, step);
-            }
-            Action::Reduce { from, into } => {
-                let source = active.spaces.region(from);
-                active.spaces.region(into).zip(&source, |into, from| reduce::combine(op, dtype, into, from));
-                self.step_done(sequence, step);
-            }
-            Action::Fold { from, into } => {
-                fold(op, dtype, &mut active.spaces.region(into), &active.spaces.region(from));
-                self.step_done(sequence, step);
-            }
-            Action::Scale { slice, by } => {
-                active.spaces.region(slice).each_mut(|run| reduce::scale(op, dtype, by, world, run));
+            _ => {
+                let sequence = active.sequence;
+                active.request.compute(action, self.peers.len());
                 self.step_done(sequence, step);
             }
         }
@@ -273,11 +310,7 @@ impl Core {
         }
         let Some(active) = &self.collectives.active else { return };
         let len = region.len();
-        let header = Header {
-            signature: active.request.signature,
-            index: message,
-            ..control(FrameKind::Eager, Lane::Collective, active.sequence, 0, len as u64)
-        };
+        let header = active.request.header(active.sequence, message, len);
         let owner = Owner { op: OpRef::Collective(active.sequence), step };
         let body = if len == 0 { Body::Empty } else { Body::Memory(region) };
         let eager = len <= self.eager_limit(to);
@@ -319,15 +352,9 @@ impl Core {
     /// The place that `step` receives into, if it is of the length that arrives; else the collective fails.
     fn placement(&mut self, step: StepId, from: Rank, len: u64) -> Option<Placement> {
         let active = self.collectives.active.as_ref()?;
-        let (into, arrival) = match active.plan.schedule.steps[step as usize].action {
-            Action::RecvReduce { into, .. } => {
-                let op = active.request.reduce.unwrap_or(ReduceOp::Sum);
-                (into, Arrival::Reduce(op, active.request.dtype))
-            }
-            Action::Recv { into, .. } => (into, Arrival::Store),
-            _ => return None,
-        };
-        let region = active.spaces.region(into);
+        let owner = Owner { op: OpRef::Collective(active.sequence), step };
+        let placement = active.request.placement(active.plan.schedule.steps[step as usize].action, owner)?;
+        let region = &placement.region;
         if region.len() as u64 != len {
             let detail = format!(
                 "the ranks disagree on the sizes of collective {}: rank {} expected {} bytes from rank {from}, which sent {len}",
@@ -338,8 +365,7 @@ impl Core {
             self.fail_active_with(|operation| Error::Mismatch { operation, detail });
             return None;
         }
-        let owner = Owner { op: OpRef::Collective(active.sequence), step };
-        Some(Placement { region, arrival, owner, filled: 0 })
+        Some(placement)
     }
 
     // ---- arrivals ----
@@ -441,7 +467,7 @@ impl Core {
 
     fn finish_active(&mut self, result: Result<(), Error>) {
         let Some(active) = &mut self.collectives.active else { return };
-        let (sequence, work) = (active.sequence, active.request.work.clone());
+        let (sequence, work) = (active.sequence, active.work.clone());
         active.ready.clear();
         self.collectives.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
         self.collectives.active = None;
@@ -538,9 +564,8 @@ impl Core {
             let error = error(active.request.signature.to_string());
             self.finish_active(Err(error));
         }
-        while let Some(request) = self.collectives.queue.pop_front() {
+        while let Some((request, work)) = self.collectives.queue.pop_front() {
             let error = error(request.signature.to_string());
-            let work = request.work.clone();
             drop(request);
             self.finish(work, Err(error), None);
         }
@@ -564,7 +589,7 @@ impl Core {
             return self.fail_active_lost(suspect.rank, suspect.cause);
         }
         if active.deadline.is_some_and(|deadline| deadline <= now) {
-            let waited = active.request.work.age();
+            let waited = active.work.age();
             let detail = self.who_is_missing(sequence, now);
             self.fail_active_with(|operation| Error::Timeout { operation, waited, detail });
         }

@@ -1,6 +1,6 @@
 //! All state of a communicator's operations, and the loop that moves it forward.
 
-use std::collections::hash_map::Entry;
+use std::collections::hash_map;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -18,12 +18,11 @@ use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
 use crate::engine::recorder::{Bytes, Recorder};
 use crate::engine::window::Windows;
 use crate::error::{Error, LinkDown};
-use crate::sync::Arc;
 use crate::sys::tcp_info::Traffic;
 use crate::topo::Topology;
 use crate::transport::Transport;
 use crate::types::Rank;
-use crate::work::{Drive, Work};
+use crate::work::{Entry, Work};
 
 /// How a peer is reached.
 #[derive(Clone, Debug)]
@@ -37,12 +36,12 @@ pub(crate) struct Route {
 /// One other rank, as this one sees it.
 #[derive(Default)]
 pub(crate) struct Peer {
-    outbox: Outbox,
+    pub(crate) outbox: Outbox,
     pub(crate) inbox: Option<Box<Inbox>>,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
-    ending: Option<(LinkDown, Instant)>,
+    pub(crate) ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
-    lost: Option<String>,
+    pub(crate) lost: Option<String>,
     /// What it said of a loss, for which it will leave.
     pub(crate) reported: Option<String>,
     /// The others know that it is lost.
@@ -121,7 +120,7 @@ pub(crate) struct Core {
     pub(crate) losses: Losses,
     /// Somebody tells of ranks that are gone, also of those that no operation waits for.
     pub(crate) is_watched: bool,
-    ticks: u32,
+    pub(crate) ticks: u32,
     pub(crate) recorder: Recorder,
     /// What the job calls this communicator's ranks.
     pub(crate) members: Vec<Rank>,
@@ -182,22 +181,22 @@ impl Core {
         self.peers.len()
     }
 
-    /// The work of an operation that is submitted now, which reads and writes so many bytes.
-    pub(crate) fn begin(&mut self, driver: Arc<dyn Drive>, call: Call, bytes: Bytes) -> Work {
+    /// Notes an operation that is submitted now, which reads and writes so many bytes.
+    pub(crate) fn begin(&mut self, call: Call, bytes: Bytes) -> Entry {
         let sequence = match call {
             Call::Collective(_) => self.collectives.next_sequence(),
             Call::Send { .. } | Call::Recv { .. } => self.messages.next_id(),
             _ => self.windows.next_id(),
         };
-        let now = Instant::now();
-        let number = self.recorder.submitted(call, sequence, bytes, now);
-        Work::new(driver, call.name(), sequence, number, now)
+        let began = Instant::now();
+        let number = self.recorder.submitted(call, sequence, bytes, began);
+        Entry { operation: call.name(), sequence, number, began }
     }
 
-    /// Ends an operation, of whose memory nothing in the engine knows any more.
-    pub(crate) fn finish(&mut self, work: Work, result: Result<(), Error>, source: Option<Rank>) {
+    /// Notes that an operation has ended, of whose memory nothing in the engine knows any more.
+    pub(crate) fn ended(&mut self, number: u64, result: &Result<(), Error>, source: Option<Rank>) {
         let failure = result.as_ref().err().map(Error::to_string);
-        self.recorder.ended(work.number(), failure.clone(), source);
+        self.recorder.ended(number, failure.clone(), source);
         // Closing is no failure of its own.
         if self.closed.is_none() {
             if let Some(reason) = &failure {
@@ -205,6 +204,11 @@ impl Core {
             }
             self.failure = failure;
         }
+    }
+
+    /// Ends an operation that has a handle; see [`Core::ended`].
+    pub(crate) fn finish(&mut self, work: Work, result: Result<(), Error>, source: Option<Rank>) {
+        self.ended(work.number(), &result, source);
         work.complete(result, source);
         self.finished.push(work);
     }
@@ -537,7 +541,7 @@ impl Core {
 
     /// The stream to `peer` broke, so that it takes nothing more. What it sent may be on its way in the other stream,
     /// whose own end tells when all has come.
-    fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
+    pub(crate) fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
         let entry = &mut self.peers[peer.index()];
         if entry.lost.is_none() && entry.ending.is_none() {
             entry.ending = Some((down, Instant::now()));
@@ -601,12 +605,8 @@ impl Core {
     // ---- frames ----
 
     fn take_header(&mut self, from: Rank, header: Header) -> Sink {
-        if header.lane == Lane::Collective
-            && matches!(header.kind, FrameKind::Eager | FrameKind::Announce | FrameKind::Here)
-        {
-            let called = &mut self.peers[from.index()].called;
-            *called = (*called).max(header.key.saturating_add(1));
-        }
+        let called = &mut self.peers[from.index()].called;
+        *called = (*called).max(header.called());
         match (header.kind, header.lane) {
             (FrameKind::Eager, Lane::Collective) => self.collective_arrives(from, header),
             (FrameKind::Eager, Lane::PointToPoint) => self.message_arrives(from, header),
@@ -642,7 +642,7 @@ impl Core {
 
     /// The message `token`, if it is `to` that it was announced to.
     pub(crate) fn take_announced(&mut self, to: Rank, token: u64) -> Option<Announced> {
-        let Entry::Occupied(entry) = self.announced.entry(token) else { return None };
+        let hash_map::Entry::Occupied(entry) = self.announced.entry(token) else { return None };
         (entry.get().to == to).then(|| entry.remove())
     }
 
@@ -736,7 +736,7 @@ pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
 
 /// How many turns pass between checks for new connections, broken ones, and time. They are system calls, which would take
 /// longer than a short operation.
-const RARE_TICKS: u32 = 1024;
+pub(crate) const RARE_TICKS: u32 = 1024;
 
 /// How long the stream from a peer may outlast the stream to it.
 pub(crate) const LINGER: Duration = Duration::from_millis(500);

@@ -1,4 +1,4 @@
-//! What travels on a stream: a header of 64 bytes, then the payload that it announces.
+//! What travels on a stream: a header, then the payload that it announces.
 //!
 //! A short message is one `Eager` frame. A long one is announced (`Announce`), waits until its receiver has a place for
 //! it (`Grant`), and then travels in `Data` frames, so that no stream is ever blocked by data nobody wants yet. If the
@@ -6,6 +6,7 @@
 //! All integers are little endian.
 
 use std::fmt;
+use std::ops::Deref;
 
 use crate::config::EagerBytes;
 use crate::engine::lending::Offer;
@@ -14,8 +15,12 @@ use crate::sys::segment::SegmentId;
 use crate::transport::Location;
 use crate::types::DType;
 
-/// The size of every header.
-pub(crate) const HEADER_BYTES: usize = 64;
+/// The size of the longest header.
+pub(crate) const HEADER_MAX: usize = 64;
+
+/// The size of the header of a frame that has neither a token nor a location. In shared memory, it and a short payload
+/// lie in one cache line.
+const HEADER_MIN: usize = 40;
 
 /// The longest text of a `Fail` frame.
 pub(crate) const FAIL_TEXT_MAX: usize = 4096;
@@ -56,6 +61,14 @@ pub(crate) enum FrameKind {
 }
 
 impl FrameKind {
+    /// The size of its header.
+    fn header_bytes(self) -> usize {
+        match self {
+            FrameKind::Eager | FrameKind::Here | FrameKind::Credit => HEADER_MIN,
+            _ => HEADER_MAX,
+        }
+    }
+
     const ALL: [FrameKind; 12] = [
         FrameKind::Eager,
         FrameKind::Announce,
@@ -165,6 +178,21 @@ impl fmt::Display for Signature {
     }
 }
 
+/// A header as bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Encoded {
+    bytes: [u8; HEADER_MAX],
+    len: usize,
+}
+
+impl Deref for Encoded {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
 /// A frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
@@ -185,8 +213,9 @@ pub(crate) struct Header {
 
 impl Header {
     /// The header as bytes.
-    pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
-        let mut bytes = [0; HEADER_BYTES];
+    #[inline]
+    pub(crate) fn encode(&self) -> Encoded {
+        let mut bytes = [0; HEADER_MAX];
         bytes[0] = self.kind as u8;
         bytes[1] = self.lane as u8;
         bytes[2] = self.signature.operation;
@@ -196,17 +225,23 @@ impl Header {
         bytes[12..16].copy_from_slice(&self.index.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.signature.count.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.key.to_le_bytes());
-        bytes[32..40].copy_from_slice(&self.token.to_le_bytes());
-        bytes[40..48].copy_from_slice(&self.len.to_le_bytes());
-        if let Some(location) = self.location {
-            bytes[48..56].copy_from_slice(&location.address.to_le_bytes());
-            bytes[56..64].copy_from_slice(&location.segment.map_or(0, SegmentId::to_bits).to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.len.to_le_bytes());
+        let len = self.kind.header_bytes();
+        if len > HEADER_MIN {
+            bytes[40..48].copy_from_slice(&self.token.to_le_bytes());
+            if let Some(location) = self.location {
+                bytes[48..56].copy_from_slice(&location.address.to_le_bytes());
+                bytes[56..64].copy_from_slice(&location.segment.map_or(0, SegmentId::to_bits).to_le_bytes());
+            }
         }
-        bytes
+        Encoded { bytes, len }
     }
 
-    /// Reads a header, and refuses what no peer of this version sends.
-    pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, LinkDown> {
+    /// Reads a header, and refuses what no peer of this version sends. Nothing while it is not complete.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Option<Header>, LinkDown> {
+        if bytes.len() < HEADER_MIN {
+            return Ok(None);
+        }
         let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         let kind = FrameKind::ALL.into_iter().find(|kind| *kind as u8 == bytes[0]);
@@ -218,6 +253,10 @@ impl Header {
         let (Some(kind), Some(lane)) = (kind, lane) else {
             return Err(LinkDown::new(format!("the peer sent a frame of unknown kind {}/{}", bytes[0], bytes[1])));
         };
+        let is_long = kind.header_bytes() > HEADER_MIN;
+        if bytes.len() < kind.header_bytes() {
+            return Ok(None);
+        }
         let header = Header {
             kind,
             lane,
@@ -230,11 +269,11 @@ impl Header {
             },
             key: u64_at(24),
             index: u32_at(12),
-            token: u64_at(32),
-            len: u64_at(40),
-            location: match (u64_at(48), SegmentId::from_bits(u64_at(56))) {
-                (0, None) => None,
-                (address, segment) => Some(Location { address, segment }),
+            token: if is_long { u64_at(40) } else { 0 },
+            len: u64_at(32),
+            location: match is_long.then(|| (u64_at(48), SegmentId::from_bits(u64_at(56)))) {
+                None | Some((0, None)) => None,
+                Some((address, segment)) => Some(Location { address, segment }),
             },
         };
         let limit = match kind {
@@ -246,7 +285,18 @@ impl Header {
         if header.len > limit {
             return Err(LinkDown::new(format!("the peer sent a {kind:?} frame of {} bytes", header.len)));
         }
-        Ok(header)
+        Ok(Some(header))
+    }
+
+    /// The size of the header itself.
+    pub(crate) fn size(&self) -> usize {
+        self.kind.header_bytes()
+    }
+
+    /// One more than the last collective that the sender of this has called, as far as it tells.
+    pub(crate) fn called(&self) -> u64 {
+        let tells = matches!(self.kind, FrameKind::Eager | FrameKind::Announce | FrameKind::Here);
+        if tells && self.lane == Lane::Collective { self.key.saturating_add(1) } else { 0 }
     }
 
     /// What an `Announce` offers.
@@ -285,17 +335,19 @@ mod tests {
             let location = (address != 0 || segment.is_some()).then_some(Location { address, segment });
             let signature = Signature { operation, dtype, reduction, root, count };
             let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
-            let header = Header { kind: FrameKind::ALL[kind], lane, signature, key, index, token, len, location };
-            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+            let kind = FrameKind::ALL[kind];
+            let (token, location) = if kind.header_bytes() > HEADER_MIN { (token, location) } else { (0, None) };
+            let header = Header { kind, lane, signature, key, index, token, len, location };
+            let bytes = header.encode();
+            prop_assert_eq!(Header::decode(&bytes), Ok(Some(header)));
+            prop_assert_eq!(Header::decode(&bytes[..header.size() - 1]), Ok(None));
             let _ = signature.to_string();
         }
 
         #[test]
         fn arbitrary_bytes_never_announce_more_than_the_limit(bytes in prop::array::uniform32(any::<u8>())) {
-            let mut header = [0; HEADER_BYTES];
-            header[..32].copy_from_slice(&bytes);
-            header[32..].copy_from_slice(&bytes);
-            if let Ok(header) = Header::decode(&header) {
+            let header = [bytes, bytes].concat();
+            if let Ok(Some(header)) = Header::decode(&header) {
                 prop_assert!(header.payload() <= EagerBytes::MAX);
             }
         }

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use crate::algo::Collective;
 use crate::engine::by_hand::Scene;
 use crate::engine::call::Call;
-use crate::engine::collective::Request;
+use crate::engine::collective::{Request, Taken};
 use crate::engine::core::Core;
-use crate::engine::frame::{HEADER_BYTES, Header, Signature};
-use crate::engine::memory::{Region, Words};
+use crate::engine::frame::{HEADER_MAX, Header, Signature};
+use crate::engine::memory::{Region, Spaces, Words};
 use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::recorder::Bytes;
 use crate::engine::window::{Access, AccessRequest};
@@ -88,23 +88,23 @@ impl Play {
         self.in_flight.retain(|(work, _)| !work.is_done());
         self.scene.core.finished.clear();
         let mut link = self.scene.link();
-        let mut sent = std::mem::take(&mut link.from_core).into_iter();
-        while sent.len() > 0 {
-            let header: Vec<u8> = sent.by_ref().take(HEADER_BYTES).collect();
-            let header = Header::decode(header[..].try_into().expect("a whole header")).expect("a header");
-            assert_eq!(sent.by_ref().take(header.payload()).count(), header.payload(), "{header:?}");
+        let sent = std::mem::take(&mut link.from_core);
+        let mut rest = sent.as_slice();
+        while !rest.is_empty() {
+            let header = Header::decode(rest).expect("a header").expect("a whole one");
+            rest = rest.get(header.size() + header.payload()..).expect("its payload");
         }
         let unread = link.unread;
         drop(link);
         if self.scene.core.lost(PEER).is_none() {
-            assert!(unread < HEADER_BYTES, "the stream stalls");
+            assert!(unread < HEADER_MAX, "the stream stalls");
             assert!(!self.scene.core.can_read_lent(), "a message is not read although it could be");
         }
     }
 
     /// A frame of the format that peers send, with fields that are mostly small numbers, and its payload.
     fn frame(&mut self, input: &mut Input<'_>) {
-        let mut bytes = [0; HEADER_BYTES];
+        let mut bytes = [0; HEADER_MAX];
         bytes[0] = 1 + input.byte() % 12;
         bytes[1] = input.byte() % 2;
         if input.byte().is_multiple_of(2) {
@@ -116,22 +116,23 @@ impl Play {
         for field in [24, 32, 40, 48, 56] {
             bytes[field..field + 8].copy_from_slice(&input.number().to_le_bytes());
         }
-        let payload = Header::decode(&bytes).map_or(0, |header| header.payload());
+        let header = Header::decode(&bytes).ok().flatten();
+        let (size, payload) = header.map_or((bytes.len(), 0), |header| (header.size(), header.payload()));
         // One byte stands for all, so that long payloads need no long inputs.
         let payload = vec![input.byte(); payload.min(PAYLOAD_MAX)];
-        self.scene.send(&[bytes.as_slice(), &payload].concat());
+        self.scene.send(&[&bytes[..size], &payload].concat());
     }
 
     fn begin(&mut self, call: Call) -> Work {
-        self.scene.core.begin(Scene::nobody(), call, Bytes::default())
+        Work::new(Scene::nobody(), self.scene.core.begin(call, Bytes::default()))
     }
 
     fn message(&mut self, direction: Direction, input: &mut Input<'_>) {
         let (mut words, tag) = (words(input), Tag(input.byte().into()));
         let region = Region::of(&[words.buffer()]);
         let work = self.begin(direction.call(tag, region.len()));
-        let request = MessageRequest { direction, tag, region, timeout: TIMEOUT, work: work.clone() };
-        self.scene.core.submit_message(request);
+        let request = MessageRequest { direction, tag, region, timeout: TIMEOUT };
+        self.scene.core.submit_message(request, work.clone());
         self.in_flight.push((work, vec![words]));
     }
 
@@ -154,8 +155,9 @@ impl Play {
         let output = Region::of(&[all.buffer()]);
         let work = self.begin(Call::Collective(SIGNATURE));
         let (signature, reduce, timeout) = (SIGNATURE, Some(ReduceOp::Sum), TIMEOUT);
-        let request = Request { collective, signature, reduce, dtype, input, output, timeout, work: work.clone() };
-        self.scene.core.submit_collective(request);
+        let spaces = Spaces::new(input, output, dtype.size());
+        let request = Request { collective, signature, reduce, dtype, spaces, timeout };
+        self.scene.core.submit_collective(request, Taken::default(), work.clone());
         self.in_flight.push((work, vec![mine, theirs, all]));
     }
 

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::engine::frame::{HEADER_BYTES, Header};
+use crate::engine::frame::{Encoded, Header};
 use crate::engine::memory::Region;
 use crate::engine::outbox::{OpRef, Owner};
 use crate::engine::reduce;
@@ -89,6 +89,19 @@ impl Sink {
     }
 }
 
+/// What a stream shows to whom expects a certain frame next.
+#[derive(Debug)]
+pub(crate) enum Shown<'a> {
+    /// All of it. Here is its payload, for [`Inbox::took`].
+    Whole(&'a [u8]),
+    /// Its header, which has been taken. The rest is for [`Inbox::begin`].
+    Beginning,
+    /// Nothing yet.
+    Nothing,
+    /// Another frame, or the end of the stream.
+    Other,
+}
+
 /// The receiving side of one peer.
 pub(crate) struct Inbox {
     inlet: Box<dyn Inlet>,
@@ -109,20 +122,19 @@ impl Inbox {
     ) -> Result<Option<(Header, Sink)>, LinkDown> {
         if self.body.is_none() {
             let bytes = self.inlet.peek()?;
-            let Some(header) = bytes.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
-            let header = Header::decode(header)?;
+            let Some(header) = Header::decode(bytes)? else { return Ok(None) };
             *moved = true;
             let mut sink = begin(header);
-            let frame = HEADER_BYTES + header.payload();
+            let frame = header.size() + header.payload();
             if frame <= AT_ONCE_BYTES
-                && let Some(payload) = bytes.get(HEADER_BYTES..frame)
+                && let Some(payload) = bytes.get(header.size()..frame)
             {
                 // To take bytes out of a stream costs more than to look at a short frame.
                 sink.take(payload);
                 self.inlet.consume(frame);
                 return Ok(Some((header, sink)));
             }
-            self.inlet.consume(HEADER_BYTES);
+            self.inlet.consume(header.size());
             self.body = Some((header, sink, header.payload()));
         }
         let (_, sink, left) = self.body.as_mut().expect("a frame has begun");
@@ -135,6 +147,43 @@ impl Inbox {
             *left -= taken;
         }
         Ok(self.body.take().map(|(header, sink, _)| (header, sink)))
+    }
+
+    /// Looks for a frame with this header.
+    pub(crate) fn show(&mut self, header: &Encoded, payload: usize) -> Shown<'_> {
+        if self.body.is_some() {
+            return Shown::Other;
+        }
+        // The end of a stream is for `poll` to tell.
+        match self.inlet.peek() {
+            Ok([]) => return Shown::Nothing,
+            Ok(bytes) if bytes.starts_with(header) => {}
+            _ => return Shown::Other,
+        }
+        self.inlet.consume(header.len());
+        if payload == 0 {
+            return Shown::Whole(&[]);
+        }
+        match self.inlet.peek() {
+            Ok(bytes) if bytes.len() >= payload => Shown::Whole(&bytes[..payload]),
+            _ => Shown::Beginning,
+        }
+    }
+
+    /// Drops a payload that was shown.
+    pub(crate) fn took(&mut self, payload: usize) {
+        self.inlet.consume(payload);
+    }
+
+    /// Takes a frame whose header has been taken.
+    pub(crate) fn begin(&mut self, header: Header, place: Placement) {
+        self.body = Some((header, Sink::Place(place), header.payload()));
+    }
+
+    /// Moves what has come of a frame that has begun. True: it is complete.
+    pub(crate) fn poll_body(&mut self) -> Result<bool, LinkDown> {
+        let mut moved = false;
+        Ok(self.body.is_some() && self.poll(&mut moved, |_| Sink::Discard)?.is_some())
     }
 
     /// Forgets what is being received for `op`, whose memory must not be touched any more.

@@ -49,6 +49,11 @@ struct Lost {
 }
 
 impl Losses {
+    /// Whether a rank has left.
+    pub(crate) fn has_left(&self) -> bool {
+        self.left.is_some()
+    }
+
     /// The rank that was lost first, and how.
     pub(crate) fn lost(&self) -> Option<(Rank, String)> {
         self.lost.as_ref().map(|lost| (lost.rank, lost.cause.clone()))
@@ -161,9 +166,9 @@ mod tests {
     use crate::algo::Collective;
     use crate::engine::by_hand::Scene;
     use crate::engine::call::Call;
-    use crate::engine::collective::Request;
-    use crate::engine::frame::{FrameKind, HEADER_BYTES, Header, Signature};
-    use crate::engine::memory::{Region, Words};
+    use crate::engine::collective::{Request, Taken};
+    use crate::engine::frame::{FrameKind, Header, Signature};
+    use crate::engine::memory::{Region, Spaces, Words};
     use crate::engine::message::Direction;
     use crate::engine::recorder::Bytes;
     use crate::types::DType;
@@ -177,18 +182,18 @@ mod tests {
     fn deserted(scene: &mut Scene, words: &mut Words) -> Work {
         scene.core.is_watched = true;
         let signature = Signature { operation: 3, root: 1, count: 1, ..Signature::default() };
-        let work = scene.core.begin(Scene::nobody(), Call::Collective(signature), Bytes::default());
+        let entry = scene.core.begin(Call::Collective(signature), Bytes::default());
+        let work = Work::new(Scene::nobody(), entry);
         let region = Region::of(&[words.buffer()]);
-        scene.core.submit_collective(Request {
+        let request = Request {
             collective: Collective::Broadcast { count: 1, root: Rank(1) },
             signature,
             reduce: None,
             dtype: DType::U64,
-            input: region.clone(),
-            output: region,
+            spaces: Spaces::new(region.clone(), region, 8),
             timeout: Duration::from_secs(60),
-            work: work.clone(),
-        });
+        };
+        scene.core.submit_collective(request, Taken::default(), work.clone());
         scene.core.lose(Rank(1), &LinkDown::new("it closed the connection"));
         work
     }
@@ -229,8 +234,8 @@ mod tests {
         scene.core.departed(&lost(2));
         scene.core.close("shut down");
         let said = scene.link().from_core.clone();
-        let (header, text) = said.split_first_chunk::<HEADER_BYTES>().expect("a frame");
-        let header = Header::decode(header).expect("a header");
+        let header = Header::decode(&said).expect("a header").expect("a whole one");
+        let text = &said[header.size()..];
         assert_eq!((header.kind, header.token), (FrameKind::Fail, 2 + 1));
         let text = String::from_utf8_lossy(text);
         assert!(text.starts_with("communicator `test`: rank 2 is lost: it died"), "{text}");

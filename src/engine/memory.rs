@@ -24,10 +24,17 @@ struct Piece {
 }
 
 /// Bytes of an operation's memory, in one or more runs.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Region {
     pieces: SmallVec<[Piece; 1]>,
     len: usize,
+}
+
+impl Clone for Region {
+    fn clone(&self) -> Region {
+        // The derived way takes the pieces one by one, which takes longer than all else for a single one.
+        Region { pieces: SmallVec::from_slice(&self.pieces), len: self.len }
+    }
 }
 
 // SAFETY: a Region is a list of Buffer parts, and Buffer is Send.
@@ -36,6 +43,12 @@ unsafe impl Send for Region {}
 impl Region {
     /// All bytes of `buffers`, end to end.
     pub(crate) fn of(buffers: &[Buffer]) -> Region {
+        if let [buffer] = buffers
+            && !buffer.is_empty()
+        {
+            let piece = Piece { ptr: buffer.ptr(), len: buffer.bytes() };
+            return Region { pieces: SmallVec::from_buf([piece]), len: piece.len };
+        }
         let mut region = Region::default();
         for buffer in buffers.iter().filter(|buffer| !buffer.is_empty()) {
             region.pieces.push(Piece { ptr: buffer.ptr(), len: buffer.bytes() });
@@ -63,8 +76,10 @@ impl Region {
     /// When they are not inside the region: a schedule that does not fit its tensors.
     pub(crate) fn part(&self, offset: usize, len: usize) -> Region {
         assert!(offset + len <= self.len, "{len} bytes at {offset} of a region of {}", self.len);
-        if len == self.len {
-            return self.clone();
+        if let [piece] = self.pieces.as_slice() {
+            // SAFETY: offset + len <= piece.len, so the result is inside the piece's allocation or at its end.
+            let ptr = unsafe { piece.ptr.add(offset) };
+            return Region { pieces: SmallVec::from_buf([Piece { ptr, len }]), len };
         }
         let mut pieces = SmallVec::new();
         let (mut skip, mut left) = (offset, len);
@@ -226,7 +241,7 @@ impl Words {
 }
 
 /// The three spaces of a schedule.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Spaces {
     pub(crate) input: Region,
     pub(crate) output: Region,
@@ -236,6 +251,16 @@ pub(crate) struct Spaces {
 }
 
 impl Spaces {
+    /// Those of an operation on elements of so many bytes, without scratch memory yet.
+    pub(crate) fn new(input: Region, output: Region, element: usize) -> Spaces {
+        Spaces { input, output, scratch: Region::default(), element }
+    }
+
+    /// The number of bytes in `slice`.
+    pub(crate) fn bytes(&self, slice: Slice) -> usize {
+        slice.len * self.element
+    }
+
     /// The memory of `slice`.
     pub(crate) fn region(&self, slice: Slice) -> Region {
         let space = match slice.space {

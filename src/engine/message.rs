@@ -48,7 +48,6 @@ pub(crate) struct MessageRequest {
     pub(crate) tag: Tag,
     pub(crate) region: Region,
     pub(crate) timeout: Duration,
-    pub(crate) work: Work,
 }
 
 /// An operation in flight.
@@ -108,6 +107,16 @@ impl Messages {
         self.in_flight.is_empty()
     }
 
+    /// Whether no message waits to be received.
+    pub(crate) fn has_no_news(&self) -> bool {
+        self.arrived.is_empty()
+    }
+
+    /// Counts an operation that ended before it was submitted.
+    pub(crate) fn skip(&mut self) {
+        self.next += 1;
+    }
+
     /// The id that the next operation gets.
     pub(crate) fn next_id(&self) -> u64 {
         self.next
@@ -145,14 +154,9 @@ impl Messages {
 
 impl Core {
     /// Starts a message operation.
-    pub(crate) fn submit_message(&mut self, request: MessageRequest) {
-        let id = self.messages.next;
-        self.messages.next += 1;
-        let MessageRequest { direction, tag, region, timeout, work } = request;
-        let call = direction.call(tag, region.len());
-        let since = work.began();
-        let deadline = deadline(since, timeout);
-        self.messages.in_flight.insert(id, InFlight { call, direction, since, deadline, work });
+    pub(crate) fn submit_message(&mut self, request: MessageRequest, work: Work) {
+        let id = self.keep_message(&request, work);
+        let MessageRequest { direction, tag, region, .. } = request;
         match direction {
             Direction::Send(to) if to == self.me => self.send_to_self(id, tag, &region),
             Direction::Send(to) => self.start_message_send(id, to, tag, region),
@@ -160,19 +164,39 @@ impl Core {
         }
     }
 
+    /// Counts the operation among those in flight, under an id.
+    pub(crate) fn keep_message(&mut self, request: &MessageRequest, work: Work) -> u64 {
+        let id = self.messages.next;
+        self.messages.next += 1;
+        let MessageRequest { direction, tag, ref region, timeout } = *request;
+        let call = direction.call(tag, region.len());
+        let since = work.began();
+        let deadline = deadline(since, timeout);
+        self.messages.in_flight.insert(id, InFlight { call, direction, since, deadline, work });
+        id
+    }
+
+    /// Whether `to` has room for a message of `len` bytes that it did not ask for.
+    pub(crate) fn may_send_eagerly(&mut self, to: Rank, len: usize) -> bool {
+        let outstanding = self.messages.outstanding.get(&to).copied().unwrap_or(0);
+        len <= self.eager_limit(to) && outstanding + eager_cost(len) <= EAGER_WINDOW
+    }
+
+    /// Counts a message that `to` did not ask for.
+    pub(crate) fn sent_eagerly(&mut self, to: Rank, len: usize) {
+        *self.messages.outstanding.entry(to).or_default() += eager_cost(len);
+    }
+
     fn start_message_send(&mut self, id: u64, to: Rank, tag: Tag, region: Region) {
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             return self.fail_message_lost(id, to, cause);
         }
         let len = region.len();
-        let cost = eager_cost(len);
-        let limit = self.eager_limit(to);
-        let outstanding = self.messages.outstanding.entry(to).or_default();
-        let eager = len <= limit && *outstanding + cost <= EAGER_WINDOW;
+        let eager = self.may_send_eagerly(to, len);
         if eager {
-            *outstanding += cost;
+            self.sent_eagerly(to, len);
         }
-        let header = control(FrameKind::Eager, Lane::PointToPoint, u64::from(tag.0), 0, len as u64);
+        let header = message_header(tag, len);
         let owner = Owner { op: OpRef::Message(id), step: 0 };
         let body = if len == 0 { Body::Empty } else { Body::Memory(region) };
         self.send_message(to, header, body, owner, eager);
@@ -284,7 +308,7 @@ impl Core {
         Sink::Discard
     }
 
-    fn eager_taken(&mut self, from: Rank, bytes: usize) {
+    pub(crate) fn eager_taken(&mut self, from: Rank, bytes: usize) {
         if from == self.me {
             return;
         }
@@ -405,6 +429,11 @@ fn accepts(wanted: Source, from: Rank) -> bool {
         Source::Rank(rank) => rank == from,
         Source::Any => true,
     }
+}
+
+/// The header of a message that is sent before it is asked for.
+pub(crate) fn message_header(tag: Tag, len: usize) -> Header {
+    control(FrameKind::Eager, Lane::PointToPoint, u64::from(tag.0), 0, len as u64)
 }
 
 fn tag_of(header: Header) -> Tag {

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 
 use smallvec::SmallVec;
 
-use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, HEADER_BYTES, Header};
+use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
 use crate::engine::memory::Region;
 use crate::error::LinkDown;
 use crate::schedule::StepId;
@@ -108,7 +108,7 @@ pub(crate) struct Outbox {
     queue: VecDeque<Outgoing>,
     /// Bytes written of the frame at the head of the queue, header included; its encoded header.
     written: usize,
-    head: Option<[u8; HEADER_BYTES]>,
+    head: Option<Encoded>,
 }
 
 impl Outbox {
@@ -151,14 +151,13 @@ impl Outbox {
     /// True: nothing is left of it.
     pub(crate) fn write(&mut self, header: Header, body: Body, owner: Owner) -> Result<bool, LinkDown> {
         let head = header.encode();
-        let end = HEADER_BYTES + header.payload();
+        let end = head.len() + header.payload();
         let written = match &mut self.outlet {
             None => Ok(0),
             Some(outlet) => {
                 let mut slices = Slices::new();
-                slices.push(IoSlice::new(&head));
                 body.io_slices(0, header.payload(), &mut slices);
-                outlet.write(&slices)
+                outlet.write(&head, &slices)
             }
         };
         if written == Ok(end) {
@@ -189,15 +188,12 @@ impl Outbox {
         while let Some(outgoing) = self.queue.front_mut() {
             let end = outgoing.frame_end();
             let header = *self.head.get_or_insert_with(|| outgoing.frame_header(end).encode());
-            let frame = HEADER_BYTES + end - outgoing.offset;
+            let frame = header.len() + end - outgoing.offset;
             let taken = {
                 let mut slices = Slices::new();
-                if self.written < HEADER_BYTES {
-                    slices.push(IoSlice::new(&header[self.written..]));
-                }
-                let from = outgoing.offset + self.written.saturating_sub(HEADER_BYTES);
+                let from = outgoing.offset + self.written.saturating_sub(header.len());
                 outgoing.body.io_slices(from, end, &mut slices);
-                outlet.write(&slices)?
+                outlet.write(&header[self.written.min(header.len())..], &slices)?
             };
             self.written += taken;
             moved |= taken > 0;
@@ -249,7 +245,7 @@ impl Outbox {
 
     /// Drives a connection that is being made and notices one that broke, without anything to write.
     pub(crate) fn probe(&mut self) -> Result<(), LinkDown> {
-        self.outlet.as_mut().map_or(Ok(()), |outlet| outlet.write(&[]).map(|_| ()))
+        self.outlet.as_mut().map_or(Ok(()), |outlet| outlet.write(&[], &[]).map(|_| ()))
     }
 
     /// Asks to be woken when there is room. True: there is room now.

@@ -1,9 +1,12 @@
 //! A schedule made ready to run: who waits for whom turned around, messages numbered.
 
+use std::collections::VecDeque;
+
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use crate::algo::{self, Collective, Setting, Tuning};
+use crate::engine::collective::Taken;
 use crate::schedule::{Action, Schedule, StepId};
 use crate::sync::Arc;
 use crate::types::Rank;
@@ -44,6 +47,20 @@ impl Plan {
         let blocked: Vec<u32> = schedule.steps.iter().map(|step| step.after.len() as u32).collect();
         let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
         Plan { schedule, message, blocked, ready, dependents }
+    }
+
+    /// Sets, for a collective that has come so far, how many others each step still waits for, and which wait for none.
+    pub(crate) fn after(&self, taken: Taken, blocked: &mut Vec<u32>, ready: &mut VecDeque<StepId>) {
+        blocked.clone_from(&self.blocked);
+        ready.clear();
+        if taken.steps == 0 && !taken.one_more_begun {
+            return ready.extend(&self.ready);
+        }
+        for &dependent in self.dependents[..taken.steps].iter().flatten() {
+            blocked[dependent as usize] -= 1;
+        }
+        let next = taken.steps + usize::from(taken.one_more_begun);
+        ready.extend((next..blocked.len()).filter(|&step| blocked[step] == 0).map(|step| step as StepId));
     }
 }
 

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::fuzz_input::Input;
-use crate::sys::memory::RingMemory;
+use crate::sys::memory::{RingMemory, before_ring};
 use crate::sys::segment::{self, HostMemory, PeerSegment, SegmentId};
 use crate::sys::socket;
 
@@ -45,7 +45,7 @@ fn ring(input: &mut Input<'_>) {
     let length = u64::from(pages) * page + u64::from(odd);
     rustix::fs::ftruncate(&fd, length).expect("its size");
     let sealed = rustix::fs::fcntl_add_seals(&fd, seals).is_ok() && seals.contains(SealFlags::SHRINK);
-    let data = length.saturating_sub(page) as usize;
+    let data = length.saturating_sub(before_ring() as u64) as usize;
     let fits = data.is_power_of_two() && data as u64 >= page && odd == 0;
     let opened = RingMemory::open(fd.as_fd());
     assert_eq!(opened.is_ok(), sealed && fits, "{length} bytes, {seals:?}");

@@ -1,4 +1,4 @@
-//! Memory that two processes share: a ring of bytes with one writer and one reader.
+//! Memory that two processes share: slots and a ring of bytes, with one writer and one reader.
 //!
 //! The segment is a memfd(2): it has no name, so nobody else can open it and nothing is left behind however the
 //! processes end. Its pages are allocated when it is made, so that a lack of memory is an error then and not a signal
@@ -14,30 +14,29 @@ use std::ptr::NonNull;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::sys::ring::RingWords;
+use crate::sys::ring::{Mark, RingWords};
 
 /// A ring's memory, mapped into this process.
 ///
-/// Positions count bytes since the beginning; the ring holds those from `head` to `tail`. The other process is an
-/// authenticated rank of the same job: what it writes cannot lead to an access outside the mapping, but it can garble
-/// its own bytes.
+/// Slots and bytes are counted since the beginning. The other process is an authenticated rank of the same job: what it
+/// writes cannot lead to an access outside the mapping, but it can garble its own bytes.
 #[derive(Debug)]
 pub struct RingMemory {
     base: NonNull<u8>,
-    /// Where the ring begins, after the header.
+    /// Where the ring begins, behind the words and the slots.
     data: NonNull<u8>,
     capacity: usize,
 }
 
-// SAFETY: the mapping is owned and stays at its address until drop; shared words are accessed atomically, and data
-// bytes only by the one reader or the one writer that owns them by the positions.
+// SAFETY: the mapping is owned and stays at its address until drop; shared words and marks are accessed atomically, and
+// other bytes only by the one reader or the one writer that owns them by the marks and the reader's positions.
 unsafe impl Send for RingMemory {}
 
 impl RingMemory {
     /// Makes a ring of `capacity` bytes, a power of two of whole pages, and its file descriptor to be handed over.
     pub fn create(capacity: usize) -> io::Result<(RingMemory, OwnedFd)> {
         check_capacity(capacity)?;
-        let len = (header() + capacity) as u64;
+        let len = (before_ring() + capacity) as u64;
         let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, len)?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len).map_err(|error| {
@@ -51,7 +50,7 @@ impl RingMemory {
     /// Maps a ring that another process made, after checking that it can never shrink.
     pub fn open(fd: BorrowedFd<'_>) -> io::Result<RingMemory> {
         let len = rustix::fs::fstat(fd)?.st_size;
-        let capacity = usize::try_from(len).ok().and_then(|len| len.checked_sub(header()));
+        let capacity = usize::try_from(len).ok().and_then(|len| len.checked_sub(before_ring()));
         let capacity = capacity.ok_or_else(|| io::Error::other("a shared segment without data"))?;
         check_capacity(capacity)?;
         if !rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK) {
@@ -61,23 +60,23 @@ impl RingMemory {
     }
 
     fn map(fd: BorrowedFd<'_>, capacity: usize) -> io::Result<RingMemory> {
-        let total = header() + 2 * capacity;
+        let total = before_ring() + 2 * capacity;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice replaces nothing.
         let base =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE) }?;
         let base: NonNull<u8> = NonNull::new(base.cast()).expect("mmap never returns null");
-        // SAFETY: the header is a part of the reservation.
-        let data = unsafe { base.add(header()) };
+        // SAFETY: what lies before the ring is a part of the reservation.
+        let data = unsafe { base.add(before_ring()) };
         let memory = RingMemory { base, data, capacity };
         let base = base.as_ptr().cast();
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: [base, base + header + capacity) lies in the reservation just made, which nothing else uses.
-        unsafe { rustix::mm::mmap(base, header() + capacity, access, flags, fd, 0) }?;
-        // SAFETY: the offset is inside the reservation of header + 2 * capacity bytes.
+        // SAFETY: [base, base + before_ring + capacity) lies in the reservation just made, which nothing else uses.
+        unsafe { rustix::mm::mmap(base, before_ring() + capacity, access, flags, fd, 0) }?;
+        // SAFETY: the offset is inside the reservation of before_ring + 2 * capacity bytes.
         let second = unsafe { data.add(capacity) };
         // SAFETY: [second, second + capacity) is the rest of the reservation.
-        unsafe { rustix::mm::mmap(second.as_ptr().cast(), capacity, access, flags, fd, header() as u64) }?;
+        unsafe { rustix::mm::mmap(second.as_ptr().cast(), capacity, access, flags, fd, before_ring() as u64) }?;
         Ok(memory)
     }
 
@@ -88,12 +87,54 @@ impl RingMemory {
 
     /// What both sides write.
     pub fn words(&self) -> &RingWords {
-        // SAFETY: the words lie at the beginning of the header page, which lives as long as self; every bit pattern is
+        // SAFETY: the words lie at the beginning of the first page, which lives as long as self; every bit pattern is
         // one of theirs, and they are only accessed atomically.
         unsafe { self.base.cast::<RingWords>().as_ref() }
     }
 
-    /// The `len` bytes from position `head` on. Only the reader calls this, for bytes that the writer has released.
+    /// Slot `number`'s mark, and the lap that `number` is in.
+    pub fn mark(&self, number: u64) -> (&Mark, u32) {
+        // SAFETY: a slot begins with its mark and is a multiple of its alignment; the slot is inside the mapping, which
+        // lives as long as self; every bit pattern is a mark's, and it is only accessed atomically.
+        let mark = unsafe { &*self.slot(number).cast::<Mark>() };
+        (mark, (number / SLOTS) as u32 + 1)
+    }
+
+    /// The bytes from `at` to `end` in slot `number`. Only the reader calls this, for a slot whose mark is set.
+    ///
+    /// # Panics
+    /// When a slot has not as many.
+    pub fn slot_bytes(&self, number: u64, at: usize, end: usize) -> &[u8] {
+        assert!(at <= end && end <= SLOT_BYTES, "bytes {at} to {end} of a slot of {SLOT_BYTES}");
+        // SAFETY: the offset is inside the slot.
+        let ptr = unsafe { self.slot(number).add(size_of::<Mark>() + at) };
+        // SAFETY: the range is inside the slot, which lives as long as self; the writer does not touch its bytes before the
+        // reader has released it.
+        unsafe { std::slice::from_raw_parts(ptr, end - at) }
+    }
+
+    /// Writes `from` to slot `number`, from its byte `at` on. Only the writer calls this, for a slot that the reader has
+    /// released.
+    ///
+    /// # Panics
+    /// When a slot has not as many bytes.
+    pub fn write_slot(&mut self, number: u64, at: usize, from: &[u8]) {
+        assert!(at + from.len() <= SLOT_BYTES, "{} bytes at {at} of a slot of {SLOT_BYTES}", from.len());
+        // SAFETY: the offset is inside the slot.
+        let into = unsafe { self.slot(number).add(size_of::<Mark>() + at) };
+        // SAFETY: the range is inside the slot; the reader does not touch it before the mark is set, and `from` is ordinary
+        // memory of this process, so the two do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len()) };
+    }
+
+    fn slot(&self, number: u64) -> *mut u8 {
+        let offset = rustix::param::page_size() + (number % SLOTS) as usize * (size_of::<Mark>() + SLOT_BYTES);
+        // SAFETY: the slots lie behind the first page and before the ring, and there are `SLOTS`.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// The `len` bytes of the ring from position `head` on. Only the reader calls this, for bytes that came with a slot whose
+    /// mark is set.
     ///
     /// # Panics
     /// When `len` is more than the capacity.
@@ -101,19 +142,19 @@ impl RingMemory {
         assert!(len <= self.capacity, "{len} bytes of a ring of {}", self.capacity);
         let ptr = self.data(head);
         // SAFETY: the start is below `capacity` and len is at most that, so the run is inside the double mapping, which
-        // lives as long as self; the writer does not touch bytes between head and tail.
+        // lives as long as self; the writer does not touch bytes that the reader has not released.
         unsafe { std::slice::from_raw_parts(ptr, len) }
     }
 
-    /// Copies `from` to position `tail`. Only the writer calls this, for room that the reader has released.
+    /// Copies `from` to position `tail` of the ring. Only the writer calls this, for room that the reader has released.
     ///
     /// # Panics
     /// When there are more bytes than the capacity.
     pub fn write(&mut self, tail: u64, from: &[u8]) {
         assert!(from.len() <= self.capacity, "{} bytes into a ring of {}", from.len(), self.capacity);
         let ptr = self.data(tail);
-        // SAFETY: as in `bytes`; the reader does not touch bytes outside head to tail, and `from` is ordinary memory of
-        // this process, so the two do not overlap.
+        // SAFETY: as in `bytes`; the reader does not touch bytes that came with no slot yet, and `from` is ordinary memory
+        // of this process, so the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), ptr, from.len()) };
     }
 
@@ -127,7 +168,7 @@ impl RingMemory {
 impl Drop for RingMemory {
     fn drop(&mut self) {
         // SAFETY: the range is the reservation made in `map`, and nothing borrowed from self outlives it.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), header() + 2 * self.capacity) };
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), before_ring() + 2 * self.capacity) };
     }
 }
 
@@ -141,12 +182,19 @@ fn check_capacity(capacity: usize) -> io::Result<()> {
     )))
 }
 
-/// The header's length: one page.
-fn header() -> usize {
-    rustix::param::page_size()
+/// The bytes before the ring: a page for the words, and the slots.
+pub fn before_ring() -> usize {
+    let page = rustix::param::page_size();
+    page + (SLOTS as usize * (size_of::<Mark>() + SLOT_BYTES)).next_multiple_of(page)
 }
 
 const CAPACITY_MAX: usize = 1 << 28;
+
+/// The number of slots.
+pub const SLOTS: u64 = 256;
+
+/// The bytes that a slot has room for beside its mark: both are one cache line.
+pub const SLOT_BYTES: usize = 64 - size_of::<Mark>();
 
 // The smallest page of any system.
 const _: () = assert!(size_of::<RingWords>() <= 4096);
@@ -161,14 +209,18 @@ mod tests {
         let reader = RingMemory::open(fd.as_fd()).expect("the same ring");
         writer.write(65530, b"hello, world");
         assert_eq!(reader.bytes(65530, 12), b"hello, world");
-        writer.words().publish(7);
-        assert_eq!(reader.words().tail(), 7);
+        writer.write_slot(SLOTS + 3, 2, b"hello");
+        let (mark, lap) = writer.mark(SLOTS + 3);
+        mark.set(lap, 7);
+        let (mark, lap) = reader.mark(SLOTS + 3);
+        assert_eq!((lap, mark.get(lap), mark.get(lap + 1)), (2, Some(7), None));
+        assert_eq!(reader.slot_bytes(3, 2, 7), b"hello");
     }
 
     #[test]
     fn segments_that_could_shrink_are_refused() {
         let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("a memfd");
-        rustix::fs::ftruncate(&fd, (header() + 65536) as u64).expect("its size");
+        rustix::fs::ftruncate(&fd, (before_ring() + 65536) as u64).expect("its size");
         assert!(RingMemory::open(fd.as_fd()).is_err());
     }
 

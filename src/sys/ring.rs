@@ -1,20 +1,53 @@
-//! The words of a ring that its writer and its reader share: how each learns what the other has done, and wakes it.
+//! What the writer and the reader of a ring tell each other: how each learns what the other has done, and wakes it.
 //!
-//! Positions are published with Release and read with Acquire by the other side. Before it sleeps, a side forgets the
-//! rings so far, sets its flag, issues a SeqCst fence and looks at the other's position once more; after it moved its own
-//! position, a side issues a SeqCst fence, looks at the other's flag, takes it and rings. One of the two sees the other,
-//! so no wake is lost. Rings are forgotten first because the other side may take the flag late, for a position that has
-//! been seen long ago: the ring that follows must wake, since the next position finds no flag.
+//! What is written goes from slot to slot, of which each begins with its [`Mark`]: the number of the lap, once the slot is
+//! complete. A reader that waits looks at the mark of the slot to come, so a short message reaches it with the one cache
+//! line that it lies in.
+//!
+//! A mark is set with Release and read with Acquire, and so are the positions up to which the reader is done. Before it
+//! sleeps, a side forgets the rings so far, sets its flag, issues a SeqCst fence and looks once more for what it waits for;
+//! after it has published, a side issues a SeqCst fence, looks at the other's flag, takes it and rings. One of the two sees
+//! the other, so no wake is lost. Rings are forgotten first because the other side may take the flag late, for what has
+//! been seen long ago: the ring that follows must wake, since what comes next finds no flag.
 //! `tests/models` checks that in every interleaving.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Positions, flags and the count of withdrawals, as they lie at the beginning of a ring's memory. All zero at first.
+/// Tells that a slot is complete, and how many bytes came with it.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct Mark(AtomicU64);
+
+impl Mark {
+    /// Shows the reader what was written in lap `lap`, from one on. [`RingWords::published`] is to be called some time after.
+    pub fn set(&self, lap: u32, bytes: u32) {
+        // Release: pairs with the reader's Acquire, so that it sees the bytes.
+        self.0.store(u64::from(lap) << 32 | u64::from(bytes), Ordering::Release);
+    }
+
+    /// How many bytes came with the slot in lap `lap`; nothing while it is not complete.
+    pub fn get(&self, lap: u32) -> Option<u32> {
+        // Acquire: pairs with the writer's Release.
+        let mark = self.0.load(Ordering::Acquire);
+        ((mark >> 32) as u32 == lap).then_some(mark as u32)
+    }
+}
+
+/// Up to where the reader is done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Done {
+    /// Slots.
+    pub slots: u64,
+    /// Bytes of the ring.
+    pub bytes: u64,
+}
+
+/// The reader's positions, flags and the count of withdrawals, as they lie at the beginning of a ring's memory. All zero at
+/// first.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct RingWords {
-    head: Apart<AtomicU64>,
-    tail: Apart<AtomicU64>,
+    done: Apart<[AtomicU64; 2]>,
     reader_asleep: Apart<AtomicU32>,
     writer_asleep: Apart<AtomicU32>,
     withdrawals: Apart<AtomicU64>,
@@ -28,16 +61,15 @@ struct Apart<T>(T);
 impl RingWords {
     // ---- the writer's side ----
 
-    /// The reader's position: what lies before may be overwritten.
-    pub fn head(&self) -> u64 {
+    /// What the reader is done with, which may be overwritten.
+    pub fn done(&self) -> Done {
+        let [slots, bytes] = &self.done.0;
         // Acquire: pairs with the reader's Release, so that its reads of the room are over.
-        self.head.0.load(Ordering::Acquire)
+        Done { slots: slots.load(Ordering::Acquire), bytes: bytes.load(Ordering::Acquire) }
     }
 
-    /// Shows the reader what lies before `tail`. True: it sleeps, and the caller must ring.
-    pub fn publish(&self, tail: u64) -> bool {
-        // Release: pairs with the reader's Acquire, so that it sees the bytes.
-        self.tail.0.store(tail, Ordering::Release);
+    /// Sees to a reader that sleeps although marks have been set. True: it does, and the caller must ring.
+    pub fn published(&self) -> bool {
         take(&self.reader_asleep.0)
     }
 
@@ -63,20 +95,16 @@ impl RingWords {
 
     // ---- the reader's side ----
 
-    /// The writer's position: what lies before can be read.
-    pub fn tail(&self) -> u64 {
-        // Acquire: pairs with the writer's Release, so that the bytes are visible.
-        self.tail.0.load(Ordering::Acquire)
-    }
-
-    /// Lets the writer overwrite what lies before `head`. True: it sleeps, and the caller must ring.
-    pub fn release(&self, head: u64) -> bool {
+    /// Lets the writer overwrite what the reader is done with. True: it sleeps, and the caller must ring.
+    pub fn release(&self, done: Done) -> bool {
+        let [slots, bytes] = &self.done.0;
         // Release: pairs with the writer's Acquire, so that it reuses the room only now.
-        self.head.0.store(head, Ordering::Release);
+        bytes.store(done.bytes, Ordering::Release);
+        slots.store(done.slots, Ordering::Release);
         take(&self.writer_asleep.0)
     }
 
-    /// Asks to be rung for bytes, after `forget` has forgotten the rings so far. The reader must look for some once more
+    /// Asks to be rung for slots, after `forget` has forgotten the rings so far. The reader must look for one once more
     /// before it sleeps.
     pub fn arm_reader(&self, forget: impl FnOnce()) {
         arm(&self.reader_asleep.0, forget);

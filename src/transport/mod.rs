@@ -48,8 +48,9 @@ impl Location {
 
 /// The sending end of a stream.
 pub trait Outlet: Send {
-    /// Takes as many leading bytes of `bytes` as there is room for, possibly none; they need not outlive the call.
-    fn write(&mut self, bytes: &[IoSlice<'_>]) -> Result<usize, LinkDown>;
+    /// Takes as many leading bytes of `head` and then `body` as there is room for, possibly none; they need not outlive the
+    /// call. Without any, it drives a connection that is being made and notices one that broke.
+    fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown>;
 
     /// Asks for the poller to wake when there is room (only called while bytes wait). True: there is room now.
     fn arm(&mut self) -> bool;
@@ -80,7 +81,9 @@ pub trait Outlet: Send {
 
 /// The receiving end of a stream.
 pub trait Inlet: Send {
-    /// The bytes that can be read now, without copying; more may follow. Empty when there are none.
+    /// Bytes that can be read now, without copying; more may follow. Empty when there are none. They may end within what was
+    /// written at once as its body, but neither within its head nor within an element of up to 64 bytes, unless the rest
+    /// comes to be shown with them.
     fn peek(&mut self) -> Result<&[u8], LinkDown>;
 
     /// Drops the first `count` bytes of what `peek` showed.

@@ -33,6 +33,7 @@ CALLS = {
     "all_reduce_alone": (100, 600),
     "all_reduce_8_bytes": (100, 600),
     "all_reduce_64_kib": (50, 150),
+    "messages_at_once": (100, 600),
     "ping_pong_shm": (100, 600),
     "ping_pong_tcp": (100, 600),
     "plan": (5, 25),

@@ -242,12 +242,42 @@ fn plan(name: Option<&str>, case: &Case, topo: &Topology) -> Option<Vec<Schedule
         .collect()
 }
 
+/// Whether the ranks can take all steps in the order in which they are listed, which they try first: so none may wait for a
+/// message while another one waits for what it has to send later.
+fn can_be_taken_in_order(schedules: &[Schedule]) -> bool {
+    let size = schedules.len();
+    let (mut next, mut on_the_way) = (vec![0; size], vec![0u32; size * size]);
+    loop {
+        let before = next.clone();
+        for (rank, schedule) in schedules.iter().enumerate() {
+            while let Some(step) = schedule.steps.get(next[rank]) {
+                match step.action {
+                    Action::Send { to, .. } => on_the_way[rank * size + to.index()] += 1,
+                    Action::Recv { from, .. } | Action::RecvReduce { from, .. } => {
+                        let messages = &mut on_the_way[from.index() * size + rank];
+                        if *messages == 0 {
+                            break;
+                        }
+                        *messages -= 1;
+                    }
+                    _ => {}
+                }
+                next[rank] += 1;
+            }
+        }
+        if next == before {
+            return schedules.iter().zip(next).all(|(schedule, next)| next == schedule.steps.len());
+        }
+    }
+}
+
 fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
     let Some(schedules) = plan(name, case, topo) else { return };
     let size = topo.size();
     let context =
         || format!("{} for {case:?} on {size} ranks, {} hosts, seed {seed}", schedules[0].name, topo.hosts().len());
     schedule::check(&schedules).unwrap_or_else(|mismatch| panic!("{}: {mismatch}", context()));
+    assert!(can_be_taken_in_order(&schedules), "ranks wait for each other: {}", context());
     for step in schedules.iter().flat_map(|schedule| schedule.steps.iter().enumerate()) {
         assert!(step.1.after.iter().all(|earlier| (*earlier as usize) < step.0), "{}", context());
     }

@@ -13,7 +13,7 @@ pub(crate) enum Wire {
     Tcp,
     /// TCP with TLS, whose keys come from the secret.
     Tls,
-    /// Two "hosts": shared memory inside, all of it copied twice, and TCP between.
+    /// Two "hosts": shared memory inside, all of it copied through rings of the smallest size, and TCP between.
     Mixed,
 }
 
@@ -69,6 +69,7 @@ fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
         Wire::Mixed => vec![
             hint("host_id", if rank < size.div_ceil(2) { "left" } else { "right" }),
             hint("single_copy_bytes", "0"),
+            hint("shm_ring_bytes", &rustix::param::page_size().to_string()),
         ],
     }
 }

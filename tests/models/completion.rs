@@ -6,7 +6,7 @@ use loom::cell::UnsafeCell;
 use loom::thread;
 
 use crate::sync::{Arc, AtomicUsize, Ordering};
-use crate::work::{Drive, Work};
+use crate::work::{Drive, Entry, Work};
 
 /// A driver on which other threads make progress.
 struct Elsewhere;
@@ -20,7 +20,7 @@ impl Drive for Elsewhere {
 }
 
 fn work() -> Work {
-    Work::new(Arc::new(Elsewhere), "barrier", 0, 0, Instant::now())
+    Work::new(Arc::new(Elsewhere), Entry { operation: "barrier", sequence: 0, number: 0, began: Instant::now() })
 }
 
 /// What the engine does when an operation ends.

@@ -3,7 +3,7 @@
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use crate::ring::RingWords;
+use crate::ring::{Done, Mark, RingWords};
 use crate::sync::{Arc, AtomicU64, Condvar, Mutex, Ordering, lock};
 
 /// The socket beside a ring: a byte that comes wakes until it is taken out.
@@ -31,10 +31,11 @@ impl Bell {
     }
 }
 
-/// A ring that holds one number.
+/// A ring of one slot, which holds a number.
 #[derive(Default)]
 struct Ring {
     words: RingWords,
+    mark: Mark,
     cell: UnsafeCell<u64>,
     bytes_come: Bell,
     room_comes: Bell,
@@ -43,31 +44,33 @@ struct Ring {
 #[allow(unsafe_code, reason = "loom's cells, which report every race")]
 impl Ring {
     fn write(&self, tail: u64) {
-        while self.words.head() != tail {
+        while self.words.done().slots != tail {
             self.words.arm_writer(|| self.room_comes.drain());
-            if self.words.head() != tail {
+            if self.words.done().slots != tail {
                 self.room_comes.wait();
             }
             self.words.disarm_writer();
         }
         // SAFETY: loom checks that the reader does not look at it meanwhile.
         self.cell.with_mut(|cell| unsafe { *cell = tail + 1 });
-        if self.words.publish(tail + 1) {
+        self.mark.set(tail as u32 + 1, 8);
+        if self.words.published() {
             self.bytes_come.ring();
         }
     }
 
     fn read(&self, head: u64) -> u64 {
-        while self.words.tail() == head {
+        let lap = head as u32 + 1;
+        while self.mark.get(lap).is_none() {
             self.words.arm_reader(|| self.bytes_come.drain());
-            if self.words.tail() == head {
+            if self.mark.get(lap).is_none() {
                 self.bytes_come.wait();
             }
             self.words.disarm_reader();
         }
         // SAFETY: loom checks that the writer does not write it meanwhile.
         let number = self.cell.with(|cell| unsafe { *cell });
-        if self.words.release(head + 1) {
+        if self.words.release(Done { slots: head + 1, bytes: 0 }) {
             self.room_comes.ring();
         }
         number

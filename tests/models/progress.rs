@@ -8,13 +8,14 @@ use crate::engine::core::Core;
 use crate::engine::driver::Driver;
 use crate::sync::Arc;
 use crate::sys::poller::Poller;
-use crate::work::Work;
+use crate::work::{Entry, Work};
 
 /// A driver with works in flight, and the wire over which their ends come.
 fn in_flight(count: usize) -> (Arc<Driver>, Vec<Work>, Poller) {
     let wire = Poller::default();
     let driver = Driver::new(Core { wire: wire.clone(), ..Core::default() }, wire.clone(), Duration::ZERO);
-    let work = |number| Work::new(driver.clone(), "barrier", 0, number as u64, Instant::now());
+    let entry = |number| Entry { operation: "barrier", sequence: 0, number: number as u64, began: Instant::now() };
+    let work = |number| Work::new(driver.clone(), entry(number));
     let works: Vec<Work> = (0..count).map(work).collect();
     driver.with_core(|core| core.in_flight.clone_from(&works));
     (driver, works, wire)

@@ -27,6 +27,8 @@ pub(super) struct Edge {
     outlet: Option<Box<dyn Outlet>>,
     inlet: Option<Box<dyn Inlet>>,
     outgoing: Vec<u8>,
+    /// What has come of news that are not complete.
+    incoming: Vec<u8>,
     /// The first sign of the other's end, and when it was seen. Its goodbye may be on its way in the other stream.
     ending: Option<(String, Instant)>,
 }
@@ -43,7 +45,8 @@ impl Edge {
             Ok(outlet) => (Some(outlet), None),
             Err(down) => (None, Some((down.cause, Instant::now()))),
         };
-        Edge { peer, size, process, outlet, inlet: None, outgoing: Vec::new(), ending }
+        let (outgoing, incoming) = (Vec::new(), Vec::new());
+        Edge { peer, size, process, outlet, inlet: None, outgoing, incoming, ending }
     }
 
     /// Takes the stream that the other has opened.
@@ -88,9 +91,9 @@ impl Edge {
     pub(super) fn write(&mut self, now: Instant) {
         let Some(outlet) = &mut self.outlet else { return };
         // Without bytes, a write notices the end.
-        let written = outlet.write(&[]).and_then(|_| match self.outgoing.as_slice() {
+        let written = outlet.write(&[], &[]).and_then(|_| match self.outgoing.as_slice() {
             [] => Ok(0),
-            waiting => outlet.write(&[IoSlice::new(waiting)]),
+            waiting => outlet.write(&[], &[IoSlice::new(waiting)]),
         });
         match written {
             Ok(written) => drop(self.outgoing.drain(..written)),
@@ -103,12 +106,18 @@ impl Edge {
 
     fn read(&mut self, news: &mut Vec<News>) -> Result<(), LinkDown> {
         let Some(inlet) = &mut self.inlet else { return Ok(()) };
+        let mut bytes = [0; NEWS_BYTES];
         loop {
-            let Some((next, len)) = News::decode(inlet.peek()?, self.size)? else { return Ok(()) };
-            inlet.consume(len);
-            news.push(next);
-            if news.last() == Some(&News::Bye) {
-                return Ok(());
+            while let Some((next, len)) = News::decode(&self.incoming, self.size)? {
+                self.incoming.drain(..len);
+                news.push(next);
+                if news.last() == Some(&News::Bye) {
+                    return Ok(());
+                }
+            }
+            match inlet.read(&mut bytes)? {
+                0 => return Ok(()),
+                count => self.incoming.extend_from_slice(&bytes[..count]),
             }
         }
     }
@@ -136,6 +145,9 @@ impl Edge {
         }
     }
 }
+
+/// How much is read at a time.
+const NEWS_BYTES: usize = 2048;
 
 /// How often a connection that is being made is looked after: an address that does not answer is given up some time.
 const OPENING_CHECK: Duration = Duration::from_secs(1);

@@ -28,7 +28,7 @@ impl Scene {
     fn tell(&mut self, kind: FrameKind, token: u64, payload: &[u64]) {
         let payload: Vec<u8> = payload.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let header = control(kind, Lane::PointToPoint, 0, token, payload.len() as u64).encode();
-        self.send(&[header.as_slice(), &payload].concat());
+        self.send(&[&*header, &payload].concat());
     }
 
     fn kinds(&mut self) -> Vec<(FrameKind, u64)> {

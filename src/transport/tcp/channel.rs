@@ -20,6 +20,8 @@ pub(super) struct TcpInlet {
     ended: Option<LinkDown>,
     /// The last bytes went straight to their place. Then the next are likely to, once the header before them is known.
     direct: bool,
+    /// What is buffered has been shown and none of it taken: it is not enough for whoever reads.
+    waiting: bool,
     /// The stream has ended and nothing was taken since the last look.
     stalled: bool,
 }
@@ -36,6 +38,7 @@ impl TcpInlet {
             end: 0,
             ended: None,
             direct: false,
+            waiting: false,
             stalled: false,
         })
     }
@@ -57,6 +60,7 @@ impl TcpInlet {
             let most = if self.direct { ENOUGH } else { BUFFER_BYTES };
             let count = self.receive(&mut space[self.end..most]);
             self.end += count;
+            self.waiting &= count == 0;
             self.buffer = space;
             self.direct &= count == 0;
         }
@@ -89,11 +93,13 @@ impl TcpInlet {
 impl Inlet for TcpInlet {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         self.fill()?;
+        self.waiting = true;
         Ok(&self.buffer[self.start..self.end])
     }
 
     fn consume(&mut self, count: usize) {
         self.start += count;
+        self.waiting &= count == 0;
         self.stalled &= count == 0;
     }
 
@@ -114,7 +120,7 @@ impl Inlet for TcpInlet {
 
     fn arm(&mut self) -> bool {
         // The poller watches the socket all the time; what is buffered it does not know of.
-        self.ended.is_some() || self.buffered() >= ENOUGH || self.stream.has_more()
+        self.ended.is_some() || (self.buffered() > 0 && !self.waiting) || self.stream.has_more()
     }
 
     fn disarm(&mut self) {}

@@ -6,6 +6,8 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
+
 use crate::error::LinkDown;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, Patience};
@@ -143,11 +145,21 @@ fn next_attempt(
 }
 
 impl Outlet for Connection {
-    fn write(&mut self, bytes: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+    fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         if !self.drive()? {
             return Ok(0);
         }
-        let outcome = if bytes.is_empty() { self.probe() } else { self.stream.write_vectored(bytes) };
+        let outcome = match (head, body) {
+            ([], []) => self.probe(),
+            ([], body) => self.stream.write_vectored(body),
+            (head, []) => self.stream.write(head),
+            (head, body) => {
+                let mut bytes: SmallVec<[IoSlice<'_>; 8]> = SmallVec::new();
+                bytes.push(IoSlice::new(head));
+                bytes.extend_from_slice(body);
+                self.stream.write_vectored(&bytes)
+            }
+        };
         self.watch(false);
         match outcome {
             Ok(count) => Ok(count),

@@ -60,7 +60,7 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     let (mut accepted, mut sent) = (Vec::new(), 0);
     loop {
         accepted.extend(receiver.accept());
-        let count = outlet.write(&[IoSlice::new(&payload[sent..])]).unwrap();
+        let count = outlet.write(&[], &[IoSlice::new(&payload[sent..])]).unwrap();
         sent += count;
         if sent > 0 && count == 0 {
             break;
@@ -73,7 +73,7 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     while received.len() < payload.len() {
         accepted.extend(receiver.accept());
         let rest = [IoSlice::new(&payload[sent..])];
-        sent += outlet.write(&rest[..usize::from(sent < payload.len())]).unwrap();
+        sent += outlet.write(&[], &rest[..usize::from(sent < payload.len())]).unwrap();
         if let Some((from, inlet)) = accepted.first_mut() {
             assert_eq!(*from, Rank(0));
             let count = inlet.read(&mut piece).unwrap();

@@ -1,7 +1,7 @@
 //! Hot paths, so many times, for `instructions.py` to count: `ncclx_rs_instructions PATH CALLS`.
 //!
 //! Ranks are threads that never poll: whoever waits sleeps until the other wakes it, so that the counts depend on what is
-//! called and hardly on when.
+//! called and hardly on when. In `messages_at_once` nobody waits: one thread sends as one rank and receives as the other.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -21,6 +21,7 @@ fn main() -> Outcome {
         "all_reduce_8_bytes" => world(2, "shm", |comm| all_reduce(comm, &mut [1_f32; 2], calls)),
         "all_reduce_64_kib" => world(2, "shm", |comm| all_reduce(comm, &mut vec![1_f32; 1 << 14], calls)),
         "ping_pong_shm" => world(2, "shm", |comm| ping_pong(comm, calls)),
+        "messages_at_once" => messages_at_once(calls),
         "ping_pong_tcp" => world(2, "tcp", |comm| ping_pong(comm, calls)),
         "plan" => {
             plan_anew(calls);
@@ -32,8 +33,21 @@ fn main() -> Outcome {
 
 /// Runs `rank` on every rank of a world, each in a thread.
 fn world(size: usize, transport: &str, rank: impl Fn(&Communicator) -> Result<(), ncclx_rs::Error> + Sync) -> Outcome {
+    join(size, transport, |comm| {
+        rank(&comm)?;
+        comm.shutdown()
+    })?;
+    Ok(())
+}
+
+/// As [`world`], and returns what the ranks do.
+fn join<T: Send>(
+    size: usize,
+    transport: &str,
+    rank: impl Fn(Communicator) -> Result<T, ncclx_rs::Error> + Sync,
+) -> Result<Vec<T>, Box<dyn Error + Send + Sync>> {
     let store = Arc::new(MemoryStore::default());
-    let run = |number: usize| -> Outcome {
+    let run = |number: usize| -> Result<T, Box<dyn Error + Send + Sync>> {
         let hints = [("transport", transport), ("spin_microseconds", "0")];
         let comm = Communicator::new(CommOptions {
             name: "instructions".into(),
@@ -43,13 +57,28 @@ fn world(size: usize, transport: &str, rank: impl Fn(&Communicator) -> Result<()
             timeout: None,
             hints: hints.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
         })?;
-        rank(&comm)?;
-        Ok(comm.shutdown()?)
+        Ok(rank(comm)?)
     };
+    let run = &run;
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..size).map(|number| scope.spawn(move || run(number))).collect();
-        ranks.into_iter().try_for_each(|rank| rank.join().map_err(|_| "a rank panicked")?)
+        ranks.into_iter().map(|rank| rank.join().map_err(|_| "a rank panicked")?).collect()
     })
+}
+
+fn messages_at_once(calls: usize) -> Outcome {
+    let comms = join(2, "shm", |comm| {
+        // Opens the streams, which takes both.
+        ping_pong(&comm, 1)?;
+        Ok(comm)
+    })?;
+    let mut data = [1_u8; 8];
+    for call in 0..calls {
+        let (from, to) = (call % 2, (call + 1) % 2);
+        comms[from].send(&data, Rank::from(to), Tag(0))?;
+        comms[to].recv(&mut data, Rank::from(from), Tag(0))?;
+    }
+    Ok(())
 }
 
 fn all_reduce(comm: &Communicator, data: &mut [f32], calls: usize) -> Result<(), ncclx_rs::Error> {

@@ -1,0 +1,324 @@
+//! Operations that end in the call that submits them.
+//!
+//! Where the caller waits anyway and nothing else is in flight, the operation's steps are taken right here, in the order
+//! of its schedule, for as long as each can be taken at once. For short messages that is mostly until the end, and none of
+//! the state that an operation in flight has is ever made. At the first step that has to wait the operation goes on as any
+//! other, from there. What is sent is the same either way, so the ranks need not do alike.
+
+use crate::engine::collective::{Request, Taken};
+use crate::engine::core::{Core, RARE_TICKS};
+use crate::engine::frame::{FRAGMENT_BYTES, Header};
+use crate::engine::inbox::{Arrival, Placement, Shown};
+use crate::engine::message::{Direction, MessageRequest, message_header};
+use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::schedule::{Action, StepId};
+use crate::sync::Arc;
+use crate::types::{Rank, Source};
+use crate::work::{Begun, Drive, Entry, Work};
+
+/// How far a message has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    Done,
+    /// Its owner is told when it is done.
+    UnderWay,
+    NotBegun,
+}
+
+impl Core {
+    /// Begins a collective, and ends it if that is possible at once and the caller waits.
+    pub(crate) fn run_collective(
+        &mut self,
+        mut request: Request,
+        entry: Entry,
+        waits: bool,
+        driver: &Arc<impl Drive + 'static>,
+    ) -> Begun {
+        let mut taken = Taken::default();
+        if waits && self.is_quiet() && self.take_steps(&mut request, &mut taken) {
+            self.collectives.skip();
+            self.recorder.started(entry.number, entry.began);
+            self.ended(entry.number, &Ok(()), None);
+            return Begun::Ended(entry, None);
+        }
+        let work = Work::new(driver.clone(), entry);
+        self.submit_collective(request, taken, work.clone());
+        Begun::InFlight(work)
+    }
+
+    /// Begins a message, and ends it if that is possible at once and the caller waits.
+    pub(crate) fn run_message(
+        &mut self,
+        request: MessageRequest,
+        entry: Entry,
+        waits: bool,
+        driver: &Arc<impl Drive + 'static>,
+    ) -> Begun {
+        let progress = if waits && self.is_quiet() { self.take_message(&request) } else { Progress::NotBegun };
+        if progress == Progress::Done {
+            let source = match request.direction {
+                Direction::Receive(Source::Rank(from)) => Some(from),
+                _ => None,
+            };
+            self.messages.skip();
+            self.ended(entry.number, &Ok(()), source);
+            return Begun::Ended(entry, source);
+        }
+        let work = Work::new(driver.clone(), entry);
+        match progress {
+            Progress::UnderWay => _ = self.keep_message(&request, work.clone()),
+            _ => self.submit_message(request, work.clone()),
+        }
+        Begun::InFlight(work)
+    }
+
+    /// Whether nothing is in flight and nothing is known that an operation would have to heed.
+    fn is_quiet(&mut self) -> bool {
+        self.ticks = self.ticks.wrapping_add(1);
+        if self.ticks.is_multiple_of(RARE_TICKS) {
+            // Whatever else comes must not wait for ever.
+            self.progress(true);
+            return false;
+        }
+        self.is_settled() && !self.windows.is_open() && self.collectives.has_no_news() && !self.losses.has_left()
+    }
+
+    /// Takes steps of a collective. True: all of them.
+    fn take_steps(&mut self, request: &mut Request, taken: &mut Taken) -> bool {
+        let plan = self.prepare(request);
+        let sequence = self.collectives.next_sequence();
+        while let Some(step) = plan.schedule.steps.get(taken.steps) {
+            let message = plan.message[taken.steps];
+            let owner = Owner { op: OpRef::Collective(sequence), step: taken.steps as StepId };
+            let progress = match step.action {
+                Action::Send { to, from } => {
+                    let region = request.spaces.region(from);
+                    let header = request.header(sequence, message, region.len());
+                    let body = if region.len() == 0 { Body::Empty } else { Body::Memory(region) };
+                    if header.payload() <= self.eager_limit(to) {
+                        self.send_now(to, header, body, owner)
+                    } else {
+                        Progress::NotBegun
+                    }
+                }
+                Action::Recv { from, into } | Action::RecvReduce { from, into } => {
+                    let header = request.header(sequence, message, request.spaces.bytes(into));
+                    self.receive_now(from, header, || {
+                        request.placement(step.action, owner).expect("a step that receives")
+                    })
+                }
+                action => {
+                    request.compute(action, self.peers.len());
+                    Progress::Done
+                }
+            };
+            match progress {
+                Progress::Done => taken.steps += 1,
+                Progress::UnderWay => {
+                    taken.one_more_begun = true;
+                    return false;
+                }
+                Progress::NotBegun => return false,
+            }
+        }
+        true
+    }
+
+    fn take_message(&mut self, request: &MessageRequest) -> Progress {
+        let len = request.region.len();
+        let header = message_header(request.tag, len);
+        let owner = Owner { op: OpRef::Message(self.messages.next_id()), step: 0 };
+        match request.direction {
+            Direction::Send(to) if to != self.me && self.may_send_eagerly(to, len) => {
+                let body = if len == 0 { Body::Empty } else { Body::Memory(request.region.clone()) };
+                let progress = self.send_now(to, header, body, owner);
+                if progress != Progress::NotBegun {
+                    self.sent_eagerly(to, len);
+                }
+                progress
+            }
+            Direction::Receive(Source::Rank(from)) if self.messages.has_no_news() => {
+                let progress = self.receive_now(from, header, || Placement {
+                    region: request.region.clone(),
+                    arrival: Arrival::Store,
+                    owner,
+                    filled: 0,
+                });
+                if progress != Progress::NotBegun {
+                    self.eager_taken(from, len);
+                }
+                progress
+            }
+            _ => Progress::NotBegun,
+        }
+    }
+
+    /// Sends a message of one frame if nothing waits before it.
+    fn send_now(&mut self, to: Rank, header: Header, body: Body, owner: Owner) -> Progress {
+        let peer = &mut self.peers[to.index()];
+        let is_free = peer.lost.is_none() && peer.ending.is_none() && !peer.outbox.is_waiting();
+        if !is_free || body.len() > FRAGMENT_BYTES {
+            return Progress::NotBegun;
+        }
+        match peer.outbox.write(header, body, owner) {
+            Ok(true) => Progress::Done,
+            Ok(false) => Progress::UnderWay,
+            Err(down) => {
+                self.outlet_ended(to, down);
+                Progress::UnderWay
+            }
+        }
+    }
+
+    /// Receives the message with this header if it is the next, and comes soon. `place` is where it goes.
+    fn receive_now(&mut self, from: Rank, header: Header, place: impl FnOnce() -> Placement) -> Progress {
+        let patience = if self.crowded { 1 } else { PATIENCE };
+        let peer = &mut self.peers[from.index()];
+        let Some(inbox) = &mut peer.inbox else { return Progress::NotBegun };
+        let (head, payload) = (header.encode(), header.payload());
+        let mut turns = 0..patience;
+        let is_whole = loop {
+            match inbox.show(&head, payload) {
+                Shown::Whole(bytes) => {
+                    place().take(bytes);
+                    inbox.took(payload);
+                    break true;
+                }
+                Shown::Beginning => {
+                    inbox.begin(header, place());
+                    break turns.any(|_| matches!(inbox.poll_body(), Ok(true)));
+                }
+                Shown::Nothing if turns.next().is_some() => {}
+                Shown::Nothing | Shown::Other => return Progress::NotBegun,
+            }
+        };
+        if !is_whole {
+            return Progress::UnderWay;
+        }
+        peer.called = peer.called.max(header.called());
+        Progress::Done
+    }
+}
+
+/// How often a stream is looked at for a message that is expected: for a few microseconds, in which other threads wait
+/// for the communicator.
+const PATIENCE: usize = 1000;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::algo::Collective;
+    use crate::engine::by_hand::Scene;
+    use crate::engine::call::Call;
+    use crate::engine::frame::Signature;
+    use crate::engine::memory::{Region, Spaces, Words};
+    use crate::engine::recorder::{Bytes, Recorder};
+    use crate::error::Error;
+    use crate::types::{DType, ReduceOp, Tag};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+    const SUM: Signature = Signature { operation: 1, dtype: 0, reduction: 1, root: 0, count: 1 };
+
+    /// A sum of one number over two ranks.
+    fn sum(words: &mut Words) -> Request {
+        let region = Region::of(&[words.buffer()]);
+        Request {
+            collective: Collective::AllReduce { count: 1 },
+            signature: SUM,
+            reduce: Some(ReduceOp::Sum),
+            dtype: DType::U64,
+            spaces: Spaces::new(region.clone(), region, 8),
+            timeout: LIMIT,
+        }
+    }
+
+    fn run(scene: &mut Scene, words: &mut Words) -> Begun {
+        let entry = scene.core.begin(Call::Collective(SUM), Bytes::default());
+        scene.core.run_collective(sum(words), entry, true, &Scene::nobody())
+    }
+
+    fn message(scene: &mut Scene, direction: Direction, words: &mut Words) -> Begun {
+        let region = Region::of(&[words.buffer()]);
+        let request = MessageRequest { direction, tag: Tag(3), region, timeout: LIMIT };
+        let entry = scene.core.begin(direction.call(Tag(3), 8), direction.bytes(8));
+        scene.core.run_message(request, entry, true, &Scene::nobody())
+    }
+
+    /// What rank 1 sends in collective 0.
+    fn theirs(signature: Signature, number: u64) -> Vec<u8> {
+        let mut words = Words::new(vec![0]);
+        let header = Request { signature, ..sum(&mut words) }.header(0, 0, 8);
+        [&*header.encode(), &number.to_ne_bytes()].concat()
+    }
+
+    fn scene() -> Scene {
+        let mut scene = Scene::new();
+        scene.core.single_copy_bytes = scene.core.eager_bytes;
+        scene.core.recorder = Recorder::new(8);
+        scene.settle();
+        scene
+    }
+
+    /// The handle of an operation that has not ended at once.
+    fn in_flight(begun: Begun) -> Work {
+        match begun {
+            Begun::InFlight(work) => work,
+            Begun::Ended(entry, _) => panic!("{} has ended", entry.operation),
+        }
+    }
+
+    #[test]
+    fn what_needs_nobody_more_ends_at_once() {
+        let (mut scene, mut words) = (scene(), Words::new(vec![2]));
+        scene.link().to_core.extend(theirs(SUM, 40));
+        assert!(matches!(run(&mut scene, &mut words), Begun::Ended(Entry { sequence: 0, .. }, None)));
+        assert_eq!(words.get(), [42]);
+        assert_eq!(scene.link().from_core, theirs(SUM, 2), "rank 1 gets what it always gets");
+        assert!(scene.core.is_settled() && scene.core.collectives.current() == 1 && scene.core.has_called(Rank(1), 0));
+        assert!(scene.core.recorder.records()[0].ended.is_some());
+    }
+
+    #[test]
+    fn what_has_to_wait_goes_on_from_there() {
+        let message = theirs(SUM, 40);
+        for there in [0, 3, message.len() - 1] {
+            let (mut scene, mut words) = (scene(), Words::new(vec![2]));
+            scene.link().to_core.extend(&message[..there]);
+            let work = in_flight(run(&mut scene, &mut words));
+            scene.settle();
+            assert!(!work.is_done(), "{there} bytes are there");
+            scene.send(&message[there..]);
+            assert_eq!((work.result(), words.get()), (Some(Ok(())), [42].as_slice()), "after {there} bytes");
+            assert_eq!(scene.link().from_core, theirs(SUM, 2), "it is sent once");
+        }
+    }
+
+    #[test]
+    fn another_call_of_the_other_rank_is_an_error_as_ever() {
+        let (mut scene, mut words) = (scene(), Words::new(vec![2]));
+        scene.link().to_core.extend(theirs(Signature { count: 2, ..SUM }, 40));
+        let work = in_flight(run(&mut scene, &mut words));
+        scene.settle();
+        assert!(matches!(work.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", work.result());
+    }
+
+    #[test]
+    fn messages_end_at_once_and_in_their_order() {
+        let (mut scene, mut words) = (scene(), Words::new(vec![7]));
+        assert!(matches!(message(&mut scene, Direction::Send(Rank(1)), &mut words), Begun::Ended(_, None)));
+        let sent = std::mem::take(&mut scene.link().from_core);
+        // The same comes back, behind a message with another tag.
+        let other = [&*message_header(Tag(4), 8).encode(), &[0; 8]].concat();
+        scene.link().to_core.extend([other, sent.clone(), sent].concat());
+        words = Words::new(vec![0]);
+        let receive = Direction::Receive(Source::Rank(Rank(1)));
+        let work = in_flight(message(&mut scene, receive, &mut words));
+        scene.settle();
+        assert_eq!((work.source(), words.get()), (Some(Rank(1)), [7].as_slice()));
+        words = Words::new(vec![0]);
+        let work = in_flight(message(&mut scene, receive, &mut words));
+        assert_eq!((work.source(), words.get()), (Some(Rank(1)), [7].as_slice()), "it had come before");
+    }
+}
