@@ -95,7 +95,7 @@ impl Core {
                     let region = request.spaces.region(from);
                     let header = request.header(sequence, message, region.len());
                     let body = if region.len() == 0 { Body::Empty } else { Body::Memory(region) };
-                    if header.payload() <= self.eager_limit(to) {
+                    if header.payload() <= self.collective_eager_limit(to, request.sends_warm_data()) {
                         self.send_now(to, header, body, owner)
                     } else {
                         Progress::NotBegun

@@ -57,6 +57,11 @@ impl Request {
         }
     }
 
+    /// Whether what it sends was just written, as a rule: intermediate results, of data short enough to stay in the cache.
+    pub(crate) fn sends_warm_data(&self) -> bool {
+        matches!(self.collective, Collective::AllReduce { .. }) && self.spaces.output.len() <= WARM_MAX_BYTES
+    }
+
     /// The header of a message that is sent at once.
     pub(crate) fn header(&self, sequence: u64, message: u32, len: usize) -> Header {
         let signature = self.signature;
@@ -311,13 +316,19 @@ impl Core {
         let Some(active) = &self.collectives.active else { return };
         let len = region.len();
         let header = active.request.header(active.sequence, message, len);
+        let is_warm = active.request.sends_warm_data();
         let owner = Owner { op: OpRef::Collective(active.sequence), step };
         let body = if len == 0 { Body::Empty } else { Body::Memory(region) };
-        let eager = len <= self.eager_limit(to);
+        let eager = len <= self.collective_eager_limit(to, is_warm);
         self.send_message(to, header, body, owner, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             self.suspect(to, cause);
         }
+    }
+
+    /// Up to which size a message of a collective is sent before it is asked for.
+    pub(crate) fn collective_eager_limit(&mut self, to: Rank, is_warm: bool) -> usize {
+        if is_warm { self.warm_eager_limit(to) } else { self.eager_limit(to) }
     }
 
     fn start_receive(&mut self, step: StepId, from: Rank, message: u32) {
@@ -649,6 +660,9 @@ fn fold(op: ReduceOp, dtype: DType, into: &mut Region, from: &Region) {
         at += take;
     }
 }
+
+/// How much data a collective may have to find in the cache what it wrote.
+const WARM_MAX_BYTES: usize = 512 * 1024;
 
 /// How long a collective waits before this rank tells the others that it is here, and at least until it tells them again.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(500);

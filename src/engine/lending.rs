@@ -10,6 +10,7 @@
 
 use std::io;
 
+use crate::config::EagerBytes;
 use crate::engine::core::{Announced, Core, control};
 use crate::engine::frame::{FrameKind, Grant, Lane};
 use crate::engine::inbox::{Arrival, Inbox, Placement};
@@ -86,6 +87,14 @@ impl Core {
     pub(crate) fn eager_limit(&mut self, to: Rank) -> usize {
         self.reach(to);
         if self.lends(to) { self.eager_bytes.min(self.single_copy_bytes) } else { self.eager_bytes }
+    }
+
+    /// The same for a message that was just written, as a rule: it is in this core's cache, out of which it gets faster
+    /// through the ring than by being read where it lies.
+    pub(crate) fn warm_eager_limit(&mut self, to: Rank) -> usize {
+        let limit = self.eager_limit(to);
+        let is_faster = self.lends(to) && !self.crowded;
+        if is_faster { limit.saturating_mul(WARM_FACTOR).min(EagerBytes::MAX) } else { limit }
     }
 
     /// Where `to` may read the message, if it may.
@@ -260,6 +269,9 @@ fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut 
     }
     Ok(if placement.is_full() { Read::All } else { Read::Some })
 }
+
+/// How many times as long a message out of the cache may be before it is read where it lies.
+const WARM_FACTOR: usize = 4;
 
 /// From which length on two copies that overlap are faster than one.
 const OVERLAP_BYTES: usize = 256 * 1024;
