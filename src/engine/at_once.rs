@@ -5,6 +5,8 @@
 //! the state that an operation in flight has is ever made. At the first step that has to wait the operation goes on as any
 //! other, from there. What is sent is the same either way, so the ranks need not do alike.
 
+use std::time::{Duration, Instant};
+
 use crate::engine::collective::{Request, Taken};
 use crate::engine::core::{Core, RARE_TICKS};
 use crate::engine::frame::{FRAGMENT_BYTES, Header};
@@ -172,11 +174,10 @@ impl Core {
 
     /// Receives the message with this header if it is the next, and comes soon. `place` is where it goes.
     fn receive_now(&mut self, from: Rank, header: Header, place: impl FnOnce() -> Placement) -> Progress {
-        let patience = if self.crowded { 1 } else { PATIENCE };
+        let mut patience = Patience { is_none: self.crowded, ..Patience::default() };
         let peer = &mut self.peers[from.index()];
         let Some(inbox) = &mut peer.inbox else { return Progress::NotBegun };
         let (head, payload) = (header.encode(), header.payload());
-        let mut turns = 0..patience;
         let is_whole = loop {
             match inbox.show(&head, payload) {
                 Shown::Whole(bytes) => {
@@ -186,9 +187,14 @@ impl Core {
                 }
                 Shown::Beginning => {
                     inbox.begin(header, place());
-                    break turns.any(|_| matches!(inbox.poll_body(), Ok(true)));
+                    break loop {
+                        let is_whole = matches!(inbox.poll_body(), Ok(true));
+                        if is_whole || !patience.lasts() {
+                            break is_whole;
+                        }
+                    };
                 }
-                Shown::Nothing if turns.next().is_some() => {}
+                Shown::Nothing if patience.lasts() => {}
                 Shown::Nothing | Shown::Other => return Progress::NotBegun,
             }
         };
@@ -200,14 +206,34 @@ impl Core {
     }
 }
 
-/// How often a stream is looked at for a message that is expected: for a few microseconds, in which other threads wait
-/// for the communicator.
-const PATIENCE: usize = 1000;
+/// How long a stream is looked at for a message that is expected.
+#[derive(Default)]
+struct Patience {
+    is_none: bool,
+    looks: u32,
+    since: Option<Instant>,
+}
+
+impl Patience {
+    /// Whether to look once more.
+    fn lasts(&mut self) -> bool {
+        self.looks += 1;
+        // Reading the clock takes longer than looking into shared memory.
+        if self.is_none || !self.looks.is_multiple_of(LOOKS_PER_TIME) {
+            return !self.is_none;
+        }
+        let now = Instant::now();
+        now - *self.since.get_or_insert(now) < PATIENCE
+    }
+}
+
+/// Other threads wait for the communicator meanwhile.
+const PATIENCE: Duration = Duration::from_micros(10);
+
+const LOOKS_PER_TIME: u32 = 32;
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::algo::Collective;
     use crate::engine::by_hand::Scene;
