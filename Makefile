@@ -180,6 +180,9 @@ tch-version:
 clean: ## Removes environments and builds
 	rm -rf .venv .venv-torch* target .pytest_cache .mypy_cache .ruff_cache
 
+# What `compat` builds need not be as fast as it can be.
+QUICK := CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16
+
 # Everything for one torch version: its environment, its build of the wheel, its smoke tests.
 define for_torch
 .PHONY: compat-$(1)
@@ -198,7 +201,7 @@ $(call ready,$(1)): requirements-dev.txt
 	touch $$@
 
 $(call installed,$(1)): $(call ready,$(1)) $(SOURCES) $(FOLDERS)
-	$$(call in_venv,$$(@D)) CARGO_TARGET_DIR="$(CURDIR)/target/torch$(1)" \
+	$$(call in_venv,$$(@D)) CARGO_TARGET_DIR="$(CURDIR)/target/torch$(1)" $(if $(filter $(TORCH),$(1)),,$(QUICK)) \
 		pip install --no-build-isolation --no-deps --force-reinstall .
 	touch $$@
 endef

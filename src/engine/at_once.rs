@@ -178,30 +178,28 @@ impl Core {
         let peer = &mut self.peers[from.index()];
         let Some(inbox) = &mut peer.inbox else { return Progress::NotBegun };
         let (head, payload) = (header.encode(), header.payload());
-        let is_whole = loop {
+        loop {
             match inbox.show(&head, payload) {
                 Shown::Whole(bytes) => {
                     place().take(bytes);
                     inbox.took(payload);
-                    break true;
+                    break;
                 }
                 Shown::Beginning => {
                     inbox.begin(header, place());
-                    break loop {
-                        let is_whole = matches!(inbox.poll_body(), Ok(true));
-                        if is_whole || !patience.lasts() {
-                            break is_whole;
-                        }
-                    };
+                    break;
                 }
                 Shown::Nothing if patience.lasts() => {}
                 Shown::Nothing | Shown::Other => return Progress::NotBegun,
             }
-        };
-        if !is_whole {
-            return Progress::UnderWay;
         }
         peer.called = peer.called.max(header.called());
+        while inbox.has_begun() {
+            // The end of a stream is for the next turn to tell.
+            if inbox.poll_body().is_err() || (inbox.has_begun() && !patience.lasts()) {
+                return Progress::UnderWay;
+            }
+        }
         Progress::Done
     }
 }

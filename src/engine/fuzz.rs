@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::algo::Collective;
 use crate::engine::by_hand::Scene;
 use crate::engine::call::Call;
-use crate::engine::collective::{Request, Taken};
+use crate::engine::collective::Request;
 use crate::engine::core::Core;
 use crate::engine::frame::{HEADER_MAX, Header, Signature};
 use crate::engine::memory::{Region, Spaces, Words};
@@ -15,7 +15,7 @@ use crate::engine::window::{Access, AccessRequest};
 use crate::fuzz_input::Input;
 use crate::types::{DType, Rank, ReduceOp, Source, Tag};
 use crate::window::WindowId;
-use crate::work::Work;
+use crate::work::{Begun, Work};
 
 const PEER: Rank = Rank(1);
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -34,8 +34,8 @@ pub(crate) fn frames(bytes: &[u8]) {
 
 struct Play {
     scene: Scene,
-    window: WindowId,
-    lent: Words,
+    /// The window that is open, and its memory. While there is one, operations are never ended in the call that begins them.
+    window: Option<(WindowId, Words)>,
     /// Operations with their memory, which is freed as soon as they are done.
     in_flight: Vec<(Work, Vec<Words>)>,
 }
@@ -43,8 +43,8 @@ struct Play {
 impl Play {
     fn new() -> Play {
         let mut scene = Scene::new();
-        let (window, lent) = lend(&mut scene.core);
-        Play { scene, window, lent, in_flight: Vec::new() }
+        let window = Some(lend(&mut scene.core));
+        Play { scene, window, in_flight: Vec::new() }
     }
 
     fn act(&mut self, input: &mut Input<'_>) {
@@ -75,10 +75,10 @@ impl Play {
                 self.scene.core.single_copy_bytes = 8 * usize::from(input.byte());
             }
             8 => self.scene.core.expire(Instant::now() + 2 * TIMEOUT),
-            _ => {
-                self.scene.core.conceal(self.window);
-                (self.window, self.lent) = lend(&mut self.scene.core);
-            }
+            _ => match self.window.take() {
+                Some((window, _lent)) => self.scene.core.conceal(window),
+                None => self.window = Some(lend(&mut self.scene.core)),
+            },
         }
         self.scene.settle();
     }
@@ -123,17 +123,20 @@ impl Play {
         self.scene.send(&[&bytes[..size], &payload].concat());
     }
 
-    fn begin(&mut self, call: Call) -> Work {
-        Work::new(Scene::nobody(), self.scene.core.begin(call, Bytes::default()))
-    }
-
     fn message(&mut self, direction: Direction, input: &mut Input<'_>) {
         let (mut words, tag) = (words(input), Tag(input.byte().into()));
         let region = Region::of(&[words.buffer()]);
-        let work = self.begin(direction.call(tag, region.len()));
+        let entry = self.scene.core.begin(direction.call(tag, region.len()), Bytes::default());
         let request = MessageRequest { direction, tag, region, timeout: TIMEOUT };
-        self.scene.core.submit_message(request, work.clone());
-        self.in_flight.push((work, vec![words]));
+        let begun = self.scene.core.run_message(request, entry, input.byte().is_multiple_of(2), &Scene::nobody());
+        self.keep(begun, vec![words]);
+    }
+
+    /// Keeps the memory of an operation that is in flight.
+    fn keep(&mut self, begun: Begun, memory: Vec<Words>) {
+        if let Begun::InFlight(work) = begun {
+            self.in_flight.push((work, memory));
+        }
     }
 
     fn collective(&mut self, input: &mut Input<'_>) {
@@ -153,12 +156,12 @@ impl Play {
             _ => Region::of(&[mine.buffer()]),
         };
         let output = Region::of(&[all.buffer()]);
-        let work = self.begin(Call::Collective(SIGNATURE));
+        let entry = self.scene.core.begin(Call::Collective(SIGNATURE), Bytes::default());
         let (signature, reduce, timeout) = (SIGNATURE, Some(ReduceOp::Sum), TIMEOUT);
         let spaces = Spaces::new(input, output, dtype.size());
         let request = Request { collective, signature, reduce, dtype, spaces, timeout };
-        self.scene.core.submit_collective(request, Taken::default(), work.clone());
-        self.in_flight.push((work, vec![mine, theirs, all]));
+        let begun = self.scene.core.run_collective(request, entry, kind / 8 % 2 == 0, &Scene::nobody());
+        self.keep(begun, vec![mine, theirs, all]);
     }
 
     fn access(&mut self, input: &mut Input<'_>) {
@@ -170,8 +173,9 @@ impl Play {
             2 => Access::Signal,
             _ => Access::WaitSignal,
         };
-        let (window, peer, timeout) = (self.window, PEER, TIMEOUT);
-        let work = self.begin(access.call(peer, window));
+        let Some((window, _)) = &self.window else { return };
+        let (window, peer, timeout) = (*window, PEER, TIMEOUT);
+        let work = Work::new(Scene::nobody(), self.scene.core.begin(access.call(peer, window), Bytes::default()));
         self.scene.core.submit_access(AccessRequest { window, peer, access, timeout, work: work.clone() });
         self.in_flight.push((work, vec![words]));
     }

@@ -137,7 +137,12 @@ impl Inbox {
             self.inlet.consume(header.size());
             self.body = Some((header, sink, header.payload()));
         }
-        let (_, sink, left) = self.body.as_mut().expect("a frame has begun");
+        self.receive_body(moved)
+    }
+
+    /// Moves bytes until the frame that has begun is complete or they run out.
+    fn receive_body(&mut self, moved: &mut bool) -> Result<Option<(Header, Sink)>, LinkDown> {
+        let Some((_, sink, left)) = &mut self.body else { return Ok(None) };
         while *left > 0 {
             let taken = receive(self.inlet.as_mut(), sink, *left)?;
             if taken == 0 {
@@ -180,10 +185,14 @@ impl Inbox {
         self.body = Some((header, Sink::Place(place), header.payload()));
     }
 
-    /// Moves what has come of a frame that has begun. True: it is complete.
-    pub(crate) fn poll_body(&mut self) -> Result<bool, LinkDown> {
-        let mut moved = false;
-        Ok(self.body.is_some() && self.poll(&mut moved, |_| Sink::Discard)?.is_some())
+    /// Whether a frame is being received.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.body.is_some()
+    }
+
+    /// Moves what has come of it.
+    pub(crate) fn poll_body(&mut self) -> Result<(), LinkDown> {
+        self.receive_body(&mut false).map(|_| ())
     }
 
     /// Forgets what is being received for `op`, whose memory must not be touched any more.
