@@ -177,6 +177,8 @@ pub struct Schedule {
 }
 
 /// Writes a schedule in program order and derives the dependencies from the memory that the steps touch.
+///
+/// Ranks try the steps in this order first, so what does not depend on a message is to be sent before that is received.
 #[derive(Debug)]
 pub struct Builder {
     name: &'static str,
