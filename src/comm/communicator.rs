@@ -317,9 +317,6 @@ impl Communicator {
             finished.retain(|other| !other.is(work));
             Ok((begun, finished, is_left_alone))
         })?;
-        if matches!(begun, Begun::Ended(..)) {
-            return Ok(begun);
-        }
         // Who has nothing to wait for drives nothing, so threads whose operations have ended with this one are told here.
         self.driver.tell(finished);
         if is_left_alone {

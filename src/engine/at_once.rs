@@ -8,9 +8,10 @@
 use std::time::{Duration, Instant};
 
 use crate::engine::collective::{Request, Taken};
-use crate::engine::core::{Core, RARE_TICKS};
-use crate::engine::frame::{FRAGMENT_BYTES, Header};
-use crate::engine::inbox::{Arrival, Placement, Shown};
+use crate::engine::core::Core;
+use crate::engine::frame::Header;
+use crate::engine::inbox::{Arrival, Next, Placement};
+use crate::engine::memory::Region;
 use crate::engine::message::{Direction, MessageRequest, message_header};
 use crate::engine::outbox::{Body, OpRef, Owner};
 use crate::schedule::{Action, StepId};
@@ -76,8 +77,7 @@ impl Core {
 
     /// Whether nothing is in flight and nothing is known that an operation would have to heed.
     fn is_quiet(&mut self) -> bool {
-        self.ticks = self.ticks.wrapping_add(1);
-        if self.ticks.is_multiple_of(RARE_TICKS) {
+        if self.is_time_for_rare_checks() {
             // Whatever else comes must not wait for ever.
             self.progress(true);
             return false;
@@ -96,18 +96,16 @@ impl Core {
                 Action::Send { to, from } => {
                     let region = request.spaces.region(from);
                     let header = request.header(sequence, message, region.len());
-                    let body = if region.len() == 0 { Body::Empty } else { Body::Memory(region) };
-                    if header.payload() <= self.collective_eager_limit(to, request.sends_warm_data()) {
-                        self.send_now(to, header, body, owner)
+                    if region.len() <= self.collective_eager_limit(to, request.sends_warm_data()) {
+                        self.send_now(to, header, region, owner)
                     } else {
                         Progress::NotBegun
                     }
                 }
                 Action::Recv { from, into } | Action::RecvReduce { from, into } => {
                     let header = request.header(sequence, message, request.spaces.bytes(into));
-                    self.receive_now(from, header, || {
-                        request.placement(step.action, owner).expect("a step that receives")
-                    })
+                    let place = || request.placement(step.action, owner).expect("a step that receives");
+                    self.receive_now(from, header, &place)
                 }
                 action => {
                     request.compute(action, self.peers.len());
@@ -132,20 +130,16 @@ impl Core {
         let owner = Owner { op: OpRef::Message(self.messages.next_id()), step: 0 };
         match request.direction {
             Direction::Send(to) if to != self.me && self.may_send_eagerly(to, len) => {
-                let body = if len == 0 { Body::Empty } else { Body::Memory(request.region.clone()) };
-                let progress = self.send_now(to, header, body, owner);
+                let progress = self.send_now(to, header, request.region.clone(), owner);
                 if progress != Progress::NotBegun {
                     self.sent_eagerly(to, len);
                 }
                 progress
             }
             Direction::Receive(Source::Rank(from)) if self.messages.has_no_news() => {
-                let progress = self.receive_now(from, header, || Placement {
-                    region: request.region.clone(),
-                    arrival: Arrival::Store,
-                    owner,
-                    filled: 0,
-                });
+                let arrival = Arrival::Store;
+                let place = || Placement { region: request.region.clone(), arrival, owner, filled: 0 };
+                let progress = self.receive_now(from, header, &place);
                 if progress != Progress::NotBegun {
                     self.eager_taken(from, len);
                 }
@@ -155,42 +149,28 @@ impl Core {
         }
     }
 
-    /// Sends a message of one frame if nothing waits before it.
-    fn send_now(&mut self, to: Rank, header: Header, body: Body, owner: Owner) -> Progress {
-        let peer = &mut self.peers[to.index()];
-        let is_free = peer.lost.is_none() && peer.ending.is_none() && !peer.outbox.is_waiting();
-        if !is_free || body.len() > FRAGMENT_BYTES {
-            return Progress::NotBegun;
-        }
-        match peer.outbox.write(header, body, owner) {
-            Ok(true) => Progress::Done,
-            Ok(false) => Progress::UnderWay,
-            Err(down) => {
-                self.outlet_ended(to, down);
-                Progress::UnderWay
-            }
+    /// Sends a message of one frame.
+    fn send_now(&mut self, to: Rank, header: Header, region: Region, owner: Owner) -> Progress {
+        if self.lost(to).is_some() {
+            Progress::NotBegun
+        } else if self.write(to, header, Body::of(region), owner) {
+            Progress::Done
+        } else {
+            Progress::UnderWay
         }
     }
 
     /// Receives the message with this header if it is the next, and comes soon. `place` is where it goes.
-    fn receive_now(&mut self, from: Rank, header: Header, place: impl FnOnce() -> Placement) -> Progress {
+    fn receive_now(&mut self, from: Rank, header: Header, place: &impl Fn() -> Placement) -> Progress {
         let mut patience = Patience { is_none: self.crowded, ..Patience::default() };
         let peer = &mut self.peers[from.index()];
         let Some(inbox) = &mut peer.inbox else { return Progress::NotBegun };
-        let (head, payload) = (header.encode(), header.payload());
+        let head = header.encode();
         loop {
-            match inbox.show(&head, payload) {
-                Shown::Whole(bytes) => {
-                    place().take(bytes);
-                    inbox.took(payload);
-                    break;
-                }
-                Shown::Beginning => {
-                    inbox.begin(header, place());
-                    break;
-                }
-                Shown::Nothing if patience.lasts() => {}
-                Shown::Nothing | Shown::Other => return Progress::NotBegun,
+            match inbox.expect(header, &head, place) {
+                Next::Expected => break,
+                Next::Nothing if patience.lasts() => {}
+                Next::Nothing | Next::Other => return Progress::NotBegun,
             }
         }
         peer.called = peer.called.max(header.called());

@@ -318,17 +318,11 @@ impl Core {
         let header = active.request.header(active.sequence, message, len);
         let is_warm = active.request.sends_warm_data();
         let owner = Owner { op: OpRef::Collective(active.sequence), step };
-        let body = if len == 0 { Body::Empty } else { Body::Memory(region) };
         let eager = len <= self.collective_eager_limit(to, is_warm);
-        self.send_message(to, header, body, owner, eager);
+        self.send_message(to, header, Body::of(region), owner, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             self.suspect(to, cause);
         }
-    }
-
-    /// Up to which size a message of a collective is sent before it is asked for.
-    pub(crate) fn collective_eager_limit(&mut self, to: Rank, is_warm: bool) -> usize {
-        if is_warm { self.warm_eager_limit(to) } else { self.eager_limit(to) }
     }
 
     fn start_receive(&mut self, step: StepId, from: Rank, message: u32) {

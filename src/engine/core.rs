@@ -36,12 +36,12 @@ pub(crate) struct Route {
 /// One other rank, as this one sees it.
 #[derive(Default)]
 pub(crate) struct Peer {
-    pub(crate) outbox: Outbox,
+    outbox: Outbox,
     pub(crate) inbox: Option<Box<Inbox>>,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
-    pub(crate) ending: Option<(LinkDown, Instant)>,
+    ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
-    pub(crate) lost: Option<String>,
+    lost: Option<String>,
     /// What it said of a loss, for which it will leave.
     pub(crate) reported: Option<String>,
     /// The others know that it is lost.
@@ -120,7 +120,7 @@ pub(crate) struct Core {
     pub(crate) losses: Losses,
     /// Somebody tells of ranks that are gone, also of those that no operation waits for.
     pub(crate) is_watched: bool,
-    pub(crate) ticks: u32,
+    ticks: u32,
     pub(crate) recorder: Recorder,
     /// What the job calls this communicator's ranks.
     pub(crate) members: Vec<Rank>,
@@ -228,8 +228,7 @@ impl Core {
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
     /// checks are due. True: something moved.
     pub(crate) fn progress(&mut self, woke: bool) -> bool {
-        self.ticks = self.ticks.wrapping_add(1);
-        let rare = woke || self.ticks.is_multiple_of(RARE_TICKS);
+        let rare = self.is_time_for_rare_checks() || woke;
         let mut moved = false;
         if rare {
             self.accept();
@@ -250,6 +249,12 @@ impl Core {
         }
         self.dump_due();
         moved
+    }
+
+    /// Counts a turn. True: the rarer checks are due with it.
+    pub(crate) fn is_time_for_rare_checks(&mut self) -> bool {
+        self.ticks = self.ticks.wrapping_add(1);
+        self.ticks.is_multiple_of(RARE_TICKS)
     }
 
     /// Writes the flight recorder down after a failure. The others are told of it first, since a folder may be slow.
@@ -362,21 +367,25 @@ impl Core {
         self.peers[peer.index()].called > sequence
     }
 
-    /// Sends a frame: at once if the stream takes it, else when it has room.
+    /// Sends a frame: at once if the stream takes it, else when it has room. Its owner is told when it is written.
     pub(crate) fn send(&mut self, to: Rank, header: Header, body: Body, owner: Owner) {
         self.reach(to);
+        if self.lost(to).is_none() && self.write(to, header, body, owner) {
+            self.written(owner);
+        }
+    }
+
+    /// As [`Core::send`], to a peer that is not lost. True: it is written, which the owner is not told.
+    pub(crate) fn write(&mut self, to: Rank, header: Header, body: Body, owner: Owner) -> bool {
         let peer = &mut self.peers[to.index()];
-        if peer.lost.is_some() {
-            return;
-        }
         if peer.ending.is_some() || peer.outbox.is_waiting() || body.len() > FRAGMENT_BYTES {
-            return peer.outbox.push(header, body, owner);
+            peer.outbox.push(header, body, owner);
+            return false;
         }
-        match peer.outbox.write(header, body, owner) {
-            Ok(true) => self.written(owner),
-            Ok(false) => {}
-            Err(down) => self.outlet_ended(to, down),
-        }
+        peer.outbox.write(header, body, owner).unwrap_or_else(|down| {
+            self.outlet_ended(to, down);
+            false
+        })
     }
 
     /// Sends a message of an operation: at once if it is short, else announced. The owner is told when it is written.
@@ -541,7 +550,7 @@ impl Core {
 
     /// The stream to `peer` broke, so that it takes nothing more. What it sent may be on its way in the other stream,
     /// whose own end tells when all has come.
-    pub(crate) fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
+    fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
         let entry = &mut self.peers[peer.index()];
         if entry.lost.is_none() && entry.ending.is_none() {
             entry.ending = Some((down, Instant::now()));
@@ -605,8 +614,8 @@ impl Core {
     // ---- frames ----
 
     fn take_header(&mut self, from: Rank, header: Header) -> Sink {
-        let called = &mut self.peers[from.index()].called;
-        *called = (*called).max(header.called());
+        let peer = &mut self.peers[from.index()];
+        peer.called = peer.called.max(header.called());
         match (header.kind, header.lane) {
             (FrameKind::Eager, Lane::Collective) => self.collective_arrives(from, header),
             (FrameKind::Eager, Lane::PointToPoint) => self.message_arrives(from, header),
@@ -736,7 +745,7 @@ pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
 
 /// How many turns pass between checks for new connections, broken ones, and time. They are system calls, which would take
 /// longer than a short operation.
-pub(crate) const RARE_TICKS: u32 = 1024;
+const RARE_TICKS: u32 = 1024;
 
 /// How long the stream from a peer may outlast the stream to it.
 pub(crate) const LINGER: Duration = Duration::from_millis(500);

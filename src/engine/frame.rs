@@ -61,12 +61,14 @@ pub(crate) enum FrameKind {
 }
 
 impl FrameKind {
+    /// Whether its header has a token and a location.
+    fn has_token(self) -> bool {
+        !matches!(self, FrameKind::Eager | FrameKind::Here | FrameKind::Credit)
+    }
+
     /// The size of its header.
     fn header_bytes(self) -> usize {
-        match self {
-            FrameKind::Eager | FrameKind::Here | FrameKind::Credit => HEADER_MIN,
-            _ => HEADER_MAX,
-        }
+        if self.has_token() { HEADER_MAX } else { HEADER_MIN }
     }
 
     const ALL: [FrameKind; 12] = [
@@ -226,15 +228,14 @@ impl Header {
         bytes[16..24].copy_from_slice(&self.signature.count.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.key.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.len.to_le_bytes());
-        let len = self.kind.header_bytes();
-        if len > HEADER_MIN {
+        if self.kind.has_token() {
             bytes[40..48].copy_from_slice(&self.token.to_le_bytes());
             if let Some(location) = self.location {
                 bytes[48..56].copy_from_slice(&location.address.to_le_bytes());
                 bytes[56..64].copy_from_slice(&location.segment.map_or(0, SegmentId::to_bits).to_le_bytes());
             }
         }
-        Encoded { bytes, len }
+        Encoded { bytes, len: self.size() }
     }
 
     /// Reads a header, and refuses what no peer of this version sends. Nothing while it is not complete.
@@ -253,7 +254,6 @@ impl Header {
         let (Some(kind), Some(lane)) = (kind, lane) else {
             return Err(LinkDown::new(format!("the peer sent a frame of unknown kind {}/{}", bytes[0], bytes[1])));
         };
-        let is_long = kind.header_bytes() > HEADER_MIN;
         if bytes.len() < kind.header_bytes() {
             return Ok(None);
         }
@@ -269,9 +269,9 @@ impl Header {
             },
             key: u64_at(24),
             index: u32_at(12),
-            token: if is_long { u64_at(40) } else { 0 },
+            token: if kind.has_token() { u64_at(40) } else { 0 },
             len: u64_at(32),
-            location: match is_long.then(|| (u64_at(48), SegmentId::from_bits(u64_at(56)))) {
+            location: match kind.has_token().then(|| (u64_at(48), SegmentId::from_bits(u64_at(56)))) {
                 None | Some((0, None)) => None,
                 Some((address, segment)) => Some(Location { address, segment }),
             },
@@ -336,7 +336,7 @@ mod tests {
             let signature = Signature { operation, dtype, reduction, root, count };
             let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
             let kind = FrameKind::ALL[kind];
-            let (token, location) = if kind.header_bytes() > HEADER_MIN { (token, location) } else { (0, None) };
+            let (token, location) = if kind.has_token() { (token, location) } else { (0, None) };
             let header = Header { kind, lane, signature, key, index, token, len, location };
             let bytes = header.encode();
             prop_assert_eq!(Header::decode(&bytes), Ok(Some(header)));

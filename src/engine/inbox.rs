@@ -89,13 +89,11 @@ impl Sink {
     }
 }
 
-/// What a stream shows to whom expects a certain frame next.
-#[derive(Debug)]
-pub(crate) enum Shown<'a> {
-    /// All of it. Here is its payload, for [`Inbox::took`].
-    Whole(&'a [u8]),
-    /// Its header, which has been taken. The rest is for [`Inbox::begin`].
-    Beginning,
+/// What comes next in a stream for whom expects a certain frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// That frame, which is taken as far as it has come.
+    Expected,
     /// Nothing yet.
     Nothing,
     /// Another frame, or the end of the stream.
@@ -154,35 +152,34 @@ impl Inbox {
         Ok(self.body.take().map(|(header, sink, _)| (header, sink)))
     }
 
-    /// Looks for a frame with this header.
-    pub(crate) fn show(&mut self, header: &Encoded, payload: usize) -> Shown<'_> {
+    /// Takes the next frame if it has this header, whose bytes are `head`. Its payload goes to `place`.
+    pub(crate) fn expect(&mut self, header: Header, head: &Encoded, place: &impl Fn() -> Placement) -> Next {
         if self.body.is_some() {
-            return Shown::Other;
+            return Next::Other;
         }
         // The end of a stream is for `poll` to tell.
-        match self.inlet.peek() {
-            Ok([]) => return Shown::Nothing,
-            Ok(bytes) if bytes.starts_with(header) => {}
-            _ => return Shown::Other,
+        let Ok(bytes) = self.inlet.peek() else { return Next::Other };
+        if bytes.is_empty() {
+            return Next::Nothing;
         }
-        self.inlet.consume(header.len());
-        if payload == 0 {
-            return Shown::Whole(&[]);
+        let Some(behind) = bytes.strip_prefix(&**head) else { return Next::Other };
+        let payload = header.payload();
+        if let Some(whole) = behind.get(..payload) {
+            place().take(whole);
+            self.inlet.consume(head.len() + payload);
+            return Next::Expected;
         }
-        match self.inlet.peek() {
-            Ok(bytes) if bytes.len() >= payload => Shown::Whole(&bytes[..payload]),
-            _ => Shown::Beginning,
+        self.inlet.consume(head.len());
+        let mut place = place();
+        // In shared memory it lies by itself, and to begin with it in parts would take longer.
+        match self.inlet.peek().ok().and_then(|bytes| bytes.get(..payload)) {
+            Some(whole) => {
+                place.take(whole);
+                self.inlet.consume(payload);
+            }
+            None => self.body = Some((header, Sink::Place(place), payload)),
         }
-    }
-
-    /// Drops a payload that was shown.
-    pub(crate) fn took(&mut self, payload: usize) {
-        self.inlet.consume(payload);
-    }
-
-    /// Takes a frame whose header has been taken.
-    pub(crate) fn begin(&mut self, header: Header, place: Placement) {
-        self.body = Some((header, Sink::Place(place), header.payload()));
+        Next::Expected
     }
 
     /// Whether a frame is being received.

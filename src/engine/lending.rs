@@ -89,11 +89,11 @@ impl Core {
         if self.lends(to) { self.eager_bytes.min(self.single_copy_bytes) } else { self.eager_bytes }
     }
 
-    /// The same for a message that was just written, as a rule: it is in this core's cache, out of which it gets faster
-    /// through the ring than by being read where it lies.
-    pub(crate) fn warm_eager_limit(&mut self, to: Rank) -> usize {
+    /// The same for a message of a collective. What is warm, because it was just written, is in this core's cache, out of
+    /// which it gets faster through the ring than by being read where it lies.
+    pub(crate) fn collective_eager_limit(&mut self, to: Rank, is_warm: bool) -> usize {
         let limit = self.eager_limit(to);
-        let is_faster = self.lends(to) && !self.crowded;
+        let is_faster = is_warm && self.lends(to) && !self.crowded;
         if is_faster { limit.saturating_mul(WARM_FACTOR).min(EagerBytes::MAX) } else { limit }
     }
 

@@ -43,12 +43,6 @@ unsafe impl Send for Region {}
 impl Region {
     /// All bytes of `buffers`, end to end.
     pub(crate) fn of(buffers: &[Buffer]) -> Region {
-        if let [buffer] = buffers
-            && !buffer.is_empty()
-        {
-            let piece = Piece { ptr: buffer.ptr(), len: buffer.bytes() };
-            return Region { pieces: SmallVec::from_buf([piece]), len: piece.len };
-        }
         let mut region = Region::default();
         for buffer in buffers.iter().filter(|buffer| !buffer.is_empty()) {
             region.pieces.push(Piece { ptr: buffer.ptr(), len: buffer.bytes() });

@@ -198,8 +198,7 @@ impl Core {
         }
         let header = message_header(tag, len);
         let owner = Owner { op: OpRef::Message(id), step: 0 };
-        let body = if len == 0 { Body::Empty } else { Body::Memory(region) };
-        self.send_message(to, header, body, owner, eager);
+        self.send_message(to, header, Body::of(region), owner, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             self.fail_message_lost(id, to, cause);
         }

@@ -60,6 +60,11 @@ impl Body {
 }
 
 impl Body {
+    /// An operation's memory, if there is any.
+    pub(crate) fn of(region: Region) -> Body {
+        if region.len() == 0 { Body::Empty } else { Body::Memory(region) }
+    }
+
     /// The bytes from `from` to `end`.
     fn io_slices<'a>(&'a self, from: usize, end: usize, slices: &mut Slices<'a>) {
         match self {

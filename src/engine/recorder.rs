@@ -38,8 +38,6 @@ pub(crate) struct Recorder {
     capacity: usize,
     next: u64,
     ring: Vec<Record>,
-    /// Where the last record is in the ring.
-    newest: usize,
     /// Records in flight whose place in the ring another one has taken.
     kept: Vec<Record>,
 }
@@ -47,7 +45,7 @@ pub(crate) struct Recorder {
 impl Recorder {
     /// Remembers `capacity` operations beside those in flight; none at all if that is zero.
     pub(crate) fn new(capacity: usize) -> Recorder {
-        Recorder { capacity, next: 0, ring: Vec::new(), newest: 0, kept: Vec::new() }
+        Recorder { capacity, next: 0, ring: Vec::new(), kept: Vec::new() }
     }
 
     /// Notes an operation that is submitted, and gives it a number.
@@ -62,18 +60,13 @@ impl Recorder {
         let record =
             Record { number, call, sequence, bytes, submitted: now, started, ended: None, failure: None, stack };
         if self.ring.len() < self.capacity {
-            self.newest = self.ring.len();
             self.ring.push(record);
         } else {
-            self.newest += 1;
-            if self.newest == self.capacity {
-                self.newest = 0;
+            let place = &mut self.ring[(number % self.capacity as u64) as usize];
+            let old = std::mem::replace(place, record);
+            if old.ended.is_none() {
+                self.kept.push(old);
             }
-            let place = &mut self.ring[self.newest];
-            if place.ended.is_none() {
-                self.kept.push(place.clone());
-            }
-            *place = record;
         }
         number
     }
@@ -100,9 +93,7 @@ impl Recorder {
             if let (Call::Recv { from, .. }, Some(source)) = (&mut record.call, source) {
                 *from = Source::Rank(source);
             }
-            if !self.kept.is_empty() {
-                self.kept.retain(|record| record.ended.is_none());
-            }
+            self.kept.retain(|record| record.ended.is_none());
         }
     }
 
@@ -119,10 +110,8 @@ impl Recorder {
     }
 
     fn find(&mut self, number: u64) -> Option<&mut Record> {
-        // Mostly it is the last one, and a division takes as long as all else here.
-        let place =
-            if number + 1 == self.next { self.newest } else { number.checked_rem(self.capacity as u64)? as usize };
-        let in_ring = self.ring.get_mut(place).filter(|record| record.number == number);
+        let place = number.checked_rem(self.capacity as u64)?;
+        let in_ring = self.ring.get_mut(place as usize).filter(|record| record.number == number);
         in_ring.or_else(|| self.kept.iter_mut().find(|record| record.number == number))
     }
 }

@@ -13,19 +13,19 @@
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Tells that a slot is complete, and how many bytes came with it.
+/// Tells that a slot is complete, and what came with it, in a number that the two sides agree on.
 #[derive(Debug, Default)]
 #[repr(transparent)]
 pub struct Mark(AtomicU64);
 
 impl Mark {
     /// Shows the reader what was written in lap `lap`, from one on. [`RingWords::published`] is to be called some time after.
-    pub fn set(&self, lap: u32, bytes: u32) {
+    pub fn set(&self, lap: u32, content: u32) {
         // Release: pairs with the reader's Acquire, so that it sees the bytes.
-        self.0.store(u64::from(lap) << 32 | u64::from(bytes), Ordering::Release);
+        self.0.store(u64::from(lap) << 32 | u64::from(content), Ordering::Release);
     }
 
-    /// How many bytes came with the slot in lap `lap`; nothing while it is not complete.
+    /// What came with the slot in lap `lap`; nothing while it is not complete.
     pub fn get(&self, lap: u32) -> Option<u32> {
         // Acquire: pairs with the writer's Release.
         let mark = self.0.load(Ordering::Acquire);
@@ -33,9 +33,9 @@ impl Mark {
     }
 }
 
-/// Up to where the reader is done.
+/// How far a side has come since the beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Done {
+pub struct Position {
     /// Slots.
     pub slots: u64,
     /// Bytes of the ring.
@@ -62,10 +62,10 @@ impl RingWords {
     // ---- the writer's side ----
 
     /// What the reader is done with, which may be overwritten.
-    pub fn done(&self) -> Done {
+    pub fn done(&self) -> Position {
         let [slots, bytes] = &self.done.0;
         // Acquire: pairs with the reader's Release, so that its reads of the room are over.
-        Done { slots: slots.load(Ordering::Acquire), bytes: bytes.load(Ordering::Acquire) }
+        Position { slots: slots.load(Ordering::Acquire), bytes: bytes.load(Ordering::Acquire) }
     }
 
     /// Sees to a reader that sleeps although marks have been set. True: it does, and the caller must ring.
@@ -96,7 +96,7 @@ impl RingWords {
     // ---- the reader's side ----
 
     /// Lets the writer overwrite what the reader is done with. True: it sleeps, and the caller must ring.
-    pub fn release(&self, done: Done) -> bool {
+    pub fn release(&self, done: Position) -> bool {
         let [slots, bytes] = &self.done.0;
         // Release: pairs with the writer's Acquire, so that it reuses the room only now.
         bytes.store(done.bytes, Ordering::Release);

@@ -3,7 +3,7 @@
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use crate::ring::{Done, Mark, RingWords};
+use crate::ring::{Mark, Position, RingWords};
 use crate::sync::{Arc, AtomicU64, Condvar, Mutex, Ordering, lock};
 
 /// The socket beside a ring: a byte that comes wakes until it is taken out.
@@ -70,7 +70,7 @@ impl Ring {
         }
         // SAFETY: loom checks that the writer does not write it meanwhile.
         let number = self.cell.with(|cell| unsafe { *cell });
-        if self.words.release(Done { slots: head + 1, bytes: 0 }) {
+        if self.words.release(Position { slots: head + 1, bytes: 0 }) {
             self.room_comes.ring();
         }
         number

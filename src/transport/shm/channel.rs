@@ -8,7 +8,7 @@ use crate::error::LinkDown;
 use crate::sys::memory::{RingMemory, SLOT_BYTES, SLOTS};
 use crate::sys::peer_memory::PeerMemory;
 use crate::sys::poller::Registration;
-use crate::sys::ring::Done;
+use crate::sys::ring::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::transport::handshake::is_passing;
 use crate::transport::shm::connect::Introduction;
@@ -58,7 +58,7 @@ pub(super) struct ShmOutlet {
     memory: RingMemory,
     bell: Bell,
     /// How much has been written.
-    written: Done,
+    written: Position,
     /// What is left to do before the peer has the ring.
     introduction: Option<Introduction>,
     lends: bool,
@@ -66,7 +66,7 @@ pub(super) struct ShmOutlet {
 
 impl ShmOutlet {
     pub(super) fn new(memory: RingMemory, bell: Bell, introduction: Introduction, lends: bool) -> Self {
-        ShmOutlet { memory, bell, written: Done::default(), introduction: Some(introduction), lends }
+        ShmOutlet { memory, bell, written: Position::default(), introduction: Some(introduction), lends }
     }
 
     /// Whether there is a slot, and so many bytes of the ring. The peer's positions are checked, since they are the peer's to
@@ -212,13 +212,13 @@ pub(super) struct ShmInlet {
     /// Its segments that are mapped here.
     segments: HashMap<SegmentId, PeerSegment>,
     /// What has been read.
-    read: Done,
+    read: Position,
     /// What is left of the slot that is read: in the slot itself, of which so many bytes are taken, then in the ring.
     taken: usize,
     in_slot: usize,
     in_ring: usize,
     /// The positions that the writer knows of.
-    released: Done,
+    released: Position,
     /// The writer is gone and nothing was taken since the last look.
     stalled: bool,
 }
@@ -230,11 +230,11 @@ impl ShmInlet {
             bell,
             writer,
             segments: HashMap::new(),
-            read: Done::default(),
+            read: Position::default(),
             taken: 0,
             in_slot: 0,
             in_ring: 0,
-            released: Done::default(),
+            released: Position::default(),
             stalled: false,
         }
     }
