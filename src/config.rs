@@ -84,7 +84,7 @@ options! {
         "Within a host, the receiver may read longer messages out of the sender's memory, where the system lets it \
          (process_vm_readv) and that is faster; 0 for never.";
     flight_records: usize, "flight_records", "2048", &["TORCH_FR_BUFFER_SIZE"],
-        "How many operations the flight recorder remembers; 0 for none.";
+        "How many operations the flight recorder remembers, rounded up to a power of two; 0 for none.";
     stack_frames: usize, "stack_frames", "0", &[],
         "How many frames of the caller's Python stack the flight recorder keeps of each operation; 0 for none.";
     dump_directory: Option<String>, "dump_directory", "", &[],

@@ -271,7 +271,11 @@ struct LentOp<'a> {
 impl<'a> LentOp<'a> {
     fn new(kind: OpKind, inputs: &[Lent<'a>], outputs: &[Lent<'a>]) -> Result<Self, UsageError> {
         let buffers = |argument, lent: &[Lent<'a>]| -> Result<Buffers, UsageError> {
-            lent.iter().map(|lent| lent.buffer(kind.name(), argument)).collect()
+            let mut buffers = Buffers::new();
+            for lent in lent {
+                buffers.push(lent.buffer(&kind, argument)?);
+            }
+            Ok(buffers)
         };
         let (inputs, outputs) = (buffers("input", inputs)?, buffers("output", outputs)?);
         Ok(LentOp { op: Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }, memory: PhantomData })

@@ -14,7 +14,7 @@ use crate::comm::watch::{Watch, Watchman, neighbours};
 use crate::config::{Config, DumpSignal};
 use crate::engine::call::Call;
 use crate::engine::collective::Request;
-use crate::engine::core::{Core, Finished};
+use crate::engine::core::Core;
 use crate::engine::driver::Driver;
 use crate::engine::memory::{Region, Spaces};
 use crate::engine::message::{Direction, MessageRequest};
@@ -293,7 +293,7 @@ impl Communicator {
         if !self.driver.is_here() {
             return Err(self.driver.forked_error(op.kind.name()));
         }
-        let (begun, finished, is_left_alone) = self.driver.with_core(|core| {
+        let (begun, left) = self.driver.with_core(|core| {
             if let Some(how) = &core.closed {
                 return Err(core.closed_error(op.kind.name(), how));
             }
@@ -301,7 +301,7 @@ impl Communicator {
                 return Err(error);
             }
             let begun = begin(core, &self.driver)?;
-            let Begun::InFlight(work) = &begun else { return Ok((begun, Finished::new(), false)) };
+            let Begun::InFlight(work) = &begun else { return Ok((begun, None)) };
             core.dump_due();
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {
@@ -315,8 +315,9 @@ impl Communicator {
             let mut finished = std::mem::take(&mut core.finished);
             // Nobody can know of this one yet.
             finished.retain(|other| !other.is(work));
-            Ok((begun, finished, is_left_alone))
+            Ok((begun, Some((finished, is_left_alone))))
         })?;
+        let Some((finished, is_left_alone)) = left else { return Ok(begun) };
         // Who has nothing to wait for drives nothing, so threads whose operations have ended with this one are told here.
         self.driver.tell(finished);
         if is_left_alone {
@@ -440,8 +441,8 @@ const OPERATIONS_GRACE: Duration = Duration::from_secs(10);
 /// How long `shutdown` waits until those that watch this rank know that it leaves. They may have just begun.
 const GOODBYE_GRACE: Duration = Duration::from_secs(5);
 
-/// How long `abort` does.
-const ABORT_GRACE: Duration = Duration::from_millis(50);
+/// How long `abort` does. Connections that are made take news at once; only one that has just begun needs time.
+const ABORT_GRACE: Duration = Duration::from_secs(1);
 
 /// How long `shutdown` waits for bytes that no operation waits for, such as news of a failure.
 const PROTOCOL_GRACE: Duration = Duration::from_secs(1);

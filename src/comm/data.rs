@@ -4,6 +4,7 @@ use std::marker::PhantomData;
 
 use crate::buffer::Buffer;
 use crate::error::UsageError;
+use crate::op::OpKind;
 use crate::types::Element;
 
 /// Memory that a communicator's methods read and write: slices, arrays and vectors of an [`Element`], and with the feature
@@ -54,11 +55,11 @@ impl<'a> Lent<'a> {
     }
 
     /// The engine's view of it, which must not be used after `'a`.
-    pub(super) fn buffer(&self, operation: &str, argument: &'static str) -> Result<Buffer, UsageError> {
+    pub(super) fn buffer(&self, operation: &OpKind, argument: &'static str) -> Result<Buffer, UsageError> {
         match &self.buffer {
             Ok(buffer) => Ok(*buffer),
             Err(Unfit { expected, got }) => Err(UsageError {
-                operation: operation.to_owned(),
+                operation: operation.name().to_owned(),
                 argument,
                 expected: (*expected).to_owned(),
                 got: got.clone(),

@@ -318,7 +318,7 @@ impl Core {
         let header = active.request.header(active.sequence, message, len);
         let is_warm = active.request.sends_warm_data();
         let owner = Owner { op: OpRef::Collective(active.sequence), step };
-        let eager = len <= self.collective_eager_limit(to, is_warm);
+        let eager = self.is_short(to, len, is_warm);
         self.send_message(to, header, Body::of(region), owner, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             self.suspect(to, cause);

@@ -52,6 +52,10 @@ pub(crate) struct Peer {
     pub(crate) heard_until: Option<Instant>,
     /// It cannot read this process's memory.
     cannot_read: bool,
+    /// Bytes of eager messages that it may still keep unread.
+    pub(crate) unread: u64,
+    /// Bytes of its eager messages that were taken since it was told.
+    pub(crate) taken: u64,
 }
 
 /// An operation as two ranks know it.
@@ -156,7 +160,7 @@ impl Core {
             routes,
             peers,
             collectives: Collectives::default(),
-            messages: Messages::new(),
+            messages: Messages::default(),
             windows: Windows::default(),
             announced: FxHashMap::default(),
             next_token: 0,
@@ -640,7 +644,7 @@ impl Core {
                 Sink::Discard
             }
             (FrameKind::Credit, _) => {
-                self.messages.credit(from, header.len);
+                self.credit(from, header.len);
                 Sink::Discard
             }
             (FrameKind::Put, _) => self.put_arrives(from, header),

@@ -83,18 +83,18 @@ enum Read {
 impl Core {
     // ---- the sender's side ----
 
-    /// Up to which size a message to `to` is sent before it is asked for.
-    pub(crate) fn eager_limit(&mut self, to: Rank) -> usize {
+    /// Whether a message of `len` bytes is sent to `to` before it is asked for. One that is warm, because it was just
+    /// written, is in this core's cache, out of which it gets faster through the ring than by being read where it lies.
+    pub(crate) fn is_short(&mut self, to: Rank, len: usize, is_warm: bool) -> bool {
         self.reach(to);
-        if self.lends(to) { self.eager_bytes.min(self.single_copy_bytes) } else { self.eager_bytes }
-    }
-
-    /// The same for a message of a collective. What is warm, because it was just written, is in this core's cache, out of
-    /// which it gets faster through the ring than by being read where it lies.
-    pub(crate) fn collective_eager_limit(&mut self, to: Rank, is_warm: bool) -> usize {
-        let limit = self.eager_limit(to);
-        let is_faster = is_warm && self.lends(to) && !self.crowded;
-        if is_faster { limit.saturating_mul(WARM_FACTOR).min(EagerBytes::MAX) } else { limit }
+        let single_copy = self.eager_bytes.min(self.single_copy_bytes);
+        if len <= single_copy {
+            true
+        } else if !self.lends(to) {
+            len <= self.eager_bytes
+        } else {
+            is_warm && !self.crowded && len <= single_copy.saturating_mul(WARM_FACTOR).min(EagerBytes::MAX)
+        }
     }
 
     /// Where `to` may read the message, if it may.

@@ -10,6 +10,8 @@
 #![allow(unsafe_code, reason = "the engine's only access to callers' memory")]
 
 use std::io::IoSlice;
+use std::ptr::NonNull;
+use std::slice;
 
 use smallvec::SmallVec;
 
@@ -17,49 +19,80 @@ use crate::buffer::Buffer;
 use crate::schedule::{Slice, Space};
 use crate::types::DType;
 
+/// Bytes that lie in one run.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+pub(crate) struct Piece {
     ptr: *mut u8,
     len: usize,
 }
 
-/// Bytes of an operation's memory, in one or more runs.
-#[derive(Debug, Default)]
-pub(crate) struct Region {
-    pieces: SmallVec<[Piece; 1]>,
-    len: usize,
-}
-
-impl Clone for Region {
-    fn clone(&self) -> Region {
-        // The derived way takes the pieces one by one, which takes longer than all else for a single one.
-        Region { pieces: SmallVec::from_slice(&self.pieces), len: self.len }
+impl Piece {
+    /// `len` bytes from `offset` on, which are inside.
+    fn part(self, offset: usize, len: usize) -> Piece {
+        debug_assert!(offset + len <= self.len, "{len} bytes at {offset} of a run of {}", self.len);
+        Piece { ptr: self.ptr.wrapping_add(offset), len }
     }
 }
 
-// SAFETY: a Region is a list of Buffer parts, and Buffer is Send.
-unsafe impl Send for Region {}
+// SAFETY: a Piece is a Buffer or a part of one, and Buffer is Send.
+unsafe impl Send for Piece {}
+
+/// Bytes of an operation's memory.
+#[derive(Clone, Debug)]
+pub(crate) enum Region {
+    /// One run, as mostly.
+    Run(Piece),
+    /// Several, and how many bytes they have together.
+    Runs(Vec<Piece>, usize),
+}
+
+impl Default for Region {
+    fn default() -> Region {
+        Region::Run(Piece { ptr: NonNull::dangling().as_ptr(), len: 0 })
+    }
+}
 
 impl Region {
     /// All bytes of `buffers`, end to end.
     pub(crate) fn of(buffers: &[Buffer]) -> Region {
-        let mut region = Region::default();
-        for buffer in buffers.iter().filter(|buffer| !buffer.is_empty()) {
-            region.pieces.push(Piece { ptr: buffer.ptr(), len: buffer.bytes() });
-            region.len += buffer.bytes();
+        let piece = |buffer: &Buffer| Piece { ptr: buffer.ptr(), len: buffer.bytes() };
+        match buffers {
+            [] => Region::default(),
+            [buffer] => Region::Run(piece(buffer)),
+            _ => Region::joined(buffers.iter().map(piece)),
         }
-        region
+    }
+
+    /// All bytes of `pieces`, end to end.
+    fn joined(pieces: impl Iterator<Item = Piece>) -> Region {
+        let pieces: Vec<Piece> = pieces.filter(|piece| piece.len > 0).collect();
+        let len = pieces.iter().map(|piece| piece.len).sum();
+        match pieces.as_slice() {
+            [] => Region::default(),
+            [piece] => Region::Run(*piece),
+            _ => Region::Runs(pieces, len),
+        }
+    }
+
+    fn pieces(&self) -> &[Piece] {
+        match self {
+            Region::Run(piece) => slice::from_ref(piece),
+            Region::Runs(pieces, _) => pieces,
+        }
     }
 
     /// The number of bytes.
     pub(crate) fn len(&self) -> usize {
-        self.len
+        match self {
+            Region::Run(piece) => piece.len,
+            Region::Runs(_, len) => *len,
+        }
     }
 
     /// Where the bytes are, if they are in one run.
     pub(crate) fn address(&self) -> Option<u64> {
-        match self.pieces.as_slice() {
-            [piece] => Some(piece.ptr as u64),
+        match self {
+            Region::Run(piece) if piece.len > 0 => Some(piece.ptr as u64),
             _ => None,
         }
     }
@@ -69,30 +102,20 @@ impl Region {
     /// # Panics
     /// When they are not inside the region: a schedule that does not fit its tensors.
     pub(crate) fn part(&self, offset: usize, len: usize) -> Region {
-        assert!(offset + len <= self.len, "{len} bytes at {offset} of a region of {}", self.len);
-        if let [piece] = self.pieces.as_slice() {
-            // SAFETY: offset + len <= piece.len, so the result is inside the piece's allocation or at its end.
-            let ptr = unsafe { piece.ptr.add(offset) };
-            return Region { pieces: SmallVec::from_buf([Piece { ptr, len }]), len };
-        }
-        let mut pieces = SmallVec::new();
-        let (mut skip, mut left) = (offset, len);
-        for piece in &self.pieces {
-            if left == 0 {
-                break;
+        let whole = self.len();
+        assert!(offset + len <= whole, "{len} bytes at {offset} of a region of {whole}");
+        match self {
+            Region::Run(piece) => Region::Run(piece.part(offset, len)),
+            Region::Runs(pieces, _) => {
+                let (mut skip, mut left) = (offset, len);
+                Region::joined(pieces.iter().map(|piece| {
+                    let from = skip.min(piece.len);
+                    let take = left.min(piece.len - from);
+                    (skip, left) = (skip - from, left - take);
+                    piece.part(from, take)
+                }))
             }
-            if skip >= piece.len {
-                skip -= piece.len;
-                continue;
-            }
-            let take = left.min(piece.len - skip);
-            // SAFETY: skip < piece.len, so the result is inside the piece's allocation.
-            let ptr = unsafe { piece.ptr.add(skip) };
-            pieces.push(Piece { ptr, len: take });
-            left -= take;
-            skip = 0;
         }
-        Region { pieces, len }
     }
 
     /// The bytes of the run that contains `offset`, from there on, to be read.
@@ -112,14 +135,14 @@ impl Region {
 
     fn locate(&self, offset: usize) -> (*mut u8, usize) {
         let mut skip = offset;
-        for piece in &self.pieces {
+        for piece in self.pieces() {
             if skip < piece.len {
                 // SAFETY: skip < piece.len, so the result is inside the piece's allocation.
                 return (unsafe { piece.ptr.add(skip) }, piece.len - skip);
             }
             skip -= piece.len;
         }
-        (std::ptr::NonNull::dangling().as_ptr(), 0)
+        (NonNull::dangling().as_ptr(), 0)
     }
 
     /// The bytes from `offset` to `end`, for a gathering write.
@@ -154,7 +177,7 @@ impl Region {
     /// Copies `from` here, in runs; runs that are the same memory are left alone.
     pub(crate) fn copy_from(&mut self, from: &Region) {
         let mut at = 0;
-        while at < self.len {
+        while at < self.len() {
             let (source, available) = from.locate(at);
             let (target, room) = self.locate(at);
             let take = available.min(room);
@@ -171,7 +194,7 @@ impl Region {
     /// `from` and this region do not overlap: they are different spaces or disjoint slices of one.
     pub(crate) fn zip(&mut self, from: &Region, mut f: impl FnMut(&mut [u8], &[u8])) {
         let mut at = 0;
-        while at < self.len {
+        while at < self.len() {
             let source = from.run(at);
             let run = self.run_mut(at);
             let take = run.len().min(source.len());
@@ -183,7 +206,7 @@ impl Region {
     /// Calls `f` on every run.
     pub(crate) fn each_mut(&mut self, mut f: impl FnMut(&mut [u8])) {
         let mut at = 0;
-        while at < self.len {
+        while at < self.len() {
             let run = self.run_mut(at);
             at += run.len();
             f(run);
@@ -204,11 +227,7 @@ impl Scratch {
         if self.memory.len() < words {
             self.memory = vec![0; words];
         }
-        if bytes == 0 {
-            return Region::default();
-        }
-        let piece = Piece { ptr: self.memory.as_mut_ptr().cast(), len: bytes };
-        Region { pieces: SmallVec::from_buf([piece]), len: bytes }
+        Region::Run(Piece { ptr: self.memory.as_mut_ptr().cast(), len: bytes })
     }
 }
 

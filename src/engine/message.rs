@@ -80,29 +80,15 @@ enum Content {
 }
 
 /// The point-to-point operations of one communicator.
+#[derive(Default)]
 pub(crate) struct Messages {
     next: u64,
     in_flight: FxHashMap<u64, InFlight>,
     posted: Vec<Posted>,
     arrived: VecDeque<Arrived>,
-    /// Bytes of eager messages that a peer may still keep unread.
-    outstanding: FxHashMap<Rank, u64>,
-    /// Bytes of eager messages taken since the last credit to their sender.
-    taken: FxHashMap<Rank, u64>,
 }
 
 impl Messages {
-    pub(crate) fn new() -> Self {
-        Messages {
-            next: 0,
-            in_flight: FxHashMap::default(),
-            posted: Vec::new(),
-            arrived: VecDeque::new(),
-            outstanding: FxHashMap::default(),
-            taken: FxHashMap::default(),
-        }
-    }
-
     pub(crate) fn is_idle(&self) -> bool {
         self.in_flight.is_empty()
     }
@@ -144,12 +130,6 @@ impl Messages {
             }
         }
     }
-
-    /// `from` has taken `bytes` of eager messages.
-    pub(crate) fn credit(&mut self, from: Rank, bytes: u64) {
-        let outstanding = self.outstanding.entry(from).or_default();
-        *outstanding = outstanding.saturating_sub(bytes);
-    }
 }
 
 impl Core {
@@ -178,13 +158,18 @@ impl Core {
 
     /// Whether `to` has room for a message of `len` bytes that it did not ask for.
     pub(crate) fn may_send_eagerly(&mut self, to: Rank, len: usize) -> bool {
-        let outstanding = self.messages.outstanding.get(&to).copied().unwrap_or(0);
-        len <= self.eager_limit(to) && outstanding + eager_cost(len) <= EAGER_WINDOW
+        self.is_short(to, len, false) && self.peers[to.index()].unread + eager_cost(len) <= EAGER_WINDOW
     }
 
     /// Counts a message that `to` did not ask for.
     pub(crate) fn sent_eagerly(&mut self, to: Rank, len: usize) {
-        *self.messages.outstanding.entry(to).or_default() += eager_cost(len);
+        self.peers[to.index()].unread += eager_cost(len);
+    }
+
+    /// `from` has taken `bytes` of eager messages.
+    pub(crate) fn credit(&mut self, from: Rank, bytes: u64) {
+        let unread = &mut self.peers[from.index()].unread;
+        *unread = unread.saturating_sub(bytes);
     }
 
     fn start_message_send(&mut self, id: u64, to: Rank, tag: Tag, region: Region) {
@@ -311,7 +296,7 @@ impl Core {
         if from == self.me {
             return;
         }
-        let taken = self.messages.taken.entry(from).or_default();
+        let taken = &mut self.peers[from.index()].taken;
         *taken += eager_cost(bytes);
         if *taken >= EAGER_WINDOW / 4 {
             let credit = std::mem::take(taken);

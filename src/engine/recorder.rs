@@ -43,9 +43,16 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    /// Remembers `capacity` operations beside those in flight; none at all if that is zero.
+    /// Remembers `capacity` operations beside those in flight, rounded up to a power of two; none at all if that is zero.
     pub(crate) fn new(capacity: usize) -> Recorder {
+        let capacity = if capacity == 0 { 0 } else { capacity.min(CAPACITY_MAX).next_power_of_two() };
         Recorder { capacity, next: 0, ring: Vec::new(), kept: Vec::new() }
+    }
+
+    /// Where operation `number` is in the ring.
+    fn place(&self, number: u64) -> usize {
+        // A power of two needs no division, which would take as long as all else that is done here.
+        number as usize & self.capacity.wrapping_sub(1)
     }
 
     /// Notes an operation that is submitted, and gives it a number.
@@ -62,8 +69,8 @@ impl Recorder {
         if self.ring.len() < self.capacity {
             self.ring.push(record);
         } else {
-            let place = &mut self.ring[(number % self.capacity as u64) as usize];
-            let old = std::mem::replace(place, record);
+            let place = self.place(number);
+            let old = std::mem::replace(&mut self.ring[place], record);
             if old.ended.is_none() {
                 self.kept.push(old);
             }
@@ -110,11 +117,14 @@ impl Recorder {
     }
 
     fn find(&mut self, number: u64) -> Option<&mut Record> {
-        let place = number.checked_rem(self.capacity as u64)?;
-        let in_ring = self.ring.get_mut(place as usize).filter(|record| record.number == number);
+        let place = self.place(number);
+        let in_ring = self.ring.get_mut(place).filter(|record| record.number == number);
         in_ring.or_else(|| self.kept.iter_mut().find(|record| record.number == number))
     }
 }
+
+/// The largest power of two.
+const CAPACITY_MAX: usize = 1 << (usize::BITS - 1);
 
 #[cfg(test)]
 mod tests {
@@ -145,10 +155,10 @@ mod tests {
             let number = run(&mut recorder, COLLECTIVE);
             recorder.ended(number, None, None);
         }
-        assert_eq!((numbers(&recorder), recorder.count()), (vec![waiting, 5, 6, 7], 8));
+        assert_eq!((numbers(&recorder), recorder.count()), (vec![waiting, 4, 5, 6, 7], 8));
         assert!(recorder.records()[0].ended.is_none());
         recorder.ended(waiting, Some("late".to_owned()), None);
-        assert_eq!(numbers(&recorder), [5, 6, 7], "the place of one that has ended was taken long ago");
+        assert_eq!(numbers(&recorder), [4, 5, 6, 7], "the place of one that has ended was taken long ago");
         assert!(recorder.kept.is_empty());
     }
 

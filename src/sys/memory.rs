@@ -23,7 +23,9 @@ use crate::sys::ring::{Mark, RingWords};
 #[derive(Debug)]
 pub struct RingMemory {
     base: NonNull<u8>,
-    /// Where the ring begins, behind the words and the slots.
+    /// Where the slots begin, behind the words.
+    slots: NonNull<u8>,
+    /// Where the ring begins, behind the slots.
     data: NonNull<u8>,
     capacity: usize,
 }
@@ -65,9 +67,11 @@ impl RingMemory {
         let base =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE) }?;
         let base: NonNull<u8> = NonNull::new(base.cast()).expect("mmap never returns null");
-        // SAFETY: what lies before the ring is a part of the reservation.
+        // SAFETY: the words' page is a part of the reservation.
+        let slots = unsafe { base.add(rustix::param::page_size()) };
+        // SAFETY: what lies before the ring is, too.
         let data = unsafe { base.add(before_ring()) };
-        let memory = RingMemory { base, data, capacity };
+        let memory = RingMemory { base, slots, data, capacity };
         let base = base.as_ptr().cast();
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
@@ -128,9 +132,9 @@ impl RingMemory {
     }
 
     fn slot(&self, number: u64) -> *mut u8 {
-        let offset = rustix::param::page_size() + (number % SLOTS) as usize * (size_of::<Mark>() + SLOT_BYTES);
-        // SAFETY: the slots lie behind the first page and before the ring, and there are `SLOTS`.
-        unsafe { self.base.as_ptr().add(offset) }
+        let offset = (number % SLOTS) as usize * (size_of::<Mark>() + SLOT_BYTES);
+        // SAFETY: there are `SLOTS` slots.
+        unsafe { self.slots.as_ptr().add(offset) }
     }
 
     /// The `len` bytes of the ring from position `head` on. Only the reader calls this, for bytes that came with a slot whose

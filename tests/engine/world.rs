@@ -1,6 +1,7 @@
 //! Ranks as threads of this process: a world of communicators to run a test in.
 
-use std::sync::Arc;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
@@ -38,10 +39,11 @@ where
 {
     let store = Arc::new(MemoryStore::default());
     let f = Arc::new(f);
-    let ranks: Vec<_> = (0..size)
-        .map(|rank| {
-            let (store, f) = (store.clone(), f.clone());
-            std::thread::spawn(move || {
+    let (tell, told) = mpsc::channel();
+    for rank in 0..size {
+        let (store, f, tell) = (store.clone(), f.clone(), tell.clone());
+        std::thread::spawn(move || {
+            let run = || {
                 let options = CommOptions {
                     name: format!("{wire:?}"),
                     rank: Rank::from(rank),
@@ -54,11 +56,22 @@ where
                 let result = f(&comm);
                 comm.shutdown().expect("shutdown");
                 result
-            })
-        })
-        .collect();
-    ranks.into_iter().map(|rank| rank.join().expect("a rank panicked; see above")).collect()
+            };
+            // Nobody listens any more when another rank has panicked.
+            let _ = tell.send((rank, panic::catch_unwind(AssertUnwindSafe(run))));
+        });
+    }
+    let mut results: Vec<Option<T>> = (0..size).map(|_| None).collect();
+    for _ in 0..size {
+        // Those that wait for a rank that panicked are left alone.
+        let (rank, result) = told.recv_timeout(WATCHDOG).unwrap_or_else(|_| panic!("{wire:?}: the ranks hang"));
+        results[rank] = Some(result.unwrap_or_else(|_| panic!("{wire:?}: rank {rank} panicked; see above")));
+    }
+    results.into_iter().flatten().collect()
 }
+
+/// Longer than any test, also on a machine that has other work.
+const WATCHDOG: Duration = Duration::from_secs(300);
 
 fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
     let hint = |name: &str, value: &str| (name.to_owned(), value.to_owned());
