@@ -270,15 +270,14 @@ struct LentOp<'a> {
 
 impl<'a> LentOp<'a> {
     fn new(kind: OpKind, inputs: &[Lent<'a>], outputs: &[Lent<'a>]) -> Result<Self, UsageError> {
-        let buffers = |argument, lent: &[Lent<'a>]| -> Result<Buffers, UsageError> {
-            let mut buffers = Buffers::new();
-            for lent in lent {
-                buffers.push(lent.buffer(&kind, argument)?);
-            }
-            Ok(buffers)
-        };
-        let (inputs, outputs) = (buffers("input", inputs)?, buffers("output", outputs)?);
-        Ok(LentOp { op: Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }, memory: PhantomData })
+        let mut op = Op { kind, inputs: Buffers::new(), outputs: Buffers::new(), timeout: None, mode: Mode::Blocking };
+        for lent in inputs {
+            op.inputs.push(lent.buffer(&op.kind, "input")?);
+        }
+        for lent in outputs {
+            op.outputs.push(lent.buffer(&op.kind, "output")?);
+        }
+        Ok(LentOp { op, memory: PhantomData })
     }
 }
 
