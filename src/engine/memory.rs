@@ -276,11 +276,51 @@ impl Spaces {
 
     /// The memory of `slice`.
     pub(crate) fn region(&self, slice: Slice) -> Region {
-        let space = match slice.space {
+        self.space(slice).part(slice.offset * self.element, slice.len * self.element)
+    }
+
+    /// Whether two slices begin at the same byte, each in a space of one run: mostly those of an operation in place.
+    pub(crate) fn begin_alike(&self, one: Slice, other: Slice) -> bool {
+        let address = |slice: Slice| Some(self.space(slice).address()? + (slice.offset * self.element) as u64);
+        address(one).is_some_and(|begin| address(other) == Some(begin))
+    }
+
+    fn space(&self, slice: Slice) -> &Region {
+        match slice.space {
             Space::Input => &self.input,
             Space::Output => &self.output,
             Space::Scratch => &self.scratch,
-        };
-        space.part(slice.offset * self.element, slice.len * self.element)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_part_is_that_part_of_all_bytes(
+            mut runs in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..5), 0..5),
+            ends in (0.0..=1.0, 0.0..=1.0),
+        ) {
+            let all = runs.concat();
+            let at = |share: f64| (share * all.len() as f64) as usize;
+            let (begin, end) = (at(ends.0).min(at(ends.1)), at(ends.0).max(at(ends.1)));
+            // SAFETY: the runs outlive the region, and nobody else touches them.
+            let buffers = runs.iter_mut().map(|run| unsafe { Buffer::from_raw(run.as_mut_ptr(), run.len(), DType::U8) });
+            let region = Region::of(&buffers.collect::<Vec<_>>());
+            prop_assert_eq!(region.len(), all.len());
+            let part = region.part(begin, end - begin);
+            prop_assert_eq!(part.len(), end - begin);
+            prop_assert_eq!(part.to_vec(0, part.len()), &all[begin..end]);
+            let mut offset = 0;
+            let touched = runs.iter().filter(|run| {
+                offset += run.len();
+                offset.min(end) > (offset - run.len()).max(begin)
+            });
+            prop_assert_eq!(part.address().is_some(), touched.count() == 1);
+        }
     }
 }
