@@ -96,7 +96,7 @@ impl Core {
                 Action::Send { to, from } => {
                     let region = request.spaces.region(from);
                     let header = request.header(sequence, message, region.len());
-                    if self.is_short(to, region.len(), request.sends_warm_data()) {
+                    if self.is_eager(to, region.len(), request.sends_warm_data()) {
                         self.send_now(to, header, region, owner)
                     } else {
                         Progress::NotBegun

@@ -46,7 +46,7 @@ impl Request {
         let region = |slice| self.spaces.region(slice);
         match action {
             Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
-            // Copies on itself take longer to begin than a short message to send.
+            // In place. `copy_from` would find that out run by run.
             Action::Copy { from, into } if self.spaces.begin_alike(from, into) => {}
             Action::Copy { from, into } => region(into).copy_from(&region(from)),
             Action::Reduce { from, into } => {
@@ -320,7 +320,7 @@ impl Core {
         let header = active.request.header(active.sequence, message, len);
         let is_warm = active.request.sends_warm_data();
         let owner = Owner { op: OpRef::Collective(active.sequence), step };
-        let eager = self.is_short(to, len, is_warm);
+        let eager = self.is_eager(to, len, is_warm);
         self.send_message(to, header, Body::of(region), owner, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             self.suspect(to, cause);

@@ -85,7 +85,7 @@ impl Core {
 
     /// Whether a message of `len` bytes is sent to `to` before it is asked for. One that is warm, because it was just
     /// written, is in this core's cache, out of which it gets faster through the ring than by being read where it lies.
-    pub(crate) fn is_short(&mut self, to: Rank, len: usize, is_warm: bool) -> bool {
+    pub(crate) fn is_eager(&mut self, to: Rank, len: usize, is_warm: bool) -> bool {
         self.reach(to);
         let single_copy = self.eager_bytes.min(self.single_copy_bytes);
         if len <= single_copy {

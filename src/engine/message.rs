@@ -158,7 +158,7 @@ impl Core {
 
     /// Whether `to` has room for a message of `len` bytes that it did not ask for.
     pub(crate) fn may_send_eagerly(&mut self, to: Rank, len: usize) -> bool {
-        self.is_short(to, len, false) && self.peers[to.index()].unread + eager_cost(len) <= EAGER_WINDOW
+        self.is_eager(to, len, false) && self.peers[to.index()].unread + eager_cost(len) <= EAGER_WINDOW
     }
 
     /// Counts a message that `to` did not ask for.

@@ -57,9 +57,7 @@ impl Body {
             Body::Heap(bytes) => bytes.len(),
         }
     }
-}
 
-impl Body {
     /// An operation's memory, if there is any.
     pub(crate) fn of(region: Region) -> Body {
         if region.len() == 0 { Body::Empty } else { Body::Memory(region) }

@@ -23,7 +23,7 @@ use crate::sys::ring::{Mark, RingWords};
 #[derive(Debug)]
 pub struct RingMemory {
     base: NonNull<u8>,
-    /// Where the slots begin, behind the words.
+    /// Where the slots begin, behind the words; kept, since the size of a page is a call of libc.
     slots: NonNull<u8>,
     /// Where the ring begins, behind the slots.
     data: NonNull<u8>,
@@ -133,7 +133,7 @@ impl RingMemory {
 
     fn slot(&self, number: u64) -> *mut u8 {
         let offset = (number % SLOTS) as usize * (size_of::<Mark>() + SLOT_BYTES);
-        // SAFETY: there are `SLOTS` slots.
+        // SAFETY: there are `SLOTS` slots from there on, all of them before the ring.
         unsafe { self.slots.as_ptr().add(offset) }
     }
 
