@@ -7,6 +7,7 @@ pub mod algo;
 pub mod buffer;
 pub mod comm;
 pub mod config;
+pub mod counts;
 pub mod engine;
 pub mod error;
 #[cfg(any(test, fuzzing))]
@@ -27,6 +28,7 @@ pub mod work;
 // The public interface is:
 pub use buffer::{Buffer, Buffers};
 pub use comm::{CommOptions, Communicator, Data, Launch};
+pub use counts::Counts;
 pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
 pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::buffer::Buffers;
+use crate::counts::Counts;
 use crate::types::{Rank, ReduceOp, Source, Tag};
 use crate::window::WindowId;
 
@@ -40,9 +41,9 @@ pub enum OpKind {
     /// Rank r's i-th block goes to rank i's r-th place. Counts in elements, one a rank.
     AllToAll {
         /// Elements for each rank, in the order they lie in the inputs.
-        send: Vec<usize>,
+        send: Counts,
         /// Elements from each rank, in the order they lie in the outputs.
-        recv: Vec<usize>,
+        recv: Counts,
     },
     /// The root ends with all ranks' inputs, one output a rank or one of `size` equal blocks; others have no output.
     Gather {

@@ -4,6 +4,7 @@
 //! in MPICH", 2005.
 
 use crate::algo::group::{Group, blocks, chunks};
+use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Slice};
 
 /// Sends `own` to everyone and receives everyone's block; block `me` is not touched.
@@ -45,7 +46,7 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
     let lanes: Vec<Slice> = (0..depth).map(|_| builder.scratch(chunk.min(into.len) * size)).collect();
     for (index, (target, mine)) in chunks(into, chunk).zip(chunks(own[me], chunk)).enumerate() {
         let gathered = lanes[index % depth].part(0, target.len * size);
-        let parts = blocks(gathered, &vec![target.len; size]);
+        let parts = blocks(gathered, &Counts::equal(target.len, size));
         builder.push(Action::Copy { from: mine, into: parts[me] });
         for step in 1..size {
             let from = (me + size - step) % size;

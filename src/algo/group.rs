@@ -1,5 +1,6 @@
 //! The ranks that take part in an algorithm, in an agreed order.
 
+use crate::counts::Counts;
 use crate::schedule::Slice;
 use crate::types::Rank;
 
@@ -45,10 +46,10 @@ impl Group {
 }
 
 /// Consecutive blocks, one a position, of the lengths `counts`, from the start of `all`.
-pub fn blocks(all: Slice, counts: &[usize]) -> Vec<Slice> {
+pub fn blocks(all: Slice, counts: &Counts) -> Vec<Slice> {
     let mut offset = 0;
-    let next = |count: &usize| {
-        let block = all.part(offset, *count);
+    let next = |count| {
+        let block = all.part(offset, count);
         offset += count;
         block
     };

@@ -17,6 +17,7 @@ pub mod ring;
 pub mod select;
 pub mod tuning;
 
+use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice};
 use crate::topo::Topology;
 use crate::types::Rank;
@@ -63,19 +64,19 @@ pub enum Collective {
     /// Everyone gets everyone's block.
     AllGather {
         /// Elements by rank.
-        counts: Vec<usize>,
+        counts: Counts,
     },
     /// Everyone gets its block of the reduction.
     ReduceScatter {
         /// Elements by rank.
-        counts: Vec<usize>,
+        counts: Counts,
     },
     /// Everyone gets its block of everyone's data.
     AllToAll {
         /// This rank's elements for each rank.
-        send: Vec<usize>,
+        send: Counts,
         /// This rank's elements from each rank.
-        recv: Vec<usize>,
+        recv: Counts,
     },
     /// The root gets everyone's block.
     Gather {

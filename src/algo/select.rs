@@ -4,6 +4,7 @@ use crate::algo::group::{blocks, pieces};
 use crate::algo::{
     Collective, Setting, binomial, confirm, direct, dissemination, halving_doubling, hierarchical, ring, schedule,
 };
+use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Scaling, Schedule, Slice, Space};
 use crate::types::Rank;
 
@@ -87,7 +88,7 @@ fn build(row: &Row, collective: &Collective, setting: Setting<'_>) -> Schedule {
 fn needs_confirmation(collective: &Collective) -> bool {
     match collective {
         Collective::AllReduce { .. } | Collective::Barrier => false,
-        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => !equal(counts),
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => !counts.are_equal(),
         Collective::Reduce { .. }
         | Collective::Broadcast { .. }
         | Collective::AllToAll { .. }
@@ -100,10 +101,6 @@ fn always(_: &Collective, _: &Setting<'_>) -> bool {
     true
 }
 
-fn equal(counts: &[usize]) -> bool {
-    counts.windows(2).all(|pair| pair[0] == pair[1])
-}
-
 /// The bytes that the collective is about, on one rank. All ranks find the same, an all_to_all of unequal blocks aside.
 pub(super) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
     let count = match collective {
@@ -112,8 +109,8 @@ pub(super) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
         | Collective::Broadcast { count, .. }
         | Collective::Gather { count, .. }
         | Collective::Scatter { count, .. } => *count,
-        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.iter().sum(),
-        Collective::AllToAll { send, .. } => send.iter().sum(),
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.total(),
+        Collective::AllToAll { send, .. } => send.total(),
         Collective::Barrier => 0,
     };
     count * setting.element
@@ -157,8 +154,8 @@ fn all_reduce(
 }
 
 /// This rank's blocks of a reduce_scatter's input, to be sent.
-fn loaded_blocks(builder: &mut Builder, setting: &Setting<'_>, counts: &[usize], in_place: bool) -> Vec<Slice> {
-    let total = counts.iter().sum();
+fn loaded_blocks(builder: &mut Builder, setting: &Setting<'_>, counts: &Counts, in_place: bool) -> Vec<Slice> {
+    let total = counts.total();
     if !in_place {
         return blocks(input(total), counts);
     }
@@ -192,8 +189,8 @@ fn broadcast(builder: &mut Builder, count: usize, is_root: bool, spread: impl Fn
 }
 
 /// The output blocks of an all_gather, this rank's filled.
-fn own_block_in_place(builder: &mut Builder, counts: &[usize], me: usize) -> Vec<Slice> {
-    let all = blocks(output(counts.iter().sum()), counts);
+fn own_block_in_place(builder: &mut Builder, counts: &Counts, me: usize) -> Vec<Slice> {
+    let all = blocks(output(counts.total()), counts);
     builder.push(Action::Copy { from: input(counts[me]), into: all[me] });
     all
 }
@@ -279,17 +276,16 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
         }
         Collective::AllGather { counts } => {
             let all = own_block_in_place(builder, counts, me);
-            direct::all_gather(builder, &world, input(counts[me]), &all, setting.chunk(counts.iter().sum()));
+            direct::all_gather(builder, &world, input(counts[me]), &all, setting.chunk(counts.total()));
         }
         Collective::ReduceScatter { counts } => {
             let own = loaded_blocks(builder, setting, counts, setting.premultiply);
             let into = output(counts[me]);
-            direct::reduce_scatter(builder, &world, &own, into, setting.chunk(counts.iter().sum()));
+            direct::reduce_scatter(builder, &world, &own, into, setting.chunk(counts.total()));
             average(builder, setting, into);
         }
         Collective::AllToAll { send, recv } => {
-            let (sent, received) = (send.iter().sum::<usize>(), recv.iter().sum::<usize>());
-            let (from, into) = (blocks(input(sent), send), blocks(output(received), recv));
+            let (from, into) = (blocks(input(send.total()), send), blocks(output(recv.total()), recv));
             // The totals differ between ranks, so the length of the pieces must not depend on them.
             direct::all_to_all(builder, &world, &from, &into, setting.chunk(0));
         }
@@ -314,11 +310,11 @@ fn build_ring(builder: &mut Builder, collective: &Collective, setting: &Setting<
         }
         Collective::AllGather { counts } => {
             let all = own_block_in_place(builder, counts, me);
-            ring::all_gather(builder, &world, &all, setting.chunk(counts.iter().sum()));
+            ring::all_gather(builder, &world, &all, setting.chunk(counts.total()));
         }
         Collective::ReduceScatter { counts } => {
             let own = loaded_blocks(builder, setting, counts, true);
-            ring::reduce_scatter(builder, &world, &own, setting.chunk(counts.iter().sum()));
+            ring::reduce_scatter(builder, &world, &own, setting.chunk(counts.total()));
             builder.push(Action::Copy { from: own[me], into: output(counts[me]) });
             average(builder, setting, output(counts[me]));
         }

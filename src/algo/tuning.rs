@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::algo::select::{bytes, candidates};
 use crate::algo::{Collective, Setting};
+use crate::counts::Counts;
 use crate::topo::Topology;
 use crate::types::Rank;
 
@@ -143,7 +144,7 @@ impl CollectiveKind {
     }
 
     fn algorithms(self, ranks: usize, hosts: usize) -> Vec<&'static str> {
-        let (count, root, counts) = (1, Rank(0), || vec![1; ranks]);
+        let (count, root, counts) = (1, Rank(0), || Counts::equal(1, ranks));
         let collective = match self {
             CollectiveKind::AllReduce => Collective::AllReduce { count },
             CollectiveKind::Reduce => Collective::Reduce { count, root },

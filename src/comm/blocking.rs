@@ -49,6 +49,7 @@ use super::check;
 use super::communicator::Communicator;
 use super::data::{Data, Lent};
 use crate::buffer::{Buffer, Buffers};
+use crate::counts::Counts;
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op, OpKind};
 use crate::types::{DType, Rank, ReduceOp, Source, Tag};
@@ -118,7 +119,7 @@ impl Communicator {
     {
         let size = self.size();
         let share = |argument, length: usize| match length % size {
-            0 => Ok(vec![length / size; size]),
+            0 => Ok(Counts::equal(length / size, size)),
             _ => Err(UsageError {
                 operation: "all_to_all".to_owned(),
                 argument,
@@ -143,7 +144,10 @@ impl Communicator {
         O: Data + ?Sized,
         I: Data<Element = O::Element> + ?Sized,
     {
-        let kind = OpKind::AllToAll { send: input_lengths.to_vec(), recv: output_lengths.to_vec() };
+        let kind = OpKind::AllToAll {
+            send: input_lengths.iter().copied().collect(),
+            recv: output_lengths.iter().copied().collect(),
+        };
         self.run(kind, &[Lent::of(input)], &[Lent::of_mut(output)])
     }
 

@@ -2,6 +2,7 @@
 
 use crate::algo::Collective;
 use crate::buffer::Buffer;
+use crate::counts::Counts;
 use crate::engine::frame::{OPERATIONS, REDUCTIONS, Signature};
 use crate::error::UsageError;
 use crate::op::{Op, OpKind};
@@ -126,10 +127,10 @@ impl Checker<'_> {
         all: &[Buffer],
         own_argument: &'static str,
         own: &[Buffer],
-    ) -> Result<Vec<usize>, UsageError> {
+    ) -> Result<Counts, UsageError> {
         let size = self.place.size;
-        let counts: Vec<usize> = match all {
-            [one] if one.len() % size == 0 => vec![one.len() / size; size],
+        let counts = match all {
+            [one] if one.len() % size == 0 => Counts::equal(one.len() / size, size),
             [one] => {
                 let expected = format!("a number of elements that {size} ranks can share equally");
                 return Err(self.error(argument, expected, one.len().to_string()));
@@ -145,12 +146,12 @@ impl Checker<'_> {
         Ok(counts)
     }
 
-    fn splits(&self, argument: &'static str, counts: &[usize], buffers: &[Buffer]) -> Result<(), UsageError> {
+    fn splits(&self, argument: &'static str, counts: &Counts, buffers: &[Buffer]) -> Result<(), UsageError> {
         let size = self.place.size;
         if counts.len() != size {
             return Err(self.error(argument, format!("{size} sizes, one a rank"), counts.len().to_string()));
         }
-        let sum: usize = counts.iter().sum();
+        let sum = counts.total();
         if sum != total(buffers) {
             let expected = format!("sizes that add up to the tensor's {} elements", total(buffers));
             return Err(self.error(argument, expected, format!("a sum of {sum}")));
@@ -205,7 +206,7 @@ fn signature(op: &Op, name: &str, collective: &Collective, dtype: DType) -> Sign
         | Collective::Broadcast { count, root }
         | Collective::Gather { count, root }
         | Collective::Scatter { count, root } => (*root, *count),
-        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => (Rank(0), counts.iter().sum()),
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => (Rank(0), counts.total()),
         Collective::AllToAll { .. } | Collective::Barrier => (Rank(0), 0),
     };
     Signature {

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::algo::Collective;
+use crate::counts::Counts;
 use crate::engine::by_hand::Scene;
 use crate::engine::call::Call;
 use crate::engine::collective::Request;
@@ -147,8 +148,8 @@ impl Play {
         let (collective, received) = match kind % 4 {
             0 => (Collective::AllReduce { count }, count),
             1 => (Collective::Broadcast { count, root: Rank(u32::from(kind / 4 % 2)) }, count),
-            2 => (Collective::AllGather { counts: vec![count, other] }, count + other),
-            _ => (Collective::AllToAll { send: vec![count, other], recv: vec![count, count] }, 2 * count),
+            2 => (Collective::AllGather { counts: vec![count, other].into() }, count + other),
+            _ => (Collective::AllToAll { send: vec![count, other].into(), recv: Counts::equal(count, 2) }, 2 * count),
         };
         let mut all = Words::new(vec![0; received * dtype.size() / 8]);
         let input = match kind % 4 {

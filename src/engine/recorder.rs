@@ -70,9 +70,11 @@ impl Recorder {
             self.ring.push(record);
         } else {
             let place = self.place(number);
-            let old = std::mem::replace(&mut self.ring[place], record);
+            let old = &mut self.ring[place];
             if old.ended.is_none() {
-                self.kept.push(old);
+                self.kept.push(std::mem::replace(old, record));
+            } else {
+                *old = record;
             }
         }
         number

@@ -106,7 +106,8 @@ fn all_to_all_takes_uneven_splits() {
         let mut input: Vec<i64> = (0..size).flat_map(|to| block(rank * 100 + to, send[to])).collect();
         let mut output = vec![0i64; recv.iter().sum()];
         let memory = vec![buffer(&mut output)];
-        run(comm, OpKind::AllToAll { send, recv }, vec![buffer(&mut input)], memory).expect("all_to_all");
+        run(comm, OpKind::AllToAll { send: send.into(), recv: recv.into() }, vec![buffer(&mut input)], memory)
+            .expect("all_to_all");
         let expected: Vec<i64> = (0..size).flat_map(|from| block(from * 100 + rank, length(from, rank))).collect();
         assert!(output == expected);
     });

@@ -163,7 +163,7 @@ fn bad_arguments_are_refused_before_anything_is_sent() {
         refused(OpKind::AllReduce(ReduceOp::BitAnd), "op");
         refused(OpKind::AllGather, "output");
         refused(OpKind::ReduceScatter(ReduceOp::Sum), "input");
-        refused(OpKind::AllToAll { send: vec![1, 1], recv: vec![1, 2] }, "input_split_sizes");
+        refused(OpKind::AllToAll { send: vec![1, 1].into(), recv: vec![1, 2].into() }, "input_split_sizes");
         refused(OpKind::Send { to: Rank(9), tag: Tag(0) }, "dst");
         run(comm, OpKind::AllReduce(ReduceOp::Sum), memory.clone(), memory.clone()).expect("the group works");
     });

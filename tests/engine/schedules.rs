@@ -6,7 +6,7 @@
 
 use ncclx_rs::algo::{self, Collective, Setting};
 use ncclx_rs::schedule::{self, Action, Schedule, Slice, Space};
-use ncclx_rs::{Rank, Topology};
+use ncclx_rs::{Counts, Rank, Topology};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -178,9 +178,10 @@ impl Case {
     fn of(&self, rank: usize) -> Collective {
         match self {
             Case::Same(collective) => collective.clone(),
-            Case::AllToAll(counts) => {
-                Collective::AllToAll { send: counts[rank].clone(), recv: counts.iter().map(|row| row[rank]).collect() }
-            }
+            Case::AllToAll(counts) => Collective::AllToAll {
+                send: counts[rank].clone().into(),
+                recv: counts.iter().map(|row| row[rank]).collect(),
+            },
         }
     }
 
@@ -202,9 +203,8 @@ impl Case {
                 (own(rank, counts[rank]), all.len(), Some(all))
             }
             Collective::ReduceScatter { counts } => {
-                let total = counts.iter().sum();
-                let start: usize = counts[..rank].iter().sum();
-                (own(rank, total), counts[rank], Some(sum(start..start + counts[rank])))
+                let start: usize = counts.iter().take(rank).sum();
+                (own(rank, counts.total()), counts[rank], Some(sum(start..start + counts[rank])))
             }
             Collective::AllToAll { send, recv } => {
                 let Case::AllToAll(counts) = self else { unreachable!() };
@@ -309,8 +309,8 @@ fn cases(size: usize, random: &mut StdRng) -> Vec<Case> {
     roots.dedup();
     for count in [0, 1, size, 3 * size + 1, 40] {
         cases.push(Case::Same(Collective::AllReduce { count }));
-        cases.push(Case::Same(Collective::AllGather { counts: vec![count; size] }));
-        cases.push(Case::Same(Collective::ReduceScatter { counts: vec![count; size] }));
+        cases.push(Case::Same(Collective::AllGather { counts: Counts::equal(count, size) }));
+        cases.push(Case::Same(Collective::ReduceScatter { counts: Counts::equal(count, size) }));
     }
     for count in [0, 1, 33] {
         for root in roots.iter().map(|root| Rank::from(*root)) {
@@ -321,8 +321,8 @@ fn cases(size: usize, random: &mut StdRng) -> Vec<Case> {
         }
     }
     let mut uneven = |most: usize| (0..size).map(|_| random.random_range(0..=most)).collect::<Vec<_>>();
-    cases.push(Case::Same(Collective::AllGather { counts: uneven(40) }));
-    cases.push(Case::Same(Collective::ReduceScatter { counts: uneven(40) }));
+    cases.push(Case::Same(Collective::AllGather { counts: uneven(40).into() }));
+    cases.push(Case::Same(Collective::ReduceScatter { counts: uneven(40).into() }));
     cases.push(Case::AllToAll((0..size).map(|_| uneven(20)).collect()));
     cases.push(Case::AllToAll(vec![vec![3; size]; size]));
     cases
@@ -377,7 +377,7 @@ proptest::proptest! {
         let topologies = topologies(size, &mut random);
         let topo = topologies.choose(&mut random).expect("one");
         let root = Rank::from(random.random_range(0..size));
-        let counts: Vec<usize> = (0..size).map(|_| random.random_range(0..=count.min(40))).collect();
+        let counts: Counts = (0..size).map(|_| random.random_range(0..=count.min(40))).collect();
         let cases = [
             Collective::AllReduce { count },
             Collective::Reduce { count, root },
@@ -404,7 +404,7 @@ fn every_element_is_scaled_once() {
             for collective in [
                 Collective::AllReduce { count: 40 },
                 Collective::Reduce { count: 40, root: Rank(0) },
-                Collective::ReduceScatter { counts: vec![5; size] },
+                Collective::ReduceScatter { counts: Counts::equal(5, size) },
             ] {
                 let topo = Topology::single_host(size);
                 let setting = Setting { me: Rank(0), topo: &topo, element: 4, premultiply: true, average: true };

@@ -146,6 +146,7 @@ def all_reduce_beats_gloo(rank: int, size: int) -> None:
 
 
 def pytorchs_recorder_learns_what_became_of_operations(rank: int, size: int, folder: str) -> None:
+    os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "1"
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
     join(timeout=1)
     dist.all_reduce(torch.ones(10))

@@ -32,7 +32,6 @@ from harness import (
     MODES,
     PR_SET_PDEATHSIG,
     World,
-    connected_store,
     fresh_store,
     leaving_together,
     set_timeout,
@@ -327,15 +326,6 @@ def test_survivors_go_on(size: int, mode: str, seed: int, tmp_path: Path) -> Non
 # ---- cuts of the network ----
 
 
-@dataclass(frozen=True)
-class DistantHost(Host):
-    """One of the two pretended hosts, from which the tests' store can be reached all the same."""
-
-    def __call__(self, rank: int) -> None:
-        connected_store()
-        super().__call__(rank)
-
-
 def lose_each_other(rank: int, size: int, namespaces: tuple[str, ...], seed: int, cuts: int) -> None:
     """Even and odd ranks are cut off from each other: each side knows whom it lost, goes on, and meets it again."""
     choice = random.Random(seed)
@@ -388,7 +378,7 @@ def cut_runs() -> Iterator[Any]:
 @pytest.mark.parametrize(("size", "cuts", "seed"), cut_runs())
 def test_sides_of_a_cut_go_on(size: int, cuts: int, seed: int) -> None:
     with two_hosts(V4) as namespaces:
-        setup = DistantHost(namespaces, None)
+        setup = Host(namespaces)
         world = World(size, "tcp", VARIABLES | {"NCCLX_RS_PEER_TIMEOUT_SECONDS": "3"}, setup)
         try:
             world.run(lose_each_other, namespaces, seed, cuts, join=False)

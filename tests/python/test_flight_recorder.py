@@ -221,8 +221,13 @@ def test_a_recorder_of_no_size_is_off() -> None:
 # ---- dumps ----
 
 
+def failures_are_dumped_to(name: str) -> None:
+    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = name
+    del os.environ["TORCH_FR_DUMP_ON_TIMEOUT"]  # as it is outside of tests
+
+
 def a_timeout_leaves_a_dump(rank: int, size: int, folder: str) -> None:
-    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    failures_are_dumped_to(f"{folder}/trace_")
     with communicator(rank, size, abort_process_on_timeout_or_error=False) as comm:
         recorder = recorder_of(comm)
         comm.split([rank], "child").finalize()  # type: ignore[union-attr]
@@ -241,7 +246,7 @@ def a_timeout_leaves_a_dump(rank: int, size: int, folder: str) -> None:
 
 
 def a_process_that_is_aborted_leaves_a_dump(rank: int, size: int, folder: str) -> None:
-    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    failures_are_dumped_to(f"{folder}/trace_")
     with communicator(rank, size, abort_process_on_timeout_or_error=rank == 0) as comm:
         recorder_of(comm)
         if rank == 0:
@@ -254,7 +259,7 @@ def a_process_that_is_aborted_leaves_a_dump(rank: int, size: int, folder: str) -
 
 def a_dump_that_cannot_be_written_does_no_harm(rank: int, size: int, folder: str) -> None:
     (Path(folder) / "file").touch()
-    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/file/trace_"
+    failures_are_dumped_to(f"{folder}/file/trace_")
     with communicator(rank, size, abort_process_on_timeout_or_error=False) as comm:
         recorder = recorder_of(comm)
         comm.set_timeout(timedelta(seconds=1))
@@ -267,7 +272,7 @@ def a_dump_that_cannot_be_written_does_no_harm(rank: int, size: int, folder: str
 
 
 def a_dump_can_be_switched_off(rank: int, size: int, folder: str) -> None:
-    os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    failures_are_dumped_to(f"{folder}/trace_")
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     with communicator(rank, size, abort_process_on_timeout_or_error=False) as comm:
         recorder_of(comm)

@@ -81,7 +81,7 @@ fn op_kind(kind: api::OpKind) -> OpKind {
         api::OpKind::Reduce { op, root } => OpKind::Reduce { op: reduce_op(op), root: Rank(root) },
         api::OpKind::AllGather => OpKind::AllGather,
         api::OpKind::ReduceScatter(op) => OpKind::ReduceScatter(reduce_op(op)),
-        api::OpKind::AllToAll { send, recv } => OpKind::AllToAll { send, recv },
+        api::OpKind::AllToAll { send, recv } => OpKind::AllToAll { send: send.into(), recv: recv.into() },
         api::OpKind::Gather { root } => OpKind::Gather { root: Rank(root) },
         api::OpKind::Scatter { root } => OpKind::Scatter { root: Rank(root) },
         api::OpKind::Barrier => OpKind::Barrier,

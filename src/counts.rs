@@ -1,0 +1,115 @@
+//! Numbers of elements, one a rank.
+
+use std::ops::Index;
+
+/// How many elements each rank has. Equal numbers, however they were given, take no memory of their own.
+///
+/// ```
+/// use ncclx_rs::Counts;
+/// let counts: Counts = vec![3, 0, 4].into();
+/// assert_eq!((counts.len(), counts.total(), counts[2]), (3, 7, 4));
+/// assert_eq!(Counts::from(vec![5, 5]), Counts::equal(5, 2));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Counts(Kind);
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Kind {
+    Equal {
+        each: usize,
+        ranks: usize,
+    },
+    /// Of which two differ.
+    Unequal(Box<[usize]>),
+}
+
+impl Counts {
+    /// The same number on each of `ranks` ranks.
+    pub const fn equal(each: usize, ranks: usize) -> Counts {
+        Counts(Kind::Equal { each, ranks })
+    }
+
+    /// The number of ranks.
+    pub fn len(&self) -> usize {
+        match &self.0 {
+            Kind::Equal { ranks, .. } => *ranks,
+            Kind::Unequal(counts) => counts.len(),
+        }
+    }
+
+    /// Whether there are no ranks.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether all ranks have the same number.
+    pub fn are_equal(&self) -> bool {
+        matches!(self.0, Kind::Equal { .. })
+    }
+
+    /// The elements of all ranks together.
+    pub fn total(&self) -> usize {
+        match &self.0 {
+            Kind::Equal { each, ranks } => each * ranks,
+            Kind::Unequal(counts) => counts.iter().sum(),
+        }
+    }
+
+    /// The numbers by rank.
+    pub fn iter(&self) -> impl Iterator<Item = usize> {
+        (0..self.len()).map(|rank| self[rank])
+    }
+}
+
+impl Index<usize> for Counts {
+    type Output = usize;
+
+    fn index(&self, rank: usize) -> &usize {
+        match &self.0 {
+            Kind::Equal { each, ranks } => {
+                assert!(rank < *ranks, "there is no rank {rank} among {ranks}");
+                each
+            }
+            Kind::Unequal(counts) => &counts[rank],
+        }
+    }
+}
+
+impl FromIterator<usize> for Counts {
+    fn from_iter<I: IntoIterator<Item = usize>>(counts: I) -> Counts {
+        let mut counts = counts.into_iter();
+        let each = counts.next();
+        let Some(each) = each else { return Counts::equal(0, 0) };
+        let mut ranks = 1;
+        for count in &mut counts {
+            if count != each {
+                let same = std::iter::repeat_n(each, ranks);
+                return Counts(Kind::Unequal(same.chain([count]).chain(counts).collect()));
+            }
+            ranks += 1;
+        }
+        Counts::equal(each, ranks)
+    }
+}
+
+impl From<Vec<usize>> for Counts {
+    fn from(counts: Vec<usize>) -> Counts {
+        counts.into_iter().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn they_are_the_numbers_they_were_made_of(numbers in proptest::collection::vec(0..3_usize, 0..6)) {
+            let counts = Counts::from(numbers.clone());
+            prop_assert_eq!(counts.iter().collect::<Vec<_>>(), numbers.clone());
+            prop_assert_eq!((counts.len(), counts.total()), (numbers.len(), numbers.iter().sum()));
+            prop_assert_eq!(counts.are_equal(), numbers.windows(2).all(|pair| pair[0] == pair[1]));
+        }
+    }
+}
