@@ -74,6 +74,17 @@ def one_store_serves_groups_one_after_another(rank: int, size: int) -> None:
             assert_group_works(rank, size)
 
 
+def a_store_that_has_ended_is_named(rank: int, size: int) -> None:
+    if rank == 0:
+        return
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    with pytest.raises(RuntimeError, match="(?i)store") as failed:
+        join(store=store)
+    assert "frame #" not in str(failed.value), failed.value
+
+
 class CountingStore(dist.Store):
     """Passes everything on and remembers what was asked."""
 
@@ -173,6 +184,11 @@ def test_store_rendezvous(world: World, check) -> None:
 @pytest.mark.worlds(sizes=(1,))
 def test_hash_store_serves_one_rank(world: World) -> None:
     world.run(hash_store_serves_one_rank, join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_store_that_has_ended_is_named(world: World) -> None:
+    world.run(a_store_that_has_ended_is_named, join=False)
 
 
 @pytest.mark.parametrize("mode", ["shm", "tcp"])

@@ -30,6 +30,12 @@ inline std::exception_ptr exception(int32_t status, const std::string& text) {
   }
 }
 
+// What an exception says, without the C++ frames that PyTorch adds to its own, and takes seconds to name.
+inline const char* text_of(const std::exception& exception) {
+  const auto* error = dynamic_cast<const c10::Error*>(&exception);
+  return error != nullptr ? error->what_without_backtrace() : exception.what();
+}
+
 // A caller's mistake that only this side can see.
 [[noreturn]] inline void refuse(const char* operation, const char* argument, const std::string& expected,
                                 const std::string& got) {

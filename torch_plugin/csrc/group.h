@@ -13,6 +13,7 @@
 #include <mutex>
 #include <utility>
 
+#include "errors.h"
 #include "ncclx_abi.h"
 
 #define NCCLX_TORCH_GE(major, minor) \
@@ -46,7 +47,7 @@ class Group {
     try {
       if (hook) hook(info());
     } catch (const std::exception& error) {
-      TORCH_WARN("ncclx_rs: the completion hook failed: ", error.what());
+      TORCH_WARN("ncclx_rs: the completion hook failed: ", text_of(error));
     }
     std::lock_guard<std::mutex> lock(mutex_);
     if (--in_flight_ == 0) all_ended_.notify_all();
@@ -76,7 +77,7 @@ class Group {
       try {
         hook();
       } catch (const std::exception& thrown) {
-        TORCH_WARN("ncclx_rs: an abort hook failed: ", thrown.what());
+        TORCH_WARN("ncclx_rs: an abort hook failed: ", text_of(thrown));
       }
     }
     std::lock_guard<std::mutex> lock(mutex_);
@@ -128,7 +129,7 @@ class Group {
       try {
         hook({key, std::chrono::duration<float, std::milli>(duration).count()});
       } catch (const std::exception& thrown) {
-        TORCH_WARN("ncclx_rs: a completion hook failed: ", thrown.what());
+        TORCH_WARN("ncclx_rs: a completion hook failed: ", text_of(thrown));
       }
     }
   }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 
+#include "errors.h"
 #include "ncclx_abi.h"
 
 namespace ncclx {
@@ -57,7 +58,7 @@ class StoreAdapter {
       f();
       return NCCLX_OK;
     } catch (const std::exception& exception) {
-      describe(error, exception.what());
+      describe(error, text_of(exception));
     } catch (...) {
       describe(error, "an exception of unknown type");
     }
