@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 BACKEND = os.environ.get("NCCLX_RS_TEST_BACKEND", "ncclx_rs")
 GROUP_TIMEOUT = 30.0
-WATCHDOG_SECONDS = float(os.environ.get("NCCLX_RS_TEST_WATCHDOG", "90"))
+WATCHDOG_SECONDS = float(os.environ.get("NCCLX_RS_TEST_WATCHDOG", "240"))
 # How long the other ranks may take to report once one of them has failed.
 GRACE_SECONDS = 3.0
 
@@ -229,7 +229,8 @@ def _serve(
 @functools.cache
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "pytest"])
+    # What many tests load, and each worker would load anew: PyTorch's compiler alone takes seconds.
+    context.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "pytest"])
     return context
 
 
