@@ -12,13 +12,12 @@ use crate::comm::live;
 use crate::comm::store::Store;
 use crate::comm::watch::{Watch, Watchman, neighbours};
 use crate::config::{Config, DumpSignal};
-use crate::engine::call::Call;
 use crate::engine::collective::Request;
 use crate::engine::core::Core;
 use crate::engine::driver::Driver;
 use crate::engine::memory::{Region, Spaces};
 use crate::engine::message::{Direction, MessageRequest};
-use crate::engine::recorder::{Bytes, Recorder};
+use crate::engine::recorder::Recorder;
 use crate::error::{Error, InitError};
 use crate::op::{Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
@@ -254,8 +253,6 @@ impl Communicator {
         let checked = check::collective(op, name, self.place)?;
         self.enter(op, |core, driver| {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
-            let bytes = Bytes { read: input.len(), written: output.len() };
-            let entry = core.begin(Call::Collective(checked.signature), bytes);
             let request = Request {
                 collective: checked.collective,
                 signature: checked.signature,
@@ -264,7 +261,7 @@ impl Communicator {
                 spaces: Spaces::new(input, output, checked.dtype.size()),
                 timeout,
             };
-            Ok(core.run_collective(request, entry, op.mode == Mode::Blocking, driver))
+            Ok(core.run_collective(request, op.mode == Mode::Blocking, driver))
         })
     }
 
@@ -277,9 +274,8 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Begun, Error> {
         self.enter(op, |core, driver| {
-            let entry = core.begin(direction.call(tag, region.len()), direction.bytes(region.len()));
             let request = MessageRequest { direction, tag, region, timeout };
-            Ok(core.run_message(request, entry, op.mode == Mode::Blocking, driver))
+            Ok(core.run_message(request, op.mode == Mode::Blocking, driver))
         })
     }
 

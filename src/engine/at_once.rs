@@ -7,6 +7,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::engine::call::Call;
 use crate::engine::collective::{Request, Taken};
 use crate::engine::core::Core;
 use crate::engine::frame::Header;
@@ -14,10 +15,11 @@ use crate::engine::inbox::{Arrival, Next, Placement};
 use crate::engine::memory::Region;
 use crate::engine::message::{Direction, MessageRequest, message_header};
 use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::engine::recorder::Bytes;
 use crate::schedule::{Action, StepId};
 use crate::sync::Arc;
 use crate::types::{Rank, Source};
-use crate::work::{Begun, Drive, Entry, Work};
+use crate::work::{Begun, Drive, Work};
 
 /// How far a message has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,10 +35,11 @@ impl Core {
     pub(crate) fn run_collective(
         &mut self,
         mut request: Request,
-        entry: Entry,
         waits: bool,
         driver: &Arc<impl Drive + 'static>,
     ) -> Begun {
+        let bytes = Bytes { read: request.spaces.input.len(), written: request.spaces.output.len() };
+        let entry = self.begin(Call::Collective(request.signature), bytes);
         let mut taken = Taken::default();
         if waits && self.is_quiet() && self.take_steps(&mut request, &mut taken) {
             self.collectives.skip();
@@ -53,13 +56,17 @@ impl Core {
     pub(crate) fn run_message(
         &mut self,
         request: MessageRequest,
-        entry: Entry,
         waits: bool,
         driver: &Arc<impl Drive + 'static>,
     ) -> Begun {
-        let progress = if waits && self.is_quiet() { self.take_message(&request) } else { Progress::NotBegun };
+        let (direction, len) = (request.direction, request.region.len());
+        let (tries, is_send) = (waits && self.is_quiet(), matches!(direction, Direction::Send(_)));
+        // It leaves before it is noted in the flight recorder: somebody waits for it.
+        let sent = if tries && is_send { self.take_message(&request) } else { Progress::NotBegun };
+        let entry = self.begin(direction.call(request.tag, len), direction.bytes(len));
+        let progress = if tries && !is_send { self.take_message(&request) } else { sent };
         if progress == Progress::Done {
-            let source = match request.direction {
+            let source = match direction {
                 Direction::Receive(Source::Rank(from)) => Some(from),
                 _ => None,
             };
@@ -215,12 +222,12 @@ mod tests {
     use super::*;
     use crate::algo::Collective;
     use crate::engine::by_hand::Scene;
-    use crate::engine::call::Call;
     use crate::engine::frame::Signature;
     use crate::engine::memory::{Region, Spaces, Words};
-    use crate::engine::recorder::{Bytes, Recorder};
+    use crate::engine::recorder::Recorder;
     use crate::error::Error;
     use crate::types::{DType, ReduceOp, Tag};
+    use crate::work::Entry;
 
     const LIMIT: Duration = Duration::from_secs(60);
     const SUM: Signature = Signature { operation: 1, dtype: 0, reduction: 1, root: 0, count: 1 };
@@ -239,15 +246,13 @@ mod tests {
     }
 
     fn run(scene: &mut Scene, words: &mut Words) -> Begun {
-        let entry = scene.core.begin(Call::Collective(SUM), Bytes::default());
-        scene.core.run_collective(sum(words), entry, true, &Scene::nobody())
+        scene.core.run_collective(sum(words), true, &Scene::nobody())
     }
 
     fn message(scene: &mut Scene, direction: Direction, words: &mut Words) -> Begun {
         let region = Region::of(&[words.buffer()]);
         let request = MessageRequest { direction, tag: Tag(3), region, timeout: LIMIT };
-        let entry = scene.core.begin(direction.call(Tag(3), 8), direction.bytes(8));
-        scene.core.run_message(request, entry, true, &Scene::nobody())
+        scene.core.run_message(request, true, &Scene::nobody())
     }
 
     /// What rank 1 sends in collective 0.

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use crate::algo::Collective;
 use crate::counts::Counts;
 use crate::engine::by_hand::Scene;
-use crate::engine::call::Call;
 use crate::engine::collective::Request;
 use crate::engine::core::Core;
 use crate::engine::frame::{HEADER_MAX, Header, Signature};
@@ -127,9 +126,8 @@ impl Play {
     fn message(&mut self, direction: Direction, input: &mut Input<'_>) {
         let (mut words, tag) = (words(input), Tag(input.byte().into()));
         let region = Region::of(&[words.buffer()]);
-        let entry = self.scene.core.begin(direction.call(tag, region.len()), Bytes::default());
         let request = MessageRequest { direction, tag, region, timeout: TIMEOUT };
-        let begun = self.scene.core.run_message(request, entry, input.byte().is_multiple_of(2), &Scene::nobody());
+        let begun = self.scene.core.run_message(request, input.byte().is_multiple_of(2), &Scene::nobody());
         self.keep(begun, vec![words]);
     }
 
@@ -157,11 +155,10 @@ impl Play {
             _ => Region::of(&[mine.buffer()]),
         };
         let output = Region::of(&[all.buffer()]);
-        let entry = self.scene.core.begin(Call::Collective(SIGNATURE), Bytes::default());
         let (signature, reduce, timeout) = (SIGNATURE, Some(ReduceOp::Sum), TIMEOUT);
         let spaces = Spaces::new(input, output, dtype.size());
         let request = Request { collective, signature, reduce, dtype, spaces, timeout };
-        let begun = self.scene.core.run_collective(request, entry, kind / 8 % 2 == 0, &Scene::nobody());
+        let begun = self.scene.core.run_collective(request, kind / 8 % 2 == 0, &Scene::nobody());
         self.keep(begun, vec![mine, theirs, all]);
     }
 
