@@ -26,8 +26,8 @@ HERE = Path(__file__).parent
 BOUNDS = HERE / "instructions.json"
 # What a call may take beyond its bound: another compiler, and which thread the system lets run first.
 AIR = 1.08
-# Far below its bound, a path would have room to become slower unnoticed. Other work on the machine changes who waits for
-# whom, which has taken a fifth off all_reduce_64_kib.
+# Far below its bound, a path would have room to become slower unnoticed. Other work on the machine changes who waits
+# for whom, which has taken a fifth off all_reduce_64_kib.
 SLACK = 0.75
 # Calls of each path: few, so that all memory is there and all plans are made, and many.
 CALLS = {
