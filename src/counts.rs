@@ -78,8 +78,7 @@ impl Index<usize> for Counts {
 impl FromIterator<usize> for Counts {
     fn from_iter<I: IntoIterator<Item = usize>>(counts: I) -> Counts {
         let mut counts = counts.into_iter();
-        let each = counts.next();
-        let Some(each) = each else { return Counts::equal(0, 0) };
+        let Some(each) = counts.next() else { return Counts::equal(0, 0) };
         let mut ranks = 1;
         for count in &mut counts {
             if count != each {

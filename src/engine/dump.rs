@@ -70,6 +70,7 @@ struct Entry<'a> {
     read: usize,
     written: usize,
     state: &'static str,
+    /// Of a send that leaves in the call that submits it: right after.
     submitted: u64,
     started: Option<u64>,
     ended: Option<u64>,

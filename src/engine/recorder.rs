@@ -15,6 +15,7 @@ pub(crate) struct Record {
     pub(crate) sequence: u64,
     /// How many bytes of the caller's memory it reads and writes.
     pub(crate) bytes: Bytes,
+    /// Of a send that leaves in the call that submits it: right after.
     pub(crate) submitted: Instant,
     /// When a collective's turn came; that of other operations comes at once.
     pub(crate) started: Option<Instant>,

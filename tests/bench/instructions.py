@@ -3,9 +3,9 @@
     make instructions             # fails where a call takes more than is allowed
     make instructions UPDATE=1    # takes what it finds as the new bounds
 
-Instructions, unlike times, are nearly the same on every machine and under any load. They are those that valgrind's tool
-callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls, and the difference is
-that of the calls. The bounds are those of x86-64 with AVX2, which is as far as valgrind goes.
+Instructions, unlike times, are nearly the same on every machine and, where nobody waits, under any load. They are those
+that valgrind's tool callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls,
+and the difference is that of the calls. The bounds are those of x86-64 with AVX2, which is as far as valgrind goes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ HERE = Path(__file__).parent
 BOUNDS = HERE / "instructions.json"
 # What a call may take beyond its bound: another compiler, and which thread the system lets run first.
 AIR = 1.08
-# Far below its bound, a path would have room to become slower unnoticed. Other work on the machine changes who waits
-# for whom, which has taken a fifth off all_reduce_64_kib.
-SLACK = 0.75
+# Far below its bound, a path would have room to become slower unnoticed.
+SLACK = 0.85
+# Where other work on the machine changes who waits for whom, which has taken a fifth off.
+WIDER_SLACK = {"all_reduce_64_kib": 0.75}
 # Calls of each path: few, so that all memory is there and all plans are made, and many.
 CALLS = {
     "all_reduce_alone": (100, 600),
@@ -71,7 +72,7 @@ def verdicts(found: dict[str, int], bounds: dict[str, int]) -> list[str]:
         elif found[path] > bounds[path] * AIR:
             more = found[path] / bounds[path] - 1
             wrong.append(f"{path}: expected at most {bounds[path]} instructions a call, got {found[path]}, {more:+.0%}")
-        elif found[path] < bounds[path] * SLACK:
+        elif found[path] < bounds[path] * WIDER_SLACK.get(path, SLACK):
             wrong.append(f"{path}: {found[path]} instructions a call, far below the bound of {bounds[path]}; lower it")
     return sorted(wrong)
 

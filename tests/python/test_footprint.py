@@ -79,6 +79,7 @@ def waiting_ranks_sleep(rank: int, size: int, later: bool) -> None:
         if work is not None:
             work.wait()
 
+    talk_to_all([dist.group.WORLD], size)
     reduce()  # what a first call loads takes a slow machine longer than waiting may
     dist.barrier()
     if rank == 0:
