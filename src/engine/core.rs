@@ -42,6 +42,8 @@ pub(crate) struct Peer {
     ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
     lost: Option<String>,
+    /// What the kernel knew of the connection to it when it was lost.
+    last_traffic: Option<Traffic>,
     /// What it said of a loss, for which it will leave.
     pub(crate) reported: Option<String>,
     /// The others know that it is lost.
@@ -361,9 +363,10 @@ impl Core {
         self.peers[peer.index()].lost.as_deref()
     }
 
-    /// What the kernel knows of the connection to `peer`, if there is one.
+    /// What the kernel knows of the connection to `peer`, if there is one, or knew when it was lost.
     pub(crate) fn traffic(&self, peer: Rank) -> Option<Traffic> {
-        self.peers[peer.index()].outbox.traffic()
+        let peer = &self.peers[peer.index()];
+        peer.outbox.traffic().or(peer.last_traffic)
     }
 
     /// Whether `peer` is known to have called the collective `sequence`.
@@ -513,6 +516,7 @@ impl Core {
         };
         log::debug!("communicator `{}` rank {}: rank {peer} is lost: {cause}", self.name, self.me);
         entry.lost = Some(cause.clone());
+        entry.last_traffic = entry.outbox.traffic();
         self.lose_messages(peer, &cause);
         self.lose_collectives(peer, &cause);
         self.lose_accesses(peer, &cause);

@@ -48,7 +48,7 @@ struct Peer<'a> {
     called: u64,
     /// Why it cannot be reached any more.
     lost: Option<&'a str>,
-    /// How the TCP connection to it does, if there is one.
+    /// How the TCP connection to it does, or did until it was lost, if there is one.
     link: Option<Traffic>,
 }
 

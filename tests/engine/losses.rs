@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag, Work};
 
-use crate::world::{WIRES, buffer, op, run, world};
+use crate::world::{WIRES, Wire, buffer, op, run, world};
 
 const WATCHDOG: Duration = Duration::from_secs(50);
 
@@ -114,6 +114,26 @@ fn who_leaves_idle_fails_only_what_needs_it() {
             let error = run(comm, kind, memory.clone(), memory).expect_err("rank 3 has left");
             assert!(error.to_string().contains("rank 3"), "{error}");
             assert_eq!(comm.loss(), None, "it was idle when it left");
+        });
+    }
+}
+
+#[test]
+fn what_a_connection_did_is_known_after_its_end() {
+    for wire in [Wire::Tcp, Wire::Tls] {
+        world(wire, 2, |comm| {
+            let mut data = vec![1f32; 1 << 18];
+            let memory = vec![buffer(&mut data)];
+            run(comm, OpKind::AllReduce(ReduceOp::Sum), memory.clone(), memory).expect("both are there");
+            if comm.rank().0 == 1 {
+                return; // and shuts down
+            }
+            run(comm, OpKind::Barrier, vec![], vec![]).expect_err("rank 1 has left");
+            let dump: serde_json::Value = serde_json::from_str(&comm.dump("asked for")).expect("JSON");
+            let peer = &dump["peers"][0];
+            assert!(peer["lost"].is_string(), "{peer}");
+            let sent = peer["link"]["bytes"].as_u64();
+            assert!(sent >= Some(1 << 19), "half of the elements went to rank 1: {peer}");
         });
     }
 }

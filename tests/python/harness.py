@@ -174,6 +174,8 @@ def leaving_together(ranks: Collection[int] | None = None) -> Iterator[None]:
 def _perform(task: Task) -> Outcome:
     assert seat is not None
     seat.task, seat.groups = task, 0
+    # PyTorch names a group by how many a rank has begun; one that a rank alone failed to make would part their names.
+    dist.distributed_c10d._world.group_count = 0
     try:
         function = getattr(importlib.import_module(task.module), task.function)
         with joined() if task.join else _unjoined():

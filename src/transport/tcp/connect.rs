@@ -183,7 +183,10 @@ impl Outlet for Connection {
     }
 
     fn traffic(&self) -> Option<Traffic> {
-        self.is_open().then(|| tcp_info::traffic(self.stream.socket()).ok()).flatten()
+        if !matches!(self.stage, Stage::Open) {
+            return None;
+        }
+        tcp_info::traffic(self.stream.socket()).ok()
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
