@@ -42,18 +42,19 @@ def train(seat: Seat) -> None:
         fully_shard(part, mesh=mesh)
     inner = torch.optim.SGD(task.model.parameters(), lr=0.02, momentum=0.9)
 
+    # Taken once, for torchft asks in the middle of a step, from a thread of its own: FSDP2 reshards a model for each call.
+    shards = task.model.state_dict()
+
     def state_dict() -> dict[str, Any]:
-        state = {"model": task.model.state_dict(), "optimizer": inner.state_dict()}
+        state = {"model": shards, "optimizer": inner.state_dict()}
         # Each process gives its shards to its counterpart in the other replica, whose mesh is another.
         return tree_map(lambda value: value.to_local() if isinstance(value, DTensor) else value, state)
 
     def load_state_dict(state: dict[str, Any]) -> None:
-        parameters = dict(task.model.named_parameters())
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.to_local().copy_(state["model"][name])
+        for name, shard in shards.items():
+            shard.to_local().copy_(state["model"][name])
         # Which is empty before the first step; both replicas may begin at the same time.
-        numbered = list(parameters.values())
+        numbered = list(shards.values())
         for number, own in state["optimizer"]["state"].items():
             like = numbered[number]
             own["momentum_buffer"] = DTensor.from_local(
