@@ -42,7 +42,7 @@ def train(seat: Seat) -> None:
         fully_shard(part, mesh=mesh)
     inner = torch.optim.SGD(task.model.parameters(), lr=0.02, momentum=0.9)
 
-    # Taken once: torchft asks in the middle of a step, from a thread of its own, and FSDP2 reshards the model each time.
+    # Taken once: torchft asks in the middle of a step, in a thread of its own, and FSDP2 reshards the model each time.
     shards = task.model.state_dict()
 
     def state_dict() -> dict[str, Any]:
