@@ -110,15 +110,15 @@ impl OpKind {
     /// The name in messages: PyTorch's, in snake case.
     pub fn name(&self) -> &'static str {
         match self {
-            OpKind::AllReduce(_) => "all_reduce",
-            OpKind::Reduce { .. } => "reduce",
-            OpKind::Broadcast { .. } => "broadcast",
-            OpKind::AllGather => "all_gather",
-            OpKind::ReduceScatter(_) => "reduce_scatter",
-            OpKind::AllToAll { .. } => "all_to_all",
-            OpKind::Gather { .. } => "gather",
-            OpKind::Scatter { .. } => "scatter",
-            OpKind::Barrier => "barrier",
+            OpKind::AllReduce(_) => CollectiveKind::AllReduce.name(),
+            OpKind::Reduce { .. } => CollectiveKind::Reduce.name(),
+            OpKind::Broadcast { .. } => CollectiveKind::Broadcast.name(),
+            OpKind::AllGather => CollectiveKind::AllGather.name(),
+            OpKind::ReduceScatter(_) => CollectiveKind::ReduceScatter.name(),
+            OpKind::AllToAll { .. } => CollectiveKind::AllToAll.name(),
+            OpKind::Gather { .. } => CollectiveKind::Gather.name(),
+            OpKind::Scatter { .. } => CollectiveKind::Scatter.name(),
+            OpKind::Barrier => CollectiveKind::Barrier.name(),
             OpKind::Send { .. } => "send",
             OpKind::Recv { .. } => "recv",
             OpKind::Put { .. } => "put",
@@ -137,6 +137,63 @@ impl OpKind {
     }
 }
 
+/// What all ranks call together, by the number that stands for it in messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum CollectiveKind {
+    AllReduce = 1,
+    Reduce,
+    Broadcast,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Gather,
+    Scatter,
+    Barrier,
+    WindowRegister,
+    WindowDeregister,
+}
+
+impl CollectiveKind {
+    /// By their numbers, from 1 on.
+    const ALL: [CollectiveKind; 11] = [
+        CollectiveKind::AllReduce,
+        CollectiveKind::Reduce,
+        CollectiveKind::Broadcast,
+        CollectiveKind::AllGather,
+        CollectiveKind::ReduceScatter,
+        CollectiveKind::AllToAll,
+        CollectiveKind::Gather,
+        CollectiveKind::Scatter,
+        CollectiveKind::Barrier,
+        CollectiveKind::WindowRegister,
+        CollectiveKind::WindowDeregister,
+    ];
+
+    /// The one with a number, if there is one.
+    pub(crate) fn numbered(number: u8) -> Option<CollectiveKind> {
+        let place = usize::from(number).checked_sub(1)?;
+        CollectiveKind::ALL.get(place).copied()
+    }
+
+    /// The name in messages to people.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            CollectiveKind::AllReduce => "all_reduce",
+            CollectiveKind::Reduce => "reduce",
+            CollectiveKind::Broadcast => "broadcast",
+            CollectiveKind::AllGather => "all_gather",
+            CollectiveKind::ReduceScatter => "reduce_scatter",
+            CollectiveKind::AllToAll => "all_to_all",
+            CollectiveKind::Gather => "gather",
+            CollectiveKind::Scatter => "scatter",
+            CollectiveKind::Barrier => "barrier",
+            CollectiveKind::WindowRegister => "window_register",
+            CollectiveKind::WindowDeregister => "window_deregister",
+        }
+    }
+}
+
 /// An operation: its kind, its memory, and how long it may take.
 #[derive(Clone, Debug)]
 pub struct Op {
@@ -150,4 +207,17 @@ pub struct Op {
     pub timeout: Option<Duration>,
     /// How the caller waits.
     pub mode: Mode,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn collectives_are_found_by_their_numbers() {
+        for kind in CollectiveKind::ALL {
+            assert_eq!(CollectiveKind::numbered(kind as u8), Some(kind));
+        }
+        assert_eq!((CollectiveKind::numbered(0), CollectiveKind::numbered(12)), (None, None));
+    }
 }

@@ -204,16 +204,25 @@ pub enum ReduceOp {
 impl ReduceOp {
     /// PyTorch's name for the operation.
     pub fn name(self) -> &'static str {
+        ReduceOp::NAMES[self.index()]
+    }
+
+    /// The names, by [`ReduceOp::index`].
+    pub(crate) const NAMES: [&'static str; 9] =
+        ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];
+
+    /// A number for the operation, whatever its factor.
+    pub(crate) fn index(self) -> usize {
         match self {
-            ReduceOp::Sum => "SUM",
-            ReduceOp::Avg => "AVG",
-            ReduceOp::Product => "PRODUCT",
-            ReduceOp::Min => "MIN",
-            ReduceOp::Max => "MAX",
-            ReduceOp::BitAnd => "BAND",
-            ReduceOp::BitOr => "BOR",
-            ReduceOp::BitXor => "BXOR",
-            ReduceOp::PreMulSum(_) => "PREMUL_SUM",
+            ReduceOp::Sum => 0,
+            ReduceOp::Avg => 1,
+            ReduceOp::Product => 2,
+            ReduceOp::Min => 3,
+            ReduceOp::Max => 4,
+            ReduceOp::BitAnd => 5,
+            ReduceOp::BitOr => 6,
+            ReduceOp::BitXor => 7,
+            ReduceOp::PreMulSum(_) => 8,
         }
     }
 

@@ -274,15 +274,21 @@ struct LentOp<'a> {
 
 impl<'a> LentOp<'a> {
     fn new(kind: OpKind, inputs: &[Lent<'a>], outputs: &[Lent<'a>]) -> Result<Self, UsageError> {
-        let mut op = Op { kind, inputs: Buffers::new(), outputs: Buffers::new(), timeout: None, mode: Mode::Blocking };
-        for lent in inputs {
-            op.inputs.push(lent.buffer(&op.kind, "input")?);
-        }
-        for lent in outputs {
-            op.outputs.push(lent.buffer(&op.kind, "output")?);
-        }
-        Ok(LentOp { op, memory: PhantomData })
+        let (inputs, outputs) = (buffers(inputs, &kind, "input")?, buffers(outputs, &kind, "output")?);
+        Ok(LentOp { op: Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking }, memory: PhantomData })
     }
+}
+
+fn buffers(lent: &[Lent<'_>], kind: &OpKind, argument: &'static str) -> Result<Buffers, UsageError> {
+    // Nearly always, and quicker than a list that grows.
+    if let [one] = lent {
+        return Ok(Buffers::from_buf([one.buffer(kind, argument)?]));
+    }
+    let mut buffers = Buffers::new();
+    for one in lent {
+        buffers.push(one.buffer(kind, argument)?);
+    }
+    Ok(buffers)
 }
 
 /// Ends the process when it is dropped: a panic that unwound from here would free memory that the engine still uses.

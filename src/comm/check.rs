@@ -3,10 +3,10 @@
 use crate::algo::Collective;
 use crate::buffer::Buffer;
 use crate::counts::Counts;
-use crate::engine::frame::{OPERATIONS, REDUCTIONS, Signature};
+use crate::engine::frame::Signature;
 use crate::error::UsageError;
-use crate::op::{Op, OpKind};
-use crate::types::{DType, Rank, ReduceOp};
+use crate::op::{CollectiveKind, Op, OpKind};
+use crate::types::{DType, Rank};
 
 /// A collective whose arguments fit together.
 #[derive(Debug)]
@@ -23,8 +23,9 @@ pub(crate) struct Place {
     pub(crate) size: usize,
 }
 
-/// Checks a collective that goes by `name`. The checks need no other rank: what ranks must agree on is compared when messages meet.
-pub(crate) fn collective(op: &Op, name: &str, place: Place) -> Result<Checked, UsageError> {
+/// Checks a collective, which may be called otherwise than by what it does. The checks need no other rank: what ranks must
+/// agree on is compared when messages meet.
+pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: Place) -> Result<Checked, UsageError> {
     let checker = Checker { op, place };
     let dtype = checker.dtype()?;
     checker.reduction(dtype)?;
@@ -69,7 +70,7 @@ pub(crate) fn collective(op: &Op, name: &str, place: Place) -> Result<Checked, U
             unreachable!("accesses to windows are not collectives")
         }
     };
-    let signature = signature(op, name, &collective, dtype);
+    let signature = signature(op, called, &collective, dtype);
     Ok(Checked { collective, dtype, signature })
 }
 
@@ -198,21 +199,22 @@ fn total(buffers: &[Buffer]) -> usize {
     buffers.iter().map(|buffer| buffer.len()).sum()
 }
 
-fn signature(op: &Op, name: &str, collective: &Collective, dtype: DType) -> Signature {
-    let index = |list: &[&str], name: &str| list.iter().position(|known| *known == name).unwrap_or(0) as u8;
-    let (root, count) = match collective {
-        Collective::AllReduce { count } => (Rank(0), *count),
-        Collective::Reduce { count, root }
-        | Collective::Broadcast { count, root }
-        | Collective::Gather { count, root }
-        | Collective::Scatter { count, root } => (*root, *count),
-        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => (Rank(0), counts.total()),
-        Collective::AllToAll { .. } | Collective::Barrier => (Rank(0), 0),
+fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, dtype: DType) -> Signature {
+    let (kind, root, count) = match collective {
+        Collective::AllReduce { count } => (CollectiveKind::AllReduce, Rank(0), *count),
+        Collective::Reduce { count, root } => (CollectiveKind::Reduce, *root, *count),
+        Collective::Broadcast { count, root } => (CollectiveKind::Broadcast, *root, *count),
+        Collective::Gather { count, root } => (CollectiveKind::Gather, *root, *count),
+        Collective::Scatter { count, root } => (CollectiveKind::Scatter, *root, *count),
+        Collective::AllGather { counts } => (CollectiveKind::AllGather, Rank(0), counts.total()),
+        Collective::ReduceScatter { counts } => (CollectiveKind::ReduceScatter, Rank(0), counts.total()),
+        Collective::AllToAll { .. } => (CollectiveKind::AllToAll, Rank(0), 0),
+        Collective::Barrier => (CollectiveKind::Barrier, Rank(0), 0),
     };
     Signature {
-        operation: index(&OPERATIONS, name),
+        operation: called.unwrap_or(kind) as u8,
         dtype: dtype as u8,
-        reduction: op.kind.reduce_op().map_or(0, |op: ReduceOp| index(&REDUCTIONS, op.name())),
+        reduction: op.kind.reduce_op().map_or(0, |op| op.index() as u8 + 1),
         root: root.0,
         count: count as u64,
     }

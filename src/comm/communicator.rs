@@ -19,7 +19,7 @@ use crate::engine::memory::{Region, Spaces};
 use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::recorder::Recorder;
 use crate::error::{Error, InitError};
-use crate::op::{Mode, Op, OpKind};
+use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::poller::Poller;
 use crate::topo::Topology;
@@ -244,13 +244,18 @@ impl Communicator {
             OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
                 self.access(op, timeout)
             }
-            _ => self.collective(op, op.kind.name(), timeout),
+            _ => self.collective(op, None, timeout),
         }
     }
 
-    /// Begins a collective, which goes by `name` in messages.
-    pub(super) fn collective(&self, op: &Op, name: &'static str, timeout: Duration) -> Result<Begun, Error> {
-        let checked = check::collective(op, name, self.place)?;
+    /// Begins a collective, which may be called otherwise than by what it does.
+    pub(super) fn collective(
+        &self,
+        op: &Op,
+        called: Option<CollectiveKind>,
+        timeout: Duration,
+    ) -> Result<Begun, Error> {
+        let checked = check::collective(op, called, self.place)?;
         self.enter(op, |core, driver| {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
             let request = Request {

@@ -32,6 +32,18 @@ pub struct Unfit {
     pub got: String,
 }
 
+impl Unfit {
+    #[cold]
+    fn error(&self, operation: &OpKind, argument: &'static str) -> UsageError {
+        UsageError {
+            operation: operation.name().to_owned(),
+            argument,
+            expected: self.expected.to_owned(),
+            got: self.got.clone(),
+        }
+    }
+}
+
 /// Data that the engine may use for as long as `'a`.
 pub(super) struct Lent<'a> {
     buffer: Result<Buffer, Unfit>,
@@ -58,12 +70,7 @@ impl<'a> Lent<'a> {
     pub(super) fn buffer(&self, operation: &OpKind, argument: &'static str) -> Result<Buffer, UsageError> {
         match &self.buffer {
             Ok(buffer) => Ok(*buffer),
-            Err(Unfit { expected, got }) => Err(UsageError {
-                operation: operation.name().to_owned(),
-                argument,
-                expected: (*expected).to_owned(),
-                got: got.clone(),
-            }),
+            Err(unfit) => Err(unfit.error(operation, argument)),
         }
     }
 }

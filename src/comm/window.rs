@@ -10,7 +10,7 @@ use crate::comm::communicator::Communicator;
 use crate::engine::memory::{Region, Words};
 use crate::engine::window::{Access, AccessRequest};
 use crate::error::{Error, UsageError};
-use crate::op::{Mode, Op, OpKind};
+use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::window::{Window, WindowId};
 use crate::work::{Begun, Work};
 
@@ -97,7 +97,7 @@ impl Communicator {
         };
         // Without a limit of its own, the wait lasts until the engine has ended the operation, and with it left `mine`
         // and `all` alone.
-        self.collective(&op, REGISTER, self.timeout())?.wait()?;
+        self.collective(&op, Some(CollectiveKind::WindowRegister), self.timeout())?.wait()?;
         Ok(all.get().to_vec())
     }
 
@@ -121,7 +121,7 @@ impl Communicator {
             timeout: None,
             mode: Mode::Blocking,
         };
-        self.collective(&op, DEREGISTER, self.timeout())?.wait().map(|_| ())
+        self.collective(&op, Some(CollectiveKind::WindowDeregister), self.timeout())?.wait().map(|_| ())
     }
 }
 
@@ -134,6 +134,6 @@ fn unknown(operation: &str, window: WindowId) -> UsageError {
     }
 }
 
-const REGISTER: &str = "window_register";
+const REGISTER: &str = CollectiveKind::WindowRegister.name();
 
-const DEREGISTER: &str = "window_deregister";
+const DEREGISTER: &str = CollectiveKind::WindowDeregister.name();

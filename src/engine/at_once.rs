@@ -19,7 +19,7 @@ use crate::engine::recorder::Bytes;
 use crate::schedule::{Action, StepId};
 use crate::sync::Arc;
 use crate::types::{Rank, Source};
-use crate::work::{Begun, Drive, Work};
+use crate::work::{Begun, Drive, Entry, Work};
 
 /// How far a message has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,18 +38,23 @@ impl Core {
         waits: bool,
         driver: &Arc<impl Drive + 'static>,
     ) -> Begun {
-        let bytes = Bytes { read: request.spaces.input.len(), written: request.spaces.output.len() };
-        let entry = self.begin(Call::Collective(request.signature), bytes);
-        let mut taken = Taken::default();
-        if waits && self.is_quiet() && self.take_steps(&mut request, &mut taken) {
+        let (mut taken, mut noted) = (Taken::default(), None);
+        let has_ended = waits && self.is_quiet() && self.take_steps(&mut request, &mut taken, &mut noted);
+        let entry = noted.unwrap_or_else(|| self.note(&request));
+        if has_ended {
             self.collectives.skip();
-            self.recorder.started(entry.number, entry.began);
             self.ended(entry.number, &Ok(()), None);
             return Begun::Ended(entry, None);
         }
         let work = Work::new(driver.clone(), entry);
         self.submit_collective(request, taken, work.clone());
         Begun::InFlight(work)
+    }
+
+    /// Notes a collective in the flight recorder.
+    fn note(&mut self, request: &Request) -> Entry {
+        let bytes = Bytes { read: request.spaces.input.len(), written: request.spaces.output.len() };
+        self.begin(Call::Collective(request.signature), bytes)
     }
 
     /// Begins a message, and ends it if that is possible at once and the caller waits.
@@ -92,8 +97,9 @@ impl Core {
         self.is_settled() && !self.windows.is_open() && self.collectives.has_no_news() && !self.losses.has_left()
     }
 
-    /// Takes steps of a collective. True: all of them.
-    fn take_steps(&mut self, request: &mut Request, taken: &mut Taken) -> bool {
+    /// Takes steps of a collective. True: all of them. It is noted when it first has to wait: what it sends before that
+    /// leaves first, since somebody waits for it.
+    fn take_steps(&mut self, request: &mut Request, taken: &mut Taken, noted: &mut Option<Entry>) -> bool {
         let plan = self.prepare(request);
         let sequence = self.collectives.next_sequence();
         while let Some(step) = plan.schedule.steps.get(taken.steps) {
@@ -111,6 +117,9 @@ impl Core {
                 }
                 Action::Recv { from, into } | Action::RecvReduce { from, into } => {
                     let header = request.header(sequence, message, request.spaces.bytes(into));
+                    if noted.is_none() {
+                        *noted = Some(self.note(request));
+                    }
                     let place = || request.placement(step.action, owner).expect("a step that receives");
                     self.receive_now(from, header, &place)
                 }
@@ -227,7 +236,6 @@ mod tests {
     use crate::engine::recorder::Recorder;
     use crate::error::Error;
     use crate::types::{DType, ReduceOp, Tag};
-    use crate::work::Entry;
 
     const LIMIT: Duration = Duration::from_secs(60);
     const SUM: Signature = Signature { operation: 1, dtype: 0, reduction: 1, root: 0, count: 1 };

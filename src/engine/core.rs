@@ -189,13 +189,13 @@ impl Core {
 
     /// Notes an operation that is submitted now, which reads and writes so many bytes.
     pub(crate) fn begin(&mut self, call: Call, bytes: Bytes) -> Entry {
-        let sequence = match call {
-            Call::Collective(_) => self.collectives.next_sequence(),
-            Call::Send { .. } | Call::Recv { .. } => self.messages.next_id(),
-            _ => self.windows.next_id(),
+        let (sequence, starts) = match call {
+            Call::Collective(_) => (self.collectives.next_sequence(), self.collectives.is_idle()),
+            Call::Send { .. } | Call::Recv { .. } => (self.messages.next_id(), true),
+            _ => (self.windows.next_id(), true),
         };
         let began = Instant::now();
-        let number = self.recorder.submitted(call, sequence, bytes, began);
+        let number = self.recorder.submitted(call, sequence, bytes, began, starts);
         Entry { operation: call.name(), sequence, number, began }
     }
 

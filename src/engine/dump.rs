@@ -70,7 +70,7 @@ struct Entry<'a> {
     read: usize,
     written: usize,
     state: &'static str,
-    /// Of a send that leaves in the call that submits it: right after.
+    /// Of an operation that sends in the call that submits it: right after.
     submitted: u64,
     started: Option<u64>,
     ended: Option<u64>,
@@ -102,7 +102,7 @@ impl<'a> Entry<'a> {
         let call = record.call;
         let element = call.dtype().map_or(1, DType::size);
         let state = match record {
-            Record { failure: Some(_), .. } => "failed",
+            record if record.failure().is_some() => "failed",
             Record { ended: Some(_), .. } => "completed",
             Record { started: Some(_), .. } => "running",
             _ => "queued",
@@ -122,8 +122,8 @@ impl<'a> Entry<'a> {
             submitted: clock.micros(record.submitted),
             started: record.started.map(|at| clock.micros(at)),
             ended: record.ended.map(|at| clock.micros(at)),
-            failure: record.failure.as_deref(),
-            stack: &record.stack,
+            failure: record.failure(),
+            stack: record.stack(),
         }
     }
 }

@@ -11,9 +11,10 @@ use std::ops::Deref;
 use crate::config::EagerBytes;
 use crate::engine::lending::Offer;
 use crate::error::LinkDown;
+use crate::op::CollectiveKind;
 use crate::sys::segment::SegmentId;
 use crate::transport::Location;
-use crate::types::DType;
+use crate::types::{DType, ReduceOp};
 
 /// The size of the longest header.
 pub(crate) const HEADER_MAX: usize = 64;
@@ -120,11 +121,11 @@ pub(crate) enum Lane {
 /// What every rank must agree on in one collective. Travels with every message, so that the first one tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Signature {
-    /// The operation, as an index into [`OPERATIONS`].
+    /// The operation's [`CollectiveKind`]; zero for none.
     pub(crate) operation: u8,
     /// The element type's discriminant.
     pub(crate) dtype: u8,
-    /// The reduce operation, as an index into [`REDUCTIONS`]; zero for none.
+    /// One more than the reduce operation's [`ReduceOp::index`]; zero for none.
     pub(crate) reduction: u8,
     /// The root, or zero.
     pub(crate) root: u32,
@@ -132,50 +133,34 @@ pub(crate) struct Signature {
     pub(crate) count: u64,
 }
 
-/// The names of the operations that signatures refer to.
-pub(crate) const OPERATIONS: [&str; 12] = [
-    "point-to-point",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "gather",
-    "scatter",
-    "barrier",
-    "window_register",
-    "window_deregister",
-];
-
-/// The names of the reduce operations that signatures refer to.
-pub(crate) const REDUCTIONS: [&str; 10] =
-    ["", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];
-
 impl Signature {
     /// The operation's name.
     pub(crate) fn operation(&self) -> &'static str {
-        named(&OPERATIONS, self.operation)
+        CollectiveKind::numbered(self.operation).map_or("unknown", CollectiveKind::name)
     }
-}
 
-fn named(list: &[&'static str], index: u8) -> &'static str {
-    list.get(usize::from(index)).copied().unwrap_or("unknown")
+    fn reduction(&self) -> &'static str {
+        let index = usize::from(self.reduction).checked_sub(1);
+        index.and_then(|index| ReduceOp::NAMES.get(index)).copied().unwrap_or("unknown")
+    }
 }
 
 /// The operation in words, as `all_reduce(SUM, 20 × float32)`.
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (operation, reduction) = (self.operation(), named(&REDUCTIONS, self.reduction));
+        use CollectiveKind as Kind;
+        let (operation, reduction) = (self.operation(), self.reduction());
         let Signature { count, root, .. } = self;
         let dtype = DType::ALL.get(usize::from(self.dtype)).map_or("unknown", |dtype| dtype.name());
-        match operation {
-            "barrier" | "window_register" | "window_deregister" => write!(f, "{operation}()"),
-            "all_to_all" => write!(f, "all_to_all({dtype})"),
-            "all_reduce" | "reduce_scatter" => write!(f, "{operation}({reduction}, {count} × {dtype})"),
-            "reduce" => write!(f, "reduce({reduction}, {count} × {dtype}, root {root})"),
-            "broadcast" | "gather" | "scatter" => write!(f, "{operation}({count} × {dtype}, root {root})"),
-            _ => write!(f, "{operation}({count} × {dtype})"),
+        match Kind::numbered(self.operation) {
+            Some(Kind::Barrier | Kind::WindowRegister | Kind::WindowDeregister) => write!(f, "{operation}()"),
+            Some(Kind::AllToAll) => write!(f, "{operation}({dtype})"),
+            Some(Kind::AllReduce | Kind::ReduceScatter) => write!(f, "{operation}({reduction}, {count} × {dtype})"),
+            Some(Kind::Reduce) => write!(f, "{operation}({reduction}, {count} × {dtype}, root {root})"),
+            Some(Kind::Broadcast | Kind::Gather | Kind::Scatter) => {
+                write!(f, "{operation}({count} × {dtype}, root {root})")
+            }
+            Some(Kind::AllGather) | None => write!(f, "{operation}({count} × {dtype})"),
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::types::Rank;
 /// A schedule with what the executor looks up per step.
 #[derive(Debug)]
 pub(crate) struct Plan {
+    collective: Collective,
     pub(crate) schedule: Schedule,
     /// For a send or receive: its position among the messages between the two ranks in that direction.
     pub(crate) message: Vec<u32>,
@@ -25,7 +26,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    fn new(schedule: Schedule) -> Plan {
+    fn new(collective: Collective, schedule: Schedule) -> Plan {
         let mut dependents = vec![SmallVec::new(); schedule.steps.len()];
         let mut sent: FxHashMap<Rank, u32> = FxHashMap::default();
         let mut received: FxHashMap<Rank, u32> = FxHashMap::default();
@@ -46,7 +47,7 @@ impl Plan {
         }
         let blocked: Vec<u32> = schedule.steps.iter().map(|step| step.after.len() as u32).collect();
         let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
-        Plan { schedule, message, blocked, ready, dependents }
+        Plan { collective, schedule, message, blocked, ready, dependents }
     }
 
     /// Sets, for a collective that has come so far, how many others each step still waits for, and which wait for none.
@@ -69,14 +70,37 @@ impl Plan {
 pub(crate) struct PlanCache {
     /// Which algorithms were measured to be the fastest. The same on every rank.
     pub(crate) tuning: Tuning,
-    /// By the size of an element, whether the elements are scaled before and after, and the collective.
-    plans: FxHashMap<(usize, bool, bool), FxHashMap<Collective, Arc<Plan>>>,
+    plans: FxHashMap<Elements, FxHashMap<Collective, Arc<Plan>>>,
+    /// What was asked for last is mostly asked for again, and comparing takes a quarter of finding.
+    last: Option<(Elements, Arc<Plan>)>,
 }
+
+/// The size of an element, and whether the elements are scaled before and after.
+type Elements = (usize, bool, bool);
 
 impl PlanCache {
     /// The plan for `collective`, made now if it is new. `forced` names the algorithm where it has one for the shape.
     pub(crate) fn plan(&mut self, collective: &Collective, setting: Setting<'_>, forced: Option<&str>) -> Arc<Plan> {
-        let plans = self.plans.entry((setting.element, setting.premultiply, setting.average)).or_default();
+        let elements = (setting.element, setting.premultiply, setting.average);
+        if let Some((last, plan)) = &self.last
+            && *last == elements
+            && plan.collective == *collective
+        {
+            return Arc::clone(plan);
+        }
+        let plan = self.find(elements, collective, setting, forced);
+        self.last = Some((elements, Arc::clone(&plan)));
+        plan
+    }
+
+    fn find(
+        &mut self,
+        elements: Elements,
+        collective: &Collective,
+        setting: Setting<'_>,
+        forced: Option<&str>,
+    ) -> Arc<Plan> {
+        let plans = self.plans.entry(elements).or_default();
         if let Some(plan) = plans.get(collective) {
             return Arc::clone(plan);
         }
@@ -86,7 +110,8 @@ impl PlanCache {
         let tuned = self.tuning.algorithm(collective, &setting);
         let named = [forced, tuned].into_iter().flatten();
         let chosen = named.filter_map(|name| algo::plan_with(name, collective, setting)).next();
-        let plan = Arc::new(Plan::new(chosen.unwrap_or_else(|| algo::plan(collective, setting))));
+        let schedule = chosen.unwrap_or_else(|| algo::plan(collective, setting));
+        let plan = Arc::new(Plan::new(collective.clone(), schedule));
         log::debug!("{collective:?} of elements of {} bytes runs by {}", setting.element, plan.schedule.name);
         plans.insert(collective.clone(), Arc::clone(&plan));
         plan

@@ -15,15 +15,31 @@ pub(crate) struct Record {
     pub(crate) sequence: u64,
     /// How many bytes of the caller's memory it reads and writes.
     pub(crate) bytes: Bytes,
-    /// Of a send that leaves in the call that submits it: right after.
+    /// Of an operation that sends in the call that submits it: right after.
     pub(crate) submitted: Instant,
     /// When a collective's turn came; that of other operations comes at once.
     pub(crate) started: Option<Instant>,
     pub(crate) ended: Option<Instant>,
+    /// What few operations have, apart, since every record is written in full.
+    rest: Option<Box<Rest>>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Rest {
+    failure: Option<String>,
+    stack: Vec<Frame>,
+}
+
+impl Record {
     /// Why it failed.
-    pub(crate) failure: Option<Box<str>>,
+    pub(crate) fn failure(&self) -> Option<&str> {
+        self.rest.as_ref()?.failure.as_deref()
+    }
+
     /// Where the program called it, the innermost frame first, if somebody has told.
-    pub(crate) stack: Box<[Frame]>,
+    pub(crate) fn stack(&self) -> &[Frame] {
+        self.rest.as_ref().map_or(&[], |rest| &rest.stack)
+    }
 }
 
 /// How much of the caller's memory an operation reads and writes.
@@ -56,17 +72,15 @@ impl Recorder {
         number as usize & self.capacity.wrapping_sub(1)
     }
 
-    /// Notes an operation that is submitted, and gives it a number.
-    pub(crate) fn submitted(&mut self, call: Call, sequence: u64, bytes: Bytes, now: Instant) -> u64 {
+    /// Notes an operation that is submitted and perhaps `starts` at once, and gives it a number.
+    pub(crate) fn submitted(&mut self, call: Call, sequence: u64, bytes: Bytes, now: Instant, starts: bool) -> u64 {
         let number = self.next;
         self.next += 1;
         if self.capacity == 0 {
             return number;
         }
-        let started = (!call.is_collective()).then_some(now);
-        let stack = Box::default();
-        let record =
-            Record { number, call, sequence, bytes, submitted: now, started, ended: None, failure: None, stack };
+        let started = starts.then_some(now);
+        let record = Record { number, call, sequence, bytes, submitted: now, started, ended: None, rest: None };
         if self.ring.len() < self.capacity {
             self.ring.push(record);
         } else {
@@ -91,7 +105,7 @@ impl Recorder {
     /// Notes where the program called an operation.
     pub(crate) fn called_from(&mut self, number: u64, stack: Vec<Frame>) {
         if let Some(record) = self.find(number) {
-            record.stack = stack.into_boxed_slice();
+            record.rest.get_or_insert_default().stack = stack;
         }
     }
 
@@ -99,7 +113,9 @@ impl Recorder {
     pub(crate) fn ended(&mut self, number: u64, failure: Option<String>, source: Option<Rank>) {
         if let Some(record) = self.find(number) {
             record.ended = Some(Instant::now());
-            record.failure = failure.map(String::into_boxed_str);
+            if failure.is_some() {
+                record.rest.get_or_insert_default().failure = failure;
+            }
             if let (Call::Recv { from, .. }, Some(source)) = (&mut record.call, source) {
                 *from = Source::Rank(source);
             }
@@ -141,9 +157,7 @@ mod tests {
 
     fn run(recorder: &mut Recorder, call: Call) -> u64 {
         let now = Instant::now();
-        let number = recorder.submitted(call, 7, BYTES, now);
-        recorder.started(number, now);
-        number
+        recorder.submitted(call, 7, BYTES, now, true)
     }
 
     fn numbers(recorder: &Recorder) -> Vec<u64> {
@@ -168,12 +182,12 @@ mod tests {
     #[test]
     fn a_record_tells_how_its_operation_went() {
         let mut recorder = Recorder::new(8);
-        let number = recorder.submitted(COLLECTIVE, 7, BYTES, Instant::now());
+        let number = recorder.submitted(COLLECTIVE, 7, BYTES, Instant::now(), false);
         assert!(recorder.records()[0].started.is_none());
         recorder.started(number, Instant::now());
         recorder.ended(number, Some("rank 1 is lost".to_owned()), None);
         let record = recorder.records()[0].clone();
-        assert_eq!((record.sequence, record.bytes, record.failure.as_deref()), (7, BYTES, Some("rank 1 is lost")));
+        assert_eq!((record.sequence, record.bytes, record.failure()), (7, BYTES, Some("rank 1 is lost")));
         assert!(record.submitted <= record.started.expect("its turn came"));
         assert!(record.started <= record.ended);
         assert!(run(&mut recorder, RECV) == 1 && recorder.records()[1].started.is_some());
@@ -187,7 +201,7 @@ mod tests {
         recorder.called_from(number, vec![frame.clone()]);
         assert!(recorder.records()[0].call.peer().is_none());
         recorder.ended(number, None, Some(Rank(1)));
-        assert_eq!((recorder.records()[0].call, &*recorder.records()[0].stack), (RECV, &[frame][..]));
+        assert_eq!((recorder.records()[0].call, recorder.records()[0].stack()), (RECV, &[frame][..]));
     }
 
     #[test]
