@@ -46,8 +46,14 @@ check: lint test ## All of lint and test
 .PHONY: test
 test: rust-test stubtest python-test ## Runs every test
 
+# One that compiles mostly leaves a core idle, two do not: `make --jobs 2 builds`.
+.PHONY: builds rust-builds
+builds: rust-builds $(call installed,$(TORCH)) ## Builds what `test` runs
+rust-builds:
+	cargo test --locked --no-run
+
 .PHONY: rust-test
-rust-test: models ## Runs the engine's tests, also those in its documentation
+rust-test: ## Runs the engine's tests, also those in its documentation, and checks the models of its lock-free parts
 	cargo test --locked
 
 # The feature `tch` fits one version. Its C++ takes minutes to compile, hence this stands apart from `test`.
