@@ -46,12 +46,6 @@ check: lint test ## All of lint and test
 .PHONY: test
 test: rust-test stubtest python-test ## Runs every test
 
-# One that compiles mostly leaves a core idle, two do not: `make --jobs 2 builds`.
-.PHONY: builds rust-builds
-builds: rust-builds $(call installed,$(TORCH)) ## Builds what `test` runs
-rust-builds:
-	cargo test --locked --no-run
-
 .PHONY: rust-test
 rust-test: ## Runs the engine's tests, also those in its documentation, and checks the models of its lock-free parts
 	cargo test --locked
