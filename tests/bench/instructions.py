@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -28,8 +27,10 @@ BOUNDS = HERE / "instructions.json"
 AIR = 1.08
 # Far below its bound, a path would have room to become slower unnoticed.
 SLACK = 0.85
-# Where other work on the machine changes who waits for whom, which has taken a fifth off.
-WIDER_SLACK = {"all_reduce_64_kib": 0.75}
+# Paths in which ranks wait for each other. Other work on the machine changes how often they look for news: it has taken a
+# quarter off, so these may be far below, and put a tenth on.
+WAITING = {"all_reduce_8_bytes", "all_reduce_64_kib", "ping_pong_shm", "ping_pong_tcp"}
+AIR_WAITING = 1.15
 # Calls of each path: few, so that all memory is there and all plans are made, and many.
 CALLS = {
     "all_reduce_alone": (100, 600),
@@ -69,10 +70,10 @@ def verdicts(found: dict[str, int], bounds: dict[str, int]) -> list[str]:
     for path in found.keys() | bounds.keys():
         if path not in found or path not in bounds:
             wrong.append(f"{path}: expected a path and its bound, got one without the other")
-        elif found[path] > bounds[path] * AIR:
+        elif found[path] > bounds[path] * (AIR_WAITING if path in WAITING else AIR):
             more = found[path] / bounds[path] - 1
             wrong.append(f"{path}: expected at most {bounds[path]} instructions a call, got {found[path]}, {more:+.0%}")
-        elif found[path] < bounds[path] * WIDER_SLACK.get(path, SLACK):
+        elif path not in WAITING and found[path] < bounds[path] * SLACK:
             wrong.append(f"{path}: {found[path]} instructions a call, far below the bound of {bounds[path]}; lower it")
     return sorted(wrong)
 
@@ -93,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("expected an x86-64 machine with valgrind, whose counts the bounds are", file=sys.stderr)
         return 2
     program = build()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(CALLS, pool.map(lambda path: measure(program, path), CALLS), strict=True))
+    # One after the other, since they are that other work for each other.
+    found = {path: measure(program, path) for path in CALLS}
     if options.update:
         BOUNDS.write_text(json.dumps(found, indent=1) + "\n")
     bounds = json.loads(BOUNDS.read_text())
