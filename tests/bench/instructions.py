@@ -27,8 +27,8 @@ BOUNDS = HERE / "instructions.json"
 AIR = 1.08
 # Far below its bound, a path would have room to become slower unnoticed.
 SLACK = 0.85
-# Paths in which ranks wait for each other. Other work on the machine changes how often they look for news: it has taken a
-# quarter off, so these may be far below, and put a tenth on.
+# Paths in which ranks wait for each other. Other work on the machine changes how often they look for news: it has taken
+# a quarter off, so these may be far below, and put a tenth on.
 WAITING = {"all_reduce_8_bytes", "all_reduce_64_kib", "ping_pong_shm", "ping_pong_tcp"}
 AIR_WAITING = 1.15
 # Calls of each path: few, so that all memory is there and all plans are made, and many.
