@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::buffer::Buffers;
 use crate::counts::Counts;
 use crate::types::{Rank, ReduceOp, Source, Tag};
@@ -137,8 +139,9 @@ impl OpKind {
     }
 }
 
-/// What all ranks call together, by the number that stands for it in messages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What all ranks call together, by the number that stands for it in messages and by the name it has in tuning files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub(crate) enum CollectiveKind {
     AllReduce = 1,
@@ -150,7 +153,9 @@ pub(crate) enum CollectiveKind {
     Gather,
     Scatter,
     Barrier,
+    #[serde(skip)]
     WindowRegister,
+    #[serde(skip)]
     WindowDeregister,
 }
 
@@ -219,5 +224,16 @@ mod tests {
             assert_eq!(CollectiveKind::numbered(kind as u8), Some(kind));
         }
         assert_eq!((CollectiveKind::numbered(0), CollectiveKind::numbered(12)), (None, None));
+    }
+
+    #[test]
+    fn collectives_have_the_same_name_in_files_and_those_of_windows_have_none_there() {
+        for kind in CollectiveKind::ALL {
+            let is_of_windows = matches!(kind, CollectiveKind::WindowRegister | CollectiveKind::WindowDeregister);
+            let written = serde_json::to_value(kind).ok();
+            assert_eq!(written, (!is_of_windows).then(|| kind.name().into()));
+            let read = serde_json::from_value(kind.name().into()).ok();
+            assert_eq!(read, (!is_of_windows).then_some(kind));
+        }
     }
 }

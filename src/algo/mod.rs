@@ -18,6 +18,7 @@ pub mod select;
 pub mod tuning;
 
 use crate::counts::Counts;
+use crate::op::CollectiveKind;
 use crate::schedule::{Action, Builder, Schedule, Slice};
 use crate::topo::Topology;
 use crate::types::Rank;
@@ -94,6 +95,23 @@ pub enum Collective {
     },
     /// No data.
     Barrier,
+}
+
+impl Collective {
+    /// What it is called where it is not a part of a window's registration or its end.
+    pub(crate) fn kind(&self) -> CollectiveKind {
+        match self {
+            Collective::AllReduce { .. } => CollectiveKind::AllReduce,
+            Collective::Reduce { .. } => CollectiveKind::Reduce,
+            Collective::Broadcast { .. } => CollectiveKind::Broadcast,
+            Collective::AllGather { .. } => CollectiveKind::AllGather,
+            Collective::ReduceScatter { .. } => CollectiveKind::ReduceScatter,
+            Collective::AllToAll { .. } => CollectiveKind::AllToAll,
+            Collective::Gather { .. } => CollectiveKind::Gather,
+            Collective::Scatter { .. } => CollectiveKind::Scatter,
+            Collective::Barrier => CollectiveKind::Barrier,
+        }
+    }
 }
 
 /// Everything but the data that a schedule depends on.

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::algo::select::{bytes, candidates};
 use crate::algo::{Collective, Setting};
 use crate::counts::Counts;
+use crate::op::CollectiveKind;
 use crate::topo::Topology;
 use crate::types::Rank;
 
@@ -42,21 +43,6 @@ struct TunedRow {
     #[serde(default)]
     max_bytes: Option<usize>,
     algorithm: String,
-}
-
-/// What a collective is called in the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum CollectiveKind {
-    AllReduce,
-    Reduce,
-    Broadcast,
-    AllGather,
-    ReduceScatter,
-    AllToAll,
-    Gather,
-    Scatter,
-    Barrier,
 }
 
 impl Default for Tuning {
@@ -88,7 +74,7 @@ impl Tuning {
     /// The algorithm of the first row that fits.
     pub fn algorithm(&self, collective: &Collective, setting: &Setting<'_>) -> Option<&str> {
         let (ranks, hosts) = (setting.topo.size(), setting.topo.hosts().len());
-        let (kind, bytes) = (CollectiveKind::of(collective), bytes(collective, setting));
+        let (kind, bytes) = (collective.kind(), bytes(collective, setting));
         let fits = |row: &&TunedRow| {
             (row.collective, row.ranks, row.hosts) == (kind, ranks, hosts)
                 && row.max_bytes.is_none_or(|most| bytes <= most)
@@ -101,7 +87,7 @@ impl Tuning {
 /// so many hosts; nothing if there is no such collective or world.
 pub fn algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Vec<&'static str>> {
     let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
-    (0 < hosts && hosts <= ranks).then(|| kind.algorithms(ranks, hosts))
+    (0 < hosts && hosts <= ranks).then(|| algorithms_for(kind, ranks, hosts))
 }
 
 impl TunedRow {
@@ -115,7 +101,7 @@ impl TunedRow {
                 self.ranks, self.hosts
             ));
         }
-        let known = self.collective.algorithms(self.ranks, self.hosts);
+        let known = algorithms_for(self.collective, self.ranks, self.hosts);
         if known.contains(&self.algorithm.as_str()) {
             return Ok(());
         }
@@ -124,43 +110,24 @@ impl TunedRow {
     }
 }
 
-impl CollectiveKind {
-    fn of(collective: &Collective) -> CollectiveKind {
-        match collective {
-            Collective::AllReduce { .. } => CollectiveKind::AllReduce,
-            Collective::Reduce { .. } => CollectiveKind::Reduce,
-            Collective::Broadcast { .. } => CollectiveKind::Broadcast,
-            Collective::AllGather { .. } => CollectiveKind::AllGather,
-            Collective::ReduceScatter { .. } => CollectiveKind::ReduceScatter,
-            Collective::AllToAll { .. } => CollectiveKind::AllToAll,
-            Collective::Gather { .. } => CollectiveKind::Gather,
-            Collective::Scatter { .. } => CollectiveKind::Scatter,
-            Collective::Barrier => CollectiveKind::Barrier,
-        }
-    }
-
-    fn name(self) -> String {
-        serde_json::to_value(self).ok().and_then(|name| Some(name.as_str()?.to_owned())).unwrap_or_default()
-    }
-
-    fn algorithms(self, ranks: usize, hosts: usize) -> Vec<&'static str> {
-        let (count, root, counts) = (1, Rank(0), || Counts::equal(1, ranks));
-        let collective = match self {
-            CollectiveKind::AllReduce => Collective::AllReduce { count },
-            CollectiveKind::Reduce => Collective::Reduce { count, root },
-            CollectiveKind::Broadcast => Collective::Broadcast { count, root },
-            CollectiveKind::AllGather => Collective::AllGather { counts: counts() },
-            CollectiveKind::ReduceScatter => Collective::ReduceScatter { counts: counts() },
-            CollectiveKind::AllToAll => Collective::AllToAll { send: counts(), recv: counts() },
-            CollectiveKind::Gather => Collective::Gather { count, root },
-            CollectiveKind::Scatter => Collective::Scatter { count, root },
-            CollectiveKind::Barrier => Collective::Barrier,
-        };
-        let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
-        let topo = Topology::new(&names);
-        let setting = Setting { me: root, topo: &topo, element: 1, premultiply: false, average: false };
-        candidates(&collective, &setting).collect()
-    }
+/// As [`algorithms`].
+fn algorithms_for(kind: CollectiveKind, ranks: usize, hosts: usize) -> Vec<&'static str> {
+    let (count, root, counts) = (1, Rank(0), || Counts::equal(1, ranks));
+    let collective = match kind {
+        CollectiveKind::AllReduce => Collective::AllReduce { count },
+        CollectiveKind::Reduce => Collective::Reduce { count, root },
+        CollectiveKind::Broadcast => Collective::Broadcast { count, root },
+        CollectiveKind::AllGather | CollectiveKind::WindowRegister => Collective::AllGather { counts: counts() },
+        CollectiveKind::ReduceScatter => Collective::ReduceScatter { counts: counts() },
+        CollectiveKind::AllToAll => Collective::AllToAll { send: counts(), recv: counts() },
+        CollectiveKind::Gather => Collective::Gather { count, root },
+        CollectiveKind::Scatter => Collective::Scatter { count, root },
+        CollectiveKind::Barrier | CollectiveKind::WindowDeregister => Collective::Barrier,
+    };
+    let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
+    let topo = Topology::new(&names);
+    let setting = Setting { me: root, topo: &topo, element: 1, premultiply: false, average: false };
+    candidates(&collective, &setting).collect()
 }
 
 fn one() -> usize {

@@ -200,19 +200,17 @@ fn total(buffers: &[Buffer]) -> usize {
 }
 
 fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, dtype: DType) -> Signature {
-    let (kind, root, count) = match collective {
-        Collective::AllReduce { count } => (CollectiveKind::AllReduce, Rank(0), *count),
-        Collective::Reduce { count, root } => (CollectiveKind::Reduce, *root, *count),
-        Collective::Broadcast { count, root } => (CollectiveKind::Broadcast, *root, *count),
-        Collective::Gather { count, root } => (CollectiveKind::Gather, *root, *count),
-        Collective::Scatter { count, root } => (CollectiveKind::Scatter, *root, *count),
-        Collective::AllGather { counts } => (CollectiveKind::AllGather, Rank(0), counts.total()),
-        Collective::ReduceScatter { counts } => (CollectiveKind::ReduceScatter, Rank(0), counts.total()),
-        Collective::AllToAll { .. } => (CollectiveKind::AllToAll, Rank(0), 0),
-        Collective::Barrier => (CollectiveKind::Barrier, Rank(0), 0),
+    let (root, count) = match collective {
+        Collective::AllReduce { count } => (Rank(0), *count),
+        Collective::Reduce { count, root }
+        | Collective::Broadcast { count, root }
+        | Collective::Gather { count, root }
+        | Collective::Scatter { count, root } => (*root, *count),
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => (Rank(0), counts.total()),
+        Collective::AllToAll { .. } | Collective::Barrier => (Rank(0), 0),
     };
     Signature {
-        operation: called.unwrap_or(kind) as u8,
+        operation: called.unwrap_or_else(|| collective.kind()) as u8,
         dtype: dtype as u8,
         reduction: op.kind.reduce_op().map_or(0, |op| op.index() as u8 + 1),
         root: root.0,
