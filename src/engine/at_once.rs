@@ -40,7 +40,7 @@ impl Core {
     ) -> Begun {
         let (mut taken, mut noted) = (Taken::default(), None);
         let has_ended = waits && self.is_quiet() && self.take_steps(&mut request, &mut taken, &mut noted);
-        let entry = noted.unwrap_or_else(|| self.note(&request));
+        let entry = noted.unwrap_or_else(|| self.note_collective(&request));
         if has_ended {
             self.collectives.skip();
             self.ended(entry.number, &Ok(()), None);
@@ -52,7 +52,7 @@ impl Core {
     }
 
     /// Notes a collective in the flight recorder.
-    fn note(&mut self, request: &Request) -> Entry {
+    fn note_collective(&mut self, request: &Request) -> Entry {
         let bytes = Bytes { read: request.spaces.input.len(), written: request.spaces.output.len() };
         self.begin(Call::Collective(request.signature), bytes)
     }
@@ -64,14 +64,12 @@ impl Core {
         waits: bool,
         driver: &Arc<impl Drive + 'static>,
     ) -> Begun {
-        let (direction, len) = (request.direction, request.region.len());
-        let (tries, is_send) = (waits && self.is_quiet(), matches!(direction, Direction::Send(_)));
-        // It leaves before it is noted in the flight recorder: somebody waits for it.
-        let sent = if tries && is_send { self.take_message(&request) } else { Progress::NotBegun };
-        let entry = self.begin(direction.call(request.tag, len), direction.bytes(len));
-        let progress = if tries && !is_send { self.take_message(&request) } else { sent };
+        let mut noted = None;
+        let tries = waits && self.is_quiet();
+        let progress = if tries { self.take_message(&request, &mut noted) } else { Progress::NotBegun };
+        let entry = noted.unwrap_or_else(|| self.note_message(&request));
         if progress == Progress::Done {
-            let source = match direction {
+            let source = match request.direction {
                 Direction::Receive(Source::Rank(from)) => Some(from),
                 _ => None,
             };
@@ -85,6 +83,12 @@ impl Core {
             _ => self.submit_message(request, work.clone()),
         }
         Begun::InFlight(work)
+    }
+
+    /// Notes a message in the flight recorder.
+    fn note_message(&mut self, request: &MessageRequest) -> Entry {
+        let (direction, len) = (request.direction, request.region.len());
+        self.begin(direction.call(request.tag, len), direction.bytes(len))
     }
 
     /// Whether nothing is in flight and nothing is known that an operation would have to heed.
@@ -118,7 +122,7 @@ impl Core {
                 Action::Recv { from, into } | Action::RecvReduce { from, into } => {
                     let header = request.header(sequence, message, request.spaces.bytes(into));
                     if noted.is_none() {
-                        *noted = Some(self.note(request));
+                        *noted = Some(self.note_collective(request));
                     }
                     let place = || request.placement(step.action, owner).expect("a step that receives");
                     self.receive_now(from, header, &place)
@@ -140,7 +144,8 @@ impl Core {
         true
     }
 
-    fn take_message(&mut self, request: &MessageRequest) -> Progress {
+    /// Sends or receives a message. It is noted as a collective is, when it first has to wait.
+    fn take_message(&mut self, request: &MessageRequest, noted: &mut Option<Entry>) -> Progress {
         let len = request.region.len();
         let header = message_header(request.tag, len);
         let owner = Owner { op: OpRef::Message(self.messages.next_id()), step: 0 };
@@ -153,6 +158,7 @@ impl Core {
                 progress
             }
             Direction::Receive(Source::Rank(from)) if self.messages.has_no_news() => {
+                *noted = Some(self.note_message(request));
                 let arrival = Arrival::Store;
                 let place = || Placement { region: request.region.clone(), arrival, owner, filled: 0 };
                 let progress = self.receive_now(from, header, &place);

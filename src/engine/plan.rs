@@ -88,12 +88,12 @@ impl PlanCache {
         {
             return Arc::clone(plan);
         }
-        let plan = self.find(elements, collective, setting, forced);
+        let plan = self.find_or_make(elements, collective, setting, forced);
         self.last = Some((elements, Arc::clone(&plan)));
         plan
     }
 
-    fn find(
+    fn find_or_make(
         &mut self,
         elements: Elements,
         collective: &Collective,
