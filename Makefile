@@ -15,6 +15,8 @@ SHELL := bash
 # Ranks share the cores, and a build of one torch must not load with another.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Of PyTorch's thousands of modules most are never imported: those that are get compiled then.
+PIP_INSTALL := -m pip install --quiet --no-compile
 
 # The virtual environment of a torch version: .venv for the chosen one.
 venv_of = $(if $(filter $(TORCH),$(1)),.venv,.venv-torch$(1))
@@ -80,7 +82,7 @@ fuzz-rust: $(CARGO_FUZZ)
 			-- $(FUZZ_OPTIONS) -malloc_limit_mb=100; \
 	done
 fuzz-python: $(call installed,$(TORCH))
-	$(VENV)/bin/python -m pip install --quiet atheris
+	$(VENV)/bin/python $(PIP_INSTALL) atheris
 	for target in dumps init_handles; do \
 		mkdir -p target/fuzz/corpus/$$target; \
 		$(IN_VENV) python tests/fuzz/targets.py $$target target/fuzz/corpus/$$target tests/fuzz/corpus/$$target \
@@ -122,7 +124,7 @@ tsan: nightly ## Looks for data races with ThreadSanitizer
 # Programs that run on the backend: hundreds of megabytes, hence only where they are tested.
 PROGRAMS := $(VENV)/.programs
 $(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))
-	$(VENV)/bin/python -m pip install --quiet -r requirements-programs.txt
+	$(VENV)/bin/python $(PIP_INSTALL) -r requirements-programs.txt
 	touch $@
 
 .PHONY: python-test
@@ -142,7 +144,7 @@ soak: ## Runs a million mixed operations, and watches memory, file descriptors a
 # What is built is for release, as the wheel is, and shares most of it.
 .PHONY: instructions
 instructions: $(call installed,$(TORCH)) ## Counts the instructions of hot paths against bounds; UPDATE=1 sets these
-	CARGO_TARGET_DIR="$(CURDIR)/target/torch$(TORCH)" $(VENV)/bin/python tests/bench/instructions.py \
+	CARGO_TARGET_DIR="$(CURDIR)/$(call target_of,$(TORCH))" $(VENV)/bin/python tests/bench/instructions.py \
 		$(if $(UPDATE),--update)
 
 .PHONY: lint
@@ -181,8 +183,9 @@ tch-version:
 clean: ## Removes environments and builds
 	rm -rf .venv .venv-torch* target .pytest_cache .mypy_cache .ruff_cache
 
-# What `compat` builds need not be as fast as it can be.
+# What `compat` builds need not be as fast as it can be, and all but its C++ serves each version.
 QUICK := CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16
+target_of = target/$(if $(filter $(TORCH),$(1)),torch$(1),compat)
 
 # Everything for one torch version: its environment, its build of the wheel, its smoke tests.
 define for_torch
@@ -192,17 +195,17 @@ compat-$(1): $(call installed,$(1))
 
 .PHONY: drop-$(1)
 drop-$(1):
-	rm -rf $(call venv_of,$(1)) target/torch$(1) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
+	rm -rf $(call venv_of,$(1)) $(if $(filter $(TORCH),$(1)),target/torch$(1)) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
 
 $(call ready,$(1)): requirements-dev.txt
 	test -x $$(@D)/bin/python || $(PYTHON) -m venv $$(@D)
 	rm -f $$(@D)/.ready-* $$(@D)/.installed-*
-	$$(@D)/bin/python -m pip install --quiet --upgrade pip
-	$$(@D)/bin/python -m pip install --quiet "torch==$(1).*" -r requirements-dev.txt
+	$$(@D)/bin/python $(PIP_INSTALL) --upgrade pip
+	$$(@D)/bin/python $(PIP_INSTALL) "torch==$(1).*" -r requirements-dev.txt
 	touch $$@
 
 $(call installed,$(1)): $(call ready,$(1)) $(SOURCES) $(FOLDERS)
-	$$(call in_venv,$$(@D)) CARGO_TARGET_DIR="$(CURDIR)/target/torch$(1)" $(if $(filter $(TORCH),$(1)),,$(QUICK)) \
+	$$(call in_venv,$$(@D)) CARGO_TARGET_DIR="$(CURDIR)/$(call target_of,$(1))" $(if $(filter $(TORCH),$(1)),,$(QUICK)) \
 		pip install --no-build-isolation --no-deps --force-reinstall .
 	touch $$@
 endef
