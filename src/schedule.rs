@@ -231,14 +231,28 @@ impl Builder {
         self.fence_pending = !self.steps.is_empty();
     }
 
-    /// Whether a step so far sends.
-    pub(crate) fn sends(&self) -> bool {
-        self.steps.iter().any(|step| matches!(step.action, Action::Send { .. }))
+    /// Puts steps that need no memory and wait for nothing before all others.
+    pub(crate) fn put_first(&mut self, actions: impl Iterator<Item = Action>) {
+        let first: Vec<Step> = actions.map(|action| Step { action, after: SmallVec::new() }).collect();
+        let later = first.len() as StepId;
+        for id in self.steps.iter_mut().flat_map(|step| &mut step.after).chain(&mut self.fence) {
+            *id += later;
+        }
+        self.steps.splice(..0, first);
     }
 
-    /// Whether a step so far receives.
-    pub(crate) fn receives(&self) -> bool {
-        self.steps.iter().any(|step| matches!(step.action, Action::Recv { .. } | Action::RecvReduce { .. }))
+    /// Whether a step so far sends to `rank`.
+    pub(crate) fn sends_to(&self, rank: Rank) -> bool {
+        self.steps.iter().any(|step| matches!(step.action, Action::Send { to, .. } if to == rank))
+    }
+
+    /// Whether a step so far receives from `rank`.
+    pub(crate) fn receives_from(&self, rank: Rank) -> bool {
+        let receives = |action| match action {
+            Action::Recv { from, .. } | Action::RecvReduce { from, .. } => from == rank,
+            _ => false,
+        };
+        self.steps.iter().any(|step| receives(step.action))
     }
 
     /// The finished schedule.

@@ -6,6 +6,7 @@
 use crate::algo::group::{Group, blocks, chunks};
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Slice};
+use crate::types::Rank;
 
 /// Sends `own` to everyone and receives everyone's block; block `me` is not touched.
 pub fn all_gather(builder: &mut Builder, group: &Group, own: Slice, blocks: &[Slice], chunk: usize) {
@@ -72,4 +73,53 @@ pub fn all_to_all(builder: &mut Builder, group: &Group, send: &[Slice], recv: &[
             builder.push(Action::Recv { from: group.rank(from), into });
         }
     }
+}
+
+/// The root's `data` goes to everyone's `data`.
+pub fn broadcast(builder: &mut Builder, group: &Group, root: Rank, data: Slice, chunk: usize) {
+    for part in chunks(data, chunk) {
+        if group.rank(group.me()) == root {
+            for step in 1..group.size() {
+                builder.push(Action::Send { to: group.rank(group.me() + step), from: part });
+            }
+        } else {
+            builder.push(Action::Recv { from: root, into: part });
+        }
+    }
+}
+
+/// Everyone's `own` goes to the root's `all`, which holds one block a position; elsewhere `all` is not used.
+pub fn gather(builder: &mut Builder, group: &Group, root: Rank, own: Slice, all: Option<Slice>, chunk: usize) {
+    let Some(all) = all else {
+        for from in chunks(own, chunk) {
+            builder.push(Action::Send { to: root, from });
+        }
+        return;
+    };
+    let blocks = blocks(all, &Counts::equal(own.len, group.size()));
+    builder.push(Action::Copy { from: own, into: blocks[group.me()] });
+    for step in 1..group.size() {
+        let from = (group.me() + step) % group.size();
+        for into in chunks(blocks[from], chunk) {
+            builder.push(Action::Recv { from: group.rank(from), into });
+        }
+    }
+}
+
+/// The root's `all`, one block a position, goes to everyone's `own`; elsewhere `all` is not used.
+pub fn scatter(builder: &mut Builder, group: &Group, root: Rank, all: Option<Slice>, own: Slice, chunk: usize) {
+    let Some(all) = all else {
+        for into in chunks(own, chunk) {
+            builder.push(Action::Recv { from: root, into });
+        }
+        return;
+    };
+    let blocks = blocks(all, &Counts::equal(own.len, group.size()));
+    for step in 1..group.size() {
+        let to = (group.me() + step) % group.size();
+        for from in chunks(blocks[to], chunk) {
+            builder.push(Action::Send { to: group.rank(to), from });
+        }
+    }
+    builder.push(Action::Copy { from: blocks[group.me()], into: own });
 }

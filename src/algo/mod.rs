@@ -3,10 +3,10 @@
 //! Each file appends the steps of one algorithm to a [`Builder`], for a group of ranks and
 //! data described by slices, so that algorithms compose ([`hierarchical`]). [`select`] is the table that picks one.
 //!
-//! **Agreement.** In an all_reduce, an equal all_gather or an equal reduce_scatter every rank needs data of every other,
-//! so nobody finishes when two ranks disagree. The other collectives end with a round in which all hear of all
-//! (`confirm`), so that a disagreement between any two ranks is reported on every rank, also where data flows between few.
+//! In an all_reduce, an equal all_gather or an equal reduce_scatter every rank needs data of every other, so nobody finishes
+//! when two ranks disagree. `agreement` sees to that in the other collectives.
 
+mod agreement;
 pub mod binomial;
 pub mod direct;
 pub mod dissemination;
@@ -19,7 +19,7 @@ pub mod tuning;
 
 use crate::counts::Counts;
 use crate::op::CollectiveKind;
-use crate::schedule::{Action, Builder, Schedule, Slice};
+use crate::schedule::{Builder, Schedule};
 use crate::topo::Topology;
 use crate::types::Rank;
 use group::Group;
@@ -142,28 +142,15 @@ impl Setting<'_> {
     }
 }
 
-/// Ends a schedule so that no rank finishes before it knows that all have called the same.
-fn confirm(builder: &mut Builder, group: &Group) {
-    builder.barrier();
-    if group.size() > 2 {
-        return dissemination::barrier(builder, group);
-    }
-    // Of two ranks each knows once it has anything from the other.
-    let other = group.rank(group.me() + 1);
-    if !builder.sends() {
-        builder.push(Action::Send { to: other, from: Slice::empty() });
-    }
-    if !builder.receives() {
-        builder.push(Action::Recv { from: other, into: Slice::empty() });
-    }
-}
-
 /// A schedule whose steps `write` appends.
 fn schedule(name: &'static str, write: impl FnOnce(&mut Builder)) -> Schedule {
     let mut builder = Builder::new(name);
     write(&mut builder);
     builder.finish()
 }
+
+/// Up to this many ranks, everyone talks to everyone.
+const DIRECT_MAX_RANKS: usize = 8;
 
 /// The length of the pieces that long messages travel in.
 const CHUNK_BYTES: usize = 256 * 1024;

@@ -2,7 +2,8 @@
 
 use crate::algo::group::{blocks, pieces};
 use crate::algo::{
-    Collective, Setting, binomial, confirm, direct, dissemination, halving_doubling, hierarchical, ring, schedule,
+    Collective, DIRECT_MAX_RANKS, Setting, agreement, binomial, direct, dissemination, halving_doubling, hierarchical,
+    ring, schedule,
 };
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Scaling, Schedule, Slice, Space};
@@ -78,23 +79,8 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 fn build(row: &Row, collective: &Collective, setting: Setting<'_>) -> Schedule {
     schedule(row.name, |builder| {
         (row.build)(builder, collective, &setting);
-        if needs_confirmation(collective) && setting.topo.size() > 1 {
-            confirm(builder, &setting.world());
-        }
+        agreement::ensure(builder, collective, &setting.world());
     })
-}
-
-/// Whether ranks could finish although two others disagree.
-fn needs_confirmation(collective: &Collective) -> bool {
-    match collective {
-        Collective::AllReduce { .. } | Collective::Barrier => false,
-        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => !counts.are_equal(),
-        Collective::Reduce { .. }
-        | Collective::Broadcast { .. }
-        | Collective::AllToAll { .. }
-        | Collective::Gather { .. }
-        | Collective::Scatter { .. } => true,
-    }
 }
 
 fn always(_: &Collective, _: &Setting<'_>) -> bool {
@@ -104,11 +90,10 @@ fn always(_: &Collective, _: &Setting<'_>) -> bool {
 /// The bytes that the collective is about, on one rank. All ranks find the same, an all_to_all of unequal blocks aside.
 pub(super) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
     let count = match collective {
-        Collective::AllReduce { count }
-        | Collective::Reduce { count, .. }
-        | Collective::Broadcast { count, .. }
-        | Collective::Gather { count, .. }
-        | Collective::Scatter { count, .. } => *count,
+        Collective::AllReduce { count } | Collective::Reduce { count, .. } | Collective::Broadcast { count, .. } => {
+            *count
+        }
+        Collective::Gather { count, .. } | Collective::Scatter { count, .. } => *count * setting.topo.size(),
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.total(),
         Collective::AllToAll { send, .. } => send.total(),
         Collective::Barrier => 0,
@@ -255,11 +240,20 @@ fn can_direct(collective: &Collective, _: &Setting<'_>) -> bool {
             | Collective::AllGather { .. }
             | Collective::ReduceScatter { .. }
             | Collective::AllToAll { .. }
+            | Collective::Broadcast { .. }
+            | Collective::Gather { .. }
+            | Collective::Scatter { .. }
     )
 }
 
 fn prefer_direct(collective: &Collective, setting: &Setting<'_>) -> bool {
-    matches!(collective, Collective::AllToAll { .. }) || setting.topo.size() <= DIRECT_MAX_RANKS
+    let is_short = || bytes(collective, setting) <= DIRECT_BROADCAST_MAX_BYTES;
+    match collective {
+        Collective::AllToAll { .. } => true,
+        _ if setting.topo.size() > DIRECT_MAX_RANKS => false,
+        Collective::Broadcast { .. } => setting.topo.hosts().len() == 1 || is_short(),
+        _ => true,
+    }
 }
 
 fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
@@ -288,6 +282,17 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
             let (from, into) = (blocks(input(send.total()), send), blocks(output(recv.total()), recv));
             // The totals differ between ranks, so the length of the pieces must not depend on them.
             direct::all_to_all(builder, &world, &from, &into, setting.chunk(0));
+        }
+        Collective::Broadcast { count, root } => broadcast(builder, *count, *root == setting.me, |builder, data| {
+            direct::broadcast(builder, &world, *root, data, setting.chunk(*count));
+        }),
+        Collective::Gather { count, root } => {
+            let all = (*root == setting.me).then(|| output(count * size));
+            direct::gather(builder, &world, *root, input(*count), all, setting.chunk(*count));
+        }
+        Collective::Scatter { count, root } => {
+            let all = (*root == setting.me).then(|| input(count * size));
+            direct::scatter(builder, &world, *root, all, output(*count), setting.chunk(*count));
         }
         _ => unreachable!("checked by `can`"),
     }
@@ -362,5 +367,5 @@ fn doubling_max_bytes(setting: &Setting<'_>) -> usize {
 /// Up to this size, in worlds too large for the direct exchange, fewer rounds beat the ring's pipelining.
 const HALVING_MAX_BYTES: usize = 512 * 1024;
 
-/// Up to this many ranks, everyone talks to everyone.
-const DIRECT_MAX_RANKS: usize = 8;
+/// Up to this size a root that sends to everyone is done sooner than a tree, also where it shares one network card.
+const DIRECT_BROADCAST_MAX_BYTES: usize = 16 * 1024;

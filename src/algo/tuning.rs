@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn algorithms_are_known_by_the_collectives_name() {
-        assert_eq!(algorithms("broadcast", 4, 2), Some(vec!["hierarchical", "binomial"]));
+        assert_eq!(algorithms("broadcast", 4, 2), Some(vec!["hierarchical", "direct", "binomial"]));
         assert_eq!(algorithms("barrier", 1, 1), Some(vec!["local", "dissemination"]));
         assert_eq!(algorithms("send", 4, 1), None);
         assert_eq!(algorithms("reduce", 2, 3), None);

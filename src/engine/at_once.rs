@@ -40,10 +40,11 @@ impl Core {
     ) -> Begun {
         let (mut taken, mut noted) = (Taken::default(), None);
         let has_ended = waits && self.is_quiet() && self.take_steps(&mut request, &mut taken, &mut noted);
+        let waited = noted.is_some();
         let entry = noted.unwrap_or_else(|| self.note_collective(&request));
         if has_ended {
             self.collectives.skip();
-            self.ended(entry.number, &Ok(()), None);
+            self.ended_at_once(&entry, waited, None);
             return Begun::Ended(entry, None);
         }
         let work = Work::new(driver.clone(), entry);
@@ -67,6 +68,7 @@ impl Core {
         let mut noted = None;
         let tries = waits && self.is_quiet();
         let progress = if tries { self.take_message(&request, &mut noted) } else { Progress::NotBegun };
+        let waited = noted.is_some();
         let entry = noted.unwrap_or_else(|| self.note_message(&request));
         if progress == Progress::Done {
             let source = match request.direction {
@@ -74,7 +76,7 @@ impl Core {
                 _ => None,
             };
             self.messages.skip();
-            self.ended(entry.number, &Ok(()), source);
+            self.ended_at_once(&entry, waited, source);
             return Begun::Ended(entry, source);
         }
         let work = Work::new(driver.clone(), entry);
@@ -89,6 +91,12 @@ impl Core {
     fn note_message(&mut self, request: &MessageRequest) -> Entry {
         let (direction, len) = (request.direction, request.region.len());
         self.begin(direction.call(request.tag, len), direction.bytes(len))
+    }
+
+    /// Ends an operation that has no handle. One that never waited is noted as it ends, and reads the clock once.
+    fn ended_at_once(&mut self, entry: &Entry, waited: bool, source: Option<Rank>) {
+        let now = if waited { Instant::now() } else { entry.began };
+        self.ended(entry.number, now, &Ok(()), source);
     }
 
     /// Whether nothing is in flight and nothing is known that an operation would have to heed.
@@ -121,11 +129,10 @@ impl Core {
                 }
                 Action::Recv { from, into } | Action::RecvReduce { from, into } => {
                     let header = request.header(sequence, message, request.spaces.bytes(into));
-                    if noted.is_none() {
-                        *noted = Some(self.note_collective(request));
-                    }
                     let place = || request.placement(step.action, owner).expect("a step that receives");
-                    self.receive_now(from, header, &place)
+                    self.receive_now(from, header, &place, |core| {
+                        noted.get_or_insert_with(|| core.note_collective(request));
+                    })
                 }
                 action => {
                     request.compute(action, self.peers.len());
@@ -158,10 +165,11 @@ impl Core {
                 progress
             }
             Direction::Receive(Source::Rank(from)) if self.messages.has_no_news() => {
-                *noted = Some(self.note_message(request));
                 let arrival = Arrival::Store;
                 let place = || Placement { region: request.region.clone(), arrival, owner, filled: 0 };
-                let progress = self.receive_now(from, header, &place);
+                let progress = self.receive_now(from, header, &place, |core| {
+                    noted.get_or_insert_with(|| core.note_message(request));
+                });
                 if progress != Progress::NotBegun {
                     self.eager_taken(from, len);
                 }
@@ -182,24 +190,40 @@ impl Core {
         }
     }
 
-    /// Receives the message with this header if it is the next, and comes soon. `place` is where it goes.
-    fn receive_now(&mut self, from: Rank, header: Header, place: &impl Fn() -> Placement) -> Progress {
+    /// Receives the message with this header if it is the next, and comes soon. `place` is where it goes; `note` is called
+    /// whenever it is not there yet.
+    fn receive_now(
+        &mut self,
+        from: Rank,
+        header: Header,
+        place: &impl Fn() -> Placement,
+        mut note: impl FnMut(&mut Core),
+    ) -> Progress {
         let mut patience = Patience { is_none: self.crowded, ..Patience::default() };
-        let peer = &mut self.peers[from.index()];
-        let Some(inbox) = &mut peer.inbox else { return Progress::NotBegun };
         let head = header.encode();
         loop {
+            let Some(inbox) = &mut self.peers[from.index()].inbox else { return Progress::NotBegun };
             match inbox.expect(header, &head, place) {
                 Next::Expected => break,
-                Next::Nothing if patience.lasts() => {}
-                Next::Nothing | Next::Other => return Progress::NotBegun,
+                Next::Nothing => note(self),
+                Next::Other => return Progress::NotBegun,
+            }
+            if !patience.lasts() {
+                return Progress::NotBegun;
             }
         }
+        let peer = &mut self.peers[from.index()];
         peer.called = peer.called.max(header.called());
-        while inbox.has_begun() {
+        while let Some(inbox) = self.peers[from.index()].inbox.as_mut().filter(|inbox| inbox.has_begun()) {
             // The end of a stream is for the next turn to tell.
-            if inbox.poll_body().is_err() || (inbox.has_begun() && !patience.lasts()) {
+            if inbox.poll_body().is_err() {
                 return Progress::UnderWay;
+            }
+            if inbox.has_begun() {
+                note(self);
+                if !patience.lasts() {
+                    return Progress::UnderWay;
+                }
             }
         }
         Progress::Done

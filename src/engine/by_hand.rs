@@ -45,13 +45,12 @@ impl Scene {
         Scene::of(2)
     }
 
-    /// Of so many ranks, of which rank 0 reaches rank 1 alone.
+    /// Of so many ranks, of which only rank 1 answers.
     pub(crate) fn of(size: usize) -> Scene {
         let link = Arc::<Mutex<Link>>::default();
         let topo = Topology::single_host(size);
         let transport = Box::new(ByHand { link: Arc::clone(&link), accepted: false });
-        let mut routes = vec![None; size];
-        routes[1] = Some(Route { transport: 0, address: Vec::new() });
+        let routes = (0..size).map(|rank| (rank > 0).then(|| Route { transport: 0, address: Vec::new() })).collect();
         Scene { core: Core::new("test".to_owned(), Rank(0), topo, vec![transport], routes), link }
     }
 
@@ -118,8 +117,8 @@ impl Transport for ByHand {
         Vec::new()
     }
 
-    fn open(&mut self, _: Rank, _: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
-        Ok(Box::new(Sending(Arc::clone(&self.link))))
+    fn open(&mut self, to: Rank, _: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+        Ok(Box::new(Sending(if to == Rank(1) { Arc::clone(&self.link) } else { Arc::default() })))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {

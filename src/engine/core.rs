@@ -200,9 +200,9 @@ impl Core {
     }
 
     /// Notes that an operation has ended, of whose memory nothing in the engine knows any more.
-    pub(crate) fn ended(&mut self, number: u64, result: &Result<(), Error>, source: Option<Rank>) {
+    pub(crate) fn ended(&mut self, number: u64, now: Instant, result: &Result<(), Error>, source: Option<Rank>) {
         let failure = result.as_ref().err().map(Error::to_string);
-        self.recorder.ended(number, failure.clone(), source);
+        self.recorder.ended(number, now, failure.clone(), source);
         // Closing is no failure of its own.
         if self.closed.is_none() {
             if let Some(reason) = &failure {
@@ -214,7 +214,7 @@ impl Core {
 
     /// Ends an operation that has a handle; see [`Core::ended`].
     pub(crate) fn finish(&mut self, work: Work, result: Result<(), Error>, source: Option<Rank>) {
-        self.ended(work.number(), &result, source);
+        self.ended(work.number(), Instant::now(), &result, source);
         work.complete(result, source);
         self.finished.push(work);
     }

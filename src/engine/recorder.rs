@@ -15,7 +15,7 @@ pub(crate) struct Record {
     pub(crate) sequence: u64,
     /// How many bytes of the caller's memory it reads and writes.
     pub(crate) bytes: Bytes,
-    /// Of an operation that sends in the call that submits it: right after.
+    /// Of an operation that sends in the call that submits it: right after; of one that never had to wait: as it ended.
     pub(crate) submitted: Instant,
     /// When a collective's turn came; that of other operations comes at once.
     pub(crate) started: Option<Instant>,
@@ -109,10 +109,10 @@ impl Recorder {
         }
     }
 
-    /// Notes how an operation ended, and for a receive from any rank, whose message it got.
-    pub(crate) fn ended(&mut self, number: u64, failure: Option<String>, source: Option<Rank>) {
+    /// Notes when and how an operation ended, and for a receive from any rank, whose message it got.
+    pub(crate) fn ended(&mut self, number: u64, now: Instant, failure: Option<String>, source: Option<Rank>) {
         if let Some(record) = self.find(number) {
-            record.ended = Some(Instant::now());
+            record.ended = Some(now);
             if failure.is_some() {
                 record.rest.get_or_insert_default().failure = failure;
             }
@@ -170,11 +170,11 @@ mod tests {
         let waiting = run(&mut recorder, RECV);
         for _ in 0..7 {
             let number = run(&mut recorder, COLLECTIVE);
-            recorder.ended(number, None, None);
+            recorder.ended(number, Instant::now(), None, None);
         }
         assert_eq!((numbers(&recorder), recorder.count()), (vec![waiting, 4, 5, 6, 7], 8));
         assert!(recorder.records()[0].ended.is_none());
-        recorder.ended(waiting, Some("late".to_owned()), None);
+        recorder.ended(waiting, Instant::now(), Some("late".to_owned()), None);
         assert_eq!(numbers(&recorder), [4, 5, 6, 7], "the place of one that has ended was taken long ago");
         assert!(recorder.kept.is_empty());
     }
@@ -185,7 +185,7 @@ mod tests {
         let number = recorder.submitted(COLLECTIVE, 7, BYTES, Instant::now(), false);
         assert!(recorder.records()[0].started.is_none());
         recorder.started(number, Instant::now());
-        recorder.ended(number, Some("rank 1 is lost".to_owned()), None);
+        recorder.ended(number, Instant::now(), Some("rank 1 is lost".to_owned()), None);
         let record = recorder.records()[0].clone();
         assert_eq!((record.sequence, record.bytes, record.failure()), (7, BYTES, Some("rank 1 is lost")));
         assert!(record.submitted <= record.started.expect("its turn came"));
@@ -200,7 +200,7 @@ mod tests {
         let frame = Frame { name: "train".to_owned(), filename: "train.py".to_owned(), line: 7 };
         recorder.called_from(number, vec![frame.clone()]);
         assert!(recorder.records()[0].call.peer().is_none());
-        recorder.ended(number, None, Some(Rank(1)));
+        recorder.ended(number, Instant::now(), None, Some(Rank(1)));
         assert_eq!((recorder.records()[0].call, recorder.records()[0].stack()), (RECV, &[frame][..]));
     }
 
@@ -208,7 +208,7 @@ mod tests {
     fn without_room_nothing_is_remembered() {
         let mut recorder = Recorder::new(0);
         let number = run(&mut recorder, RECV);
-        recorder.ended(number, None, None);
+        recorder.ended(number, Instant::now(), None, None);
         assert!(recorder.records().is_empty() && recorder.count() == 1);
     }
 }

@@ -4,6 +4,8 @@
 //! ends, as it may on a real wire, only when its receive has begun: a schedule that relies on buffering deadlocks here.
 //! Messages without content are the exception, on the wire as here: a signal never waits.
 
+use std::collections::VecDeque;
+
 use ncclx_rs::algo::{self, Collective, Setting};
 use ncclx_rs::schedule::{self, Action, Schedule, Slice, Space};
 use ncclx_rs::{Counts, Rank, Topology};
@@ -242,31 +244,36 @@ fn plan(name: Option<&str>, case: &Case, topo: &Topology) -> Option<Vec<Schedule
         .collect()
 }
 
-/// Whether the ranks can take all steps in the order in which they are listed, which they try first: so none may wait for a
-/// message while another one waits for what it has to send later.
-fn can_be_taken_in_order(schedules: &[Schedule]) -> bool {
+/// Takes all steps in the order in which they are listed, which ranks try first: so none may wait for a message while
+/// another one waits for what it has to send later. What each rank has heard of when it is done, a bit for each rank whose
+/// call it knows; nothing if they cannot be taken so.
+fn heard_in_order(schedules: &[Schedule]) -> Option<Vec<u64>> {
     let size = schedules.len();
-    let (mut next, mut on_the_way) = (vec![0; size], vec![0u32; size * size]);
+    let mut on_the_way = vec![VecDeque::new(); size * size];
+    // Per step, what must be known to whom takes it: its own call, what the steps know that it waits for, and its message.
+    let mut known: Vec<Vec<u64>> = vec![Vec::new(); size];
+    let taken = |known: &[Vec<u64>]| known.iter().map(Vec::len).sum::<usize>();
     loop {
-        let before = next.clone();
+        let before = taken(&known);
         for (rank, schedule) in schedules.iter().enumerate() {
-            while let Some(step) = schedule.steps.get(next[rank]) {
+            while let Some(step) = schedule.steps.get(known[rank].len()) {
+                let mut knows =
+                    step.after.iter().fold(1 << rank, |knows, earlier| knows | known[rank][*earlier as usize]);
                 match step.action {
-                    Action::Send { to, .. } => on_the_way[rank * size + to.index()] += 1,
+                    Action::Send { to, .. } => on_the_way[rank * size + to.index()].push_back(knows),
                     Action::Recv { from, .. } | Action::RecvReduce { from, .. } => {
-                        let messages = &mut on_the_way[from.index() * size + rank];
-                        if *messages == 0 {
-                            break;
-                        }
-                        *messages -= 1;
+                        let Some(told) = on_the_way[from.index() * size + rank].pop_front() else { break };
+                        knows |= told;
                     }
                     _ => {}
                 }
-                next[rank] += 1;
+                known[rank].push(knows);
             }
         }
-        if next == before {
-            return schedules.iter().zip(next).all(|(schedule, next)| next == schedule.steps.len());
+        if taken(&known) == before {
+            let are_done = schedules.iter().zip(&known).all(|(schedule, known)| known.len() == schedule.steps.len());
+            return are_done
+                .then(|| known.iter().map(|known| known.iter().fold(0, |all, knows| all | knows)).collect());
         }
     }
 }
@@ -277,7 +284,13 @@ fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
     let context =
         || format!("{} for {case:?} on {size} ranks, {} hosts, seed {seed}", schedules[0].name, topo.hosts().len());
     schedule::check(&schedules).unwrap_or_else(|mismatch| panic!("{}: {mismatch}", context()));
-    assert!(can_be_taken_in_order(&schedules), "ranks wait for each other: {}", context());
+    let heard = heard_in_order(&schedules).unwrap_or_else(|| panic!("ranks wait for each other: {}", context()));
+    let everyone = u64::MAX >> (64 - size);
+    assert!(
+        size == 1 || heard.iter().all(|heard| *heard == everyone),
+        "a rank may end alone: {}: {heard:x?}",
+        context()
+    );
     for step in schedules.iter().flat_map(|schedule| schedule.steps.iter().enumerate()) {
         assert!(step.1.after.iter().all(|earlier| (*earlier as usize) < step.0), "{}", context());
     }
@@ -390,6 +403,24 @@ proptest::proptest! {
         for collective in cases {
             for name in algo::names() {
                 check(Some(name), &Case::Same(collective.clone()), topo, seed);
+            }
+        }
+    }
+}
+
+#[test]
+fn data_from_a_root_is_not_answered() {
+    for size in 2..=8 {
+        let topo = Topology::single_host(size);
+        for rank in 1..size {
+            let root = Rank(0);
+            for collective in [Collective::Broadcast { count: 40, root }, Collective::Scatter { count: 40, root }] {
+                let setting =
+                    Setting { me: Rank::from(rank), topo: &topo, element: 4, premultiply: false, average: false };
+                let schedule = algo::plan(&collective, setting);
+                let waits = schedule.steps.iter().skip_while(|step| matches!(step.action, Action::Send { .. }));
+                let sends_later = waits.filter(|step| matches!(step.action, Action::Send { .. })).count();
+                assert_eq!(sends_later, 0, "rank {rank} of {size}: {:?}", schedule.steps);
             }
         }
     }

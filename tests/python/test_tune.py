@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from harness import BACKEND
+from ncclx_rs._backend import native
 from ncclx_rs.bench import tune
 from ncclx_rs.bench.measure import Case, Result, Row
 
@@ -54,6 +55,11 @@ def test_a_small_gain_is_no_reason_to_change() -> None:
     assert tune.table(findings) == rows("all_reduce 4 64 direct, all_reduce 4 - ring")
 
 
+def test_every_collective_with_a_choice_is_measured() -> None:
+    kinds = {"all_to_all", "barrier", *tune.COLLECTIVES}
+    assert {kind for kind in kinds if len(native().algorithms(kind, 4, 2)) > 1} == set(tune.COLLECTIVES)
+
+
 def test_what_was_not_measured_stays(tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
     tune.write(file, rows("all_reduce 2 8 direct, all_reduce 2 - ring, all_gather 2 - ring"), "first")
@@ -92,12 +98,12 @@ def open_with(file: Path) -> None:
 
 def test_the_engine_reads_what_the_command_writes(tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
-    words = [str(file), "--collectives", "all_gather,broadcast", "--ranks", "2,3", "--min", "1K", "--max", "1K"]
+    words = [str(file), "--collectives", "all_gather,reduce", "--ranks", "2,3", "--min", "1K", "--max", "1K"]
     command = [sys.executable, "-m", "ncclx_rs", "tune", *words, "--rounds", "2", "--round-ms", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     written = json.loads(file.read_text())["rows"]
-    # On one host, a broadcast has one algorithm.
+    # On one host, a reduce has one algorithm.
     assert [(row["collective"], row["ranks"], row["hosts"]) for row in written] == [
         ("all_gather", 2, 1),
         ("all_gather", 3, 1),

@@ -40,6 +40,8 @@ COLLECTIVES = {
     "reduce_scatter": "reduce_scatter_tensor",
     "broadcast": "broadcast",
     "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
 }
 # Of the file, see src/algo/tuning.rs.
 VERSION = 1

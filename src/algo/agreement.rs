@@ -1,0 +1,70 @@
+//! Agreement: no rank finishes a collective before it knows that all have called the same, so that a disagreement
+//! between any two of them is an error on every rank, also where data flows between few. A message's header tells what
+//! its sender called, hence it takes no more than messages.
+
+use crate::algo::group::Group;
+use crate::algo::{Collective, DIRECT_MAX_RANKS, dissemination};
+use crate::schedule::{Action, Builder, Slice};
+
+/// What ranks may disagree about without that each of them hears of it by the data that it needs.
+#[derive(PartialEq, Eq)]
+enum Doubt {
+    Nothing,
+    /// The call: the headers of all ranks tell whether it is the same.
+    Calls,
+    /// How many elements two ranks exchange, which only the two compare.
+    Sizes,
+}
+
+fn doubt(collective: &Collective) -> Doubt {
+    match collective {
+        // Without data nobody needs anybody's.
+        Collective::AllReduce { count: 0 } => Doubt::Calls,
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.total() == 0 => Doubt::Calls,
+        Collective::AllReduce { .. } | Collective::Barrier => Doubt::Nothing,
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.are_equal() => Doubt::Nothing,
+        Collective::Reduce { .. }
+        | Collective::Broadcast { .. }
+        | Collective::Gather { .. }
+        | Collective::Scatter { .. } => Doubt::Calls,
+        Collective::AllGather { .. } | Collective::ReduceScatter { .. } | Collective::AllToAll { .. } => Doubt::Sizes,
+    }
+}
+
+/// Completes a schedule of `collective` so that the ranks of `world` agree before they finish.
+pub(super) fn ensure(builder: &mut Builder, collective: &Collective, world: &Group) {
+    match (doubt(collective), world.size()) {
+        (Doubt::Nothing, _) => {}
+        // Two that exchange sizes exchange data.
+        (_, 2) | (Doubt::Calls, ..=DIRECT_MAX_RANKS) => hear_of_all(builder, world),
+        _ => {
+            builder.barrier();
+            confirm(builder, world);
+        }
+    }
+}
+
+/// Whom a rank sends no data gets an empty message, before all else: nobody has to wait for data to come and to be
+/// answered.
+fn hear_of_all(builder: &mut Builder, world: &Group) {
+    let others = || (1..world.size()).map(|step| world.rank(world.me() + step));
+    let silent: Vec<_> = others().filter(|to| !builder.sends_to(*to)).collect();
+    let unheard: Vec<_> = others().filter(|from| !builder.receives_from(*from)).collect();
+    builder.put_first(silent.into_iter().map(|to| Action::Send { to, from: Slice::empty() }));
+    for from in unheard {
+        builder.push(Action::Recv { from, into: Slice::empty() });
+    }
+}
+
+/// Few ranks, which all come here at the same time, signal each other; for more a barrier takes fewer messages.
+fn confirm(builder: &mut Builder, world: &Group) {
+    if world.size() > DIRECT_MAX_RANKS {
+        return dissemination::barrier(builder, world);
+    }
+    for step in 1..world.size() {
+        builder.push(Action::Send { to: world.rank(world.me() + step), from: Slice::empty() });
+    }
+    for step in 1..world.size() {
+        builder.push(Action::Recv { from: world.rank(world.me() + world.size() - step), into: Slice::empty() });
+    }
+}
