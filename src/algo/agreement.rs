@@ -5,9 +5,9 @@
 use crate::algo::group::Group;
 use crate::algo::{Collective, DIRECT_MAX_RANKS, dissemination};
 use crate::schedule::{Action, Builder, Slice};
+use crate::types::Rank;
 
 /// What ranks may disagree about without that each of them hears of it by the data that it needs.
-#[derive(PartialEq, Eq)]
 enum Doubt {
     Nothing,
     /// The call: the headers of all ranks tell whether it is the same.
@@ -47,9 +47,8 @@ pub(super) fn ensure(builder: &mut Builder, collective: &Collective, world: &Gro
 /// Whom a rank sends no data gets an empty message, before all else: nobody has to wait for data to come and to be
 /// answered.
 fn hear_of_all(builder: &mut Builder, world: &Group) {
-    let others = || (1..world.size()).map(|step| world.rank(world.me() + step));
-    let silent: Vec<_> = others().filter(|to| !builder.sends_to(*to)).collect();
-    let unheard: Vec<_> = others().filter(|from| !builder.receives_from(*from)).collect();
+    let silent: Vec<_> = others(world).filter(|to| !builder.sends_to(*to)).collect();
+    let unheard: Vec<_> = others(world).filter(|from| !builder.receives_from(*from)).collect();
     builder.put_first(silent.into_iter().map(|to| Action::Send { to, from: Slice::empty() }));
     for from in unheard {
         builder.push(Action::Recv { from, into: Slice::empty() });
@@ -61,10 +60,14 @@ fn confirm(builder: &mut Builder, world: &Group) {
     if world.size() > DIRECT_MAX_RANKS {
         return dissemination::barrier(builder, world);
     }
-    for step in 1..world.size() {
-        builder.push(Action::Send { to: world.rank(world.me() + step), from: Slice::empty() });
+    for to in others(world) {
+        builder.push(Action::Send { to, from: Slice::empty() });
     }
-    for step in 1..world.size() {
-        builder.push(Action::Recv { from: world.rank(world.me() + world.size() - step), into: Slice::empty() });
+    for from in others(world) {
+        builder.push(Action::Recv { from, into: Slice::empty() });
     }
+}
+
+fn others(world: &Group) -> impl Iterator<Item = Rank> {
+    (1..world.size()).map(|step| world.rank(world.me() + step))
 }

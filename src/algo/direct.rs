@@ -8,19 +8,31 @@ use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 
-/// Sends `own` to everyone and receives everyone's block; block `me` is not touched.
+fn send_in_chunks(builder: &mut Builder, to: Rank, data: Slice, chunk: usize) {
+    for from in chunks(data, chunk) {
+        builder.push(Action::Send { to, from });
+    }
+}
+
+fn receive_in_chunks(builder: &mut Builder, from: Rank, data: Slice, chunk: usize) {
+    for into in chunks(data, chunk) {
+        builder.push(Action::Recv { from, into });
+    }
+}
+
+/// Sends `own` to everyone and receives everyone's block; `own`, which may be block `me`, ends there.
 pub fn all_gather(builder: &mut Builder, group: &Group, own: Slice, blocks: &[Slice], chunk: usize) {
     let (size, me) = (group.size(), group.me());
     for step in 1..size {
-        for from in chunks(own, chunk) {
-            builder.push(Action::Send { to: group.rank(me + step), from });
-        }
+        send_in_chunks(builder, group.rank(me + step), own, chunk);
+    }
+    // While the others' blocks are on their way.
+    if own != blocks[me] {
+        builder.push(Action::Copy { from: own, into: blocks[me] });
     }
     for step in 1..size {
         let from = (me + size - step) % size;
-        for into in chunks(blocks[from], chunk) {
-            builder.push(Action::Recv { from: group.rank(from), into });
-        }
+        receive_in_chunks(builder, group.rank(from), blocks[from], chunk);
     }
 }
 
@@ -30,9 +42,7 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
     let (size, me) = (group.size(), group.me());
     for step in 1..size {
         let to = (me + step) % size;
-        for from in chunks(own[to], chunk) {
-            builder.push(Action::Send { to: group.rank(to), from });
-        }
+        send_in_chunks(builder, group.rank(to), own[to], chunk);
     }
     if size == 2 {
         // Two values are rounded once whichever way, so they can be combined as they come.
@@ -60,18 +70,15 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
 /// Sends block r of `send` to position r and receives position r's block into block r of `recv`.
 pub fn all_to_all(builder: &mut Builder, group: &Group, send: &[Slice], recv: &[Slice], chunk: usize) {
     let (size, me) = (group.size(), group.me());
-    builder.push(Action::Copy { from: send[me], into: recv[me] });
     for step in 1..size {
         let to = (me + step) % size;
-        for slice in chunks(send[to], chunk) {
-            builder.push(Action::Send { to: group.rank(to), from: slice });
-        }
+        send_in_chunks(builder, group.rank(to), send[to], chunk);
     }
+    // While the others' blocks are on their way.
+    builder.push(Action::Copy { from: send[me], into: recv[me] });
     for step in 1..size {
         let from = (me + size - step) % size;
-        for into in chunks(recv[from], chunk) {
-            builder.push(Action::Recv { from: group.rank(from), into });
-        }
+        receive_in_chunks(builder, group.rank(from), recv[from], chunk);
     }
 }
 
@@ -91,35 +98,25 @@ pub fn broadcast(builder: &mut Builder, group: &Group, root: Rank, data: Slice, 
 /// Everyone's `own` goes to the root's `all`, which holds one block a position; elsewhere `all` is not used.
 pub fn gather(builder: &mut Builder, group: &Group, root: Rank, own: Slice, all: Option<Slice>, chunk: usize) {
     let Some(all) = all else {
-        for from in chunks(own, chunk) {
-            builder.push(Action::Send { to: root, from });
-        }
-        return;
+        return send_in_chunks(builder, root, own, chunk);
     };
     let blocks = blocks(all, &Counts::equal(own.len, group.size()));
     builder.push(Action::Copy { from: own, into: blocks[group.me()] });
     for step in 1..group.size() {
         let from = (group.me() + step) % group.size();
-        for into in chunks(blocks[from], chunk) {
-            builder.push(Action::Recv { from: group.rank(from), into });
-        }
+        receive_in_chunks(builder, group.rank(from), blocks[from], chunk);
     }
 }
 
 /// The root's `all`, one block a position, goes to everyone's `own`; elsewhere `all` is not used.
 pub fn scatter(builder: &mut Builder, group: &Group, root: Rank, all: Option<Slice>, own: Slice, chunk: usize) {
     let Some(all) = all else {
-        for into in chunks(own, chunk) {
-            builder.push(Action::Recv { from: root, into });
-        }
-        return;
+        return receive_in_chunks(builder, root, own, chunk);
     };
     let blocks = blocks(all, &Counts::equal(own.len, group.size()));
     for step in 1..group.size() {
         let to = (group.me() + step) % group.size();
-        for from in chunks(blocks[to], chunk) {
-            builder.push(Action::Send { to: group.rank(to), from });
-        }
+        send_in_chunks(builder, group.rank(to), blocks[to], chunk);
     }
     builder.push(Action::Copy { from: blocks[group.me()], into: own });
 }

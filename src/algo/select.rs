@@ -269,7 +269,7 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
             direct::all_gather(builder, &world, stripes[me], &stripes, chunk);
         }
         Collective::AllGather { counts } => {
-            let all = own_block_in_place(builder, counts, me);
+            let all = blocks(output(counts.total()), counts);
             direct::all_gather(builder, &world, input(counts[me]), &all, setting.chunk(counts.total()));
         }
         Collective::ReduceScatter { counts } => {
