@@ -61,6 +61,18 @@ def meshes_of_one_shape_follow_each_other(rank: int, size: int) -> None:
             device_mesh.close(mesh)
 
 
+def equal_meshes_have_their_own_groups(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        first, second = (device_mesh.build(comm, {"dp": size}) for _ in range(2))
+        assert first == second
+        device_mesh.close(first)
+        del first
+        gc.collect()
+        assert_reduces(second.get_group(), list(range(size)))
+        device_mesh.close(second)
+        assert not dist.is_initialized()
+
+
 def ranks_are_placed_by_host(rank: int, size: int) -> None:
     """In this mode ranks 0 and 1, and ranks 2 and 3, share a host."""
     with communicator(rank, size) as comm:
@@ -162,7 +174,13 @@ def test_ranks_are_placed_by_host(world: World) -> None:
 @pytest.mark.worlds(sizes=(2, 4), modes=("shm",))
 @pytest.mark.parametrize(
     "check",
-    [wrong_meshes_are_refused, meshes_take_communicators_that_exist, models_train_on_a_mesh, groups_are_freed],
+    [
+        equal_meshes_have_their_own_groups,
+        wrong_meshes_are_refused,
+        meshes_take_communicators_that_exist,
+        models_train_on_a_mesh,
+        groups_are_freed,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_mesh(world: World, check) -> None:

@@ -45,7 +45,7 @@ def build(
         by_host: whether ranks are laid out host by host; otherwise in their own order.
 
     Returns:
-        The mesh. Its groups are freed with it, or by `close`.
+        The mesh. Its groups are freed with it, or by `close`; a default group made here, with the last mesh on it.
 
     Raises:
         ValueError: names are repeated or unknown, or the sizes do not make up the number of ranks.
@@ -54,8 +54,10 @@ def build(
     size = comm.get_size()
     hosts = [comm.get_backend_impl().host(rank) if by_host else 0 for rank in range(size)]  # type: ignore[attr-defined]
     ranks, groups = plugin.native().mesh_grid(list(dimensions.items()), hosts, innermost)
-    owns_world = _become_world(comm)
     number = next(_built)
+    meshes = _become_world(comm)
+    if meshes is not None:
+        meshes.add(number)
     names, children = [], []
     for dimension, members in groups:
         child = comm.split(members, f"{comm.get_name()}/{dimension}")
@@ -67,7 +69,8 @@ def build(
         children.append(child)
     shape = tuple(dimensions.values())
     mesh = _device_mesh(torch.tensor(ranks, dtype=torch.int).view(shape), tuple(dimensions), names, comm)
-    _closers[mesh] = weakref.finalize(mesh, _free, names, children, owns_world)
+    _closers[id(mesh)] = weakref.finalize(mesh, _free, number, names, children, meshes)
+    weakref.finalize(mesh, _closers.pop, id(mesh), None)
     return mesh
 
 
@@ -77,9 +80,10 @@ def close(mesh: DeviceMesh) -> None:
     Raises:
         ValueError: the mesh is not one of `build`'s.
     """
-    if mesh not in _closers:
+    closer = _closers.get(id(mesh))
+    if closer is None:
         raise ValueError("device mesh: only a whole mesh made by `build` can be closed")
-    _closers[mesh]()
+    closer()
 
 
 def init_device_mesh(
@@ -185,17 +189,27 @@ def _create_torchcomm_process_group(
     return group  # type: ignore[no-any-return]
 
 
-def _become_world(comm: TorchComm) -> bool:
-    """Makes the communicator the default process group, unless there is one of the same ranks. True: it was made."""
+def _become_world(comm: TorchComm) -> set[int] | None:
+    """Makes the communicator the default process group, unless there is one of the same ranks.
+
+    Returns:
+        The numbers of the meshes on the default group; None if it was not made here.
+    """
     if not dist.is_initialized():
-        distributed_c10d._update_default_pg(_create_torchcomm_process_group(comm, comm.get_name()))
-        return True
+        world = _create_torchcomm_process_group(comm, comm.get_name())
+        distributed_c10d._update_default_pg(world)
+        _on_own_world[world] = set()
     if (dist.get_rank(), dist.get_world_size()) != (comm.get_rank(), comm.get_size()):
         raise RuntimeError(
             f"device mesh: this is rank {comm.get_rank()} of {comm.get_size()} in communicator `{comm.get_name()}`, "
             f"but rank {dist.get_rank()} of {dist.get_world_size()} in the default process group"
         )
-    return False
+    return _meshes_on_world()
+
+
+def _meshes_on_world() -> set[int] | None:
+    world = dist.group.WORLD
+    return None if world is None else _on_own_world.get(world)
 
 
 def _device_mesh(ranks: torch.Tensor, dimensions: tuple[str, ...], groups: list[str], comm: TorchComm) -> DeviceMesh:
@@ -215,7 +229,7 @@ def _forget_shardings() -> None:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
-def _free(names: list[str], children: list[TorchComm], owns_world: bool) -> None:
+def _free(number: int, names: list[str], children: list[TorchComm], meshes: set[int] | None) -> None:
     world: Any = distributed_c10d._world
     by_name = {name: group for group, name in world.pg_names.items()}
     for name in names:
@@ -223,12 +237,17 @@ def _free(names: list[str], children: list[TorchComm], owns_world: bool) -> None
             dist.destroy_process_group(by_name[name])
     for child in children:
         child.finalize()
-    if owns_world and dist.is_initialized():
-        dist.destroy_process_group()
+    if meshes is not None:
+        meshes.remove(number)
+        if not meshes and _meshes_on_world() is meshes:
+            dist.destroy_process_group()
 
 
 # What torch.distributed calls backends that have another name here.
 _C10D_NAMES = {"ncclx": "ncclx_rs"}
 
 _built = itertools.count()
-_closers: weakref.WeakKeyDictionary[DeviceMesh, weakref.finalize[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+# The default groups made here, each with the numbers of the meshes on it: it goes with the last of them.
+_on_own_world: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+# By the identity of their meshes: meshes of the same ranks and names are equal, whatever their groups are.
+_closers: dict[int, weakref.finalize[Any, DeviceMesh]] = {}
