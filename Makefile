@@ -62,7 +62,7 @@ TCH_CARGO = $(call in_venv,$(TCH_VENV)) LIBTORCH_USE_PYTORCH=1 CARGO_TARGET_DIR=
 .PHONY: test-tch
 test-tch: $(call ready,$(TCH_TORCH)) ## Runs the tests and the example of the Rust interface for tch tensors
 	$(TCH_CARGO) clippy --locked --package ncclx_rs --features tch --profile test --all-targets -- -D warnings
-	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --lib --test tch
+	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --test tch
 	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --doc
 	$(TCH_CARGO) run --locked --package ncclx_rs --features tch --profile test --example train_tch
 
@@ -148,10 +148,11 @@ instructions: $(call installed,$(TORCH)) ## Counts the instructions of hot paths
 		$(if $(UPDATE),--update)
 
 .PHONY: lint
+lint: export NCCLX_RS_CHECK_ONLY := 1
 lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
 	cargo fmt --all --check
-	$(IN_VENV) cargo clippy --locked --workspace --all-targets -- -D warnings
-	$(IN_VENV) RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" cargo doc --locked --workspace --no-deps --quiet
+	$(IN_VENV) cargo clippy --locked --workspace --profile test --all-targets -- -D warnings
+	$(IN_VENV) RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" cargo doc --locked --workspace --profile test --no-deps --quiet
 	cargo metadata --locked --format-version 1 | $(VENV)/bin/python tests/lint/licences.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import BACKEND
+from harness import BACKEND, World
+from test_rendezvous import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+OBJECT_API = EXAMPLES / "object_api"
 
 
 def run(*command: str) -> str:
@@ -26,12 +32,41 @@ def test_a_gpt_trains_as_on_gloo() -> None:
 
 
 @pytest.mark.skipif(BACKEND != "ncclx_rs", reason="these examples name their backend")
-@pytest.mark.parametrize("script", sorted((EXAMPLES / "object_api").glob("*.py")), ids=lambda script: script.stem)
+def test_torchrun_runs_an_example() -> None:
+    ranks, arguments = told(OBJECT_API / "all_reduce.py")
+    assert_every_rank_prints(run(sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments), ranks)
+
+
+def runs_an_example(rank: int, size: int, script: str, port: int) -> str:
+    """What it prints as one of torchrun's ranks; a test that starts torchrun waits for PyTorch once a process."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="these examples name their backend")
+@pytest.mark.parametrize("script", sorted(OBJECT_API.glob("*.py")), ids=lambda script: script.stem)
 def test_object_api_example(script: Path) -> None:
-    told = re.search(r"^ *(torchrun .*)$", script.read_text(), re.MULTILINE)
-    assert told, f"{script.name} does not say how it is run"
-    launcher, *arguments = shlex.split(told.group(1))
-    ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
-    printed = run(sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments)
-    assert launcher == "torchrun"
+    ranks, arguments = told(script)
+    assert arguments == ["--nproc-per-node", str(ranks), str(script.relative_to(EXAMPLES.parent))]
+    world = World(ranks, "shm")
+    try:
+        printed = world.run(runs_an_example, str(script), free_port(), join=False)
+    finally:
+        world.close()
+    assert_every_rank_prints("".join(printed), ranks)
+
+
+def told(script: Path) -> tuple[int, list[str]]:
+    """How an example says that it is run: the number of ranks, and torchrun's arguments."""
+    command = re.search(r"^ *torchrun (.*)$", script.read_text(), re.MULTILINE)
+    assert command, f"{script.name} does not say how it is run"
+    arguments = shlex.split(command.group(1))
+    return int(arguments[arguments.index("--nproc-per-node") + 1]), arguments
+
+
+def assert_every_rank_prints(printed: str, ranks: int) -> None:
     assert sorted(re.findall(r"rank (\d+): ", printed)) == [str(rank) for rank in range(ranks)], printed
