@@ -317,7 +317,8 @@ impl Core {
         }
         let Some(active) = &self.collectives.active else { return };
         let len = region.len();
-        let header = active.request.header(active.sequence, message, len);
+        let is_busy = active.plan.is_busy(&active.request.spaces);
+        let header = Header { is_busy, ..active.request.header(active.sequence, message, len) };
         let is_warm = active.request.sends_warm_data();
         let owner = Owner { op: OpRef::Collective(active.sequence), step };
         let eager = self.is_eager(to, len, is_warm);

@@ -743,7 +743,7 @@ impl Core {
 
 /// A frame that carries no message.
 pub(crate) fn control(kind: FrameKind, lane: Lane, key: u64, token: u64, len: u64) -> Header {
-    Header { kind, lane, signature: Signature::default(), key, index: 0, token, len, location: None }
+    Header { kind, lane, signature: Signature::default(), key, index: 0, token, len, location: None, is_busy: false }
 }
 
 /// The end of `start + limit`; nothing for limits beyond the clock's range.

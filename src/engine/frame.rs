@@ -196,6 +196,8 @@ pub(crate) struct Header {
     pub(crate) len: u64,
     /// Where an announced message lies in its sender's memory, if the receiver may read it there.
     pub(crate) location: Option<Location>,
+    /// Whether the sender of an announced message moves other data for the same operation.
+    pub(crate) is_busy: bool,
 }
 
 impl Header {
@@ -208,6 +210,7 @@ impl Header {
         bytes[2] = self.signature.operation;
         bytes[3] = self.signature.dtype;
         bytes[4] = self.signature.reduction;
+        bytes[5] = u8::from(self.is_busy);
         bytes[8..12].copy_from_slice(&self.signature.root.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.index.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.signature.count.to_le_bytes());
@@ -260,6 +263,7 @@ impl Header {
                 None | Some((0, None)) => None,
                 Some((address, segment)) => Some(Location { address, segment }),
             },
+            is_busy: bytes[5] != 0,
         };
         let limit = match kind {
             FrameKind::Fail => FAIL_TEXT_MAX as u64,
@@ -286,7 +290,7 @@ impl Header {
 
     /// What an `Announce` offers.
     pub(crate) fn offer(&self) -> Offer {
-        Offer { token: self.token, len: self.len, location: self.location }
+        Offer { token: self.token, len: self.len, location: self.location, is_busy: self.is_busy }
     }
 
     /// How many payload bytes follow the header.
@@ -314,7 +318,7 @@ mod tests {
         #[test]
         fn a_header_survives_the_wire(
             kind in 0..FrameKind::ALL.len(), p2p: bool, operation: u8, dtype: u8, reduction: u8, root: u32, count: u64,
-            key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64,
+            key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64, is_busy: bool,
         ) {
             let segment = SegmentId::from_bits(segment);
             let location = (address != 0 || segment.is_some()).then_some(Location { address, segment });
@@ -322,7 +326,7 @@ mod tests {
             let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
             let kind = FrameKind::ALL[kind];
             let (token, location) = if kind.has_token() { (token, location) } else { (0, None) };
-            let header = Header { kind, lane, signature, key, index, token, len, location };
+            let header = Header { kind, lane, signature, key, index, token, len, location, is_busy };
             let bytes = header.encode();
             prop_assert_eq!(Header::decode(&bytes), Ok(Some(header)));
             prop_assert_eq!(Header::decode(&bytes[..header.size() - 1]), Ok(None));

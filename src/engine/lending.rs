@@ -25,6 +25,8 @@ pub(crate) struct Offer {
     pub(crate) len: u64,
     /// Where it lies in the sender's memory, if it may be read there.
     pub(crate) location: Option<Location>,
+    /// Whether the sender moves other data meanwhile.
+    pub(crate) is_busy: bool,
 }
 
 /// A message that is being read.
@@ -136,7 +138,7 @@ impl Core {
     /// Has a place for a message that was announced.
     pub(crate) fn take_up(&mut self, from: Rank, offer: Offer, lane: Lane, placement: Placement) {
         match offer.location {
-            Some(location) if self.prefers_reading(from, location, &placement) => {
+            Some(location) if self.prefers_reading(from, location, offer.is_busy, &placement) => {
                 self.readings.list.push(Reading { from, token: offer.token, lane, location, placement });
             }
             _ => self.grant(from, offer.token, lane, placement, Grant::Chosen),
@@ -145,13 +147,13 @@ impl Core {
 
     /// Whether one copy by this rank is faster than two, of which the sender makes one. They overlap run by run in a
     /// ring that stays in the processors' caches, if the sender has a core to itself and nothing else to do.
-    fn prefers_reading(&self, from: Rank, location: Location, placement: &Placement) -> bool {
+    fn prefers_reading(&self, from: Rank, location: Location, is_busy: bool, placement: &Placement) -> bool {
         match placement.arrival {
             _ if self.crowded || location.segment.is_some() => true,
             // Combined as they come out of the ring, elements are not copied here at all.
             Arrival::Reduce(..) => false,
             Arrival::Store if placement.region.len() < OVERLAP_BYTES => true,
-            Arrival::Store => self.announced.values().any(|announced| announced.to == from),
+            Arrival::Store => is_busy || self.announced.values().any(|announced| announced.to == from),
         }
     }
 
@@ -274,7 +276,7 @@ fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut 
 const WARM_FACTOR: usize = 4;
 
 /// From which length on two copies that overlap are faster than one.
-const OVERLAP_BYTES: usize = 256 * 1024;
+const OVERLAP_BYTES: usize = 64 * 1024;
 
 /// How much of a message is read before other messages get their turn.
 const BYTES_PER_TURN: usize = 1 << 20;

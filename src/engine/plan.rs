@@ -7,7 +7,8 @@ use smallvec::SmallVec;
 
 use crate::algo::{self, Collective, Setting, Tuning};
 use crate::engine::collective::Taken;
-use crate::schedule::{Action, Schedule, StepId};
+use crate::engine::memory::Spaces;
+use crate::schedule::{Action, Schedule, Slice, StepId};
 use crate::sync::Arc;
 use crate::types::Rank;
 
@@ -23,6 +24,10 @@ pub(crate) struct Plan {
     pub(crate) ready: Vec<StepId>,
     /// The steps that wait for each step.
     pub(crate) dependents: Vec<SmallVec<[StepId; 4]>>,
+    /// Whether this rank does more with data than send it to one other, and copy it as `copy` does.
+    is_busy: bool,
+    /// Its first copy, which is none in place.
+    copy: Option<(Slice, Slice)>,
 }
 
 impl Plan {
@@ -47,7 +52,17 @@ impl Plan {
         }
         let blocked: Vec<u32> = schedule.steps.iter().map(|step| step.after.len() as u32).collect();
         let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
-        Plan { collective, schedule, message, blocked, ready, dependents }
+        let is_busy = is_busy(&schedule);
+        let copy = schedule.steps.iter().find_map(|step| match step.action {
+            Action::Copy { from, into } if into.len > 0 => Some((from, into)),
+            _ => None,
+        });
+        Plan { collective, schedule, message, blocked, ready, dependents, is_busy, copy }
+    }
+
+    /// Whether a rank does more with data in these spaces than send it to one other.
+    pub(crate) fn is_busy(&self, spaces: &Spaces) -> bool {
+        self.is_busy || self.copy.is_some_and(|(from, into)| !spaces.begin_alike(from, into))
     }
 
     /// Sets, for a collective that has come so far, how many others each step still waits for, and which wait for none.
@@ -63,6 +78,20 @@ impl Plan {
         let next = taken.steps + usize::from(taken.one_more_begun);
         ready.extend((next..blocked.len()).filter(|&step| blocked[step] == 0).map(|step| step as StepId));
     }
+}
+
+/// Whether a rank that takes these steps receives or computes data, or sends it to more than one other.
+fn is_busy(schedule: &Schedule) -> bool {
+    let mut receiver = None;
+    schedule.steps.iter().any(|step| match step.action {
+        Action::Send { to, from } => from.len > 0 && *receiver.get_or_insert(to) != to,
+        Action::Recv { into, .. }
+        | Action::RecvReduce { into, .. }
+        | Action::Reduce { into, .. }
+        | Action::Fold { into, .. }
+        | Action::Scale { slice: into, .. } => into.len > 0,
+        Action::Copy { .. } => false,
+    })
 }
 
 /// Plans of the shapes seen lately: training repeats the same few.
@@ -119,3 +148,31 @@ impl PlanCache {
 }
 
 const CAPACITY: usize = 256;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::memory::{Region, Words};
+    use crate::topo::Topology;
+
+    #[test]
+    fn who_does_no_more_than_send_to_one_is_not_busy() {
+        let (mut one, mut other) = (Words::new(vec![0; 8]), Words::new(vec![0; 8]));
+        let (one, other) = (Region::of(&[one.buffer()]), Region::of(&[other.buffer()]));
+        let (in_place, apart) = (Spaces::new(one.clone(), one.clone(), 8), Spaces::new(one, other, 8));
+        let root = Rank(0);
+        for (collective, me, size, spaces, is_busy) in [
+            (Collective::Broadcast { count: 8, root }, 0, 2, &in_place, false),
+            (Collective::Broadcast { count: 8, root }, 0, 2, &apart, true),
+            (Collective::Broadcast { count: 8, root }, 0, 4, &in_place, true),
+            (Collective::Gather { count: 4, root }, 1, 4, &apart, false),
+            (Collective::Scatter { count: 4, root }, 0, 2, &apart, true),
+            (Collective::AllReduce { count: 8 }, 0, 2, &in_place, true),
+        ] {
+            let topo = Topology::single_host(size);
+            let setting = Setting { me: Rank(me), topo: &topo, element: 8, premultiply: false, average: false };
+            let plan = PlanCache::default().plan(&collective, setting, None);
+            assert_eq!(plan.is_busy(spaces), is_busy, "{collective:?}, rank {me} of {size}");
+        }
+    }
+}

@@ -197,8 +197,8 @@ const CAPACITY_MAX: usize = 1 << 28;
 /// The number of slots.
 pub const SLOTS: u64 = 256;
 
-/// The bytes that a slot has room for beside its mark: both are one cache line.
-pub const SLOT_BYTES: usize = 64 - size_of::<Mark>();
+/// The bytes that a slot has room for beside its mark: both are two cache lines, which processors fetch together.
+pub const SLOT_BYTES: usize = 128 - size_of::<Mark>();
 
 // The smallest page of any system.
 const _: () = assert!(size_of::<RingWords>() <= 4096);

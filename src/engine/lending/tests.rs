@@ -17,12 +17,16 @@ impl Scene {
         self.start(Direction::Receive(Source::Rank(Rank(1))), words, Duration::from_secs(60))
     }
 
-    /// Offers `memory` as rank 1.
+    /// Offers `memory` as rank 1, which moves nothing else.
     fn offer(&mut self, memory: &[u64], len: usize) {
+        self.offer_while(false, memory, len);
+    }
+
+    fn offer_while(&mut self, is_busy: bool, memory: &[u64], len: usize) {
         self.link().memory = memory.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let announce = control(FrameKind::Announce, Lane::PointToPoint, 0, TOKEN, 8 * len as u64);
         let location = Some(Location { address: 1, segment: None });
-        self.send(&Header { location, ..announce }.encode());
+        self.send(&Header { location, is_busy, ..announce }.encode());
     }
 
     fn tell(&mut self, kind: FrameKind, token: u64, payload: &[u64]) {
@@ -159,11 +163,12 @@ fn a_peer_that_cannot_read_is_offered_nothing_more() {
 fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
     let len = OVERLAP_BYTES / 8;
     let message: Vec<u64> = (0..len as u64).collect();
-    for (crowded, sends, kind) in [
-        (false, false, FrameKind::Grant),
-        (true, false, FrameKind::Taken),
+    for (crowded, sends, is_busy, kind) in [
+        (false, false, false, FrameKind::Grant),
+        (true, false, false, FrameKind::Taken),
         // It has to read this rank's message meanwhile.
-        (false, true, FrameKind::Taken),
+        (false, true, false, FrameKind::Taken),
+        (false, false, true, FrameKind::Taken),
     ] {
         let (mut scene, mut words, mut own) = (Scene::new(), Words::new(vec![0; len]), Words::new(vec![7]));
         scene.core.crowded = crowded;
@@ -173,7 +178,7 @@ fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
             scene.sent();
         }
         let work = scene.receive(&mut words);
-        scene.offer(&message, len);
+        scene.offer_while(is_busy, &message, len);
         assert_eq!((scene.sent()[0].kind, work.is_done()), (kind, kind == FrameKind::Taken));
         scene.tell(FrameKind::Data, TOKEN, &message);
         assert!(work.is_done() && words.get() == message);
