@@ -16,6 +16,16 @@ use crate::sys::fork::Origin;
 use crate::sys::poller::Poller;
 use crate::work::{Drive, Work};
 
+/// What a thread that waits does before it sleeps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Polling {
+    /// How long it looks for news.
+    pub(crate) time: Duration,
+    /// Whether it gives its core away after each look: to whom it waits for, where ranks share cores. To sleep and to be
+    /// woken for each message takes several times as long.
+    pub(crate) yields: bool,
+}
+
 #[derive(Default)]
 struct Turn {
     taken: bool,
@@ -38,13 +48,13 @@ pub(crate) struct Driver {
     waiters: AtomicUsize,
     /// Whether the thread whose turn it is sleeps on the poller, or is about to.
     asleep: AtomicBool,
-    spin: Duration,
+    polling: Polling,
     name: String,
     origin: Origin,
 }
 
 impl Driver {
-    pub(crate) fn new(core: Core, poller: Poller, spin: Duration) -> Arc<Driver> {
+    pub(crate) fn new(core: Core, poller: Poller, polling: Polling) -> Arc<Driver> {
         Arc::new_cyclic(|this| Driver {
             this: Weak::clone(this),
             name: core.name.clone(),
@@ -56,7 +66,7 @@ impl Driver {
             background_wanted: Condvar::new(),
             waiters: AtomicUsize::new(0),
             asleep: AtomicBool::new(false),
-            spin,
+            polling,
         })
     }
 
@@ -207,14 +217,12 @@ impl Driver {
         let mut quiet_since = None;
         loop {
             // Reading the clock takes longer than a turn without news.
+            let turns = if self.polling.yields || self.polling.time.is_zero() { 1 } else { TURNS_PER_LOOK };
             let mut moved = false;
-            for _ in 0..TURNS_PER_LOOK {
+            for _ in 0..turns {
                 moved |= self.step(false);
                 if done(self) {
                     return true;
-                }
-                if self.spin.is_zero() {
-                    break;
                 }
                 std::hint::spin_loop();
             }
@@ -225,8 +233,10 @@ impl Driver {
             let since = *quiet_since.get_or_insert(now);
             if moved {
                 quiet_since = Some(now);
-            } else if now - since >= self.spin {
+            } else if now - since >= self.polling.time {
                 return false;
+            } else if self.polling.yields {
+                std::thread::yield_now();
             }
         }
     }

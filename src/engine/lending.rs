@@ -146,12 +146,12 @@ impl Core {
     }
 
     /// Whether one copy by this rank is faster than two, of which the sender makes one. They overlap run by run in a
-    /// ring that stays in the processors' caches, if the sender has a core to itself and nothing else to do.
+    /// ring that stays in the processors' caches, if the sender has nothing else to do.
     fn prefers_reading(&self, from: Rank, location: Location, is_busy: bool, placement: &Placement) -> bool {
         match placement.arrival {
-            _ if self.crowded || location.segment.is_some() => true,
+            _ if location.segment.is_some() => true,
             // Combined as they come out of the ring, elements are not copied here at all.
-            Arrival::Reduce(..) => false,
+            Arrival::Reduce(..) => self.crowded,
             Arrival::Store if placement.region.len() < OVERLAP_BYTES => true,
             Arrival::Store => is_busy || self.announced.values().any(|announced| announced.to == from),
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use loom::thread;
 
 use crate::engine::core::Core;
-use crate::engine::driver::Driver;
+use crate::engine::driver::{Driver, Polling};
 use crate::sync::Arc;
 use crate::sys::poller::Poller;
 use crate::work::{Entry, Work};
@@ -13,7 +13,8 @@ use crate::work::{Entry, Work};
 /// A driver with works in flight, and the wire over which their ends come.
 fn in_flight(count: usize) -> (Arc<Driver>, Vec<Work>, Poller) {
     let wire = Poller::default();
-    let driver = Driver::new(Core { wire: wire.clone(), ..Core::default() }, wire.clone(), Duration::ZERO);
+    let polling = Polling { time: Duration::ZERO, yields: false };
+    let driver = Driver::new(Core { wire: wire.clone(), ..Core::default() }, wire.clone(), polling);
     let entry = |number| Entry { operation: "barrier", sequence: 0, number: number as u64, began: Instant::now() };
     let work = |number| Work::new(driver.clone(), entry(number));
     let works: Vec<Work> = (0..count).map(work).collect();

@@ -163,15 +163,13 @@ fn a_peer_that_cannot_read_is_offered_nothing_more() {
 fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
     let len = OVERLAP_BYTES / 8;
     let message: Vec<u64> = (0..len as u64).collect();
-    for (crowded, sends, is_busy, kind) in [
-        (false, false, false, FrameKind::Grant),
-        (true, false, false, FrameKind::Taken),
+    for (sends, is_busy, kind) in [
+        (false, false, FrameKind::Grant),
         // It has to read this rank's message meanwhile.
-        (false, true, false, FrameKind::Taken),
-        (false, false, true, FrameKind::Taken),
+        (true, false, FrameKind::Taken),
+        (false, true, FrameKind::Taken),
     ] {
         let (mut scene, mut words, mut own) = (Scene::new(), Words::new(vec![0; len]), Words::new(vec![7]));
-        scene.core.crowded = crowded;
         scene.core.eager_bytes = 0;
         if sends {
             scene.start(Direction::Send(Rank(1)), &mut own, Duration::from_secs(60));
@@ -182,6 +180,18 @@ fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
         assert_eq!((scene.sent()[0].kind, work.is_done()), (kind, kind == FrameKind::Taken));
         scene.tell(FrameKind::Data, TOKEN, &message);
         assert!(work.is_done() && words.get() == message);
+    }
+}
+
+#[test]
+fn what_is_combined_is_read_where_ranks_share_cores() {
+    let (mut scene, mut words) = (Scene::new(), Words::new(vec![0; 20_000]));
+    let arrival = Arrival::Reduce(ReduceOp::Sum, DType::U64);
+    let placement = Placement { region: Region::of(&[words.buffer()]), arrival, owner: Owner::PROTOCOL, filled: 0 };
+    for crowded in [false, true] {
+        scene.core.crowded = crowded;
+        let location = Location { address: 1, segment: None };
+        assert_eq!(scene.core.prefers_reading(Rank(1), location, true, &placement), crowded);
     }
 }
 
