@@ -56,8 +56,6 @@ def build(
     ranks, groups = plugin.native().mesh_grid(list(dimensions.items()), hosts, innermost)
     number = next(_built)
     meshes = _become_world(comm)
-    if meshes is not None:
-        meshes.add(number)
     names, children = [], []
     for dimension, members in groups:
         child = comm.split(members, f"{comm.get_name()}/{dimension}")
@@ -69,6 +67,8 @@ def build(
         children.append(child)
     shape = tuple(dimensions.values())
     mesh = _device_mesh(torch.tensor(ranks, dtype=torch.int).view(shape), tuple(dimensions), names, comm)
+    if meshes is not None:
+        meshes.add(number)
     _closers[id(mesh)] = weakref.finalize(mesh, _free, number, names, children, meshes)
     weakref.finalize(mesh, _closers.pop, id(mesh), None)
     return mesh
