@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,8 +84,13 @@ def test_importing_torch_registers_the_backend() -> None:
     assert "ncclx_rs" in after_importing_torch()["backends"]
 
 
-def test_backend_serves_cpu_and_cuda() -> None:
-    assert sorted(after_importing_torch()["devices"]) == ["cpu", "cuda"]
+def test_backend_serves_the_devices_that_are_there() -> None:
+    from ncclx_rs import _autoload
+
+    assert after_importing_torch()["devices"] == _autoload._devices()
+    for nodes, devices in (("/dev/nul*", ["cpu", "cuda"]), ("/dev/nothing", ["cpu"])):
+        with mock.patch.object(_autoload, "_GPU_NODES", (nodes,)):
+            assert _autoload._devices() == devices
 
 
 def test_registration_leaves_the_defaults_alone() -> None:

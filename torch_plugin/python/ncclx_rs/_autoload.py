@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 _DEVICES = ("cpu", "cuda")
+# What shows that there is a GPU: NVIDIA's drivers for servers and for Jetson, Windows' for its Linux, AMD's.
+_GPU_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 
 
 def register() -> None:
-    """Registers the backend ``ncclx_rs`` for CPU and CUDA tensors. Idempotent.
+    """Registers the backend ``ncclx_rs`` for CPU tensors and, where there is a GPU, for CUDA tensors. Idempotent.
 
     Runs inside ``import torch``, so it loads no native code and never raises: a failure becomes a warning, and the
     error proper comes when the backend is asked for.
@@ -38,7 +41,15 @@ def _register_as(name: str) -> None:
     import torch.distributed as dist
 
     if name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(name, _create, extended_api=True, devices=list(_DEVICES))
+        dist.Backend.register_backend(name, _create, extended_api=True, devices=_devices())
+
+
+def _devices() -> list[str]:
+    """The devices whose tensors a group serves that names none."""
+    # PyTorch 2.15's flight recorder asks CUDA about each barrier of a group that serves it. Where there is no GPU that
+    # throws an exception, which takes as long as the rest of the barrier.
+    has_gpu = any(glob.glob(pattern) for pattern in _GPU_NODES)
+    return [device for device in _DEVICES if device == "cpu" or has_gpu]
 
 
 def set_default(*devices: str) -> None:
