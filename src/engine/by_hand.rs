@@ -31,6 +31,8 @@ pub(crate) struct Link {
     pub(crate) core_withdrawals: u64,
     /// Whether rank 0's stream to rank 1 is down.
     pub(crate) broken: bool,
+    /// Whether rank 0 cannot open a stream to anyone.
+    pub(crate) refuses: bool,
 }
 
 /// Rank 0, and what the test holds of rank 1.
@@ -118,6 +120,9 @@ impl Transport for ByHand {
     }
 
     fn open(&mut self, to: Rank, _: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+        if lock(&self.link).refuses {
+            return Err(LinkDown::new("its process is gone"));
+        }
         Ok(Box::new(Sending(if to == Rank(1) { Arc::clone(&self.link) } else { Arc::default() })))
     }
 

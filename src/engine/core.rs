@@ -103,6 +103,8 @@ pub(crate) struct Core {
     pub(crate) single_copy_bytes: usize,
     /// The host has more ranks than cores.
     pub(crate) crowded: bool,
+    /// The peer whose inbox is being emptied, and is not in its place meanwhile.
+    pumped: Option<Rank>,
     /// The algorithm that the configuration forces, where it has one for the shape.
     pub(crate) algorithm: Option<String>,
     transports: Vec<Box<dyn Transport>>,
@@ -157,6 +159,7 @@ impl Core {
             eager_bytes: 8192,
             single_copy_bytes: 0,
             crowded: false,
+            pumped: None,
             algorithm: None,
             transports,
             routes,
@@ -452,7 +455,7 @@ impl Core {
     /// tells that the peer is gone.
     pub(crate) fn reach(&mut self, peer: Rank) {
         let entry = &self.peers[peer.index()];
-        if peer == self.me || entry.outbox.is_open() || entry.lost.is_some() {
+        if peer == self.me || entry.outbox.is_open() || entry.ending.is_some() || entry.lost.is_some() {
             return;
         }
         let opened = match &self.routes[peer.index()] {
@@ -461,7 +464,10 @@ impl Core {
         };
         match opened {
             Ok(outlet) => self.peers[peer.index()].outbox.open(outlet),
-            Err(down) => self.lose(peer, &down),
+            Err(down) => {
+                self.outlet_ended(peer, down.clone());
+                self.linger(peer, &down, Instant::now());
+            }
         }
     }
 
@@ -556,7 +562,7 @@ impl Core {
         }
     }
 
-    /// The stream to `peer` broke, so that it takes nothing more. What it sent may be on its way in the other stream,
+    /// The stream to `peer` broke or cannot be opened, so that it takes nothing more. What it sent may be on its way in the other stream,
     /// whose own end tells when all has come.
     fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
         let entry = &mut self.peers[peer.index()];
@@ -569,6 +575,7 @@ impl Core {
     fn linger(&mut self, peer: Rank, down: &LinkDown, since: Instant) {
         self.accept();
         let may_bring_more = self.peers[peer.index()].inbox.is_some()
+            || self.pumped == Some(peer)
             || self.transports.iter().any(|transport| transport.accepting_until().is_some());
         if !may_bring_more || since.elapsed() >= LINGER {
             // This process may not have run meanwhile, and what has come was sent before the end.
@@ -595,6 +602,7 @@ impl Core {
 
     fn pump_in(&mut self, peer: Rank) -> bool {
         let Some(mut inbox) = self.peers[peer.index()].inbox.take() else { return false };
+        self.pumped = Some(peer);
         let mut moved = false;
         let mut ended = None;
         for _ in 0..EVENTS_PER_TURN {
@@ -607,9 +615,11 @@ impl Core {
                 }
             }
             if self.lost(peer).is_some() {
+                self.pumped = None;
                 return true;
             }
         }
+        self.pumped = None;
         // Back in its place first: an operation whose payload is cut off is one that waits for the peer.
         self.peers[peer.index()].inbox = Some(inbox);
         if let Some(down) = ended {

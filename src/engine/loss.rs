@@ -169,9 +169,9 @@ mod tests {
     use crate::engine::collective::{Request, Taken};
     use crate::engine::frame::{FrameKind, Header, Signature};
     use crate::engine::memory::{Region, Spaces, Words};
-    use crate::engine::message::Direction;
+    use crate::engine::message::{Direction, message_header};
     use crate::engine::recorder::Bytes;
-    use crate::types::DType;
+    use crate::types::{DType, Source, Tag};
     use crate::work::Work;
 
     fn lost(rank: u32) -> Departed {
@@ -239,5 +239,20 @@ mod tests {
         assert_eq!((header.kind, header.token), (FrameKind::Fail, 2 + 1));
         let text = String::from_utf8_lossy(text);
         assert!(text.starts_with("communicator `test`: rank 2 is lost: it died"), "{text}");
+    }
+
+    #[test]
+    fn what_a_rank_sent_before_it_left_counts_though_it_cannot_be_reached() {
+        for (from, arrives) in [(1, true), (2, false)] {
+            let (mut scene, mut words) = (Scene::of(3), Words::new(vec![0]));
+            scene.link().refuses = true;
+            let work = scene.start(Direction::Receive(Source::Rank(Rank(from))), &mut words, Duration::from_secs(60));
+            assert_eq!(work.is_done(), !arrives, "rank {from}");
+            if arrives {
+                let header = message_header(Tag(0), 8);
+                scene.send(&[&*header.encode(), &7u64.to_ne_bytes()].concat());
+                assert!(work.wait(None).is_ok() && words.get() == [7]);
+            }
+        }
     }
 }
