@@ -156,7 +156,7 @@ impl Communicator {
         core.dump_directory = config.dump_directory.map(PathBuf::from);
         core.eager_bytes = config.eager_bytes.get();
         core.single_copy_bytes = config.single_copy_bytes;
-        core.crowded = crowded;
+        core.crowded = crowded || polling.time.is_zero();
         core.algorithm = config.algorithm;
         core.collectives.plans.tuning = tuning;
         // With one other rank, it is nobody else.

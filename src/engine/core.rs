@@ -101,7 +101,7 @@ pub(crate) struct Core {
     pub(crate) eager_bytes: usize,
     /// Longer messages are offered to be read where they lie.
     pub(crate) single_copy_bytes: usize,
-    /// The host has more ranks than cores.
+    /// The host has more ranks than cores, or nobody is to poll.
     pub(crate) crowded: bool,
     /// The peer whose inbox is being emptied, and is not in its place meanwhile.
     pumped: Option<Rank>,
