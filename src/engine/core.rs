@@ -562,8 +562,8 @@ impl Core {
         }
     }
 
-    /// The stream to `peer` broke or cannot be opened, so that it takes nothing more. What it sent may be on its way in the other stream,
-    /// whose own end tells when all has come.
+    /// The stream to `peer` broke or cannot be opened, so that it takes nothing more. What it sent may be on its way in the
+    /// other stream, whose own end tells when all has come.
     fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
         let entry = &mut self.peers[peer.index()];
         if entry.lost.is_none() && entry.ending.is_none() {

@@ -214,10 +214,10 @@ impl Driver {
 
     /// Drives without sleeping for a while after the last progress. True: done, or out of time.
     fn spin_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) -> bool {
+        // Reading the clock takes longer than a turn without news.
+        let turns = if self.polling.yields || self.polling.time.is_zero() { 1 } else { TURNS_PER_LOOK };
         let mut quiet_since = None;
         loop {
-            // Reading the clock takes longer than a turn without news.
-            let turns = if self.polling.yields || self.polling.time.is_zero() { 1 } else { TURNS_PER_LOOK };
             let mut moved = false;
             for _ in 0..turns {
                 moved |= self.step(false);

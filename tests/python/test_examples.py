@@ -19,6 +19,8 @@ from test_rendezvous import free_port
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OBJECT_API = EXAMPLES / "object_api"
 
+names_its_backend = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="these examples name their backend")
+
 
 def run(*command: str) -> str:
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=EXAMPLES.parent)
@@ -31,7 +33,7 @@ def test_a_gpt_trains_as_on_gloo() -> None:
     assert "the losses agree" in run(sys.executable, script, "--backends", BACKEND, "gloo", "--steps", "5")
 
 
-@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="these examples name their backend")
+@names_its_backend
 def test_torchrun_runs_an_example() -> None:
     ranks, arguments = told(OBJECT_API / "all_reduce.py")
     assert_every_rank_prints(run(sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments), ranks)
@@ -47,7 +49,7 @@ def runs_an_example(rank: int, size: int, script: str, port: int) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="these examples name their backend")
+@names_its_backend
 @pytest.mark.parametrize("script", sorted(OBJECT_API.glob("*.py")), ids=lambda script: script.stem)
 def test_object_api_example(script: Path) -> None:
     ranks, arguments = told(script)

@@ -163,13 +163,15 @@ fn a_peer_that_cannot_read_is_offered_nothing_more() {
 fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
     let len = OVERLAP_BYTES / 8;
     let message: Vec<u64> = (0..len as u64).collect();
-    for (sends, is_busy, kind) in [
-        (false, false, FrameKind::Grant),
+    for (crowded, sends, is_busy, kind) in [
+        (false, false, false, FrameKind::Grant),
+        (true, false, false, FrameKind::Grant),
         // It has to read this rank's message meanwhile.
-        (true, false, FrameKind::Taken),
-        (false, true, FrameKind::Taken),
+        (false, true, false, FrameKind::Taken),
+        (false, false, true, FrameKind::Taken),
     ] {
         let (mut scene, mut words, mut own) = (Scene::new(), Words::new(vec![0; len]), Words::new(vec![7]));
+        scene.core.crowded = crowded;
         scene.core.eager_bytes = 0;
         if sends {
             scene.start(Direction::Send(Rank(1)), &mut own, Duration::from_secs(60));
