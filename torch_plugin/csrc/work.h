@@ -25,8 +25,7 @@ class NcclxWork : public c10d::Work {
       : c10d::Work(rank, type, title, inputs),
         engine_(engine),
         group_(std::move(group)),
-        results_(std::move(results)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors())) {}
+        results_(std::move(results)) {}
 
   ~NcclxWork() override {
     for (NcclxHandle* handle : handles_) engine_->release(handle);
@@ -96,7 +95,17 @@ class NcclxWork : public c10d::Work {
   void abort() override { TORCH_CHECK(false, "ncclx_rs: a single operation cannot be aborted; abort its group"); }
 
   std::vector<at::Tensor> result() override { return results_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  // Made when it is first asked for: who calls an operation and waits for it mostly never does.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::lock_guard<std::mutex> lock(outcome_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+      if (has_ended_) settle(*future_);
+    }
+    return future_;
+  }
+
   int sourceRank() const override { return handles_.empty() ? -1 : engine_->source(handles_.front()); }
   uint64_t getSequencenumber() const override { return handles_.empty() ? 0 : engine_->sequence(handles_.front()); }
 
@@ -108,7 +117,7 @@ class NcclxWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
     auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
     auto self = c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this);
-    future_->addCallback([result, self](c10::ivalue::Future& future) {
+    getFuture()->addCallback([result, self](c10::ivalue::Future& future) {
       const auto outcome = !future.hasError()                   ? c10d::WorkResult::SUCCESS
                            : self->status_ == NCCLX_TIMEOUT ? c10d::WorkResult::TIMEOUT
                                                             : c10d::WorkResult::COMM_ERROR;
@@ -142,7 +151,7 @@ class NcclxWork : public c10d::Work {
   }
 
   void note(std::exception_ptr error) {
-    std::lock_guard<std::mutex> lock(errors_);
+    std::lock_guard<std::mutex> lock(outcome_);
     if (!first_error_) first_error_ = std::move(error);
   }
 
@@ -152,30 +161,38 @@ class NcclxWork : public c10d::Work {
   }
 
   void all_done() {
-    std::exception_ptr error = first_error_;
     try {
-      if (!error) {
+      if (!first_error_) {
         for (Operands& operands : operands_) operands.finish();
       }
     } catch (...) {
-      error = std::current_exception();
+      note(std::current_exception());
     }
     for (Operands& operands : operands_) operands.release();
     finished_ = std::chrono::steady_clock::now();
     // The future first: whoever waits for this work may then use it at once.
-    if (error) {
-      future_->setError(error);
-    } else {
-      future_->markCompleted(c10::IValue(results_));
-    }
-    finish(error);
+    const auto future = [this] {
+      std::lock_guard<std::mutex> lock(outcome_);
+      has_ended_ = true;
+      return future_;
+    }();
+    if (future) settle(*future);
+    finish(first_error_);
 #if NCCLX_TORCH_GE(2, 15)
-    if (!error) group_->succeeded(key_, finished_ - started_);
+    if (!first_error_) group_->succeeded(key_, finished_ - started_);
 #endif
     group_->ended([this] {
       return std::make_shared<c10d::WorkInfo>(opType_, getSequencenumber(), started_, finished_,
                                               finished_ - started_);
     });
+  }
+
+  void settle(c10::ivalue::Future& future) const {
+    if (first_error_) {
+      future.setError(first_error_);
+    } else {
+      future.markCompleted(c10::IValue(results_));
+    }
   }
 
   static uint64_t next_key() {
@@ -190,10 +207,12 @@ class NcclxWork : public c10d::Work {
   std::vector<at::Tensor> results_;
   std::vector<NcclxHandle*> handles_;
   std::vector<c10::intrusive_ptr<c10d::Work>> members_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<size_t> pending_{0};
-  std::mutex errors_;
+  // Guards the three that follow; the error does not change any more once the work has ended.
+  std::mutex outcome_;
   std::exception_ptr first_error_;
+  bool has_ended_ = false;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<int32_t> status_{NCCLX_OK};
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point finished_;
