@@ -94,8 +94,8 @@ options! {
     shm_ring_bytes: RingBytes, "shm_ring_bytes", "262144", &[],
         "The shared memory between each pair of ranks that talk on a host.";
     spin: Spin, "spin_microseconds", "auto", &[],
-        "How long a waiting thread polls before it sleeps; where the host has fewer cores than ranks, it gives its core away \
-         after each look. auto is 50, and 100 there.";
+        "How long a waiting thread polls before it sleeps; where ranks share a core, it gives the core away after each look. \
+         auto is 50, and 100 where the host has fewer cores than ranks.";
 }
 
 impl Config {
@@ -244,13 +244,13 @@ pub enum Spin {
 }
 
 impl Spin {
-    /// The time to poll where `ranks` ranks share `cores` cores.
-    pub fn duration(self, ranks: usize, cores: usize) -> Duration {
+    /// The time to poll; `crowded` says that the host has more ranks than cores.
+    pub fn duration(self, crowded: bool) -> Duration {
         match self {
             Spin::For(duration) => duration,
-            Spin::Auto if ranks <= cores => Duration::from_micros(50),
             // Who is waited for may have to wait for the core itself.
-            Spin::Auto => Duration::from_micros(100),
+            Spin::Auto if crowded => Duration::from_micros(100),
+            Spin::Auto => Duration::from_micros(50),
         }
     }
 }
@@ -502,10 +502,10 @@ mod tests {
 
     #[test]
     fn polling_takes_longer_where_ranks_share_cores() {
-        assert_eq!(Spin::Auto.duration(4, 4), Duration::from_micros(50));
-        assert_eq!(Spin::Auto.duration(5, 4), Duration::from_micros(100));
+        assert_eq!(Spin::Auto.duration(false), Duration::from_micros(50));
+        assert_eq!(Spin::Auto.duration(true), Duration::from_micros(100));
         let spin = resolve(&[], &[("spin_microseconds", "7")]).unwrap().spin;
-        assert_eq!(spin.duration(5, 4), Duration::from_micros(7));
+        assert_eq!(spin.duration(true), Duration::from_micros(7));
     }
 
     #[test]

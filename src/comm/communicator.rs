@@ -147,9 +147,8 @@ impl Communicator {
         let watched = neighbours(rank, size).into_iter().map(|peer| Ok((peer, route(&news, peer)?)));
         let watched = watched.collect::<Result<Vec<_>, InitError>>()?;
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let on_host = topo.hosts()[topo.host_of(rank)].len();
-        let crowded = on_host > cores;
-        let polling = Polling { time: config.spin.duration(on_host, cores), yields: crowded };
+        let crowded = topo.hosts()[topo.host_of(rank)].len() > cores;
+        let polling = Polling { time: config.spin.duration(crowded), yields: crowded };
         let mut core = Core::new(name.clone(), rank, topo, links.into_transports(), routes);
         core.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         core.recorder = Recorder::new(config.flight_records);

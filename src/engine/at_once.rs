@@ -199,7 +199,7 @@ impl Core {
         place: &impl Fn() -> Placement,
         mut note: impl FnMut(&mut Core),
     ) -> Progress {
-        let mut patience = Patience { is_none: self.crowded, ..Patience::default() };
+        let mut patience = Patience { is_none: self.crowded || self.cpu.is_shared, ..Patience::default() };
         let head = header.encode();
         loop {
             let Some(inbox) = &mut self.peers[from.index()].inbox else { return Progress::NotBegun };

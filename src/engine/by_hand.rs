@@ -33,6 +33,9 @@ pub(crate) struct Link {
     pub(crate) broken: bool,
     /// Whether rank 0 cannot open a stream to anyone.
     pub(crate) refuses: bool,
+    /// The CPU that rank 1 waits on, and the one that rank 0 does, as far as they have told.
+    pub(crate) cpu: Option<u32>,
+    pub(crate) core_cpu: Option<u32>,
 }
 
 /// Rank 0, and what the test holds of rank 1.
@@ -170,6 +173,10 @@ impl Outlet for Sending {
         lock(&self.0).core_withdrawals += 1;
     }
 
+    fn tell_cpu(&mut self, cpu: u32) {
+        lock(&self.0).core_cpu = Some(cpu);
+    }
+
     fn flushed(&mut self) -> Result<bool, LinkDown> {
         Ok(true)
     }
@@ -212,6 +219,10 @@ impl Inlet for Receiving {
 
     fn withdrawals(&self) -> u64 {
         lock(&self.link).withdrawals
+    }
+
+    fn writer_cpu(&self) -> Option<u32> {
+        lock(&self.link).cpu
     }
 
     fn arm(&mut self) -> bool {

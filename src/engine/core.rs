@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 
 use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
+use crate::engine::cpu::Cpu;
 use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Grant, Header, Lane, Scope, Signature};
 use crate::engine::inbox::{Inbox, Placement, Sink};
 use crate::engine::lending::Readings;
@@ -36,7 +37,7 @@ pub(crate) struct Route {
 /// One other rank, as this one sees it.
 #[derive(Default)]
 pub(crate) struct Peer {
-    outbox: Outbox,
+    pub(super) outbox: Outbox,
     pub(crate) inbox: Option<Box<Inbox>>,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
     ending: Option<(LinkDown, Instant)>,
@@ -103,6 +104,7 @@ pub(crate) struct Core {
     pub(crate) single_copy_bytes: usize,
     /// The host has more ranks than cores, or nobody is to poll.
     pub(crate) crowded: bool,
+    pub(crate) cpu: Cpu,
     /// The peer whose inbox is being emptied, and is not in its place meanwhile.
     pumped: Option<Rank>,
     /// The algorithm that the configuration forces, where it has one for the shape.
@@ -159,6 +161,7 @@ impl Core {
             eager_bytes: 8192,
             single_copy_bytes: 0,
             crowded: false,
+            cpu: Cpu::default(),
             pumped: None,
             algorithm: None,
             transports,

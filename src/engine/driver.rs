@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 
 use crate::engine::callbacks;
 use crate::engine::core::{Core, Finished};
+use crate::engine::cpu::Wait;
 use crate::engine::loss::{Departed, OnLoss};
 use crate::error::Error;
 use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
 use crate::sys::fork::Origin;
 use crate::sys::poller::Poller;
+use crate::sys::process::current_cpu;
 use crate::work::{Drive, Work};
 
 /// What a thread that waits does before it sleeps.
@@ -21,8 +23,9 @@ use crate::work::{Drive, Work};
 pub(crate) struct Polling {
     /// How long it looks for news.
     pub(crate) time: Duration,
-    /// Whether it gives its core away after each look: to whom it waits for, where ranks share cores. To sleep and to be
-    /// woken for each message takes several times as long.
+    /// Whether it always gives its core away after each look, to whom it waits for: where there are more ranks than cores.
+    /// Elsewhere it does so while another rank is on its core. To sleep and to be woken for each message takes several
+    /// times as long.
     pub(crate) yields: bool,
 }
 
@@ -214,11 +217,11 @@ impl Driver {
 
     /// Drives without sleeping for a while after the last progress. True: done, or out of time.
     fn spin_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) -> bool {
-        // Reading the clock takes longer than a turn without news.
-        let turns = if self.polling.yields || self.polling.time.is_zero() { 1 } else { TURNS_PER_LOOK };
-        let mut quiet_since = None;
+        let (mut quiet_since, mut yields) = (None, self.polling.yields);
         loop {
             let mut moved = false;
+            // Reading the clock takes longer than a turn without news.
+            let turns = if yields || self.polling.time.is_zero() { 1 } else { TURNS_PER_LOOK };
             for _ in 0..turns {
                 moved |= self.step(false);
                 if done(self) {
@@ -235,10 +238,21 @@ impl Driver {
                 quiet_since = Some(now);
             } else if now - since >= self.polling.time {
                 return false;
-            } else if self.polling.yields {
-                std::thread::yield_now();
+            } else {
+                // To ranks alone: a stranger on this core might keep it for milliseconds.
+                let wait = if self.polling.yields { Wait::Yield } else { self.wait_on_cpu(now) };
+                match wait {
+                    Wait::Look => {}
+                    Wait::Yield => std::thread::yield_now(),
+                    Wait::Sleep => return false,
+                }
+                yields = wait == Wait::Yield;
             }
         }
+    }
+
+    fn wait_on_cpu(&self, now: Instant) -> Wait {
+        self.with_core(|core| core.wait_on(current_cpu(), now))
     }
 
     fn sleep_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) {

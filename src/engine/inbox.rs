@@ -225,6 +225,11 @@ impl Inbox {
     pub(crate) fn disarm(&mut self) {
         self.inlet.disarm();
     }
+
+    /// The CPU that the peer waited on last, if it has told.
+    pub(crate) fn peer_cpu(&self) -> Option<u32> {
+        self.inlet.writer_cpu()
+    }
 }
 
 /// Moves at most `left` bytes from the stream to the sink.

@@ -1,7 +1,7 @@
 //! Drives operations over transports and completes their works.
 //!
 //! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
-//! progress, `callbacks` which one tells of an end. Collectives run one after the other in the order issued
+//! progress, `cpu` how it waits, `callbacks` which one tells of an end. Collectives run one after the other in the order issued
 //! (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`). What can
 //! end in the call that submits it does (`at_once`).
 //! `loss` ends what the departure of a rank makes impossible. `lending` lets a receiver read long messages out of the
@@ -15,6 +15,7 @@ pub(crate) mod call;
 pub(crate) mod callbacks;
 pub(crate) mod collective;
 pub(crate) mod core;
+pub(crate) mod cpu;
 pub(crate) mod driver;
 pub(crate) mod dump;
 pub(crate) mod frame;

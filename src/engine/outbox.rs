@@ -263,6 +263,13 @@ impl Outbox {
         }
     }
 
+    /// Lets the peer know on which CPU this rank waits.
+    pub(crate) fn tell_cpu(&mut self, cpu: u32) {
+        if let Some(outlet) = &mut self.outlet {
+            outlet.tell_cpu(cpu);
+        }
+    }
+
     /// What the kernel knows of the connection, if it is one.
     pub(crate) fn traffic(&self) -> Option<Traffic> {
         self.outlet.as_ref().and_then(|outlet| outlet.traffic())

@@ -1,4 +1,4 @@
-//! Whether another process lives: pidfd_open(2).
+//! Whether another process lives, by pidfd_open(2), and where this thread runs.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -47,6 +47,11 @@ impl AsFd for Process {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+/// The number of the CPU that this thread is on.
+pub fn current_cpu() -> u32 {
+    rustix::thread::sched_getcpu() as u32
 }
 
 fn namespace() -> String {

@@ -42,8 +42,8 @@ pub struct Position {
     pub bytes: u64,
 }
 
-/// The reader's positions, flags and the count of withdrawals, as they lie at the beginning of a ring's memory. All zero at
-/// first.
+/// The reader's positions, flags, the count of withdrawals and the writer's CPU, as they lie at the beginning of a ring's
+/// memory. All zero at first.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct RingWords {
@@ -51,6 +51,8 @@ pub struct RingWords {
     reader_asleep: Apart<AtomicU32>,
     writer_asleep: Apart<AtomicU32>,
     withdrawals: Apart<AtomicU64>,
+    /// One more than the CPU's number.
+    writer_cpu: Apart<AtomicU32>,
 }
 
 /// On cache lines of its own, two of them because processors fetch lines in pairs.
@@ -84,6 +86,12 @@ impl RingWords {
         self.writer_asleep.0.store(0, Ordering::SeqCst);
     }
 
+    /// Tells on which CPU the writer waits, or waited last.
+    pub fn tell_cpu(&self, cpu: u32) {
+        // Relaxed, as in `writer_cpu`: the value stands alone.
+        self.writer_cpu.0.store(cpu.wrapping_add(1), Ordering::Relaxed);
+    }
+
     /// Counts that the writer takes memory back that it had offered to the reader. To be called before the memory is
     /// used for something else.
     pub fn withdraw(&self) {
@@ -113,6 +121,11 @@ impl RingWords {
     /// Ends what [`RingWords::arm_reader`] began.
     pub fn disarm_reader(&self) {
         self.reader_asleep.0.store(0, Ordering::SeqCst);
+    }
+
+    /// The CPU that the writer waited on last, if it has told.
+    pub fn writer_cpu(&self) -> Option<u32> {
+        self.writer_cpu.0.load(Ordering::Relaxed).checked_sub(1)
     }
 
     /// How often the writer has taken memory back, to be asked after the memory was read.

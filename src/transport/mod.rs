@@ -70,6 +70,9 @@ pub trait Outlet: Send {
     /// Makes the peer doubt what it reads of this process's memory, at once: before memory is used for something else.
     fn withdraw(&mut self) {}
 
+    /// Lets the peer know on which CPU this rank waits, if that is a CPU that it may run on, too.
+    fn tell_cpu(&mut self, _cpu: u32) {}
+
     /// What the kernel knows of how the connection does, where it is one.
     fn traffic(&self) -> Option<Traffic> {
         None
@@ -101,6 +104,11 @@ pub trait Inlet: Send {
     /// while that had not happened more often.
     fn withdrawals(&self) -> u64 {
         0
+    }
+
+    /// The CPU that the writer told last ([`Outlet::tell_cpu`]), if it has.
+    fn writer_cpu(&self) -> Option<u32> {
+        None
     }
 
     /// Asks for the poller to wake when bytes come. True: there are some now.

@@ -1,6 +1,12 @@
 //! Point-to-point messages: matching, order, and running beside collectives.
 
-use ncclx_rs::{Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ncclx_rs::comm::store::MemoryStore;
+use ncclx_rs::{CommOptions, Communicator, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::world::{WIRES, buffer, op, run, world};
 
@@ -149,4 +155,57 @@ fn many_unread_small_messages_are_bounded_and_arrive() {
             }
         });
     }
+}
+
+/// The processor time of a rank that sends messages to and fro with another on the same CPU, both of which never sleep.
+fn time_on_one_cpu(transport: &str) -> Duration {
+    let (store, cpu) = (Arc::new(MemoryStore::default()), sched_getcpu());
+    let run = |rank: usize| {
+        let hints = [("transport", transport), ("spin_microseconds", "10000000")];
+        let comm = Communicator::new(CommOptions {
+            name: transport.to_owned(),
+            rank: Rank::from(rank),
+            size: 2,
+            store: store.clone(),
+            timeout: None,
+            hints: hints.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
+        })
+        .expect("the world forms");
+        let mut alone = CpuSet::new();
+        alone.set(cpu);
+        sched_setaffinity(None, &alone).expect("a CPU that this thread was on");
+        let (peer, mut data) = (Rank::from(1 - rank), [0_u8; 8]);
+        let mut to_and_fro = || {
+            if rank == 0 {
+                comm.send(&data, peer, Tag(0)).expect("send");
+            }
+            comm.recv(&mut data, peer, Tag(0)).expect("recv");
+            if rank == 1 {
+                comm.send(&data, peer, Tag(0)).expect("send");
+            }
+        };
+        // Opens the streams.
+        to_and_fro();
+        let now = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).expect("a time");
+        let began = now();
+        (0..50).for_each(|_| to_and_fro());
+        let took = now() - began;
+        comm.shutdown().expect("shutdown");
+        took
+    };
+    let run = &run;
+    std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| scope.spawn(move || run(rank)));
+        ranks.map(|rank| rank.join().expect("no panic")).into_iter().sum()
+    })
+}
+
+#[test]
+fn ranks_on_one_cpu_give_it_to_each_other() {
+    if sched_getaffinity(None).expect("this thread's CPUs").count() < 2 {
+        return println!("skipped: where there is one CPU, ranks always give it away");
+    }
+    // Over TCP a rank does not know where the others are, and keeps the CPU until the system takes it away.
+    let (knows, does_not) = (time_on_one_cpu("shm"), time_on_one_cpu("tcp"));
+    assert!(knows * 4 < does_not, "{knows:?} where they know, {does_not:?} where they do not");
 }

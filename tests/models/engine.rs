@@ -7,6 +7,7 @@ pub(crate) mod driver;
 pub(crate) mod core {
     use std::time::Instant;
 
+    use crate::engine::cpu::Wait;
     use crate::engine::loss::{Departed, OnLoss};
     use crate::error::Error;
     use crate::sys::poller::Poller;
@@ -44,6 +45,10 @@ pub(crate) mod core {
 
         pub(crate) fn disarm(&mut self) {}
 
+        pub(crate) fn wait_on(&mut self, _: u32, _: Instant) -> Wait {
+            Wait::Look
+        }
+
         pub(crate) fn is_busy(&self) -> bool {
             !self.in_flight.is_empty()
         }
@@ -65,6 +70,16 @@ pub(crate) mod core {
         pub(crate) fn take_on_loss(&mut self) -> Option<(OnLoss, Error)> {
             None
         }
+    }
+}
+
+pub(crate) mod cpu {
+    #[derive(PartialEq)]
+    #[allow(dead_code, reason = "the engine uses the rest")]
+    pub(crate) enum Wait {
+        Look,
+        Yield,
+        Sleep,
     }
 }
 

@@ -15,6 +15,12 @@ pub(crate) mod fork {
     }
 }
 
+pub(crate) mod process {
+    pub(crate) fn current_cpu() -> u32 {
+        0
+    }
+}
+
 pub(crate) mod poller {
     use std::io;
     use std::time::Duration;

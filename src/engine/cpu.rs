@@ -1,0 +1,74 @@
+//! How a rank waits that may share its CPU with the rank that it waits for.
+//!
+//! A thread that looks for news takes nothing away from a rank on another CPU. One on the same CPU, though, cannot go on
+//! until it stops. So the ranks of a host let each other know where they wait.
+
+use std::time::{Duration, Instant};
+
+use crate::engine::core::Core;
+
+/// What a rank knows of its CPU.
+#[derive(Debug, Default)]
+pub(crate) struct Cpu {
+    /// Another rank was there, too, when this one waited last.
+    pub(crate) is_shared: bool,
+    /// When this rank last slept for that.
+    left: Option<Instant>,
+}
+
+/// What a thread that waits does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// Looks again: nobody needs its CPU.
+    Look,
+    /// Gives its CPU away first: another rank waited there last, and may wait for the CPU now.
+    Yield,
+    /// Sleeps, for the same reason: a thread that is woken is given another CPU, if one is free.
+    Sleep,
+}
+
+impl Core {
+    /// Lets the others know that this rank waits on `cpu`, and says how.
+    pub(crate) fn wait_on(&mut self, cpu: u32, now: Instant) -> Wait {
+        self.cpu.is_shared = false;
+        for peer in &mut self.peers {
+            peer.outbox.tell_cpu(cpu);
+            self.cpu.is_shared |= peer.inbox.as_ref().is_some_and(|inbox| inbox.peer_cpu() == Some(cpu));
+        }
+        if !self.cpu.is_shared {
+            Wait::Look
+        } else if self.cpu.left.is_none_or(|left| now - left >= LEAVE_EVERY) {
+            self.cpu.left = Some(now);
+            Wait::Sleep
+        } else {
+            Wait::Yield
+        }
+    }
+}
+
+/// How often a rank that shares its CPU sleeps to be given another one.
+const LEAVE_EVERY: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::by_hand::Scene;
+    use crate::engine::memory::Words;
+    use crate::engine::message::Direction;
+    use crate::types::Rank;
+
+    #[test]
+    fn ranks_know_with_whom_they_share_a_cpu() {
+        let (mut scene, mut words) = (Scene::new(), Words::new(vec![0]));
+        let began = Instant::now();
+        assert_eq!(scene.core.wait_on(3, began), Wait::Look, "no stream is there yet");
+        let _send = scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        assert_eq!(scene.core.wait_on(3, began), Wait::Look, "the other rank has not told");
+        scene.link().cpu = Some(3);
+        assert_eq!(scene.core.wait_on(3, began), Wait::Sleep, "there may be another CPU");
+        assert_eq!((scene.core.wait_on(3, began), scene.core.cpu.is_shared), (Wait::Yield, true), "there was none");
+        assert_eq!((scene.core.wait_on(4, began), scene.core.cpu.is_shared), (Wait::Look, false));
+        assert_eq!(scene.link().core_cpu, Some(4));
+        assert_eq!(scene.core.wait_on(3, began + LEAVE_EVERY), Wait::Sleep, "once in a while it tries again");
+    }
+}
