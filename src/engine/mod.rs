@@ -1,9 +1,9 @@
 //! Drives operations over transports and completes their works.
 //!
 //! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
-//! progress, `cpu` how it waits, `callbacks` which one tells of an end. Collectives run one after the other in the order issued
-//! (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`). What can
-//! end in the call that submits it does (`at_once`).
+//! progress, `cpu` how it waits, `callbacks` which one tells of an end. Collectives run one after the other in the order
+//! issued (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`).
+//! What can end in the call that submits it does (`at_once`).
 //! `loss` ends what the departure of a rank makes impossible. `lending` lets a receiver read long messages out of the
 //! sender's memory. `frame` is the format on the wire. `recorder` remembers the last operations, and `dump` writes them
 //! down.
