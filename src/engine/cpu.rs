@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::engine::core::Core;
+use crate::engine::driver::Wait;
 
 /// What a rank knows of its CPU.
 #[derive(Debug, Default)]
@@ -14,17 +15,6 @@ pub(crate) struct Cpu {
     pub(crate) is_shared: bool,
     /// When this rank last slept for that.
     left: Option<Instant>,
-}
-
-/// What a thread that waits does next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wait {
-    /// Looks again: nobody needs its CPU.
-    Look,
-    /// Gives its CPU away first: another rank waited there last, and may wait for the CPU now.
-    Yield,
-    /// Sleeps, for the same reason: a thread that is woken is given another CPU, if one is free.
-    Sleep,
 }
 
 impl Core {

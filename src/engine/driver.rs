@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use crate::engine::callbacks;
 use crate::engine::core::{Core, Finished};
-use crate::engine::cpu::Wait;
 use crate::engine::loss::{Departed, OnLoss};
 use crate::error::Error;
 use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
@@ -27,6 +26,17 @@ pub(crate) struct Polling {
     /// Elsewhere it does so while another rank is on its core. To sleep and to be woken for each message takes several
     /// times as long.
     pub(crate) yields: bool,
+}
+
+/// What a thread that waits does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// Looks again: nobody needs its CPU.
+    Look,
+    /// Gives its CPU away first: another rank waited there last, and may wait for the CPU now.
+    Yield,
+    /// Sleeps, for the same reason: a thread that is woken is given another CPU, if one is free.
+    Sleep,
 }
 
 #[derive(Default)]

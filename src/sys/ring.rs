@@ -88,8 +88,10 @@ impl RingWords {
 
     /// Tells on which CPU the writer waits, or waited last.
     pub fn tell_cpu(&self, cpu: u32) {
-        // Relaxed, as in `writer_cpu`: the value stands alone.
-        self.writer_cpu.0.store(cpu.wrapping_add(1), Ordering::Relaxed);
+        // Only news, since the reader looks at it all the time. Relaxed, as in `writer_cpu`: the value stands alone.
+        if self.writer_cpu() != Some(cpu) {
+            self.writer_cpu.0.store(cpu.wrapping_add(1), Ordering::Relaxed);
+        }
     }
 
     /// Counts that the writer takes memory back that it had offered to the reader. To be called before the memory is

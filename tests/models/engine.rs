@@ -7,7 +7,7 @@ pub(crate) mod driver;
 pub(crate) mod core {
     use std::time::Instant;
 
-    use crate::engine::cpu::Wait;
+    use crate::engine::driver::Wait;
     use crate::engine::loss::{Departed, OnLoss};
     use crate::error::Error;
     use crate::sys::poller::Poller;
@@ -70,16 +70,6 @@ pub(crate) mod core {
         pub(crate) fn take_on_loss(&mut self) -> Option<(OnLoss, Error)> {
             None
         }
-    }
-}
-
-pub(crate) mod cpu {
-    #[derive(PartialEq)]
-    #[allow(dead_code, reason = "the engine uses the rest")]
-    pub(crate) enum Wait {
-        Look,
-        Yield,
-        Sleep,
     }
 }
 

@@ -62,13 +62,11 @@ pub(super) struct ShmOutlet {
     /// What is left to do before the peer has the ring.
     introduction: Option<Introduction>,
     lends: bool,
-    /// The CPU that the reader knows of.
-    cpu: Option<u32>,
 }
 
 impl ShmOutlet {
     pub(super) fn new(memory: RingMemory, bell: Bell, introduction: Introduction, lends: bool) -> Self {
-        ShmOutlet { memory, bell, written: Position::default(), introduction: Some(introduction), lends, cpu: None }
+        ShmOutlet { memory, bell, written: Position::default(), introduction: Some(introduction), lends }
     }
 
     /// Whether there is a slot, and so many bytes of the ring. The peer's positions are checked, since they are the peer's to
@@ -199,10 +197,7 @@ impl Outlet for ShmOutlet {
     }
 
     fn tell_cpu(&mut self, cpu: u32) {
-        // Only news: the reader looks at it all the time.
-        if self.cpu.replace(cpu) != Some(cpu) {
-            self.memory.words().tell_cpu(cpu);
-        }
+        self.memory.words().tell_cpu(cpu);
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
