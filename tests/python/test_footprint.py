@@ -66,10 +66,17 @@ def memory_is_bounded(rank: int, size: int) -> None:
 def idle_ranks_use_no_processor(rank: int, size: int) -> None:
     dist.all_reduce(torch.ones(100), async_op=True).wait()
     talk_to_all([dist.group.WORLD], size)
+    # A window that is open is no operation in flight.
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    window = backend._window_register(torch.zeros(1000))
+    backend._window_put(window, torch.ones(1000), (rank + 1) % size, 0)
+    backend._window_signal(window, (rank + 1) % size)
+    backend._window_wait_signal(window, (rank - 1) % size)
     time.sleep(0.1)  # until the last poll is over
     used = time.process_time()
     time.sleep(WATCHED)
     used = time.process_time() - used
+    backend._window_deregister(window)
     assert used <= WATCHED * 0.01, f"{used:.3f} s of {WATCHED:g} s"
 
 
@@ -99,7 +106,7 @@ def test_memory(world: World) -> None:
 
 @pytest.mark.worlds(sizes=(2,), modes=("shm", "tcp"))
 def test_idle(fresh_world: World) -> None:
-    # In ranks that have had tests of groups of gloo, its thread looks for work a hundred times a second.
+    # In ranks that have had tests of groups of gloo, its thread looks for work a hundred times a second for ever.
     fresh_world.run(idle_ranks_use_no_processor)
 
 
