@@ -122,12 +122,15 @@ pub enum Action {
         /// The left operand and the result.
         into: Slice,
     },
-    /// `into = block₀ ⊕ block₁ ⊕ …` over the blocks of `into.len` elements that `from` consists of, rounded once.
+    /// `into = block₀ ⊕ block₁ ⊕ …` over blocks of `into.len` elements, rounded once. One of them is what `into` holds
+    /// before; `from` consists of the others.
     Fold {
-        /// The blocks, in rank order; as long as `into` times a whole number.
+        /// The other blocks, in order; as long as `into` times a whole number.
         from: Slice,
-        /// The result, apart from `from`.
+        /// One of the blocks and the result, apart from `from`.
         into: Slice,
+        /// The position of `into` among the blocks.
+        position: usize,
     },
     /// Multiplies in place.
     Scale {
@@ -145,7 +148,7 @@ impl Action {
             Action::Send { from, .. } => (Some(from), None),
             Action::Recv { into, .. } => (None, Some(into)),
             Action::RecvReduce { into, .. } => (None, Some(into)),
-            Action::Copy { from, into } | Action::Reduce { from, into } | Action::Fold { from, into } => {
+            Action::Copy { from, into } | Action::Reduce { from, into } | Action::Fold { from, into, .. } => {
                 (Some(from), Some(into))
             }
             Action::Scale { slice, .. } => (None, Some(slice)),

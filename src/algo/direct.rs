@@ -54,16 +54,18 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
     }
     // Chunk by chunk: the memory for what others send is bounded, and combining overlaps with receiving.
     let depth = 2;
-    let lanes: Vec<Slice> = (0..depth).map(|_| builder.scratch(chunk.min(into.len) * size)).collect();
+    let others = size - 1;
+    let lanes: Vec<Slice> = (0..depth).map(|_| builder.scratch(chunk.min(into.len) * others)).collect();
     for (index, (target, mine)) in chunks(into, chunk).zip(chunks(own[me], chunk)).enumerate() {
-        let gathered = lanes[index % depth].part(0, target.len * size);
-        let parts = blocks(gathered, &Counts::equal(target.len, size));
-        builder.push(Action::Copy { from: mine, into: parts[me] });
+        let gathered = lanes[index % depth].part(0, target.len * others);
+        let parts = blocks(gathered, &Counts::equal(target.len, others));
+        builder.push(Action::Copy { from: mine, into: target });
         for step in 1..size {
             let from = (me + size - step) % size;
-            builder.push(Action::Recv { from: group.rank(from), into: parts[from] });
+            let into = parts[from - usize::from(from > me)];
+            builder.push(Action::Recv { from: group.rank(from), into });
         }
-        builder.push(Action::Fold { from: gathered, into: target });
+        builder.push(Action::Fold { from: gathered, into: target, position: me });
     }
 }
 

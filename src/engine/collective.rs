@@ -52,7 +52,7 @@ impl Request {
             Action::Reduce { from, into } => {
                 region(into).zip(&region(from), |into, from| reduce::combine(op, dtype, into, from));
             }
-            Action::Fold { from, into } => fold(op, dtype, &mut region(into), &region(from)),
+            Action::Fold { from, into, position } => fold(op, dtype, &mut region(into), position, &region(from)),
             Action::Scale { slice, by } => {
                 region(slice).each_mut(|run| reduce::scale(op, dtype, by, world, run));
             }
@@ -642,8 +642,8 @@ impl Core {
 /// The message belongs to a collective that is over.
 struct Stale;
 
-/// Folds the blocks of `from` into `into`, one run of `into` at a time.
-fn fold(op: ReduceOp, dtype: DType, into: &mut Region, from: &Region) {
+/// Folds the blocks of `from` into `into`, which is at `position` among them, one run of `into` at a time.
+fn fold(op: ReduceOp, dtype: DType, into: &mut Region, position: usize, from: &Region) {
     let block = into.len();
     if block == 0 {
         return;
@@ -653,7 +653,7 @@ fn fold(op: ReduceOp, dtype: DType, into: &mut Region, from: &Region) {
         let run = into.run_mut(at);
         let take = run.len();
         let blocks: Vec<&[u8]> = (0..from.len() / block).map(|index| &from.run(index * block + at)[..take]).collect();
-        reduce::fold(op, dtype, run, &blocks);
+        reduce::fold(op, dtype, run, position, &blocks);
         at += take;
     }
 }

@@ -20,13 +20,14 @@ pub fn combine(op: ReduceOp, dtype: DType, into: &mut [u8], from: &[u8]) {
     widest(Dispatch { op, dtype, job: Combine { into, from } });
 }
 
-/// `into = blocks[0] ⊕ blocks[1] ⊕ …`, in that order, rounded once at the end.
+/// `into = … ⊕ blocks[position - 1] ⊕ into ⊕ blocks[position] ⊕ …`, in that order, rounded once at the end.
 ///
 /// # Panics
-/// As [`combine`], and when there are no blocks.
-pub fn fold(op: ReduceOp, dtype: DType, into: &mut [u8], blocks: &[&[u8]]) {
-    assert!(!blocks.is_empty() && blocks.iter().all(|block| block.len() == into.len()), "operands of equal length");
-    widest(Dispatch { op, dtype, job: Fold { into, blocks } });
+/// As [`combine`], and when there is no such position.
+pub fn fold(op: ReduceOp, dtype: DType, into: &mut [u8], position: usize, blocks: &[&[u8]]) {
+    assert!(blocks.iter().all(|block| block.len() == into.len()), "operands of equal length");
+    let (before, after) = blocks.split_at(position);
+    widest(Dispatch { op, dtype, job: Fold { before, into, after } });
 }
 
 /// Multiplies by the factor of PREMUL_SUM, or divides by `world` for AVG; nothing for other operations. Integers
@@ -183,28 +184,27 @@ impl Job for Combine<'_> {
 }
 
 struct Fold<'a> {
+    before: &'a [&'a [u8]],
     into: &'a mut [u8],
-    blocks: &'a [&'a [u8]],
+    after: &'a [&'a [u8]],
 }
 
-impl Job for Fold<'_> {
+impl<'a> Job for Fold<'a> {
     #[inline(always)]
     fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide) {
         // A stretch of wide accumulators at a time: rounded once, and each block is read in runs.
-        let first = E::load(&[0; 16][..E::SIZE]);
-        let mut wide = [first; STRETCH];
+        let mut wide = [E::load(&[0; 16][..E::SIZE]); STRETCH];
         for (index, into) in self.into.chunks_mut(STRETCH * E::SIZE).enumerate() {
-            let count = into.len() / E::SIZE;
-            let part = |block: &'_ [u8]| -> std::ops::Range<usize> {
-                let start = index * STRETCH * E::SIZE;
-                start..(start + count * E::SIZE).min(block.len())
-            };
-            let head = &self.blocks[0][part(self.blocks[0])];
-            for (wide, bytes) in wide.iter_mut().zip(head.chunks_exact(E::SIZE)) {
+            let start = index * STRETCH * E::SIZE;
+            let len = into.len();
+            let stretches = |blocks: &'a [&'a [u8]]| blocks.iter().map(move |block| &block[start..start + len]);
+            let mut blocks = stretches(self.before).chain([&*into]).chain(stretches(self.after));
+            let first = blocks.next().unwrap_or_default();
+            for (wide, bytes) in wide.iter_mut().zip(first.chunks_exact(E::SIZE)) {
                 *wide = E::load(bytes);
             }
-            for block in &self.blocks[1..] {
-                for (wide, bytes) in wide.iter_mut().zip(block[part(block)].chunks_exact(E::SIZE)) {
+            for block in blocks {
+                for (wide, bytes) in wide.iter_mut().zip(block.chunks_exact(E::SIZE)) {
                     *wide = op(*wide, E::load(bytes));
                 }
             }

@@ -2,7 +2,7 @@
 
 use ncclx_rs::{Communicator, OpKind, Rank, ReduceOp};
 
-use crate::world::{WIRES, buffer, run, world};
+use crate::world::{WIRES, Wire, buffer, run, world};
 
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 /// Empty, tiny, eager, and announced in several fragments.
@@ -37,6 +37,18 @@ fn all_reduce_sums() {
         run(comm, OpKind::AllReduce(ReduceOp::Sum), vec![memory], vec![memory]).expect("all_reduce");
         let expected: Vec<i64> = (0..count).map(|i| (0..comm.size()).map(|r| value(r, i)).sum()).collect();
         assert!(data == expected, "{comm:?} {count}");
+    });
+}
+
+#[test]
+fn a_long_all_reduce_combines_in_the_order_of_the_ranks() {
+    // One is lost beside 2³⁰ in single precision, so that another order gives another sum.
+    let large = 2f32.powi(30);
+    world(Wire::Shm, 4, move |comm| {
+        let mut data = vec![[large, 1.0, -large, 1.0][me(comm)]; 400_003];
+        let memory = buffer(&mut data);
+        run(comm, OpKind::AllReduce(ReduceOp::Sum), vec![memory], vec![memory]).expect("all_reduce");
+        assert!(data.iter().all(|sum| *sum == 1.0));
     });
 }
 

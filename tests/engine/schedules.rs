@@ -151,9 +151,9 @@ fn take(machines: &mut [Machine<'_>], next: &Move) {
                     let data = machine.slice(from).to_vec();
                     machine.add(into, &data);
                 }
-                Action::Fold { from, into } => {
+                // The sum is that of any order; that of the blocks is followed by a test of its own.
+                Action::Fold { from, into, .. } => {
                     let data = machine.slice(from).to_vec();
-                    machine.slice_mut(into).fill(0);
                     data.chunks(into.len.max(1)).for_each(|block| machine.add(into, block));
                 }
                 // Scaled values are followed by their own test; here the factors are one.

@@ -67,20 +67,42 @@ fn combine_and_fold_agree_with_scalar_arithmetic() {
             let mut combined = block(0);
             combine(op, dtype, &mut combined, &block(1));
             assert_eq!(combined, expected, "{op:?} {dtype} {len}");
-            let mut folded = vec![0; expected.len()];
-            fold(op, dtype, &mut folded, &[&block(0), &block(1)]);
-            assert_eq!(folded, expected, "fold {op:?} {dtype} {len}");
+            for position in 0..2 {
+                let mut folded = block(position);
+                fold(op, dtype, &mut folded, position, &[&block(1 - position)]);
+                assert_eq!(folded, expected, "fold {op:?} {dtype} {len} {position}");
+            }
         }
     }
 }
 
+fn all_but<const SIZE: usize>(position: usize, values: &[[u8; SIZE]]) -> Vec<&[u8]> {
+    values.iter().enumerate().filter(|(other, _)| *other != position).map(|(_, value)| &value[..]).collect()
+}
+
 #[test]
 fn a_fold_rounds_once() {
-    // 256 + 0.5 + 0.5: in bfloat16 each half is lost on its own; together they are not.
+    // In bfloat16 each one is lost beside 256 on its own; together they are not.
     let values = [256.0, 1.0, 1.0].map(|x| bf16::from_f32(x).to_ne_bytes());
-    let mut into = [0; 2];
-    fold(ReduceOp::Sum, DType::BF16, &mut into, &[&values[0], &values[1], &values[2]]);
-    assert_eq!(bf16::from_ne_bytes(into).to_f32(), 258.0);
+    for position in 0..3 {
+        let mut into = values[position];
+        fold(ReduceOp::Sum, DType::BF16, &mut into, position, &all_but(position, &values));
+        assert_eq!(bf16::from_ne_bytes(into).to_f32(), 258.0, "{position}");
+    }
+}
+
+#[test]
+fn a_fold_keeps_the_order_of_the_blocks() {
+    // One is lost beside 2³⁰ in single precision, unless the larger numbers have gone before it comes.
+    let large = 2f32.powi(30);
+    for (values, sum) in [([large, -large, 1.0], 1.0), ([large, 1.0, -large], 0.0), ([1.0, large, -large], 0.0)] {
+        let values = values.map(f32::to_ne_bytes);
+        for position in 0..3 {
+            let mut into = values[position];
+            fold(ReduceOp::Sum, DType::F32, &mut into, position, &all_but(position, &values));
+            assert_eq!(f32::from_ne_bytes(into), sum, "{position}");
+        }
+    }
 }
 
 #[test]
