@@ -114,12 +114,14 @@ miri: nightly ## Looks for undefined behaviour in what Miri can run
 	$(MIRI) --package ncclx_rs_backend --tests
 	$(MIRI) --package ncclx_rs --lib -- $(MIRI_TESTS) $(MIRI_SKIPS:%=--skip %)
 
-# One test at a time, and the ranks of each in threads: they are slow enough as it is.
+# One test at a time, and the ranks of each in threads: they are slow enough as it is. Skipped is what has no threads and
+# takes many minutes, and what has cargo build examples, which would get no standard library with the sanitizer.
+TSAN_SKIPS := schedules::every_algorithm_is_right_in_larger_worlds examples::
 .PHONY: tsan
 tsan: nightly ## Looks for data races with ThreadSanitizer
 	PROPTEST_CASES=8 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan \
 		$(NIGHTLY_CARGO) test --locked -Zbuild-std --target x86_64-unknown-linux-gnu --package ncclx_rs \
-		--lib --test engine -- --test-threads 1
+		--lib --test engine -- --test-threads 1 $(TSAN_SKIPS:%=--skip %)
 
 # Programs that run on the backend: hundreds of megabytes, hence only where they are tested.
 PROGRAMS := $(VENV)/.programs
