@@ -35,7 +35,7 @@ pub(crate) enum Wait {
     Look,
     /// Gives its CPU away first: another rank waited there last, and may wait for the CPU now.
     Yield,
-    /// Sleeps, for the same reason: a thread that is woken is given another CPU, if one is free.
+    /// Sleeps, for the same reason: a thread that is woken is mostly given another CPU, if one is free.
     Sleep,
 }
 

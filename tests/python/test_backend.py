@@ -8,14 +8,13 @@ import os
 import pickle
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import BACKEND, World, join, leaving_together
+from ncclx_rs.bench.measure import on_a_core_of_its_own
 from reference import assert_same
 from torch._C import _distributed_c10d as c10d
 
@@ -138,23 +137,11 @@ def medians_of(groups: dict[str, dist.ProcessGroup], count: int) -> dict[str, fl
     return {name: statistics.median(all_times) for name, all_times in times.items()}
 
 
-@contextmanager
-def on_a_core_of_its_own(rank: int, size: int) -> Iterator[None]:
-    """Keeps the calling thread of each rank there, if there are so many cores."""
-    cores = os.sched_getaffinity(0)
-    if len(cores) >= size:
-        os.sched_setaffinity(0, {sorted(cores)[rank]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
 def all_reduce_beats_gloo(rank: int, size: int) -> None:
     groups = {"ours": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     for count in (1, 1024, 16384):
         # Linux tends to leave ranks on one core after calls of gloo, which is then what takes most of the time.
-        with on_a_core_of_its_own(rank, size):
+        with on_a_core_of_its_own(rank):
             medians = medians_of(groups, count)
         ratio = torch.tensor([medians["gloo"] / medians["ours"]])
         dist.all_reduce(ratio, op=dist.ReduceOp.MAX)

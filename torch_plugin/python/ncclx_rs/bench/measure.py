@@ -272,6 +272,17 @@ def run(
 
 
 @contextlib.contextmanager
+def on_a_core_of_its_own(local_rank: int) -> Iterator[None]:
+    """Keeps the calling thread on one core, another for each rank of a host as long as there are enough."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[local_rank % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
 def world(
     plan: Plan, store: c10d.Store, place: Place, local_rank: int, groups: Callable[[], dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], Control]]:
@@ -287,7 +298,6 @@ def world(
     Yields:
         The groups by name, and words between the ranks.
     """
-    cores = os.sched_getaffinity(0)
     dist.init_process_group(
         plan.backends[0],
         store=c10d.PrefixStore("c10d", store),
@@ -297,12 +307,10 @@ def world(
     )
     try:
         made = groups()
-        if plan.pin:
-            # Only now, since backends' threads inherit what their maker may use, and some count it.
-            os.sched_setaffinity(0, {sorted(cores)[local_rank % len(cores)]})
-        yield made, Control(c10d.PrefixStore("control", store), place)
+        # Only now, since backends' threads inherit what their maker may use, and some count it.
+        with on_a_core_of_its_own(local_rank) if plan.pin else contextlib.nullcontext():
+            yield made, Control(c10d.PrefixStore("control", store), place)
     finally:
-        os.sched_setaffinity(0, cores)
         dist.destroy_process_group()
 
 
