@@ -129,8 +129,8 @@ pub enum Action {
         from: Slice,
         /// One of the blocks and the result, apart from `from`.
         into: Slice,
-        /// The position of `into` among the blocks.
-        position: usize,
+        /// The position of `into` among the blocks. As wide as a [`Rank`]: a larger type makes every step larger.
+        position: u32,
     },
     /// Multiplies in place.
     Scale {

@@ -65,7 +65,7 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
             let into = parts[from - usize::from(from > me)];
             builder.push(Action::Recv { from: group.rank(from), into });
         }
-        builder.push(Action::Fold { from: gathered, into: target, position: me });
+        builder.push(Action::Fold { from: gathered, into: target, position: me as u32 });
     }
 }
 

@@ -52,7 +52,9 @@ impl Request {
             Action::Reduce { from, into } => {
                 region(into).zip(&region(from), |into, from| reduce::combine(op, dtype, into, from));
             }
-            Action::Fold { from, into, position } => fold(op, dtype, &mut region(into), position, &region(from)),
+            Action::Fold { from, into, position } => {
+                fold(op, dtype, &mut region(into), position as usize, &region(from));
+            }
             Action::Scale { slice, by } => {
                 region(slice).each_mut(|run| reduce::scale(op, dtype, by, world, run));
             }
