@@ -65,7 +65,49 @@ impl Buffer {
     }
 
     /// The number of bytes.
+    ///
+    /// # Panics
+    /// When a `usize` cannot hold it: no memory is valid for so many, so every operation refuses the buffer.
     pub fn bytes(self) -> usize {
-        self.len * self.dtype.size()
+        self.checked_bytes().expect("a buffer of a length that memory can have")
+    }
+
+    fn checked_bytes(self) -> Option<usize> {
+        self.len.checked_mul(self.dtype.size())
+    }
+}
+
+/// The bytes of all buffers together; nothing if memory cannot have so many. Up to there, no sum or product of lengths and
+/// offsets within them overflows.
+pub(crate) fn bytes(buffers: &[Buffer]) -> Option<usize> {
+    let sum = match buffers {
+        // Nearly always.
+        [one] => one.checked_bytes(),
+        _ => buffers.iter().try_fold(0, |sum: usize, buffer| sum.checked_add(buffer.checked_bytes()?)),
+    };
+    sum.filter(|sum| *sum <= BYTES_MAX)
+}
+
+/// The most bytes that memory can have: what the language allows an object.
+pub(crate) const BYTES_MAX: usize = isize::MAX as usize;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[allow(unsafe_code, reason = "makes buffers whose memory nobody touches")]
+    fn more_bytes_than_memory_can_have_are_none() {
+        let of = |len, dtype| {
+            // SAFETY: no operation uses the buffer.
+            unsafe { Buffer::from_raw(std::ptr::null_mut(), len, dtype) }
+        };
+        let (most, some) = (of(BYTES_MAX, DType::U8), of(1, DType::U8));
+        assert_eq!(bytes(&[]), Some(0));
+        assert_eq!(bytes(&[most]), Some(BYTES_MAX));
+        assert_eq!(bytes(&[most, some]), None);
+        assert_eq!(bytes(&[most, most, some, some]), None, "although their sum wraps to 0");
+        assert_eq!(bytes(&[of(usize::MAX / 8 + 2, DType::F64)]), None, "although the product wraps to 8");
+        assert_eq!(bytes(&[of(usize::MAX / 8 + 2, DType::F64), some]), None);
     }
 }

@@ -48,10 +48,18 @@ impl Counts {
     }
 
     /// The elements of all ranks together.
+    ///
+    /// # Panics
+    /// When they are more than [`Counts::checked_total`] can tell.
     pub fn total(&self) -> usize {
+        self.checked_total().expect("counts whose sum was checked when they came in")
+    }
+
+    /// The elements of all ranks together; nothing if a `usize` cannot hold their number.
+    pub fn checked_total(&self) -> Option<usize> {
         match &self.0 {
-            Kind::Equal { each, ranks } => each * ranks,
-            Kind::Unequal(counts) => counts.iter().sum(),
+            Kind::Equal { each, ranks } => each.checked_mul(*ranks),
+            Kind::Unequal(counts) => counts.iter().try_fold(0, |sum: usize, count| sum.checked_add(*count)),
         }
     }
 
@@ -110,5 +118,13 @@ mod tests {
             prop_assert_eq!((counts.len(), counts.total()), (numbers.len(), numbers.iter().sum()));
             prop_assert_eq!(counts.are_equal(), numbers.windows(2).all(|pair| pair[0] == pair[1]));
         }
+    }
+
+    #[test]
+    fn a_sum_that_is_too_large_is_none() {
+        assert_eq!(Counts::from(vec![8, usize::MAX - 3, 6]).checked_total(), None);
+        assert_eq!(Counts::from(vec![8, usize::MAX - 8]).checked_total(), Some(usize::MAX));
+        assert_eq!(Counts::equal(usize::MAX / 2, 3).checked_total(), None);
+        assert_eq!(Counts::equal(usize::MAX / 2, 2).checked_total(), Some(usize::MAX - 1));
     }
 }

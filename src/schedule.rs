@@ -56,7 +56,8 @@ impl Slice {
     /// # Panics
     /// When they do not lie inside this slice.
     pub fn part(self, offset: usize, len: usize) -> Self {
-        assert!(offset + len <= self.len, "{self:?} has no part of {len} elements at {offset}");
+        let is_inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(is_inside, "{self:?} has no part of {len} elements at {offset}");
         Slice::new(self.space, self.offset + offset, len)
     }
 
@@ -67,7 +68,7 @@ impl Slice {
     }
 
     fn end(self) -> usize {
-        self.offset + self.len
+        self.offset.saturating_add(self.len)
     }
 
     fn overlaps(self, other: Slice) -> bool {
@@ -199,9 +200,12 @@ impl Builder {
     }
 
     /// Reserves `len` elements of scratch memory.
+    ///
+    /// # Panics
+    /// When a `usize` cannot hold the number of all that are reserved.
     pub fn scratch(&mut self, len: usize) -> Slice {
         let slice = Slice::new(Space::Scratch, self.scratch, len);
-        self.scratch += len;
+        self.scratch = self.scratch.checked_add(len).expect("no more scratch memory than there can be");
         slice
     }
 

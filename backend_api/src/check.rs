@@ -7,6 +7,8 @@ use crate::operation::{Buffer, OpKind, Operation};
 pub(crate) fn check(operation: &Operation, rank: u32, size: u32) -> Result<(), Error> {
     let checker = Checker { operation, rank: rank as usize, size: size as usize };
     checker.one_dtype()?;
+    checker.lengths("input", &operation.inputs)?;
+    checker.lengths("output", &operation.outputs)?;
     let (inputs, outputs) = (&operation.inputs, &operation.outputs);
     match &operation.kind {
         OpKind::Send { to } => checker.peer("dst", *to),
@@ -58,6 +60,15 @@ impl Checker<'_> {
         self.expect(other.is_none(), "tensors", || format!("all of one dtype, {}", first.name()), got)
     }
 
+    /// No more bytes than memory can have, so that nothing that is computed from the lengths overflows.
+    fn lengths(&self, argument: &str, buffers: &[Buffer]) -> Result<(), Error> {
+        let bytes = |buffer: &Buffer| buffer.len.checked_mul(buffer.dtype.size());
+        let sum = buffers.iter().try_fold(0, |sum: usize, buffer| sum.checked_add(bytes(buffer)?));
+        let most = isize::MAX as usize;
+        let got = || buffers.iter().map(|buffer| buffer.len.to_string()).collect::<Vec<_>>().join(" + ") + " elements";
+        self.expect(sum.is_some_and(|sum| sum <= most), argument, || format!("at most {most} bytes"), got)
+    }
+
     fn peer(&self, argument: &str, peer: u32) -> Result<(), Error> {
         let expected = || format!("a rank in [0, {})", self.size);
         self.expect((peer as usize) < self.size, argument, expected, || peer.to_string())
@@ -88,9 +99,10 @@ impl Checker<'_> {
     fn splits(&self, argument: &str, counts: &[usize], buffers: &[Buffer]) -> Result<(), Error> {
         let sizes = || format!("{} sizes, one a rank", self.size);
         self.expect(counts.len() == self.size, argument, sizes, || counts.len().to_string())?;
-        let sum: usize = counts.iter().sum();
+        let sum = counts.iter().try_fold(0, |sum: usize, count| sum.checked_add(*count));
         let expected = || format!("sizes that add up to the tensor's {} elements", total(buffers));
-        self.expect(sum == total(buffers), argument, expected, || format!("a sum of {sum}"))
+        let got = || sum.map_or(format!("a sum beyond {} bits", usize::BITS), |sum| format!("a sum of {sum}"));
+        self.expect(sum == Some(total(buffers)), argument, expected, got)
     }
 
     fn rooted(&self, root: u32, argument: &str, list: &[Buffer], own: &[Buffer]) -> Result<(), Error> {
@@ -102,7 +114,8 @@ impl Checker<'_> {
         }
         if let [one] = list {
             let expected = || format!("{count} elements for each of {} ranks", self.size);
-            return self.expect(one.len == count * self.size, argument, expected, || one.len.to_string());
+            let all = count.checked_mul(self.size);
+            return self.expect(all == Some(one.len), argument, expected, || one.len.to_string());
         }
         self.listed(argument, list)?;
         let other = list.iter().find(|buffer| buffer.len != count);
@@ -116,6 +129,7 @@ impl Checker<'_> {
     }
 }
 
+/// The elements of all buffers together, whose lengths have been checked.
 fn total(buffers: &[Buffer]) -> usize {
     buffers.iter().map(|buffer| buffer.len).sum()
 }
@@ -173,6 +187,15 @@ mod tests {
                 &[7],
                 "expected sizes that add up to the tensor's 5 elements, got a sum of 6",
             ),
+            (
+                all_to_all(&[8, usize::MAX - 3, 6]),
+                &[10],
+                &[7],
+                "expected sizes that add up to the tensor's 10 elements, got a sum beyond 64 bits",
+            ),
+            (OpKind::AllReduce(ReduceOp::Sum), &[usize::MAX / 4 + 2], &[1], "`input`: expected at most"),
+            (OpKind::AllGather, &[1], &[usize::MAX / 8, usize::MAX / 8, 1], "`output`: expected at most"),
+            (OpKind::Gather { root: 1 }, &[usize::MAX / 3 + 1], &[2], "`input`: expected at most"),
             (all_to_all(&[1, 1, 4]), &[6], &[7], "`output_split_sizes`: expected 1 elements from this rank itself"),
             (OpKind::Gather { root: 0 }, &[2], &[6], "expected no tensors on a rank that is not the root"),
             (OpKind::Gather { root: 1 }, &[2], &[2, 2, 3], "expected tensors of 2 elements each, got 3"),

@@ -236,7 +236,7 @@ unsafe fn operation(raw: &RawOperation) -> Result<Operation, Error> {
 
 /// The positions of `abi::KINDS`.
 fn kind(raw: &RawOperation, send: &[u64], recv: &[u64]) -> Result<OpKind, Error> {
-    let counts = |counts: &[u64]| counts.iter().map(|count| *count as usize).collect();
+    let counts = |counts: &[u64]| counts.iter().map(|count| length(*count)).collect::<Result<_, _>>();
     let peer = raw.peer;
     Ok(match raw.kind {
         0 => OpKind::Send { to: peer },
@@ -246,12 +246,16 @@ fn kind(raw: &RawOperation, send: &[u64], recv: &[u64]) -> Result<OpKind, Error>
         4 => OpKind::Reduce { op: reduce_op(raw)?, root: peer },
         5 => OpKind::AllGather,
         6 => OpKind::ReduceScatter(reduce_op(raw)?),
-        7 => OpKind::AllToAll { send: counts(send), recv: counts(recv) },
+        7 => OpKind::AllToAll { send: counts(send)?, recv: counts(recv)? },
         8 => OpKind::Gather { root: peer },
         9 => OpKind::Scatter { root: peer },
         10 => OpKind::Barrier,
         other => return Err(Error::new(ErrorKind::Unsupported, format!("operation {other} is not known"))),
     })
+}
+
+fn length(number: u64) -> Result<usize, Error> {
+    usize::try_from(number).map_err(|_| Error::usage(format!("expected at most {} elements, got {number}", usize::MAX)))
 }
 
 /// The positions of `abi::REDUCE_OPS`.
@@ -278,7 +282,7 @@ unsafe fn buffers(list: *const RawBuffer, len: u64) -> Result<Vec<Buffer>, Error
     let known = |raw: &RawBuffer| {
         let dtype = DType::ALL.get(raw.dtype as usize).copied();
         let unknown = || Error::new(ErrorKind::Unsupported, format!("element type {} is not known", raw.dtype));
-        Ok(Buffer { ptr: raw.ptr, len: raw.len as usize, dtype: dtype.ok_or_else(unknown)? })
+        Ok(Buffer { ptr: raw.ptr, len: length(raw.len)?, dtype: dtype.ok_or_else(unknown)? })
     };
     list.iter().map(known).collect()
 }

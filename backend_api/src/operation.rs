@@ -168,8 +168,11 @@ impl Buffer {
     }
 
     /// The number of bytes.
+    ///
+    /// # Panics
+    /// When a `usize` cannot hold it, which is refused before a backend gets the buffer.
     pub fn bytes(self) -> usize {
-        self.len * self.dtype.size()
+        self.len.checked_mul(self.dtype.size()).expect("a buffer of a length that memory can have")
     }
 }
 

@@ -4,6 +4,7 @@
 //! positions from v on, as long as that bit.
 
 use crate::algo::group::{Group, chunks};
+use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 
@@ -82,7 +83,7 @@ pub fn gather(builder: &mut Builder, group: &Group, root: Rank, own: Slice, all:
     let tree = Tree::new(group, root);
     let count = own.len;
     // Blocks are kept in the tree's order, which on the root is turned into the order of positions at the end.
-    let held = builder.scratch(count * tree.subtree(tree.me));
+    let held = builder.scratch(Counts::equal(count, tree.subtree(tree.me)).total());
     builder.push(Action::Copy { from: own, into: held.part(0, count) });
     for child in tree.children().into_iter().rev() {
         let into = held.part((child - tree.me) * count, tree.subtree(child) * count);
@@ -107,7 +108,7 @@ pub fn gather(builder: &mut Builder, group: &Group, root: Rank, own: Slice, all:
 pub fn scatter(builder: &mut Builder, group: &Group, root: Rank, all: Option<Slice>, own: Slice) {
     let tree = Tree::new(group, root);
     let count = own.len;
-    let held = builder.scratch(count * tree.subtree(tree.me));
+    let held = builder.scratch(Counts::equal(count, tree.subtree(tree.me)).total());
     match (tree.parent(), all) {
         (Some(parent), _) => {
             builder.push(Action::Recv { from: parent, into: held });

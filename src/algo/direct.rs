@@ -55,7 +55,8 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
     // Chunk by chunk: the memory for what others send is bounded, and combining overlaps with receiving.
     let depth = 2;
     let others = size - 1;
-    let lanes: Vec<Slice> = (0..depth).map(|_| builder.scratch(chunk.min(into.len) * others)).collect();
+    let lanes: Vec<Slice> =
+        (0..depth).map(|_| builder.scratch(Counts::equal(chunk.min(into.len), others).total())).collect();
     for (index, (target, mine)) in chunks(into, chunk).zip(chunks(own[me], chunk)).enumerate() {
         let gathered = lanes[index % depth].part(0, target.len * others);
         let parts = blocks(gathered, &Counts::equal(target.len, others));

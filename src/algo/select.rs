@@ -93,12 +93,14 @@ pub(super) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
         Collective::AllReduce { count } | Collective::Reduce { count, .. } | Collective::Broadcast { count, .. } => {
             *count
         }
-        Collective::Gather { count, .. } | Collective::Scatter { count, .. } => *count * setting.topo.size(),
+        Collective::Gather { count, .. } | Collective::Scatter { count, .. } => {
+            count.saturating_mul(setting.topo.size())
+        }
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.total(),
         Collective::AllToAll { send, .. } => send.total(),
         Collective::Barrier => 0,
     };
-    count * setting.element
+    count.saturating_mul(setting.element)
 }
 
 // ---- the parts that rows share ----
@@ -287,11 +289,11 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
             direct::broadcast(builder, &world, *root, data, setting.chunk(*count));
         }),
         Collective::Gather { count, root } => {
-            let all = (*root == setting.me).then(|| output(count * size));
+            let all = (*root == setting.me).then(|| output(Counts::equal(*count, size).total()));
             direct::gather(builder, &world, *root, input(*count), all, setting.chunk(*count));
         }
         Collective::Scatter { count, root } => {
-            let all = (*root == setting.me).then(|| input(count * size));
+            let all = (*root == setting.me).then(|| input(Counts::equal(*count, size).total()));
             direct::scatter(builder, &world, *root, all, output(*count), setting.chunk(*count));
         }
         _ => unreachable!("checked by `can`"),
@@ -347,11 +349,11 @@ fn build_binomial(builder: &mut Builder, collective: &Collective, setting: &Sett
             binomial::reduce(builder, &world, root, data, setting.chunk(count));
         }),
         Collective::Gather { count, root } => {
-            let all = (root == setting.me).then(|| output(count * world.size()));
+            let all = (root == setting.me).then(|| output(Counts::equal(count, world.size()).total()));
             binomial::gather(builder, &world, root, input(count), all);
         }
         Collective::Scatter { count, root } => {
-            let all = (root == setting.me).then(|| input(count * world.size()));
+            let all = (root == setting.me).then(|| input(Counts::equal(count, world.size()).total()));
             binomial::scatter(builder, &world, root, all, output(count));
         }
         _ => unreachable!("checked by `can`"),

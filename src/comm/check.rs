@@ -1,7 +1,7 @@
 //! Turns an operation into the shape of a collective, and refuses what cannot be one.
 
 use crate::algo::Collective;
-use crate::buffer::Buffer;
+use crate::buffer::{self, BYTES_MAX, Buffer};
 use crate::counts::Counts;
 use crate::engine::frame::Signature;
 use crate::error::UsageError;
@@ -27,6 +27,7 @@ pub(crate) struct Place {
 /// agree on is compared when messages meet.
 pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: Place) -> Result<Checked, UsageError> {
     let checker = Checker { op, place };
+    memory(op)?;
     let dtype = checker.dtype()?;
     checker.reduction(dtype)?;
     let collective = match &op.kind {
@@ -152,10 +153,11 @@ impl Checker<'_> {
         if counts.len() != size {
             return Err(self.error(argument, format!("{size} sizes, one a rank"), counts.len().to_string()));
         }
-        let sum = counts.total();
-        if sum != total(buffers) {
+        let sum = counts.checked_total();
+        if sum != Some(total(buffers)) {
             let expected = format!("sizes that add up to the tensor's {} elements", total(buffers));
-            return Err(self.error(argument, expected, format!("a sum of {sum}")));
+            let got = sum.map_or(format!("a sum beyond {} bits", usize::BITS), |sum| format!("a sum of {sum}"));
+            return Err(self.error(argument, expected, got));
         }
         Ok(())
     }
@@ -164,6 +166,12 @@ impl Checker<'_> {
     fn rooted(&self, root: Rank, argument: &'static str, list: &[Buffer], own: &[Buffer]) -> Result<usize, UsageError> {
         let count = total(own);
         let size = self.place.size;
+        let element = own.first().map_or(1, |buffer| buffer.dtype().size());
+        let all = count.checked_mul(size).filter(|all| all.checked_mul(element).is_some_and(|all| all <= BYTES_MAX));
+        let Some(all) = all else {
+            let expected = format!("a tensor of which {size} ranks can have as many elements");
+            return Err(self.error("tensor", expected, count.to_string()));
+        };
         if self.place.me != root {
             return match list {
                 [] => Ok(count),
@@ -171,7 +179,7 @@ impl Checker<'_> {
             };
         }
         match list {
-            [one] if one.len() == count * size => Ok(count),
+            [one] if one.len() == all => Ok(count),
             many if many.len() == size => match many.iter().find(|buffer| buffer.len() != count) {
                 None => Ok(count),
                 Some(other) => {
@@ -195,6 +203,28 @@ pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> 
     Err(UsageError { operation: op.kind.name().to_owned(), argument, expected, got: rank.to_string() })
 }
 
+/// Refuses memory of more bytes than there can be, so that nothing that is computed from its lengths overflows.
+pub(crate) fn memory(op: &Op) -> Result<(), UsageError> {
+    lengths(op.kind.name(), "input", &op.inputs)?;
+    lengths(op.kind.name(), "output", &op.outputs)
+}
+
+/// As [`memory`], of the buffers of one argument.
+pub(crate) fn lengths(operation: &str, argument: &'static str, buffers: &[Buffer]) -> Result<(), UsageError> {
+    if buffer::bytes(buffers).is_some() {
+        return Ok(());
+    }
+    let lengths: Vec<String> = buffers.iter().map(|buffer| buffer.len().to_string()).collect();
+    let dtype = buffers.first().map_or("", |buffer| buffer.dtype().name());
+    Err(UsageError {
+        operation: operation.to_owned(),
+        argument,
+        expected: format!("at most {BYTES_MAX} bytes"),
+        got: format!("{} × {dtype}", lengths.join(" + ")),
+    })
+}
+
+/// The elements of all buffers together, of which [`memory`] has been checked.
 fn total(buffers: &[Buffer]) -> usize {
     buffers.iter().map(|buffer| buffer.len()).sum()
 }

@@ -233,10 +233,12 @@ impl Communicator {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
         match op.kind {
             OpKind::Send { to, tag } => {
+                check::memory(op)?;
                 check::peer(op, "dst", to, self.place.size)?;
                 self.message(op, Direction::Send(to), tag, Region::of(&op.inputs), timeout)
             }
             OpKind::Recv { from, tag } => {
+                check::memory(op)?;
                 if let Source::Rank(rank) = from {
                     check::peer(op, "src", rank, self.place.size)?;
                 }

@@ -20,6 +20,7 @@ impl Communicator {
     ///
     /// The memory is lent until [`Communicator::window_deregister`] returns or the communicator closes; see [`Buffer`].
     pub fn window_register(&self, memory: Buffer) -> Result<Window, Error> {
+        check::lengths(REGISTER, "memory", &[memory])?;
         let id = self.driver.with_core(|core| match &core.closed {
             Some(how) => Err(core.closed_error(REGISTER, how)),
             // Before any other rank can know that this one has come.
@@ -52,6 +53,7 @@ impl Communicator {
 
     /// Begins an access to a window.
     pub(super) fn access(&self, op: &Op, timeout: Duration) -> Result<Begun, Error> {
+        check::memory(op)?;
         let (argument, window, peer, access) = match op.kind {
             OpKind::Put { window, to, offset } => {
                 ("dst", window, to, Access::Put { offset, from: Region::of(&op.inputs) })

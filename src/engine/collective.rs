@@ -235,7 +235,7 @@ impl Core {
         let setting = Setting { me: self.me, topo: &self.topo, element, premultiply, average };
         let forced = self.algorithm.as_deref();
         let plan = self.collectives.plans.plan(&request.collective, setting, forced);
-        request.spaces.scratch = self.collectives.scratch.region(plan.schedule.scratch * element);
+        request.spaces.scratch = self.collectives.scratch.region(plan.schedule.scratch, element);
         plan
     }
 

@@ -41,7 +41,7 @@ impl Placement {
             Arrival::Store => 1,
             Arrival::Reduce(_, dtype) => dtype.size(),
         };
-        len > 0 && self.filled + len <= self.region.len() && len.is_multiple_of(element)
+        len > 0 && len <= self.region.len() - self.filled && len.is_multiple_of(element)
     }
 
     /// Takes bytes that arrived, as many as make whole elements; returns how many.

@@ -27,9 +27,13 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// `len` bytes from `offset` on, which are inside.
+    /// `len` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// When they are not inside. Nothing behind this looks before it touches memory.
     fn part(self, offset: usize, len: usize) -> Piece {
-        debug_assert!(offset + len <= self.len, "{len} bytes at {offset} of a run of {}", self.len);
+        let is_inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(is_inside, "{len} bytes at {offset} of a run of {}", self.len);
         Piece { ptr: self.ptr.wrapping_add(offset), len }
     }
 }
@@ -102,11 +106,11 @@ impl Region {
     /// # Panics
     /// When they are not inside the region: a schedule that does not fit its tensors.
     pub(crate) fn part(&self, offset: usize, len: usize) -> Region {
-        let whole = self.len();
-        assert!(offset + len <= whole, "{len} bytes at {offset} of a region of {whole}");
         match self {
             Region::Run(piece) => Region::Run(piece.part(offset, len)),
-            Region::Runs(pieces, _) => {
+            Region::Runs(pieces, whole) => {
+                let is_inside = offset.checked_add(len).is_some_and(|end| end <= *whole);
+                assert!(is_inside, "{len} bytes at {offset} of a region of {whole}");
                 let (mut skip, mut left) = (offset, len);
                 Region::joined(pieces.iter().map(|piece| {
                     let from = skip.min(piece.len);
@@ -221,8 +225,12 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// At least `bytes` bytes, with undefined content. Regions given out before are dead.
-    pub(crate) fn region(&mut self, bytes: usize) -> Region {
+    /// `len` elements of `element` bytes, with undefined content. Regions given out before are dead.
+    ///
+    /// # Panics
+    /// When no memory has so many.
+    pub(crate) fn region(&mut self, len: usize, element: usize) -> Region {
+        let bytes = len.checked_mul(element).expect("no more scratch memory than there can be");
         let words = bytes.div_ceil(size_of::<u64>());
         if self.memory.len() < words {
             self.memory = vec![0; words];
@@ -269,19 +277,30 @@ impl Spaces {
         Spaces { input, output, scratch: Region::default(), element }
     }
 
+    /// The number of bytes of so many elements.
+    ///
+    /// # Panics
+    /// When there is no such number, so that a slice which is outside its space cannot seem to be inside.
+    fn bytes_of(&self, elements: usize) -> usize {
+        elements.checked_mul(self.element).expect("a slice of elements that memory can have")
+    }
+
     /// The number of bytes in `slice`.
     pub(crate) fn bytes(&self, slice: Slice) -> usize {
-        slice.len * self.element
+        self.bytes_of(slice.len)
     }
 
     /// The memory of `slice`.
+    ///
+    /// # Panics
+    /// When it is not inside its space.
     pub(crate) fn region(&self, slice: Slice) -> Region {
-        self.space(slice).part(slice.offset * self.element, slice.len * self.element)
+        self.space(slice).part(self.bytes_of(slice.offset), self.bytes_of(slice.len))
     }
 
     /// Whether two slices begin at the same byte, each in a space of one run: mostly those of an operation in place.
     pub(crate) fn begin_alike(&self, one: Slice, other: Slice) -> bool {
-        let address = |slice: Slice| Some(self.space(slice).address()? + (slice.offset * self.element) as u64);
+        let address = |slice: Slice| Some(self.space(slice).address()? + self.bytes_of(slice.offset) as u64);
         address(one).is_some_and(|begin| address(other) == Some(begin))
     }
 
@@ -321,6 +340,36 @@ mod tests {
                 offset.min(end) > (offset - run.len()).max(begin)
             });
             prop_assert_eq!(part.address().is_some(), touched.count() == 1);
+        }
+    }
+
+    /// Memory of 16 bytes, in one run and in two.
+    fn regions() -> [Region; 2] {
+        let (mut one, mut two) = (Words::new(vec![0; 2]), [Words::new(vec![0]), Words::new(vec![0])]);
+        [Region::of(&[one.buffer()]), Region::of(&two.each_mut().map(Words::buffer))]
+    }
+
+    #[test]
+    fn a_part_that_is_not_inside_ends_with_a_panic() {
+        for region in regions() {
+            for (offset, len) in [(0, 17), (17, 0), (9, 8), (9, usize::MAX - 8), (usize::MAX, 2)] {
+                let part = std::panic::AssertUnwindSafe(|| region.part(offset, len));
+                assert!(std::panic::catch_unwind(part).is_err(), "{len} bytes at {offset}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_slice_that_is_not_inside_its_space_ends_with_a_panic() {
+        let [run, runs] = regions();
+        let spaces = Spaces::new(run, runs, 8);
+        let (wraps, wraps_to_one) = (usize::MAX / 8 + 1, usize::MAX / 8 + 2);
+        for space in [Space::Input, Space::Output, Space::Scratch] {
+            for (offset, len) in [(0, 3), (wraps, 1), (wraps_to_one, 1), (0, wraps_to_one), (1, usize::MAX)] {
+                let slice = Slice::new(space, offset, len);
+                let region = std::panic::AssertUnwindSafe(|| spaces.region(slice));
+                assert!(std::panic::catch_unwind(region).is_err(), "{slice:?}");
+            }
         }
     }
 }

@@ -168,6 +168,11 @@ fn lengths_that_cannot_be_right_are_refused_here() {
         usage(comm.reduce_scatter(&mut [0; 3], &[0; 4], ReduceOp::Sum), "output");
         usage(comm.all_to_all(&mut [0; 2], &[0; 3]), "`input`: expected a number of elements that 2 ranks");
         usage(comm.all_to_all_v(&mut [0; 2], &[0; 2], &[1, 1], &[2]), "input_split_sizes");
+        // Of this sum, 64 bits hold 4.
+        let wraps = [8, usize::MAX - 3];
+        let sums = "expected sizes that add up to the tensor's 4 elements, got a sum beyond 64 bits";
+        usage(comm.all_to_all_v(&mut [0; 4], &[0; 4], &[2, 2], &wraps), &format!("`input_split_sizes`: {sums}"));
+        usage(comm.all_to_all_v(&mut [0; 4], &[0; 4], &wraps, &[2, 2]), &format!("`output_split_sizes`: {sums}"));
         usage(comm.broadcast(&mut [0; 2], Rank(2)), "root");
         usage(comm.send(&[0; 2], Rank(2), Tag(0)), "dst");
         usage(comm.send_recv(&mut [0], Rank(0), &[0], Rank(2), Tag(0)), "dst");

@@ -50,6 +50,10 @@ def splits_that_do_not_add_up_are_refused(rank: int, size: int) -> None:
     if size > 1:
         negative = [-4, 12] + [4] * (size - 2)
         assert_refused("(?i)split", lambda: dist.all_to_all_single(output, whole, even, negative))
+        # From three ranks on, 64 bits hold of this sum what is right.
+        wraps = [2**63 - 1, 2**63 - 1] + [0] * (size - 3) + [2 + size * 4][: size - 2]
+        for splits in (wraps, even), (even, wraps):
+            assert_refused("(?i)split", lambda splits=splits: dist.all_to_all_single(output, whole, *splits))
         odd = torch.ones(size * 4 + 1)
         assert_refused("all_to_all", lambda: dist.all_to_all_single(torch.empty_like(odd), odd))
     assert_group_still_works(rank, size)

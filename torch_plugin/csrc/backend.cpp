@@ -425,15 +425,17 @@ std::vector<uint64_t> element_counts(const at::Tensor& tensor, const std::vector
     refuse(operation, argument, std::to_string(size) + " sizes, one a rank", std::to_string(splits.size()));
   }
   int64_t sum = 0;
+  bool is_countable = true;
   std::vector<uint64_t> counts;
   for (int64_t split : splits) {
     if (split < 0) refuse(operation, argument, "sizes of at least 0", std::to_string(split));
-    sum += split;
-    counts.push_back(split * row);
+    is_countable = is_countable && !__builtin_add_overflow(sum, split, &sum);
+    // Where the sum is right, no part of it is longer than the tensor.
+    counts.push_back(static_cast<uint64_t>(split) * row);
   }
-  if (sum != rows) {
+  if (!is_countable || sum != rows) {
     refuse(operation, argument, "sizes that add up to the tensor's " + std::to_string(rows) + " rows",
-           "a sum of " + std::to_string(sum));
+           is_countable ? "a sum of " + std::to_string(sum) : "a sum beyond 64 bits");
   }
   return counts;
 }

@@ -208,8 +208,9 @@ unsafe fn buffers(buffers: *const RawBuffer, len: u64) -> Result<Buffers, (Statu
     raw.iter()
         .map(|raw| {
             let dtype = convert::dtype(raw.dtype).map_err(|error| failure(&error.into()))?;
+            let len = convert::length("tensor", raw.numel).map_err(|error| failure(&error.into()))?;
             // SAFETY: the shim keeps the tensor behind `ptr` until the operation's completion; see the module's text.
-            Ok(unsafe { Buffer::from_raw(raw.ptr, raw.numel as usize, dtype) })
+            Ok(unsafe { Buffer::from_raw(raw.ptr, len, dtype) })
         })
         .collect()
 }

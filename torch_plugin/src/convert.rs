@@ -1,6 +1,6 @@
 //! From the C boundary's numbers to the engine's types. Safe: raw memory is `abi`'s business.
 
-use ncclx_rs::{DType, Error, InitError, OpKind, Rank, ReduceOp, Source, Tag, UsageError, WindowId};
+use ncclx_rs::{Counts, DType, Error, InitError, OpKind, Rank, ReduceOp, Source, Tag, UsageError, WindowId};
 
 /// What became of a call, as the shim counts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,6 +61,11 @@ pub(crate) fn dtype(code: i32) -> Result<DType, UsageError> {
     found.copied().ok_or_else(|| misuse("dtype", "a known element type", code))
 }
 
+/// A number of elements or bytes.
+pub(crate) fn length(argument: &'static str, number: u64) -> Result<usize, UsageError> {
+    usize::try_from(number).map_err(|_| misuse(argument, &format!("at most {}", usize::MAX), number))
+}
+
 /// c10d's reduce operations, in the order of its `ReduceOp::RedOpType`.
 fn reduce_op(code: u32, factor: f64) -> Result<ReduceOp, UsageError> {
     Ok(match code {
@@ -84,16 +89,21 @@ pub(crate) fn kind(numbers: Numbers<'_>) -> Result<OpKind, UsageError> {
         Err(_) => Err(misuse(argument, "a rank of the group", numbers.peer)),
     };
     let reduction = || reduce_op(numbers.reduce, numbers.factor);
-    let counts = |counts: &[u64]| counts.iter().map(|count| *count as usize).collect();
+    let counts = |argument, counts: &[u64]| -> Result<Counts, UsageError> {
+        counts.iter().map(|count| length(argument, *count)).collect::<Result<Vec<_>, _>>().map(Counts::from)
+    };
     let tag = Tag(numbers.tag);
-    let (window, offset) = (WindowId(numbers.window), numbers.offset as usize);
+    let (window, offset) = (WindowId(numbers.window), length("offset", numbers.offset)?);
     Ok(match numbers.kind {
         0 => OpKind::AllReduce(reduction()?),
         1 => OpKind::Reduce { op: reduction()?, root: rank("root")? },
         2 => OpKind::Broadcast { root: rank("root")? },
         3 => OpKind::AllGather,
         4 => OpKind::ReduceScatter(reduction()?),
-        5 => OpKind::AllToAll { send: counts(numbers.in_counts), recv: counts(numbers.out_counts) },
+        5 => OpKind::AllToAll {
+            send: counts("input_split_sizes", numbers.in_counts)?,
+            recv: counts("output_split_sizes", numbers.out_counts)?,
+        },
         6 => OpKind::Gather { root: rank("root")? },
         7 => OpKind::Scatter { root: rank("root")? },
         8 => OpKind::Barrier,

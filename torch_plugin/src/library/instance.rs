@@ -46,8 +46,10 @@ pub(crate) struct Lent {
 }
 
 impl Lent {
-    pub(crate) fn bytes(self) -> usize {
-        self.len as usize * DType::ALL[self.dtype].size()
+    /// The address behind the last byte.
+    pub(crate) fn end(self) -> usize {
+        let len = usize::try_from(self.len).unwrap_or(usize::MAX);
+        self.address.saturating_add(len.saturating_mul(DType::ALL[self.dtype].size()))
     }
 
     fn raw(self) -> RawBuffer {

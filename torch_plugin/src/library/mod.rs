@@ -223,10 +223,7 @@ fn lent(operation: &str, tensors: &[Bound<'_, PyAny>]) -> PyResult<Vec<Lent>> {
 
 /// Two of the tensors that share memory.
 fn overlapping(tensors: &[Lent]) -> Option<(usize, usize)> {
-    let share = |first: Lent, second: Lent| {
-        let (first_end, second_end) = (first.address + first.bytes(), second.address + second.bytes());
-        first.address.max(second.address) < first_end.min(second_end)
-    };
+    let share = |first: Lent, second: Lent| first.address.max(second.address) < first.end().min(second.end());
     let mut pairs = (0..tensors.len()).flat_map(|second| (0..second).map(move |first| (first, second)));
     pairs.find(|(first, second)| share(tensors[*first], tensors[*second]))
 }
