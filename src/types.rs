@@ -187,9 +187,9 @@ pub enum ReduceOp {
     Avg,
     /// The product.
     Product,
-    /// The least; a NaN wins.
+    /// The least; -0 is less than 0, and a NaN wins.
     Min,
-    /// The greatest; a NaN wins.
+    /// The greatest; 0 is greater than -0, and a NaN wins.
     Max,
     /// Bitwise and.
     BitAnd,

@@ -2,8 +2,11 @@
 //!
 //! Elements are read and written by their bytes, so nothing needs to be aligned; the loops are simple enough for the
 //! compiler to vectorise, for each instruction set of [`simd`](crate::sys::simd). Half precision is computed in single
-//! precision. The operations are commutative to the bit, so that ranks which combine the same two values in different
-//! order agree.
+//! precision.
+//!
+//! The operations are commutative to the bit, so that ranks which combine the same two values in different order agree.
+//! Therefore every NaN that is stored is the one that PyTorch's constants are, whichever NaN came in: processors keep one
+//! operand's payload, and which, depends on the order. And the minimum and the maximum take -0 for less than 0.
 
 use half::{bf16, f16};
 
@@ -93,8 +96,8 @@ element! {
     i64, i64, |x| x, |x| x;
     f16, f32, widen_f16, narrow_f16;
     bf16, f32, widen_bf16, narrow_bf16;
-    f32, f32, |x| x, |x| x;
-    f64, f64, |x| x, |x| x;
+    f32, f32, |x| x, canonical_f32;
+    f64, f64, |x| x, canonical_f64;
     Truth, u8, |x: Truth| x.0, Truth;
 }
 
@@ -144,10 +147,9 @@ fn narrow_f16(x: f32) -> f16 {
     let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x0fff + odd) >> 13;
     let subnormal = (f32::from_bits(magnitude) + f32::from_bits(ALIGN)).to_bits().wrapping_sub(ALIGN);
     let finite = if magnitude < LEAST_NORMAL { subnormal } else { normal };
-    let nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
-    let beyond = if magnitude > INFINITE { nan } else { 0x7c00 };
-    let magnitude = if magnitude >= TOO_LARGE { beyond } else { finite };
-    f16::from_bits((((bits >> 16) & 0x8000) | magnitude) as u16)
+    let rounded = if magnitude >= TOO_LARGE { 0x7c00 } else { finite };
+    let number = ((bits >> 16) & 0x8000) | rounded;
+    f16::from_bits(if magnitude > INFINITE { 0x7e00 } else { number as u16 })
 }
 
 #[inline(always)]
@@ -160,9 +162,49 @@ fn widen_bf16(x: bf16) -> f32 {
 fn narrow_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
     let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
-    let nan = ((bits >> 16) | 0x40) as u16;
-    bf16::from_bits(if x.is_nan() { nan } else { rounded })
+    bf16::from_bits(if x.is_nan() { 0x7fc0 } else { rounded })
 }
+
+/// The number, or the one NaN that is ever stored. By its bits, since a NaN that is only computed with may be any.
+#[inline(always)]
+fn canonical_f32(x: f32) -> f32 {
+    f32::from_bits(if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() })
+}
+
+/// As `canonical_f32`.
+#[inline(always)]
+fn canonical_f64(x: f64) -> f64 {
+    f64::from_bits(if x.is_nan() { 0x7ff8_0000_0000_0000 } else { x.to_bits() })
+}
+
+/// Numbers among which there are two zeros and NaN.
+trait Float: Copy {
+    /// The lesser, -0 being less than 0; a NaN if one is.
+    fn least(self, other: Self) -> Self;
+    /// The greater, 0 being greater than -0; a NaN if one is.
+    fn greatest(self, other: Self) -> Self;
+}
+
+macro_rules! float {
+    ($($t:ty),*) => { $(
+        impl Float for $t {
+            /// Each comparison gives its right side where the two are equal or one is a NaN. So the two agree but for zeros
+            /// and NaN, where their bits together are -0 or a NaN.
+            #[inline(always)]
+            fn least(self, other: $t) -> $t {
+                let (one, two) = (if self < other { self } else { other }, if other < self { other } else { self });
+                <$t>::from_bits(one.to_bits() | two.to_bits())
+            }
+
+            #[inline(always)]
+            fn greatest(self, other: $t) -> $t {
+                -(-self).least(-other)
+            }
+        }
+    )* };
+}
+
+float!(f32, f64);
 
 /// Something to be done with elements of one type under one binary operation.
 trait Job {
@@ -251,9 +293,8 @@ fn dispatch(op: ReduceOp, dtype: DType, job: impl Job) {
             match op {
                 ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => job.run::<$t>(|a, b| a + b),
                 ReduceOp::Product => job.run::<$t>(|a, b| a * b),
-                // A NaN wins: comparisons with it are false, so it is looked for first.
-                ReduceOp::Min => job.run::<$t>(|a, b| if a.is_nan() || a < b { a } else { b }),
-                ReduceOp::Max => job.run::<$t>(|a, b| if a.is_nan() || a > b { a } else { b }),
+                ReduceOp::Min => job.run::<$t>(Float::least),
+                ReduceOp::Max => job.run::<$t>(Float::greatest),
                 ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => undefined(op, dtype),
             }
         };

@@ -108,8 +108,22 @@ def nan_wins_min_and_max(rank: int, size: int) -> list[str]:
             tensor[rank::size] = float("nan")
             tensor[0] = float("nan") if rank == 0 else 1.0
             dist.all_reduce(tensor, op=operation(op))
-            assert bool(tensor.isnan().all()), f"{op} of {dtype} lost a NaN"
-            digests.append(digest(tensor.nan_to_num()))
+            if size > 1:
+                assert_same(tensor, torch.full_like(tensor, float("nan")), f"{op} of {dtype}")
+            digests.append(digest(tensor))
+    return digests
+
+
+def the_lesser_zero_is_the_negative_one(rank: int, size: int) -> list[str]:
+    digests = []
+    for dtype in FLOATS:
+        for op, expected in ("MIN", -0.0), ("MAX", 0.0):
+            # Both zeros at every rank, one of them at each element of one rank alone.
+            tensor = torch.full((100,), -expected, dtype=dtype)
+            tensor[rank::size] = expected
+            dist.all_reduce(tensor, op=operation(op))
+            assert_same(tensor, torch.full_like(tensor, expected), f"{op} of {dtype}")
+            digests.append(digest(tensor))
     return digests
 
 
@@ -249,7 +263,11 @@ def test_average_divides_by_the_number_of_ranks(world: World, dtypes) -> None:
     assert all(d == digests[0] for d in digests), f"ranks differ: {digests}"
 
 
-@pytest.mark.parametrize("check", [rounding_is_the_same_on_every_rank, nan_wins_min_and_max], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [rounding_is_the_same_on_every_rank, nan_wins_min_and_max, the_lesser_zero_is_the_negative_one],
+    ids=lambda c: c.__name__,
+)
 def test_every_rank_gets_the_same_bits(world: World, check) -> None:
     digests = world.run(check)
     assert all(d == digests[0] for d in digests), f"ranks differ: {digests}"

@@ -127,13 +127,113 @@ fn factors_multiply_every_type_they_are_defined_on() {
     }
 }
 
+/// The bits of floating-point numbers, the parts of complex ones too: of both zeros, the least numbers, one, the largest,
+/// infinity and NaNs, quiet and signalling, each with both signs; and PyTorch's NaN.
+fn peculiar(dtype: DType) -> (Vec<Vec<u8>>, Vec<u8>) {
+    fn all<const SIZE: usize>(
+        infinite: u64,
+        fraction: u64,
+        one: u64,
+        bytes: fn(u64) -> [u8; SIZE],
+    ) -> (Vec<Vec<u8>>, Vec<u8>) {
+        let quiet = fraction.div_ceil(2);
+        let magnitudes = [
+            0,
+            1,
+            fraction,
+            fraction + 1,
+            one,
+            infinite - 1,
+            infinite,
+            infinite | 1,
+            infinite | quiet,
+            infinite | fraction,
+        ];
+        let sign = 1 << (8 * SIZE - 1);
+        let values =
+            magnitudes.into_iter().flat_map(|bits| [bits, bits | sign]).map(|bits| bytes(bits).to_vec()).collect();
+        (values, bytes(infinite | quiet).to_vec())
+    }
+    match dtype {
+        DType::F16 | DType::C32 => all(0x7c00, 0x3ff, 0x3c00, |bits| (bits as u16).to_ne_bytes()),
+        DType::BF16 => all(0x7f80, 0x7f, 0x3f80, |bits| (bits as u16).to_ne_bytes()),
+        DType::F32 | DType::C64 => all(0x7f80_0000, 0x7f_ffff, 0x3f80_0000, |bits| (bits as u32).to_ne_bytes()),
+        DType::F64 | DType::C128 => all(0x7ff << 52, (1 << 52) - 1, 0x3ff << 52, u64::to_ne_bytes),
+        _ => panic!("{dtype} has no NaN"),
+    }
+}
+
+/// A floating-point number exactly, and whether it is -0; nothing for a NaN.
+fn number(dtype: DType, bytes: &[u8]) -> Option<f64> {
+    let number = match dtype {
+        DType::F16 | DType::C32 => f64::from(f16::from_ne_bytes(bytes.try_into().expect("two bytes"))),
+        DType::BF16 => f64::from(bf16::from_ne_bytes(bytes.try_into().expect("two bytes"))),
+        DType::F32 | DType::C64 => f64::from(f32::from_ne_bytes(bytes.try_into().expect("four bytes"))),
+        _ => f64::from_ne_bytes(bytes.try_into().expect("eight bytes")),
+    };
+    (!number.is_nan()).then_some(number)
+}
+
+const WITH_NAN: [DType; 7] = [DType::F16, DType::BF16, DType::F32, DType::F64, DType::C32, DType::C64, DType::C128];
+
 #[test]
-fn nan_wins_on_either_side() {
-    for op in [ReduceOp::Min, ReduceOp::Max] {
-        for (a, b) in [(f32::NAN, 1.0), (1.0, f32::NAN)] {
-            let mut into = a.to_ne_bytes();
-            combine(op, DType::F32, &mut into, &b.to_ne_bytes());
-            assert!(f32::from_ne_bytes(into).is_nan());
+fn numbers_and_nans_combine_to_the_same_bits_in_either_order() {
+    for (op, dtype) in supported().filter(|(_, dtype)| WITH_NAN.contains(dtype)) {
+        let (values, nan) = peculiar(dtype);
+        for (a, b) in values.iter().flat_map(|a| values.iter().map(move |b| (a, b))) {
+            // As many as make vectors of every width, and a rest.
+            let (left, right) = (a.repeat(70), b.repeat(70));
+            let context = || format!("{op:?} of {dtype} {a:x?} and {b:x?}");
+            let mut one = left.clone();
+            combine(op, dtype, &mut one, &right);
+            let element = one[..a.len()].to_vec();
+            assert_eq!(one, element.repeat(70), "{}", context());
+            let mut other = right.clone();
+            combine(op, dtype, &mut other, &left);
+            assert_eq!(one, other, "{}", context());
+            for (into, from, position) in
+                [(&left, &right, 0), (&left, &right, 1), (&right, &left, 0), (&right, &left, 1)]
+            {
+                let mut folded = into.clone();
+                fold(op, dtype, &mut folded, position, &[from]);
+                assert_eq!(folded, one, "fold: {}", context());
+            }
+            match (number(dtype, a), number(dtype, b), number(dtype, &element)) {
+                (None, _, _) | (_, None, _) | (_, _, None) => assert_eq!(element, nan, "{}", context()),
+                (Some(x), Some(y), Some(_)) => {
+                    let expected = match op {
+                        ReduceOp::Min => {
+                            if x.total_cmp(&y).is_lt() {
+                                a
+                            } else {
+                                b
+                            }
+                        }
+                        ReduceOp::Max => {
+                            if x.total_cmp(&y).is_gt() {
+                                a
+                            } else {
+                                b
+                            }
+                        }
+                        _ => &element,
+                    };
+                    assert_eq!(&element, expected, "{}", context());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_factor_leaves_one_nan() {
+    for dtype in WITH_NAN {
+        let (values, nan) = peculiar(dtype);
+        for value in values {
+            let mut scaled = value.repeat(2);
+            scale(ReduceOp::PreMulSum(0.0), dtype, Scaling::PreMultiply, 2, &mut scaled);
+            let is_number = number(dtype, &value).is_some_and(f64::is_finite);
+            assert!(is_number || scaled == nan.repeat(2), "{dtype} {value:x?} times 0: {scaled:x?}");
         }
     }
 }
@@ -166,7 +266,8 @@ fn half_precision_is_converted_as_ieee_754_says() {
         for low in [0, 1, 0x7ff, 0x800, 0xfff] {
             let single = f32::from_bits(high << 12 | low);
             let ours = u32::from(narrow_f16(single).to_bits());
-            same(ours, u32::from(f16::from_f32(single).to_bits()), &format_args!("single {:#x}", single.to_bits()));
+            let theirs = if single.is_nan() { 0x7e00 } else { f16::from_f32(single).to_bits() };
+            same(ours, u32::from(theirs), &format_args!("single {:#x}", single.to_bits()));
         }
     }
 }
