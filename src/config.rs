@@ -13,6 +13,8 @@
 use std::fmt::{self, Write};
 use std::time::Duration;
 
+use log::LevelFilter;
+
 use crate::error::InitError;
 
 macro_rules! options {
@@ -38,8 +40,8 @@ macro_rules! options {
                 variable: &dyn Fn(&str) -> Option<String>,
                 hints: &[(String, String)],
             ) -> Result<Config, InitError> {
-                for (name, _) in hints.iter().filter(|(name, _)| OPTIONS.iter().all(|row| row.name != name)) {
-                    log::warn!("the hint `{name}` is not known and has no effect");
+                for name in unknown_hints(hints) {
+                    log::warn!(target: UNKNOWN_HINTS, "the hint `{name}` is not known and has no effect");
                 }
                 Ok(Config { $($field: look_up($name, $also, $default, variable, hints)?,)* })
             }
@@ -115,6 +117,35 @@ impl Config {
         };
         OPTIONS.iter().map(describe).collect()
     }
+}
+
+/// The names among `hints` that no option has.
+pub fn unknown_hints(hints: &[(String, String)]) -> Vec<&str> {
+    let names = hints.iter().map(|(name, _)| name.as_str());
+    names.filter(|name| OPTIONS.iter().all(|row| row.name != *name)).collect()
+}
+
+/// The target under which [`unknown_hints`] are logged.
+pub const UNKNOWN_HINTS: &str = "ncclx_rs::config::hints";
+
+/// How much a program without a logger of its own, such as one in Python, wants to hear of the engine; nothing if its
+/// environment does not say. `NCCLX_RS_LOG` is a level; without it, `NCCL_DEBUG` counts where it is one.
+pub fn log_level() -> Result<Option<LevelFilter>, InitError> {
+    log_level_with(&variable)
+}
+
+fn log_level_with(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<LevelFilter>, InitError> {
+    let told = |name: &str| variable(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
+    if let Some(text) = told("NCCLX_RS_LOG") {
+        let expected = "expected off, error, warn, info, debug or trace";
+        let level = text.parse().map_err(|_| InitError::Config(format!("NCCLX_RS_LOG is `{text}`: {expected}")))?;
+        return Ok(Some(level));
+    }
+    // What else NCCL takes, such as VERSION, asks for nothing that there is here.
+    Ok(told("NCCL_DEBUG").and_then(|text| match text.to_lowercase().as_str() {
+        level @ ("warn" | "info" | "trace") => level.parse().ok(),
+        _ => None,
+    }))
 }
 
 /// A variable of the process's environment.
@@ -477,6 +508,20 @@ mod tests {
         for wrong in ["nan", "0", "soon"] {
             assert!(bad(&[], &[("connect_timeout_seconds", wrong)]).contains("above 0"));
         }
+    }
+
+    #[test]
+    fn the_log_level_is_our_variables_or_else_that_of_nccl() {
+        let level = |environment: &[(&str, &str)]| {
+            log_level_with(&|name| environment.iter().find(|(key, _)| *key == name).map(|(_, v)| v.to_string()))
+        };
+        assert_eq!(level(&[]), Ok(None));
+        assert_eq!(level(&[("NCCL_DEBUG", "INFO")]), Ok(Some(LevelFilter::Info)));
+        assert_eq!(level(&[("NCCL_DEBUG", "VERSION")]), Ok(None));
+        assert_eq!(level(&[("NCCLX_RS_LOG", "off"), ("NCCL_DEBUG", "TRACE")]), Ok(Some(LevelFilter::Off)));
+        assert_eq!(level(&[("NCCLX_RS_LOG", " "), ("NCCL_DEBUG", "warn")]), Ok(Some(LevelFilter::Warn)));
+        let wrong = level(&[("NCCLX_RS_LOG", "loud"), ("NCCL_DEBUG", "INFO")]).unwrap_err().to_string();
+        assert_eq!(wrong, "NCCLX_RS_LOG is `loud`: expected off, error, warn, info, debug or trace");
     }
 
     #[test]

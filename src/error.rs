@@ -205,18 +205,27 @@ pub enum Error {
 pub struct LinkDown {
     /// What the system or the peer said.
     pub cause: String,
+    /// The other side has gone, as ranks that leave do too.
+    pub(crate) hung_up: bool,
 }
 
 impl LinkDown {
     /// A loss with its reason.
     pub fn new(cause: impl Into<String>) -> Self {
-        LinkDown { cause: cause.into() }
+        LinkDown { cause: cause.into(), hung_up: false }
+    }
+
+    /// A loss because the other side has gone.
+    pub(crate) fn hung_up(cause: impl Into<String>) -> Self {
+        LinkDown { cause: cause.into(), hung_up: true }
     }
 }
 
 impl From<std::io::Error> for LinkDown {
     fn from(error: std::io::Error) -> Self {
-        LinkDown::new(error.to_string())
+        use std::io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+        let hung_up = matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof);
+        LinkDown { cause: error.to_string(), hung_up }
     }
 }
 

@@ -71,6 +71,11 @@ impl Tuning {
         Ok(tuning)
     }
 
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
     /// The algorithm of the first row that fits.
     pub fn algorithm(&self, collective: &Collective, setting: &Setting<'_>) -> Option<&str> {
         let (ranks, hosts) = (setting.topo.size(), setting.topo.hosts().len());

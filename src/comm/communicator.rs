@@ -10,10 +10,11 @@ use crate::comm::check::{self, Place};
 use crate::comm::links::{Links, Purpose};
 use crate::comm::live;
 use crate::comm::store::Store;
+use crate::comm::summary::{self, Summary};
 use crate::comm::watch::{Watch, Watchman, neighbours};
 use crate::config::{Config, DumpSignal};
 use crate::engine::collective::Request;
-use crate::engine::core::Core;
+use crate::engine::core::{Core, Route};
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::memory::{Region, Spaces};
 use crate::engine::message::{Direction, MessageRequest};
@@ -143,12 +144,19 @@ impl Communicator {
         let topo = Topology::new(&hosts);
         let route = |links: &Links, peer| links.route(&name, rank, &topo, &ranks, &config, peer);
         let reach = |peer| if peer == rank { Ok(None) } else { route(&links, peer).map(Some) };
-        let routes = (0..size).map(Rank::from).map(reach).collect::<Result<_, _>>()?;
+        let routes: Vec<Option<Route>> = (0..size).map(Rank::from).map(reach).collect::<Result<_, _>>()?;
         let watched = neighbours(rank, size).into_iter().map(|peer| Ok((peer, route(&news, peer)?)));
         let watched = watched.collect::<Result<Vec<_>, InitError>>()?;
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let crowded = topo.hosts()[topo.host_of(rank)].len() > cores;
         let polling = Polling { time: config.spin.duration(crowded), yields: crowded };
+        if log::log_enabled!(log::Level::Info) {
+            let transports = routes.iter().flatten().map(|route| links.name(route.transport)).collect();
+            let network = summary::network(&config, host.as_deref());
+            let (name, topo, config, tuned) = (name.as_str(), &topo, &config, tuning.rows());
+            let summary = Summary { name, rank, topo, config, transports, network, tuned, cores, is_crowded: crowded };
+            log::info!("{summary}");
+        }
         let mut core = Core::new(name.clone(), rank, topo, links.into_transports(), routes);
         core.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         core.recorder = Recorder::new(config.flight_records);

@@ -49,7 +49,8 @@ pub(super) fn attend(
     if let Err(error) = described {
         // Best effort: the others learn of it at once, or when their time is over.
         if let Err(unsent) = reached.map(|mut stream| stream.write_all(&arrival)) {
-            log::warn!("rank 0 could not be told that this rank failed: {unsent}");
+            let (name, rank) = (party.name, party.rank);
+            log::warn!("communicator `{name}`: rank 0 could not be told that rank {rank} failed: {unsent}");
         }
         return Err(error);
     }
@@ -113,7 +114,8 @@ fn complain(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr], error: &InitE
         called.is_ok_and(|mut stream| write(&mut stream, &arrival, later(Instant::now(), patience)).is_ok())
     });
     if !told {
-        log::warn!("rank 0 could not be told that this rank failed");
+        let (name, rank) = (party.name, party.rank);
+        log::warn!("communicator `{name}`: rank 0 could not be told that rank {rank} failed: {error}");
     }
 }
 

@@ -126,6 +126,11 @@ impl Links {
         })
     }
 
+    /// The name of a route's transport.
+    pub(crate) fn name(&self, transport: usize) -> &'static str {
+        self.links[transport].transport.name()
+    }
+
     /// The transports, in the order that routes count.
     pub(crate) fn into_transports(self) -> Vec<Box<dyn Transport>> {
         self.links.into_iter().map(|link| link.transport).collect()

@@ -17,6 +17,7 @@ mod root;
 mod split;
 pub mod store;
 mod stream;
+mod summary;
 #[cfg(feature = "tch")]
 mod tensors;
 mod watch;

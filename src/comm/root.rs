@@ -48,8 +48,15 @@ pub(super) fn host(
     };
     publish(party, RootNotice::Here(record))?;
     let seats = Seats::new(own);
-    let mut door =
-        Door { keys: &keys, tls: tls.as_ref(), listener, visitors: Vec::new(), seats, rested: Instant::now() };
+    let mut door = Door {
+        keys: &keys,
+        tls: tls.as_ref(),
+        listener,
+        visitors: Vec::new(),
+        seats,
+        rested: Instant::now(),
+        is_refused: false,
+    };
     let outcome = door.admit_all(party).map(|ranks| World { ranks, tuning });
     let reply = match &outcome {
         Ok(world) => Reply::Complete(world.clone()),
@@ -142,6 +149,11 @@ impl Seats {
         }
     }
 
+    /// The communicator's name, as rank 0 calls it.
+    fn name(&self) -> &str {
+        self.taken[0].as_ref().map_or("", |own| &own.name)
+    }
+
     fn leave(&mut self, rank: Rank) {
         self.taken[rank.index()] = None;
     }
@@ -164,6 +176,8 @@ struct Door<'a> {
     seats: Seats,
     /// When to accept again, after the system refused to.
     rested: Instant,
+    /// The system's refusal has been logged.
+    is_refused: bool,
 }
 
 impl Door<'_> {
@@ -213,7 +227,8 @@ impl Door<'_> {
                     visitor.seat = Some(rank);
                 }
                 Err(cause) => {
-                    log::warn!("dropped the connection from {}: {cause}", visitor.from);
+                    let name = self.seats.name();
+                    log::warn!("dropped the connection from {} to communicator `{name}`: {cause}", visitor.from);
                     visitor.gone = true;
                     if let Some(rank) = visitor.seat {
                         self.seats.leave(rank);
@@ -228,12 +243,18 @@ impl Door<'_> {
     fn accept(&mut self) {
         for _ in 0..STRANGERS {
             match self.listener.accept().and_then(|(stream, from)| Visitor::new(stream, from)) {
-                Ok(visitor) => self.visitors.push(visitor),
+                Ok(visitor) => {
+                    self.is_refused = false;
+                    self.visitors.push(visitor);
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The caller hung up before it was its turn.
                 Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
                 Err(error) => {
-                    log::warn!("cannot take a joining rank in, trying again: {error}");
+                    if !std::mem::replace(&mut self.is_refused, true) {
+                        let name = self.seats.name();
+                        log::warn!("communicator `{name}`: cannot take a joining rank in, trying again: {error}");
+                    }
                     self.rested = Instant::now() + ACCEPT_PAUSE;
                     break;
                 }
@@ -261,7 +282,11 @@ impl Door<'_> {
             self.visitors.retain_mut(|visitor| match visitor.send() {
                 Ok(()) => !visitor.is_told(),
                 Err(error) => {
-                    log::warn!("{} did not take the outcome of the rendezvous: {error}", visitor.from);
+                    let name = self.seats.name();
+                    log::warn!(
+                        "communicator `{name}`: {} did not take the outcome of the rendezvous: {error}",
+                        visitor.from
+                    );
                     false
                 }
             });

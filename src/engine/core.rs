@@ -523,12 +523,17 @@ impl Core {
             Some(report) => format!("{}, after it had reported: {report}", down.cause),
             None => down.cause.clone(),
         };
-        log::debug!("communicator `{}` rank {}: rank {peer} is lost: {cause}", self.name, self.me);
+        log::debug!("communicator `{}` rank {}: the streams of rank {peer} have ended: {cause}", self.name, self.me);
         entry.lost = Some(cause.clone());
         entry.last_traffic = entry.outbox.traffic();
+        let ended = self.finished.len();
         self.lose_messages(peer, &cause);
         self.lose_collectives(peer, &cause);
         self.lose_accesses(peer, &cause);
+        // A rank that is at its end, as this one may be, ends its streams too: then nothing waits for it.
+        if self.finished.len() > ended {
+            self.warn_of_loss(peer, &cause);
+        }
         self.drop_announced(|announced| announced.to == peer);
         self.readings.lose(peer);
         let entry = &mut self.peers[peer.index()];
@@ -545,7 +550,11 @@ impl Core {
                 if peer.inbox.is_none() && peer.lost.is_none() {
                     peer.inbox = Some(Box::new(Inbox::new(inlet)));
                 } else {
-                    log::warn!("communicator `{}`: a second stream from rank {from} was refused", self.name);
+                    log::warn!(
+                        "communicator `{}` rank {}: a second stream of rank {from} was refused",
+                        self.name,
+                        self.me
+                    );
                 }
             }
         }

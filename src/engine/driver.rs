@@ -154,7 +154,7 @@ impl Driver {
             && due.is_some()
             && let Err(error) = self.hand_over()
         {
-            log::error!("the background thread could not be started: {error}");
+            log::error!("communicator `{}`: the background thread could not be started: {error}", self.name);
         }
         due
     }
@@ -221,7 +221,7 @@ impl Driver {
         } else if self.with_core(|core| core.is_busy())
             && let Err(error) = self.hand_over()
         {
-            log::error!("the background thread could not be started: {error}");
+            log::error!("communicator `{}`: the background thread could not be started: {error}", self.name);
         }
     }
 
@@ -308,7 +308,9 @@ impl Driver {
             let until = next.into_iter().chain(deadline).min();
             let timeout = until.map(|until| until.saturating_duration_since(Instant::now()));
             if let Err(error) = self.poller.wait(timeout) {
-                log::error!("waiting for events failed: {error}");
+                // The next turn would say it again.
+                static SAID: std::sync::Once = std::sync::Once::new();
+                SAID.call_once(|| log::error!("communicator `{}`: waiting for events fails: {error}", self.name));
             }
         }
         self.asleep.store(false, Ordering::SeqCst);

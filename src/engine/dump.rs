@@ -173,7 +173,12 @@ impl Core {
         let Some(folder) = &self.dump_directory else { return };
         match self.write_dump(folder, reason) {
             Ok(file) => log::error!("communicator `{}` rank {}: {reason}: see {}", self.name, self.me, file.display()),
-            Err(error) => log::error!("the flight recorder could not be written to {}: {error}", folder.display()),
+            Err(error) => log::error!(
+                "communicator `{}` rank {}: {reason}; the flight recorder could not be written to {}: {error}",
+                self.name,
+                self.me,
+                folder.display()
+            ),
         }
     }
 

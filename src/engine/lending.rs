@@ -187,7 +187,8 @@ impl Core {
                 }
                 Err(error) => {
                     let Reading { from, token, lane, placement, .. } = self.readings.list.remove(index);
-                    log::debug!("rank {}: the memory of rank {from} cannot be read: {error}", self.me);
+                    let (name, me) = (&self.name, self.me);
+                    log::debug!("communicator `{name}` rank {me}: the memory of rank {from} cannot be read: {error}");
                     self.grant(from, token, lane, placement, Grant::CannotRead);
                 }
             }

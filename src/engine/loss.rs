@@ -3,6 +3,7 @@
 //! An operation that finds a peer gone fails by itself. What comes here was noticed without one, and holds for all ranks
 //! alike: after a loss nothing new begins, and what is in flight ends, by itself within [`GRACE`] or with an error.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use crate::engine::core::Core;
@@ -37,6 +38,8 @@ pub(crate) struct Losses {
     /// Of those that left, the one that had gone through the fewest collectives.
     left: Option<(u64, Rank, String)>,
     on_loss: Option<OnLoss>,
+    /// Those whose loss has been logged.
+    told: BTreeSet<Rank>,
 }
 
 #[derive(Clone)]
@@ -80,13 +83,20 @@ impl Core {
     }
 
     fn break_off(&mut self, rank: Rank, cause: &str) {
+        self.warn_of_loss(rank, cause);
         if self.losses.lost.is_none() {
-            log::warn!("communicator `{}` rank {}: rank {rank} is lost: {cause}", self.name, self.me);
             let lost = Lost { rank, cause: cause.to_owned(), since: Instant::now(), is_over: false };
             self.losses.lost = Some(lost);
         }
         self.lose(rank, &LinkDown::new(cause));
         self.judge();
+    }
+
+    /// Logs that `rank` is lost, once.
+    pub(crate) fn warn_of_loss(&mut self, rank: Rank, cause: &str) {
+        if self.closed.is_none() && self.losses.told.insert(rank) {
+            log::warn!("communicator `{}` rank {}: rank {rank} is lost: {cause}", self.name, self.me);
+        }
     }
 
     /// The error of `operation` because a rank is lost, if one is.

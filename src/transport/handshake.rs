@@ -34,7 +34,7 @@ impl Exchange {
     fn flush(&mut self, stream: &mut impl Write) -> Result<bool, LinkDown> {
         while self.sent < self.outgoing.len() {
             match stream.write(&self.outgoing[self.sent..]) {
-                Ok(0) => return Err(LinkDown::new("the connection was closed during the handshake")),
+                Ok(0) => return Err(LinkDown::hung_up("the connection was closed during the handshake")),
                 Ok(count) => self.sent += count,
                 Err(error) if is_passing(&error) => return Ok(false),
                 Err(error) => return Err(error.into()),
@@ -49,7 +49,7 @@ impl Exchange {
         while self.incoming.len() < N {
             let missing = N - self.incoming.len();
             match stream.read(&mut buffer[..missing]) {
-                Ok(0) => return Err(LinkDown::new("the connection was closed during the handshake")),
+                Ok(0) => return Err(LinkDown::hung_up("the connection was closed during the handshake")),
                 Ok(count) => self.incoming.extend_from_slice(&buffer[..count]),
                 Err(error) if is_passing(&error) => return Ok(None),
                 Err(error) => return Err(error.into()),

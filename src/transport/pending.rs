@@ -42,7 +42,7 @@ impl<S: AsFd> Pending<S> {
     pub(crate) fn watch(&self, listener: &mut Registration) {
         let interest = if self.has_room() { Interest::Read } else { Interest::Nothing };
         if let Err(error) = listener.set(interest) {
-            log::error!("watching a listener failed: {error}");
+            log::error!("rank {}: watching a listener failed: {error}", self.identity.me);
         }
     }
 
@@ -65,7 +65,7 @@ impl<S: AsFd> Pending<S> {
                 _registration: registration,
                 since: Instant::now(),
             }),
-            Err(error) => log::warn!("a connection was dropped: {error}"),
+            Err(error) => log::warn!("rank {}: a connection was dropped: {error}", self.identity.me),
         }
     }
 
@@ -74,7 +74,7 @@ impl<S: AsFd> Pending<S> {
         &mut self,
         mut drive: impl FnMut(&mut Candidate<S>) -> Result<Option<T>, LinkDown>,
     ) -> Vec<T> {
-        let patience = self.patience();
+        let (me, patience) = (self.identity.me, self.patience());
         let mut finished = Vec::new();
         self.candidates.retain_mut(|candidate| {
             let was_known = candidate.rank.is_some();
@@ -89,8 +89,12 @@ impl<S: AsFd> Pending<S> {
                     return false;
                 }
                 Ok(None) if candidate.since.elapsed() < patience => return true,
-                Ok(None) => log::warn!("a connection was dropped: it did not prove itself within {patience:?}"),
-                Err(down) => log::warn!("a connection was dropped: {down}"),
+                Ok(None) => {
+                    log::warn!("rank {me}: a connection was dropped: it did not prove itself within {patience:?}")
+                }
+                // Whoever has changed its mind, a rank that leaves or a stranger.
+                Err(down) if down.hung_up => log::debug!("rank {me}: a connection was dropped: {down}"),
+                Err(down) => log::warn!("rank {me}: a connection was dropped: {down}"),
             }
             false
         });

@@ -18,7 +18,7 @@ use ncclx_rs::{Buffer, Buffers, CommOptions, Communicator, Error, HostMemory, Mo
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
-use crate::stack;
+use crate::{logging, stack};
 
 const ERROR_BYTES: usize = 4096;
 
@@ -277,6 +277,8 @@ extern "C" fn create(init: *const RawInit, comm: *mut *mut Communicator, error: 
         let hints = unsafe { slice(init.hints, 2 * init.hints_len) };
         // SAFETY: each a string that lives for the call.
         let hints: Vec<String> = hints.iter().map(|text| unsafe { string(*text) }).collect();
+        let hints: Vec<_> = hints.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect();
+        logging::warn_of_unknown(&hints).map_err(|error| (Status::Usage, error))?;
         let options = CommOptions {
             // SAFETY: a string that lives for the call.
             name: unsafe { string(init.name) },
@@ -284,7 +286,7 @@ extern "C" fn create(init: *const RawInit, comm: *mut *mut Communicator, error: 
             size: init.size.unsigned_abs() as usize,
             store: Arc::new(ShimStore(init.store)),
             timeout: duration(init.timeout_ms),
-            hints: hints.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect(),
+            hints,
         };
         let made = Communicator::new(options).map_err(|error| (Status::of_init(&error), error.to_string()))?;
         // SAFETY: the shim passes a place for the result.

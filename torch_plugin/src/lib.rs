@@ -1,11 +1,13 @@
 //! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
 //!
 //! `abi` is the C boundary to the C++ shim in csrc/, which knows c10d; everything else is the engine's. `library`
-//! loads backends that others have written, `store` is where members of a reconfigured communicator meet.
+//! loads backends that others have written, `store` is where members of a reconfigured communicator meet, and `logging`
+//! gives Python what the engine logs.
 
 mod abi;
 mod convert;
 mod library;
+mod logging;
 mod mesh;
 mod stack;
 mod store;
@@ -22,6 +24,7 @@ static TORCH_VERSION: &str = concat!("NCCLX_RS_TORCH_VERSION=", env!("NCCLX_RS_T
 /// The module. `torch` and `torch.distributed` are imported before it, by the package.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    logging::install(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;

@@ -48,7 +48,8 @@ impl Server {
     pub(super) fn start(listener: TcpListener, secret: Option<Secret>) -> io::Result<Server> {
         let (stop, stopped) = UnixStream::pair()?;
         let shelf = Shelf::new(SHELF_LIMIT);
-        let desk = Desk { listener, secret, stopped, clients: Vec::new(), shelf, rested: Instant::now() };
+        let desk =
+            Desk { listener, secret, stopped, clients: Vec::new(), shelf, rested: Instant::now(), is_refused: false };
         let thread = std::thread::Builder::new().name("ncclx_rs_store".to_owned()).spawn(move || desk.run())?;
         Ok(Server { stop: Some(stop), thread: Some(thread) })
     }
@@ -100,6 +101,8 @@ struct Desk {
     shelf: Shelf,
     /// When to accept again, after the system refused to.
     rested: Instant,
+    /// The system's refusal has been logged.
+    is_refused: bool,
 }
 
 impl Desk {
@@ -152,12 +155,17 @@ impl Desk {
     fn accept(&mut self) {
         for _ in 0..ACCEPTED_AT_ONCE {
             match self.listener.accept().and_then(|(stream, from)| Client::admit(stream, from, self.secret)) {
-                Ok(client) => self.clients.push(client),
+                Ok(client) => {
+                    self.is_refused = false;
+                    self.clients.push(client);
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The caller hung up before it was its turn.
                 Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
                 Err(error) => {
-                    log::warn!("the store cannot take a client in, trying again: {error}");
+                    if !std::mem::replace(&mut self.is_refused, true) {
+                        log::warn!("the store cannot take a client in, trying again: {error}");
+                    }
                     self.rested = Instant::now() + ACCEPT_PAUSE;
                     break;
                 }

@@ -254,7 +254,9 @@ impl Watchman {
             if timeout.is_none_or(|timeout| !timeout.is_zero())
                 && let Err(error) = self.poller.wait(timeout)
             {
-                log::error!("waiting for news of other ranks failed: {error}");
+                // The next turn would say it again.
+                static SAID: std::sync::Once = std::sync::Once::new();
+                SAID.call_once(|| log::error!("waiting for news of other ranks fails: {error}"));
             }
         }
     }

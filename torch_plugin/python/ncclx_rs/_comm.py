@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _graph_state, _hooks, _reconfigure, _wrapper
+from ncclx_rs import _graph_state, _hooks, _logging, _reconfigure, _wrapper
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import C10dBackend
 from ncclx_rs._once import once
@@ -444,6 +444,8 @@ def _abort_process(comm: TorchComm) -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
+    # What the engine said of it.
+    _logging.flush(1.0)
     os.abort()
 
 

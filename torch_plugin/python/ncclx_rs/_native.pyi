@@ -31,6 +31,9 @@ def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Pat
 def dumps(reason: str) -> list[str]:
     """What the flight recorders of this process's communicators remember, each as JSON."""
 
+def flush_log(seconds: float) -> bool:
+    """Waits until all that was logged has been handed over, but not longer than so many seconds. True: it has."""
+
 def mesh_grid(
     dimensions: list[tuple[str, int]], hosts: list[int], innermost: str | None = None
 ) -> tuple[list[int], list[tuple[str, list[list[int]]]]]:

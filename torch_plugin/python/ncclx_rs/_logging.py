@@ -1,0 +1,52 @@
+"""What of the engine's records and warnings is Python's part. The records come by `src/logging.rs`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+_LOGGER = "ncclx_rs"
+_OURS = ("ncclx_rs", "torch")
+
+
+class _Unheard(logging.Handler):
+    """Writes to the standard error what no other handler gets."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return
+            logger = logger.parent if logger.propagate else None
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def show(level: int) -> None:
+    """Has records of that level and above seen, also where the program sets no logging up."""
+    logging.addLevelName(5, "TRACE")
+    logger = logging.getLogger(_LOGGER)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(level)
+    handler = _Unheard()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+
+
+def warn_of_hints(names: list[str]) -> None:
+    """Warns of hints that are not known, at the line by which the program has come here."""
+    frame, depth = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame, depth = frame.f_back, depth + 1
+    for name in names:
+        warnings.warn(f"ncclx_rs: the hint `{name}` is not known and has no effect", UserWarning, depth)
+
+
+def flush(seconds: float) -> None:
+    """Waits until all that the engine has logged is told, for a process that ends without exit handlers."""
+    native = sys.modules.get("ncclx_rs._native")
+    if native is not None:
+        native.flush_log(seconds)
