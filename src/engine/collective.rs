@@ -8,6 +8,7 @@ use rustc_hash::FxHashMap;
 use crate::algo::{Collective, Setting};
 use crate::engine::core::{Core, Failed, control, deadline};
 use crate::engine::frame::{FrameKind, Header, Lane, Scope, Signature};
+use crate::engine::heartbeat::{Heartbeat, Pulse};
 use crate::engine::inbox::{Arrival, Placement, Sink};
 use crate::engine::lending::Offer;
 use crate::engine::memory::{Region, Scratch, Spaces};
@@ -112,9 +113,7 @@ struct Active {
     ready: VecDeque<StepId>,
     left: usize,
     deadline: Option<Instant>,
-    /// When the others are told, and told again, that this rank waits.
-    announce_at: Option<Instant>,
-    announce_every: Duration,
+    pulse: Pulse,
     suspect: Option<Suspect>,
 }
 
@@ -166,7 +165,7 @@ impl Collectives {
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let active = self.active.as_ref()?;
         let judgement = active.suspect.as_ref().and_then(|suspect| suspect.until);
-        active.deadline.into_iter().chain(active.announce_at).chain(judgement).min()
+        active.deadline.into_iter().chain(active.pulse.due).chain(judgement).min()
     }
 
     /// Message `token` of `from` must be asked for.
@@ -245,22 +244,10 @@ impl Core {
         plan.after(taken, &mut blocked, &mut ready);
         self.recorder.started(work.number(), now);
         let deadline = deadline(now, request.timeout);
-        let announce_at = now.checked_add(ANNOUNCE_AFTER.min(request.timeout / 4));
-        let announce_every = ANNOUNCE_AFTER.max(request.timeout / 8);
+        let pulse = Pulse::new(now, request.timeout);
         let left = blocked.len() - taken.steps;
-        self.collectives.active = Some(Active {
-            sequence,
-            request,
-            work,
-            plan,
-            blocked,
-            ready,
-            left,
-            deadline,
-            announce_at,
-            announce_every,
-            suspect: None,
-        });
+        self.collectives.active =
+            Some(Active { sequence, request, work, plan, blocked, ready, left, deadline, pulse, suspect: None });
         if let Some(failure) = self.collectives.failed.remove(&sequence) {
             self.fail_active_remotely(failure);
         } else if let Some((rank, cause)) = self.left_before(sequence) {
@@ -435,13 +422,10 @@ impl Core {
         Sink::Discard
     }
 
-    /// `from` has called collective `header.key` and waits.
-    pub(crate) fn collective_called(&mut self, from: Rank, header: Header) {
-        // Twice the time that it takes until it says so again: it may be late.
-        let silence = Duration::from_millis(header.len.saturating_mul(2));
-        self.peers[from.index()].heard_until = deadline(Instant::now(), silence);
-        if self.collectives.active.as_ref().is_some_and(|active| active.sequence == header.key) {
-            self.check_signature(from, header.signature);
+    /// Fails the active collective if it is `sequence`, which `from` called otherwise.
+    pub(crate) fn compare_call(&mut self, from: Rank, sequence: u64, theirs: Signature) {
+        if self.collectives.active.as_ref().is_some_and(|active| active.sequence == sequence) {
+            self.check_signature(from, theirs);
         }
     }
 
@@ -585,16 +569,13 @@ impl Core {
     pub(crate) fn check_collective_deadline(&mut self, now: Instant) {
         let Some(active) = &mut self.collectives.active else { return };
         let sequence = active.sequence;
-        if active.announce_at.is_some_and(|at| at <= now) {
-            active.announce_at = now.checked_add(active.announce_every);
+        if let Some((round, interval)) = active.pulse.beat(now)
+            && let Some(send) = &self.send_heartbeat
+        {
             let signature = active.request.signature;
-            let again = active.announce_every.as_millis().try_into().unwrap_or(u64::MAX);
-            let here = Header { signature, ..control(FrameKind::Here, Lane::Collective, sequence, 0, again) };
-            for peer in self.everyone_else() {
-                self.send(peer, here, Body::Empty, Owner::PROTOCOL);
-            }
+            let again_millis = interval.as_millis().try_into().unwrap_or(u64::MAX);
+            send(Heartbeat { sequence, signature, round, again_millis, ranks: vec![self.me] });
         }
-        let Some(active) = &mut self.collectives.active else { return };
         if let Some(suspect) = active.suspect.take_if(|suspect| suspect.until.is_some_and(|until| until <= now)) {
             return self.fail_active_lost(suspect.rank, suspect.cause);
         }
@@ -623,10 +604,7 @@ impl Core {
             rank_list(&slow)
         );
         let others = came.into_iter().filter(|rank| *rank != self.me);
-        let silent: Vec<Rank> = match self.size() {
-            ..=TELL_ALL_UP_TO => others.filter(|rank| self.is_silent(*rank, sequence, now)).collect(),
-            _ => Vec::new(),
-        };
+        let silent: Vec<Rank> = others.filter(|rank| self.is_silent(*rank, sequence, now)).collect();
         if silent.is_empty() {
             slow
         } else {
@@ -663,10 +641,7 @@ fn fold(op: ReduceOp, dtype: DType, into: &mut Region, position: usize, from: &R
 /// How much data a collective may have to find in the cache what it wrote.
 const WARM_MAX_BYTES: usize = 512 * 1024;
 
-/// How long a collective waits before this rank tells the others that it is here, and at least until it tells them again.
-const ANNOUNCE_AFTER: Duration = Duration::from_millis(500);
-
-/// In larger worlds, failures and waits are told to this many ranks, and they time out on the others.
+/// In larger worlds, failures are told to this many ranks, and they time out on the others.
 const TELL_ALL_UP_TO: usize = 128;
 
 /// How long a rank that is gone may owe that to another one's loss, of which this rank has not heard.

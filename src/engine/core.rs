@@ -11,6 +11,7 @@ use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
 use crate::engine::cpu::Cpu;
 use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Grant, Header, Lane, Scope, Signature};
+use crate::engine::heartbeat::SendHeartbeat;
 use crate::engine::inbox::{Inbox, Placement, Sink};
 use crate::engine::lending::Readings;
 use crate::engine::loss::Losses;
@@ -51,7 +52,7 @@ pub(crate) struct Peer {
     told: bool,
     /// One more than the last collective that it is known to have called.
     pub(crate) called: u64,
-    /// Until when it need not say again that it waits in a collective.
+    /// Until when its last heartbeat tells that it waits in a collective.
     pub(crate) heard_until: Option<Instant>,
     /// It cannot read this process's memory.
     cannot_read: bool,
@@ -130,6 +131,8 @@ pub(crate) struct Core {
     pub(crate) losses: Losses,
     /// Somebody tells of ranks that are gone, also of those that no operation waits for.
     pub(crate) is_watched: bool,
+    /// None where nobody listens.
+    pub(crate) send_heartbeat: Option<SendHeartbeat>,
     ticks: u32,
     pub(crate) recorder: Recorder,
     /// What the job calls this communicator's ranks.
@@ -179,6 +182,7 @@ impl Core {
             closed: None,
             losses: Losses::default(),
             is_watched: false,
+            send_heartbeat: None,
             ticks: 0,
             recorder: Recorder::default(),
             members,
@@ -665,10 +669,6 @@ impl Core {
                 _ => Sink::Discard,
             },
             (FrameKind::Fail, _) => Sink::Heap(Vec::new()),
-            (FrameKind::Here, _) => {
-                self.collective_called(from, header);
-                Sink::Discard
-            }
             (FrameKind::Credit, _) => {
                 self.credit(from, header.len);
                 Sink::Discard

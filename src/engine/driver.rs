@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::engine::callbacks;
 use crate::engine::core::{Core, Finished};
+use crate::engine::heartbeat::Heartbeat;
 use crate::engine::loss::{Departed, OnLoss};
 use crate::error::Error;
 use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
@@ -157,6 +158,26 @@ impl Driver {
             log::error!("communicator `{}`: the background thread could not be started: {error}", self.name);
         }
         due
+    }
+
+    /// Tells the operations of ranks that wait in a collective.
+    pub(crate) fn heartbeats_arrive(&self, heartbeats: &[Heartbeat]) {
+        let (finished, is_busy) = {
+            let mut core = lock(&self.core);
+            // What has come before counts.
+            core.progress(true);
+            let now = Instant::now();
+            heartbeats.iter().for_each(|heartbeat| core.heartbeat_arrives(heartbeat, now));
+            core.dump_due();
+            (std::mem::take(&mut core.finished), core.is_busy())
+        };
+        // A collective that failed has others to tell, which takes streams and somebody who drives them.
+        let hands_over = is_busy && !finished.is_empty();
+        self.announce(&finished, 0);
+        hand_to_callers(finished);
+        if hands_over && let Err(error) = self.hand_over() {
+            log::error!("the background thread could not be started: {error}");
+        }
     }
 
     /// Has `on_loss` called, on a thread kept for such calls, once a rank is lost.

@@ -45,8 +45,8 @@ pub(crate) enum FrameKind {
     /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why; `index` is a
     /// [`Scope`]. A collective's `token` is one more than the rank whose loss is the reason, or zero.
     Fail = 5,
-    /// The sender has called the collective `key` and waits; it says so again after `len` milliseconds.
-    Here = 6,
+    /// The message `token` of the frame's sender is no longer at the address that it announced.
+    Withdrawn = 6,
     /// The receiver has taken `len` bytes of eager point-to-point messages out of its buffer.
     Credit = 7,
     /// The next bytes of the window `key`, from byte `token` on.
@@ -57,14 +57,12 @@ pub(crate) enum FrameKind {
     Signal = 10,
     /// The receiver has read the message `token` out of the memory of the frame's addressee.
     Taken = 11,
-    /// The message `token` of the frame's sender is no longer at the address that it announced.
-    Withdrawn = 12,
 }
 
 impl FrameKind {
     /// Whether its header has a token and a location.
     fn has_token(self) -> bool {
-        !matches!(self, FrameKind::Eager | FrameKind::Here | FrameKind::Credit)
+        !matches!(self, FrameKind::Eager | FrameKind::Credit)
     }
 
     /// The size of its header.
@@ -72,19 +70,18 @@ impl FrameKind {
         if self.has_token() { HEADER_MAX } else { HEADER_MIN }
     }
 
-    const ALL: [FrameKind; 12] = [
+    const ALL: [FrameKind; 11] = [
         FrameKind::Eager,
         FrameKind::Announce,
         FrameKind::Grant,
         FrameKind::Data,
         FrameKind::Fail,
-        FrameKind::Here,
+        FrameKind::Withdrawn,
         FrameKind::Credit,
         FrameKind::Put,
         FrameKind::Get,
         FrameKind::Signal,
         FrameKind::Taken,
-        FrameKind::Withdrawn,
     ];
 }
 
@@ -284,7 +281,7 @@ impl Header {
 
     /// One more than the last collective that the sender of this has called, as far as it tells.
     pub(crate) fn called(&self) -> u64 {
-        let tells = matches!(self.kind, FrameKind::Eager | FrameKind::Announce | FrameKind::Here);
+        let tells = matches!(self.kind, FrameKind::Eager | FrameKind::Announce);
         if tells && self.lane == Lane::Collective { self.key.saturating_add(1) } else { 0 }
     }
 
@@ -299,7 +296,6 @@ impl Header {
             FrameKind::Eager | FrameKind::Data | FrameKind::Put | FrameKind::Fail => self.len as usize,
             FrameKind::Announce
             | FrameKind::Grant
-            | FrameKind::Here
             | FrameKind::Credit
             | FrameKind::Get
             | FrameKind::Signal

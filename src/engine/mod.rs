@@ -3,10 +3,9 @@
 //! `core` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
 //! progress, `cpu` how it waits, `callbacks` which one tells of an end. Collectives run one after the other in the order
 //! issued (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`).
-//! What can end in the call that submits it does (`at_once`).
-//! `loss` ends what the departure of a rank makes impossible. `lending` lets a receiver read long messages out of the
-//! sender's memory. `frame` is the format on the wire. `recorder` remembers the last operations, and `dump` writes them
-//! down.
+//! What can end in the call that submits it does (`at_once`). `heartbeat` tells who waits in a collective; `loss` ends what
+//! the departure of a rank makes impossible. `lending` lets a receiver read long messages out of the sender's memory.
+//! `frame` is the format on the wire. `recorder` remembers the last operations, and `dump` writes them down.
 
 pub(crate) mod at_once;
 #[cfg(any(test, fuzzing))]
@@ -21,6 +20,7 @@ pub(crate) mod dump;
 pub(crate) mod frame;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+pub(crate) mod heartbeat;
 pub(crate) mod inbox;
 pub(crate) mod lending;
 pub(crate) mod loss;

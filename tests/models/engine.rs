@@ -8,6 +8,7 @@ pub(crate) mod core {
     use std::time::Instant;
 
     use crate::engine::driver::Wait;
+    use crate::engine::heartbeat::Heartbeat;
     use crate::engine::loss::{Departed, OnLoss};
     use crate::error::Error;
     use crate::sys::poller::Poller;
@@ -57,6 +58,8 @@ pub(crate) mod core {
             None
         }
 
+        pub(crate) fn heartbeat_arrives(&mut self, _: &Heartbeat, _: Instant) {}
+
         pub(crate) fn departed(&mut self, _: &Departed) {}
 
         pub(crate) fn end_after_loss(&mut self, _: Instant) -> Option<Instant> {
@@ -71,6 +74,10 @@ pub(crate) mod core {
             None
         }
     }
+}
+
+pub(crate) mod heartbeat {
+    pub(crate) struct Heartbeat;
 }
 
 pub(crate) mod loss {

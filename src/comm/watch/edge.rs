@@ -61,6 +61,13 @@ impl Edge {
         }
     }
 
+    /// Queues news that may be left out, as they are repeated: where the other rank has not read much of what was told.
+    pub(super) fn mention(&mut self, news: &News) {
+        if self.outgoing.len() < UNREAD_MAX {
+            self.tell(news);
+        }
+    }
+
     /// Whether what was told has left this process, or never can.
     pub(super) fn is_flushed(&mut self) -> bool {
         let flushed = |outlet: &mut Box<dyn Outlet>| outlet.is_open() && outlet.flushed().unwrap_or(true);
@@ -148,6 +155,9 @@ impl Edge {
 
 /// How much is read at a time.
 const NEWS_BYTES: usize = 2048;
+
+/// How much waits at most for a rank that does not read, as one that is stopped.
+const UNREAD_MAX: usize = 64 << 10;
 
 /// How often a connection that is being made is looked after: an address that does not answer is given up some time.
 const OPENING_CHECK: Duration = Duration::from_secs(1);

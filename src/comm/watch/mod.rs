@@ -2,10 +2,12 @@
 //!
 //! Every rank keeps connections to a few others ([`circle`]) over which nothing but such news travel ([`news`]). A
 //! connection that ends without a goodbye, or a process of this host that ends, is a loss; who learns of one tells its
-//! neighbours, so that all know. One thread a process sleeps on the connections of all its communicators.
+//! neighbours, so that all know. The same way goes round who waits in a collective ([`gossip`]). One thread a process
+//! sleeps on the connections of all its communicators.
 
 mod circle;
 mod edge;
+mod gossip;
 mod news;
 
 use std::collections::HashSet;
@@ -15,9 +17,11 @@ use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::RankInfo;
 use crate::comm::watch::edge::Edge;
-use crate::comm::watch::news::News;
+use crate::comm::watch::gossip::Gossip;
+use crate::comm::watch::news::{News, RANKS_MAX};
 use crate::engine::core::Route;
 use crate::engine::driver::Driver;
+use crate::engine::heartbeat::Heartbeat;
 use crate::engine::loss::{Departed, Departure};
 use crate::sync::{Arc, Condvar, Mutex, Weak, lock};
 use crate::sys::fork::{Origin, PerProcess};
@@ -60,9 +64,23 @@ impl Watch {
         // The others come by the same transports, since watching is mutual.
         let mut place = 0..;
         transports.retain(|_| place.next().is_some_and(|place| used.contains(&place)));
-        let state = State { me, transports, edges, known: HashSet::new(), leaves: false };
-        let post = Arc::new(Post { state: Mutex::new(state), looked: Condvar::new(), driver: Arc::downgrade(driver) });
+        let state = State { me, transports, edges, known: HashSet::new(), gossip: Gossip::default(), leaves: false };
+        let post = Arc::new(Post {
+            state: Mutex::new(state),
+            looked: Condvar::new(),
+            own_heartbeats: Mutex::default(),
+            driver: Arc::downgrade(driver),
+        });
         watchman.add(Arc::clone(&post))?;
+        let (listener, poller) = (Arc::downgrade(&post), watchman.poller.clone());
+        driver.with_core(|core| {
+            core.send_heartbeat = Some(Box::new(move |heartbeat| {
+                if let Some(post) = listener.upgrade() {
+                    lock(&post.own_heartbeats).push(heartbeat);
+                    poller.wake();
+                }
+            }));
+        });
         Ok(Watch { post, watchman, origin: Origin::here() })
     }
 
@@ -108,21 +126,39 @@ struct Post {
     state: Mutex<State>,
     /// The thread has looked.
     looked: Condvar,
+    /// Heartbeats of this rank that are to go out. Locked for no longer than it takes to add or to take one: whoever adds
+    /// one holds the engine's lock.
+    own_heartbeats: Mutex<Vec<Heartbeat>>,
     driver: Weak<Driver>,
 }
 
 impl Post {
     /// Looks around and tells the communicator of what it did not know. The next moment at which to look again.
     fn turn(&self) -> Option<Instant> {
-        let (departed, due) = {
+        let own = std::mem::take(&mut *lock(&self.own_heartbeats));
+        let (learned, due) = {
             let mut state = lock(&self.state);
-            let departed = state.look();
-            (departed, state.settle())
+            state.pass_on(own);
+            let learned = state.look();
+            (learned, state.settle())
         };
         self.looked.notify_all();
-        let told = self.driver.upgrade().and_then(|driver| driver.departed(&departed));
+        let told = self.driver.upgrade().and_then(|driver| {
+            if !learned.heartbeats.is_empty() {
+                driver.heartbeats_arrive(&learned.heartbeats);
+            }
+            driver.departed(&learned.departed)
+        });
         due.into_iter().chain(told).min()
     }
+}
+
+/// What a look around has shown that this rank did not know.
+struct Learned {
+    /// Ranks that are gone.
+    departed: Vec<Departed>,
+    /// Ranks that wait in a collective.
+    heartbeats: Vec<Heartbeat>,
 }
 
 struct State {
@@ -132,13 +168,14 @@ struct State {
     edges: Vec<Edge>,
     /// Ranks that all have been told of.
     known: HashSet<Rank>,
+    gossip: Gossip,
     /// This rank has told the others that it leaves.
     leaves: bool,
 }
 
 impl State {
-    /// Moves everything as far as it goes. Ranks of which this one did not know that they are gone.
-    fn look(&mut self) -> Vec<Departed> {
+    /// Moves everything as far as it goes.
+    fn look(&mut self) -> Learned {
         self.edges.iter_mut().for_each(Edge::disarm);
         for (from, inlet) in self.transports.iter_mut().flat_map(|transport| transport.accept()) {
             match self.edges.iter_mut().find(|edge| edge.peer == from) {
@@ -147,13 +184,14 @@ impl State {
             }
         }
         let now = Instant::now();
-        let (mut learned, mut over) = (Vec::new(), HashSet::new());
+        let (mut learned, mut over, mut heartbeats) = (Vec::new(), HashSet::new(), Vec::new());
         for edge in &mut self.edges {
             let seen = edge.look(now);
             for news in seen.news {
                 match news {
                     News::Bye => _ = over.insert(edge.peer),
                     News::Departed(departed) => learned.push(departed),
+                    News::Heartbeat(heartbeat) => heartbeats.push(heartbeat),
                 }
             }
             if let Some(cause) = seen.loss
@@ -172,6 +210,18 @@ impl State {
         // At once: who is told first may leave, and its leaving must not be seen before the reason for it.
         if !learned.is_empty() {
             self.edges.iter_mut().for_each(|edge| edge.write(now));
+        }
+        Learned { departed: learned, heartbeats: self.pass_on(heartbeats) }
+    }
+
+    /// Tells the neighbours of heartbeats that are new here, which it returns.
+    fn pass_on(&mut self, heartbeats: Vec<Heartbeat>) -> Vec<Heartbeat> {
+        let learned = self.gossip.learn(heartbeats.into_iter());
+        for heartbeat in &learned {
+            for ranks in heartbeat.ranks.chunks(RANKS_MAX) {
+                let news = News::Heartbeat(Heartbeat { ranks: ranks.to_vec(), ..heartbeat.clone() });
+                self.edges.iter_mut().for_each(|edge| edge.mention(&news));
+            }
         }
         learned
     }

@@ -1,5 +1,7 @@
 //! What watchers tell each other.
 
+use crate::engine::frame::Signature;
+use crate::engine::heartbeat::Heartbeat;
 use crate::engine::loss::{Departed, Departure};
 use crate::error::LinkDown;
 use crate::types::Rank;
@@ -11,62 +13,119 @@ pub(super) enum News {
     Bye,
     /// A rank is gone: the sender itself, or another.
     Departed(Departed),
+    /// Ranks wait in a collective.
+    Heartbeat(Heartbeat),
 }
 
 const BYE: u8 = 1;
 const LOST: u8 = 2;
 const LEFT: u8 = 3;
+const HEARTBEAT: u8 = 4;
 
-/// Kind, rank, number of collectives, length of the text; little endian.
+/// Kind; a rank, or a heartbeat's round; the number of a collective, or of collectives; the length of the body. Little
+/// endian.
 const HEADER_BYTES: usize = 1 + 4 + 8 + 2;
 
-/// The longest text.
-const CAUSE_MAX: usize = 1024;
+/// The longest body: the text of a cause, or a heartbeat's interval, signature and ranks.
+const BODY_MAX: usize = 1024;
+
+const SIGNATURE_BYTES: usize = 1 + 1 + 1 + 4 + 8;
+
+/// How many ranks fit into one piece of news.
+pub(super) const RANKS_MAX: usize = (BODY_MAX - size_of::<u64>() - SIGNATURE_BYTES) / size_of::<u32>();
 
 impl News {
     /// The news as bytes.
     pub(super) fn encode(&self) -> Vec<u8> {
-        let (kind, rank, called, cause) = match self {
-            News::Bye => (BYE, Rank(0), 0, ""),
-            News::Departed(Departed { rank, how: Departure::Lost, cause }) => (LOST, *rank, 0, cause.as_str()),
-            News::Departed(Departed { rank, how: Departure::Left { called }, cause }) => {
-                (LEFT, *rank, *called, cause.as_str())
+        let text = |cause: &str| {
+            let mut end = cause.len().min(BODY_MAX);
+            while !cause.is_char_boundary(end) {
+                end -= 1;
             }
+            cause.as_bytes()[..end].to_vec()
         };
-        let mut end = cause.len().min(CAUSE_MAX);
-        while !cause.is_char_boundary(end) {
-            end -= 1;
-        }
+        let (kind, number, count, body) = match self {
+            News::Bye => (BYE, 0, 0, Vec::new()),
+            News::Departed(Departed { rank, how: Departure::Lost, cause }) => (LOST, rank.0, 0, text(cause)),
+            News::Departed(Departed { rank, how: Departure::Left { called }, cause }) => {
+                (LEFT, rank.0, *called, text(cause))
+            }
+            News::Heartbeat(heartbeat) => (HEARTBEAT, heartbeat.round, heartbeat.sequence, encode_body(heartbeat)),
+        };
         let mut bytes = vec![kind];
-        bytes.extend_from_slice(&rank.0.to_le_bytes());
-        bytes.extend_from_slice(&called.to_le_bytes());
-        bytes.extend_from_slice(&(end as u16).to_le_bytes());
-        bytes.extend_from_slice(&cause.as_bytes()[..end]);
+        bytes.extend_from_slice(&number.to_le_bytes());
+        bytes.extend_from_slice(&count.to_le_bytes());
+        bytes.extend_from_slice(&(body.len() as u16).to_le_bytes());
+        bytes.extend_from_slice(&body);
         bytes
     }
 
     /// The first news in `bytes` and its length; nothing while it is not complete.
     pub(super) fn decode(bytes: &[u8], size: usize) -> Result<Option<(News, usize)>, LinkDown> {
-        let Some((header, text)) = bytes.split_at_checked(HEADER_BYTES) else { return Ok(None) };
-        let rank = Rank(u32::from_le_bytes(std::array::from_fn(|i| header[1 + i])));
-        let called = u64::from_le_bytes(std::array::from_fn(|i| header[5 + i]));
+        let Some((header, body)) = bytes.split_at_checked(HEADER_BYTES) else { return Ok(None) };
+        let kind = header[0];
+        let number = u32::from_le_bytes(std::array::from_fn(|i| header[1 + i]));
+        let count = u64::from_le_bytes(std::array::from_fn(|i| header[5 + i]));
         let len = usize::from(u16::from_le_bytes([header[13], header[14]]));
-        let how = match header[0] {
-            BYE => None,
-            LOST => Some(Departure::Lost),
-            LEFT => Some(Departure::Left { called }),
-            kind => return Err(LinkDown::new(format!("it sent news of unknown kind {kind}"))),
-        };
-        if len > CAUSE_MAX || rank.index() >= size {
-            return Err(LinkDown::new(format!("it sent news of rank {rank} with {len} bytes")));
+        if !(BYE..=HEARTBEAT).contains(&kind) {
+            return Err(LinkDown::new(format!("it sent news of unknown kind {kind}")));
         }
-        let Some(text) = text.get(..len) else { return Ok(None) };
-        let news = match how {
-            None => News::Bye,
-            Some(how) => News::Departed(Departed { rank, how, cause: String::from_utf8_lossy(text).into_owned() }),
+        let names_a_rank = kind != HEARTBEAT;
+        if len > BODY_MAX || (names_a_rank && number as usize >= size) {
+            return Err(LinkDown::new(format!("it sent news of rank {number} with {len} bytes")));
+        }
+        let Some(body) = body.get(..len) else { return Ok(None) };
+        let departed = |how| {
+            News::Departed(Departed { rank: Rank(number), how, cause: String::from_utf8_lossy(body).into_owned() })
+        };
+        let news = match kind {
+            BYE => News::Bye,
+            LOST => departed(Departure::Lost),
+            LEFT => departed(Departure::Left { called: count }),
+            _ => {
+                let heartbeat = decode_body(body, number, count)
+                    .filter(|heartbeat| heartbeat.ranks.iter().all(|rank| rank.index() < size));
+                let malformed = || LinkDown::new(format!("it sent a heartbeat of {len} bytes that is none"));
+                News::Heartbeat(heartbeat.ok_or_else(malformed)?)
+            }
         };
         Ok(Some((news, HEADER_BYTES + len)))
     }
+}
+
+/// A heartbeat's interval, signature and ranks.
+fn encode_body(heartbeat: &Heartbeat) -> Vec<u8> {
+    let Signature { operation, dtype, reduction, root, count } = heartbeat.signature;
+    let mut body = heartbeat.again_millis.to_le_bytes().to_vec();
+    body.extend_from_slice(&[operation, dtype, reduction]);
+    body.extend_from_slice(&root.to_le_bytes());
+    body.extend_from_slice(&count.to_le_bytes());
+    let ranks = heartbeat.ranks.iter().take(RANKS_MAX);
+    body.extend(ranks.flat_map(|rank| rank.0.to_le_bytes()));
+    body
+}
+
+/// The heartbeat with this body; nothing if it is malformed.
+fn decode_body(body: &[u8], round: u32, sequence: u64) -> Option<Heartbeat> {
+    let (again, body) = body.split_first_chunk()?;
+    let ([operation, dtype, reduction], body) = body.split_first_chunk()?;
+    let (root, body) = body.split_first_chunk()?;
+    let (count, ranks) = body.split_first_chunk()?;
+    let (ranks, rest) = ranks.as_chunks();
+    let signature = Signature {
+        operation: *operation,
+        dtype: *dtype,
+        reduction: *reduction,
+        root: u32::from_le_bytes(*root),
+        count: u64::from_le_bytes(*count),
+    };
+    rest.is_empty().then(|| Heartbeat {
+        sequence,
+        signature,
+        round,
+        again_millis: u64::from_le_bytes(*again),
+        ranks: ranks.iter().map(|rank| Rank(u32::from_le_bytes(*rank))).collect(),
+    })
 }
 
 #[cfg(test)]
@@ -87,6 +146,20 @@ mod tests {
         }
 
         #[test]
+        fn heartbeats_survive_the_wire(
+            sequence: u64, round: u32, again_millis: u64, count: u64, root: u32, kinds: [u8; 3],
+            ranks in prop::collection::vec(0u32..9, 0..RANKS_MAX),
+        ) {
+            let [operation, dtype, reduction] = kinds;
+            let signature = Signature { operation, dtype, reduction, root, count };
+            let ranks = ranks.into_iter().map(Rank).collect();
+            let news = News::Heartbeat(Heartbeat { sequence, signature, round, again_millis, ranks });
+            let bytes = news.encode();
+            let len = bytes.len();
+            prop_assert_eq!(News::decode(&bytes, 9), Ok(Some((news, len))));
+        }
+
+        #[test]
         fn arbitrary_bytes_are_news_or_refused(bytes: Vec<u8>) {
             if let Ok(Some((_, len))) = News::decode(&bytes, 9) {
                 prop_assert!(len <= bytes.len());
@@ -96,11 +169,25 @@ mod tests {
 
     #[test]
     fn long_causes_are_cut_between_characters() {
-        let cause = "é".repeat(CAUSE_MAX);
+        let cause = "é".repeat(BODY_MAX);
         let news = News::Departed(Departed { rank: Rank(0), how: Departure::Lost, cause }).encode();
         let Ok(Some((News::Departed(departed), len))) = News::decode(&news, 1) else { panic!("no news") };
-        assert_eq!((departed.cause.len(), len), (CAUSE_MAX, news.len()));
+        assert_eq!((departed.cause.len(), len), (BODY_MAX, news.len()));
         assert_eq!(News::decode(&News::Bye.encode(), 1), Ok(Some((News::Bye, HEADER_BYTES))));
         assert!(News::decode(&[9; 64], 1).is_err(), "an unknown kind");
+    }
+
+    #[test]
+    fn heartbeats_of_ranks_there_are_not_and_of_odd_lengths_are_refused() {
+        let heartbeat = |ranks: &[u32]| {
+            let ranks = ranks.iter().copied().map(Rank).collect();
+            let news = Heartbeat { sequence: 1, signature: Signature::default(), round: 0, again_millis: 500, ranks };
+            News::Heartbeat(news).encode()
+        };
+        assert!(News::decode(&heartbeat(&[8]), 9).is_ok());
+        assert!(News::decode(&heartbeat(&[9]), 9).is_err(), "there is no rank 9");
+        let mut odd = heartbeat(&[8]);
+        odd[13] -= 1;
+        assert!(News::decode(&odd, 9).is_err(), "three quarters of a rank");
     }
 }

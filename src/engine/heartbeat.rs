@@ -1,0 +1,164 @@
+//! Heartbeats: ranks that wait in a collective say so again and again.
+//!
+//! They tell who has called a collective, and what, to ranks that exchange nothing with each other, so that a time-out
+//! names who has not. They travel beside the operations' streams, of which none is opened for them.
+
+use std::time::{Duration, Instant};
+
+use crate::engine::core::{Core, deadline};
+use crate::engine::frame::Signature;
+use crate::types::Rank;
+
+/// Ranks that wait in a collective.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Heartbeat {
+    pub(crate) sequence: u64,
+    pub(crate) signature: Signature,
+    /// Counts a rank's heartbeats in this collective.
+    pub(crate) round: u32,
+    /// After how many milliseconds these ranks say so again, if they still wait.
+    pub(crate) again_millis: u64,
+    pub(crate) ranks: Vec<Rank>,
+}
+
+/// Passes a heartbeat of this rank on. Called under the engine's lock: it must not block.
+pub(crate) type SendHeartbeat = Box<dyn Fn(Heartbeat) + Send>;
+
+/// When a collective's next heartbeat is due.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pulse {
+    /// None if that is beyond the clock's range.
+    pub(crate) due: Option<Instant>,
+    interval: Duration,
+    round: u32,
+}
+
+impl Pulse {
+    /// Of a collective that starts now and may take `timeout`.
+    pub(crate) fn new(now: Instant, timeout: Duration) -> Pulse {
+        let due = deadline(now, FIRST_AFTER.min(timeout / 4));
+        Pulse { due, interval: FIRST_AFTER.max(timeout / 8), round: 0 }
+    }
+
+    /// Takes the heartbeat that is due at `now`, if one is: its round, and after how long the next one follows.
+    pub(crate) fn beat(&mut self, now: Instant) -> Option<(u32, Duration)> {
+        self.due.filter(|due| *due <= now)?;
+        let round = self.round;
+        self.round = round.saturating_add(1);
+        self.due = deadline(now, self.interval);
+        Some((round, self.interval))
+    }
+}
+
+impl Core {
+    /// Notes that ranks wait in a collective, and compares what they called with what this rank did.
+    pub(crate) fn heartbeat_arrives(&mut self, heartbeat: &Heartbeat, now: Instant) {
+        if self.closed.is_some() {
+            return;
+        }
+        // Twice the time that it takes until the next one comes, which may be late.
+        let until = deadline(now, Duration::from_millis(heartbeat.again_millis.saturating_mul(2)));
+        for rank in heartbeat.ranks.iter().filter(|rank| **rank != self.me) {
+            let peer = &mut self.peers[rank.index()];
+            peer.called = peer.called.max(heartbeat.sequence.saturating_add(1));
+            peer.heard_until = until;
+        }
+        if let Some(from) = heartbeat.ranks.iter().find(|rank| **rank != self.me) {
+            self.compare_call(*from, heartbeat.sequence, heartbeat.signature);
+        }
+    }
+}
+
+/// How long a collective waits before this rank tells the others that it is there, and at least until it tells them again.
+const FIRST_AFTER: Duration = Duration::from_millis(500);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::algo::Collective;
+    use crate::engine::by_hand::Scene;
+    use crate::engine::call::Call;
+    use crate::engine::collective::{Request, Taken};
+    use crate::engine::memory::{Region, Spaces, Words};
+    use crate::engine::recorder::Bytes;
+    use crate::error::Error;
+    use crate::types::DType;
+    use crate::work::Work;
+
+    /// A broadcast from the last of so many ranks, for which rank 0 waits.
+    fn waiting(size: u32, words: &mut Words) -> (Scene, Work, Signature) {
+        let mut scene = Scene::of(size as usize);
+        let root = Rank(size - 1);
+        let signature = Signature { operation: 3, root: root.0, count: 1, ..Signature::default() };
+        let entry = scene.core.begin(Call::Collective(signature), Bytes::default());
+        let work = Work::new(Scene::nobody(), entry);
+        let region = Region::of(&[words.buffer()]);
+        let request = Request {
+            collective: Collective::Broadcast { count: 1, root },
+            signature,
+            reduce: None,
+            dtype: DType::U64,
+            spaces: Spaces::new(region.clone(), region, 8),
+            timeout: Duration::from_secs(1),
+        };
+        scene.core.submit_collective(request, Taken::default(), work.clone());
+        (scene, work, signature)
+    }
+
+    fn heartbeat(signature: Signature, ranks: impl Iterator<Item = u32>) -> Heartbeat {
+        Heartbeat { sequence: 0, signature, round: 0, again_millis: 500, ranks: ranks.map(Rank).collect() }
+    }
+
+    #[test]
+    fn a_timeout_names_who_sent_no_heartbeat_also_in_large_worlds() {
+        let mut words = Words::new(vec![0]);
+        let (mut scene, work, signature) = waiting(300, &mut words);
+        let now = Instant::now();
+        scene.core.heartbeat_arrives(&heartbeat(signature, (0..300).filter(|rank| rank % 100 != 7)), now);
+        scene.core.expire(now + Duration::from_secs(2));
+        let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
+        assert!(detail.contains("rank(s) 7, 107, 207 did not call it"), "{detail}");
+    }
+
+    #[test]
+    fn a_heartbeat_tells_of_another_call() {
+        let mut words = Words::new(vec![0]);
+        let (mut scene, work, signature) = waiting(3, &mut words);
+        let another = Signature { count: 2, ..signature };
+        scene.core.heartbeat_arrives(&Heartbeat { sequence: 1, ..heartbeat(another, 1..2) }, Instant::now());
+        assert!(work.result().is_none(), "that is the next one");
+        scene.core.heartbeat_arrives(&heartbeat(another, 0..1), Instant::now());
+        assert!(work.result().is_none(), "its own comes back");
+        scene.core.heartbeat_arrives(&heartbeat(another, 1..2), Instant::now());
+        assert!(matches!(work.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", work.result());
+    }
+
+    #[test]
+    fn who_waits_sends_heartbeats_and_opens_no_stream_for_them() {
+        let mut words = Words::new(vec![0]);
+        let (mut scene, _work, signature) = waiting(3, &mut words);
+        let (send, sent) = std::sync::mpsc::channel();
+        scene.core.send_heartbeat = Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
+        let frames = scene.link().from_core.len();
+        let later = Instant::now() + Duration::from_millis(300);
+        scene.core.expire(later);
+        let expected = Heartbeat { ranks: vec![Rank(0)], ..heartbeat(signature, 0..1) };
+        assert_eq!(sent.try_iter().collect::<Vec<_>>(), [expected]);
+        assert_eq!(scene.link().from_core.len(), frames, "rank 1 has nothing to do with the broadcast");
+    }
+
+    #[test]
+    fn heartbeats_come_early_in_short_time_limits_and_seldom_in_long_ones() {
+        let now = Instant::now();
+        let second = Duration::from_secs(1);
+        let mut short = Pulse::new(now, second);
+        assert_eq!(short.due, Some(now + second / 4));
+        assert_eq!(short.beat(now), None, "it is not due yet");
+        assert_eq!(short.beat(now + second / 4), Some((0, FIRST_AFTER)));
+        assert_eq!(short.beat(now + second), Some((1, FIRST_AFTER)));
+        let mut long = Pulse::new(now, second * 800);
+        assert_eq!(long.due, Some(now + FIRST_AFTER));
+        assert_eq!(long.beat(now + second), Some((0, second * 100)));
+        assert_eq!(long.due, Some(now + second * 101));
+    }
+}
