@@ -23,6 +23,9 @@ pub(crate) struct Link {
     pub(crate) from_core: Vec<u8>,
     /// How much of what rank 1 has sent waits in the stream, as of rank 0's last look.
     pub(crate) unread: usize,
+    /// Whether the stream from rank 1 has brought nothing for a while, and how often rank 0 has looked nevertheless.
+    pub(crate) silent: bool,
+    pub(crate) peeks: usize,
     /// Rank 1's memory from address 1 on, as far as it can be read.
     pub(crate) memory: Vec<u8>,
     /// How often rank 1 has withdrawn memory.
@@ -190,6 +193,7 @@ struct Receiving {
 impl Inlet for Receiving {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         let mut link = lock(&self.link);
+        link.peeks += 1;
         self.seen.append(&mut link.to_core);
         link.unread = self.seen.len();
         Ok(&self.seen)
@@ -205,6 +209,10 @@ impl Inlet for Receiving {
         into[..count].copy_from_slice(&self.seen[..count]);
         self.consume(count);
         Ok(count)
+    }
+
+    fn is_silent(&mut self) -> bool {
+        lock(&self.link).silent
     }
 
     fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
@@ -270,6 +278,20 @@ mod tests {
         scene.send(&[&*header, &7u64.to_ne_bytes()].concat());
         assert_eq!((receive.result(), words.get()), (Some(Ok(())), [7].as_slice()));
         assert!(scene.core.lost(Rank(1)).is_some());
+    }
+
+    #[test]
+    fn a_stream_that_brings_nothing_costs_a_turn_nothing() {
+        let mut scene = Scene::new();
+        scene.settle();
+        let peeks = |scene: &mut Scene| {
+            scene.link().peeks = 0;
+            (0..10).for_each(|_| _ = scene.core.progress(false));
+            scene.link().peeks
+        };
+        assert!(peeks(&mut scene) >= 10);
+        scene.link().silent = true;
+        assert_eq!(peeks(&mut scene), 0);
     }
 
     #[test]

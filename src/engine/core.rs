@@ -250,8 +250,11 @@ impl Core {
             self.accept();
             self.probe();
         }
+        self.transports.iter_mut().for_each(|transport| transport.look());
         for peer in 0..self.peers.len() {
-            moved |= self.pump_in(Rank::from(peer));
+            if self.peers[peer].inbox.as_mut().is_some_and(|inbox| !inbox.is_silent()) {
+                moved |= self.pump_in(Rank::from(peer));
+            }
             moved |= self.pump_out(Rank::from(peer));
         }
         moved |= self.run_collectives();

@@ -216,6 +216,11 @@ impl Inbox {
         matches!(&self.body, Some((_, Sink::Place(placement), _)) if placement.owner.op == op)
     }
 
+    /// Whether to look for frames is in vain, as far as is known.
+    pub(crate) fn is_silent(&mut self) -> bool {
+        self.inlet.is_silent()
+    }
+
     /// Asks to be woken when bytes come. True: there are some now.
     pub(crate) fn arm(&mut self) -> bool {
         self.inlet.arm()

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
-use crate::sync::Arc;
+use rustc_hash::FxHashMap;
+
+use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
 use crate::sys::fork::Private;
 
 /// What a file descriptor is watched for. Its end and errors are always watched.
@@ -40,7 +42,15 @@ impl Interest {
 struct Shared {
     epoll: OwnedFd,
     wake: OwnedFd,
+    watched: Mutex<Watched>,
     _private: [Private; 2],
+}
+
+/// Which of the watched descriptors were ready, by the number that their events carry.
+#[derive(Debug, Default)]
+struct Watched {
+    ready: FxHashMap<u64, Arc<AtomicBool>>,
+    last: u64,
 }
 
 /// A set of file descriptors to wait for. Clones are the same set.
@@ -56,7 +66,7 @@ impl Poller {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
         let private = [Private::new(epoll.as_fd())?, Private::new(wake.as_fd())?];
-        Ok(Poller { shared: Arc::new(Shared { epoll, wake, _private: private }) })
+        Ok(Poller { shared: Arc::new(Shared { epoll, wake, watched: Mutex::default(), _private: private }) })
     }
 
     /// Watches a copy of `fd` until the registration is dropped. Forked children have neither.
@@ -64,8 +74,17 @@ impl Poller {
         let original = Private::new(fd)?;
         let fd = fd.try_clone_to_owned()?;
         let private = [original, Private::new(fd.as_fd())?];
-        epoll::add(&self.shared.epoll, &fd, epoll::EventData::new_u64(0), interest.flags())?;
-        Ok(Registration { poller: self.clone(), fd, interest, _private: private })
+        let ready = Arc::new(AtomicBool::new(false));
+        let number = {
+            let mut watched = lock(&self.shared.watched);
+            watched.last += 1;
+            let number = watched.last;
+            watched.ready.insert(number, Arc::clone(&ready));
+            number
+        };
+        let registration = Registration { poller: self.clone(), fd, interest, number, ready, _private: private };
+        epoll::add(&self.shared.epoll, &registration.fd, registration.data(), interest.flags())?;
+        Ok(registration)
     }
 
     /// Sleeps until something watched is ready, [`Poller::wake`] is called, or `timeout` has passed. May return for no
@@ -75,17 +94,36 @@ impl Poller {
             tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: limit.subsec_nanos().into(),
         });
-        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
-        let count = match epoll::wait(&self.shared.epoll, &mut events, timeout.as_ref()) {
-            Ok(count) => count,
-            Err(rustix::io::Errno::INTR) => return Ok(()),
-            Err(error) => return Err(error.into()),
-        };
-        if events[..count].iter().any(|event| event.data.u64() == WAKE) {
+        if self.collect(timeout.as_ref())? {
             // Emptied at once; when another thread was faster there is nothing to read.
             let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
         }
         Ok(())
+    }
+
+    /// Notes what is ready now, without sleeping; see [`Registration::was_ready`]. A call of [`Poller::wake`] is left to the
+    /// thread that sleeps.
+    pub fn look(&self) -> io::Result<()> {
+        self.collect(Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).map(drop)
+    }
+
+    /// Waits for events and notes which descriptors they are of. True: one is a call of [`Poller::wake`].
+    fn collect(&self, timeout: Option<&Timespec>) -> io::Result<bool> {
+        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+        let count = match epoll::wait(&self.shared.epoll, &mut events, timeout) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(false),
+            Ok(count) => count,
+            Err(error) => return Err(error.into()),
+        };
+        let watched = lock(&self.shared.watched);
+        let mut woken = false;
+        for event in &events[..count] {
+            match watched.ready.get(&event.data.u64()) {
+                Some(ready) => ready.store(true, Ordering::Release),
+                None => woken |= event.data.u64() == WAKE,
+            }
+        }
+        Ok(woken)
     }
 
     /// Ends a wait that is under way, or the next one.
@@ -101,15 +139,26 @@ pub struct Registration {
     poller: Poller,
     fd: OwnedFd,
     interest: Interest,
+    number: u64,
+    ready: Arc<AtomicBool>,
     _private: [Private; 2],
 }
 
 impl Registration {
+    /// Whether a wait or a look has seen the descriptor ready since this was asked last. One that stays ready is seen by the
+    /// next look again.
+    pub fn was_ready(&self) -> bool {
+        self.ready.load(Ordering::Acquire) && self.ready.swap(false, Ordering::AcqRel)
+    }
+
+    fn data(&self) -> epoll::EventData {
+        epoll::EventData::new_u64(self.number)
+    }
+
     /// Changes what is watched for.
     pub fn set(&mut self, interest: Interest) -> io::Result<()> {
         if self.interest != interest {
-            let data = epoll::EventData::new_u64(0);
-            epoll::modify(&self.poller.shared.epoll, self.fd.as_fd(), data, interest.flags())?;
+            epoll::modify(&self.poller.shared.epoll, self.fd.as_fd(), self.data(), interest.flags())?;
             self.interest = interest;
         }
         Ok(())
@@ -120,11 +169,12 @@ impl Drop for Registration {
     fn drop(&mut self) {
         // It fails only if the descriptor is not in the set any more, which is what is wanted.
         let _ = epoll::delete(&self.poller.shared.epoll, self.fd.as_fd());
+        lock(&self.poller.shared.watched).ready.remove(&self.number);
     }
 }
 
-/// The event data of the descriptor that `wake` writes to; watched ones have zero.
-const WAKE: u64 = 1;
+/// The event data of the descriptor that `wake` writes to; those of watched ones count from one.
+const WAKE: u64 = 0;
 
 #[cfg(test)]
 mod tests {
@@ -150,5 +200,23 @@ mod tests {
         });
         near.write_all(b"x").expect("a byte");
         sleeper.join().expect("no panic").expect("a wait that returns");
+    }
+
+    #[test]
+    fn a_look_says_who_is_ready_and_leaves_a_wake_to_who_sleeps() {
+        let poller = Poller::new().expect("a poller");
+        let (mut near, far) = UnixStream::pair().expect("a pair");
+        let registration = poller.add(far.as_fd(), Interest::Read).expect("a registration");
+        poller.look().expect("a look");
+        assert!(!registration.was_ready());
+        near.write_all(b"x").expect("a byte");
+        poller.wake();
+        for _ in 0..2 {
+            poller.look().expect("a look");
+            assert!(registration.was_ready(), "the byte is still there");
+            assert!(!registration.was_ready(), "no look since");
+        }
+        drop(registration);
+        poller.wait(None).expect("the wake");
     }
 }

@@ -95,6 +95,11 @@ pub trait Inlet: Send {
     /// Moves bytes into `into` and returns how many, possibly none.
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
 
+    /// Whether to read is in vain, as far as the last [`Transport::look`] has seen: nothing has come for a while.
+    fn is_silent(&mut self) -> bool {
+        false
+    }
+
     /// Copies bytes of the memory of the process that writes; returns how many, at least one.
     fn read_memory(&mut self, _from: Location, _into: &mut [u8]) -> io::Result<usize> {
         Err(io::ErrorKind::Unsupported.into())
@@ -131,6 +136,9 @@ pub trait Transport: Send {
 
     /// Begins a stream to `peer`; its outlet takes bytes at once or later, and goes down when the connection fails.
     fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown>;
+
+    /// Looks, once for all streams, which have bytes; see [`Inlet::is_silent`].
+    fn look(&mut self) {}
 
     /// Streams that peers opened and that have proved who they are, since the last call. Never fails because of what a
     /// stranger sent: such connections are dropped and logged.

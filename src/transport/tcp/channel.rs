@@ -4,16 +4,38 @@ use std::io::{self, Read};
 use std::os::fd::AsFd;
 
 use crate::error::LinkDown;
+use crate::sync::{Arc, AtomicUsize, Ordering};
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::transport::Inlet;
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
 
+/// How many of a transport's streams are quiet: one look at the poller serves them all.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Quiet(Arc<AtomicUsize>);
+
+impl Quiet {
+    pub(super) fn is_any(&self) -> bool {
+        self.0.load(Ordering::Relaxed) > 0
+    }
+
+    fn join(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn leave(&self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// The receiving end of a connection.
 #[derive(Debug)]
 pub(super) struct TcpInlet {
     stream: Stream,
-    _registration: Registration,
+    registration: Registration,
+    /// How often in a row there was nothing to read.
+    fruitless: u32,
+    quiet: Quiet,
     buffer: Vec<u8>,
     start: usize,
     end: usize,
@@ -27,12 +49,14 @@ pub(super) struct TcpInlet {
 }
 
 impl TcpInlet {
-    pub(super) fn new(stream: Stream, poller: &Poller) -> io::Result<Self> {
+    pub(super) fn new(stream: Stream, poller: &Poller, quiet: &Quiet) -> io::Result<Self> {
         let registration = poller.add(stream.as_fd(), Interest::Read)?;
         let buffer = vec![0; BUFFER_BYTES];
         Ok(TcpInlet {
             stream,
-            _registration: registration,
+            registration,
+            fruitless: 0,
+            quiet: quiet.clone(),
             buffer,
             start: 0,
             end: 0,
@@ -70,11 +94,27 @@ impl TcpInlet {
     fn receive(&mut self, into: &mut [u8]) -> usize {
         match self.stream.read(into) {
             Ok(0) => self.ended = Some(LinkDown::new("it closed the connection")),
-            Ok(count) => return count,
-            Err(error) if is_passing(&error) => {}
+            Ok(count) => {
+                if self.is_quiet() {
+                    self.quiet.leave();
+                }
+                self.fruitless = 0;
+                return count;
+            }
+            Err(error) if is_passing(&error) => {
+                self.fruitless = self.fruitless.saturating_add(1);
+                if self.fruitless == FRUITLESS_MAX {
+                    self.quiet.join();
+                }
+            }
             Err(error) => self.ended = Some(error.into()),
         }
         0
+    }
+
+    /// Whether it has not brought anything for a while.
+    fn is_quiet(&self) -> bool {
+        self.fruitless >= FRUITLESS_MAX
     }
 
     /// The end of the stream is news once what came before it has been offered.
@@ -86,6 +126,14 @@ impl TcpInlet {
                 Ok(())
             }
             None => Ok(()),
+        }
+    }
+}
+
+impl Drop for TcpInlet {
+    fn drop(&mut self) {
+        if self.is_quiet() {
+            self.quiet.leave();
         }
     }
 }
@@ -118,6 +166,10 @@ impl Inlet for TcpInlet {
         Ok(count)
     }
 
+    fn is_silent(&mut self) -> bool {
+        self.is_quiet() && !self.registration.was_ready() && !self.arm()
+    }
+
     fn arm(&mut self) -> bool {
         // The poller watches the socket all the time; what is buffered it does not know of.
         self.ended.is_some() || (self.buffered() > 0 && !self.waiting) || self.stream.has_more()
@@ -130,3 +182,6 @@ const BUFFER_BYTES: usize = 64 * 1024;
 
 /// At least a frame's header, and more than any element.
 const ENOUGH: usize = 64;
+
+/// After how many reads in a row that gave nothing the poller is asked before the next.
+const FRUITLESS_MAX: u32 = 64;

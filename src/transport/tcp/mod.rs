@@ -16,7 +16,7 @@ use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, Patience};
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
-use crate::transport::tcp::channel::TcpInlet;
+use crate::transport::tcp::channel::{Quiet, TcpInlet};
 use crate::transport::tcp::connect::Connection;
 use crate::transport::tls::{Stream, Tls};
 use crate::transport::{Accepted, Inlet, Outlet, Transport};
@@ -41,6 +41,7 @@ pub struct TcpTransport {
     listener: TcpListener,
     registration: Registration,
     pending: Pending<Stream>,
+    quiet: Quiet,
 }
 
 impl TcpTransport {
@@ -56,7 +57,18 @@ impl TcpTransport {
         let port = listener.local_addr()?.port();
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(TcpTransport { identity, tls, poller, advertise, port, patience, listener, registration, pending })
+        Ok(TcpTransport {
+            identity,
+            tls,
+            poller,
+            advertise,
+            port,
+            patience,
+            listener,
+            registration,
+            pending,
+            quiet: Quiet::default(),
+        })
     }
 }
 
@@ -79,6 +91,16 @@ impl Transport for TcpTransport {
         Ok(Box::new(connection))
     }
 
+    fn look(&mut self) {
+        if self.quiet.is_any()
+            && let Err(error) = self.poller.look()
+        {
+            // The next turn would say it again.
+            static SAID: std::sync::Once = std::sync::Once::new();
+            SAID.call_once(|| log::error!("looking for bytes fails: {error}"));
+        }
+    }
+
     fn accept(&mut self) -> Vec<Accepted> {
         while self.pending.has_room() {
             match self.listener.accept() {
@@ -89,11 +111,11 @@ impl Transport for TcpTransport {
                 Err(_) => break,
             }
         }
-        let poller = &self.poller;
+        let (poller, quiet) = (&self.poller, &self.quiet);
         let accepted = self.pending.drive(|candidate| {
             candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
             let Some(rank) = candidate.rank else { return Ok(None) };
-            let inlet = TcpInlet::new(candidate.stream.take()?, poller)?;
+            let inlet = TcpInlet::new(candidate.stream.take()?, poller, quiet)?;
             Ok(Some((rank, Box::new(inlet) as Box<dyn Inlet>)))
         });
         self.pending.watch(&mut self.registration);

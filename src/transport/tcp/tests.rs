@@ -9,9 +9,9 @@ use super::{Address, TcpTransport};
 use crate::config::Config;
 use crate::sys::poller::Poller;
 use crate::sys::socket::Patience;
-use crate::transport::Transport;
 use crate::transport::auth::{Identity, Secret};
 use crate::transport::tls::Tls;
+use crate::transport::{Inlet, Transport};
 use crate::types::Rank;
 
 /// Passes one connection on to `port`, and tells what its opener has said.
@@ -38,18 +38,19 @@ fn relay(port: u16) -> (u16, JoinHandle<Vec<u8>>) {
     (own, overheard)
 }
 
+/// The transport of one rank of two.
+fn transport(me: u32, config: &Config) -> TcpTransport {
+    let secret = Secret::new([5; 32]);
+    let tls = Tls::new(config, &secret).unwrap();
+    let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret };
+    let patience = Patience::Always(Duration::from_secs(60));
+    TcpTransport::new(identity, tls, Poller::new().unwrap(), vec![Ipv4Addr::LOCALHOST.into()], patience).unwrap()
+}
+
 /// Sends `payload` from one rank to another, of which nobody reads before no more can be written; what a relay overhears.
 fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
-    let secret = Secret::new([5; 32]);
-    let tls = Tls::new(&config, &secret).unwrap();
-    let poller = Poller::new().unwrap();
-    let transport = |me: u32| {
-        let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret };
-        let patience = Patience::Always(Duration::from_secs(60));
-        TcpTransport::new(identity, tls.clone(), poller.clone(), vec![Ipv4Addr::LOCALHOST.into()], patience).unwrap()
-    };
-    let (mut sender, mut receiver) = (transport(0), transport(1));
+    let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
     let mut address: Address = serde_json::from_slice(&receiver.address()).unwrap();
     let mut stranger = TcpStream::connect((Ipv4Addr::LOCALHOST, address.port)).unwrap();
     stranger.write_all(&[b'G'; 1000]).unwrap();
@@ -67,7 +68,8 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
         }
         std::thread::yield_now();
     }
-    assert_eq!((outlet.is_open(), outlet.flushed()), (tls.is_none(), Ok(tls.is_none())), "TLS keeps what is left");
+    let plain = tls == "off";
+    assert_eq!((outlet.is_open(), outlet.flushed()), (plain, Ok(plain)), "TLS keeps what is left");
 
     let (mut received, mut piece) = (Vec::new(), vec![0; 100_000]);
     while received.len() < payload.len() {
@@ -96,4 +98,40 @@ fn who_listens_on_the_wire_reads_messages_without_tls_alone() {
     let hears = |tls| overhear(tls, &payload).windows(text.len()).any(|heard| heard == text);
     assert!(hears("off"));
     assert!(!hears("on"));
+}
+
+#[test]
+fn a_stream_that_brings_nothing_is_read_again_once_a_look_has_seen_bytes_or_its_end() {
+    for tls in ["off", "on"] {
+        let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
+        let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
+        let mut outlet = sender.open(Rank(1), &receiver.address()).unwrap();
+        let mut accepted = Vec::new();
+        while accepted.is_empty() || !outlet.is_open() {
+            outlet.write(&[], &[]).unwrap();
+            accepted.extend(receiver.accept());
+        }
+        let (_, mut inlet) = accepted.pop().unwrap();
+        let reads_until_silent =
+            |inlet: &mut Box<dyn Inlet>| (0..200).find(|_| inlet.is_silent() || !inlet.peek().unwrap().is_empty());
+        for letter in [b"a", b"b"] {
+            assert!(reads_until_silent(&mut inlet).unwrap() > 1, "TLS {tls}: not at once");
+            receiver.look();
+            assert!(inlet.is_silent(), "TLS {tls}: nothing has come");
+            assert_eq!(outlet.write(letter, &[]).unwrap(), 1);
+            while inlet.is_silent() {
+                receiver.look();
+            }
+            while inlet.peek().unwrap().is_empty() {}
+            assert_eq!(inlet.peek().unwrap(), letter);
+            inlet.consume(1);
+            assert!(!inlet.is_silent(), "TLS {tls}: more may follow");
+        }
+        reads_until_silent(&mut inlet);
+        drop(outlet);
+        while inlet.is_silent() {
+            receiver.look();
+        }
+        while inlet.peek().is_ok() {}
+    }
 }
