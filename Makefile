@@ -98,8 +98,8 @@ models: ## Checks every interleaving of the lock-free parts
 # What looks for undefined behaviour and for data races takes a nightly compiler and the standard library's sources.
 NIGHTLY ?= nightly
 NIGHTLY_CARGO = cargo +$(NIGHTLY)
-.PHONY: nightly
-nightly:
+.PHONY: nightly-toolchain
+nightly-toolchain:
 	rustup toolchain install $(NIGHTLY) --profile minimal --component miri,rust-src
 
 # Miri knows no shared mappings, no forks and few socket options, so it runs what works on callers' memory and on a
@@ -110,7 +110,7 @@ MIRI_SKIPS := callbacks half_precision combine_and_fold sender_has_the_time is_b
 MIRI = PROPTEST_CASES=3 MIRIFLAGS=-Zmiri-disable-isolation RUSTFLAGS="--cfg rustix_use_libc" \
 	CARGO_TARGET_DIR=target/miri $(NIGHTLY_CARGO) miri test --locked
 .PHONY: miri
-miri: nightly ## Looks for undefined behaviour in what Miri can run
+miri: nightly-toolchain ## Looks for undefined behaviour in what Miri can run
 	$(MIRI) --package ncclx_rs_backend --tests
 	$(MIRI) --package ncclx_rs --lib -- $(MIRI_TESTS) $(MIRI_SKIPS:%=--skip %)
 
@@ -118,7 +118,7 @@ miri: nightly ## Looks for undefined behaviour in what Miri can run
 # takes many minutes, and what has cargo build examples, which would get no standard library with the sanitizer.
 TSAN_SKIPS := schedules::every_algorithm_is_right_in_larger_worlds examples::
 .PHONY: tsan
-tsan: nightly ## Looks for data races with ThreadSanitizer
+tsan: nightly-toolchain ## Looks for data races with ThreadSanitizer
 	PROPTEST_CASES=8 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan \
 		$(NIGHTLY_CARGO) test --locked -Zbuild-std --target x86_64-unknown-linux-gnu --package ncclx_rs \
 		--lib --test engine -- --test-threads 1 $(TSAN_SKIPS:%=--skip %)
@@ -133,7 +133,28 @@ $(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))
 python-test: $(call installed,$(TORCH)) $(PROGRAMS) ## Runs the tests of the PyTorch backend
 	$(IN_VENV) python -m pytest tests/python
 
-# Long versions of two tests, for a nightly run.
+# The smoke tests on a build that takes seconds, beside what `test` has installed.
+QUICK_SITE := target/quick/site
+.PHONY: quick
+quick: $(call ready,$(TORCH)) ## Runs the smoke tests on an unoptimised build
+	rm -rf $(QUICK_SITE)
+	$(IN_VENV) CARGO_TARGET_DIR="$(CURDIR)/target/quick" MATURIN_PEP517_ARGS="--profile dev" \
+		pip install --quiet --no-build-isolation --no-deps --target $(QUICK_SITE) .
+	$(IN_VENV) PYTHONPATH="$(CURDIR)/$(QUICK_SITE)" python -m pytest tests/python -m smoke
+
+# PyTorch's own suite (docs/acceptance.md).
+ACCEPTANCE_SIZES := 2 3 4
+.PHONY: acceptance $(ACCEPTANCE_SIZES:%=acceptance-%)
+acceptance: $(ACCEPTANCE_SIZES:%=acceptance-%) ## Runs PyTorch's own tests for backends with two, three and four ranks
+$(ACCEPTANCE_SIZES:%=acceptance-%): acceptance-%: $(call installed,$(TORCH))
+	$(IN_VENV) EXTRA=1 BACKEND=ncclx_rs WORLD_SIZE=$* python -m pytest --quiet --timeout 300 tests/acceptance
+
+.PHONY: nightly
+nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
+	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
+		$(MAKE) --keep-going acceptance chaos soak miri tsan fuzz SEED=$$seed
+
+# Long versions of two tests.
 .PHONY: chaos
 chaos: $(call installed,$(TORCH)) ## Makes 1,000 random faults: FAULTS and SEED change that
 	$(IN_VENV) NCCLX_RS_CHAOS_FAULTS=$(or $(FAULTS),1000) NCCLX_RS_CHAOS_SEED=$(or $(SEED),1) \
