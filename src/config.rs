@@ -71,7 +71,8 @@ options! {
     host_id: Option<String>, "host_id", "", &[],
         "The identity of this host; ranks with equal identities count as sharing one.";
     algorithm: Option<String>, "algorithm", "auto", &[],
-        "The algorithm of every collective that it can do; auto takes the fastest known for size and topology.";
+        "The algorithm of every collective that it can do; auto takes the fastest known for size and topology. Rank 0's \
+         holds for all ranks: another rank is set alike, or to auto.";
     tuning_file: Option<String>, "tuning_file", "", &[],
         "The file of `ncclx-rs tune` that says which algorithm is the fastest; rank 0 reads it for all ranks.";
     timeout: Duration, "timeout_seconds", "1800", &[],

@@ -78,6 +78,7 @@ pub fn join(
             build: env!("CARGO_PKG_VERSION").to_string(),
             world_size,
             name: name.to_string(),
+            algorithm: config.algorithm.clone(),
         })
     };
     let (keys, World { ranks, tuning }) = if size == 1 {

@@ -140,6 +140,7 @@ impl Communicator {
             Ok(addresses)
         };
         let Bootstrap { ranks, comm_id, tuning, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
+        config.algorithm = ranks[0].algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
         let route = |links: &Links, peer| links.route(&name, rank, &topo, &ranks, &config, peer);
@@ -164,7 +165,7 @@ impl Communicator {
         core.eager_bytes = config.eager_bytes.get();
         core.single_copy_bytes = config.single_copy_bytes;
         core.crowded = crowded || polling.time.is_zero();
-        core.algorithm = config.algorithm;
+        core.algorithm.clone_from(&config.algorithm);
         core.collectives.plans.tuning = tuning;
         // With one other rank, it is nobody else.
         core.is_watched = size > 2;
@@ -176,7 +177,7 @@ impl Communicator {
         let timeout = timeout.unwrap_or(config.timeout);
         let place = Place { me: rank, size };
         let stack_frames = config.stack_frames;
-        let origin = Origin { hints, host };
+        let origin = Origin { hints: inherited(hints, config.algorithm.as_deref()), host };
         let (timeout_millis, watch) = (AtomicU64::new(millis(timeout)), Mutex::new(watch));
         Ok(Communicator { name, place, timeout_millis, stack_frames, driver, watch, origin })
     }
@@ -438,6 +439,13 @@ impl fmt::Debug for Communicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Communicator").field("name", &self.name).field("place", &self.place).finish_non_exhaustive()
     }
+}
+
+/// The settings of a communicator for those that split off, whose rank 0 may be another: what rank 0 decided for all is
+/// every rank's own there.
+fn inherited(mut hints: Vec<(String, String)>, algorithm: Option<&str>) -> Vec<(String, String)> {
+    hints.extend(algorithm.map(|algorithm| ("algorithm".to_owned(), algorithm.to_owned())));
+    hints
 }
 
 fn millis(timeout: Duration) -> u64 {

@@ -125,5 +125,6 @@ fn info(rank: u32) -> RankInfo {
         world_size: WORLD,
         name: "fuzz".to_owned(),
         process: ProcessId::own(),
+        algorithm: None,
     }
 }

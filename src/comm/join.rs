@@ -111,6 +111,8 @@ pub struct RankInfo {
     pub world_size: u32,
     /// The communicator's name.
     pub name: String,
+    /// The algorithm it asks for, if it does. Rank 0's holds for all; where another rank asks for another, no rank joins.
+    pub algorithm: Option<String>,
 }
 
 mod rank_number {

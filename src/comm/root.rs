@@ -136,6 +136,10 @@ impl Seats {
         if info.name != own.name {
             return differ("communicator name", &format!("`{}`", info.name), &format!("`{}`", own.name));
         }
+        if info.algorithm.is_some() && info.algorithm != own.algorithm {
+            let algorithm = |info: &RankInfo| format!("`{}`", info.algorithm.as_deref().unwrap_or("auto"));
+            return differ("algorithm", &algorithm(&info), &algorithm(own));
+        }
         let (rank, host, size) = (info.rank, &info.host_id, own.world_size);
         match self.taken.get_mut(rank.index()) {
             None => Err(format!("rank {rank} on host `{host}` is beyond the world size {size}")),

@@ -1,4 +1,4 @@
-//! A tuning file: it changes which algorithm runs, on all ranks, and one that is wrong is an error on all.
+//! A tuning file or a setting changes which algorithm runs, on all ranks; what is wrong, or differs, is an error on all.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,27 +28,42 @@ impl Drop for File {
 
 /// Three ranks, of which rank 0 reads the file; each makes an all_reduce of so many elements.
 fn reduce_tuned(file: &Path, count: usize) -> Vec<Result<(), Error>> {
+    let other = Path::new("/nowhere");
+    world([file, other, other].map(|file| ("tuning_file", file.display().to_string())), move |comm| reduce(comm, count))
+}
+
+/// Ranks with one setting each, which do the same.
+fn world<const SIZE: usize>(
+    settings: [(&'static str, String); SIZE],
+    act: impl Fn(&Communicator) -> Result<(), Error> + Clone + Send + 'static,
+) -> Vec<Result<(), Error>> {
     let store = Arc::new(MemoryStore::default());
-    let rank = |rank: u32| {
-        let file = if rank == 0 { file.to_path_buf() } else { PathBuf::from("/nowhere") };
+    let rank = |(rank, (name, value)): (usize, (&str, String))| {
         let options = CommOptions {
             name: "tuned".to_owned(),
-            rank: Rank(rank),
-            size: 3,
+            rank: Rank::from(rank),
+            size: SIZE,
             store: store.clone(),
             timeout: Some(Duration::from_secs(60)),
-            hints: vec![("tuning_file".to_owned(), file.display().to_string())],
+            hints: vec![(name.to_owned(), value)],
         };
+        let act = act.clone();
         std::thread::spawn(move || {
             let comm = Communicator::new(options)?;
-            let mut data = vec![1f32; count];
-            comm.all_reduce(&mut data, ReduceOp::Sum)?;
-            assert_eq!(data, vec![3.0; count]);
+            act(&comm)?;
             comm.shutdown()
         })
     };
-    let ranks: Vec<_> = (0..3).map(rank).collect();
+    let ranks: Vec<_> = settings.into_iter().enumerate().map(rank).collect();
     ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+}
+
+/// An average of so many elements, which comes out wrong where ranks run different algorithms.
+fn reduce(comm: &Communicator, count: usize) -> Result<(), Error> {
+    let mut data = vec![4f32; count];
+    comm.all_reduce(&mut data, ReduceOp::Avg)?;
+    assert_eq!(data, vec![4.0; count]);
+    Ok(())
 }
 
 /// By which algorithms all_reduces of so many floats have run in this process.
@@ -91,5 +106,31 @@ fn a_missing_file_is_an_error_on_all_ranks() {
         let error = outcome.expect_err("there is no file");
         assert!(rank > 0 || matches!(error, Error::Init(InitError::Config(_))), "{error:?}");
         assert!(error.to_string().contains("tuning_file `/nowhere/at.all`: No such file"), "{error}");
+    }
+}
+
+#[test]
+fn rank_0s_algorithm_holds_for_all_ranks_and_where_they_split_off() {
+    diary::begin();
+    let settings = ["ring", "auto", ""].map(|value| ("algorithm", value.to_owned()));
+    let outcomes = world(settings, |comm| {
+        reduce(comm, 1409)?;
+        let turned = comm.split(&[Rank(2), Rank(0), Rank(1)], "turned")?;
+        reduce(&turned, 1423)?;
+        turned.shutdown()
+    });
+    outcomes.into_iter().for_each(|outcome| outcome.expect("an average"));
+    assert_eq!((algorithms_of(1409), algorithms_of(1423)), (vec!["ring".to_owned(); 3], vec!["ring".to_owned(); 3]));
+}
+
+#[test]
+fn another_algorithm_than_rank_0s_is_an_error_on_all_ranks() {
+    for (root, other) in [("auto", "ring"), ("", "ring"), ("direct", "ring")] {
+        for outcome in world([root, other].map(|value| ("algorithm", value.to_owned())), |comm| reduce(comm, 9)) {
+            let text = outcome.expect_err("they differ").to_string();
+            let root = if root.is_empty() { "auto" } else { root };
+            assert!(text.contains("rank 1 on host `"), "{text}");
+            assert!(text.contains(&format!("has algorithm `{other}`, rank 0 has `{root}`")), "{text}");
+        }
     }
 }
