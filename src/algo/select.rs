@@ -76,6 +76,17 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     TABLE.iter().map(|row| row.name)
 }
 
+/// The number by which ranks tell each other what runs a collective. None is zero.
+pub(crate) fn number(name: &str) -> u8 {
+    let place = TABLE.iter().position(|row| row.name == name);
+    place.map_or(0, |place| u8::try_from(place + 1).expect("the table is short"))
+}
+
+/// The algorithm with this number.
+pub(crate) fn numbered(number: u8) -> Option<&'static str> {
+    names().nth(usize::from(number).checked_sub(1)?)
+}
+
 fn build(row: &Row, collective: &Collective, setting: Setting<'_>) -> Schedule {
     schedule(row.name, |builder| {
         (row.build)(builder, collective, &setting);

@@ -243,6 +243,7 @@ fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, d
         operation: called.unwrap_or_else(|| collective.kind()) as u8,
         dtype: dtype as u8,
         reduction: op.kind.reduce_op().map_or(0, |op| op.index() as u8 + 1),
+        algorithm: 0,
         root: root.0,
         count: count as u64,
     }

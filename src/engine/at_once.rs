@@ -259,23 +259,24 @@ const LOOKS_PER_TIME: u32 = 32;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::algo::Collective;
+    use crate::algo::{Collective, select};
     use crate::engine::by_hand::Scene;
-    use crate::engine::frame::Signature;
+    use crate::engine::frame::{FrameKind, Signature};
     use crate::engine::memory::{Region, Spaces, Words};
     use crate::engine::recorder::Recorder;
     use crate::error::Error;
     use crate::types::{DType, ReduceOp, Tag};
 
     const LIMIT: Duration = Duration::from_secs(60);
-    const SUM: Signature = Signature { operation: 1, dtype: 0, reduction: 1, root: 0, count: 1 };
+    /// By recursive doubling.
+    const SUM: Signature = Signature { operation: 1, dtype: 0, reduction: 1, algorithm: 3, root: 0, count: 1 };
 
     /// A sum of one number over two ranks.
     fn sum(words: &mut Words) -> Request {
         let region = Region::of(&[words.buffer()]);
         Request {
             collective: Collective::AllReduce { count: 1 },
-            signature: SUM,
+            signature: Signature { algorithm: 0, ..SUM },
             reduce: Some(ReduceOp::Sum),
             dtype: DType::U64,
             spaces: Spaces::new(region.clone(), region, 8),
@@ -349,6 +350,21 @@ mod tests {
         let work = in_flight(run(&mut scene, &mut words));
         scene.settle();
         assert!(matches!(work.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", work.result());
+    }
+
+    #[test]
+    fn another_algorithm_of_the_other_rank_is_an_error_that_says_so() {
+        let ring = Signature { algorithm: select::number("ring"), ..SUM };
+        let (mut scene, mut words) = (scene(), Words::new(vec![2]));
+        scene.link().to_core.extend(theirs(ring, 40));
+        let work = in_flight(run(&mut scene, &mut words));
+        scene.settle();
+        let Some(Err(Error::Mismatch { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
+        let expected = "the ranks disagree on how to run collective 0: rank 0 chose recursive_doubling, rank 1 ring";
+        assert_eq!(detail, expected);
+        let told =
+            Header::decode(&scene.link().from_core[theirs(SUM, 2).len()..]).expect("a header").expect("all of it");
+        assert_eq!(told.kind, FrameKind::Fail, "rank 1 is told");
     }
 
     #[test]

@@ -179,6 +179,12 @@ impl Collectives {
         }
     }
 
+    /// What every rank must have called of the collective that runs.
+    #[cfg(any(test, fuzzing))]
+    pub(crate) fn signature(&self) -> Option<Signature> {
+        self.active.as_ref().map(|active| active.request.signature)
+    }
+
     /// The collective that runs now or next: what came for earlier ones is stale.
     pub(crate) fn current(&self) -> u64 {
         self.next - self.queue.len() as u64 - u64::from(self.active.is_some())
@@ -226,7 +232,7 @@ impl Core {
         true
     }
 
-    /// The collective's plan, and its scratch memory.
+    /// The collective's plan, which becomes a part of what the ranks must agree on, and its scratch memory.
     pub(crate) fn prepare(&mut self, request: &mut Request) -> Arc<Plan> {
         let element = request.dtype.size();
         let premultiply = matches!(request.reduce, Some(ReduceOp::PreMulSum(_)));
@@ -234,6 +240,7 @@ impl Core {
         let setting = Setting { me: self.me, topo: &self.topo, element, premultiply, average };
         let forced = self.algorithm.as_deref();
         let plan = self.collectives.plans.plan(&request.collective, setting, forced);
+        request.signature.algorithm = plan.algorithm;
         request.spaces.scratch = self.collectives.scratch.region(plan.schedule.scratch, element);
         plan
     }
@@ -275,10 +282,15 @@ impl Core {
         if ours == theirs {
             return true;
         }
-        let detail = format!(
-            "the ranks disagree on collective {}: rank {} called {}, rank {from} called {}",
-            active.sequence, self.me, ours, theirs
-        );
+        let (sequence, me) = (active.sequence, self.me);
+        let detail = if ours.calls_as(&theirs) {
+            let (ours, theirs) = (ours.algorithm(), theirs.algorithm());
+            format!(
+                "the ranks disagree on how to run collective {sequence}: rank {me} chose {ours}, rank {from} {theirs}"
+            )
+        } else {
+            format!("the ranks disagree on collective {sequence}: rank {me} called {ours}, rank {from} called {theirs}")
+        };
         self.fail_active_with(|operation| Error::Mismatch { operation, detail });
         false
     }

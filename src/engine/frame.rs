@@ -8,6 +8,7 @@
 use std::fmt;
 use std::ops::Deref;
 
+use crate::algo::select;
 use crate::config::EagerBytes;
 use crate::engine::lending::Offer;
 use crate::error::LinkDown;
@@ -124,6 +125,8 @@ pub(crate) struct Signature {
     pub(crate) dtype: u8,
     /// One more than the reduce operation's [`ReduceOp::index`]; zero for none.
     pub(crate) reduction: u8,
+    /// What runs it, once that is chosen: the number of the algorithm.
+    pub(crate) algorithm: u8,
     /// The root, or zero.
     pub(crate) root: u32,
     /// The number of elements, where all ranks must have the same, or zero.
@@ -134,6 +137,16 @@ impl Signature {
     /// The operation's name.
     pub(crate) fn operation(&self) -> &'static str {
         CollectiveKind::numbered(self.operation).map_or("unknown", CollectiveKind::name)
+    }
+
+    /// The name of the algorithm.
+    pub(crate) fn algorithm(&self) -> &'static str {
+        select::numbered(self.algorithm).unwrap_or("an unknown algorithm")
+    }
+
+    /// Whether another rank has called the same, however it runs that.
+    pub(crate) fn calls_as(&self, theirs: &Signature) -> bool {
+        Signature { algorithm: theirs.algorithm, ..*self } == *theirs
     }
 
     fn reduction(&self) -> &'static str {
@@ -208,6 +221,7 @@ impl Header {
         bytes[3] = self.signature.dtype;
         bytes[4] = self.signature.reduction;
         bytes[5] = u8::from(self.is_busy);
+        bytes[6] = self.signature.algorithm;
         bytes[8..12].copy_from_slice(&self.signature.root.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.index.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.signature.count.to_le_bytes());
@@ -249,6 +263,7 @@ impl Header {
                 operation: bytes[2],
                 dtype: bytes[3],
                 reduction: bytes[4],
+                algorithm: bytes[6],
                 root: u32_at(8),
                 count: u64_at(16),
             },
@@ -313,12 +328,12 @@ mod tests {
     proptest! {
         #[test]
         fn a_header_survives_the_wire(
-            kind in 0..FrameKind::ALL.len(), p2p: bool, operation: u8, dtype: u8, reduction: u8, root: u32, count: u64,
-            key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64, is_busy: bool,
+            kind in 0..FrameKind::ALL.len(), p2p: bool, operation: u8, dtype: u8, reduction: u8, algorithm: u8, root: u32,
+            count: u64, key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64, is_busy: bool,
         ) {
             let segment = SegmentId::from_bits(segment);
             let location = (address != 0 || segment.is_some()).then_some(Location { address, segment });
-            let signature = Signature { operation, dtype, reduction, root, count };
+            let signature = Signature { operation, dtype, reduction, algorithm, root, count };
             let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
             let kind = FrameKind::ALL[kind];
             let (token, location) = if kind.has_token() { (token, location) } else { (0, None) };
@@ -326,7 +341,7 @@ mod tests {
             let bytes = header.encode();
             prop_assert_eq!(Header::decode(&bytes), Ok(Some(header)));
             prop_assert_eq!(Header::decode(&bytes[..header.size() - 1]), Ok(None));
-            let _ = signature.to_string();
+            let _ = (signature.to_string(), signature.algorithm());
         }
 
         #[test]

@@ -110,7 +110,8 @@ impl Play {
         if input.byte().is_multiple_of(2) {
             bytes[2..5].copy_from_slice(&input.array::<3>());
         } else {
-            bytes[2] = SIGNATURE.operation;
+            let agreed = self.scene.core.collectives.signature().unwrap_or_default();
+            (bytes[2], bytes[6]) = (SIGNATURE.operation, agreed.algorithm);
         }
         bytes[12..16].copy_from_slice(&(input.number() as u32).to_le_bytes());
         for field in [24, 32, 40, 48, 56] {
@@ -179,8 +180,8 @@ impl Play {
     }
 }
 
-/// What this rank calls: a peer that agrees needs to get one byte right.
-const SIGNATURE: Signature = Signature { operation: 1, dtype: 0, reduction: 0, root: 0, count: 0 };
+/// What this rank calls: a peer that agrees needs to get two bytes right.
+const SIGNATURE: Signature = Signature { operation: 1, dtype: 0, reduction: 0, algorithm: 0, root: 0, count: 0 };
 
 /// The most payload that comes with a header by itself.
 const PAYLOAD_MAX: usize = 4096;

@@ -102,6 +102,7 @@ mod tests {
             timeout: Duration::from_secs(1),
         };
         scene.core.submit_collective(request, Taken::default(), work.clone());
+        let signature = scene.core.collectives.signature().expect("it runs");
         (scene, work, signature)
     }
 

@@ -17,6 +17,8 @@ use crate::types::Rank;
 pub(crate) struct Plan {
     collective: Collective,
     pub(crate) schedule: Schedule,
+    /// The number of the schedule's algorithm.
+    pub(crate) algorithm: u8,
     /// For a send or receive: its position among the messages between the two ranks in that direction.
     pub(crate) message: Vec<u32>,
     /// Per step, how many others it waits for; the steps that wait for none.
@@ -52,12 +54,12 @@ impl Plan {
         }
         let blocked: Vec<u32> = schedule.steps.iter().map(|step| step.after.len() as u32).collect();
         let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
-        let is_busy = is_busy(&schedule);
+        let (algorithm, is_busy) = (algo::select::number(schedule.name), is_busy(&schedule));
         let copy = schedule.steps.iter().find_map(|step| match step.action {
             Action::Copy { from, into } if into.len > 0 => Some((from, into)),
             _ => None,
         });
-        Plan { collective, schedule, message, blocked, ready, dependents, is_busy, copy }
+        Plan { collective, schedule, algorithm, message, blocked, ready, dependents, is_busy, copy }
     }
 
     /// Whether a rank does more with data in these spaces than send it to one other.

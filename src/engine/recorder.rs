@@ -151,7 +151,8 @@ mod tests {
     use crate::engine::frame::Signature;
     use crate::types::Tag;
 
-    const COLLECTIVE: Call = Call::Collective(Signature { operation: 1, dtype: 0, reduction: 1, root: 0, count: 5 });
+    const COLLECTIVE: Call =
+        Call::Collective(Signature { operation: 1, dtype: 0, reduction: 1, algorithm: 0, root: 0, count: 5 });
     const RECV: Call = Call::Recv { bytes: 8, from: Source::Rank(Rank(1)), tag: Tag(3) };
     const BYTES: Bytes = Bytes { read: 40, written: 20 };
 

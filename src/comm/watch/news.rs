@@ -29,7 +29,7 @@ const HEADER_BYTES: usize = 1 + 4 + 8 + 2;
 /// The longest body: the text of a cause, or a heartbeat's interval, signature and ranks.
 const BODY_MAX: usize = 1024;
 
-const SIGNATURE_BYTES: usize = 1 + 1 + 1 + 4 + 8;
+const SIGNATURE_BYTES: usize = 4 + 4 + 8;
 
 /// How many ranks fit into one piece of news.
 pub(super) const RANKS_MAX: usize = (BODY_MAX - size_of::<u64>() - SIGNATURE_BYTES) / size_of::<u32>();
@@ -95,9 +95,9 @@ impl News {
 
 /// A heartbeat's interval, signature and ranks.
 fn encode_body(heartbeat: &Heartbeat) -> Vec<u8> {
-    let Signature { operation, dtype, reduction, root, count } = heartbeat.signature;
+    let Signature { operation, dtype, reduction, algorithm, root, count } = heartbeat.signature;
     let mut body = heartbeat.again_millis.to_le_bytes().to_vec();
-    body.extend_from_slice(&[operation, dtype, reduction]);
+    body.extend_from_slice(&[operation, dtype, reduction, algorithm]);
     body.extend_from_slice(&root.to_le_bytes());
     body.extend_from_slice(&count.to_le_bytes());
     let ranks = heartbeat.ranks.iter().take(RANKS_MAX);
@@ -108,7 +108,7 @@ fn encode_body(heartbeat: &Heartbeat) -> Vec<u8> {
 /// The heartbeat with this body; nothing if it is malformed.
 fn decode_body(body: &[u8], round: u32, sequence: u64) -> Option<Heartbeat> {
     let (again, body) = body.split_first_chunk()?;
-    let ([operation, dtype, reduction], body) = body.split_first_chunk()?;
+    let ([operation, dtype, reduction, algorithm], body) = body.split_first_chunk()?;
     let (root, body) = body.split_first_chunk()?;
     let (count, ranks) = body.split_first_chunk()?;
     let (ranks, rest) = ranks.as_chunks();
@@ -116,6 +116,7 @@ fn decode_body(body: &[u8], round: u32, sequence: u64) -> Option<Heartbeat> {
         operation: *operation,
         dtype: *dtype,
         reduction: *reduction,
+        algorithm: *algorithm,
         root: u32::from_le_bytes(*root),
         count: u64::from_le_bytes(*count),
     };
@@ -147,11 +148,11 @@ mod tests {
 
         #[test]
         fn heartbeats_survive_the_wire(
-            sequence: u64, round: u32, again_millis: u64, count: u64, root: u32, kinds: [u8; 3],
+            sequence: u64, round: u32, again_millis: u64, count: u64, root: u32, kinds: [u8; 4],
             ranks in prop::collection::vec(0u32..9, 0..RANKS_MAX),
         ) {
-            let [operation, dtype, reduction] = kinds;
-            let signature = Signature { operation, dtype, reduction, root, count };
+            let [operation, dtype, reduction, algorithm] = kinds;
+            let signature = Signature { operation, dtype, reduction, algorithm, root, count };
             let ranks = ranks.into_iter().map(Rank).collect();
             let news = News::Heartbeat(Heartbeat { sequence, signature, round, again_millis, ranks });
             let bytes = news.encode();
