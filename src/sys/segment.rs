@@ -15,6 +15,7 @@ use std::sync::RwLock;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::sys::fork::{Origin, PerProcess};
 use crate::types::Element;
 
 /// What names a segment of a process: its file descriptor there, and the low half of its inode. Never zero.
@@ -46,6 +47,9 @@ impl SegmentId {
 /// A communicator uses that by itself when an operation's data lies in such memory. Every instance is a mapping and a
 /// file descriptor of its own, so it is meant for few large buffers that live long.
 ///
+/// A forked child shares it with the process that made it: what one writes the other reads. To the child it is ordinary
+/// memory, with which its own communicators do nothing special, and it reads zeros there once the owner has dropped it.
+///
 /// ```
 /// let mut memory = ncclx_rs::HostMemory::<f32>::new(1000)?;
 /// memory[7] = 1.5; // a slice, as far as the program is concerned
@@ -55,7 +59,8 @@ impl SegmentId {
 pub struct HostMemory<T: Element> {
     base: NonNull<T>,
     len: usize,
-    _fd: OwnedFd,
+    origin: Origin,
+    fd: OwnedFd,
 }
 
 // SAFETY: the mapping is owned, stays at its address until drop, and is reached by the rules of a slice of T, which is
@@ -85,7 +90,8 @@ impl<T: Element> HostMemory<T> {
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), mapped, access, MapFlags::SHARED, fd.as_fd(), 0) }?;
         let id = SegmentId::new(fd.as_raw_fd(), rustix::fs::fstat(&fd)?.st_ino);
         segments().insert(base as usize, (bytes, id));
-        Ok(HostMemory { base: NonNull::new(base.cast()).expect("mmap never returns null"), len, _fd: fd })
+        let base = NonNull::new(base.cast()).expect("mmap never returns null");
+        Ok(HostMemory { base, len, origin: Origin::here(), fd })
     }
 }
 
@@ -108,11 +114,14 @@ impl<T: Element> DerefMut for HostMemory<T> {
 
 impl<T: Element> Drop for HostMemory<T> {
     fn drop(&mut self) {
-        segments().remove(&(self.base.as_ptr() as usize));
         let mapped = (self.len * size_of::<T>()).max(1);
-        // The pages go even while another process still maps them.
-        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let _ = rustix::fs::fallocate(&self._fd, hole, 0, mapped as u64);
+        // The pages are not a forked child's to give back, nor has it the segment in its list.
+        if self.origin.is_here() {
+            segments().remove(&(self.base.as_ptr() as usize));
+            // They go even while another process still maps them.
+            let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let _ = rustix::fs::fallocate(&self.fd, hole, 0, mapped as u64);
+        }
         // SAFETY: the range is the mapping made in `new`, and nothing borrowed from self outlives it.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), mapped) };
     }
@@ -121,15 +130,16 @@ impl<T: Element> Drop for HostMemory<T> {
 /// This process's segments by address: length and name.
 type Segments = BTreeMap<usize, (usize, SegmentId)>;
 
-static SEGMENTS: RwLock<Segments> = RwLock::new(BTreeMap::new());
+/// A forked child begins with none, whatever lock another thread of its parent held.
+static SEGMENTS: PerProcess<RwLock<Segments>> = PerProcess::unset();
 
 fn segments() -> std::sync::RwLockWriteGuard<'static, Segments> {
-    SEGMENTS.write().unwrap_or_else(std::sync::PoisonError::into_inner)
+    SEGMENTS.get().write().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 /// The segment of this process in which all `len` bytes from `address` on lie, and where in it.
 pub fn locate(address: u64, len: usize) -> Option<(SegmentId, u64)> {
-    let segments = SEGMENTS.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let segments = SEGMENTS.get().read().unwrap_or_else(std::sync::PoisonError::into_inner);
     let (base, (size, id)) = segments.range(..=address as usize).next_back()?;
     let offset = address as usize - base;
     (offset.checked_add(len)? <= *size).then_some((*id, offset as u64))
@@ -223,6 +233,46 @@ mod tests {
         let mut bytes = [1; 4];
         segment.read(offset, &mut bytes).expect("still mapped");
         assert_eq!(bytes, [0; 4]);
+    }
+
+    #[test]
+    fn a_forked_child_leaves_its_parents_memory_alone() {
+        let mut memory = HostMemory::<u8>::new(10_000).expect("memory");
+        memory.fill(9);
+        let address = memory.as_ptr() as u64;
+        // As while another thread looks something up.
+        let looks_up = SEGMENTS.get().read().expect("no panic");
+        // SAFETY: the child allocates, which the C library allows after a fork, and waits for nothing.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let is_listed = locate(address, 1).is_some();
+            let is_whole = memory.iter().all(|byte| *byte == 9);
+            drop(memory);
+            let mut own = HostMemory::<u8>::new(10).expect("memory of the child's own");
+            own.fill(7);
+            let own_is_listed = locate(own.as_ptr() as u64, 10).is_some();
+            drop(own);
+            let is_well = !is_listed && is_whole && own_is_listed;
+            // SAFETY: ends the child without what the test's process does at its end.
+            unsafe { libc::_exit(i32::from(!is_well)) };
+        }
+        drop(looks_up);
+        assert_eq!(exit_status(child), 0);
+        assert!(memory.iter().all(|byte| *byte == 9), "the child has taken the parent's pages");
+    }
+
+    /// How a child ends, which is killed if it hangs.
+    fn exit_status(child: libc::pid_t) -> i32 {
+        let (mut status, begun) = (0, std::time::Instant::now());
+        // SAFETY: `status` is a place for the result.
+        while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
+            if begun.elapsed() > std::time::Duration::from_secs(60) {
+                // SAFETY: ends a process that the test began and nobody has waited for.
+                unsafe { libc::kill(child, libc::SIGKILL) };
+            }
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        status
     }
 
     #[test]

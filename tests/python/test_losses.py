@@ -132,6 +132,35 @@ def in_a_child(check: Callable[[], None]) -> None:
     assert codes == [0]
 
 
+def test_children_leave_their_parents_memory_alone() -> None:
+    tensors = [ncclx_rs.get_mem_allocator("ncclx").empty(1000).fill_(7) for _ in range(2)]
+
+    def drops() -> None:
+        assert all((tensor == 7).all() for tensor in tensors)
+        tensors.clear()
+        assert (ncclx_rs.get_mem_allocator("ncclx").empty(1000) == 0).all()
+
+    in_a_child(drops)
+    assert all((tensor == 7).all() for tensor in tensors)
+
+
+def test_children_that_exit_leave_their_parents_memory_alone() -> None:
+    code = """
+        import os, ncclx_rs
+
+        def main():
+            tensor = ncclx_rs.get_mem_allocator("ncclx").empty(1000).fill_(7)
+            child = os.fork()
+            if child:
+                assert os.waitpid(child, 0)[1] == 0
+                assert (tensor == 7).all(), "the child has taken the memory"
+
+        main()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    subprocess.run(command, timeout=WATCHDOG_SECONDS, check=True)
+
+
 def descriptors_of_nothing() -> int:
     count = 0
     for descriptor in os.listdir("/proc/self/fd"):

@@ -14,7 +14,8 @@ class MemAllocator:
 
     The engine uses that by itself for messages of more than ``single_copy_bytes``: the receiver then needs neither a
     copy by the sender nor a system call. Each tensor is a mapping and a file descriptor of its own, so this is meant
-    for few large buffers that live long, as of gradients. Processes that are forked share the memory.
+    for few large buffers that live long, as of gradients. Forked processes share the memory
+    for as long as the one that made it keeps the tensor.
     """
 
     def empty(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
