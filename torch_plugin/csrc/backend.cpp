@@ -47,7 +47,7 @@ struct NcclxBackend::Call {
   uint64_t offset = 0;
   std::vector<uint64_t> in_counts{};
   std::vector<uint64_t> out_counts{};
-  // Fills the operands of the i-th of `count` operations. Lives no longer than the call of `launch`.
+  // Fills the operands of the i-th of `count` operations, inputs first. Lives no longer than the call of `launch`.
   c10::function_ref<void(Operands&, size_t)> fill;
   size_t count = 1;
 };
@@ -69,6 +69,12 @@ struct Reduction {
   uint32_t op;
   double factor;
 };
+
+bool is_collective(NcclxKind kind) { return kind < NCCLX_SEND; }
+
+void check_some(const Tensors& tensors, const char* operation, const char* argument) {
+  if (tensors.empty()) refuse(operation, argument, "at least one tensor", "an empty list");
+}
 
 Reduction reduction(const c10d::ReduceOp& op) {
   double factor = 0;
@@ -159,13 +165,20 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     std::lock_guard<std::mutex> lock(coalescing_mutex_);
     return coalescing_;
   }();
+  if (coalescing && is_collective(call.kind)) wait_for_operands(call.profiled, call.results);
   const bool blocking = !call.async && !coalescing;
   const auto comm = this->comm();
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, call.title,
                                              std::optional<Tensors>(std::move(call.profiled)), std::move(call.results));
+  // All of them before the first begins: none reads what another has written.
+  std::vector<const Operands*> filled;
   for (size_t i = 0; i < call.count; ++i) {
     Operands& operands = work->operands(call.operation);
     if (call.fill) call.fill(operands, i);
+    filled.push_back(&operands);
+  }
+  for (size_t i = 0; i < call.count; ++i) {
+    const Operands& operands = *filled[i];
     NcclxOp op{};
     op.kind = call.kind;
     op.reduce = call.reduce;
@@ -206,6 +219,25 @@ WorkPtr NcclxBackend::launch(Call&& call) {
   return work;
 }
 
+void NcclxBackend::wait_for_operands(const Tensors& read, const Tensors& written) {
+  std::vector<c10::intrusive_ptr<NcclxWork>> before;
+  {
+    std::lock_guard<std::mutex> lock(coalescing_mutex_);
+    before = coalesced_;
+  }
+  for (const auto& work : before) {
+    const bool is_met = [&] {
+      for (const Tensors* tensors : {&read, &written}) {
+        for (const at::Tensor& tensor : *tensors) {
+          if (work->writes(extent_of(tensor))) return true;
+        }
+      }
+      return false;
+    }();
+    if (is_met) work->wait();
+  }
+}
+
 WorkPtr NcclxBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   at::Tensor tensor = only(tensors, "broadcast", "tensors");
   return launch({.kind = NCCLX_BROADCAST, .operation = "broadcast", .title = "ncclx_rs:broadcast",
@@ -235,6 +267,7 @@ WorkPtr NcclxBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOp
 }
 
 WorkPtr NcclxBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  check_some(tensors, "all_reduce_coalesced", "tensors");
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_ALL_REDUCE, .operation = "all_reduce_coalesced", .title = "ncclx_rs:all_reduce",
                  .type = OpType::ALLREDUCE_COALESCED, .timeout = opts.timeout, .async = opts.asyncOp,
@@ -264,16 +297,29 @@ WorkPtr NcclxBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, 
                  .type = OpType::ALLGATHER, .timeout = opts.timeout, .async = opts.asyncOp, .results = list,
                  .profiled = inputs, .fill = [&](Operands& o, size_t) {
                    o.input(input, "tensor");
-                   for (const at::Tensor& tensor : list) o.output(tensor, "tensor_list");
+                   for (const at::Tensor& tensor : list) {
+                     const bool own = &tensor == &list[getRank()];
+                     o.output(tensor, "tensor_list", own ? extent_of(tensor).begin : nullptr);
+                   }
                  }});
 }
+
+namespace {
+
+// Where the output of an all_gather has what the rank itself gives.
+const char* own_part(const at::Tensor& output, const at::Tensor& input, int rank) {
+  const Extent whole = extent_of(output);
+  return whole.is_empty() ? nullptr : whole.begin + rank * extent_of(input).length();
+}
+
+}  // namespace
 
 WorkPtr NcclxBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
   return launch({.kind = NCCLX_ALL_GATHER, .operation = "all_gather_into_tensor", .title = "ncclx_rs:_all_gather_base",
                  .type = OpType::_ALLGATHER_BASE, .timeout = opts.timeout, .async = opts.asyncOp,
                  .results = {output}, .profiled = {input}, .fill = [&](Operands& o, size_t) {
                    o.input(input, "input_tensor");
-                   o.output(output, "output_tensor");
+                   o.output(output, "output_tensor", own_part(output, input, getRank()));
                  }});
 }
 
@@ -281,6 +327,7 @@ WorkPtr NcclxBackend::_allgather_base(at::Tensor& output, at::Tensor& input, con
 WorkPtr NcclxBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& opts) {
   const char* operation = "all_gather_coalesced";
+  check_some(inputs, operation, "input_list");
   if (outputs.size() != static_cast<size_t>(getSize())) {
     refuse(operation, "output_lists", "one list a rank, " + std::to_string(getSize()), std::to_string(outputs.size()));
   }
@@ -304,6 +351,7 @@ WorkPtr NcclxBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors
 WorkPtr NcclxBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
   const char* operation = "all_gather_into_tensor_coalesced";
+  check_some(inputs, operation, "inputs");
   if (outputs.size() != inputs.size()) {
     refuse(operation, "outputs", std::to_string(inputs.size()) + " tensors", std::to_string(outputs.size()));
   }
@@ -312,7 +360,7 @@ WorkPtr NcclxBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors&
                  .profiled = inputs,
                  .fill = [&](Operands& o, size_t i) {
                    o.input(inputs[i], "inputs");
-                   o.output(outputs[i], "outputs");
+                   o.output(outputs[i], "outputs", own_part(outputs[i], inputs[i], getRank()));
                  },
                  .count = inputs.size()});
 }
@@ -392,6 +440,7 @@ WorkPtr NcclxBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input
 WorkPtr NcclxBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::ReduceScatterOptions& opts) {
   const char* operation = "reduce_scatter_tensor_coalesced";
+  check_some(inputs, operation, "inputs");
   if (outputs.size() != inputs.size()) {
     refuse(operation, "outputs", std::to_string(inputs.size()) + " tensors", std::to_string(outputs.size()));
   }

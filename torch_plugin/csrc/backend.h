@@ -151,6 +151,8 @@ class NcclxBackend : public c10d::Backend {
   // What all operations share: a work with its operands, submitted once per entry of `ops`.
   struct Call;
   WorkPtr launch(Call&& call);
+  // Waits for those coalesced operations that write what the next one reads or writes: it may have to copy that.
+  void wait_for_operands(const Tensors& read, const Tensors& written);
   // The time limit of operations, or -1 if the engine's configuration says it.
   Milliseconds limit() const;
   std::shared_ptr<Communicator> comm_or_none() const;
@@ -171,7 +173,7 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<Group> group_ = std::make_shared<Group>();
   std::mutex coalescing_mutex_;
   bool coalescing_ = false;
-  std::vector<WorkPtr> coalesced_;
+  std::vector<c10::intrusive_ptr<NcclxWork>> coalesced_;
   std::mutex windows_mutex_;
   std::map<uint64_t, at::Tensor> windows_;  // what they lend
 };

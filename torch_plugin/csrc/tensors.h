@@ -51,32 +51,91 @@ inline int32_t dtype_code(at::ScalarType type, const char* operation) {
   }
 }
 
+// The bytes between the first and the last element of a tensor, with what lies between them.
+struct Extent {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+
+  bool is_empty() const { return begin == end; }
+  uint64_t length() const { return static_cast<uint64_t>(end - begin); }
+  bool meets(const Extent& other) const { return begin < other.end && other.begin < end; }
+  // Both, with what lies between them.
+  Extent with(const Extent& other) const {
+    if (is_empty()) return other;
+    if (other.is_empty()) return *this;
+    return {std::min(begin, other.begin), std::max(end, other.end)};
+  }
+};
+
+inline Extent extent_of(const at::Tensor& tensor) {
+  const bool has_memory = tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu();
+  if (!has_memory || tensor.numel() == 0) return {};
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const auto* begin = static_cast<const char*>(tensor.data_ptr());
+  return {begin, begin + (last + 1) * tensor.element_size()};
+}
+
+// What the operations of one call write.
+class Written {
+ public:
+  bool meets(const Extent& extent) const {
+    // Parts of one tensor in their order, the common case, are told apart by the first comparison.
+    return !extent.is_empty() && all_.meets(extent) &&
+           std::any_of(each_.begin(), each_.end(), [&](const Extent& other) { return other.meets(extent); });
+  }
+
+  void add(const Extent& extent) {
+    if (extent.is_empty()) return;
+    all_ = all_.with(extent);
+    each_.push_back(extent);
+  }
+
+ private:
+  Extent all_;
+  std::vector<Extent> each_;
+};
+
 // The memory of one operation: what the engine reads and writes, and what must be kept and copied back.
+//
+// To the caller, a call reads all that it takes before it writes anything, and then writes its results one after the
+// other, as gloo does. The engine reads and writes in whatever order suits it, so that operands which share memory are
+// replaced by copies. `written` is what the operations of the same call write; they are filled in their order.
 class Operands {
  public:
-  explicit Operands(const char* operation) : operation_(operation) {}
+  Operands(const char* operation, Written& written) : operation_(operation), written_(written) {}
 
   void input(const at::Tensor& tensor, const char* argument) {
     check(tensor, argument);
-    at::Tensor plain = is_plain(tensor) ? tensor : tensor.contiguous().resolve_conj().resolve_neg();
-    push(inputs_, plain);
+    const Extent extent = extent_of(tensor);
+    if (!is_plain(tensor) || written_.meets(extent)) {
+      push(inputs_, copy_of(tensor));
+      input_extents_.emplace_back();
+      return;
+    }
+    push(inputs_, tensor);
+    input_extents_.push_back(extent);
+    all_inputs_ = all_inputs_.with(extent);
   }
 
-  void output(const at::Tensor& tensor, const char* argument) {
+  // An input may lie at `own_part`, where the operation puts it anyway.
+  void output(const at::Tensor& tensor, const char* argument, const char* own_part = nullptr) {
     check(tensor, argument);
     check_writable(tensor, argument);
-    // The engine may write outputs in any order; where they share memory, the last one has to win.
-    const bool direct = is_plain(tensor) && !overlaps_outputs(tensor);
+    const Extent extent = extent_of(tensor);
+    // Of results that share memory the last one has to win.
+    const bool direct = is_plain(tensor) && !written_.meets(extent) && free_of_inputs(extent, own_part);
+    written_.add(extent);
     push(outputs_, direct ? tensor : temporary(tensor, at::empty(tensor.sizes(), tensor.options())));
   }
 
   void in_place(const at::Tensor& tensor, const char* argument) {
     check(tensor, argument);
     check_writable(tensor, argument);
-    at::Tensor plain = tensor;
-    if (!is_plain(tensor)) {
-      plain = temporary(tensor, tensor.clone(at::MemoryFormat::Contiguous).resolve_conj().resolve_neg());
-    }
+    const Extent extent = extent_of(tensor);
+    const bool direct = is_plain(tensor) && !written_.meets(extent);
+    written_.add(extent);
+    const at::Tensor plain = direct ? tensor : temporary(tensor, copy_of(tensor));
     push(inputs_, plain);
     push(outputs_, plain);
   }
@@ -105,11 +164,6 @@ class Operands {
   }
 
  private:
-  struct Range {
-    const char* begin;
-    const char* end;
-  };
-
   static bool is_plain(const at::Tensor& tensor) {
     return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
   }
@@ -130,20 +184,26 @@ class Operands {
     }
   }
 
-  // Whether the tensor shares memory with an output that was added before.
-  bool overlaps_outputs(const at::Tensor& tensor) {
-    if (tensor.numel() == 0) return false;
-    const auto* begin = static_cast<const char*>(tensor.data_ptr());
-    const Range range{begin, begin + tensor.nbytes()};
-    // Parts of one tensor in their order, the common case, are told apart by the first comparison.
-    const bool near = range.begin < all_outputs_.end && all_outputs_.begin < range.end;
-    const bool overlaps = near && std::any_of(output_ranges_.begin(), output_ranges_.end(), [&](const Range& other) {
-                            return range.begin < other.end && other.begin < range.end;
-                          });
-    output_ranges_.push_back(range);
-    all_outputs_ = {std::min(all_outputs_.begin, range.begin), std::max(all_outputs_.end, range.end)};
-    if (output_ranges_.size() == 1) all_outputs_ = range;
-    return overlaps;
+  static at::Tensor copy_of(const at::Tensor& tensor) {
+    return tensor.clone(at::MemoryFormat::Contiguous).resolve_conj().resolve_neg();
+  }
+
+  // Whether an output there leaves the inputs alone, of which those that are in its way and not longer get copied.
+  bool free_of_inputs(const Extent& output, const char* own_part) {
+    if (!all_inputs_.meets(output)) return true;
+    bool is_free = true;
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      const Extent& input = input_extents_[i];
+      if (!input.meets(output) || input.begin == own_part) continue;
+      if (input.length() > output.length()) {
+        is_free = false;
+        continue;
+      }
+      kept_.push_back(copy_of(kept_[i]));  // the inputs come first there
+      inputs_[i].ptr = kept_.back().data_ptr();
+      input_extents_[i] = {};
+    }
+    return is_free;
   }
 
   at::Tensor temporary(const at::Tensor& target, at::Tensor source) {
@@ -158,11 +218,12 @@ class Operands {
   }
 
   const char* operation_;
+  Written& written_;
+  std::vector<Extent> input_extents_;  // empty where a copy is read
+  Extent all_inputs_;
   std::vector<NcclxBuffer> inputs_;
   std::vector<NcclxBuffer> outputs_;
   std::vector<at::Tensor> kept_;
-  std::vector<Range> output_ranges_;
-  Range all_outputs_{};
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 

@@ -4,7 +4,8 @@
 namespace ncclx {
 
 uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
-  Operands operands("window_register");
+  Written written;
+  Operands operands("window_register", written);
   operands.lend(tensor, "tensor");
   uint64_t window = 0;
   NcclxError error;

@@ -32,7 +32,10 @@ class NcclxWork : public c10d::Work {
   }
 
   // Memory for one operation, kept until all are done.
-  Operands& operands(const char* operation) { return operands_.emplace_back(operation); }
+  Operands& operands(const char* operation) { return operands_.emplace_back(operation, written_); }
+
+  // Whether the operations write there.
+  bool writes(const Extent& extent) const { return written_.meets(extent); }
 
   // Takes over an operation that was submitted.
   void add(NcclxHandle* handle) { handles_.push_back(handle); }
@@ -203,6 +206,7 @@ class NcclxWork : public c10d::Work {
   const uint64_t key_ = next_key();
   const NcclxEngine* engine_;
   std::shared_ptr<Group> group_;
+  Written written_;
   std::list<Operands> operands_;
   std::vector<at::Tensor> results_;
   std::vector<NcclxHandle*> handles_;
