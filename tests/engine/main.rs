@@ -9,6 +9,7 @@ mod failures;
 mod launch;
 mod losses;
 mod manual;
+mod matrix;
 mod memory;
 mod messages;
 mod schedules;

@@ -37,11 +37,21 @@ where
     T: Send + 'static,
     F: Fn(&Communicator) -> T + Send + Sync + 'static,
 {
+    world_hinted(wire, size, timeout, &[], f)
+}
+
+/// As [`world_with`], with more settings than the wire's.
+pub(crate) fn world_hinted<T, F>(wire: Wire, size: usize, timeout: Duration, more: &[(&str, &str)], f: F) -> Vec<T>
+where
+    T: Send + 'static,
+    F: Fn(&Communicator) -> T + Send + Sync + 'static,
+{
+    let more: Vec<(String, String)> = more.iter().map(|(name, value)| hint(name, value)).collect();
     let store = Arc::new(MemoryStore::default());
     let f = Arc::new(f);
     let (tell, told) = mpsc::channel();
     for rank in 0..size {
-        let (store, f, tell) = (store.clone(), f.clone(), tell.clone());
+        let (store, f, tell, more) = (store.clone(), f.clone(), tell.clone(), more.clone());
         std::thread::spawn(move || {
             let run = || {
                 let options = CommOptions {
@@ -50,7 +60,7 @@ where
                     size,
                     store,
                     timeout: Some(timeout),
-                    hints: hints(wire, rank, size),
+                    hints: hints(wire, rank, size).into_iter().chain(more).collect(),
                 };
                 let comm = Communicator::new(options).expect("the world forms");
                 let result = f(&comm);
@@ -73,14 +83,22 @@ where
 /// Longer than any test, also on a machine that has other work.
 const WATCHDOG: Duration = Duration::from_secs(300);
 
+fn hint(name: &str, value: &str) -> (String, String) {
+    (name.to_owned(), value.to_owned())
+}
+
+/// The "host" of a rank.
+pub(crate) fn host_of(wire: Wire, rank: usize, size: usize) -> &'static str {
+    if wire == Wire::Mixed && rank >= size.div_ceil(2) { "right" } else { "left" }
+}
+
 fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
-    let hint = |name: &str, value: &str| (name.to_owned(), value.to_owned());
     match wire {
         Wire::Shm => vec![hint("transport", "shm")],
         Wire::Tcp => vec![hint("transport", "tcp")],
         Wire::Tls => vec![hint("transport", "tcp"), hint("tls", "on")],
         Wire::Mixed => vec![
-            hint("host_id", if rank < size.div_ceil(2) { "left" } else { "right" }),
+            hint("host_id", host_of(wire, rank, size)),
             hint("single_copy_bytes", "0"),
             hint("shm_ring_bytes", &rustix::param::page_size().to_string()),
         ],

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import ncclx_rs
 import pytest
+import torch
 import torch.distributed as dist
 from harness import BACKEND, World, connected_store, leaving_together
-from reference import assert_same, data, reduced
+from reference import assert_same, data, operation, reduced
 
 PORT = 29_611
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
@@ -117,6 +119,24 @@ def collectives_cross_the_wire(rank: int, size: int, master: str) -> None:
     dist.barrier()
 
 
+def algorithms_cross_the_wire(rank: int, size: int, master: str) -> list[str]:
+    """Each of the all_reduce's algorithms in turn: their names."""
+    dist.init_process_group(BACKEND, init_method=f"tcp://{master}:{PORT}", rank=rank, world_size=size)
+    names = ncclx_rs._native.algorithms("all_reduce", size, 2)
+    for name in names:
+        options = ncclx_rs.Options(hints={"algorithm": name})
+        group = dist.new_group(backend="ncclx_rs", pg_options=options)
+        for count in (0, 1, 100_003):
+            for op in ("SUM", "AVG", "MAX"):
+                tensor = data(rank, count, dtype=torch.float64)
+                dist.all_reduce(tensor, operation(op), group=group)
+                expected = reduced([data(r, count, dtype=torch.float64) for r in range(size)], op)
+                assert_same(tensor, expected, f"{name}: {op} of {count}")
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return names
+
+
 def failure_to_join(rank: int, size: int, master: str) -> str:
     # Rank 0 serves the store in which the other finds its host.
     with pytest.raises((ValueError, RuntimeError)) as refused, leaving_together():
@@ -140,11 +160,17 @@ def addresses_of_connections(rank: int, size: int, master: str) -> list[str]:
 
 
 def run_on_two_hosts(
-    function, namespaces: tuple[str, ...], master: str, size: int = 2, hosts: Path | None = None, **variables: str
+    function,
+    namespaces: tuple[str, ...],
+    master: str,
+    size: int = 2,
+    hosts: Path | None = None,
+    mode: str = "tcp",
+    **variables: str,
 ) -> list:
     if BACKEND == "gloo":  # which takes what the host name resolves to unless it is told the interface
         variables = {"GLOO_SOCKET_IFNAME": "wire0"} | variables
-    world = World(size, "tcp", variables, Host(namespaces, str(hosts) if hosts else None))
+    world = World(size, mode, variables, Host(namespaces, str(hosts) if hosts else None))
     try:
         return world.run(function, master, join=False)
     finally:
@@ -160,6 +186,13 @@ def master(addresses: tuple[str, str]) -> str:
 def test_ranks_of_two_hosts_meet(size: int) -> None:
     with two_hosts(V4) as namespaces:
         run_on_two_hosts(collectives_cross_the_wire, namespaces, master(V4), size)
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="only the engine has algorithms to choose from")
+def test_every_algorithm_runs_between_hosts_and_within_them() -> None:
+    with two_hosts(V4) as namespaces:
+        names = run_on_two_hosts(algorithms_cross_the_wire, namespaces, master(V4), size=5, mode="auto")
+    assert "hierarchical" in names[0] and all(others == names[0] for others in names)
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
