@@ -152,7 +152,11 @@ $(ACCEPTANCE_SIZES:%=acceptance-%): acceptance-%: $(call installed,$(TORCH))
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance chaos soak miri tsan fuzz SEED=$$seed
+		$(MAKE) --keep-going acceptance long-messages chaos soak miri tsan fuzz SEED=$$seed
+
+.PHONY: long-messages
+long-messages: $(call installed,$(TORCH))
+	$(IN_VENV) NCCLX_RS_LARGE=1 python -m pytest tests/python/test_surroundings.py -k four_gib
 
 # Long versions of two tests.
 .PHONY: chaos

@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import importlib.util
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -30,7 +31,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -47,6 +48,19 @@ PR_SET_PDEATHSIG = 1
 MODES = ("shm", "tcp", "hier")
 # Which pretended host each rank sits on in mode "hier"; with three ranks the hosts are not contiguous.
 HOSTS = {2: "ab", 3: "aba", 4: "aabb", 5: "aabbb", 6: "aaabbb", 7: "aaabbbb", 8: "aaaabbbb"}
+
+
+def lacking(what: str) -> NoReturn:
+    """Skips a test for want of something that the machine should have; in CI (``NCCLX_RS_CI``) it fails."""
+    if os.environ.get("NCCLX_RS_CI") == "1":
+        pytest.fail(f"CI lacks what the test needs: {what}")
+    pytest.skip(what, allow_module_level=True)
+
+
+def needs(module: str, why: str) -> None:
+    """Goes on with the test or its file only if a module can be imported; see ``lacking``."""
+    if importlib.util.find_spec(module) is None:
+        lacking(why)
 
 
 def environment(mode: str, rank: int, size: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, fresh_store
+from harness import BACKEND, World, fresh_store, needs
 from ncclx_rs.__main__ import COMMANDS
 from ncclx_rs.bench import __main__ as command_line
 from ncclx_rs.bench import measure, plot, report
@@ -252,7 +252,7 @@ def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_a_plot_is_an_svg(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    needs("matplotlib", "plots need matplotlib")
     plot.draw([row_of(4.0)], tmp_path / "times.svg")
     text = (tmp_path / "times.svg").read_text()
     assert "<svg" in text and "all_reduce, sync, 2 ranks, float32" in text and "gloo" in text

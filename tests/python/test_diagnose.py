@@ -20,7 +20,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, fresh_store, leaving_together
+from harness import BACKEND, World, fresh_store, lacking, leaving_together
 from ncclx_rs import ReduceOp, TorchComm
 from ncclx_rs.diagnose import Communicator, Dump, Record, judge, read, report
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
@@ -351,7 +351,7 @@ def test_a_slow_connection_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
             limit = ("tbf", "rate", "80mbit", "burst", "32k", "latency", "400ms")
             shaped = subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "wire02", "root", *limit], check=False)
             if shaped.returncode != 0:
-                pytest.skip("this kernel cannot shape traffic")
+                lacking("this kernel cannot shape traffic")
         world = World(3, "tcp", {}, Host(names))
         try:
             world.run(a_wire_is_slow, str(tmp_path), join=False)

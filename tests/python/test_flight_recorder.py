@@ -23,7 +23,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together, seat
+from harness import WATCHDOG_SECONDS, World, fresh_store, lacking, leaving_together, seat
 from ncclx_rs import ReduceOp, TorchComm
 from ncclx_rs.diagnose import dumps
 from ncclx_rs.hooks import FlightRecorderHook, NanCheckHook
@@ -438,7 +438,7 @@ def the_debug_server_shows_the_recorder(rank: int, size: int, folder: str) -> No
     from torch.distributed.debug._store import tcpstore_client
 
     if not socket.has_dualstack_ipv6():
-        pytest.skip("PyTorch's servers need IPv6")
+        lacking("PyTorch's servers need IPv6")
     assert seat is not None
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TORCHCOMM_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(seat.store_port)}

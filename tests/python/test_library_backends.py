@@ -22,7 +22,7 @@ import pytest
 import test_object_api as api
 import torch
 import torch.distributed as dist
-from harness import World, fresh_store
+from harness import World, fresh_store, lacking
 from ncclx_rs import ReduceOp, TorchComm, WorkStatus, _backends, _library
 from reference import assert_same, data, reduced
 
@@ -34,7 +34,7 @@ VARIABLE = "NCCLX_RS_BACKEND_LIB_PATH_"
 def libraries() -> dict[str, str]:
     """The paths of this workspace's shared libraries by their names, once cargo has built them."""
     if shutil.which("cargo") is None:
-        pytest.skip("there is no cargo to build the libraries with")
+        lacking("there is no cargo to build the libraries with")
     # Of the packages, profile and features that `cargo test` takes, whose build of the engine then serves again.
     command = ["cargo", "build", "--locked", "--profile", "test", "--lib", "--example", "faulty_backend"]
     command += ["--message-format", "json-render-diagnostics"]
@@ -296,7 +296,7 @@ def test_methods_take_tensors_and_json(faulty: Callable[..., TorchComm]) -> None
 def library_of(folder: Path, source: str) -> str:
     """A shared library of Rust source text."""
     if shutil.which("rustc") is None:
-        pytest.skip("there is no rustc to build the libraries with")
+        lacking("there is no rustc to build the libraries with")
     code, library = folder / "source.rs", folder / "library.so"
     code.write_text(source)
     command = ["rustc", "--edition", "2024", "--crate-type", "cdylib", "-o", str(library), str(code)]

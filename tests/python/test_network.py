@@ -19,7 +19,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, connected_store, leaving_together
+from harness import BACKEND, World, connected_store, lacking, leaving_together
 from reference import assert_same, data, operation, reduced
 
 PORT = 29_611
@@ -77,7 +77,7 @@ def add_dead_end(namespace: str, interface: str, address: str) -> None:
 def hosts(letters: str) -> Iterator[tuple[str, ...]]:
     """A namespace a letter, with no connections."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
+        lacking("network namespaces need root and the ip command")
     names = tuple(f"ncclxrs{os.getpid()}{letter}" for letter in letters)
     try:
         try:
@@ -85,7 +85,7 @@ def hosts(letters: str) -> Iterator[tuple[str, ...]]:
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "lo", "up")
         except subprocess.CalledProcessError as refusal:
-            pytest.skip(f"no network namespaces here: {refusal.stderr.strip()}")
+            lacking(f"no network namespaces here: {refusal.stderr.strip()}")
         yield names
     finally:
         for name in names:

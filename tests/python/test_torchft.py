@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND
+from harness import BACKEND, needs
 
-pytest.importorskip("torchft", reason="torchft is not installed; `make test` has it in requirements-programs.txt")
+needs("torchft", "torchft is not installed; `make test` has it in requirements-programs.txt")
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the process group of this package")
 

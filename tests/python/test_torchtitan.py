@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import BACKEND
+from harness import BACKEND, needs
 
-pytest.importorskip("torchtitan", reason="torchtitan is not installed; `make test` has it in requirements-programs.txt")
+needs("torchtitan", "torchtitan is not installed; `make test` has it in requirements-programs.txt")
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the default backend of this package")
 
