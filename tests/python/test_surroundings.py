@@ -23,7 +23,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 CAP_SYS_PTRACE = 1 << 19
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-SPARE_BYTES = 192 << 20
+SPARE_BYTES = 512 << 20
 FOUR_GIB = 4 << 30
 
 
