@@ -28,7 +28,7 @@ in_venv = VIRTUAL_ENV="$(CURDIR)/$(1)" PATH="$(CURDIR)/$(1)/bin:$$PATH" PYO3_PYT
 VENV := .venv
 IN_VENV = $(call in_venv,$(VENV))
 
-SOURCES := Cargo.toml Cargo.lock $(wildcard pyproject.toml README.md LICENSE) \
+SOURCES := Cargo.toml Cargo.lock build.rs $(wildcard pyproject.toml README.md LICENSE) \
 	$(shell find src backend_api device_mesh torch_plugin -type f -not -name '*.so' -not -name '*.pyc')
 # Folders count too, so that a deleted file is noticed.
 FOLDERS := $(shell find src backend_api device_mesh torch_plugin -type d -not -name __pycache__)

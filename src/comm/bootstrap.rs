@@ -22,8 +22,9 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+pub use super::build::Build;
 use super::join::World;
-pub use super::join::{Keys, PROTOCOL, RankInfo, Secret, shared_secret};
+pub use super::join::{Keys, RankInfo, Secret, shared_secret};
 use super::store::Store;
 use super::{address, guest, root};
 use crate::algo::Tuning;
@@ -74,8 +75,7 @@ pub fn join(
             host_id: host.id.clone(),
             addresses: addresses(keys)?,
             process: ProcessId::own(),
-            protocol: PROTOCOL,
-            build: env!("CARGO_PKG_VERSION").to_string(),
+            build: Build::own(),
             world_size,
             name: name.to_string(),
             algorithm: config.algorithm.clone(),
@@ -101,7 +101,8 @@ pub(super) fn later(from: Instant, patience: Duration) -> Instant {
 /// What the store holds.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Notice {
-    pub(super) version: u32,
+    /// What rank 0 was built from: who was built from other sources can read this at least.
+    pub(super) build: Build,
     pub(super) root: RootNotice,
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::bootstrap::{Host, Party};
+use super::bootstrap::{Build, Host, Party};
 use super::guest;
 use super::join::{
     INFO_LIMIT, Introduction, Keys, NONCE_BYTES, Next, PROOF_BYTES, RankInfo, Reception, Reply, Secret, TABLE_LIMIT,
@@ -106,7 +106,7 @@ fn notice(bytes: &[u8]) {
     let deadline = Instant::now() + config.connect_timeout;
     let party = Party { name: "fuzz", rank: Rank(1), size: 2, store: &store, config: &config, host: &host, deadline };
     match guest::find(&party) {
-        Ok(record) => _ = guest::routes(&record, &host).map(|routes| assert!(!routes.is_empty())),
+        Ok((_, record)) => _ = guest::routes(&record, &host).map(|routes| assert!(!routes.is_empty())),
         Err(error) => assert!(!error.to_string().is_empty()),
     }
 }
@@ -120,8 +120,12 @@ fn info(rank: u32) -> RankInfo {
         rank: Rank(rank),
         host_id: "here".to_owned(),
         addresses: [("tcp".to_owned(), b"{}".to_vec())].into(),
-        protocol: super::join::PROTOCOL,
-        build: "0".to_owned(),
+        build: Build {
+            version: "0".to_owned(),
+            sources: "0".to_owned(),
+            byte_order: "little".to_owned(),
+            pointer_bits: 64,
+        },
         world_size: WORLD,
         name: "fuzz".to_owned(),
         process: ProcessId::own(),

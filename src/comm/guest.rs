@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-use super::bootstrap::{Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
+use super::bootstrap::{Build, Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
 use super::join::{
-    Arrival, INFO_LIMIT, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, PROTOCOL, RankInfo, Reply, TABLE_LIMIT, World,
-    frame, frame_length, shared_secret,
+    Arrival, INFO_LIMIT, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, RankInfo, Reply, TABLE_LIMIT, World, frame,
+    frame_length, shared_secret,
 };
 use super::stream::{read, write};
 use crate::error::InitError;
@@ -35,9 +35,9 @@ pub(super) fn attend(
     party: &Party<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
-    let record = find(party)?;
+    let (build, record) = find(party)?;
     let routes = routes(&record, party.host).map_err(|cause| party.unreachable(Rank(0), cause))?;
-    let (keys, prepared) = prepare(party, &record, describe);
+    let (keys, prepared) = prepare(party, &build, &record, describe);
     // In the open, who cannot take part can still say so.
     let (tls, described) = match prepared {
         Ok((tls, info)) => (tls, Ok(info)),
@@ -76,6 +76,7 @@ pub(super) fn attend(
 /// The keys to join with; this side of TLS and what this rank says of itself, unless it does not fit to rank 0.
 fn prepare(
     party: &Party<'_>,
+    build: &Build,
     record: &Record,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> (Keys, Result<(Option<Tls>, RankInfo), InitError>) {
@@ -89,6 +90,9 @@ fn prepare(
         let differ = |what: &str, ours: &str, theirs: &str| {
             Err(party.misfit(format!("rank {} has {ours}, rank 0 {theirs}: see {what}", party.rank)))
         };
+        if *build != Build::own() {
+            return Err(another_build(party, build));
+        }
         match (shared.is_some(), record.mixes) {
             (true, false) => return differ("job_secret", "a job secret", "none"),
             (false, true) => return differ("job_secret", "no job secret", "one"),
@@ -123,27 +127,29 @@ pub(super) fn is_whole(ranks: &[RankInfo], size: usize) -> bool {
     ranks.len() == size && ranks.iter().enumerate().all(|(index, info)| info.rank.index() == index)
 }
 
-pub(super) fn find(party: &Party<'_>) -> Result<Record, InitError> {
+fn another_build(party: &Party<'_>, root: &Build) -> InitError {
+    let (rank, host, own) = (party.rank, &party.host.id, Build::own());
+    party.misfit(format!("rank {rank} on host `{host}` has build {own}, rank 0 has {root}"))
+}
+
+/// What rank 0 was built from, and where it is.
+pub(super) fn find(party: &Party<'_>) -> Result<(Build, Record), InitError> {
     #[derive(Deserialize)]
-    struct Versioned {
-        version: u32,
+    struct Built {
+        build: Build,
     }
     let patience = party.config.connect_timeout;
     let left = party.deadline.saturating_duration_since(Instant::now());
     let value = party.store.get(ROOT_KEY, left).map_err(|cause| {
         if Instant::now() >= party.deadline { party.missing(vec![0], patience) } else { party.store_failed(cause) }
     })?;
-    let notice = serde_json::from_slice(&value).map_err(|error| {
-        let version = serde_json::from_slice(&value).map_or(PROTOCOL, |Versioned { version }| version);
-        if version == PROTOCOL {
-            party.store_failed(format!("the value is not what rank 0 writes: {error}"))
-        } else {
-            party.misfit(format!("rank {} has protocol {PROTOCOL}, rank 0 has {version}", party.rank))
-        }
+    let notice = serde_json::from_slice(&value).map_err(|error| match serde_json::from_slice(&value) {
+        Ok(Built { build }) if build != Build::own() => another_build(party, &build),
+        _ => party.store_failed(format!("the value is not what rank 0 writes: {error}")),
     })?;
-    // Another version that reads like this one is let through, so that rank 0 too learns of the mismatch.
+    // Where another build's notice reads like this one's, rank 0 too is told of the difference.
     match notice {
-        Notice { root: RootNotice::Here(record), .. } => Ok(record),
+        Notice { build, root: RootNotice::Here(record) } => Ok((build, record)),
         Notice { root: RootNotice::Failed { cause }, .. } => Err(party.unreachable(Rank(0), cause)),
     }
 }

@@ -22,6 +22,7 @@ use rand::TryRngCore;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
+use super::build::Build;
 use crate::algo::Tuning;
 use crate::config::Config;
 use crate::error::InitError;
@@ -29,9 +30,6 @@ use crate::sys::process::ProcessId;
 use crate::transport::auth::Binding;
 pub use crate::transport::auth::Secret;
 use crate::types::Rank;
-
-/// The version of everything that is said after the proofs.
-pub const PROTOCOL: u32 = 2;
 
 /// The longest description of one rank.
 pub(super) const INFO_LIMIT: usize = 64 << 10;
@@ -103,10 +101,8 @@ pub struct RankInfo {
     pub addresses: BTreeMap<String, Vec<u8>>,
     /// Its process, for those on the same host.
     pub process: ProcessId,
-    /// The [`PROTOCOL`] it speaks.
-    pub protocol: u32,
-    /// The version of this crate it was built from.
-    pub build: String,
+    /// What it was built from.
+    pub build: Build,
     /// The number of ranks it expects.
     pub world_size: u32,
     /// The communicator's name.

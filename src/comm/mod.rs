@@ -3,6 +3,7 @@
 pub mod address;
 mod blocking;
 pub mod bootstrap;
+mod build;
 mod check;
 mod communicator;
 mod data;

@@ -9,10 +9,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::bootstrap::{Notice, Party, ROOT_KEY, Record, RootNotice};
-use super::join::{
-    Arrival, HELLO, Keys, Next, PROTOCOL, RankInfo, Reception, Reply, TABLE_LIMIT, World, frame, shared_secret,
-};
+use super::bootstrap::{Build, Notice, Party, ROOT_KEY, Record, RootNotice};
+use super::join::{Arrival, HELLO, Keys, Next, RankInfo, Reception, Reply, TABLE_LIMIT, World, frame, shared_secret};
 use super::stream::{Intake, Outgoing, sleep};
 use crate::algo::Tuning;
 use crate::error::InitError;
@@ -102,7 +100,7 @@ fn prepare(
 }
 
 fn publish(party: &Party<'_>, root: RootNotice) -> Result<(), InitError> {
-    let notice = Notice { version: PROTOCOL, root };
+    let notice = Notice { build: Build::own(), root };
     let value = serde_json::to_vec(&notice).map_err(|error| party.store_failed(error.to_string()))?;
     party.store.set(ROOT_KEY, &value).map_err(|cause| party.store_failed(cause))
 }
@@ -126,9 +124,8 @@ impl Seats {
         let differ = |what: &str, theirs: &str, ours: &str| {
             Err(format!("rank {} on host `{}` has {what} {theirs}, rank 0 has {ours}", info.rank, info.host_id))
         };
-        if info.protocol != own.protocol {
-            let version = |info: &RankInfo| format!("{} (version {})", info.protocol, info.build);
-            return differ("protocol", &version(&info), &version(own));
+        if info.build != own.build {
+            return differ("build", &info.build.to_string(), &own.build.to_string());
         }
         if info.world_size != own.world_size {
             return differ("world size", &info.world_size.to_string(), &own.world_size.to_string());
@@ -395,5 +392,40 @@ impl Visitor {
     fn send(&mut self) -> io::Result<()> {
         self.outgoing.send(&mut self.stream)?;
         self.stream.flush().or_else(|error| if is_passing(&error) { Ok(()) } else { Err(error) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::process::ProcessId;
+
+    fn info(rank: u32, build: Build) -> RankInfo {
+        RankInfo {
+            rank: Rank(rank),
+            host_id: "there".to_owned(),
+            addresses: [].into(),
+            process: ProcessId::own(),
+            build,
+            world_size: 2,
+            name: "test".to_owned(),
+            algorithm: None,
+        }
+    }
+
+    #[test]
+    fn a_rank_of_another_build_gets_no_seat() {
+        let own = Build::own();
+        for other in [
+            Build { version: "0.0.9".to_owned(), ..own.clone() },
+            Build { sources: "0123456789abcdef".to_owned(), ..own.clone() },
+            Build { byte_order: "middle".to_owned(), ..own.clone() },
+            Build { pointer_bits: 16, ..own.clone() },
+        ] {
+            let mut seats = Seats::new(info(0, own.clone()));
+            let cause = seats.take(info(1, other.clone())).expect_err("it differs");
+            assert_eq!(cause, format!("rank 1 on host `there` has build {other}, rank 0 has {own}"));
+            assert_eq!((seats.take(info(1, own.clone())), seats.missing()), (Ok(()), vec![]));
+        }
     }
 }

@@ -5,13 +5,19 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use ncclx_rs::comm::bootstrap::{Bootstrap, Keys, ROOT_KEY, join};
+use ncclx_rs::comm::bootstrap::{Bootstrap, Build, Keys, ROOT_KEY, join};
 use ncclx_rs::comm::store::{MemoryStore, Store};
 use ncclx_rs::config::Config;
 use ncclx_rs::{InitError, Rank, Topology};
+
+/// The script that takes the sources' fingerprint.
+#[path = "../../build.rs"]
+#[allow(dead_code, reason = "cargo calls its beginning")]
+mod script;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -326,5 +332,55 @@ fn a_root_with_loopback_only_is_refused_from_another_machine() {
     let error = join_as(1, 2, &store, &config(&[("host_id", "here")])).unwrap_err().to_string();
     for part in ["`there`", "`here`", "127.0.0.1", "loopback"] {
         assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_of_another_build_is_named_on_both_sides() {
+    let store = CountingStore::default();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let root = scope.spawn(|| join_as(0, 2, store, &Config::default()));
+        let mut record = store.record();
+        record["build"]["sources"] = "0123456789abcdef".into();
+        let forged = MemoryStore::default();
+        forged.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
+        let error = join_as(1, 2, &forged, &config(&[("host_id", "there")])).unwrap_err().to_string();
+        let (own, other) = (Build::own(), Build { sources: "0123456789abcdef".to_owned(), ..Build::own() });
+        let expected = format!("rank 1 on host `there` has build {own}, rank 0 has {other}");
+        assert!(error.contains(&expected), "{error}");
+        assert!(root.join().unwrap().unwrap_err().to_string().contains(&error));
+        // Whose notice reads otherwise altogether still says what it was built from.
+        record["root"] = "elsewhere".into();
+        forged.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
+        let unread = join_as(1, 2, &forged, &config(&[("host_id", "there")])).unwrap_err().to_string();
+        assert!(unread.contains(&expected), "{unread}");
+    });
+}
+
+#[test]
+fn every_source_file_counts_for_the_build() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let sources = script::sources(&folder).unwrap();
+    assert_eq!(script::fingerprint(&sources), Build::own().sources);
+    for part in ["engine/frame.rs", "algo/ring.rs", "schedule.rs", "transport/shm/channel.rs", "comm/watch/news.rs"] {
+        let mut changed = sources.clone();
+        changed.get_mut(part).unwrap().push_str("// changed");
+        assert_ne!(script::fingerprint(&changed), Build::own().sources, "{part}");
+    }
+    let of = |files: &[(&str, &str)]| {
+        script::fingerprint(&files.iter().map(|(name, text)| (name.to_string(), text.to_string())).collect())
+    };
+    let one = of(&[("a.rs", "x\ny\n"), ("b.rs", "")]);
+    assert_eq!(one, of(&[("a.rs", "x\r\ny\r\n"), ("b.rs", "")]), "another way to end a line");
+    for other in [
+        of(&[("a.rs", "xy\n"), ("b.rs", "")]),
+        of(&[("a.rs", "y\nx\n"), ("b.rs", "")]),
+        of(&[("a.rs", "x\n"), ("b.rs", "y\n")]),
+        of(&[("a.rs", "x\ny\n"), ("c.rs", "")]),
+        of(&[("a.rs", "x\ny\n\nb.rs\n")]),
+        of(&[("a.rs", "x\ny\nb.rs\n")]),
+    ] {
+        assert_ne!(one, other);
     }
 }

@@ -1,0 +1,43 @@
+//! What a rank was built from, and for which machine.
+//!
+//! ```
+//! use ncclx_rs::comm::bootstrap::Build;
+//! assert!(Build::own().to_string().starts_with(env!("CARGO_PKG_VERSION")));
+//! ```
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// What decides which bytes a rank sends. Ranks that differ in it may misread each other, or take steps that do not fit
+/// together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Build {
+    /// The version of this crate, for who reads the error.
+    pub version: String,
+    /// A fingerprint of this crate's sources, which `build.rs` takes.
+    pub sources: String,
+    /// In which order numbers lie in memory: `little` or `big`.
+    pub byte_order: String,
+    /// The size of an address.
+    pub pointer_bits: u32,
+}
+
+impl Build {
+    /// This process's.
+    pub fn own() -> Build {
+        Build {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            sources: env!("SOURCES_FINGERPRINT").to_owned(),
+            byte_order: if cfg!(target_endian = "little") { "little" } else { "big" }.to_owned(),
+            pointer_bits: usize::BITS,
+        }
+    }
+}
+
+impl fmt::Display for Build {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Build { version, sources, byte_order, pointer_bits } = self;
+        write!(f, "{version} of sources {sources} ({byte_order}-endian, {pointer_bits} bits)")
+    }
+}
