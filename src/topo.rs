@@ -1,4 +1,6 @@
-//! Which ranks share a host. Plain data, so that one machine can pose as many.
+//! Which ranks share a host, and which of its CPUs. Plain data, so that one machine can pose as many.
+
+use serde::{Deserialize, Serialize};
 
 use crate::types::Rank;
 
@@ -56,5 +58,89 @@ impl Topology {
     /// Whether two ranks share a host.
     pub fn same_host(&self, a: Rank, b: Rank) -> bool {
         self.host_of(a) == self.host_of(b)
+    }
+}
+
+/// The CPUs that a rank may run on.
+///
+/// ```
+/// use ncclx_rs::topo::Cpus;
+/// let bound = [3, 5].map(|cpu| Cpus::new([cpu], None));
+/// assert_eq!(Cpus::shared_by(&bound), 2);
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cpus {
+    /// The first and the last number of each run.
+    runs: Vec<(u32, u32)>,
+    /// How many the rank may use at a time, where that is fewer.
+    quota: Option<u32>,
+}
+
+impl Cpus {
+    /// The CPUs with these numbers, of which the system lets the rank use no more than `quota` at a time.
+    pub fn new(numbers: impl IntoIterator<Item = u32>, quota: Option<u32>) -> Self {
+        let runs = merged(numbers.into_iter().map(|number| (number, number)).collect());
+        Cpus { runs, quota }
+    }
+
+    /// How many CPUs the ranks of one host, which may run on these, share: what any of them may run on counts, once. A quota
+    /// counts where all have one: it is mostly that of the container they are all in.
+    pub fn shared_by<'a>(ranks: impl IntoIterator<Item = &'a Cpus>) -> usize {
+        let (mut runs, mut quotas) = (Vec::new(), Vec::new());
+        for Cpus { runs: own, quota } in ranks {
+            runs.extend(own);
+            quotas.push(quota.map_or(usize::MAX, |quota| quota as usize));
+        }
+        let length = |(first, last): (u32, u32)| (last - first) as usize + 1;
+        let all = merged(runs).into_iter().map(length).sum::<usize>();
+        all.min(quotas.into_iter().max().unwrap_or(0))
+    }
+}
+
+/// Runs that neither overlap nor touch, in order. What ends before it begins is none.
+fn merged(mut runs: Vec<(u32, u32)>) -> Vec<(u32, u32)> {
+    runs.retain(|(first, last)| first <= last);
+    runs.sort_unstable();
+    let mut apart: Vec<(u32, u32)> = Vec::new();
+    for (first, last) in runs {
+        match apart.last_mut() {
+            Some((_, end)) if first <= end.saturating_add(1) => *end = last.max(*end),
+            _ => apart.push((first, last)),
+        }
+    }
+    apart
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shared(ranks: &[Cpus]) -> usize {
+        Cpus::shared_by(ranks)
+    }
+
+    #[test]
+    fn a_host_has_the_cpus_that_any_of_its_ranks_may_run_on() {
+        let bound = |cpus: &[u32]| Cpus::new(cpus.iter().copied(), None);
+        assert_eq!(shared(&[bound(&[0]), bound(&[1]), bound(&[2])]), 3, "a core each");
+        assert_eq!(shared(&[bound(&[7]), bound(&[7])]), 1, "the same core");
+        assert_eq!(shared(&[bound(&[3, 1, 0]), bound(&[1, 2]), bound(&[9])]), 5, "some overlap");
+        assert_eq!(shared(&[bound(&[0, 1, 2, 3]), bound(&[0, 1, 2, 3])]), 4, "not bound");
+        assert_eq!(bound(&[5, 1, 0, 4, 2]), Cpus { runs: vec![(0, 2), (4, 5)], quota: None });
+        assert_eq!(shared(&[]), 0);
+    }
+
+    #[test]
+    fn a_quota_counts_where_all_have_one() {
+        let quota = |quota| Cpus::new(0..8, quota);
+        assert_eq!(shared(&[quota(Some(2)), quota(Some(3))]), 3);
+        assert_eq!(shared(&[quota(Some(2)), quota(None)]), 8);
+    }
+
+    #[test]
+    fn what_another_rank_says_overflows_nothing() {
+        let odd = |runs: &[(u32, u32)]| Cpus { runs: runs.to_vec(), quota: None };
+        assert_eq!(shared(&[odd(&[(5, 3)]), odd(&[(2, 2)])]), 1);
+        assert_eq!(shared(&[odd(&[(0, u32::MAX)]), odd(&[(u32::MAX, u32::MAX)])]), 1 << 32);
     }
 }

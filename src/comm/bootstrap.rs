@@ -31,7 +31,8 @@ use crate::algo::Tuning;
 use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::net;
-use crate::sys::process::ProcessId;
+use crate::sys::process::{self, ProcessId};
+use crate::topo::Cpus;
 use crate::transport::tls::Protection;
 use crate::types::Rank;
 
@@ -70,11 +71,13 @@ pub fn join(
     let host = Host::here(config);
     let party = Party { name, rank, size, store, config, host: &host, deadline: later(start, config.connect_timeout) };
     let describe = |keys: &Keys| {
+        let (cpus, quota) = process::own_cpus();
         Ok(RankInfo {
             rank,
             host_id: host.id.clone(),
             addresses: addresses(keys)?,
             process: ProcessId::own(),
+            cpus: Cpus::new(cpus, quota),
             build: Build::own(),
             world_size,
             name: name.to_string(),

@@ -23,7 +23,7 @@ use crate::error::{Error, InitError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::poller::Poller;
-use crate::topo::Topology;
+use crate::topo::{Cpus, Topology};
 use crate::transport::auth::Identity;
 use crate::types::{Frame, Rank, Source};
 use crate::work::{Begun, Work};
@@ -148,8 +148,9 @@ impl Communicator {
         let routes: Vec<Option<Route>> = (0..size).map(Rank::from).map(reach).collect::<Result<_, _>>()?;
         let watched = neighbours(rank, size).into_iter().map(|peer| Ok((peer, route(&news, peer)?)));
         let watched = watched.collect::<Result<Vec<_>, InitError>>()?;
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let crowded = topo.hosts()[topo.host_of(rank)].len() > cores;
+        let here = &topo.hosts()[topo.host_of(rank)];
+        let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
+        let crowded = here.len() > cores;
         let polling = Polling { time: config.spin.duration(crowded), yields: crowded };
         if log::log_enabled!(log::Level::Info) {
             let transports = routes.iter().flatten().map(|route| links.name(route.transport)).collect();

@@ -14,6 +14,7 @@ use super::stream::Intake;
 use crate::config::Config;
 use crate::fuzz_input::{Input, Wire};
 use crate::sys::process::ProcessId;
+use crate::topo::Cpus;
 use crate::transport::auth::Binding;
 use crate::types::Rank;
 
@@ -46,7 +47,7 @@ fn receive(mut reception: Reception, input: Input<'_>) -> Option<(Rank, Result<R
         assert!(expected <= INFO_LIMIT);
         while !intake.fill(&mut wire, expected).ok()? {}
         if let Next::Joined(rank, arrival) = reception.take(&keys(), UNBOUND, &intake.take()).ok()? {
-            return Some((rank, arrival));
+            return Some((rank, *arrival));
         }
     }
     None
@@ -120,6 +121,7 @@ fn info(rank: u32) -> RankInfo {
         rank: Rank(rank),
         host_id: "here".to_owned(),
         addresses: [("tcp".to_owned(), b"{}".to_vec())].into(),
+        cpus: Cpus::default(),
         build: Build {
             version: "0".to_owned(),
             sources: "0".to_owned(),

@@ -27,6 +27,7 @@ use crate::algo::Tuning;
 use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::process::ProcessId;
+use crate::topo::Cpus;
 use crate::transport::auth::Binding;
 pub use crate::transport::auth::Secret;
 use crate::types::Rank;
@@ -101,6 +102,8 @@ pub struct RankInfo {
     pub addresses: BTreeMap<String, Vec<u8>>,
     /// Its process, for those on the same host.
     pub process: ProcessId,
+    /// The CPUs it may run on.
+    pub cpus: Cpus,
     /// What it was built from.
     pub build: Build,
     /// The number of ranks it expects.
@@ -204,7 +207,7 @@ pub(super) enum Next {
     /// These bytes go out.
     Say(Vec<u8>),
     /// The joiner has proved itself and said all it has to say.
-    Joined(Rank, Arrival),
+    Joined(Rank, Box<Arrival>),
 }
 
 impl Reception {
@@ -242,7 +245,7 @@ impl Reception {
                 let arrival: Arrival = serde_json::from_slice(message).map_err(|error| error.to_string())?;
                 match &arrival {
                     Ok(info) if info.rank != rank => Err(format!("it is rank {rank} and rank {} at once", info.rank)),
-                    _ => Ok(Next::Joined(rank, arrival)),
+                    _ => Ok(Next::Joined(rank, Box::new(arrival))),
                 }
             }
             Stage::Done => Err("it speaks out of turn".to_string()),

@@ -383,7 +383,7 @@ impl Visitor {
                     self.outgoing = Outgoing::new(bytes.into());
                     self.send().map_err(closed)?;
                 }
-                Next::Joined(rank, arrival) => return Ok(Some((rank, arrival))),
+                Next::Joined(rank, arrival) => return Ok(Some((rank, *arrival))),
             }
         }
         Ok(None)
@@ -399,6 +399,7 @@ impl Visitor {
 mod tests {
     use super::*;
     use crate::sys::process::ProcessId;
+    use crate::topo::Cpus;
 
     fn info(rank: u32, build: Build) -> RankInfo {
         RankInfo {
@@ -406,6 +407,7 @@ mod tests {
             host_id: "there".to_owned(),
             addresses: [].into(),
             process: ProcessId::own(),
+            cpus: Cpus::default(),
             build,
             world_size: 2,
             name: "test".to_owned(),

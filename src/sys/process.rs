@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
+use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 
 /// How a process is called, and by whom.
@@ -52,6 +53,18 @@ impl AsFd for Process {
 /// The number of the CPU that this thread is on.
 pub fn current_cpu() -> u32 {
     rustix::thread::sched_getcpu() as u32
+}
+
+/// The numbers of the CPUs that this thread may be on, and how many of them the system lets it use at a time, if fewer.
+pub fn own_cpus() -> (Vec<u32>, Option<u32>) {
+    let usable = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let numbers = match rustix::thread::sched_getaffinity(None) {
+        Ok(set) => (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).map(|cpu| cpu as u32).collect(),
+        // The system has more CPUs than fit into a set: as many as there are, under the same numbers in every process.
+        Err(_) => (0..usable as u32).collect::<Vec<_>>(),
+    };
+    let quota = (usable < numbers.len()).then_some(usable as u32);
+    (numbers, quota)
 }
 
 fn namespace() -> String {

@@ -3,6 +3,7 @@
 mod blocking;
 mod bootstrap;
 mod collectives;
+mod cores;
 mod diary;
 mod examples;
 mod failures;
