@@ -47,6 +47,14 @@ impl Counts {
         matches!(self.0, Kind::Equal { .. })
     }
 
+    /// How much memory they take, beside their own size.
+    pub(crate) fn bytes(&self) -> usize {
+        match &self.0 {
+            Kind::Equal { .. } => 0,
+            Kind::Unequal(counts) => size_of_val(&**counts),
+        }
+    }
+
     /// The elements of all ranks together.
     ///
     /// # Panics

@@ -18,6 +18,10 @@ use smallvec::SmallVec;
 
 use crate::types::Rank;
 
+mod uses;
+
+use uses::{After, Uses};
+
 /// The memory that a [`Slice`] lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Space {
@@ -69,10 +73,6 @@ impl Slice {
 
     fn end(self) -> usize {
         self.offset.saturating_add(self.len)
-    }
-
-    fn overlaps(self, other: Slice) -> bool {
-        self.space == other.space && self.offset < other.end() && other.offset < self.end()
     }
 }
 
@@ -165,7 +165,8 @@ pub type StepId = u32;
 pub struct Step {
     /// What is done.
     pub action: Action,
-    /// The steps that must be complete before, each with a smaller id, so that no cycle is possible.
+    /// The steps that must be complete before, ascending, each with a smaller id, so that no cycle is possible. Those that
+    /// one of them waits for itself are mostly left out.
     pub after: SmallVec<[StepId; 4]>,
 }
 
@@ -188,6 +189,8 @@ pub struct Builder {
     name: &'static str,
     steps: Vec<Step>,
     scratch: usize,
+    /// What the steps after the fence use.
+    uses: Uses,
     /// Steps before this one are waited for by every later step.
     fence: Option<StepId>,
     fence_pending: bool,
@@ -196,7 +199,7 @@ pub struct Builder {
 impl Builder {
     /// An empty schedule of the algorithm `name`.
     pub fn new(name: &'static str) -> Self {
-        Builder { name, steps: Vec::new(), scratch: 0, fence: None, fence_pending: false }
+        Builder { name, steps: Vec::new(), scratch: 0, uses: Uses::default(), fence: None, fence_pending: false }
     }
 
     /// Reserves `len` elements of scratch memory.
@@ -211,24 +214,17 @@ impl Builder {
 
     /// Appends a step. It waits for every earlier step that wrote what it touches or read what it writes.
     pub fn push(&mut self, action: Action) -> StepId {
-        let (read, write) = action.touches();
-        let conflicts = |earlier: &Action| {
-            let (was_read, was_written) = earlier.touches();
-            let meets = |a: Option<Slice>, b: Option<Slice>| matches!((a, b), (Some(a), Some(b)) if a.overlaps(b));
-            meets(was_written, read) || meets(was_written, write) || meets(was_read, write)
-        };
         let id = self.steps.len() as StepId;
-        let after = if self.fence_pending {
+        let mut after: After = self.fence.into_iter().collect();
+        if self.fence_pending {
             self.fence_pending = false;
-            let first = self.fence.unwrap_or(0);
+            after = (self.fence.unwrap_or(0)..id).collect();
             self.fence = Some(id);
-            (first..id).collect()
+            self.uses.clear();
         } else {
-            let first = self.fence.unwrap_or(0);
-            (first..id)
-                .filter(|&earlier| Some(earlier) == self.fence || conflicts(&self.steps[earlier as usize].action))
-                .collect()
-        };
+            let (read, write) = action.touches();
+            self.uses.add(id, read, write, &mut after);
+        }
         self.steps.push(Step { action, after });
         id
     }
@@ -245,6 +241,7 @@ impl Builder {
         for id in self.steps.iter_mut().flat_map(|step| &mut step.after).chain(&mut self.fence) {
             *id += later;
         }
+        self.uses.shift(later);
         self.steps.splice(..0, first);
     }
 
@@ -315,3 +312,6 @@ pub fn check(all_ranks: &[Schedule]) -> Result<(), Mismatch> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -70,18 +70,25 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
     }
 }
 
-/// Sends block r of `send` to position r and receives position r's block into block r of `recv`.
-pub fn all_to_all(builder: &mut Builder, group: &Group, send: &[Slice], recv: &[Slice], chunk: usize) {
+/// Sends block r of `send` to position r and receives position r's block into block r of `recv`. A block of
+/// so many elements is cut into pieces of `chunk(elements)`.
+pub fn all_to_all(
+    builder: &mut Builder,
+    group: &Group,
+    send: &[Slice],
+    recv: &[Slice],
+    chunk: impl Fn(usize) -> usize,
+) {
     let (size, me) = (group.size(), group.me());
     for step in 1..size {
         let to = (me + step) % size;
-        send_in_chunks(builder, group.rank(to), send[to], chunk);
+        send_in_chunks(builder, group.rank(to), send[to], chunk(send[to].len));
     }
     // While the others' blocks are on their way.
     builder.push(Action::Copy { from: send[me], into: recv[me] });
     for step in 1..size {
         let from = (me + size - step) % size;
-        receive_in_chunks(builder, group.rank(from), recv[from], chunk);
+        receive_in_chunks(builder, group.rank(from), recv[from], chunk(recv[from].len));
     }
 }
 

@@ -112,6 +112,15 @@ impl Collective {
             Collective::Barrier => CollectiveKind::Barrier,
         }
     }
+
+    /// How much memory it takes, beside its own size.
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.bytes(),
+            Collective::AllToAll { send, recv } => send.bytes() + recv.bytes(),
+            _ => 0,
+        }
+    }
 }
 
 /// Everything but the data that a schedule depends on.

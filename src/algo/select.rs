@@ -293,8 +293,8 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
         }
         Collective::AllToAll { send, recv } => {
             let (from, into) = (blocks(input(send.total()), send), blocks(output(recv.total()), recv));
-            // The totals differ between ranks, so the length of the pieces must not depend on them.
-            direct::all_to_all(builder, &world, &from, &into, setting.chunk(0));
+            // The totals differ between ranks, so each pair of ranks goes by what it exchanges.
+            direct::all_to_all(builder, &world, &from, &into, |count| setting.chunk(count));
         }
         Collective::Broadcast { count, root } => broadcast(builder, *count, *root == setting.me, |builder, data| {
             direct::broadcast(builder, &world, *root, data, setting.chunk(*count));

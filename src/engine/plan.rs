@@ -8,9 +8,12 @@ use smallvec::SmallVec;
 use crate::algo::{self, Collective, Setting, Tuning};
 use crate::engine::collective::Taken;
 use crate::engine::memory::Spaces;
-use crate::schedule::{Action, Schedule, Slice, StepId};
+use crate::schedule::{Action, Schedule, Slice, Step, StepId};
 use crate::sync::Arc;
 use crate::types::Rank;
+
+/// Steps that wait, or are waited for.
+type Waiting = SmallVec<[StepId; 4]>;
 
 /// A schedule with what the executor looks up per step.
 #[derive(Debug)]
@@ -25,7 +28,7 @@ pub(crate) struct Plan {
     pub(crate) blocked: Vec<u32>,
     pub(crate) ready: Vec<StepId>,
     /// The steps that wait for each step.
-    pub(crate) dependents: Vec<SmallVec<[StepId; 4]>>,
+    pub(crate) dependents: Vec<Waiting>,
     /// Whether this rank does more with data than send it to one other, and copy it as `copy` does.
     is_busy: bool,
     /// Its first copy, which is none in place.
@@ -67,6 +70,17 @@ impl Plan {
         self.is_busy || self.copy.is_some_and(|(from, into)| !spaces.begin_alike(from, into))
     }
 
+    /// About how much memory it takes.
+    fn bytes(&self) -> usize {
+        let steps =
+            self.schedule.steps.capacity() * size_of::<Step>() + self.dependents.capacity() * size_of::<Waiting>();
+        let numbers = self.message.capacity() + self.blocked.capacity() + self.ready.capacity();
+        let lists = self.schedule.steps.iter().map(|step| &step.after).chain(&self.dependents);
+        let spilled: usize = lists.filter(|list| list.spilled()).map(Waiting::capacity).sum();
+        // The collective is here and in the cache.
+        size_of::<Plan>() + steps + (numbers + spilled) * size_of::<StepId>() + 2 * self.collective.bytes()
+    }
+
     /// Sets, for a collective that has come so far, how many others each step still waits for, and which wait for none.
     pub(crate) fn after(&self, taken: Taken, blocked: &mut Vec<u32>, ready: &mut VecDeque<StepId>) {
         blocked.clone_from(&self.blocked);
@@ -101,13 +115,34 @@ fn is_busy(schedule: &Schedule) -> bool {
 pub(crate) struct PlanCache {
     /// Which algorithms were measured to be the fastest. The same on every rank.
     pub(crate) tuning: Tuning,
-    plans: FxHashMap<Elements, FxHashMap<Collective, Arc<Plan>>>,
+    /// What has been asked for since it was empty the last time.
+    recent: Generation,
+    /// What had been asked for before, and is forgotten when `recent` is full again.
+    older: Generation,
     /// What was asked for last is mostly asked for again, and comparing takes a quarter of finding.
     last: Option<(Elements, Arc<Plan>)>,
 }
 
 /// The size of an element, and whether the elements are scaled before and after.
 type Elements = (usize, bool, bool);
+
+/// Plans, and how many bytes they have together.
+#[derive(Debug, Default)]
+struct Generation {
+    plans: FxHashMap<Elements, FxHashMap<Collective, Arc<Plan>>>,
+    bytes: usize,
+}
+
+impl Generation {
+    fn get(&self, elements: Elements, collective: &Collective) -> Option<&Arc<Plan>> {
+        self.plans.get(&elements)?.get(collective)
+    }
+
+    fn insert(&mut self, elements: Elements, plan: Arc<Plan>) {
+        self.bytes += plan.bytes();
+        self.plans.entry(elements).or_default().insert(plan.collective.clone(), plan);
+    }
+}
 
 impl PlanCache {
     /// The plan for `collective`, made now if it is new. `forced` names the algorithm where it has one for the shape.
@@ -131,29 +166,47 @@ impl PlanCache {
         setting: Setting<'_>,
         forced: Option<&str>,
     ) -> Arc<Plan> {
-        let plans = self.plans.entry(elements).or_default();
-        if let Some(plan) = plans.get(collective) {
+        if let Some(plan) = self.recent.get(elements, collective) {
             return Arc::clone(plan);
         }
-        if plans.len() >= CAPACITY {
-            plans.clear();
-        }
+        let plan = match self.older.get(elements, collective) {
+            Some(plan) => Arc::clone(plan),
+            None => Arc::new(self.make(collective, setting, forced)),
+        };
+        self.keep(elements, &plan);
+        plan
+    }
+
+    fn make(&self, collective: &Collective, setting: Setting<'_>, forced: Option<&str>) -> Plan {
         let tuned = self.tuning.algorithm(collective, &setting);
         let named = [forced, tuned].into_iter().flatten();
         let chosen = named.filter_map(|name| algo::plan_with(name, collective, setting)).next();
         let schedule = chosen.unwrap_or_else(|| algo::plan(collective, setting));
-        let plan = Arc::new(Plan::new(collective.clone(), schedule));
-        log::debug!("{collective:?} of elements of {} bytes runs by {}", setting.element, plan.schedule.name);
-        plans.insert(collective.clone(), Arc::clone(&plan));
-        plan
+        log::debug!("{collective:?} of elements of {} bytes runs by {}", setting.element, schedule.name);
+        Plan::new(collective.clone(), schedule)
+    }
+
+    /// Keeps a plan that was asked for, and forgets what has not been for long. One too large to be kept beside others is
+    /// only the last.
+    fn keep(&mut self, elements: Elements, plan: &Arc<Plan>) {
+        let bytes = plan.bytes();
+        if bytes > GENERATION_BYTES {
+            return;
+        }
+        if self.recent.bytes + bytes > GENERATION_BYTES {
+            self.older = std::mem::take(&mut self.recent);
+        }
+        self.recent.insert(elements, Arc::clone(plan));
     }
 }
 
-const CAPACITY: usize = 256;
+/// How much memory the plans have that are kept of one generation.
+const GENERATION_BYTES: usize = 4 << 20;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::counts::Counts;
     use crate::engine::memory::{Region, Words};
     use crate::topo::Topology;
 
@@ -176,5 +229,43 @@ mod tests {
             let plan = PlanCache::default().plan(&collective, setting, None);
             assert_eq!(plan.is_busy(spaces), is_busy, "{collective:?}, rank {me} of {size}");
         }
+    }
+
+    #[test]
+    fn plans_are_kept_up_to_so_many_bytes() {
+        let topo = Topology::single_host(64);
+        let setting = Setting { me: Rank(3), topo: &topo, element: 4, premultiply: false, average: false };
+        let mut cache = PlanCache::default();
+        let splits = |call: usize| {
+            let counts: Counts = (0..64).map(|rank| 1000 + (rank * call) % 7 + call).collect();
+            Collective::AllToAll { send: counts.clone(), recv: counts }
+        };
+        let often = Collective::AllReduce { count: 1 << 20 };
+        let kept = cache.plan(&often, setting, None);
+        let mut most = 0;
+        for call in 1..1000 {
+            cache.plan(&splits(call), setting, None);
+            let plans = [&cache.recent, &cache.older].into_iter().flat_map(|one| one.plans.values());
+            let bytes: usize = plans.flat_map(|plans| plans.values()).map(|plan| plan.bytes()).sum();
+            most = most.max(bytes);
+            assert!(bytes <= 2 * GENERATION_BYTES, "{bytes} bytes after {call} calls");
+            assert!(Arc::ptr_eq(&cache.plan(&often, setting, None), &kept), "what is asked for again and again stays");
+        }
+        assert!(most > GENERATION_BYTES, "{most} bytes are not the limit");
+    }
+
+    #[test]
+    fn a_plan_too_large_to_be_kept_puts_no_other_out() {
+        let topo = Topology::single_host(8);
+        let setting = Setting { me: Rank(3), topo: &topo, element: 1, premultiply: false, average: false };
+        let mut cache = PlanCache::default();
+        let small = cache.plan(&Collective::Barrier, setting, None);
+        let large = Plan {
+            ready: Vec::with_capacity(GENERATION_BYTES),
+            ..Plan::new(Collective::Barrier, small.schedule.clone())
+        };
+        cache.keep((2, false, false), &Arc::new(large));
+        assert!(Arc::ptr_eq(&cache.plan(&Collective::Barrier, setting, None), &small));
+        assert!(cache.recent.bytes <= GENERATION_BYTES);
     }
 }

@@ -429,6 +429,44 @@ fn data_from_a_root_is_not_answered() {
 }
 
 #[test]
+fn schedules_of_much_data_and_of_many_ranks_are_short() {
+    let gib = 1 << 30;
+    for (size, bytes) in [(8, 16 * gib), (64, 16 * gib), (64, 64), (1024, 1 << 20)] {
+        let (count, each) = (bytes / 4, bytes / 4 / size);
+        let topologies = [
+            Topology::single_host(size),
+            Topology::new(&(0..size).map(|rank| (rank / 4).to_string()).collect::<Vec<_>>()),
+        ];
+        // Of which two differ.
+        let uneven: Counts = (0..size).map(|rank| each + usize::from(rank == 1)).collect();
+        let root = Rank(3);
+        for topo in &topologies {
+            for collective in [
+                Collective::AllReduce { count },
+                Collective::Reduce { count, root },
+                Collective::Broadcast { count, root },
+                Collective::Gather { count: each, root },
+                Collective::Scatter { count: each, root },
+                Collective::AllGather { counts: uneven.clone() },
+                Collective::ReduceScatter { counts: uneven.clone() },
+                Collective::AllToAll { send: uneven.clone(), recv: uneven.clone() },
+            ] {
+                let setting = Setting { me: root, topo, element: 4, premultiply: true, average: true };
+                let schedule = algo::plan(&collective, setting);
+                let (steps, name) = (schedule.steps.len(), schedule.name);
+                let waits: usize = schedule.steps.iter().map(|step| step.after.len()).sum();
+                let context = format!("{bytes} bytes on {size} ranks by {name}: {steps} steps that wait for {waits}");
+                assert!(waits <= 4 * steps, "{context}");
+                assert!(steps <= 3 * size * PIECES, "{context}");
+            }
+        }
+    }
+}
+
+/// Into how many pieces what two ranks exchange is cut at most, or almost.
+const PIECES: usize = 260;
+
+#[test]
 fn every_element_is_scaled_once() {
     use ncclx_rs::schedule::Scaling;
     // By counting the factors instead of applying them: own input times one factor, result divided once.
