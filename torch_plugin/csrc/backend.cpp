@@ -117,6 +117,8 @@ void Communicator::watch(const std::shared_ptr<Group>& group) {
   };
   const auto done = [](void* context, int32_t status, const char*) {
     const std::unique_ptr<Listener> listener(static_cast<Listener*>(context));
+    // That there was no loss may be told under the engine's lock, where the group, with its hooks, must not be dropped.
+    if (status == NCCLX_OK) return;
     if (const auto group = listener->group.lock()) group->note_of(listener->generation, status);
   };
   engine_->on_loss(comm_, done, new Listener{group, group->generation()});
@@ -213,8 +215,9 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     work->follow();
   }
   if (coalescing) {
+    WorkPtr member = work;
     std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    coalesced_.push_back(work);
+    coalesced_.push_back(std::move(member));
   }
   return work;
 }
@@ -608,20 +611,22 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
 }
 
 void NcclxBackend::startCoalescing() {
+  std::vector<WorkPtr> before;  // dropped without the lock
   std::lock_guard<std::mutex> lock(coalescing_mutex_);
   coalescing_ = true;
-  coalesced_.clear();
+  before.swap(coalesced_);
 }
 
 WorkPtr NcclxBackend::endCoalescing() {
   auto work =
       c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::COALESCED, nullptr, std::nullopt, Tensors{});
+  std::vector<WorkPtr> members;
   {
     std::lock_guard<std::mutex> lock(coalescing_mutex_);
     coalescing_ = false;
-    for (auto& member : coalesced_) work->add(member);
-    coalesced_.clear();
+    members.swap(coalesced_);
   }
+  for (auto& member : members) work->add(std::move(member));
   work->follow();
   return work;
 }

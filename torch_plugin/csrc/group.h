@@ -21,14 +21,17 @@
 
 namespace ncclx {
 
+// Only what is behind pointers is copied and dropped under this lock: a function from Python takes Python's lock when it
+// is copied or dropped, and who has that may be waiting for this one.
 class Group {
  public:
   using FailureHook = std::function<void()>;
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
   void on_completion(Hook hook) {
+    auto behind = std::make_shared<const Hook>(std::move(hook));
     std::lock_guard<std::mutex> lock(mutex_);
-    hook_ = std::move(hook);
+    hook_.swap(behind);
   }
 
   void began() {
@@ -39,13 +42,12 @@ class Group {
   // Tells the hook, then those who wait for works. `info` is made only if there is a hook.
   template <typename Info>
   void ended(Info&& info) {
-    Hook hook;
-    {
+    const auto hook = [this] {
       std::lock_guard<std::mutex> lock(mutex_);
-      hook = hook_;
-    }
+      return hook_;
+    }();
     try {
-      if (hook) hook(info());
+      if (hook) (*hook)(info());
     } catch (const std::exception& error) {
       TORCH_WARN("ncclx_rs: the completion hook failed: ", text_of(error));
     }
@@ -65,7 +67,7 @@ class Group {
                             : status == NCCLX_REMOTE ? ErrorType::REMOTE_ERROR
                             : status == NCCLX_LOST   ? ErrorType::COMM_ERROR
                                                      : ErrorType::SUCCESS;
-    std::map<int64_t, FailureHook> hooks;
+    Hooks<FailureHook> hooks;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (paused_ || error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return;
@@ -73,9 +75,9 @@ class Group {
       hooks = failure_hooks_;
       ++telling_;
     }
-    for (auto& [id, hook] : hooks) {
+    for (const auto& [id, hook] : hooks) {
       try {
-        hook();
+        (*hook)();
       } catch (const std::exception& thrown) {
         TORCH_WARN("ncclx_rs: an abort hook failed: ", text_of(thrown));
       }
@@ -91,12 +93,13 @@ class Group {
   }
 
   void on_failure(int64_t id, FailureHook hook) {
+    auto behind = std::make_shared<const FailureHook>(std::move(hook));
     std::lock_guard<std::mutex> lock(mutex_);
-    failure_hooks_[id] = std::move(hook);
+    failure_hooks_[id].swap(behind);
   }
 
   void forget_failure_hook(int64_t id) {
-    FailureHook hook;  // dropped without the lock: it may hold Python objects
+    std::shared_ptr<const FailureHook> hook;
     std::lock_guard<std::mutex> lock(mutex_);
     hook.swap(failure_hooks_[id]);
     failure_hooks_.erase(id);
@@ -104,18 +107,12 @@ class Group {
 
 #if NCCLX_TORCH_GE(2, 15)
   void on_success(int64_t id, c10d::CompletionHook hook) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto hooks = std::make_shared<SuccessHooks>(*success_hooks_);
-    (*hooks)[id] = std::move(hook);
-    success_hooks_ = std::move(hooks);
+    auto behind = std::make_shared<const c10d::CompletionHook>(std::move(hook));
+    change_success_hooks([&](SuccessHooks& hooks) { hooks[id] = std::move(behind); });
   }
 
   void forget_success_hook(int64_t id) {
-    std::shared_ptr<const SuccessHooks> before;  // dropped without the lock: see above
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto hooks = std::make_shared<SuccessHooks>(*success_hooks_);
-    hooks->erase(id);
-    before = std::exchange(success_hooks_, std::move(hooks));
+    change_success_hooks([&](SuccessHooks& hooks) { hooks.erase(id); });
   }
 
   // Tells of an operation that ended well.
@@ -125,9 +122,9 @@ class Group {
       std::lock_guard<std::mutex> lock(mutex_);
       hooks = success_hooks_;
     }
-    for (auto& [id, hook] : *hooks) {
+    for (const auto& [id, hook] : *hooks) {
       try {
-        hook({key, std::chrono::duration<float, std::milli>(duration).count()});
+        (*hook)({key, std::chrono::duration<float, std::milli>(duration).count()});
       } catch (const std::exception& thrown) {
         TORCH_WARN("ncclx_rs: a completion hook failed: ", text_of(thrown));
       }
@@ -137,7 +134,7 @@ class Group {
 
   // This rank leaves: what ends from now on is no failure of the group.
   void leave() {
-    std::map<int64_t, FailureHook> hooks;
+    Hooks<FailureHook> hooks;
     std::lock_guard<std::mutex> lock(mutex_);
     hooks.swap(failure_hooks_);
   }
@@ -171,6 +168,23 @@ class Group {
   }
 
  private:
+  // By their ids.
+  template <typename F>
+  using Hooks = std::map<int64_t, std::shared_ptr<const F>>;
+
+#if NCCLX_TORCH_GE(2, 15)
+  using SuccessHooks = Hooks<c10d::CompletionHook>;
+
+  template <typename Change>
+  void change_success_hooks(Change&& change) {
+    std::shared_ptr<const SuccessHooks> before;  // lives longer than the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto hooks = std::make_shared<SuccessHooks>(*success_hooks_);
+    change(*hooks);
+    before = std::exchange(success_hooks_, std::move(hooks));
+  }
+#endif
+
   std::mutex mutex_;
   std::condition_variable all_ended_;
   size_t in_flight_ = 0;
@@ -178,10 +192,9 @@ class Group {
   bool paused_ = false;
   uint64_t generation_ = 0;
   c10d::ErrorType error_ = c10d::ErrorType::SUCCESS;
-  Hook hook_;
-  std::map<int64_t, FailureHook> failure_hooks_;
+  std::shared_ptr<const Hook> hook_;
+  Hooks<FailureHook> failure_hooks_;
 #if NCCLX_TORCH_GE(2, 15)
-  using SuccessHooks = std::map<int64_t, c10d::CompletionHook>;
   // Never changed but replaced, so that each operation need not copy it.
   std::shared_ptr<const SuccessHooks> success_hooks_ = std::make_shared<SuccessHooks>();
 #endif

@@ -58,10 +58,10 @@ void define(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       // Torch has it from 2.14 on.
       .def("_settle", &NcclxBackend::settle, py::call_guard<py::gil_scoped_release>())
-      .def("get_error", &NcclxBackend::getError)
-      .def("_host", &NcclxBackend::host, py::arg("rank"))
+      .def("get_error", &NcclxBackend::getError, py::call_guard<py::gil_scoped_release>())
+      .def("_host", &NcclxBackend::host, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
       .def("_name_ranks", &NcclxBackend::name_ranks, py::arg("members"), py::call_guard<py::gil_scoped_release>())
-      .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"))
+      .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"), py::call_guard<py::gil_scoped_release>())
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
       .def("_members_meet", &NcclxBackend::members_meet, py::arg("handle"), py::arg("meet"))
 #endif
@@ -97,7 +97,7 @@ void define(py::module_& m) {
            }),
            py::arg("comm"))
       .def("get_comm", &BackendWrapper::comm)
-      .def("get_error", &BackendWrapper::getError)
+      .def("get_error", &BackendWrapper::getError, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &BackendWrapper::getBackendOptions)
       .def("_set_default_timeout", &BackendWrapper::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())

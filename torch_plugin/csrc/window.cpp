@@ -11,8 +11,11 @@ uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
   NcclxError error;
   const int32_t status = engine_->window_register(comm()->get(), operands.outputs().data(), &window, &error);
   if (status != NCCLX_OK) raise(status, error.text);
-  std::lock_guard<std::mutex> lock(windows_mutex_);
-  if (owning) windows_.emplace(window, tensor);
+  if (owning) {
+    at::Tensor kept = tensor;  // copied without the lock, as its Python object takes Python's
+    std::lock_guard<std::mutex> lock(windows_mutex_);
+    windows_.emplace(window, std::move(kept));
+  }
   return window;
 }
 

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <list>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "errors.h"
@@ -101,12 +102,15 @@ class NcclxWork : public c10d::Work {
 
   // Made when it is first asked for: who calls an operation and waits for it mostly never does.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    std::lock_guard<std::mutex> lock(outcome_);
-    if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-      if (has_ended_) settle(*future_);
+    auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    {
+      std::lock_guard<std::mutex> lock(outcome_);
+      if (future_) return future_;
+      future_ = made;
+      if (!has_ended_) return made;
     }
-    return future_;
+    settle(*made);
+    return made;
   }
 
   int sourceRank() const override { return handles_.empty() ? -1 : engine_->source(handles_.front()); }
@@ -130,8 +134,11 @@ class NcclxWork : public c10d::Work {
   }
 
   float getDuration() const override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(completed_, "ncclx_rs: getDuration: the operation is still in flight");
+    const bool has_ended = [this] {
+      std::lock_guard<std::mutex> lock(mutex_);
+      return completed_;
+    }();
+    TORCH_CHECK(has_ended, "ncclx_rs: getDuration: the operation is still in flight");
     return std::chrono::duration<float, std::milli>(finished_ - started_).count();
   }
 
@@ -180,6 +187,8 @@ class NcclxWork : public c10d::Work {
       return future_;
     }();
     if (future) settle(*future);
+    // What the profiler wants to know holds Python objects, and `finish` would call and drop it under c10d's lock.
+    if (const auto profiled = std::exchange(recordFunctionEndCallback_, nullptr)) profiled();
     finish(first_error_);
 #if NCCLX_TORCH_GE(2, 15)
     if (!first_error_) group_->succeeded(key_, finished_ - started_);
@@ -212,7 +221,8 @@ class NcclxWork : public c10d::Work {
   std::vector<NcclxHandle*> handles_;
   std::vector<c10::intrusive_ptr<c10d::Work>> members_;
   std::atomic<size_t> pending_{0};
-  // Guards the three that follow; the error does not change any more once the work has ended.
+  // Guards the three that follow; the error does not change any more once the work has ended. No tensor is copied or
+  // dropped under it, whose Python object would take Python's lock.
   std::mutex outcome_;
   std::exception_ptr first_error_;
   bool has_ended_ = false;
