@@ -325,6 +325,35 @@ def test_an_idle_process_ends_after_its_hooks_and_the_dump(tmp_path: Path) -> No
     assert re.search(r"the hook finds \['.*idle.*'\](.|\n)*Aborting process", output), output
 
 
+# PyO3 makes a panic of this exception, here when the recorder asks for the stack of an operation that is under way.
+PANIC = """
+import sys
+import ncclx_rs, torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+comm = ncclx_rs.new_comm("ncclx", "cpu", store=dist.HashStore(), rank=0, size=1, hints={"stack_frames": "4"})
+(panic,) = [kind for kind in BaseException.__subclasses__() if kind.__name__ == "PanicException"]
+
+
+def fall_over(depth=0):
+    raise panic("the stack fell over")
+
+
+sys._getframe = fall_over
+try:
+    comm.get_backend_impl().c10d.broadcast([torch.ones(3)], c10d.BroadcastOptions())
+finally:
+    print("it goes on")
+"""
+
+
+def test_a_panic_with_an_operation_under_way_ends_the_process(tmp_path: Path) -> None:
+    ((code, output),) = run_ranks(PANIC, 1, tmp_path)
+    assert code == -signal.SIGABRT and "it goes on" not in output, output
+    assert "ncclx_rs: internal error: the stack fell over; the process ends" in output, output
+
+
 # ---- time limits ----
 
 

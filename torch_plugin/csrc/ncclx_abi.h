@@ -1,6 +1,7 @@
 // The whole boundary between the C++ shim and the Rust engine: plain data and a table of functions.
 //
-// Nothing throws or panics across it. Every function may be called from any thread, without Python's lock.
+// Nothing throws or panics across it: a panic where the engine may have memory of tensors ends the process. Every
+// function may be called from any thread, without Python's lock.
 #pragma once
 
 #include <cstddef>

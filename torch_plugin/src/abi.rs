@@ -5,10 +5,15 @@
 //! checked against each other by size when the module is loaded. Of every pointer the shim guarantees what the header
 //! says: arguments live for the call; a communicator and a handle are ours, given out once and given back once, through
 //! `destroy` and `release`; and the memory that buffers describe is kept by the shim's work until the completion
-//! callback, which is the contract of `Buffer::from_raw`; that of a window, until it is deregistered. No panic leaves this module: every entry catches.
+//! callback, which is the contract of `Buffer::from_raw`; that of a window, until it is deregistered.
+//!
+//! No panic leaves this module. Where the engine may have memory of tensors, one ends the process: an error would have the
+//! shim free what the engine still uses. Elsewhere it becomes an error.
 #![allow(unsafe_code, reason = "the C boundary")]
 
+use std::any::Any;
 use std::ffi::{CStr, c_char, c_void};
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
@@ -147,13 +152,21 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 // ---- helpers ----
 
-/// Runs an entry's body; a panic becomes a failure with its text.
+/// Runs the body of an entry; a panic ends the process.
 fn guarded(error: *mut RawError, body: impl FnOnce() -> Result<(), (Status, String)>) -> i32 {
-    let (status, text) = match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => return Status::Ok as i32,
-        Ok(Err(failure)) => failure,
-        Err(panic) => (Status::Failure, format!("internal error: {}", panic_text(panic.as_ref()))),
-    };
+    told(error, or_end(body))
+}
+
+/// Runs the body of an entry that has no tensors; a panic becomes a failure with its text.
+fn without_tensors(error: *mut RawError, body: impl FnOnce() -> Result<(), (Status, String)>) -> i32 {
+    let ended = catch_unwind(AssertUnwindSafe(body));
+    let internal =
+        |panic: Box<dyn Any + Send>| Err((Status::Failure, format!("internal error: {}", panic_text(panic.as_ref()))));
+    told(error, ended.unwrap_or_else(internal))
+}
+
+fn told(error: *mut RawError, result: Result<(), (Status, String)>) -> i32 {
+    let Err((status, text)) = result else { return Status::Ok as i32 };
     // SAFETY: the shim passes a writable NcclxError that lives for the call.
     let error = unsafe { &mut *error };
     let mut end = text.len().min(ERROR_BYTES - 1);
@@ -165,14 +178,22 @@ fn guarded(error: *mut RawError, body: impl FnOnce() -> Result<(), (Status, Stri
     status as i32
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().cloned();
-    text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_else(|| "a panic".to_owned())
+/// Runs the body of an entry that cannot fail, or whose errors are its own; a panic ends the process.
+fn or_end<T>(body: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+        // Not logged: the record would wait for Python's lock while the process ends.
+        let _ = writeln!(
+            std::io::stderr(),
+            "ncclx_rs: internal error: {}; the process ends, since the engine may still use memory of tensors",
+            panic_text(panic.as_ref())
+        );
+        std::process::abort()
+    })
 }
 
-/// Runs the body of an entry that cannot fail; a panic there gives `otherwise`.
-fn infallible<T>(otherwise: T, body: impl FnOnce() -> T) -> T {
-    catch_unwind(AssertUnwindSafe(body)).unwrap_or(otherwise)
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().cloned();
+    text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_else(|| "a panic".to_owned())
 }
 
 fn failure(error: &Error) -> (Status, String) {
@@ -270,7 +291,7 @@ fn text_of(error: &RawError) -> String {
 // ---- entries ----
 
 extern "C" fn create(init: *const RawInit, comm: *mut *mut Communicator, error: *mut RawError) -> i32 {
-    guarded(error, || {
+    without_tensors(error, || {
         // SAFETY: the shim passes a complete NcclxInit that lives for the call.
         let init = unsafe { &*init };
         // SAFETY: 2 * hints_len strings.
@@ -298,7 +319,7 @@ extern "C" fn create(init: *const RawInit, comm: *mut *mut Communicator, error: 
 extern "C" fn destroy(comm: *mut Communicator) {
     if !comm.is_null() {
         // SAFETY: given out by `create`, given back once.
-        infallible((), || drop(unsafe { Box::from_raw(comm) }));
+        or_end(|| drop(unsafe { Box::from_raw(comm) }));
     }
 }
 
@@ -364,7 +385,7 @@ impl Context {
 
 extern "C" fn on_complete(work: *const Work, done: Done, context: *mut c_void) {
     let context = Context(context);
-    infallible((), || {
+    or_end(|| {
         // SAFETY: given out by `submit` and not yet given back.
         let work = unsafe { &*work };
         work.on_complete(move |result| {
@@ -381,21 +402,21 @@ extern "C" fn on_complete(work: *const Work, done: Done, context: *mut c_void) {
 
 extern "C" fn source(work: *const Work) -> i32 {
     // SAFETY: given out by `submit` and not yet given back.
-    infallible(-1, || unsafe { &*work }.source().map_or(-1, |rank| rank.0 as i32))
+    or_end(|| unsafe { &*work }.source().map_or(-1, |rank| rank.0 as i32))
 }
 
 extern "C" fn sequence(work: *const Work) -> u64 {
     // SAFETY: given out by `submit` and not yet given back.
-    infallible(0, || unsafe { &*work }.sequence())
+    or_end(|| unsafe { &*work }.sequence())
 }
 
 extern "C" fn release(work: *mut Work) {
     // SAFETY: given out by `submit`, given back once.
-    infallible((), || drop(unsafe { Box::from_raw(work) }));
+    or_end(|| drop(unsafe { Box::from_raw(work) }));
 }
 
 extern "C" fn abort(comm: *const Communicator, reason: *const c_char) {
-    infallible((), || {
+    or_end(|| {
         // SAFETY: a string that lives for the call.
         let reason = unsafe { string(reason) };
         // SAFETY: given out by `create` and not yet given back.
@@ -404,7 +425,7 @@ extern "C" fn abort(comm: *const Communicator, reason: *const c_char) {
 }
 
 extern "C" fn shutdown(comm: *const Communicator) {
-    infallible((), || {
+    or_end(|| {
         // SAFETY: given out by `create` and not yet given back.
         let comm = unsafe { &*comm };
         // It fails only by leaving operations with errors, which their works tell.
@@ -413,7 +434,7 @@ extern "C" fn shutdown(comm: *const Communicator) {
 }
 
 extern "C" fn set_timeout(comm: *const Communicator, timeout_ms: i64) {
-    infallible((), || {
+    or_end(|| {
         if let Some(timeout) = duration(timeout_ms) {
             // SAFETY: given out by `create` and not yet given back.
             unsafe { &*comm }.set_timeout(timeout);
@@ -423,7 +444,7 @@ extern "C" fn set_timeout(comm: *const Communicator, timeout_ms: i64) {
 
 extern "C" fn collectives(comm: *const Communicator) -> u64 {
     // SAFETY: given out by `create` and not yet given back.
-    infallible(0, || unsafe { &*comm }.sequence())
+    or_end(|| unsafe { &*comm }.sequence())
 }
 
 /// Who wants to know of a loss; told, at the latest when dropped, that there was none.
@@ -451,7 +472,7 @@ impl Drop for Listener {
 
 extern "C" fn on_loss(comm: *const Communicator, done: Done, context: *mut c_void) {
     let mut listener = Listener { done, context: Context(context), is_told: false };
-    infallible((), || {
+    or_end(|| {
         // SAFETY: given out by `create` and not yet given back.
         let comm = unsafe { &*comm };
         comm.on_loss(move |error| listener.tell(Status::of(&error), &error.to_string()));
@@ -459,7 +480,7 @@ extern "C" fn on_loss(comm: *const Communicator, done: Done, context: *mut c_voi
 }
 
 extern "C" fn host(comm: *const Communicator, rank: i32) -> i32 {
-    infallible(-1, || {
+    or_end(|| {
         // SAFETY: given out by `create` and not yet given back.
         let comm = unsafe { &*comm };
         let rank = u32::try_from(rank).ok().map(Rank);
@@ -468,7 +489,7 @@ extern "C" fn host(comm: *const Communicator, rank: i32) -> i32 {
 }
 
 extern "C" fn set_members(comm: *const Communicator, ranks: *const i64, len: u64) {
-    infallible((), || {
+    or_end(|| {
         // SAFETY: a list of `len` that lives for the call.
         let ranks = unsafe { slice(ranks, len) };
         let known: Option<Vec<Rank>> = ranks.iter().map(|rank| u32::try_from(*rank).ok().map(Rank)).collect();
@@ -511,7 +532,7 @@ extern "C" fn memory_new(
     ptr: *mut *mut c_void,
     error: *mut RawError,
 ) -> i32 {
-    guarded(error, || {
+    without_tensors(error, || {
         let made = usize::try_from(bytes).map_err(std::io::Error::other).and_then(HostMemory::<u8>::new);
         let mut made = made.map_err(|cause| (Status::Failure, format!("{bytes} bytes of shared memory: {cause}")))?;
         // SAFETY: the caller's place for the address.
@@ -524,5 +545,5 @@ extern "C" fn memory_new(
 
 extern "C" fn memory_free(memory: *mut HostMemory<u8>) {
     // SAFETY: made by `memory_new` and given back once.
-    infallible((), || drop(unsafe { Box::from_raw(memory) }));
+    or_end(|| drop(unsafe { Box::from_raw(memory) }));
 }
