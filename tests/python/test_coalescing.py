@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World
+from harness import WATCHDOG_SECONDS, World
 from reference import assert_same, data, reduced
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -79,6 +82,28 @@ def coalesced_lists_reduce(rank: int, size: int) -> None:
     _assert_reduced(tensors, size, "all_reduce_coalesced")
 
 
+def an_exception_leaves_nothing_behind(rank: int, size: int) -> None:
+    def broken_off() -> None:
+        with _coalescing_manager(device=CPU):
+            dist.broadcast(torch.ones(3), src=0)
+            raise KeyError("the program's own")
+
+    def lent() -> weakref.ref[torch.Tensor]:
+        tensor = data(rank, 1000)
+        dist.broadcast(tensor, src=size - 1)
+        assert_same(tensor, data(size - 1, 1000), "broadcast after the exception")
+        return weakref.ref(tensor)
+
+    with pytest.raises(KeyError):
+        broken_off()
+    kept = [lent() for _ in range(20)]
+    deadline = time.monotonic() + WATCHDOG_SECONDS  # the thread that ends an operation lets go of it a little later
+    while any(tensor() is not None for tensor in kept):
+        assert time.monotonic() < deadline, "tensors are kept"
+        time.sleep(0.005)
+    different_operations_coalesce(rank, size)
+
+
 @pytest.mark.parametrize("async_ops", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("device", [None, CPU], ids=["without_device", "with_device"])
 @pytest.mark.parametrize("check", [all_reduces_coalesce, gathers_and_scatters_coalesce], ids=lambda c: c.__name__)
@@ -87,7 +112,9 @@ def test_one_kind_coalesces(world: World, check, device, async_ops) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [different_operations_coalesce, nothing_coalesces, coalesced_lists_reduce], ids=lambda c: c.__name__
+    "check",
+    [different_operations_coalesce, nothing_coalesces, coalesced_lists_reduce, an_exception_leaves_nothing_behind],
+    ids=lambda c: c.__name__,
 )
 def test_coalescing(world: World, check) -> None:
     world.run(check)

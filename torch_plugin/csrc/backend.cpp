@@ -163,12 +163,12 @@ std::shared_ptr<Communicator> NcclxBackend::exchange_comm(std::shared_ptr<Commun
 }
 
 WorkPtr NcclxBackend::launch(Call&& call) {
-  const bool coalescing = [&] {
-    std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    return coalescing_;
+  const auto batch = [&] {
+    std::lock_guard<std::mutex> lock(batch_mutex_);
+    return batch_;
   }();
-  if (coalescing && is_collective(call.kind)) wait_for_operands(call.profiled, call.results);
-  const bool blocking = !call.async && !coalescing;
+  if (batch && is_collective(call.kind)) wait_for_operands(*batch, call.profiled, call.results);
+  const bool blocking = !call.async && !batch;
   const auto comm = this->comm();
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, call.title,
                                              std::optional<Tensors>(std::move(call.profiled)), std::move(call.results));
@@ -209,35 +209,22 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     }
     work->add(handle);
   }
+  if (batch) work->join(batch);
   if (blocking) {
     work->drive();
   } else {
     work->follow();
   }
-  if (coalescing) {
-    WorkPtr member = work;
-    std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    coalesced_.push_back(std::move(member));
-  }
   return work;
 }
 
-void NcclxBackend::wait_for_operands(const Tensors& read, const Tensors& written) {
-  std::vector<c10::intrusive_ptr<NcclxWork>> before;
-  {
-    std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    before = coalesced_;
-  }
-  for (const auto& work : before) {
-    const bool is_met = [&] {
-      for (const Tensors* tensors : {&read, &written}) {
-        for (const at::Tensor& tensor : *tensors) {
-          if (work->writes(extent_of(tensor))) return true;
-        }
-      }
-      return false;
-    }();
-    if (is_met) work->wait();
+void NcclxBackend::wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written) {
+  for (const auto& work : batch.in_flight()) {
+    const auto& writer = static_cast<const NcclxWork&>(*work);  // nothing else joins a batch
+    const auto meets = [&](const at::Tensor& tensor) { return writer.writes(extent_of(tensor)); };
+    if (std::any_of(read.begin(), read.end(), meets) || std::any_of(written.begin(), written.end(), meets)) {
+      work->wait();
+    }
   }
 }
 
@@ -610,23 +597,18 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
   for (auto& release : releases) release->wait();
 }
 
-void NcclxBackend::startCoalescing() {
-  std::vector<WorkPtr> before;  // dropped without the lock
-  std::lock_guard<std::mutex> lock(coalescing_mutex_);
-  coalescing_ = true;
-  before.swap(coalesced_);
+std::shared_ptr<Batch> NcclxBackend::exchange_batch(std::shared_ptr<Batch> batch) {
+  std::lock_guard<std::mutex> lock(batch_mutex_);
+  batch_.swap(batch);
+  return batch;
 }
+
+void NcclxBackend::startCoalescing() { exchange_batch(std::make_shared<Batch>()); }
 
 WorkPtr NcclxBackend::endCoalescing() {
   auto work =
       c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::COALESCED, nullptr, std::nullopt, Tensors{});
-  std::vector<WorkPtr> members;
-  {
-    std::lock_guard<std::mutex> lock(coalescing_mutex_);
-    coalescing_ = false;
-    members.swap(coalesced_);
-  }
-  for (auto& member : members) work->add(std::move(member));
+  if (const auto batch = exchange_batch(nullptr)) work->add(*batch);
   work->follow();
   return work;
 }

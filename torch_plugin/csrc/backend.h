@@ -152,7 +152,7 @@ class NcclxBackend : public c10d::Backend {
   struct Call;
   WorkPtr launch(Call&& call);
   // Waits for those coalesced operations that write what the next one reads or writes: it may have to copy that.
-  void wait_for_operands(const Tensors& read, const Tensors& written);
+  static void wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written);
   // The time limit of operations, or -1 if the engine's configuration says it.
   Milliseconds limit() const;
   std::shared_ptr<Communicator> comm_or_none() const;
@@ -171,9 +171,10 @@ class NcclxBackend : public c10d::Backend {
 #endif
   c10::intrusive_ptr<NcclxOptions> options_;
   std::shared_ptr<Group> group_ = std::make_shared<Group>();
-  std::mutex coalescing_mutex_;
-  bool coalescing_ = false;
-  std::vector<c10::intrusive_ptr<NcclxWork>> coalesced_;
+  // Nothing outside of startCoalescing and endCoalescing.
+  std::shared_ptr<Batch> exchange_batch(std::shared_ptr<Batch> batch);
+  std::mutex batch_mutex_;
+  std::shared_ptr<Batch> batch_;
   std::mutex windows_mutex_;
   std::map<uint64_t, at::Tensor> windows_;  // what they lend
 };

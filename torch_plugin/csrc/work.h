@@ -7,6 +7,8 @@
 #include <atomic>
 #include <chrono>
 #include <list>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -18,6 +20,44 @@
 namespace ncclx {
 
 using Milliseconds = std::chrono::milliseconds;
+
+// The works between startCoalescing and endCoalescing, of which an exception skips the second. So it has works only while
+// they are in flight, and of those that have ended the first error.
+class Batch {
+ public:
+  using InFlight = std::map<const void*, c10::intrusive_ptr<c10d::Work>>;
+
+  void began(c10::intrusive_ptr<c10d::Work> work) {
+    const void* key = work.get();
+    std::lock_guard<std::mutex> lock(mutex_);
+    in_flight_.emplace(key, std::move(work));
+  }
+
+  void ended(const c10d::Work* work, const std::exception_ptr& error) {
+    InFlight::node_type dropped;  // without the lock: it has tensors
+    std::lock_guard<std::mutex> lock(mutex_);
+    dropped = in_flight_.extract(work);
+    if (!first_error_) first_error_ = error;
+  }
+
+  std::vector<c10::intrusive_ptr<c10d::Work>> in_flight() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    for (const auto& [_, work] : in_flight_) works.push_back(work);
+    return works;
+  }
+
+  // Gives away what it has.
+  std::pair<InFlight, std::exception_ptr> take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return {std::exchange(in_flight_, {}), first_error_};
+  }
+
+ private:
+  std::mutex mutex_;
+  InFlight in_flight_;
+  std::exception_ptr first_error_;
+};
 
 class NcclxWork : public c10d::Work {
  public:
@@ -41,8 +81,18 @@ class NcclxWork : public c10d::Work {
   // Takes over an operation that was submitted.
   void add(NcclxHandle* handle) { handles_.push_back(handle); }
 
-  // Works that this one stands for.
-  void add(c10::intrusive_ptr<c10d::Work> member) { members_.push_back(std::move(member)); }
+  // Tells a batch when it begins and ends. To be called before it is followed.
+  void join(std::shared_ptr<Batch> batch) {
+    batch_ = std::move(batch);
+    batch_->began(c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this));
+  }
+
+  // Stands for a batch, which has no more works to come.
+  void add(Batch& batch) {
+    auto [in_flight, error] = batch.take();
+    for (auto& [_, work] : in_flight) members_.push_back(std::move(work));
+    if (error) note(error);
+  }
 
   // Ends with `error` once what was added so far is done.
   void fail(std::exception_ptr error) { note(error); }
@@ -190,6 +240,7 @@ class NcclxWork : public c10d::Work {
     // What the profiler wants to know holds Python objects, and `finish` would call and drop it under c10d's lock.
     if (const auto profiled = std::exchange(recordFunctionEndCallback_, nullptr)) profiled();
     finish(first_error_);
+    if (batch_) batch_->ended(this, first_error_);
 #if NCCLX_TORCH_GE(2, 15)
     if (!first_error_) group_->succeeded(key_, finished_ - started_);
 #endif
@@ -219,7 +270,8 @@ class NcclxWork : public c10d::Work {
   std::list<Operands> operands_;
   std::vector<at::Tensor> results_;
   std::vector<NcclxHandle*> handles_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> members_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> members_;  // works that this one stands for
+  std::shared_ptr<Batch> batch_;
   std::atomic<size_t> pending_{0};
   // Guards the three that follow; the error does not change any more once the work has ended. No tensor is copied or
   // dropped under it, whose Python object would take Python's lock.
