@@ -136,10 +136,7 @@ NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c
   this->init();
 }
 
-Milliseconds NcclxBackend::limit() const {
-  const bool is_given = options_->timeout != kBackendDefaultTimeout && !options_->hints.count("timeout_seconds");
-  return is_given ? options_->timeout : Milliseconds(-1);
-}
+Milliseconds NcclxBackend::limit() const { return options_->limit().value_or(Milliseconds(-1)); }
 
 void NcclxBackend::name_ranks(const std::vector<int64_t>& members) const {
   if (const auto comm = comm_or_none()) engine_->set_members(comm->get(), members.data(), members.size());
@@ -629,7 +626,7 @@ void NcclxBackend::shutdown() {
 }
 
 void NcclxBackend::setTimeout(Milliseconds timeout) {
-  options_->timeout = timeout;
+  options_->limit(timeout);
   if (const auto comm = comm_or_none()) engine_->set_timeout(comm->get(), timeout.count());
 }
 
@@ -690,10 +687,13 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const c10::intrusive_ptr<Options>& opts, const int& rank,
                                                       const int& size) {
-  auto options = c10::intrusive_ptr<NcclxOptions>::reclaim_copy(dynamic_cast<NcclxOptions*>(opts.get()));
-  if (!options) {
-    options = c10::make_intrusive<NcclxOptions>(opts ? opts->timeout : options_->timeout, options_->hints);
-    if (opts) options->global_ranks_in_group = opts->global_ranks_in_group;
+  const auto* given = dynamic_cast<NcclxOptions*>(opts.get());
+  // A copy in any case: the caller may use its own for other groups.
+  auto options = c10::make_intrusive<NcclxOptions>(given ? *given : *options_);
+  if (!given) {
+    if (opts) options->limit(opts->timeout);
+    options->group_name = opts ? opts->group_name : "";
+    options->global_ranks_in_group = opts ? opts->global_ranks_in_group : std::vector<uint64_t>{};
   }
   return c10::make_intrusive<NcclxBackend>(engine_, store, rank, size, options->group_name, options);
 }

@@ -21,14 +21,29 @@ using Hints = std::map<std::string, std::string>;
 constexpr const char* kBackendName = "ncclx_rs";
 
 struct NcclxOptions : c10d::Backend::Options {
-  explicit NcclxOptions(Milliseconds timeout = kBackendDefaultTimeout, Hints hints = {})
-      : Options(kBackendName, timeout), hints(std::move(hints)) {}
+  explicit NcclxOptions(std::optional<Milliseconds> timeout = std::nullopt, Hints hints = {})
+      : Options(kBackendName, timeout.value_or(kBackendDefaultTimeout)),
+        hints(std::move(hints)),
+        is_limited_(timeout.has_value()) {}
 
 #if NCCLX_TORCH_GE(2, 14)
   c10::intrusive_ptr<Options> clone() const override { return c10::make_intrusive<NcclxOptions>(*this); }
 #endif
 
+  void limit(Milliseconds time) {
+    timeout = time;
+    is_limited_ = true;
+  }
+
+  // The time limit that a program has set, here or through torch's class; else the configuration says it.
+  std::optional<Milliseconds> limit() const {
+    return is_limited_ || timeout != kBackendDefaultTimeout ? std::optional(timeout) : std::nullopt;
+  }
+
   Hints hints;
+
+ private:
+  bool is_limited_;
 };
 
 // The engine's communicator, which lives as long as its backend or a call that uses it.

@@ -18,11 +18,13 @@ const NcclxEngine* g_engine = nullptr;
 
 c10::intrusive_ptr<NcclxBackend> create_backend(const c10d::DistributedBackendOptions& opts,
                                                 const c10::intrusive_ptr<NcclxOptions>& given) {
+  // The caller's own stay as they are: other groups may be made with them.
+  auto options = given ? c10::make_intrusive<NcclxOptions>(*given) : c10::make_intrusive<NcclxOptions>();
   const auto timeout = std::chrono::duration_cast<Milliseconds>(opts.timeout);
-  auto options = given ? given : c10::make_intrusive<NcclxOptions>(timeout);
-  if (!given) options->timeout = timeout;
+  // PyTorch's default says nothing about what the program wants.
+  if (timeout != kBackendDefaultTimeout) options->limit(timeout);
   options->group_name = opts.group_id;
-  for (int64_t rank : opts.global_ranks_in_group) options->global_ranks_in_group.push_back(rank);
+  options->global_ranks_in_group.assign(opts.global_ranks_in_group.begin(), opts.global_ranks_in_group.end());
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   const bool joins = !opts.enable_reconfigure;
 #else
@@ -46,8 +48,7 @@ WorkPtr access_without_tensor(NcclxBackend& self, uint64_t window, int peer, boo
 void define(py::module_& m) {
   using Options = c10d::Backend::Options;
   py::class_<NcclxOptions, c10::intrusive_ptr<NcclxOptions>, Options>(m, "Options")
-      .def(py::init<Milliseconds, Hints>(), py::arg("timeout") = Milliseconds(kBackendDefaultTimeout),
-           py::arg("hints") = Hints{})
+      .def(py::init<std::optional<Milliseconds>, Hints>(), py::arg("timeout") = py::none(), py::arg("hints") = Hints{})
       .def_readwrite("hints", &NcclxOptions::hints)
       .def("__deepcopy__", [](const NcclxOptions& self, const py::object&) {
         return c10::make_intrusive<NcclxOptions>(self);

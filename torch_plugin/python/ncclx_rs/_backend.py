@@ -10,6 +10,7 @@ import pathlib
 import re
 import sys
 import weakref
+from datetime import timedelta
 from typing import Any
 
 from ncclx_rs._once import once
@@ -61,7 +62,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
     Args:
         options: torch's ``DistributedBackendOptions``: store, rank, size, timeout.
-        pg_options: ``ncclx_rs.Options``, for a time limit and hints of this group alone.
+        pg_options: ``ncclx_rs.Options``, for a time limit and hints of this group alone; not changed.
 
     Raises:
         ImportError: see `native`.
@@ -74,6 +75,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
             "ncclx_rs: init_process_group: argument `pg_options`: expected ncclx_rs.Options, "
             f"got {type(pg_options).__name__}"
         )
+    if pg_options is not None:
+        _warn_of_two_limits(options.timeout, pg_options._timeout)
     backend = module.create_backend(options, pg_options)
     if getattr(options, "enable_reconfigure", False):
         # Not before it is needed: it needs all of torch.distributed.
@@ -84,6 +87,15 @@ def create(options: Any, pg_options: Any = None) -> Any:
     _prepare_process()
     _alive.add(backend)
     return backend
+
+
+def _warn_of_two_limits(argument: timedelta, option: timedelta) -> None:
+    from torch.distributed.constants import default_pg_timeout
+
+    from ncclx_rs._logging import warn
+
+    if default_pg_timeout not in (argument, option) and argument != option:
+        warn(f"the argument `timeout`, {argument}, wins over the timeout in `pg_options`, {option}")
 
 
 @once

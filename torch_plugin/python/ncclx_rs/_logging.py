@@ -37,12 +37,17 @@ def show(level: int) -> None:
 
 
 def warn_of_hints(names: list[str]) -> None:
-    """Warns of hints that are not known, at the line by which the program has come here."""
+    """Warns of hints that are not known."""
+    for name in names:
+        warn(f"the hint `{name}` is not known and has no effect")
+
+
+def warn(text: str) -> None:
+    """Warns at the line by which the program has come here."""
     frame, depth = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
         frame, depth = frame.f_back, depth + 1
-    for name in names:
-        warnings.warn(f"ncclx_rs: the hint `{name}` is not known and has no effect", UserWarning, depth)
+    warnings.warn(f"ncclx_rs: {text}", UserWarning, depth)
 
 
 def flush(seconds: float) -> None:

@@ -65,12 +65,16 @@ class Options(_C10dBackend.Options):
     """A group's own settings, as ``pg_options`` of ``init_process_group`` and ``new_group``.
 
     Args:
-        timeout: the time limit of operations that have none of their own.
+        timeout: the time limit of operations that have none of their own. If not given, what the hint
+            ``timeout_seconds`` or ``NCCLX_RS_TIMEOUT_SECONDS`` says. The ``timeout`` of ``init_process_group`` or
+            ``new_group`` wins, unless it is PyTorch's default, 30 minutes, which a backend cannot tell from none.
         hints: settings by name; see the manual's table.
+
+    A group takes a copy: the same options can make several groups.
     """
 
     hints: dict[str, str]
-    def __init__(self, timeout: timedelta = ..., hints: dict[str, str] = ...) -> None: ...
+    def __init__(self, timeout: timedelta | None = None, hints: dict[str, str] = ...) -> None: ...
     def __deepcopy__(self, memo: Any) -> Options: ...
 
 class Backend(_C10dBackend):
