@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -84,13 +83,8 @@ def test_importing_torch_registers_the_backend() -> None:
     assert "ncclx_rs" in after_importing_torch()["backends"]
 
 
-def test_backend_serves_the_devices_that_are_there() -> None:
-    from ncclx_rs import _autoload
-
-    assert after_importing_torch()["devices"] == _autoload._devices()
-    for nodes, devices in (("/dev/nul*", ["cpu", "cuda"]), ("/dev/nothing", ["cpu"])):
-        with mock.patch.object(_autoload, "_GPU_NODES", (nodes,)):
-            assert _autoload._devices() == devices
+def test_backend_serves_the_cpu() -> None:
+    assert after_importing_torch()["devices"] == ["cpu"]
 
 
 def test_registration_leaves_the_defaults_alone() -> None:
@@ -194,6 +188,62 @@ def test_a_variable_makes_it_the_default() -> None:
     assert printed(DEFAULT, NCCLX_RS_DEFAULT="cpu, cuda") == "ncclx_rs"
     assert printed(DEFAULT) == "gloo"
     assert printed("import ncclx_rs, torch; ncclx_rs.set_default('cpu')" + DEFAULT) == "ncclx_rs"
+
+
+# A GPU as `import torch` looks for it, on any machine.
+WITH_GPU = """
+import glob
+found = glob.glob
+glob.glob = lambda pattern, **options: [pattern] if pattern.startswith("/dev/nvidia") else found(pattern, **options)
+"""
+MEET = "store=dist.HashStore(), rank=0, world_size=1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '"cuda:ncclx_rs"',
+        '"cpu:ncclx_rs,cuda:ncclx_rs"',
+        'backend="CPU:gloo,CUDA:ncclx_rs"',
+        '"ncclx_rs", device_id=cuda',
+    ],
+)
+@pytest.mark.parametrize("function", ["init_process_group", "new_group"])
+def test_groups_for_cuda_are_refused_when_they_are_made(function: str, arguments: str) -> None:
+    first = f"dist.init_process_group('ncclx_rs', {MEET})" if function == "new_group" else ""
+    given = f"[0], backend={arguments.removeprefix('backend=')}" if first else f"{arguments}, {MEET}"
+    code = f"""{WITH_GPU}
+import torch, torch.distributed as dist
+cuda = torch.device("cuda:0")
+{first}
+try:
+    dist.{function}({given})
+except ValueError as error:
+    print(error)
+print(dist.is_initialized())
+dist.init_process_group("ncclx_rs", {MEET}) if not dist.is_initialized() else None
+dist.all_reduce(torch.ones(3))
+dist.destroy_process_group()
+"""
+    assert printed(code).splitlines() == [
+        f"ncclx_rs: {function}: CUDA tensors are not served yet; "
+        'give each device its backend, as in backend="cpu:ncclx_rs,cuda:nccl"',
+        str(bool(first)),
+    ]
+
+
+def test_groups_that_serve_the_cpu_are_made_where_there_is_a_gpu() -> None:
+    assert printed(f"{WITH_GPU}\nimport torch\n{USE}") == "works"
+
+
+def test_cuda_stays_with_its_default_where_there_is_a_gpu() -> None:
+    code = f"""{WITH_GPU}
+import torch.distributed as dist
+print(dist.Backend.default_device_backend_map["cpu"], dist.Backend.default_device_backend_map["cuda"])
+"""
+    done = python(code, NCCLX_RS_DEFAULT="cpu,cuda")
+    assert (done.returncode, done.stdout) == (0, "ncclx_rs nccl\n"), done.stderr
+    assert "ncclx_rs: set_default: CUDA tensors are not served yet and stay with `nccl`" in done.stderr
 
 
 GROUPS = """

@@ -110,12 +110,15 @@ def tensors_without_memory_are_refused(rank: int, size: int) -> None:
     assert_group_still_works(rank, size)
 
 
-def gpu_tensors_without_gpu_are_refused(rank: int, size: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU: torch cannot make a CUDA tensor here")
-    tensor = torch.ones(4, device="cuda")
-    dist.all_reduce(tensor)
-    assert_same(tensor.cpu(), torch.full((4,), float(size)), "all_reduce of a CUDA tensor")
+def tensors_elsewhere_are_refused(rank: int, size: int) -> None:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for device in ("meta", *(["cuda"] if torch.cuda.is_available() else [])):
+        tensor = torch.empty(4, device=device)
+        assert_refused('"cpu:ncclx_rs,cuda:nccl"', lambda tensor=tensor: backend.allreduce([tensor]))
+    if torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="cuda"):  # PyTorch's: the group serves the CPU
+            dist.all_reduce(torch.empty(4, device="cuda"))
+    assert_group_still_works(rank, size)
 
 
 def overlapping_outputs_are_refused(rank: int, size: int) -> None:
@@ -129,7 +132,7 @@ CHECKS = [
     mixed_dtypes_are_refused,
     ranks_outside_the_group_are_refused,
     tensors_without_memory_are_refused,
-    gpu_tensors_without_gpu_are_refused,
+    tensors_elsewhere_are_refused,
     overlapping_outputs_are_refused,
 ]
 

@@ -603,6 +603,14 @@ def test_only_some_backends_have_an_allocator() -> None:
         ncclx_rs.get_mem_allocator("gloo")
 
 
+@pytest.mark.parametrize("name", ["ncclx", "ncclx_rs"])
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda:1"), "meta"])
+def test_other_devices_than_the_cpu_are_refused_before_anybody_is_waited_for(name: str, device: Any) -> None:
+    said = rf"argument `device`: expected the CPU, which alone is served yet, got {device}; .* new_comm\("
+    with pytest.raises(ValueError, match=said):
+        ncclx_rs.new_comm(name, device)
+
+
 def test_reduce_ops_compare_and_copy() -> None:
     assert ReduceOp.SUM == copy.deepcopy(ReduceOp.SUM) and ReduceOp.SUM != ReduceOp.AVG
     assert ReduceOp.PREMUL_SUM(2.0) == ReduceOp.PREMUL_SUM(2.0) != ReduceOp.PREMUL_SUM(3.0)

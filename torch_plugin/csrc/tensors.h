@@ -172,9 +172,9 @@ class Operands {
     if (!tensor.defined()) refuse(operation_, argument, "a tensor", "None");
     if (tensor.layout() != at::kStrided) refuse(operation_, argument, "a dense tensor", c10::str(tensor.layout()));
     if (!tensor.device().is_cpu()) {
-      refuse(operation_, argument, "a tensor on the CPU, since ncclx_rs has no GPU backend on this machine",
+      refuse(operation_, argument, "a tensor on the CPU, the one device that ncclx_rs serves",
              "one on " + tensor.device().str() +
-                 " (move it to the CPU, or give its device another backend, as in \"cpu:ncclx_rs,cuda:nccl\")");
+                 " (move it to the CPU, or make the group with \"cpu:ncclx_rs,cuda:nccl\")");
     }
   }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ _GPU_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/k
 
 
 def register() -> None:
-    """Registers the backend ``ncclx_rs`` for CPU tensors and, where there is a GPU, for CUDA tensors. Idempotent.
+    """Registers the backend ``ncclx_rs``, for CPU tensors. Idempotent.
 
     Runs inside ``import torch``, so it loads no native code and never raises: a failure becomes a warning, and the
     error proper comes when the backend is asked for.
@@ -31,6 +32,8 @@ def register() -> None:
         if as_torchcomms.is_installed():
             # What torchcomms calls this engine; its mode of PyTorch takes only names that c10d knows.
             _register_as("ncclx")
+        if _has_gpu():
+            _check_groups()
         chosen = os.environ.get("NCCLX_RS_DEFAULT", "")
         set_default(*(device.strip() for device in chosen.split(",") if device.strip()))
     except Exception as error:
@@ -41,15 +44,11 @@ def _register_as(name: str) -> None:
     import torch.distributed as dist
 
     if name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(name, _create, extended_api=True, devices=_devices())
+        dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu"])
 
 
-def _devices() -> list[str]:
-    """The devices whose tensors a group serves that names none."""
-    # PyTorch 2.15's flight recorder asks CUDA about each barrier of a group that serves it. Where there is no GPU that
-    # throws an exception, which takes two fifths of the barrier's time.
-    has_gpu = any(glob.glob(pattern) for pattern in _GPU_NODES)
-    return [device for device in _DEVICES if device == "cpu" or has_gpu]
+def _has_gpu() -> bool:
+    return any(glob.glob(pattern) for pattern in _GPU_NODES)
 
 
 def set_default(*devices: str) -> None:
@@ -58,7 +57,8 @@ def set_default(*devices: str) -> None:
     The environment variable ``NCCLX_RS_DEFAULT``, as in ``cpu,cuda``, does so for programs that are not to be changed.
 
     Args:
-        devices: ``cpu`` or ``cuda``.
+        devices: ``cpu`` or ``cuda``. The latter is for programs that ask for CUDA where there is no GPU. Where there is
+            one, CUDA tensors stay with the backend that they had, with a warning.
 
     Raises:
         ValueError: another device.
@@ -69,6 +69,14 @@ def set_default(*devices: str) -> None:
         if device not in _DEVICES:
             raise ValueError(f"ncclx_rs: set_default: expected one of {', '.join(_DEVICES)}, got {device!r}")
     for device in devices:
+        if device == "cuda" and _has_gpu():
+            warnings.warn(
+                "ncclx_rs: set_default: CUDA tensors are not served yet and stay with "
+                f"`{dist.Backend.default_device_backend_map.get(device)}`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            continue
         dist.Backend.default_device_backend_map[device] = "ncclx_rs"
         _expected.add(device)
     if _expected:
@@ -79,8 +87,11 @@ def set_default(*devices: str) -> None:
 _expected: set[str] = set()
 
 
+_NAMES = ("ncclx_rs", "ncclx")
+
+
 def _check_groups() -> None:
-    """Has the functions that make groups warn where a program names another backend than this default."""
+    """Has the functions that make groups look at what serves which device."""
     import torch.distributed as dist
 
     for name in ("init_process_group", "new_group"):
@@ -90,26 +101,52 @@ def _check_groups() -> None:
 
 
 def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(original)
+
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
         import torch.distributed as dist
 
+        if _has_gpu():
+            given = parameters.bind_partial(*args, **kwargs).arguments
+            _refuse_cuda(name, given.get("backend"), given.get("device_id"))
         made = original(*args, **kwargs)
         group = dist.group.WORLD if name == "init_process_group" else made
         if isinstance(group, dist.ProcessGroup):
-            backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-            for device in sorted(_expected & backends.keys()):
-                if backends[device] not in ("ncclx_rs", "ncclx"):
-                    warnings.warn(
-                        f"ncclx_rs was made the default for {device} tensors, and this group does not run on it: "
-                        f"{name} was asked for `{backends[device]}` by name",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+            _warn_of_other_backends(name, group)
         return made
 
     make._ncclx_rs_checked = True  # type: ignore[attr-defined]  # functions take any
     return make
+
+
+def _refuse_cuda(function: str, backend: str | None, device_id: Any) -> None:
+    """Refuses groups whose CUDA tensors would come here: PyTorch would let the first operation find that out."""
+    import torch
+
+    names = (backend or "").lower()
+    served = dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair)
+    bound = device_id is not None and torch.device(device_id).type == "cuda"
+    if served.get("cuda") in _NAMES or (bound and names in _NAMES):
+        raise ValueError(
+            f"ncclx_rs: {function}: CUDA tensors are not served yet; "
+            'give each device its backend, as in backend="cpu:ncclx_rs,cuda:nccl"'
+        )
+
+
+def _warn_of_other_backends(function: str, group: Any) -> None:
+    """Warns of a group that a program gives another backend than this default."""
+    import torch.distributed as dist
+
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    for device in sorted(_expected & backends.keys()):
+        if backends[device] not in _NAMES:
+            warnings.warn(
+                f"ncclx_rs was made the default for {device} tensors, and this group does not run on it: "
+                f"{function} was asked for `{backends[device]}` by name",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def _create(options: Any, pg_options: Any = None) -> Any:

@@ -34,6 +34,14 @@ class C10dBackend(TorchCommBackend):
         self._timeout = timedelta(0)
         self._failure_hook: Callable[[], None] | None = None
 
+    def check_device(self, device: torch.device) -> None:
+        """Raises ValueError if the backend is ours and does not serve the device."""
+        if self._make is _make_ncclx and device.type != "cpu":
+            raise ValueError(
+                f"ncclx_rs: new_comm: argument `device`: expected the CPU, which alone is served yet, got {device}; "
+                'CUDA tensors take another backend, as in new_comm("nccl", "cuda")'
+            )
+
     def init(self, device: torch.device, name: str, options: CommOptions) -> None:
         self._timeout = options.timeout
         if not options.enable_reconfigure:

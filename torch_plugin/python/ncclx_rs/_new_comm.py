@@ -39,7 +39,7 @@ def new_comm(
             that ``NCCLX_RS_BACKEND_LIB_PATH_<NAME>`` names; ``ncclx``, the engine of this package; an entry point of
             the group ``ncclx_rs.backends``, then ``torchcomms.backends``; ``gloo`` or another backend of the installed
             PyTorch; the library that ``TORCHCOMMS_BACKEND_LIB_PATH_<NAME>`` names.
-        device: where the tensors are.
+        device: where the tensors are; ``ncclx`` takes the CPU alone.
         name: the name, in messages; the same on every rank. Made up if not given.
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
             otherwise the operation raises, and so does every later one. The default is true, or what
@@ -56,9 +56,13 @@ def new_comm(
     Raises:
         ModuleNotFoundError: there is no such backend.
         ImportError: its shared library cannot be used.
+        ValueError: the backend does not serve the device, or a hint has no valid value.
         RuntimeError: rank, size or the meeting place are not known, or ranks did not come in time.
     """
     impl = make_backend(backend)
+    device = torch.device(device)
+    if isinstance(impl, C10dBackend):
+        impl.check_device(device)
     if enable_reconfigure and not hasattr(impl, "reconfigure"):
         raise RuntimeError(f"new_comm: the backend {backend} does not support enable_reconfigure")
     options = CommOptions()
@@ -73,7 +77,6 @@ def new_comm(
     options.timeout = timeout or _default_timeout(options.hints)
     if is_high_priority_stream is not None:
         options.hints.setdefault("is_high_priority_stream", str(is_high_priority_stream).lower())
-    device = torch.device(device)
     if enable_reconfigure:
         pass  # members come by `reconfigure`, from whatever places their handles name
     elif isinstance(impl, C10dBackend | LibraryBackend) or rank is not None or size is not None:
