@@ -199,25 +199,40 @@ pub enum Error {
     },
 }
 
-/// A lost connection, as a transport sees it.
+/// A lost connection, or one that is not made, as a transport sees it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{cause}")]
 pub struct LinkDown {
     /// What the system or the peer said.
     pub cause: String,
-    /// The other side has gone, as ranks that leave do too.
-    pub(crate) hung_up: bool,
+    pub(crate) kind: Down,
+}
+
+/// What a [`LinkDown`] tells of the other side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Down {
+    /// It cannot be reached any more.
+    Broken,
+    /// It has gone, as ranks that leave do too.
+    HungUp,
+    /// It has no room for a caller now: the connection may be made later.
+    Busy,
 }
 
 impl LinkDown {
     /// A loss with its reason.
     pub fn new(cause: impl Into<String>) -> Self {
-        LinkDown { cause: cause.into(), hung_up: false }
+        LinkDown { cause: cause.into(), kind: Down::Broken }
     }
 
     /// A loss because the other side has gone.
     pub(crate) fn hung_up(cause: impl Into<String>) -> Self {
-        LinkDown { cause: cause.into(), hung_up: true }
+        LinkDown { cause: cause.into(), kind: Down::HungUp }
+    }
+
+    /// A connection that the other side has no room for now.
+    pub(crate) fn busy(cause: impl Into<String>) -> Self {
+        LinkDown { cause: cause.into(), kind: Down::Busy }
     }
 }
 
@@ -225,7 +240,7 @@ impl From<std::io::Error> for LinkDown {
     fn from(error: std::io::Error) -> Self {
         use std::io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
         let hung_up = matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof);
-        LinkDown { cause: error.to_string(), hung_up }
+        LinkDown { cause: error.to_string(), kind: if hung_up { Down::HungUp } else { Down::Broken } }
     }
 }
 

@@ -3,10 +3,11 @@
 use std::io::{self, IoSlice};
 use std::time::{Duration, Instant};
 
-use crate::engine::core::{Core, Route};
+use crate::engine::core::Core;
 use crate::engine::frame::Header;
 use crate::engine::memory::{Region, Words};
 use crate::engine::message::{Direction, MessageRequest};
+use crate::engine::way::Route;
 use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::topo::Topology;
@@ -244,8 +245,9 @@ impl Inlet for Receiving {
 mod tests {
     use super::*;
     use crate::config::EagerBytes;
-    use crate::engine::core::{LINGER, control};
+    use crate::engine::core::control;
     use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Lane};
+    use crate::engine::reach::LINGER;
     use crate::types::Source;
 
     #[test]

@@ -593,7 +593,8 @@ impl Core {
         }
         if active.deadline.is_some_and(|deadline| deadline <= now) {
             let waited = active.work.age();
-            let detail = self.who_is_missing(sequence, now);
+            let obstacles: String = (0..self.size()).map(|peer| self.obstacle(Rank::from(peer))).collect();
+            let detail = self.who_is_missing(sequence, now) + &obstacles;
             self.fail_active_with(|operation| Error::Timeout { operation, waited, detail });
         }
     }

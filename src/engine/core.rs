@@ -17,7 +17,9 @@ use crate::engine::lending::Readings;
 use crate::engine::loss::Losses;
 use crate::engine::message::Messages;
 use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
+use crate::engine::reach::LINGER;
 use crate::engine::recorder::{Bytes, Recorder};
+use crate::engine::way::{Route, Way};
 use crate::engine::window::Windows;
 use crate::error::{Error, LinkDown};
 use crate::sys::tcp_info::Traffic;
@@ -26,24 +28,16 @@ use crate::transport::Transport;
 use crate::types::Rank;
 use crate::work::{Entry, Work};
 
-/// How a peer is reached.
-#[derive(Clone, Debug)]
-pub(crate) struct Route {
-    /// Which of the core's transports.
-    pub(crate) transport: usize,
-    /// The peer's address on it.
-    pub(crate) address: Vec<u8>,
-}
-
 /// One other rank, as this one sees it.
 #[derive(Default)]
 pub(crate) struct Peer {
+    pub(super) way: Way,
     pub(super) outbox: Outbox,
     pub(crate) inbox: Option<Box<Inbox>>,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
-    ending: Option<(LinkDown, Instant)>,
+    pub(super) ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
-    lost: Option<String>,
+    pub(super) lost: Option<String>,
     /// What the kernel knew of the connection to it when it was lost.
     last_traffic: Option<Traffic>,
     /// What it said of a loss, for which it will leave.
@@ -107,11 +101,10 @@ pub(crate) struct Core {
     pub(crate) crowded: bool,
     pub(crate) cpu: Cpu,
     /// The peer whose inbox is being emptied, and is not in its place meanwhile.
-    pumped: Option<Rank>,
+    pub(super) pumped: Option<Rank>,
     /// The algorithm that the configuration forces, where it has one for the shape.
     pub(crate) algorithm: Option<String>,
-    transports: Vec<Box<dyn Transport>>,
-    routes: Vec<Option<Route>>,
+    pub(super) transports: Vec<Box<dyn Transport>>,
     pub(crate) peers: Vec<Peer>,
     pub(crate) collectives: Collectives,
     pub(crate) messages: Messages,
@@ -153,7 +146,7 @@ impl Core {
         transports: Vec<Box<dyn Transport>>,
         routes: Vec<Option<Route>>,
     ) -> Core {
-        let peers = (0..topo.size()).map(|_| Peer::default()).collect();
+        let peers = routes.into_iter().map(|route| Peer { way: Way::new(route), ..Peer::default() }).collect();
         let members = (0..topo.size()).map(Rank::from).collect();
         let readings = Readings::new(topo.size());
         Core {
@@ -168,7 +161,6 @@ impl Core {
             pumped: None,
             algorithm: None,
             transports,
-            routes,
             peers,
             collectives: Collectives::default(),
             messages: Messages::default(),
@@ -310,7 +302,8 @@ impl Core {
         let operations =
             [self.collectives.next_deadline(), self.messages.next_deadline(), self.windows.next_deadline()];
         let strangers = self.transports.iter().filter_map(|transport| transport.accepting_until());
-        operations.into_iter().flatten().chain(ending).chain(strangers).min()
+        let opening = self.peers.iter().filter_map(|peer| peer.way.due());
+        operations.into_iter().flatten().chain(ending).chain(strangers).chain(opening).min()
     }
 
     /// Ends every operation with the reason that the communicator is `how` ("aborted: …"), and drops every stream.
@@ -461,26 +454,6 @@ impl Core {
         self.peers[peer.index()].outbox.withdraw();
     }
 
-    /// Opens the stream to `peer` if there is none. Also the one that waits for a peer opens a stream to it: its end
-    /// tells that the peer is gone.
-    pub(crate) fn reach(&mut self, peer: Rank) {
-        let entry = &self.peers[peer.index()];
-        if peer == self.me || entry.outbox.is_open() || entry.ending.is_some() || entry.lost.is_some() {
-            return;
-        }
-        let opened = match &self.routes[peer.index()] {
-            Some(route) => self.transports[route.transport].open(peer, &route.address),
-            None => Err(LinkDown::new("no transport reaches it")),
-        };
-        match opened {
-            Ok(outlet) => self.peers[peer.index()].outbox.open(outlet),
-            Err(down) => {
-                self.outlet_ended(peer, down.clone());
-                self.linger(peer, &down, Instant::now());
-            }
-        }
-    }
-
     /// Tells the others that `lost` is, as a message or an access to a window has found out: collectives that it has not
     /// called cannot complete. Those that fail here tell for themselves.
     pub(crate) fn report_lost(&mut self, lost: Rank, error: &Error) {
@@ -550,7 +523,7 @@ impl Core {
         self.placements.retain(|(from, _), _| *from != peer);
     }
 
-    fn accept(&mut self) {
+    pub(super) fn accept(&mut self) {
         for transport in &mut self.transports {
             for (from, inlet) in transport.accept() {
                 let peer = &mut self.peers[from.index()];
@@ -572,34 +545,13 @@ impl Core {
             let peer = &mut self.peers[index];
             match peer.ending.clone() {
                 Some((down, since)) => self.linger(Rank::from(index), &down, since),
+                None if peer.way.due().is_some() => self.reach(Rank::from(index)),
                 None => {
                     if let Err(down) = peer.outbox.probe() {
                         self.outlet_ended(Rank::from(index), down);
                     }
                 }
             }
-        }
-    }
-
-    /// The stream to `peer` broke or cannot be opened, so that it takes nothing more. What it sent may be on its way in the
-    /// other stream, whose own end tells when all has come.
-    fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
-        let entry = &mut self.peers[peer.index()];
-        if entry.lost.is_none() && entry.ending.is_none() {
-            entry.ending = Some((down, Instant::now()));
-        }
-    }
-
-    /// Waits for the stream from a peer whose other stream broke, if there is one or may be one in its handshake.
-    fn linger(&mut self, peer: Rank, down: &LinkDown, since: Instant) {
-        self.accept();
-        let may_bring_more = self.peers[peer.index()].inbox.is_some()
-            || self.pumped == Some(peer)
-            || self.transports.iter().any(|transport| transport.accepting_until().is_some());
-        if !may_bring_more || since.elapsed() >= LINGER {
-            // This process may not have run meanwhile, and what has come was sent before the end.
-            self.pump_in(peer);
-            self.lose(peer, down);
         }
     }
 
@@ -619,7 +571,7 @@ impl Core {
         })
     }
 
-    fn pump_in(&mut self, peer: Rank) -> bool {
+    pub(super) fn pump_in(&mut self, peer: Rank) -> bool {
         let Some(mut inbox) = self.peers[peer.index()].inbox.take() else { return false };
         self.pumped = Some(peer);
         let mut moved = false;
@@ -779,9 +731,6 @@ pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
 /// How many turns pass between checks for new connections, broken ones, and time. They are system calls, which would take
 /// longer than a short operation.
 const RARE_TICKS: u32 = 1024;
-
-/// How long the stream from a peer may outlast the stream to it.
-pub(crate) const LINGER: Duration = Duration::from_millis(500);
 
 /// How many frames of one peer are taken before the next peer's.
 const EVENTS_PER_TURN: usize = 32;

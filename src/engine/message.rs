@@ -402,7 +402,11 @@ impl Core {
                 Direction::Receive(Source::Rank(from)) => format!("rank {from} did not send it"),
                 Direction::Receive(Source::Any) => "no rank sent it".to_owned(),
             };
-            let detail = format!("message {id}: {detail}");
+            let obstacle = match op.direction {
+                Direction::Send(peer) | Direction::Receive(Source::Rank(peer)) => self.obstacle(peer),
+                Direction::Receive(Source::Any) => String::new(),
+            };
+            let detail = format!("message {id}: {detail}{obstacle}");
             self.fail_message(id, |operation| Error::Timeout { operation, waited, detail });
         }
     }

@@ -4,7 +4,7 @@
 //! progress, `cpu` how it waits, `callbacks` which one tells of an end. Collectives run one after the other in the order
 //! issued (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`).
 //! What can end in the call that submits it does (`at_once`). `heartbeat` tells who waits in a collective; `loss` ends what
-//! the departure of a rank makes impossible. `lending` lets a receiver read long messages out of the sender's memory.
+//! the departure of a rank makes impossible. `reach` opens the stream to a rank, by the `way` that leads there. `lending` lets a receiver read long messages out of the sender's memory.
 //! `frame` is the format on the wire. `recorder` remembers the last operations, and `dump` writes them down.
 
 pub(crate) mod at_once;
@@ -28,6 +28,8 @@ pub(crate) mod memory;
 pub(crate) mod message;
 pub(crate) mod outbox;
 pub(crate) mod plan;
+pub(crate) mod reach;
 pub(crate) mod recorder;
 pub mod reduce;
+pub(crate) mod way;
 pub(crate) mod window;

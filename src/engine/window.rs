@@ -417,7 +417,7 @@ impl Core {
                 Call::Put { .. } => self.accesses(|op| op.peer == peer && op.accesses_peer()),
                 _ => Vec::new(),
             };
-            let detail = format!("access {id}: {detail}");
+            let detail = format!("access {id}: {detail}{}", self.obstacle(peer));
             self.fail_access(id, |operation| Error::Timeout { operation, waited, detail });
             for other in later.into_iter().filter(|other| *other > id) {
                 let detail = format!("a put to rank {peer} before it failed");

@@ -6,6 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 
 use crate::sys::segment::{PeerSegment, SegmentId};
+use crate::sys::socket::peer_credentials;
 
 /// The memory of the process at the other end of a Unix socket.
 #[derive(Clone, Copy, Debug)]
@@ -17,7 +18,7 @@ impl PeerMemory {
     /// The process that opened a Unix socket. The system vouches for it, and an error says that it cannot be named here,
     /// as in another container.
     pub fn behind(socket: BorrowedFd<'_>) -> io::Result<PeerMemory> {
-        let pid = rustix::net::sockopt::socket_peercred(socket)?.pid.as_raw_pid();
+        let pid = peer_credentials(socket)?.pid;
         if pid <= 0 {
             return Err(io::Error::new(io::ErrorKind::NotFound, "the peer's process is not visible from here"));
         }

@@ -1,15 +1,17 @@
 //! Sockets that never block, and a file descriptor handed over one of them.
+#![allow(unsafe_code, reason = "SO_PEERCRED, of which rustix cannot say that the process is not visible from here")]
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
 use std::time::Duration;
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
 
@@ -20,13 +22,31 @@ pub fn listen_unix(name: &[u8]) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// A connection to [`listen_unix`]'s listener of that name.
+/// A connection to [`listen_unix`]'s listener of that name: within the machine it is made or refused at once.
+/// `WouldBlock` when so many wait to be accepted that there is no room for another.
 pub fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
-    let address = UnixAddr::from_abstract_name(name)?;
-    // A connection within the machine is made or refused at once.
-    let stream = UnixStream::connect_addr(&address)?;
-    stream.set_nonblocking(true)?;
-    Ok(stream)
+    let address = SocketAddrUnix::new_abstract_name(name)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(socket.into())
+}
+
+/// The process and the user at the other end of a Unix socket, as they were when it connected; the process is 0 where it is
+/// not visible from here, as in another container.
+pub fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
+    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of_val(&credentials) as libc::socklen_t;
+    let into = (&raw mut credentials).cast();
+    // SAFETY: `into` is a place for `len` bytes, which are plain numbers.
+    let status =
+        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut len) };
+    if status == 0 { Ok(credentials) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether the process at the other end of a Unix socket runs as the user that this one runs as.
+pub fn is_of_this_user(socket: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(peer_credentials(socket)?.uid == rustix::process::geteuid().as_raw())
 }
 
 /// Begins a connection; it is made, or has failed, when the socket becomes writable.

@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use crate::error::LinkDown;
+use crate::error::{Down, LinkDown};
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::Accepting;
@@ -93,7 +93,7 @@ impl<S: AsFd> Pending<S> {
                     log::warn!("rank {me}: a connection was dropped: it did not prove itself within {patience:?}")
                 }
                 // Whoever has changed its mind, a rank that leaves or a stranger.
-                Err(down) if down.hung_up => log::debug!("rank {me}: a connection was dropped: {down}"),
+                Err(down) if down.kind == Down::HungUp => log::debug!("rank {me}: a connection was dropped: {down}"),
                 Err(down) => log::warn!("rank {me}: a connection was dropped: {down}"),
             }
             false

@@ -3,6 +3,7 @@
 use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+mod crowd;
 mod late_ranks;
 mod soak;
 mod strangers;

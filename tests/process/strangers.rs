@@ -27,7 +27,7 @@ const WATCHDOG: Duration = Duration::from_secs(60);
 
 /// Where something of this process listens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum Door {
+pub(crate) enum Door {
     Tcp(u16),
     /// In the abstract namespace.
     Unix(String),
@@ -51,7 +51,7 @@ impl Door {
 }
 
 /// Everything that this process listens on.
-fn doors() -> HashSet<Door> {
+pub(crate) fn doors() -> HashSet<Door> {
     let mine: HashSet<String> = fs::read_dir("/proc/self/fd")
         .unwrap()
         .filter_map(|fd| fs::read_link(fd.unwrap().path()).ok())

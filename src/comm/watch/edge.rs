@@ -4,10 +4,11 @@ use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
 use crate::comm::watch::news::News;
+use crate::engine::way::Way;
 use crate::error::LinkDown;
 use crate::sys::poller::Registration;
 use crate::sys::process::Process;
-use crate::transport::{Inlet, Outlet};
+use crate::transport::{Inlet, Outlet, Transport};
 use crate::types::Rank;
 
 /// What a look at a connection has shown.
@@ -24,6 +25,7 @@ pub(super) struct Edge {
     pub(super) peer: Rank,
     size: usize,
     process: Option<(Process, Registration)>,
+    way: Way,
     outlet: Option<Box<dyn Outlet>>,
     inlet: Option<Box<dyn Inlet>>,
     outgoing: Vec<u8>,
@@ -34,19 +36,21 @@ pub(super) struct Edge {
 }
 
 impl Edge {
-    /// Begins with what opening a stream gave.
-    pub(super) fn new(
-        peer: Rank,
-        size: usize,
-        opened: Result<Box<dyn Outlet>, LinkDown>,
-        process: Option<(Process, Registration)>,
-    ) -> Edge {
-        let (outlet, ending) = match opened {
-            Ok(outlet) => (Some(outlet), None),
-            Err(down) => (None, Some((down.cause, Instant::now()))),
-        };
+    /// Begins without a stream, for which there is a way.
+    pub(super) fn new(peer: Rank, size: usize, way: Way, process: Option<(Process, Registration)>) -> Edge {
         let (outgoing, incoming) = (Vec::new(), Vec::new());
-        Edge { peer, size, process, outlet, inlet: None, outgoing, incoming, ending }
+        Edge { peer, size, process, way, outlet: None, inlet: None, outgoing, incoming, ending: None }
+    }
+
+    /// Opens the stream, if there is none and there may be one now.
+    pub(super) fn reach(&mut self, transports: &mut [Box<dyn Transport>], now: Instant) {
+        if self.outlet.is_some() || self.ending.is_some() {
+            return;
+        }
+        match self.way.open(self.peer, transports, now) {
+            Ok(outlet) => self.outlet = outlet,
+            Err(down) => self.ending = Some((down.cause, now)),
+        }
     }
 
     /// Takes the stream that the other has opened.
@@ -56,7 +60,7 @@ impl Edge {
 
     /// Queues news.
     pub(super) fn tell(&mut self, news: &News) {
-        if self.outlet.is_some() {
+        if self.outlet.is_some() || self.way.due().is_some() {
             self.outgoing.extend(news.encode());
         }
     }
@@ -132,7 +136,8 @@ impl Edge {
     /// When to look again although nothing happens.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         let opening = self.outlet.as_ref().filter(|outlet| !outlet.is_open()).map(|_| now + OPENING_CHECK);
-        self.ending.as_ref().map(|(_, since)| *since + LINGER).into_iter().chain(opening).min()
+        let ending = self.ending.as_ref().map(|(_, since)| *since + LINGER);
+        ending.into_iter().chain(opening).chain(self.way.due()).min()
     }
 
     /// Asks for the poller to wake. True: there is something to look at now.

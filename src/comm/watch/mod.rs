@@ -10,7 +10,7 @@ mod edge;
 mod gossip;
 mod news;
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -19,10 +19,10 @@ use crate::comm::bootstrap::RankInfo;
 use crate::comm::watch::edge::Edge;
 use crate::comm::watch::gossip::Gossip;
 use crate::comm::watch::news::{News, RANKS_MAX};
-use crate::engine::core::Route;
 use crate::engine::driver::Driver;
 use crate::engine::heartbeat::Heartbeat;
 use crate::engine::loss::{Departed, Departure};
+use crate::engine::way::{Route, Way};
 use crate::sync::{Arc, Condvar, Mutex, Weak, lock};
 use crate::sys::fork::{Origin, PerProcess};
 use crate::sys::poller::{Interest, Poller};
@@ -50,20 +50,23 @@ impl Watch {
         driver: &Arc<Driver>,
     ) -> io::Result<Watch> {
         let poller = &watchman.poller;
-        let used: HashSet<usize> = routes.iter().map(|(_, route)| route.transport).collect();
+        // Those whom this rank does not watch do not come, since watching is mutual.
+        let used: BTreeSet<usize> = routes.iter().map(|(_, route)| route.transport).collect();
+        let mut place = 0..;
+        transports.retain(|_| place.next().is_some_and(|place| used.contains(&place)));
         let edges = routes.into_iter().map(|(peer, route)| {
+            let route = Route { transport: used.range(..route.transport).count(), ..route };
             // Found before the connection is made: if that succeeds, the process was there, and the number was its.
             let process = Process::find(&ranks[peer.index()].process).ok();
             let process = process.and_then(|process| {
                 let registration = poller.add(process.as_fd(), Interest::Read).ok()?;
                 Some((process, registration))
             });
-            Edge::new(peer, ranks.len(), transports[route.transport].open(peer, &route.address), process)
+            let mut edge = Edge::new(peer, ranks.len(), Way::new(Some(route)), process);
+            edge.reach(&mut transports, Instant::now());
+            edge
         });
         let edges = edges.collect();
-        // The others come by the same transports, since watching is mutual.
-        let mut place = 0..;
-        transports.retain(|_| place.next().is_some_and(|place| used.contains(&place)));
         let state = State { me, transports, edges, known: HashSet::new(), gossip: Gossip::default(), leaves: false };
         let post = Arc::new(Post {
             state: Mutex::new(state),
@@ -184,6 +187,7 @@ impl State {
             }
         }
         let now = Instant::now();
+        self.edges.iter_mut().for_each(|edge| edge.reach(&mut self.transports, now));
         let (mut learned, mut over, mut heartbeats) = (Vec::new(), HashSet::new(), Vec::new());
         for edge in &mut self.edges {
             let seen = edge.look(now);

@@ -67,6 +67,7 @@ impl Transport for ShmTransport {
     fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
         let gone = |error: io::Error| match error.kind() {
             io::ErrorKind::ConnectionRefused => LinkDown::new("its process is gone (connection refused)"),
+            io::ErrorKind::WouldBlock => LinkDown::busy("as many wait to be accepted by it as its system lets"),
             _ => error.into(),
         };
         let stream = socket::connect_unix(address).map_err(gone)?;
@@ -79,13 +80,17 @@ impl Transport for ShmTransport {
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        while self.pending.has_room() {
-            match self.listener.accept() {
-                Ok((stream, _)) => match stream.set_nonblocking(true) {
-                    Ok(()) => self.pending.add(stream),
-                    Err(error) => log::warn!("a connection was dropped: {error}"),
-                },
-                Err(_) => break,
+        // Those that stay in the queue wake the poller again.
+        for _ in 0..CALLERS_PER_TURN {
+            if !self.pending.has_room() {
+                break;
+            }
+            let Ok((stream, _)) = self.listener.accept() else { break };
+            match socket::is_of_this_user(stream.as_fd()).and_then(|own| stream.set_nonblocking(true).map(|()| own)) {
+                Ok(true) => self.pending.add(stream),
+                // Not worth a warning, of which they could cause any number.
+                Ok(false) => log::debug!("rank {}: another user's connection was dropped", self.identity.me),
+                Err(error) => log::warn!("a connection was dropped: {error}"),
             }
         }
         let poller = &self.poller;
@@ -98,3 +103,9 @@ impl Transport for ShmTransport {
         self.pending.due()
     }
 }
+
+/// How many callers are looked at before the ranks have their turn again.
+const CALLERS_PER_TURN: usize = 256;
+
+#[cfg(test)]
+mod tests;

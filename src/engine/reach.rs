@@ -1,0 +1,58 @@
+//! The streams to other ranks: opened when something goes there or is waited for, and what their ends mean.
+
+use std::time::{Duration, Instant};
+
+use crate::engine::core::Core;
+use crate::error::LinkDown;
+use crate::types::Rank;
+
+impl Core {
+    /// Opens the stream to `peer` if there is none. Also the one that waits for a peer opens a stream to it: its end
+    /// tells that the peer is gone. What is sent waits while it cannot be opened.
+    pub(crate) fn reach(&mut self, peer: Rank) {
+        let entry = &mut self.peers[peer.index()];
+        if peer == self.me || entry.outbox.is_open() || entry.ending.is_some() || entry.lost.is_some() {
+            return;
+        }
+        let now = Instant::now();
+        match entry.way.open(peer, &mut self.transports, now) {
+            Ok(Some(outlet)) => entry.outbox.open(outlet),
+            Ok(None) => {}
+            Err(down) => {
+                self.outlet_ended(peer, down.clone());
+                self.linger(peer, &down, now);
+            }
+        }
+    }
+
+    /// What a time limit's error adds about `peer` where there is no stream to it.
+    pub(crate) fn obstacle(&self, peer: Rank) -> String {
+        let obstacle = self.peers[peer.index()].way.obstacle();
+        obstacle.map(|cause| format!("; there is no connection to rank {peer} yet: {cause}")).unwrap_or_default()
+    }
+
+    /// The stream to `peer` broke or cannot be opened, so that it takes nothing more. What it sent may be on its way in the
+    /// other stream, whose own end tells when all has come.
+    pub(super) fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
+        let entry = &mut self.peers[peer.index()];
+        if entry.lost.is_none() && entry.ending.is_none() {
+            entry.ending = Some((down, Instant::now()));
+        }
+    }
+
+    /// Waits for the stream from a peer whose other stream broke, if there is one or may be one in its handshake.
+    pub(super) fn linger(&mut self, peer: Rank, down: &LinkDown, since: Instant) {
+        self.accept();
+        let may_bring_more = self.peers[peer.index()].inbox.is_some()
+            || self.pumped == Some(peer)
+            || self.transports.iter().any(|transport| transport.accepting_until().is_some());
+        if !may_bring_more || since.elapsed() >= LINGER {
+            // This process may not have run meanwhile, and what has come was sent before the end.
+            self.pump_in(peer);
+            self.lose(peer, down);
+        }
+    }
+}
+
+/// How long the stream from a peer may outlast the stream to it.
+pub(crate) const LINGER: Duration = Duration::from_millis(500);

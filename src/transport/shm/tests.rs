@@ -1,0 +1,44 @@
+//! Who calls a rank's socket.
+
+use rustix::process::Uid;
+
+use super::*;
+use crate::sys::socket::connect_unix;
+use crate::transport::auth::Secret;
+
+/// Any that is not this process's.
+const OTHER_USER: u32 = 54_321;
+
+fn transport(me: u32) -> ShmTransport {
+    let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret: Secret::new([5; 32]) };
+    ShmTransport::new(identity, Poller::new().unwrap(), rustix::param::page_size(), false).unwrap()
+}
+
+/// So many connections to `name` by a thread of another user; none where this process may not have such threads.
+fn call_as_other(name: &[u8], count: usize) -> Option<Vec<UnixStream>> {
+    let call = || {
+        // Of this thread alone, which ends soon.
+        rustix::thread::set_thread_res_uid(None, Uid::from_raw(OTHER_USER), None).ok()?;
+        Some((0..count).map(|_| connect_unix(name).unwrap()).collect())
+    };
+    std::thread::scope(|scope| scope.spawn(call).join().unwrap())
+}
+
+#[test]
+fn callers_of_another_user_keep_nobody_out() {
+    let (mut opener, mut acceptor) = (transport(0), transport(1));
+    let Some(strangers) = call_as_other(&acceptor.address(), 300) else {
+        eprintln!("skipped: it takes root");
+        return;
+    };
+    let mut outlet = opener.open(Rank(1), &acceptor.address()).unwrap();
+    let mut accepted = Vec::new();
+    // Two turns for the queue; the rest is the handshake.
+    for _ in 0..10 {
+        accepted.extend(acceptor.accept());
+        outlet.write(&[], &[]).unwrap();
+    }
+    assert_eq!(accepted.len(), 1, "who belongs here has not waited for who does not");
+    assert_eq!(acceptor.accepting_until(), None, "no stranger is let in");
+    drop(strangers);
+}
