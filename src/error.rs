@@ -167,6 +167,17 @@ pub enum Error {
         /// Which ranks it waited for.
         detail: String,
     },
+    /// The operation's time ran out while this process lacked what it takes, such as file descriptors. No rank is to blame;
+    /// the communicator works on.
+    #[error("{operation} timed out after a timeout of {waited:.1?} for want of a resource: {detail}")]
+    Resource {
+        /// The operation.
+        operation: String,
+        /// How long it ran.
+        waited: Duration,
+        /// What is lacking, and how much of it is needed.
+        detail: String,
+    },
     /// Another rank gave the operation up.
     #[error("{operation}: rank {rank} reported: {cause}")]
     Remote {
@@ -217,6 +228,8 @@ pub(crate) enum Down {
     HungUp,
     /// It has no room for a caller now: the connection may be made later.
     Busy,
+    /// Nothing: it is this process that lacks what a connection takes. It may be made later.
+    Lacking,
 }
 
 impl LinkDown {
@@ -228,6 +241,11 @@ impl LinkDown {
     /// A loss because the other side has gone.
     pub(crate) fn hung_up(cause: impl Into<String>) -> Self {
         LinkDown { cause: cause.into(), kind: Down::HungUp }
+    }
+
+    /// A connection for which this process lacks something now.
+    pub(crate) fn lacking(cause: impl Into<String>) -> Self {
+        LinkDown { cause: cause.into(), kind: Down::Lacking }
     }
 
     /// A connection that the other side has no room for now.

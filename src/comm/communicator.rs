@@ -23,6 +23,7 @@ use crate::engine::way::Route;
 use crate::error::{Error, InitError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
+use crate::sys::limits;
 use crate::sys::poller::Poller;
 use crate::topo::{Cpus, Topology};
 use crate::transport::auth::Identity;
@@ -116,6 +117,7 @@ impl Communicator {
         if rank.index() >= size {
             return Err(InitError::Config(format!("communicator `{name}`: rank {rank} is not in [0, {size})")));
         }
+        limits::raise_descriptors();
         let mut config = Config::resolve(&hints)?;
         // Who gives operations less time than joining has does not want to wait longer for that either.
         config.connect_timeout = config.connect_timeout.min(timeout.unwrap_or(Duration::MAX));

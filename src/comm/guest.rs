@@ -13,7 +13,9 @@ use super::join::{
 };
 use super::stream::{read, write};
 use crate::error::InitError;
+use crate::sys::limits;
 use crate::transport::handshake::Channel;
+use crate::transport::shortage;
 use crate::transport::tls::{Protection, Stream, Tls};
 use crate::types::Rank;
 
@@ -178,6 +180,8 @@ enum Dead {
     End(String),
     /// It may yet.
     Busy(String),
+    /// This process lacks what it takes to call.
+    Here(io::Error),
 }
 
 /// A connection to rank 0 on which both sides have proved themselves.
@@ -186,7 +190,7 @@ fn reach(party: &Party<'_>, keys: &Keys, tls: Option<&Tls>, routes: &[SocketAddr
     let mut pause = FIRST_PAUSE;
     loop {
         let mut causes = Vec::with_capacity(routes.len());
-        let mut all_end = true;
+        let (mut all_end, mut lack) = (true, None);
         for route in routes {
             let left = party.deadline.saturating_duration_since(Instant::now());
             match call(*route, keys, tls, party.rank, left.min(CALL_PATIENCE)) {
@@ -196,10 +200,18 @@ fn reach(party: &Party<'_>, keys: &Keys, tls: Option<&Tls>, routes: &[SocketAddr
                     all_end = false;
                     causes.push(format!("{route}: {cause}"));
                 }
+                Err(Dead::Here(error)) => {
+                    all_end = false;
+                    lack = Some(error);
+                }
             }
         }
         refusals += u32::from(all_end);
         if refusals >= REFUSALS || Instant::now() + pause >= party.deadline {
+            if let Some(error) = lack {
+                let cause = shortage::describe(&error, party.size);
+                return Err(party.system("a connection to rank 0", &io::Error::new(error.kind(), cause)));
+            }
             let hint = if all_end { " (either rank 0 has ended, or a firewall stands between)" } else { "" };
             return Err(party.unreachable(Rank(0), format!("{}{hint}", causes.join("; "))));
         }
@@ -216,6 +228,7 @@ fn call(route: SocketAddr, keys: &Keys, tls: Option<&Tls>, rank: Rank, patience:
         ErrorKind::TimedOut | ErrorKind::WouldBlock | ErrorKind::Interrupted | ErrorKind::ConnectionReset => {
             Dead::Busy(error.to_string())
         }
+        _ if limits::is_shortage(&error) => Dead::Here(error),
         _ => Dead::End(error.to_string()),
     })?;
     let busy = |error: io::Error| match error.kind() {

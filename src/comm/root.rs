@@ -352,11 +352,13 @@ impl Visitor {
 
     /// Learns from the first byte whether the other side speaks TLS. False: none has come.
     fn sound(&mut self, tls: Option<&Tls>) -> io::Result<bool> {
-        if !self.sounded && tls.is_some() {
+        if !self.sounded
+            && let Some(tls) = tls
+        {
             let mut first = [0];
             match self.stream.socket().peek(&mut first) {
                 Ok(_) if first[0] == HELLO[0] => {}
-                Ok(_) => self.stream = Stream::accept(self.stream.socket().try_clone()?, tls),
+                Ok(_) => self.stream.protect(tls),
                 Err(error) if is_passing(&error) => return Ok(false),
                 Err(error) => return Err(error),
             }

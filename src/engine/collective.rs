@@ -593,9 +593,8 @@ impl Core {
         }
         if active.deadline.is_some_and(|deadline| deadline <= now) {
             let waited = active.work.age();
-            let obstacles: String = (0..self.size()).map(|peer| self.obstacle(Rank::from(peer))).collect();
-            let detail = self.who_is_missing(sequence, now) + &obstacles;
-            self.fail_active_with(|operation| Error::Timeout { operation, waited, detail });
+            let error = self.timeout(0..self.size(), waited, self.who_is_missing(sequence, now));
+            self.fail_active_with(error);
         }
     }
 

@@ -402,12 +402,12 @@ impl Core {
                 Direction::Receive(Source::Rank(from)) => format!("rank {from} did not send it"),
                 Direction::Receive(Source::Any) => "no rank sent it".to_owned(),
             };
-            let obstacle = match op.direction {
-                Direction::Send(peer) | Direction::Receive(Source::Rank(peer)) => self.obstacle(peer),
-                Direction::Receive(Source::Any) => String::new(),
+            let ranks = match op.direction {
+                Direction::Send(peer) | Direction::Receive(Source::Rank(peer)) => peer.index()..peer.index() + 1,
+                Direction::Receive(Source::Any) => 0..self.size(),
             };
-            let detail = format!("message {id}: {detail}{obstacle}");
-            self.fail_message(id, |operation| Error::Timeout { operation, waited, detail });
+            let error = self.timeout(ranks, waited, format!("message {id}: {detail}"));
+            self.fail_message(id, error);
         }
     }
 }

@@ -125,6 +125,11 @@ impl Outbox {
         self.outlet = Some(outlet);
     }
 
+    /// Drops a stream that has not taken any bytes; they go to the next.
+    pub(crate) fn close(&mut self) {
+        self.outlet = None;
+    }
+
     /// Whether bytes wait.
     pub(crate) fn is_waiting(&self) -> bool {
         !self.queue.is_empty()

@@ -1,9 +1,10 @@
 //! The streams to other ranks: opened when something goes there or is waited for, and what their ends mean.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crate::engine::core::Core;
-use crate::error::LinkDown;
+use crate::error::{Error, LinkDown};
 use crate::types::Rank;
 
 impl Core {
@@ -25,18 +26,40 @@ impl Core {
         }
     }
 
-    /// What a time limit's error adds about `peer` where there is no stream to it.
-    pub(crate) fn obstacle(&self, peer: Rank) -> String {
-        let obstacle = self.peers[peer.index()].way.obstacle();
-        obstacle.map(|cause| format!("; there is no connection to rank {peer} yet: {cause}")).unwrap_or_default()
+    /// The error of an operation whose time is over, which waited for these ranks: `detail`, and why there are no streams.
+    pub(crate) fn timeout(
+        &self,
+        ranks: Range<usize>,
+        waited: Duration,
+        mut detail: String,
+    ) -> impl FnOnce(String) -> Error + use<> {
+        let mut is_short = false;
+        for rank in ranks {
+            let way = &self.peers[rank].way;
+            is_short |= way.is_short();
+            if let Some(cause) = way.obstacle() {
+                detail += &format!("; there is no connection to rank {rank} yet: {cause}");
+            }
+        }
+        for shortage in self.transports.iter().filter_map(|transport| transport.shortage()) {
+            is_short = true;
+            detail += &format!("; no connection can be accepted: {shortage}");
+        }
+        move |operation| match is_short {
+            true => Error::Resource { operation, waited, detail },
+            false => Error::Timeout { operation, waited, detail },
+        }
     }
 
     /// The stream to `peer` broke or cannot be opened, so that it takes nothing more. What it sent may be on its way in the
     /// other stream, whose own end tells when all has come.
     pub(super) fn outlet_ended(&mut self, peer: Rank, down: LinkDown) {
-        let entry = &mut self.peers[peer.index()];
+        let (entry, now) = (&mut self.peers[peer.index()], Instant::now());
         if entry.lost.is_none() && entry.ending.is_none() {
-            entry.ending = Some((down, Instant::now()));
+            match entry.way.ended(down, now) {
+                Ok(()) => entry.outbox.close(),
+                Err(down) => entry.ending = Some((down, now)),
+            }
         }
     }
 

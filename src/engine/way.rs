@@ -26,6 +26,8 @@ pub(crate) struct Way {
 #[derive(Debug)]
 struct Obstacle {
     cause: String,
+    /// It is this process that lacks something.
+    is_shortage: bool,
     /// When to try again, and how long that is after the last time.
     again: Instant,
     pause: Duration,
@@ -53,24 +55,39 @@ impl Way {
                 self.obstacle = None;
                 Ok(Some(outlet))
             }
-            Err(down) => self.wait(down, now).map(|()| None),
+            Err(down) => self.ended(down, now).map(|()| None),
         }
     }
 
-    /// Tries again later if that may help; gives `down` back if it does not.
-    fn wait(&mut self, down: LinkDown, now: Instant) -> Result<(), LinkDown> {
-        if down.kind != Down::Busy {
-            self.obstacle = None;
-            return Err(down);
+    /// Opening the stream ended with `down`, now or when it was under way. Has it opened again later if that may help; gives
+    /// `down` back if it does not.
+    pub(crate) fn ended(&mut self, down: LinkDown, now: Instant) -> Result<(), LinkDown> {
+        let is_shortage = match down.kind {
+            Down::Busy => false,
+            Down::Lacking => true,
+            Down::Broken | Down::HungUp => {
+                self.obstacle = None;
+                return Err(down);
+            }
+        };
+        if is_shortage {
+            // Others that cannot be opened lack the same.
+            static SAID: std::sync::Once = std::sync::Once::new();
+            SAID.call_once(|| log::warn!("connections to other ranks have to wait: {}", down.cause));
         }
         let pause = self.obstacle.as_ref().map_or(FIRST_PAUSE, |obstacle| (obstacle.pause * 2).min(LONGEST_PAUSE));
-        self.obstacle = Some(Obstacle { cause: down.cause, again: now + pause, pause });
+        self.obstacle = Some(Obstacle { cause: down.cause, is_shortage, again: now + pause, pause });
         Ok(())
     }
 
     /// When to open again what could not be opened.
     pub(crate) fn due(&self) -> Option<Instant> {
         self.obstacle.as_ref().map(|obstacle| obstacle.again)
+    }
+
+    /// Whether it is this process that lacks what a stream takes.
+    pub(crate) fn is_short(&self) -> bool {
+        self.obstacle.as_ref().is_some_and(|obstacle| obstacle.is_shortage)
     }
 
     /// Why what was to be opened is not, if it is tried again.

@@ -417,8 +417,8 @@ impl Core {
                 Call::Put { .. } => self.accesses(|op| op.peer == peer && op.accesses_peer()),
                 _ => Vec::new(),
             };
-            let detail = format!("access {id}: {detail}{}", self.obstacle(peer));
-            self.fail_access(id, |operation| Error::Timeout { operation, waited, detail });
+            let error = self.timeout(peer.index()..peer.index() + 1, waited, format!("access {id}: {detail}"));
+            self.fail_access(id, error);
             for other in later.into_iter().filter(|other| *other > id) {
                 let detail = format!("a put to rank {peer} before it failed");
                 self.fail_access(other, |operation| Error::Timeout { operation, waited, detail });

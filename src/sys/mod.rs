@@ -1,6 +1,7 @@
 //! The fence: operating system calls and the unsafe code they need, behind safe faces.
 
 pub mod fork;
+pub mod limits;
 pub mod memory;
 pub mod net;
 pub mod peer_memory;

@@ -9,9 +9,10 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
 
@@ -110,6 +111,12 @@ pub fn has_ended(fd: BorrowedFd<'_>) -> io::Result<bool> {
     }
 }
 
+/// Whether somebody waits to be accepted.
+pub fn has_caller(listener: BorrowedFd<'_>) -> bool {
+    let mut watched = [PollFd::from_borrowed_fd(listener, PollFlags::IN)];
+    rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
 /// Hands `fd` over, with one byte. `WouldBlock` when there is no room.
 pub fn send_fd(stream: &UnixStream, fd: BorrowedFd<'_>) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -121,16 +128,27 @@ pub fn send_fd(stream: &UnixStream, fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes the file descriptor that [`send_fd`] handed over. `WouldBlock` while it has not come.
+/// Takes the file descriptor that [`send_fd`] handed over. `WouldBlock` while it has not come; where this process has no
+/// descriptor left, the error is that, and the next call may take it.
 pub fn recv_fd(stream: &UnixStream) -> io::Result<OwnedFd> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    rustix::net::recvmsg(stream.as_fd(), &mut [IoSliceMut::new(&mut byte)], &mut control, flags)?;
+    // Peeking leaves what cannot be taken now where it is. The system makes a new descriptor each time.
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC | RecvFlags::PEEK;
+    let message = rustix::net::recvmsg(stream.as_fd(), &mut [IoSliceMut::new(&mut byte)], &mut control, flags)?;
     let fd = control.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
     });
-    fd.ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "the peer sent no file descriptor"))
+    if fd.is_none() && message.flags.contains(ReturnFlags::CTRUNC) {
+        // Either there is no room for another descriptor, or a security module forbids this one.
+        stream.try_clone()?;
+    }
+    let fd = fd.ok_or_else(|| match message.bytes {
+        0 => io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection"),
+        _ => io::Error::other("no file descriptor came through: the peer sent none, or the system does not allow it"),
+    })?;
+    rustix::net::recv(stream.as_fd(), &mut byte[..], RecvFlags::DONTWAIT)?;
+    Ok(fd)
 }

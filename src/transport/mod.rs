@@ -11,6 +11,7 @@ pub mod auth;
 pub(crate) mod handshake;
 pub(crate) mod pending;
 pub mod shm;
+pub(crate) mod shortage;
 pub mod tcp;
 pub(crate) mod tls;
 
@@ -143,6 +144,11 @@ pub trait Transport: Send {
     /// Streams that peers opened and that have proved who they are, since the last call. Never fails because of what a
     /// stranger sent: such connections are dropped and logged.
     fn accept(&mut self) -> Vec<Accepted>;
+
+    /// What this process lacks to accept a stream that a peer may be waiting with, if it does.
+    fn shortage(&self) -> Option<String> {
+        None
+    }
 
     /// When [`Transport::accept`] must be called at the latest, since a connection is in its handshake, which a peer or a
     /// stranger may have opened; nothing if none is.

@@ -1,12 +1,16 @@
 //! Accepted connections that have not proved themselves yet: few, and not for long.
 
-use std::os::fd::AsFd;
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
+use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::Accepting;
+use crate::transport::shortage;
 use crate::types::Rank;
 
 /// A connection in its handshake.
@@ -16,8 +20,19 @@ pub(crate) struct Candidate<S> {
     pub(crate) accepting: Accepting,
     /// Set once the handshake is done and only the transport's own part is missing.
     pub(crate) rank: Option<Rank>,
-    _registration: Registration,
+    /// None while this process has no descriptor left for it.
+    registration: Option<Registration>,
     since: Instant,
+}
+
+/// A connection that has proved itself.
+#[derive(Debug)]
+pub(crate) struct Proved<S, T> {
+    pub(crate) rank: Rank,
+    pub(crate) stream: S,
+    pub(crate) registration: Registration,
+    /// What the transport's own part has brought.
+    pub(crate) brought: T,
 }
 
 /// All connections of one listener that are in their handshake.
@@ -26,29 +41,89 @@ pub(crate) struct Pending<S> {
     identity: Identity,
     poller: Poller,
     candidates: Vec<Candidate<S>>,
+    shortage: Option<Shortage>,
+}
+
+/// The system refuses what it takes to let others in.
+#[derive(Debug)]
+struct Shortage {
+    cause: String,
+    /// When to try again: until then, who calls waits in the listener's queue.
+    again: Instant,
 }
 
 impl<S: AsFd> Pending<S> {
     pub(crate) fn new(identity: Identity, poller: Poller) -> Self {
-        Pending { identity, poller, candidates: Vec::new() }
+        Pending { identity, poller, candidates: Vec::new(), shortage: None }
     }
 
     /// Whether another connection can be taken.
-    pub(crate) fn has_room(&self) -> bool {
+    fn has_room(&self) -> bool {
         self.candidates.len() < CANDIDATES_MAX
+    }
+
+    /// Whether it is no time to ask the system again for what it refused.
+    fn rests(&self) -> bool {
+        self.shortage.as_ref().is_some_and(|shortage| shortage.again > Instant::now())
+    }
+
+    /// What this process lacks to let others in, if it does.
+    pub(crate) fn shortage(&self) -> Option<String> {
+        self.shortage.as_ref().map(|shortage| shortage.cause.clone())
+    }
+
+    /// Leaves callers waiting for a while, since the system has refused what they take.
+    fn rest(&mut self, error: &io::Error) {
+        let again = Instant::now() + ACCEPT_PAUSE;
+        match &mut self.shortage {
+            Some(shortage) => shortage.again = again,
+            None => {
+                let (me, cause) = (self.identity.me, shortage::describe(error, self.identity.size));
+                log::warn!("rank {me}: connections of other ranks have to wait: {cause}");
+                self.shortage = Some(Shortage { cause, again });
+            }
+        }
+    }
+
+    /// Lets callers of `listener` in, as far as there is room. `accept` takes the next one: nothing if it does not belong here.
+    pub(crate) fn admit(&mut self, listener: BorrowedFd<'_>, mut accept: impl FnMut() -> io::Result<Option<S>>) {
+        // Those that stay in the queue wake the poller again.
+        for _ in 0..CALLERS_PER_TURN {
+            if !self.has_room() || self.rests() {
+                return;
+            }
+            match accept() {
+                Ok(Some(stream)) => self.add(stream),
+                Ok(None) => {}
+                // The caller hung up before it was its turn.
+                Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    // Those inside may still lack something.
+                    if self.candidates.iter().all(|candidate| candidate.registration.is_some()) {
+                        self.shortage = None;
+                    }
+                    return;
+                }
+                // The system refuses a descriptor before it looks whether anybody is there.
+                Err(_) if !socket::has_caller(listener) => return,
+                Err(error) => return self.rest(&error),
+            }
+        }
     }
 
     /// Sees that nobody wakes for callers who must wait.
     pub(crate) fn watch(&self, listener: &mut Registration) {
-        let interest = if self.has_room() { Interest::Read } else { Interest::Nothing };
+        let interest = if self.has_room() && self.shortage.is_none() { Interest::Read } else { Interest::Nothing };
         if let Err(error) = listener.set(interest) {
             log::error!("rank {}: watching a listener failed: {error}", self.identity.me);
         }
     }
 
-    /// When the next connection must have proved itself; nothing if none is in its handshake.
+    /// When the next connection must have proved itself, or others may be let in again; nothing if nobody is known to wait.
     pub(crate) fn due(&self) -> Option<Instant> {
-        self.candidates.iter().map(|candidate| candidate.since).min().map(|oldest| oldest + self.patience())
+        let oldest = self.candidates.iter().map(|candidate| candidate.since).min();
+        let again = self.shortage.as_ref().map(|shortage| shortage.again);
+        oldest.map(|oldest| oldest + self.patience()).into_iter().chain(again).min()
     }
 
     fn patience(&self) -> Duration {
@@ -57,48 +132,74 @@ impl<S: AsFd> Pending<S> {
 
     /// Begins the handshake on a connection.
     pub(crate) fn add(&mut self, stream: S) {
-        match self.poller.add(stream.as_fd(), Interest::Read) {
-            Ok(registration) => self.candidates.push(Candidate {
-                stream,
-                accepting: Accepting::new(self.identity.clone()),
-                rank: None,
-                _registration: registration,
-                since: Instant::now(),
-            }),
-            Err(error) => log::warn!("rank {}: a connection was dropped: {error}", self.identity.me),
+        let (accepting, since) = (Accepting::new(self.identity.clone()), Instant::now());
+        let mut candidate = Candidate { stream, accepting, rank: None, registration: None, since };
+        match candidate.register(&self.poller) {
+            Ok(()) => {}
+            // Whoever it is has come, and would take to be dropped for this rank's end.
+            Err(error) if limits::is_shortage(&error) => self.rest(&error),
+            Err(error) => return log::warn!("rank {}: a connection was dropped: {error}", self.identity.me),
         }
+        self.candidates.push(candidate);
     }
 
-    /// Drives every handshake by `drive`, which gives the finished stream; drops those that fail or take too long.
+    /// Drives every handshake by `drive`, which gives what a finished one has brought; drops those that fail or take too long,
+    /// but nobody for what this process lacks.
     pub(crate) fn drive<T>(
         &mut self,
         mut drive: impl FnMut(&mut Candidate<S>) -> Result<Option<T>, LinkDown>,
-    ) -> Vec<T> {
-        let (me, patience) = (self.identity.me, self.patience());
-        let mut finished = Vec::new();
-        self.candidates.retain_mut(|candidate| {
+    ) -> Vec<Proved<S, T>> {
+        let (me, patience, rests) = (self.identity.me, self.patience(), self.rests());
+        let (mut finished, mut refusal) = (Vec::new(), None);
+        for mut candidate in std::mem::take(&mut self.candidates) {
+            if candidate.registration.is_none() {
+                let registered = if rests { Ok(()) } else { candidate.register(&self.poller) };
+                refusal = registered.err().or(refusal);
+            }
+            if candidate.registration.is_none() {
+                self.candidates.push(candidate);
+                continue;
+            }
             let was_known = candidate.rank.is_some();
-            let driven = drive(candidate);
+            let driven = drive(&mut candidate);
             if !was_known && candidate.rank.is_some() {
                 // What is missing now is this side's own doing: nobody may have driven it for a while.
                 candidate.since = Instant::now();
             }
             match driven {
-                Ok(Some(done)) => {
-                    finished.push(done);
-                    return false;
-                }
-                Ok(None) if candidate.since.elapsed() < patience => return true,
+                Ok(Some(brought)) => finished.extend(candidate.prove(brought)),
+                Ok(None) if candidate.since.elapsed() < patience => self.candidates.push(candidate),
                 Ok(None) => {
                     log::warn!("rank {me}: a connection was dropped: it did not prove itself within {patience:?}")
+                }
+                Err(down) if down.kind == Down::Lacking => {
+                    refusal = Some(io::Error::from(rustix::io::Errno::MFILE));
+                    candidate.since = Instant::now();
+                    self.candidates.push(candidate);
                 }
                 // Whoever has changed its mind, a rank that leaves or a stranger.
                 Err(down) if down.kind == Down::HungUp => log::debug!("rank {me}: a connection was dropped: {down}"),
                 Err(down) => log::warn!("rank {me}: a connection was dropped: {down}"),
             }
-            false
-        });
+        }
+        if let Some(error) = refusal {
+            self.rest(&error);
+        }
         finished
+    }
+}
+
+impl<S: AsFd> Candidate<S> {
+    fn register(&mut self, poller: &Poller) -> io::Result<()> {
+        self.registration = Some(poller.add(self.stream.as_fd(), Interest::Read)?);
+        // While there was none, nobody listened.
+        self.since = Instant::now();
+        Ok(())
+    }
+
+    /// The connection, once it is known whose it is.
+    fn prove<T>(self, brought: T) -> Option<Proved<S, T>> {
+        Some(Proved { rank: self.rank?, stream: self.stream, registration: self.registration?, brought })
     }
 }
 
@@ -110,6 +211,12 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The same while others have to wait for it.
 const CROWDED_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long to leave callers waiting after the system refused to take one in.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// How many callers are looked at before the ranks have their turn again.
+const CALLERS_PER_TURN: usize = 256;
 
 #[cfg(test)]
 mod tests {
@@ -128,7 +235,7 @@ mod tests {
     }
 
     fn drive(pending: &mut Pending<UnixStream>) -> usize {
-        let none: Vec<Rank> = pending.drive(|candidate| candidate.accepting.drive(&mut candidate.stream));
+        let none = pending.drive(|candidate| candidate.accepting.drive(&mut candidate.stream));
         assert!(none.is_empty());
         pending.candidates.len()
     }

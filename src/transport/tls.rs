@@ -183,11 +183,12 @@ impl Stream {
 
     /// The side that accepted the connection.
     pub(crate) fn accept(socket: TcpStream, tls: Option<&Tls>) -> Self {
-        let connection = tls.map(|tls| {
-            let server = ServerConnection::new(tls.server.clone()).expect("a configuration that fits TLS 1.3");
-            Box::new(server.into())
-        });
-        Stream { socket, tls: connection }
+        Stream { socket, tls: tls.map(Stream::accepting) }
+    }
+
+    fn accepting(tls: &Tls) -> Box<Connection> {
+        let server = ServerConnection::new(tls.server.clone()).expect("a configuration that fits TLS 1.3");
+        Box::new(server.into())
     }
 
     /// The connection itself, to watch and to set up.
@@ -195,9 +196,9 @@ impl Stream {
         &self.socket
     }
 
-    /// This connection, of which only the socket stays here.
-    pub(crate) fn take(&mut self) -> io::Result<Stream> {
-        Ok(Stream { socket: self.socket.try_clone()?, tls: self.tls.take() })
+    /// Goes on with TLS, as the side that accepted the connection.
+    pub(crate) fn protect(&mut self, tls: &Tls) {
+        self.tls = Some(Stream::accepting(tls));
     }
 
     /// Whether TLS protects it.

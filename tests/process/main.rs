@@ -4,6 +4,7 @@ use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod crowd;
+mod descriptors;
 mod late_ranks;
 mod soak;
 mod strangers;

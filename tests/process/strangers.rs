@@ -231,9 +231,6 @@ fn undisturbed() -> usize {
 #[test]
 fn strangers_at_every_door_disturb_nobody() {
     let _alone = alone();
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
-    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
     let mut random = Random(1);
     let before = entries("fd");
     let quiet = undisturbed();

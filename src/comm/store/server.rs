@@ -14,6 +14,7 @@ use super::message::{HEADER_BYTES, Header, Reply, Request};
 use crate::comm::bootstrap::later;
 use crate::comm::stream::{Intake, Outgoing, sleep};
 use crate::sync::Arc;
+use crate::sys::limits;
 use crate::transport::auth::{Acceptor, Secret};
 use crate::types::Rank;
 
@@ -46,6 +47,7 @@ pub(super) struct Server {
 impl Server {
     /// Serves callers of `listener`, which must not block; those alone that know the secret, if there is one.
     pub(super) fn start(listener: TcpListener, secret: Option<Secret>) -> io::Result<Server> {
+        limits::raise_descriptors();
         let (stop, stopped) = UnixStream::pair()?;
         let shelf = Shelf::new(SHELF_LIMIT);
         let desk =

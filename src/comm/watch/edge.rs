@@ -110,7 +110,9 @@ impl Edge {
             Ok(written) => drop(self.outgoing.drain(..written)),
             Err(down) => {
                 self.outlet = None;
-                self.ending.get_or_insert((down.cause, now));
+                if let Err(down) = self.way.ended(down, now) {
+                    self.ending.get_or_insert((down.cause, now));
+                }
             }
         }
     }

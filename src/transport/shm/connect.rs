@@ -1,19 +1,17 @@
 //! How a ring gets from the process that makes it to the one that reads it.
 
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use crate::error::LinkDown;
 use crate::sys::memory::RingMemory;
 use crate::sys::peer_memory::PeerMemory;
-use crate::sys::poller::{Interest, Poller};
 use crate::sys::socket;
-use crate::transport::Accepted;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
-use crate::transport::pending::Candidate;
+use crate::transport::pending::{Candidate, Proved};
 use crate::transport::shm::channel::{Bell, ShmInlet, ShmOutlet};
+use crate::transport::{Accepted, shortage};
 use crate::types::Rank;
 
 /// What the opener still has to do: prove itself, then hand over the ring.
@@ -45,31 +43,34 @@ impl Introduction {
 pub(super) fn open(
     identity: Identity,
     peer: Rank,
-    stream: UnixStream,
+    bell: Bell,
     memory: RingMemory,
     ring: OwnedFd,
-    poller: &Poller,
     lends: bool,
-) -> io::Result<ShmOutlet> {
-    let registration = poller.add(stream.as_fd(), Interest::Read)?;
+) -> ShmOutlet {
     let introduction = Introduction { opening: Opening::new(identity, peer), proved: false, ring };
-    Ok(ShmOutlet::new(memory, Bell::new(stream, registration), introduction, lends))
+    ShmOutlet::new(memory, bell, introduction, lends)
 }
 
-/// Drives an accepted connection until its ring is here.
-pub(super) fn accept(candidate: &mut Candidate<UnixStream>, poller: &Poller) -> Result<Option<Accepted>, LinkDown> {
+/// Drives an accepted connection until its ring is here. `size` is that of the communicator.
+pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Result<Option<RingMemory>, LinkDown> {
     if candidate.rank.is_none() {
         candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
     }
-    let Some(rank) = candidate.rank else { return Ok(None) };
+    if candidate.rank.is_none() {
+        return Ok(None);
+    }
     let fd = match socket::recv_fd(&candidate.stream) {
         Ok(fd) => fd,
         Err(error) if is_passing(&error) => return Ok(None),
-        Err(error) => return Err(error.into()),
+        Err(error) => return Err(shortage::while_opening(error, size)),
     };
-    let memory = RingMemory::open(fd.as_fd())?;
-    let stream = candidate.stream.try_clone()?;
-    let registration = poller.add(stream.as_fd(), Interest::Read)?;
+    Ok(Some(RingMemory::open(fd.as_fd())?))
+}
+
+/// The inlet of a connection whose ring is here.
+pub(super) fn inlet(proved: Proved<UnixStream, RingMemory>) -> Accepted {
+    let Proved { rank, stream, registration, brought } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
-    Ok(Some((rank, Box::new(ShmInlet::new(memory, Bell::new(stream, registration), writer)))))
+    (rank, Box::new(ShmInlet::new(brought, Bell::new(stream, registration), writer)))
 }

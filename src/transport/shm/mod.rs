@@ -15,13 +15,15 @@ use rand::TryRngCore;
 use rand::rngs::OsRng;
 
 use crate::error::LinkDown;
+use crate::sys::limits;
 use crate::sys::memory::RingMemory;
 use crate::sys::peer_memory;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
-use crate::transport::{Accepted, Outlet, Transport};
+use crate::transport::shm::channel::Bell;
+use crate::transport::{Accepted, Outlet, Transport, shortage};
 use crate::types::Rank;
 
 /// The transport of one communicator.
@@ -65,47 +67,54 @@ impl Transport for ShmTransport {
     }
 
     fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+        let size = self.identity.size;
         let gone = |error: io::Error| match error.kind() {
             io::ErrorKind::ConnectionRefused => LinkDown::new("its process is gone (connection refused)"),
             io::ErrorKind::WouldBlock => LinkDown::busy("as many wait to be accepted by it as its system lets"),
-            _ => error.into(),
+            _ => shortage::while_opening(error, size),
         };
         let stream = socket::connect_unix(address).map_err(gone)?;
-        let lacking = |error: io::Error| {
-            LinkDown::new(format!("there is no shared memory for a ring of {} bytes to it: {error}", self.ring_bytes))
+        let lacking = |error: io::Error| match limits::lacks_descriptors(&error) {
+            true => shortage::while_opening(error, size),
+            false => {
+                let bytes = self.ring_bytes;
+                LinkDown::new(format!("there is no shared memory for a ring of {bytes} bytes to it: {error}"))
+            }
         };
         let (memory, fd) = RingMemory::create(self.ring_bytes).map_err(lacking)?;
-        let outlet = connect::open(self.identity.clone(), peer, stream, memory, fd, &self.poller, self.lends)?;
+        let registration = self.poller.add(stream.as_fd(), Interest::Read);
+        let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
+        let bell = Bell::new(stream, registration);
+        let outlet = connect::open(self.identity.clone(), peer, bell, memory, fd, self.lends);
         Ok(Box::new(outlet))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        // Those that stay in the queue wake the poller again.
-        for _ in 0..CALLERS_PER_TURN {
-            if !self.pending.has_room() {
-                break;
-            }
-            let Ok((stream, _)) = self.listener.accept() else { break };
-            match socket::is_of_this_user(stream.as_fd()).and_then(|own| stream.set_nonblocking(true).map(|()| own)) {
-                Ok(true) => self.pending.add(stream),
+        let (me, listener) = (self.identity.me, &self.listener);
+        self.pending.admit(listener.as_fd(), || {
+            let (stream, _) = listener.accept()?;
+            if !socket::is_of_this_user(stream.as_fd())? {
                 // Not worth a warning, of which they could cause any number.
-                Ok(false) => log::debug!("rank {}: another user's connection was dropped", self.identity.me),
-                Err(error) => log::warn!("a connection was dropped: {error}"),
+                log::debug!("rank {me}: another user's connection was dropped");
+                return Ok(None);
             }
-        }
-        let poller = &self.poller;
-        let accepted = self.pending.drive(|candidate| connect::accept(candidate, poller));
+            stream.set_nonblocking(true)?;
+            Ok(Some(stream))
+        });
+        let size = self.identity.size;
+        let accepted = self.pending.drive(|candidate| connect::accept(candidate, size));
         self.pending.watch(&mut self.registration);
-        accepted
+        accepted.into_iter().map(connect::inlet).collect()
+    }
+
+    fn shortage(&self) -> Option<String> {
+        self.pending.shortage()
     }
 
     fn accepting_until(&self) -> Option<Instant> {
         self.pending.due()
     }
 }
-
-/// How many callers are looked at before the ranks have their turn again.
-const CALLERS_PER_TURN: usize = 256;
 
 #[cfg(test)]
 mod tests;

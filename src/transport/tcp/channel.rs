@@ -1,11 +1,10 @@
 //! The receiving end: a buffer for headers and short messages; long ones go straight to their place.
 
-use std::io::{self, Read};
-use std::os::fd::AsFd;
+use std::io::Read;
 
 use crate::error::LinkDown;
 use crate::sync::{Arc, AtomicUsize, Ordering};
-use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::poller::Registration;
 use crate::transport::Inlet;
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
@@ -49,22 +48,20 @@ pub(super) struct TcpInlet {
 }
 
 impl TcpInlet {
-    pub(super) fn new(stream: Stream, poller: &Poller, quiet: &Quiet) -> io::Result<Self> {
-        let registration = poller.add(stream.as_fd(), Interest::Read)?;
-        let buffer = vec![0; BUFFER_BYTES];
-        Ok(TcpInlet {
+    pub(super) fn new(stream: Stream, registration: Registration, quiet: &Quiet) -> Self {
+        TcpInlet {
             stream,
             registration,
             fruitless: 0,
             quiet: quiet.clone(),
-            buffer,
+            buffer: vec![0; BUFFER_BYTES],
             start: 0,
             end: 0,
             ended: None,
             direct: false,
             waiting: false,
             stalled: false,
-        })
+        }
     }
 
     fn buffered(&self) -> usize {

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use crate::error::LinkDown;
+use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, Patience};
 use crate::sys::tcp_info::{self, Traffic};
-use crate::transport::Outlet;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::tls::{Stream, Tls};
+use crate::transport::{Outlet, shortage};
 use crate::types::Rank;
 
 /// How far a connection is.
@@ -58,7 +59,7 @@ impl Connection {
         patience: Patience,
     ) -> Result<Self, LinkDown> {
         let mut failures = Vec::new();
-        let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller)?;
+        let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller, identity.size)?;
         let stream = Stream::open(socket, tls.as_ref());
         let poller = poller.clone();
         let stage = Stage::Connecting { since: Instant::now() };
@@ -118,7 +119,7 @@ impl Connection {
 
     fn try_next(&mut self, failure: String) -> Result<(), LinkDown> {
         self.failures.push(format!("{}: {failure}", self.current));
-        let next = next_attempt(&mut self.targets, &mut self.failures, &self.poller)?;
+        let next = next_attempt(&mut self.targets, &mut self.failures, &self.poller, self.identity.size)?;
         let (current, socket, registration) = next;
         (self.current, self.stream, self.registration) =
             (current, Stream::open(socket, self.tls.as_ref()), registration);
@@ -131,13 +132,16 @@ fn next_attempt(
     targets: &mut VecDeque<SocketAddr>,
     failures: &mut Vec<String>,
     poller: &Poller,
+    size: usize,
 ) -> Result<(SocketAddr, TcpStream, Registration), LinkDown> {
     while let Some(target) = targets.pop_front() {
         match socket::begin_tcp(target) {
             Ok(stream) => {
-                let registration = poller.add(stream.as_fd(), Interest::Write)?;
+                let registration = poller.add(stream.as_fd(), Interest::Write);
+                let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
                 return Ok((target, stream, registration));
             }
+            Err(error) if limits::is_shortage(&error) => return Err(shortage::while_opening(error, size)),
             Err(error) => failures.push(format!("{target}: {error}")),
         }
     }

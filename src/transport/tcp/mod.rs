@@ -15,11 +15,11 @@ use crate::sys::net;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, Patience};
 use crate::transport::auth::Identity;
-use crate::transport::pending::Pending;
+use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::channel::{Quiet, TcpInlet};
 use crate::transport::tcp::connect::Connection;
 use crate::transport::tls::{Stream, Tls};
-use crate::transport::{Accepted, Inlet, Outlet, Transport};
+use crate::transport::{Accepted, Outlet, Transport};
 use crate::types::Rank;
 
 /// Where a rank listens.
@@ -102,24 +102,25 @@ impl Transport for TcpTransport {
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        while self.pending.has_room() {
-            match self.listener.accept() {
-                Ok((stream, _)) => match socket::tune_tcp(&stream, self.patience) {
-                    Ok(()) => self.pending.add(Stream::accept(stream, self.tls.as_ref())),
-                    Err(error) => log::warn!("a connection was dropped: {error}"),
-                },
-                Err(_) => break,
-            }
-        }
-        let (poller, quiet) = (&self.poller, &self.quiet);
+        let (listener, patience, tls) = (&self.listener, self.patience, self.tls.as_ref());
+        self.pending.admit(listener.as_fd(), || {
+            let (stream, _) = listener.accept()?;
+            socket::tune_tcp(&stream, patience)?;
+            Ok(Some(Stream::accept(stream, tls)))
+        });
         let accepted = self.pending.drive(|candidate| {
             candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
-            let Some(rank) = candidate.rank else { return Ok(None) };
-            let inlet = TcpInlet::new(candidate.stream.take()?, poller, quiet)?;
-            Ok(Some((rank, Box::new(inlet) as Box<dyn Inlet>)))
+            Ok(candidate.rank.map(|_| ()))
         });
         self.pending.watch(&mut self.registration);
-        accepted
+        let inlet = |proved: Proved<Stream, ()>| -> Accepted {
+            (proved.rank, Box::new(TcpInlet::new(proved.stream, proved.registration, &self.quiet)))
+        };
+        accepted.into_iter().map(inlet).collect()
+    }
+
+    fn shortage(&self) -> Option<String> {
+        self.pending.shortage()
     }
 
     fn accepting_until(&self) -> Option<Instant> {

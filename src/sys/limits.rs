@@ -1,0 +1,51 @@
+//! How many file descriptors this process may have, and what it says when it has no more.
+
+use std::io;
+use std::sync::Once;
+
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Whether it is this process, or its host, that lacks what the call takes: it may work later.
+pub fn is_shortage(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    errno.is_some_and(|errno| [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM].contains(&errno))
+}
+
+/// Whether the error is a lack of file descriptors, of the process or of its host.
+pub fn lacks_descriptors(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    errno.is_some_and(|errno| [Errno::MFILE, Errno::NFILE].contains(&errno))
+}
+
+/// How many file descriptors this process may have; nothing if there is no limit.
+pub fn descriptors() -> Option<u64> {
+    getrlimit(Resource::Nofile).current
+}
+
+/// Takes as many file descriptors as the process may take without being root: once, so that a limit that the program sets
+/// later stays. The lower limit is there for programs that call select(2), which these descriptors are no concern of.
+pub fn raise_descriptors() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let limit = getrlimit(Resource::Nofile);
+        if limit.current != limit.maximum
+            && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
+        {
+            log::debug!("the limit of file descriptors stays at {:?}: {error}", limit.current);
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_this_process_lacks_is_told_from_what_others_do() {
+        let error = |errno: Errno| io::Error::from(errno);
+        assert!(is_shortage(&error(Errno::MFILE)) && is_shortage(&error(Errno::NOBUFS)));
+        assert!(!is_shortage(&error(Errno::CONNREFUSED)) && !is_shortage(&io::ErrorKind::UnexpectedEof.into()));
+        assert!(lacks_descriptors(&error(Errno::NFILE)) && !lacks_descriptors(&error(Errno::NOMEM)));
+    }
+}

@@ -1,0 +1,35 @@
+//! What a connection lacks in this process, which is nobody else's end.
+
+use std::io;
+
+use crate::error::LinkDown;
+use crate::sys::limits;
+
+/// Why a stream is not opened: if this process lacks what it takes, it may be later.
+pub(crate) fn while_opening(error: io::Error, size: usize) -> LinkDown {
+    if limits::is_shortage(&error) { LinkDown::lacking(describe(&error, size)) } else { error.into() }
+}
+
+/// What is lacking, and how much of it a communicator of `size` ranks takes.
+pub(crate) fn describe(error: &io::Error, size: usize) -> String {
+    if !limits::lacks_descriptors(error) {
+        return format!("this process lacks resources: {error}");
+    }
+    let limit = limits::descriptors().map_or("none".to_owned(), |limit| limit.to_string());
+    format!(
+        "this process has no file descriptor left ({error}); a communicator of {size} ranks takes up to {} of them, and \
+         the process's limit for everything is {limit} (ulimit -n)",
+        descriptors(size)
+    )
+}
+
+/// How many file descriptors a communicator of `size` ranks takes at most.
+pub(crate) fn descriptors(size: usize) -> usize {
+    OWN_DESCRIPTORS + size.saturating_sub(1) * PEER_DESCRIPTORS
+}
+
+/// For each other rank: a stream in each direction, each a socket and the poller's copy of it.
+const PEER_DESCRIPTORS: usize = 4;
+
+/// For the pollers, the listeners, the rendezvous, and the few ranks that the watch looks at.
+const OWN_DESCRIPTORS: usize = 48;

@@ -1,0 +1,159 @@
+//! A process that runs out of file descriptors: nobody takes that for the end of a rank, and when there are some again, all
+//! goes on.
+//!
+//! The limit holds for a whole process, so the ranks of these tests run in a child of their own.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use ncclx_rs::{Communicator, Error, Op, OpKind, Rank, Source, Tag};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::world::{Wire, buffer, op, run, world};
+use crate::{alone, entries};
+
+const SHORT: Duration = Duration::from_secs(2);
+
+/// Names the wire to the child.
+const VARIABLE: &str = "NCCLX_RS_TEST_DESCRIPTORS";
+
+const WIRES: [Wire; 3] = [Wire::Shm, Wire::Tcp, Wire::Tls];
+
+/// Runs the test of this name in a child for each wire; what it then is there, in the child.
+fn in_child(test: &str) -> Option<Wire> {
+    if let Ok(wire) = std::env::var(VARIABLE) {
+        return WIRES.into_iter().find(|known| format!("{known:?}") == wire);
+    }
+    let _alone = alone();
+    for wire in WIRES {
+        let mut child = Command::new(std::env::current_exe().expect("this program"));
+        child.args([&format!("descriptors::{test}"), "--exact", "--nocapture"]).env(VARIABLE, format!("{wire:?}"));
+        assert!(child.status().expect("a child").success(), "{wire:?}");
+    }
+    None
+}
+
+/// The numbers of the descriptors that this process has.
+fn descriptors() -> BTreeSet<u64> {
+    let names = fs::read_dir("/proc/self/fd").expect("/proc").map(|entry| entry.expect("an entry").file_name());
+    names.map(|name| name.to_str().expect("digits").parse().expect("a number")).collect()
+}
+
+/// Lets this process open `more` descriptors, or as many as it may. The limit is one of numbers, and the lowest free ones are
+/// taken first.
+fn allow(more: Option<usize>) {
+    let limit = getrlimit(Resource::Nofile);
+    let mut current = limit.maximum;
+    if let Some(more) = more {
+        // Connections of the watch are still made; the folder itself is one of them, too.
+        let (mut open, mut looks) = (descriptors(), 0);
+        while looks < 20 {
+            std::thread::sleep(Duration::from_millis(20));
+            let now = descriptors();
+            looks = if now == open { looks + 1 } else { 0 };
+            open = now;
+        }
+        open.retain(|fd| fs::read_link(format!("/proc/self/fd/{fd}")).is_ok());
+        current = (0..).filter(|number| !open.contains(number)).nth(more);
+    }
+    setrlimit(Resource::Nofile, Rlimit { current, ..limit }).expect("a limit below the hard one");
+}
+
+fn exchange(comm: &Communicator, timeout: Duration) -> Result<(), Error> {
+    let mut data = [7];
+    let kind = match comm.rank() {
+        Rank(0) => OpKind::Send { to: Rank(1), tag: Tag(0) },
+        _ => OpKind::Recv { from: Source::Rank(Rank(0)), tag: Tag(0) },
+    };
+    let memory = vec![buffer(&mut data)];
+    let (inputs, outputs) = if comm.rank() == Rank(0) { (memory, vec![]) } else { (vec![], memory) };
+    comm.submit(Op { timeout: Some(timeout), ..op(kind, inputs, outputs) })?.wait(None)
+}
+
+/// How long this process's threads have run.
+fn processor_time() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("a time")
+}
+
+#[test]
+fn a_lack_of_descriptors_is_an_error_of_its_own_and_passes() {
+    let Some(wire) = in_child("a_lack_of_descriptors_is_an_error_of_its_own_and_passes") else { return };
+    // A stream takes three descriptors to open or more, and two to accept. Whatever is there, somebody lacks some.
+    for more in [0, 1, 2, 3] {
+        let (low, tried) = (Barrier::new(2), Barrier::new(2));
+        world(wire, 2, move |comm| {
+            if low.wait().is_leader() {
+                allow(Some(more));
+            }
+            low.wait();
+            let error = exchange(comm, SHORT).expect_err("there is no descriptor for a stream");
+            assert!(matches!(error, Error::Resource { .. } | Error::Timeout { .. }), "{wire:?} {more}: {error}");
+            if matches!(error, Error::Resource { .. }) {
+                let text = error.to_string();
+                assert!(text.contains("no file descriptor left") && text.contains("2 ranks takes up to 52"), "{text}");
+            }
+            assert!(more > 0 || matches!(error, Error::Resource { .. }), "{wire:?}: {error}");
+            assert_eq!(comm.loss(), None);
+            tried.wait();
+            if tried.wait().is_leader() {
+                allow(None);
+            }
+            tried.wait();
+            for _ in 0..3 {
+                run(comm, OpKind::Barrier, vec![], vec![]).expect("the communicator works on");
+            }
+        });
+    }
+}
+
+#[test]
+fn who_cannot_be_accepted_waits_and_nobody_spins() {
+    let Some(wire) = in_child("who_cannot_be_accepted_waits_and_nobody_spins") else { return };
+    let (low, tried) = (Barrier::new(2), Barrier::new(2));
+    world(wire, 2, move |comm| {
+        // Rank 0 can open its stream, and then there is nothing left to accept it with.
+        if low.wait().is_leader() {
+            allow(Some(if wire == Wire::Shm { 3 } else { 2 }));
+        }
+        low.wait();
+        let (begun, busy) = (Instant::now(), processor_time());
+        exchange(comm, SHORT).expect_err("no descriptor is left");
+        tried.wait();
+        // A thread that spins takes all the time there is; these look for news for a moment, and a few times a second.
+        let (took, busy) = (begun.elapsed(), processor_time() - busy);
+        assert!(busy < took / 2, "{wire:?}: {busy:?} of {took:?}");
+        assert_eq!(comm.loss(), None);
+        if tried.wait().is_leader() {
+            allow(None);
+        }
+        tried.wait();
+        run(comm, OpKind::Barrier, vec![], vec![]).expect("the communicator works on");
+    });
+}
+
+#[test]
+fn a_communicator_takes_no_more_descriptors_than_errors_say() {
+    let _alone = alone();
+    for (wire, size) in
+        [Wire::Shm, Wire::Tcp, Wire::Tls, Wire::Mixed].into_iter().flat_map(|wire| [(wire, 2), (wire, 9)])
+    {
+        let before = entries("fd");
+        let counts = world(wire, size, move |comm| {
+            let mut data = vec![1u8; size];
+            let (input, mut output) = (data.clone(), vec![0u8; size]);
+            comm.all_to_all(&mut output, &input).expect("all are there");
+            data.copy_from_slice(&output);
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
+            let count = entries("fd");
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
+            count
+        });
+        // All ranks are in this process. Each entry of a folder that a rank reads is one of these, too.
+        let most = counts.into_iter().max().expect("a rank") - before - size;
+        assert!(most <= size * (48 + 4 * (size - 1)), "{wire:?} {size}: {most}");
+    }
+}
