@@ -1,7 +1,7 @@
 //! A collective as data: the steps one rank takes, and which of them must wait for which.
 //!
 //! Offsets and lengths count elements. The spaces `Input` and `Output` are the operation's tensors laid end to end;
-//! `Scratch` is memory that the engine lends for the operation.
+//! `Scratch` and `Sums` are memory that the engine lends for the operation.
 //!
 //! ```
 //! use ncclx_rs::schedule::{Action, Builder, Slice, Space};
@@ -31,6 +31,8 @@ pub enum Space {
     Output,
     /// Memory of the engine, undefined at the start.
     Scratch,
+    /// As `Scratch`, for sums in an AVG of elements too narrow for them: of the type that such sums are computed in.
+    Sums,
 }
 
 /// A run of elements in one space.
@@ -76,15 +78,6 @@ impl Slice {
     }
 }
 
-/// Which factor of the operation a [`Action::Scale`] applies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Scaling {
-    /// The rank's own factor of PREMUL_SUM; nothing for other operations.
-    PreMultiply,
-    /// The division by the world size of AVG; nothing for other operations.
-    Average,
-}
-
 /// What one step does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
@@ -109,7 +102,7 @@ pub enum Action {
         /// The accumulator.
         into: Slice,
     },
-    /// Copies; a copy of memory onto itself is nothing.
+    /// Copies, and widens elements that become sums; a copy of memory onto itself is nothing.
     Copy {
         /// The source.
         from: Slice,
@@ -133,12 +126,18 @@ pub enum Action {
         /// The position of `into` among the blocks. As wide as a [`Rank`]: a larger type makes every step larger.
         position: u32,
     },
-    /// Multiplies in place.
+    /// Multiplies in place by the rank's own factor of PREMUL_SUM.
     Scale {
         /// What is multiplied.
         slice: Slice,
-        /// By which of the operation's factors.
-        by: Scaling,
+    },
+    /// `into = (block₀ + block₁ + …) / world size` over the blocks of `into.len` elements that `from` consists of, rounded
+    /// once.
+    Average {
+        /// The blocks, in order: elements, or sums of them. As long as `into` times a whole number.
+        from: Slice,
+        /// The result: `from` itself, or apart from it.
+        into: Slice,
     },
 }
 
@@ -149,10 +148,11 @@ impl Action {
             Action::Send { from, .. } => (Some(from), None),
             Action::Recv { into, .. } => (None, Some(into)),
             Action::RecvReduce { into, .. } => (None, Some(into)),
-            Action::Copy { from, into } | Action::Reduce { from, into } | Action::Fold { from, into, .. } => {
-                (Some(from), Some(into))
-            }
-            Action::Scale { slice, .. } => (None, Some(slice)),
+            Action::Copy { from, into }
+            | Action::Reduce { from, into }
+            | Action::Fold { from, into, .. }
+            | Action::Average { from, into } => (Some(from), Some(into)),
+            Action::Scale { slice } => (None, Some(slice)),
         }
     }
 }
@@ -179,6 +179,8 @@ pub struct Schedule {
     pub steps: Vec<Step>,
     /// Elements of scratch memory needed.
     pub scratch: usize,
+    /// Elements of memory for sums needed.
+    pub sums: usize,
 }
 
 /// Writes a schedule in program order and derives the dependencies from the memory that the steps touch.
@@ -189,6 +191,7 @@ pub struct Builder {
     name: &'static str,
     steps: Vec<Step>,
     scratch: usize,
+    sums: usize,
     /// What the steps after the fence use.
     uses: Uses,
     /// Steps before this one are waited for by every later step.
@@ -199,7 +202,15 @@ pub struct Builder {
 impl Builder {
     /// An empty schedule of the algorithm `name`.
     pub fn new(name: &'static str) -> Self {
-        Builder { name, steps: Vec::new(), scratch: 0, uses: Uses::default(), fence: None, fence_pending: false }
+        Builder {
+            name,
+            steps: Vec::new(),
+            scratch: 0,
+            sums: 0,
+            uses: Uses::default(),
+            fence: None,
+            fence_pending: false,
+        }
     }
 
     /// Reserves `len` elements of scratch memory.
@@ -207,8 +218,31 @@ impl Builder {
     /// # Panics
     /// When a `usize` cannot hold the number of all that are reserved.
     pub fn scratch(&mut self, len: usize) -> Slice {
-        let slice = Slice::new(Space::Scratch, self.scratch, len);
-        self.scratch = self.scratch.checked_add(len).expect("no more scratch memory than there can be");
+        Builder::reserve(Space::Scratch, &mut self.scratch, len)
+    }
+
+    /// Reserves memory for `len` sums.
+    ///
+    /// # Panics
+    /// As [`Builder::scratch`].
+    pub fn sums(&mut self, len: usize) -> Slice {
+        Builder::reserve(Space::Sums, &mut self.sums, len)
+    }
+
+    /// Reserves memory for `len` elements of the type that those of `like` have.
+    ///
+    /// # Panics
+    /// As [`Builder::scratch`].
+    pub fn beside(&mut self, like: Slice, len: usize) -> Slice {
+        match like.space {
+            Space::Sums => self.sums(len),
+            Space::Input | Space::Output | Space::Scratch => self.scratch(len),
+        }
+    }
+
+    fn reserve(space: Space, reserved: &mut usize, len: usize) -> Slice {
+        let slice = Slice::new(space, *reserved, len);
+        *reserved = reserved.checked_add(len).expect("no more scratch memory than there can be");
         slice
     }
 
@@ -261,7 +295,7 @@ impl Builder {
 
     /// The finished schedule.
     pub fn finish(self) -> Schedule {
-        Schedule { name: self.name, steps: self.steps, scratch: self.scratch }
+        Schedule { name: self.name, steps: self.steps, scratch: self.scratch, sums: self.sums }
     }
 }
 

@@ -183,7 +183,8 @@ elements! {
 pub enum ReduceOp {
     /// The sum.
     Sum,
-    /// The sum divided by the world size; integers truncate toward zero.
+    /// The sum divided by the world size, rounded once: the sum of integers is exact, that of 16-bit floats is computed in
+    /// single precision. Integers truncate toward zero.
     Avg,
     /// The product.
     Product,

@@ -40,10 +40,7 @@ pub fn all_gather(builder: &mut Builder, group: &Group, own: Slice, blocks: &[Sl
 /// of the positions and rounded once. `into` may be block `me` of `own`.
 pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into: Slice, chunk: usize) {
     let (size, me) = (group.size(), group.me());
-    for step in 1..size {
-        let to = (me + step) % size;
-        send_in_chunks(builder, group.rank(to), own[to], chunk);
-    }
+    send_blocks(builder, group, own, chunk);
     if size == 2 {
         // Two values are rounded once whichever way, so they can be combined as they come.
         for (target, mine) in chunks(into, chunk).zip(chunks(own[me], chunk)) {
@@ -52,13 +49,10 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
         }
         return;
     }
-    // Chunk by chunk: the memory for what others send is bounded, and combining overlaps with receiving.
-    let depth = 2;
     let others = size - 1;
-    let lanes: Vec<Slice> =
-        (0..depth).map(|_| builder.scratch(Counts::equal(chunk.min(into.len), others).total())).collect();
+    let lanes = lanes(builder, into, others, chunk);
     for (index, (target, mine)) in chunks(into, chunk).zip(chunks(own[me], chunk)).enumerate() {
-        let gathered = lanes[index % depth].part(0, target.len * others);
+        let gathered = lanes[index % LANES].part(0, target.len * others);
         let parts = blocks(gathered, &Counts::equal(target.len, others));
         builder.push(Action::Copy { from: mine, into: target });
         for step in 1..size {
@@ -69,6 +63,41 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
         builder.push(Action::Fold { from: gathered, into: target, position: me as u32 });
     }
 }
+
+/// As [`reduce_scatter`] of all ranks, but `into` ends as the average. What is sent is as it was given, also where its sum
+/// is too large for it.
+pub fn average_scatter(builder: &mut Builder, world: &Group, own: &[Slice], into: Slice, chunk: usize) {
+    let (size, me) = (world.size(), world.me());
+    send_blocks(builder, world, own, chunk);
+    let lanes = lanes(builder, into, size, chunk);
+    for (index, (target, mine)) in chunks(into, chunk).zip(chunks(own[me], chunk)).enumerate() {
+        let gathered = lanes[index % LANES].part(0, target.len * size);
+        let parts = blocks(gathered, &Counts::equal(target.len, size));
+        builder.push(Action::Copy { from: mine, into: parts[me] });
+        for step in 1..size {
+            let from = (me + size - step) % size;
+            builder.push(Action::Recv { from: world.rank(from), into: parts[from] });
+        }
+        builder.push(Action::Average { from: gathered, into: target });
+    }
+}
+
+/// Sends block r of `own` to position r.
+fn send_blocks(builder: &mut Builder, group: &Group, own: &[Slice], chunk: usize) {
+    let (size, me) = (group.size(), group.me());
+    for step in 1..size {
+        let to = (me + step) % size;
+        send_in_chunks(builder, group.rank(to), own[to], chunk);
+    }
+}
+
+/// Memory for the blocks that make a chunk of `into`. It goes round, so that what others send takes no more, and
+/// combining overlaps with receiving.
+fn lanes(builder: &mut Builder, into: Slice, blocks: usize, chunk: usize) -> [Slice; LANES] {
+    [(); LANES].map(|()| builder.beside(into, Counts::equal(chunk.min(into.len), blocks).total()))
+}
+
+const LANES: usize = 2;
 
 /// Sends block r of `send` to position r and receives position r's block into block r of `recv`. A block of
 /// so many elements is cut into pieces of `chunk(elements)`.

@@ -13,7 +13,7 @@ use crate::types::Rank;
 /// Both partners of a round combine the same two values; since the operations are commutative to the bit, everyone ends
 /// with the same bits.
 pub fn all_reduce_doubling(builder: &mut Builder, group: &Group, data: Slice) {
-    let theirs = builder.scratch(data.len);
+    let theirs = builder.beside(data, data.len);
     with_power_of_two(builder, group, data, |builder, cube| {
         let mut bit = 1;
         while bit < cube.size {

@@ -44,7 +44,7 @@ impl<'a> Hosts<'a> {
 pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
     let hosts = Hosts::new(setting);
     let size = hosts.local.size();
-    let chunk = setting.chunk(data.len);
+    let chunk = setting.chunk_of(data);
     if setting.topo.hosts().iter().all(|ranks| ranks.len() == size) {
         let me = hosts.local.me();
         let stripes = pieces(data, size);
@@ -64,7 +64,7 @@ pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
 }
 
 fn all_reduce_across(builder: &mut Builder, group: &Group, setting: &Setting<'_>, data: Slice) {
-    if data.len * setting.element <= DOUBLING_MAX_BYTES {
+    if data.len * setting.bytes_in(data.space) <= DOUBLING_MAX_BYTES {
         halving_doubling::all_reduce_doubling(builder, group, data);
     } else {
         halving_doubling::all_reduce_halving(builder, group, data);
@@ -75,7 +75,7 @@ fn all_reduce_across(builder: &mut Builder, group: &Group, setting: &Setting<'_>
 pub fn broadcast(builder: &mut Builder, setting: &Setting<'_>, root: Rank, data: Slice) {
     let hosts = Hosts::new(setting);
     let leaders = hosts.leaders(root);
-    let chunk = setting.chunk(data.len);
+    let chunk = setting.chunk_of(data);
     if let Some(group) = hosts.leading(&leaders) {
         binomial::broadcast(builder, &group, root, data, chunk);
     }
@@ -86,7 +86,7 @@ pub fn broadcast(builder: &mut Builder, setting: &Setting<'_>, root: Rank, data:
 pub fn reduce(builder: &mut Builder, setting: &Setting<'_>, root: Rank, data: Slice) {
     let hosts = Hosts::new(setting);
     let leaders = hosts.leaders(root);
-    let chunk = setting.chunk(data.len);
+    let chunk = setting.chunk_of(data);
     binomial::reduce(builder, &hosts.local, hosts.leader(&leaders), data, chunk);
     if let Some(group) = hosts.leading(&leaders) {
         binomial::reduce(builder, &group, root, data, chunk);

@@ -19,7 +19,7 @@ pub mod tuning;
 
 use crate::counts::Counts;
 use crate::op::CollectiveKind;
-use crate::schedule::{Builder, Schedule};
+use crate::schedule::{Builder, Schedule, Slice, Space};
 use crate::topo::Topology;
 use crate::types::Rank;
 use group::Group;
@@ -132,10 +132,22 @@ pub struct Setting<'a> {
     pub topo: &'a Topology,
     /// Bytes per element.
     pub element: usize,
-    /// Whether inputs are scaled before they are combined (PREMUL_SUM), so that they must be copied first.
-    pub premultiply: bool,
-    /// Whether the result is divided by the world size (AVG).
-    pub average: bool,
+    /// What is multiplied or divided.
+    pub scaling: Scaling,
+}
+
+/// What a reduction multiplies or divides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scaling {
+    /// Nothing.
+    Nothing,
+    /// The inputs, before they are combined (PREMUL_SUM), so that they must be copied first.
+    Inputs,
+    /// The sum, by the world size (AVG).
+    Sum {
+        /// Bytes of a sum. As many as of an element where that holds it; else sums have memory of their own.
+        bytes: usize,
+    },
 }
 
 impl Setting<'_> {
@@ -147,8 +159,30 @@ impl Setting<'_> {
     /// How many elements the pieces of messages have in a collective over `total` elements: short enough that
     /// consecutive steps overlap, long enough that schedules stay small.
     fn chunk(&self, total: usize) -> usize {
-        (CHUNK_BYTES / self.element).max(total / CHUNKS_MAX).max(1)
+        chunk(self.element, total)
     }
+
+    /// As `chunk`, where the messages are pieces of `data`, which may be sums.
+    fn chunk_of(&self, data: Slice) -> usize {
+        chunk(self.bytes_in(data.space), data.len)
+    }
+
+    /// Bytes of what lies in `space`.
+    fn bytes_in(&self, space: Space) -> usize {
+        match (space, self.scaling) {
+            (Space::Sums, Scaling::Sum { bytes }) => bytes,
+            _ => self.element,
+        }
+    }
+
+    /// Whether sums need memory of their own.
+    fn widens(&self) -> bool {
+        matches!(self.scaling, Scaling::Sum { bytes } if bytes != self.element)
+    }
+}
+
+fn chunk(element: usize, total: usize) -> usize {
+    (CHUNK_BYTES / element).max(total / CHUNKS_MAX).max(1)
 }
 
 /// A schedule whose steps `write` appends.

@@ -2,11 +2,11 @@
 
 use crate::algo::group::{blocks, pieces};
 use crate::algo::{
-    Collective, DIRECT_MAX_RANKS, Setting, agreement, binomial, direct, dissemination, halving_doubling, hierarchical,
-    ring, schedule,
+    Collective, DIRECT_MAX_RANKS, Scaling, Setting, agreement, binomial, chunk, direct, dissemination,
+    halving_doubling, hierarchical, ring, schedule,
 };
 use crate::counts::Counts;
-use crate::schedule::{Action, Builder, Scaling, Schedule, Slice, Space};
+use crate::schedule::{Action, Builder, Schedule, Slice, Space};
 use crate::types::Rank;
 
 /// A row: what it is, what it can do, when it is the best.
@@ -127,14 +127,22 @@ fn output(len: usize) -> Slice {
 /// This rank's input copied to where it will be combined, and scaled if the operation does.
 fn load(builder: &mut Builder, setting: &Setting<'_>, from: Slice, into: Slice) {
     builder.push(Action::Copy { from, into });
-    if setting.premultiply {
-        builder.push(Action::Scale { slice: into, by: Scaling::PreMultiply });
+    if setting.scaling == Scaling::Inputs {
+        builder.push(Action::Scale { slice: into });
     }
 }
 
-fn average(builder: &mut Builder, setting: &Setting<'_>, slice: Slice) {
-    if setting.average {
-        builder.push(Action::Scale { slice, by: Scaling::Average });
+/// Where inputs are combined whose reduction is to be in `result`: there, or where sums have memory of their own.
+fn work(builder: &mut Builder, setting: &Setting<'_>, result: Slice) -> Slice {
+    if setting.widens() { builder.sums(result.len) } else { result }
+}
+
+/// Turns what `work` holds into the `result`, which may be the same memory.
+fn conclude(builder: &mut Builder, setting: &Setting<'_>, work: Slice, result: Slice) {
+    match setting.scaling {
+        Scaling::Sum { .. } => _ = builder.push(Action::Average { from: work, into: result }),
+        _ if work == result => {}
+        _ => _ = builder.push(Action::Copy { from: work, into: result }),
     }
 }
 
@@ -146,23 +154,21 @@ fn all_reduce(
     combine: impl FnOnce(&mut Builder, Slice),
 ) {
     let Collective::AllReduce { count } = *collective else { unreachable!("checked by `can`") };
-    load(builder, setting, input(count), output(count));
-    combine(builder, output(count));
-    average(builder, setting, output(count));
+    let work = work(builder, setting, output(count));
+    load(builder, setting, input(count), work);
+    combine(builder, work);
+    conclude(builder, setting, work, output(count));
 }
 
-/// This rank's blocks of a reduce_scatter's input, to be sent.
-fn loaded_blocks(builder: &mut Builder, setting: &Setting<'_>, counts: &Counts, in_place: bool) -> Vec<Slice> {
+/// A copy of this rank's blocks of a reduce_scatter's input, to be combined in place.
+fn loaded_blocks(builder: &mut Builder, setting: &Setting<'_>, counts: &Counts) -> Vec<Slice> {
     let total = counts.total();
-    if !in_place {
-        return blocks(input(total), counts);
-    }
-    let work = builder.scratch(total);
-    load(builder, setting, input(total), work);
-    blocks(work, counts)
+    let copy = if setting.widens() { builder.sums(total) } else { builder.scratch(total) };
+    load(builder, setting, input(total), copy);
+    blocks(copy, counts)
 }
 
-/// A reduce: the root works in its output, others in scratch memory.
+/// A reduce: where sums need no memory of their own, the root works in its output, others in scratch memory.
 fn reduce(
     builder: &mut Builder,
     setting: &Setting<'_>,
@@ -171,11 +177,12 @@ fn reduce(
     combine: impl FnOnce(&mut Builder, Slice),
 ) {
     let is_root = root == setting.me;
-    let work = if is_root { output(count) } else { builder.scratch(count) };
+    let needs_scratch = !is_root && !setting.widens();
+    let work = if needs_scratch { builder.scratch(count) } else { work(builder, setting, output(count)) };
     load(builder, setting, input(count), work);
     combine(builder, work);
     if is_root {
-        average(builder, setting, work);
+        conclude(builder, setting, work, output(count));
     }
 }
 
@@ -198,12 +205,11 @@ fn own_block_in_place(builder: &mut Builder, counts: &Counts, me: usize) -> Vec<
 fn local(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
     let count = match collective {
         Collective::AllReduce { count } | Collective::Reduce { count, .. } => {
-            load(builder, setting, input(*count), output(*count));
-            return average(builder, setting, output(*count));
+            // The average of one is that one.
+            return load(builder, setting, input(*count), output(*count));
         }
         Collective::ReduceScatter { counts } => {
-            load(builder, setting, input(counts[0]), output(counts[0]));
-            return average(builder, setting, output(counts[0]));
+            return load(builder, setting, input(counts[0]), output(counts[0]));
         }
         Collective::Broadcast { count, .. } | Collective::Gather { count, .. } | Collective::Scatter { count, .. } => {
             *count
@@ -277,8 +283,7 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
             let chunk = setting.chunk(*count);
             load(builder, setting, input(*count), output(*count));
             let stripes = pieces(output(*count), size);
-            direct::reduce_scatter(builder, &world, &stripes, stripes[me], chunk);
-            average(builder, setting, stripes[me]);
+            direct_reduce_scatter(builder, setting, &stripes, stripes[me], chunk);
             direct::all_gather(builder, &world, stripes[me], &stripes, chunk);
         }
         Collective::AllGather { counts } => {
@@ -286,10 +291,11 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
             direct::all_gather(builder, &world, input(counts[me]), &all, setting.chunk(counts.total()));
         }
         Collective::ReduceScatter { counts } => {
-            let own = loaded_blocks(builder, setting, counts, setting.premultiply);
-            let into = output(counts[me]);
-            direct::reduce_scatter(builder, &world, &own, into, setting.chunk(counts.total()));
-            average(builder, setting, into);
+            let own = match setting.scaling {
+                Scaling::Inputs => loaded_blocks(builder, setting, counts),
+                _ => blocks(input(counts.total()), counts),
+            };
+            direct_reduce_scatter(builder, setting, &own, output(counts[me]), setting.chunk(counts.total()));
         }
         Collective::AllToAll { send, recv } => {
             let (from, into) = (blocks(input(send.total()), send), blocks(output(recv.total()), recv));
@@ -311,6 +317,13 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
     }
 }
 
+fn direct_reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, own: &[Slice], into: Slice, chunk: usize) {
+    match setting.scaling {
+        Scaling::Sum { .. } => direct::average_scatter(builder, &setting.world(), own, into, chunk),
+        _ => direct::reduce_scatter(builder, &setting.world(), own, into, chunk),
+    }
+}
+
 fn can_ring(collective: &Collective, _: &Setting<'_>) -> bool {
     matches!(collective, Collective::AllReduce { .. } | Collective::AllGather { .. } | Collective::ReduceScatter { .. })
 }
@@ -319,22 +332,23 @@ fn build_ring(builder: &mut Builder, collective: &Collective, setting: &Setting<
     let (world, me) = (setting.world(), setting.me.index());
     match collective {
         Collective::AllReduce { count } => {
-            let chunk = setting.chunk(*count);
-            load(builder, setting, input(*count), output(*count));
-            let stripes = pieces(output(*count), world.size());
-            ring::reduce_scatter(builder, &world, &stripes, chunk);
-            average(builder, setting, stripes[me]);
-            ring::all_gather(builder, &world, &stripes, chunk);
+            let result = output(*count);
+            let work = work(builder, setting, result);
+            load(builder, setting, input(*count), work);
+            let (own, stripes) = (pieces(work, world.size()), pieces(result, world.size()));
+            ring::reduce_scatter(builder, &world, &own, setting.chunk_of(work));
+            conclude(builder, setting, own[me], stripes[me]);
+            ring::all_gather(builder, &world, &stripes, setting.chunk_of(result));
         }
         Collective::AllGather { counts } => {
             let all = own_block_in_place(builder, counts, me);
             ring::all_gather(builder, &world, &all, setting.chunk(counts.total()));
         }
         Collective::ReduceScatter { counts } => {
-            let own = loaded_blocks(builder, setting, counts, true);
-            ring::reduce_scatter(builder, &world, &own, setting.chunk(counts.total()));
-            builder.push(Action::Copy { from: own[me], into: output(counts[me]) });
-            average(builder, setting, output(counts[me]));
+            let own = loaded_blocks(builder, setting, counts);
+            let chunk = chunk(setting.bytes_in(own[me].space), counts.total());
+            ring::reduce_scatter(builder, &world, &own, chunk);
+            conclude(builder, setting, own[me], output(counts[me]));
         }
         _ => unreachable!("checked by `can`"),
     }
@@ -357,7 +371,7 @@ fn build_binomial(builder: &mut Builder, collective: &Collective, setting: &Sett
             binomial::broadcast(builder, &world, root, data, setting.chunk(count));
         }),
         Collective::Reduce { count, root } => reduce(builder, setting, count, root, |builder, data| {
-            binomial::reduce(builder, &world, root, data, setting.chunk(count));
+            binomial::reduce(builder, &world, root, data, setting.chunk_of(data));
         }),
         Collective::Gather { count, root } => {
             let all = (root == setting.me).then(|| output(Counts::equal(count, world.size()).total()));

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
-use crate::algo::{Collective, Setting};
+use crate::algo::{Collective, Scaling, Setting};
 use crate::engine::core::{Core, Failed, control, deadline};
 use crate::engine::frame::{FrameKind, Header, Lane, Scope, Signature};
 use crate::engine::heartbeat::{Heartbeat, Pulse};
@@ -14,9 +14,9 @@ use crate::engine::lending::Offer;
 use crate::engine::memory::{Region, Scratch, Spaces};
 use crate::engine::outbox::{Body, OpRef, Owner};
 use crate::engine::plan::{Plan, PlanCache};
-use crate::engine::reduce;
+use crate::engine::reduce::{self, Operands};
 use crate::error::{Error, rank_list};
-use crate::schedule::{Action, StepId};
+use crate::schedule::{Action, Slice, Space, StepId};
 use crate::sync::Arc;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::Work;
@@ -43,22 +43,45 @@ pub(crate) struct Taken {
 impl Request {
     /// Takes a step that needs no other rank, of as many as `world`.
     pub(crate) fn compute(&self, action: Action, world: usize) {
-        let (dtype, op) = (self.dtype, self.reduce.unwrap_or(ReduceOp::Sum));
+        let dtype = self.dtype;
         let region = |slice| self.spaces.region(slice);
         match action {
             Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
             // In place. `copy_from` would find that out run by run.
             Action::Copy { from, into } if self.spaces.begin_alike(from, into) => {}
+            Action::Copy { from, into } if into.space == Space::Sums && from.space != Space::Sums => {
+                self.spaces.each_block(into, from, |into, blocks| reduce::widen(dtype, into, blocks[0]));
+            }
             Action::Copy { from, into } => region(into).copy_from(&region(from)),
             Action::Reduce { from, into } => {
-                region(into).zip(&region(from), |into, from| reduce::combine(op, dtype, into, from));
+                let operands = self.operands(into);
+                region(into).zip(&region(from), |into, from| reduce::combine(operands, into, from));
             }
             Action::Fold { from, into, position } => {
-                fold(op, dtype, &mut region(into), position as usize, &region(from));
+                let operands = self.operands(into);
+                let position = position as usize;
+                self.spaces.each_block(into, from, |into, blocks| reduce::fold(operands, into, position, blocks));
             }
-            Action::Scale { slice, by } => {
-                region(slice).each_mut(|run| reduce::scale(op, dtype, by, world, run));
+            Action::Scale { slice } => {
+                if let Some(ReduceOp::PreMulSum(factor)) = self.reduce {
+                    region(slice).each_mut(|run| reduce::scale(dtype, factor, run));
+                }
             }
+            Action::Average { from, into } if from == into => {
+                region(into).each_mut(|run| reduce::divide(dtype, world, run));
+            }
+            Action::Average { from, into } => {
+                let operands = self.operands(from);
+                self.spaces.each_block(into, from, |into, blocks| reduce::average(operands, world, into, blocks));
+            }
+        }
+    }
+
+    /// What is combined in the memory of `slice`.
+    fn operands(&self, slice: Slice) -> Operands {
+        match slice.space {
+            Space::Sums => Operands::Sums(self.dtype),
+            _ => Operands::Elements(self.reduce.unwrap_or(ReduceOp::Sum), self.dtype),
         }
     }
 
@@ -76,9 +99,7 @@ impl Request {
     /// The place that a step receives into, if it does.
     pub(crate) fn placement(&self, action: Action, owner: Owner) -> Option<Placement> {
         let (into, arrival) = match action {
-            Action::RecvReduce { into, .. } => {
-                (into, Arrival::Reduce(self.reduce.unwrap_or(ReduceOp::Sum), self.dtype))
-            }
+            Action::RecvReduce { into, .. } => (into, Arrival::Reduce(self.operands(into))),
             Action::Recv { into, .. } => (into, Arrival::Store),
             _ => return None,
         };
@@ -235,13 +256,21 @@ impl Core {
     /// The collective's plan, which becomes a part of what the ranks must agree on, and its scratch memory.
     pub(crate) fn prepare(&mut self, request: &mut Request) -> Arc<Plan> {
         let element = request.dtype.size();
-        let premultiply = matches!(request.reduce, Some(ReduceOp::PreMulSum(_)));
-        let average = matches!(request.reduce, Some(ReduceOp::Avg));
-        let setting = Setting { me: self.me, topo: &self.topo, element, premultiply, average };
+        let scaling = match request.reduce {
+            Some(ReduceOp::PreMulSum(_)) => Scaling::Inputs,
+            // The average of one is that one, with all its bits.
+            Some(ReduceOp::Avg) if self.peers.len() > 1 => {
+                request.spaces.sum = Operands::Sums(request.dtype).size();
+                Scaling::Sum { bytes: request.spaces.sum }
+            }
+            _ => Scaling::Nothing,
+        };
+        let setting = Setting { me: self.me, topo: &self.topo, element, scaling };
         let forced = self.algorithm.as_deref();
         let plan = self.collectives.plans.plan(&request.collective, setting, forced);
         request.signature.algorithm = plan.algorithm;
-        request.spaces.scratch = self.collectives.scratch.region(plan.schedule.scratch, element);
+        let (scratch, sums) = ((plan.schedule.scratch, element), (plan.schedule.sums, request.spaces.sum));
+        (request.spaces.scratch, request.spaces.sums) = self.collectives.scratch.regions(scratch, sums);
         plan
     }
 
@@ -633,22 +662,6 @@ impl Core {
 
 /// The message belongs to a collective that is over.
 struct Stale;
-
-/// Folds the blocks of `from` into `into`, which is at `position` among them, one run of `into` at a time.
-fn fold(op: ReduceOp, dtype: DType, into: &mut Region, position: usize, from: &Region) {
-    let block = into.len();
-    if block == 0 {
-        return;
-    }
-    let mut at = 0;
-    while at < block {
-        let run = into.run_mut(at);
-        let take = run.len();
-        let blocks: Vec<&[u8]> = (0..from.len() / block).map(|index| &from.run(index * block + at)[..take]).collect();
-        reduce::fold(op, dtype, run, position, &blocks);
-        at += take;
-    }
-}
 
 /// How much data a collective may have to find in the cache what it wrote.
 const WARM_MAX_BYTES: usize = 512 * 1024;

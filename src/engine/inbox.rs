@@ -5,10 +5,9 @@ use std::io;
 use crate::engine::frame::{Encoded, Header};
 use crate::engine::memory::Region;
 use crate::engine::outbox::{OpRef, Owner};
-use crate::engine::reduce;
+use crate::engine::reduce::{self, Operands};
 use crate::error::LinkDown;
 use crate::transport::{Inlet, Location};
-use crate::types::{DType, ReduceOp};
 
 /// What happens to received elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,7 +15,7 @@ pub(crate) enum Arrival {
     /// They replace what is there.
     Store,
     /// They are combined with what is there.
-    Reduce(ReduceOp, DType),
+    Reduce(Operands),
 }
 
 /// Where a message goes.
@@ -39,7 +38,7 @@ impl Placement {
     pub(crate) fn fits(&self, len: usize) -> bool {
         let element = match self.arrival {
             Arrival::Store => 1,
-            Arrival::Reduce(_, dtype) => dtype.size(),
+            Arrival::Reduce(operands) => operands.size(),
         };
         len > 0 && len <= self.region.len() - self.filled && len.is_multiple_of(element)
     }
@@ -52,13 +51,13 @@ impl Placement {
                 self.filled += bytes.len();
                 bytes.len()
             }
-            Arrival::Reduce(op, dtype) => {
+            Arrival::Reduce(operands) => {
                 let mut done = 0;
-                let whole = bytes.len() - bytes.len() % dtype.size();
+                let whole = bytes.len() - bytes.len() % operands.size();
                 while done < whole {
                     let run = self.region.run_mut(self.filled);
                     let take = run.len().min(whole - done);
-                    reduce::combine(op, dtype, &mut run[..take], &bytes[done..done + take]);
+                    reduce::combine(operands, &mut run[..take], &bytes[done..done + take]);
                     done += take;
                     self.filled += take;
                 }

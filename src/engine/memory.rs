@@ -225,17 +225,21 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// `len` elements of `element` bytes, with undefined content. Regions given out before are dead.
+    /// `len` elements of `element` bytes, then as many of another size, with undefined content. Regions given out before are
+    /// dead.
     ///
     /// # Panics
     /// When no memory has so many.
-    pub(crate) fn region(&mut self, len: usize, element: usize) -> Region {
-        let bytes = len.checked_mul(element).expect("no more scratch memory than there can be");
-        let words = bytes.div_ceil(size_of::<u64>());
+    pub(crate) fn regions(&mut self, (len, element): (usize, usize), other: (usize, usize)) -> (Region, Region) {
+        let bytes = len.checked_mul(element);
+        let all = || bytes?.checked_add(other.0.checked_mul(other.1)?);
+        let (bytes, all) = bytes.zip(all()).expect("no more scratch memory than there can be");
+        let words = all.div_ceil(size_of::<u64>());
         if self.memory.len() < words {
             self.memory = vec![0; words];
         }
-        Region::Run(Piece { ptr: self.memory.as_mut_ptr().cast(), len: bytes })
+        let all = Piece { ptr: self.memory.as_mut_ptr().cast(), len: all };
+        (Region::Run(all.part(0, bytes)), Region::Run(all.part(bytes, all.len - bytes)))
     }
 }
 
@@ -261,33 +265,28 @@ impl Words {
     }
 }
 
-/// The three spaces of a schedule.
+/// The spaces of a schedule.
 #[derive(Debug)]
 pub(crate) struct Spaces {
     pub(crate) input: Region,
     pub(crate) output: Region,
     pub(crate) scratch: Region,
+    pub(crate) sums: Region,
     /// Bytes per element.
     pub(crate) element: usize,
+    /// Bytes per sum.
+    pub(crate) sum: usize,
 }
 
 impl Spaces {
     /// Those of an operation on elements of so many bytes, without scratch memory yet.
     pub(crate) fn new(input: Region, output: Region, element: usize) -> Spaces {
-        Spaces { input, output, scratch: Region::default(), element }
-    }
-
-    /// The number of bytes of so many elements.
-    ///
-    /// # Panics
-    /// When there is no such number, so that a slice which is outside its space cannot seem to be inside.
-    fn bytes_of(&self, elements: usize) -> usize {
-        elements.checked_mul(self.element).expect("a slice of elements that memory can have")
+        Spaces { input, output, scratch: Region::default(), sums: Region::default(), element, sum: element }
     }
 
     /// The number of bytes in `slice`.
     pub(crate) fn bytes(&self, slice: Slice) -> usize {
-        self.bytes_of(slice.len)
+        bytes_of(slice.len, self.space(slice).1)
     }
 
     /// The memory of `slice`.
@@ -295,22 +294,54 @@ impl Spaces {
     /// # Panics
     /// When it is not inside its space.
     pub(crate) fn region(&self, slice: Slice) -> Region {
-        self.space(slice).part(self.bytes_of(slice.offset), self.bytes_of(slice.len))
+        let (space, element) = self.space(slice);
+        space.part(bytes_of(slice.offset, element), bytes_of(slice.len, element))
+    }
+
+    /// Calls `f` on every run of `into` and the parts that correspond of the blocks of as many elements that `from` consists of.
+    ///
+    /// The two do not overlap: they are different spaces or disjoint slices of one.
+    pub(crate) fn each_block(&self, into: Slice, from: Slice, mut f: impl FnMut(&mut [u8], &[&[u8]])) {
+        let (mut target, source) = (self.region(into), self.region(from));
+        let (element, its) = (self.space(into).1, self.space(from).1);
+        let mut at = 0;
+        while at < into.len {
+            let run = target.run_mut(at * element);
+            let starts = (at..from.len).step_by(into.len);
+            let mut blocks: SmallVec<[&[u8]; 8]> = starts.map(|start| source.run(start * its)).collect();
+            let take = blocks.iter().map(|block| block.len() / its).fold(run.len() / element, usize::min);
+            blocks.iter_mut().for_each(|block| *block = &block[..take * its]);
+            f(&mut run[..take * element], &blocks);
+            at += take;
+        }
     }
 
     /// Whether two slices begin at the same byte, each in a space of one run: mostly those of an operation in place.
     pub(crate) fn begin_alike(&self, one: Slice, other: Slice) -> bool {
-        let address = |slice: Slice| Some(self.space(slice).address()? + self.bytes_of(slice.offset) as u64);
+        let address = |slice: Slice| {
+            let (space, element) = self.space(slice);
+            Some(space.address()? + bytes_of(slice.offset, element) as u64)
+        };
         address(one).is_some_and(|begin| address(other) == Some(begin))
     }
 
-    fn space(&self, slice: Slice) -> &Region {
+    /// The space that `slice` lies in, and the bytes of each of its elements.
+    fn space(&self, slice: Slice) -> (&Region, usize) {
         match slice.space {
-            Space::Input => &self.input,
-            Space::Output => &self.output,
-            Space::Scratch => &self.scratch,
+            Space::Input => (&self.input, self.element),
+            Space::Output => (&self.output, self.element),
+            Space::Scratch => (&self.scratch, self.element),
+            Space::Sums => (&self.sums, self.sum),
         }
     }
+}
+
+/// The number of bytes of so many elements.
+///
+/// # Panics
+/// When there is no such number, so that a slice which is outside its space cannot seem to be inside.
+fn bytes_of(elements: usize, element: usize) -> usize {
+    elements.checked_mul(element).expect("a slice of elements that memory can have")
 }
 
 #[cfg(test)]
@@ -360,11 +391,29 @@ mod tests {
     }
 
     #[test]
+    fn blocks_are_met_run_by_run() {
+        let [run, runs] = regions();
+        // Two blocks of four elements meet four sums of twice their size, and the other way around.
+        let all = Slice::new(Space::Output, 0, 8);
+        for (output, sums) in [(run.clone(), runs.clone()), (runs, run)] {
+            let spaces = Spaces { sums, sum: 4, ..Spaces::new(Region::default(), output, 2) };
+            let sums = Slice::new(Space::Sums, 0, 4);
+            let mut met = Vec::new();
+            spaces.each_block(sums, all, |into, blocks| {
+                met.push((into.len(), blocks.iter().map(|block| block.len()).collect::<Vec<_>>()));
+            });
+            assert!(met.iter().all(|(sums, elements)| *elements == [sums / 2; 2]), "{met:?}");
+            assert_eq!(met.iter().map(|(sums, _)| sums).sum::<usize>(), 16);
+            spaces.each_block(all.part(0, 4), sums, |into, blocks| assert_eq!(into.len() * 2, blocks[0].len()));
+        }
+    }
+
+    #[test]
     fn a_slice_that_is_not_inside_its_space_ends_with_a_panic() {
         let [run, runs] = regions();
         let spaces = Spaces::new(run, runs, 8);
         let (wraps, wraps_to_one) = (usize::MAX / 8 + 1, usize::MAX / 8 + 2);
-        for space in [Space::Input, Space::Output, Space::Scratch] {
+        for space in [Space::Input, Space::Output, Space::Scratch, Space::Sums] {
             for (offset, len) in [(0, 3), (wraps, 1), (wraps_to_one, 1), (0, wraps_to_one), (1, usize::MAX)] {
                 let slice = Slice::new(space, offset, len);
                 let region = std::panic::AssertUnwindSafe(|| spaces.region(slice));

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use crate::algo::{self, Collective, Setting, Tuning};
+use crate::algo::{self, Collective, Scaling, Setting, Tuning};
 use crate::engine::collective::Taken;
 use crate::engine::memory::Spaces;
 use crate::schedule::{Action, Schedule, Slice, Step, StepId};
@@ -105,7 +105,8 @@ fn is_busy(schedule: &Schedule) -> bool {
         | Action::RecvReduce { into, .. }
         | Action::Reduce { into, .. }
         | Action::Fold { into, .. }
-        | Action::Scale { slice: into, .. } => into.len > 0,
+        | Action::Scale { slice: into }
+        | Action::Average { into, .. } => into.len > 0,
         Action::Copy { .. } => false,
     })
 }
@@ -123,8 +124,8 @@ pub(crate) struct PlanCache {
     last: Option<(Elements, Arc<Plan>)>,
 }
 
-/// The size of an element, and whether the elements are scaled before and after.
-type Elements = (usize, bool, bool);
+/// The size of an element, and what is multiplied or divided.
+type Elements = (usize, Scaling);
 
 /// Plans, and how many bytes they have together.
 #[derive(Debug, Default)]
@@ -147,7 +148,7 @@ impl Generation {
 impl PlanCache {
     /// The plan for `collective`, made now if it is new. `forced` names the algorithm where it has one for the shape.
     pub(crate) fn plan(&mut self, collective: &Collective, setting: Setting<'_>, forced: Option<&str>) -> Arc<Plan> {
-        let elements = (setting.element, setting.premultiply, setting.average);
+        let elements = (setting.element, setting.scaling);
         if let Some((last, plan)) = &self.last
             && *last == elements
             && plan.collective == *collective
@@ -225,7 +226,7 @@ mod tests {
             (Collective::AllReduce { count: 8 }, 0, 2, &in_place, true),
         ] {
             let topo = Topology::single_host(size);
-            let setting = Setting { me: Rank(me), topo: &topo, element: 8, premultiply: false, average: false };
+            let setting = Setting { me: Rank(me), topo: &topo, element: 8, scaling: Scaling::Nothing };
             let plan = PlanCache::default().plan(&collective, setting, None);
             assert_eq!(plan.is_busy(spaces), is_busy, "{collective:?}, rank {me} of {size}");
         }
@@ -234,7 +235,7 @@ mod tests {
     #[test]
     fn plans_are_kept_up_to_so_many_bytes() {
         let topo = Topology::single_host(64);
-        let setting = Setting { me: Rank(3), topo: &topo, element: 4, premultiply: false, average: false };
+        let setting = Setting { me: Rank(3), topo: &topo, element: 4, scaling: Scaling::Nothing };
         let mut cache = PlanCache::default();
         let splits = |call: usize| {
             let counts: Counts = (0..64).map(|rank| 1000 + (rank * call) % 7 + call).collect();
@@ -257,14 +258,14 @@ mod tests {
     #[test]
     fn a_plan_too_large_to_be_kept_puts_no_other_out() {
         let topo = Topology::single_host(8);
-        let setting = Setting { me: Rank(3), topo: &topo, element: 1, premultiply: false, average: false };
+        let setting = Setting { me: Rank(3), topo: &topo, element: 1, scaling: Scaling::Nothing };
         let mut cache = PlanCache::default();
         let small = cache.plan(&Collective::Barrier, setting, None);
         let large = Plan {
             ready: Vec::with_capacity(GENERATION_BYTES),
             ..Plan::new(Collective::Barrier, small.schedule.clone())
         };
-        cache.keep((2, false, false), &Arc::new(large));
+        cache.keep((2, Scaling::Nothing), &Arc::new(large));
         assert!(Arc::ptr_eq(&cache.plan(&Collective::Barrier, setting, None), &small));
         assert!(cache.recent.bytes <= GENERATION_BYTES);
     }

@@ -2,7 +2,7 @@
 //!
 //! Elements are read and written by their bytes, so nothing needs to be aligned; the loops are simple enough for the
 //! compiler to vectorise, for each instruction set of [`simd`](crate::sys::simd). Half precision is computed in single
-//! precision.
+//! precision. Averages have a module of their own.
 //!
 //! The operations are commutative to the bit, so that ranks which combine the same two values in different order agree.
 //! Therefore every NaN that is stored is the one that PyTorch's constants are, whichever NaN came in: processors keep one
@@ -10,37 +10,54 @@
 
 use half::{bf16, f16};
 
-use crate::schedule::Scaling;
 use crate::sys::simd::{Kernel, widest};
 use crate::types::{DType, ReduceOp};
+
+pub(crate) use average::{average, divide, widen};
+
+/// What is combined, and how.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Operands {
+    /// Elements of tensors.
+    Elements(ReduceOp, DType),
+    /// Sums of elements of this type, in a type that holds those of all ranks; they are added.
+    Sums(DType),
+}
+
+impl Operands {
+    /// Bytes per operand.
+    pub(crate) fn size(self) -> usize {
+        match self {
+            Operands::Elements(_, dtype) => dtype.size(),
+            Operands::Sums(dtype) => average::sum_size(dtype),
+        }
+    }
+}
 
 /// `into = into ⊕ from`, element by element.
 ///
 /// # Panics
-/// When the lengths differ, or `op` is not defined on `dtype` (see [`ReduceOp::supports`]).
-pub fn combine(op: ReduceOp, dtype: DType, into: &mut [u8], from: &[u8]) {
+/// When the lengths differ, or the operation is not defined on the type (see [`ReduceOp::supports`]).
+pub(crate) fn combine(operands: Operands, into: &mut [u8], from: &[u8]) {
     assert_eq!(into.len(), from.len(), "operands of equal length");
-    widest(Dispatch { op, dtype, job: Combine { into, from } });
+    widest(Dispatch { operands, job: Combine { into, from } });
 }
 
 /// `into = … ⊕ blocks[position - 1] ⊕ into ⊕ blocks[position] ⊕ …`, in that order, rounded once at the end.
 ///
 /// # Panics
 /// As [`combine`], and when there is no such position.
-pub fn fold(op: ReduceOp, dtype: DType, into: &mut [u8], position: usize, blocks: &[&[u8]]) {
+pub(crate) fn fold(operands: Operands, into: &mut [u8], position: usize, blocks: &[&[u8]]) {
     assert!(blocks.iter().all(|block| block.len() == into.len()), "operands of equal length");
     let (before, after) = blocks.split_at(position);
-    widest(Dispatch { op, dtype, job: Fold { before, into, after } });
+    widest(Dispatch { operands, job: Fold { before, into, after } });
 }
 
-/// Multiplies by the factor of PREMUL_SUM, or divides by `world` for AVG; nothing for other operations. Integers
-/// truncate toward zero.
-pub fn scale(op: ReduceOp, dtype: DType, by: Scaling, world: usize, data: &mut [u8]) {
-    let factor = match (op, by) {
-        (ReduceOp::PreMulSum(factor), Scaling::PreMultiply) => Factor::Times(factor),
-        (ReduceOp::Avg, Scaling::Average) => Factor::Over(world),
-        _ => return,
-    };
+/// Multiplies by a factor. Integers truncate toward zero.
+///
+/// # Panics
+/// When the type has no products (see [`ReduceOp::supports`]).
+pub(crate) fn scale(dtype: DType, factor: f64, data: &mut [u8]) {
     match dtype {
         DType::U8 => scale_each::<u8>(data, factor),
         DType::I8 => scale_each::<i8>(data, factor),
@@ -54,7 +71,7 @@ pub fn scale(op: ReduceOp, dtype: DType, by: Scaling, world: usize, data: &mut [
         DType::BF16 => scale_each::<bf16>(data, factor),
         DType::F32 | DType::C64 => scale_each::<f32>(data, factor),
         DType::F64 | DType::C128 => scale_each::<f64>(data, factor),
-        _ => panic!("{} is not defined on {dtype}", op.name()),
+        _ => undefined(ReduceOp::PreMulSum(factor), dtype),
     }
 }
 
@@ -94,6 +111,7 @@ element! {
     i32, i32, |x| x, |x| x;
     u64, u64, |x| x, |x| x;
     i64, i64, |x| x, |x| x;
+    i128, i128, |x| x, |x| x;
     f16, f32, widen_f16, narrow_f16;
     bf16, f32, widen_bf16, narrow_bf16;
     f32, f32, |x| x, canonical_f32;
@@ -240,19 +258,31 @@ impl<'a> Job for Fold<'a> {
             let start = index * STRETCH * E::SIZE;
             let len = into.len();
             let stretches = |blocks: &'a [&'a [u8]]| blocks.iter().map(move |block| &block[start..start + len]);
-            let mut blocks = stretches(self.before).chain([&*into]).chain(stretches(self.after));
-            let first = blocks.next().unwrap_or_default();
-            for (wide, bytes) in wide.iter_mut().zip(first.chunks_exact(E::SIZE)) {
-                *wide = E::load(bytes);
-            }
-            for block in blocks {
-                for (wide, bytes) in wide.iter_mut().zip(block.chunks_exact(E::SIZE)) {
-                    *wide = op(*wide, E::load(bytes));
-                }
-            }
+            let blocks = stretches(self.before).chain([&*into]).chain(stretches(self.after));
+            accumulate(&mut wide, blocks, E::SIZE, E::load, &op);
             for (wide, bytes) in wide.iter().zip(into.chunks_exact_mut(E::SIZE)) {
                 E::store(*wide, bytes);
             }
+        }
+    }
+}
+
+/// `wide = block₀ ⊕ block₁ ⊕ …`, of blocks whose elements have `size` bytes.
+#[inline(always)]
+fn accumulate<'a, W: Copy>(
+    wide: &mut [W],
+    mut blocks: impl Iterator<Item = &'a [u8]>,
+    size: usize,
+    load: impl Fn(&[u8]) -> W,
+    op: impl Fn(W, W) -> W,
+) {
+    let first = blocks.next().unwrap_or_default();
+    for (wide, bytes) in wide.iter_mut().zip(first.chunks_exact(size)) {
+        *wide = load(bytes);
+    }
+    for block in blocks {
+        for (wide, bytes) in wide.iter_mut().zip(block.chunks_exact(size)) {
+            *wide = op(*wide, load(bytes));
         }
     }
 }
@@ -261,15 +291,17 @@ const STRETCH: usize = 512;
 
 /// A job for the operation and the type, compiled for several instruction sets.
 struct Dispatch<J> {
-    op: ReduceOp,
-    dtype: DType,
+    operands: Operands,
     job: J,
 }
 
 impl<J: Job> Kernel for Dispatch<J> {
     #[inline(always)]
     fn run(self) {
-        dispatch(self.op, self.dtype, self.job);
+        match self.operands {
+            Operands::Elements(op, dtype) => dispatch(op, dtype, self.job),
+            Operands::Sums(dtype) => average::add(dtype, self.job),
+        }
     }
 }
 
@@ -333,29 +365,21 @@ fn undefined(op: ReduceOp, dtype: DType) {
     panic!("{} is not defined on {dtype}; submission refuses it", op.name());
 }
 
-#[derive(Clone, Copy)]
-enum Factor {
-    Times(f64),
-    Over(usize),
-}
-
-/// Types that can be scaled.
+/// Types that can be multiplied by a factor.
 trait Scale: Element {
-    fn scaled(wide: Self::Wide, factor: Factor) -> Self::Wide;
+    fn scaled(wide: Self::Wide, factor: f64) -> Self::Wide;
 }
 
 macro_rules! scale_integer {
     ($($t:ty),*) => { $(
         impl Scale for $t {
             #[inline(always)]
-            fn scaled(x: $t, factor: Factor) -> $t {
-                match factor {
-                    // In 128 bits, where every divisor and every whole factor of the type's range is exact.
-                    Factor::Over(count) => (i128::from(x) / count as i128) as $t,
-                    Factor::Times(by) if by.fract() == 0.0 && by.abs() <= i64::MAX as f64 => {
-                        i128::from(x).wrapping_mul(by as i128) as $t
-                    }
-                    Factor::Times(by) => (x as f64 * by) as $t,
+            fn scaled(x: $t, factor: f64) -> $t {
+                // In 128 bits, where every whole factor of the type's range is exact.
+                if factor.fract() == 0.0 && factor.abs() <= i64::MAX as f64 {
+                    i128::from(x).wrapping_mul(factor as i128) as $t
+                } else {
+                    (x as f64 * factor) as $t
                 }
             }
         }
@@ -366,11 +390,8 @@ macro_rules! scale_float {
     ($($t:ty, $wide:ty);*) => { $(
         impl Scale for $t {
             #[inline(always)]
-            fn scaled(x: $wide, factor: Factor) -> $wide {
-                match factor {
-                    Factor::Over(count) => x / count as $wide,
-                    Factor::Times(by) => x * by as $wide,
-                }
+            fn scaled(x: $wide, factor: f64) -> $wide {
+                x * factor as $wide
             }
         }
     )* };
@@ -379,11 +400,12 @@ macro_rules! scale_float {
 scale_integer!(u8, i8, u16, i16, u32, i32, u64, i64);
 scale_float!(f16, f32; bf16, f32; f32, f32; f64, f64);
 
-fn scale_each<E: Scale>(data: &mut [u8], factor: Factor) {
+fn scale_each<E: Scale>(data: &mut [u8], factor: f64) {
     for bytes in data.chunks_exact_mut(E::SIZE) {
         E::store(E::scaled(E::load(bytes), factor), bytes);
     }
 }
 
+mod average;
 #[cfg(test)]
 mod tests;

@@ -13,7 +13,7 @@ enum Call {
 }
 
 fn slices() -> impl Strategy<Value = Slice> {
-    let space = prop_oneof![Just(Space::Input), Just(Space::Output), Just(Space::Scratch)];
+    let space = prop_oneof![Just(Space::Input), Just(Space::Output), Just(Space::Scratch), Just(Space::Sums)];
     (space, 0..12_usize, 0..8_usize).prop_map(|(space, offset, len)| Slice::new(space, offset, len))
 }
 
@@ -24,7 +24,8 @@ fn calls() -> impl Strategy<Value = Call> {
         slices().prop_map(move |into| Action::Recv { from, into }),
         slices().prop_map(move |into| Action::RecvReduce { from, into }),
         (slices(), slices()).prop_map(|(from, into)| Action::Copy { from, into }),
-        slices().prop_map(|slice| Action::Scale { slice, by: Scaling::Average }),
+        slices().prop_map(|slice| Action::Scale { slice }),
+        (slices(), slices()).prop_map(|(from, into)| Action::Average { from, into }),
     ];
     prop_oneof![20 => push.prop_map(Call::Push), 1 => Just(Call::Barrier), 1 => (0..3_usize).prop_map(Call::PutFirst)]
 }

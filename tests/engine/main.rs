@@ -1,5 +1,6 @@
 //! One binary for the engine tests.
 
+mod averages;
 mod blocking;
 mod bootstrap;
 mod collectives;

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use ncclx_rs::algo::{self, Collective, Setting};
+use ncclx_rs::algo::{self, Collective, Scaling, Setting};
 use ncclx_rs::schedule::{self, Action, Schedule, Slice, Space};
 use ncclx_rs::{Counts, Rank, Topology};
 use rand::rngs::StdRng;
@@ -19,6 +19,9 @@ struct Machine<'a> {
     input: Vec<u64>,
     output: Vec<u64>,
     scratch: Vec<u64>,
+    sums: Vec<u64>,
+    factor: u64,
+    division: u64,
     done: Vec<bool>,
     left: usize,
     /// Per step, its position among the messages between the two ranks.
@@ -29,7 +32,7 @@ struct Machine<'a> {
 }
 
 impl<'a> Machine<'a> {
-    fn new(schedule: &'a Schedule, input: Vec<u64>, output: usize, size: usize) -> Self {
+    fn new(schedule: &'a Schedule, rank: usize, input: Vec<u64>, output: usize, size: usize) -> Self {
         let (mut sends, mut receives) = (vec![Vec::new(); size], vec![Vec::new(); size]);
         let number = |step: usize, messages: &mut Vec<usize>| {
             messages.push(step);
@@ -41,12 +44,14 @@ impl<'a> Machine<'a> {
             _ => 0,
         });
         let (message, steps) = (message.collect(), schedule.steps.len());
-        let scratch = vec![0xdead; schedule.scratch];
         Machine {
             schedule,
             input,
             output: vec![0xbeef; output],
-            scratch,
+            scratch: vec![0xdead; schedule.scratch],
+            sums: vec![0xfade; schedule.sums],
+            factor: factor(rank),
+            division: division(size),
             done: vec![false; steps],
             left: steps,
             message,
@@ -64,6 +69,7 @@ impl<'a> Machine<'a> {
             Space::Input => &self.input,
             Space::Output => &self.output,
             Space::Scratch => &self.scratch,
+            Space::Sums => &self.sums,
         };
         &space[slice.offset..slice.offset + slice.len]
     }
@@ -73,6 +79,7 @@ impl<'a> Machine<'a> {
             Space::Input => panic!("{}: writes its input", self.schedule.name),
             Space::Output => &mut self.output,
             Space::Scratch => &mut self.scratch,
+            Space::Sums => &mut self.sums,
         };
         &mut space[slice.offset..slice.offset + slice.len]
     }
@@ -134,8 +141,14 @@ fn take(machines: &mut [Machine<'_>], next: &Move) {
             let data = machines[sender].slice(from).to_vec();
             machines[sender].finish(send);
             match machines[receiver].schedule.steps[receive].action {
-                Action::RecvReduce { into, .. } => machines[receiver].add(into, &data),
-                Action::Recv { into, .. } => machines[receiver].slice_mut(into).copy_from_slice(&data),
+                Action::RecvReduce { into, .. } => {
+                    same_type(from, into);
+                    machines[receiver].add(into, &data);
+                }
+                Action::Recv { into, .. } => {
+                    same_type(from, into);
+                    machines[receiver].slice_mut(into).copy_from_slice(&data);
+                }
                 _ => unreachable!(),
             }
             machines[receiver].finish(receive);
@@ -144,26 +157,56 @@ fn take(machines: &mut [Machine<'_>], next: &Move) {
             let machine = &mut machines[rank];
             match machine.schedule.steps[step].action {
                 Action::Copy { from, into } => {
+                    assert!(from.space != Space::Sums || into.space == Space::Sums, "only averages narrow sums");
                     let data = machine.slice(from).to_vec();
                     machine.slice_mut(into).copy_from_slice(&data);
                 }
                 Action::Reduce { from, into } => {
+                    same_type(from, into);
                     let data = machine.slice(from).to_vec();
                     machine.add(into, &data);
                 }
                 // The sum is that of any order; that of the blocks is followed by a test of its own.
                 Action::Fold { from, into, .. } => {
+                    same_type(from, into);
                     let data = machine.slice(from).to_vec();
                     data.chunks(into.len.max(1)).for_each(|block| machine.add(into, block));
                 }
-                // Scaled values are followed by their own test; here the factors are one.
-                Action::Scale { .. } => {}
+                Action::Scale { slice } => {
+                    let factor = machine.factor;
+                    machine.slice_mut(slice).iter_mut().for_each(|value| *value = value.wrapping_mul(factor));
+                }
+                Action::Average { from, into } => {
+                    assert!(into.space != Space::Sums, "an average is an element");
+                    let (data, division) = (machine.slice(from).to_vec(), machine.division);
+                    let target = machine.slice_mut(into);
+                    target.fill(0);
+                    for (index, value) in data.iter().enumerate() {
+                        let sum = &mut target[index % into.len];
+                        *sum = sum.wrapping_add(value.wrapping_mul(division));
+                    }
+                }
                 // Only those without content come here.
                 Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
             }
             machine.finish(step);
         }
     }
+}
+
+/// Panics unless both are sums or neither is: only copies and averages turn one into the other.
+fn same_type(from: Slice, into: Slice) {
+    assert_eq!(from.space == Space::Sums, into.space == Space::Sums, "{from:?} meets {into:?}");
+}
+
+/// What stands for a rank's own factor.
+fn factor(rank: usize) -> u64 {
+    2 * rank as u64 + 3
+}
+
+/// By what is multiplied where the engine divides by so many: unlike a quotient, it tells how often.
+fn division(size: usize) -> u64 {
+    if size == 1 { 1 } else { 0x2545_f491_4f6c_dd1d }
 }
 
 fn value(rank: usize, index: usize) -> u64 {
@@ -190,10 +233,16 @@ impl Case {
     }
 
     /// One rank's input, and what its output must be; nothing where it is undefined.
-    fn data(&self, rank: usize, size: usize) -> (Vec<u64>, usize, Option<Vec<u64>>) {
+    fn data(&self, rank: usize, size: usize, scaling: Scaling) -> (Vec<u64>, usize, Option<Vec<u64>>) {
         let own = |rank: usize, count: usize| (0..count).map(|index| value(rank, index)).collect::<Vec<_>>();
         let sum = |range: std::ops::Range<usize>| -> Vec<u64> {
-            range.map(|i| (0..size).fold(0u64, |sum, r| sum.wrapping_add(value(r, i)))).collect()
+            let (scale, divide): (fn(usize) -> u64, u64) = match scaling {
+                Scaling::Inputs => (factor, 1),
+                Scaling::Sum { .. } => (|_| 1, division(size)),
+                Scaling::Nothing => (|_| 1, 1),
+            };
+            let term = |rank: usize, index: usize| value(rank, index).wrapping_mul(scale(rank));
+            range.map(|i| (0..size).fold(0u64, |sum, r| sum.wrapping_add(term(r, i))).wrapping_mul(divide)).collect()
         };
         match self.of(rank) {
             Collective::AllReduce { count } => (own(rank, count), count, Some(sum(0..count))),
@@ -233,11 +282,17 @@ impl Case {
     }
 }
 
-fn plan(name: Option<&str>, case: &Case, topo: &Topology) -> Option<Vec<Schedule>> {
+/// A chunk of 256 KiB is 16 elements of this size: small counts exercise the cutting too.
+const ELEMENT: usize = 16 * 1024;
+
+/// How reductions scale; the sums of an average may be of the same size or of another.
+const SCALINGS: [Scaling; 4] =
+    [Scaling::Nothing, Scaling::Inputs, Scaling::Sum { bytes: ELEMENT }, Scaling::Sum { bytes: 4 * ELEMENT }];
+
+fn plan(name: Option<&str>, case: &Case, topo: &Topology, scaling: Scaling) -> Option<Vec<Schedule>> {
     (0..topo.size())
         .map(|rank| {
-            // A chunk of 256 KiB is 16 elements of this size: small counts exercise the cutting too.
-            let setting = Setting { me: Rank::from(rank), topo, element: 16 * 1024, premultiply: true, average: true };
+            let setting = Setting { me: Rank::from(rank), topo, element: ELEMENT, scaling };
             match name {
                 Some(name) => algo::plan_with(name, &case.of(rank), setting),
                 None => Some(algo::plan(&case.of(rank), setting)),
@@ -281,10 +336,21 @@ fn heard_in_order(schedules: &[Schedule]) -> Option<Vec<u64>> {
 }
 
 fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
-    let Some(schedules) = plan(name, case, topo) else { return };
+    let first = case.of(0);
+    let reduces =
+        matches!(first, Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::ReduceScatter { .. });
+    for scaling in if reduces { &SCALINGS[..] } else { &[Scaling::Nothing] } {
+        check_scaled(name, case, topo, seed, *scaling);
+    }
+}
+
+fn check_scaled(name: Option<&str>, case: &Case, topo: &Topology, seed: u64, scaling: Scaling) {
+    let Some(schedules) = plan(name, case, topo, scaling) else { return };
     let size = topo.size();
-    let context =
-        || format!("{} for {case:?} on {size} ranks, {} hosts, seed {seed}", schedules[0].name, topo.hosts().len());
+    let context = || {
+        let (name, hosts) = (schedules[0].name, topo.hosts().len());
+        format!("{name} for {case:?} on {size} ranks, {hosts} hosts, seed {seed}, {scaling:?}")
+    };
     schedule::check(&schedules).unwrap_or_else(|mismatch| panic!("{}: {mismatch}", context()));
     let heard = heard_in_order(&schedules).unwrap_or_else(|| panic!("ranks wait for each other: {}", context()));
     let everyone = u64::MAX >> (64 - size);
@@ -296,11 +362,12 @@ fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
     for step in schedules.iter().flat_map(|schedule| schedule.steps.iter().enumerate()) {
         assert!(step.1.after.iter().all(|earlier| (*earlier as usize) < step.0), "{}", context());
     }
-    let data: Vec<_> = (0..size).map(|rank| case.data(rank, size)).collect();
+    let data: Vec<_> = (0..size).map(|rank| case.data(rank, size, scaling)).collect();
     let mut machines: Vec<Machine<'_>> = schedules
         .iter()
         .zip(&data)
-        .map(|(schedule, (input, output, _))| Machine::new(schedule, input.clone(), *output, size))
+        .enumerate()
+        .map(|(rank, (schedule, (input, output, _)))| Machine::new(schedule, rank, input.clone(), *output, size))
         .collect();
     let mut random = StdRng::seed_from_u64(seed);
     while machines.iter().any(|machine| machine.left > 0) {
@@ -417,8 +484,7 @@ fn data_from_a_root_is_not_answered() {
         for rank in 1..size {
             let root = Rank(0);
             for collective in [Collective::Broadcast { count: 40, root }, Collective::Scatter { count: 40, root }] {
-                let setting =
-                    Setting { me: Rank::from(rank), topo: &topo, element: 4, premultiply: false, average: false };
+                let setting = Setting { me: Rank::from(rank), topo: &topo, element: 4, scaling: Scaling::Nothing };
                 let schedule = algo::plan(&collective, setting);
                 let waits = schedule.steps.iter().skip_while(|step| matches!(step.action, Action::Send { .. }));
                 let sends_later = waits.filter(|step| matches!(step.action, Action::Send { .. })).count();
@@ -451,13 +517,16 @@ fn schedules_of_much_data_and_of_many_ranks_are_short() {
                 Collective::ReduceScatter { counts: uneven.clone() },
                 Collective::AllToAll { send: uneven.clone(), recv: uneven.clone() },
             ] {
-                let setting = Setting { me: root, topo, element: 4, premultiply: true, average: true };
-                let schedule = algo::plan(&collective, setting);
-                let (steps, name) = (schedule.steps.len(), schedule.name);
-                let waits: usize = schedule.steps.iter().map(|step| step.after.len()).sum();
-                let context = format!("{bytes} bytes on {size} ranks by {name}: {steps} steps that wait for {waits}");
-                assert!(waits <= 4 * steps, "{context}");
-                assert!(steps <= 3 * size * PIECES, "{context}");
+                for scaling in [Scaling::Inputs, Scaling::Sum { bytes: 4 }, Scaling::Sum { bytes: 8 }] {
+                    let schedule = algo::plan(&collective, Setting { me: root, topo, element: 4, scaling });
+                    let (steps, name) = (schedule.steps.len(), schedule.name);
+                    let waits: usize = schedule.steps.iter().map(|step| step.after.len()).sum();
+                    let context = format!(
+                        "{bytes} bytes on {size} ranks, {scaling:?}, by {name}: {steps} steps that wait for {waits}"
+                    );
+                    assert!(waits <= 4 * steps, "{context}");
+                    assert!(steps <= 3 * size * PIECES, "{context}");
+                }
             }
         }
     }
@@ -465,32 +534,3 @@ fn schedules_of_much_data_and_of_many_ranks_are_short() {
 
 /// Into how many pieces what two ranks exchange is cut at most, or almost.
 const PIECES: usize = 260;
-
-#[test]
-fn every_element_is_scaled_once() {
-    use ncclx_rs::schedule::Scaling;
-    // By counting the factors instead of applying them: own input times one factor, result divided once.
-    for size in [1usize, 2, 3, 4, 7, 8, 16] {
-        for name in algo::names() {
-            for collective in [
-                Collective::AllReduce { count: 40 },
-                Collective::Reduce { count: 40, root: Rank(0) },
-                Collective::ReduceScatter { counts: Counts::equal(5, size) },
-            ] {
-                let topo = Topology::single_host(size);
-                let setting = Setting { me: Rank(0), topo: &topo, element: 4, premultiply: true, average: true };
-                let Some(schedule) = algo::plan_with(name, &collective, setting) else { continue };
-                let scaled = |by: Scaling| -> usize {
-                    let len = |action: &Action| match action {
-                        Action::Scale { slice, by: which } if *which == by => slice.len,
-                        _ => 0,
-                    };
-                    schedule.steps.iter().map(|step| len(&step.action)).sum()
-                };
-                let input = if matches!(collective, Collective::ReduceScatter { .. }) { 5 * size } else { 40 };
-                assert_eq!(scaled(Scaling::PreMultiply), input, "{name} {collective:?} {size}");
-                assert!(scaled(Scaling::Average) > 0, "{name} {collective:?} {size}");
-            }
-        }
-    }
-}

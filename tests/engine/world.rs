@@ -40,7 +40,7 @@ where
     world_hinted(wire, size, timeout, &[], f)
 }
 
-/// As [`world_with`], with more settings than the wire's.
+/// As [`world_with`], with these hints besides the wire's.
 pub(crate) fn world_hinted<T, F>(wire: Wire, size: usize, timeout: Duration, more: &[(&str, &str)], f: F) -> Vec<T>
 where
     T: Send + 'static,

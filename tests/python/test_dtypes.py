@@ -157,6 +157,18 @@ def factors_multiply_before_the_sum(rank: int, size: int) -> None:
             assert_same(part, expected[rank * len(part) :][: len(part)], f"reduce_scatter by {factor}")
 
 
+def averages_are_those_of_sums_that_do_not_fit(rank: int, size: int) -> None:
+    largest = [(dtype, torch.iinfo(dtype).max - 1) for dtype in INTEGERS + UNSIGNED] + [(torch.float16, 30000.0)]
+    for dtype, value in [*largest, (torch.complex32, complex(30000, -60000))]:
+        whole = torch.full((COUNT,), value, dtype=dtype)
+        result = whole.clone()
+        dist.all_reduce(result, op=dist.ReduceOp.AVG)
+        assert_same(result, whole, f"AVG of {dtype}")
+        part = torch.empty(COUNT // size, dtype=dtype)
+        dist.reduce_scatter_tensor(part, whole[: COUNT // size * size].clone(), op=dist.ReduceOp.AVG)
+        assert_same(part, whole[: len(part)], f"reduce_scatter_tensor AVG of {dtype}")
+
+
 def layouts_are_respected(rank: int, size: int) -> None:
     total = reduced([data(r, (6, 4)) for r in range(size)])
 
@@ -235,6 +247,7 @@ LAYOUT_CHECKS = [
     booleans_reduce_logically,
     unsigned_integers_reduce,
     factors_multiply_before_the_sum,
+    averages_are_those_of_sums_that_do_not_fit,
     layouts_are_respected,
     inputs_of_any_layout_are_read,
     tensors_live_as_long_as_their_works,

@@ -7,6 +7,7 @@ use crate::engine::by_hand::Scene;
 use crate::engine::frame::Header;
 use crate::engine::memory::{Region, Words};
 use crate::engine::message::Direction;
+use crate::engine::reduce::Operands;
 use crate::types::{DType, ReduceOp, Source};
 use crate::work::Work;
 
@@ -188,7 +189,7 @@ fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
 #[test]
 fn what_is_combined_is_read_where_ranks_share_cores() {
     let (mut scene, mut words) = (Scene::new(), Words::new(vec![0; 20_000]));
-    let arrival = Arrival::Reduce(ReduceOp::Sum, DType::U64);
+    let arrival = Arrival::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
     let placement = Placement { region: Region::of(&[words.buffer()]), arrival, owner: Owner::PROTOCOL, filled: 0 };
     for crowded in [false, true] {
         scene.core.crowded = crowded;
@@ -203,7 +204,7 @@ fn reductions_combine_what_they_read_once() {
     scene.offer(&[3; 20_000], 20_000);
     let inbox = scene.core.peers[1].inbox.as_mut().expect("a stream");
     let owner = Owner::PROTOCOL;
-    let arrival = Arrival::Reduce(ReduceOp::Sum, DType::U64);
+    let arrival = Arrival::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
     let placement = Placement { region: Region::of(&[words.buffer()]), arrival, owner, filled: 0 };
     let location = Location { address: 1, segment: None };
     let mut reading = Reading { from: Rank(1), token: TOKEN, lane: Lane::Collective, location, placement };

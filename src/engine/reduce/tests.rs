@@ -65,11 +65,11 @@ fn combine_and_fold_agree_with_scalar_arithmetic() {
             let block = |seed: usize| bytes(dtype, (0..len).map(move |index| small(index, seed)));
             let expected = bytes(dtype, (0..len).map(|i| reference(op, dtype, small(i, 0), small(i, 1))));
             let mut combined = block(0);
-            combine(op, dtype, &mut combined, &block(1));
+            combine(Operands::Elements(op, dtype), &mut combined, &block(1));
             assert_eq!(combined, expected, "{op:?} {dtype} {len}");
             for position in 0..2 {
                 let mut folded = block(position);
-                fold(op, dtype, &mut folded, position, &[&block(1 - position)]);
+                fold(Operands::Elements(op, dtype), &mut folded, position, &[&block(1 - position)]);
                 assert_eq!(folded, expected, "fold {op:?} {dtype} {len} {position}");
             }
         }
@@ -86,7 +86,7 @@ fn a_fold_rounds_once() {
     let values = [256.0, 1.0, 1.0].map(|x| bf16::from_f32(x).to_ne_bytes());
     for position in 0..3 {
         let mut into = values[position];
-        fold(ReduceOp::Sum, DType::BF16, &mut into, position, &all_but(position, &values));
+        fold(Operands::Elements(ReduceOp::Sum, DType::BF16), &mut into, position, &all_but(position, &values));
         assert_eq!(bf16::from_ne_bytes(into).to_f32(), 258.0, "{position}");
     }
 }
@@ -99,31 +99,95 @@ fn a_fold_keeps_the_order_of_the_blocks() {
         let values = values.map(f32::to_ne_bytes);
         for position in 0..3 {
             let mut into = values[position];
-            fold(ReduceOp::Sum, DType::F32, &mut into, position, &all_but(position, &values));
+            fold(Operands::Elements(ReduceOp::Sum, DType::F32), &mut into, position, &all_but(position, &values));
             assert_eq!(f32::from_ne_bytes(into), sum, "{position}");
         }
     }
 }
 
+/// Averages of one number a rank, by elements at once and by sums that are added one after the other.
+fn averages<const SIZE: usize>(dtype: DType, operands: &[[u8; SIZE]]) -> [Vec<u8>; 2] {
+    let (len, world) = (LENGTHS[4], operands.len());
+    let blocks: Vec<Vec<u8>> = operands.iter().map(|operand| operand.repeat(len)).collect();
+    let mut at_once = vec![0; len * SIZE];
+    let slices: Vec<&[u8]> = blocks.iter().map(Vec::as_slice).collect();
+    average(Operands::Elements(ReduceOp::Avg, dtype), world, &mut at_once, &slices);
+    let sums = Operands::Sums(dtype);
+    let mut sum = vec![0; len * SIZE / dtype.size() * sums.size()];
+    let mut next = sum.clone();
+    for (index, block) in blocks.iter().enumerate() {
+        if index == 0 {
+            widen(dtype, &mut sum, block);
+        } else {
+            widen(dtype, &mut next, block);
+            combine(sums, &mut sum, &next);
+        }
+    }
+    let mut by_sums = vec![0; len * SIZE];
+    average(sums, world, &mut by_sums, &[&sum]);
+    [at_once, by_sums].map(|result| {
+        assert_eq!(result, result[..SIZE].repeat(len), "every element alike");
+        result[..SIZE].to_vec()
+    })
+}
+
 #[test]
-fn averages_truncate_integers_and_divide_the_rest() {
-    let mut data = [-7i32, 7, 8].map(i32::to_ne_bytes).concat();
-    scale(ReduceOp::Avg, DType::I32, Scaling::Average, 2, &mut data);
-    assert_eq!(data, [-3i32, 3, 4].map(i32::to_ne_bytes).concat());
-    let mut data = [3.0f32, -1.0].map(f32::to_ne_bytes).concat();
-    scale(ReduceOp::Avg, DType::F32, Scaling::Average, 2, &mut data);
-    assert_eq!(data, [1.5f32, -0.5].map(f32::to_ne_bytes).concat());
+fn averages_are_those_of_sums_that_the_type_does_not_hold() {
+    macro_rules! check {
+        ($($dtype:ident: $t:ty [$($operand:expr),*] = $average:expr;)*) => { $(
+            let operands: &[$t] = &[$($operand),*];
+            let bytes: Vec<_> = operands.iter().map(|operand| operand.to_ne_bytes()).collect();
+            let average: $t = $average;
+            for got in averages(DType::$dtype, &bytes) {
+                assert_eq!(got, average.to_ne_bytes(), "{operands:?}");
+            }
+        )* };
+    }
+    let half = f16::from_f32;
+    check! {
+        I8: i8 [100, 100, 100, 100] = 100;
+        I8: i8 [-128, -128, -128] = -128;
+        I8: i8 [-7, 0] = -3;
+        U8: u8 [255, 255, 254] = 254;
+        I16: i16 [i16::MAX, i16::MAX, i16::MAX - 2] = i16::MAX - 1;
+        U16: u16 [u16::MAX, u16::MAX] = u16::MAX;
+        I32: i32 [-7, 8] = 0;
+        I32: i32 [i32::MIN, i32::MIN] = i32::MIN;
+        U32: u32 [u32::MAX, u32::MAX, 2] = 2_863_311_530;
+        I64: i64 [i64::MAX, i64::MAX, i64::MAX - 4] = i64::MAX - 2;
+        I64: i64 [i64::MIN, i64::MIN, i64::MAX] = -3_074_457_345_618_258_603;
+        U64: u64 [u64::MAX, u64::MAX, u64::MAX - 3] = u64::MAX - 1;
+        F16: f16 [half(30_000.0), half(30_000.0), half(30_000.0), half(30_000.0)] = half(30_000.0);
+        F16: f16 [half(2048.0), half(1.0), half(1.0), half(2.0)] = half(513.0);
+        BF16: bf16 [bf16::MAX, bf16::MIN, bf16::ONE] = bf16::from_f32(1.0 / 3.0);
+        F32: f32 [3.0, -1.0] = 1.0;
+        F64: f64 [3.0, -2.0] = 0.5;
+    }
+    let ([a, b], [c, d]) = (half(60_000.0).to_ne_bytes(), half(-60_000.0).to_ne_bytes());
+    let complex = [a, b, c, d];
+    assert_eq!(averages(DType::C32, &[complex; 2]), [complex, complex]);
+}
+
+#[test]
+fn an_average_in_place_is_that_of_one_block() {
+    for (dtype, data, expected) in [
+        (DType::F32, [3.0f32, -1.0].map(f32::to_ne_bytes).concat(), [1.5f32, -0.5].map(f32::to_ne_bytes).concat()),
+        (DType::C128, [3.0f64, -1.0].map(f64::to_ne_bytes).concat(), [1.5f64, -0.5].map(f64::to_ne_bytes).concat()),
+    ] {
+        let mut divided = data.clone();
+        divide(dtype, 2, &mut divided);
+        assert_eq!(divided, expected);
+        average(Operands::Elements(ReduceOp::Avg, dtype), 2, &mut divided, &[&data]);
+        assert_eq!(divided, expected);
+    }
 }
 
 #[test]
 fn factors_multiply_every_type_they_are_defined_on() {
     for dtype in DType::ALL.iter().copied().filter(|dtype| ReduceOp::PreMulSum(3.0).supports(*dtype)) {
         let mut data = bytes(dtype, 0..9);
-        scale(ReduceOp::PreMulSum(3.0), dtype, Scaling::PreMultiply, 4, &mut data);
+        scale(dtype, 3.0, &mut data);
         assert_eq!(data, bytes(dtype, (0..9).map(|x| x * 3)), "{dtype}");
-        scale(ReduceOp::PreMulSum(3.0), dtype, Scaling::Average, 4, &mut data);
-        scale(ReduceOp::Sum, dtype, Scaling::PreMultiply, 4, &mut data);
-        assert_eq!(data, bytes(dtype, (0..9).map(|x| x * 3)), "{dtype}: no other factor applies");
     }
 }
 
@@ -185,17 +249,17 @@ fn numbers_and_nans_combine_to_the_same_bits_in_either_order() {
             let (left, right) = (a.repeat(70), b.repeat(70));
             let context = || format!("{op:?} of {dtype} {a:x?} and {b:x?}");
             let mut one = left.clone();
-            combine(op, dtype, &mut one, &right);
+            combine(Operands::Elements(op, dtype), &mut one, &right);
             let element = one[..a.len()].to_vec();
             assert_eq!(one, element.repeat(70), "{}", context());
             let mut other = right.clone();
-            combine(op, dtype, &mut other, &left);
+            combine(Operands::Elements(op, dtype), &mut other, &left);
             assert_eq!(one, other, "{}", context());
             for (into, from, position) in
                 [(&left, &right, 0), (&left, &right, 1), (&right, &left, 0), (&right, &left, 1)]
             {
                 let mut folded = into.clone();
-                fold(op, dtype, &mut folded, position, &[from]);
+                fold(Operands::Elements(op, dtype), &mut folded, position, &[from]);
                 assert_eq!(folded, one, "fold: {}", context());
             }
             match (number(dtype, a), number(dtype, b), number(dtype, &element)) {
@@ -231,7 +295,7 @@ fn a_factor_leaves_one_nan() {
         let (values, nan) = peculiar(dtype);
         for value in values {
             let mut scaled = value.repeat(2);
-            scale(ReduceOp::PreMulSum(0.0), dtype, Scaling::PreMultiply, 2, &mut scaled);
+            scale(dtype, 0.0, &mut scaled);
             let is_number = number(dtype, &value).is_some_and(f64::is_finite);
             assert!(is_number || scaled == nan.repeat(2), "{dtype} {value:x?} times 0: {scaled:x?}");
         }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::engine::by_hand;
 use crate::engine::memory::Words;
+use crate::engine::reduce::Operands;
 use crate::types::{DType, ReduceOp};
 
 /// Rank 0 with a window of two words, to which rank 1 writes by hand.
@@ -72,7 +73,7 @@ fn the_greatest_numbers_are_numbers_like_others() {
 fn half_an_element_does_not_hold_up_the_stream() {
     let (mut scene, mut sum) = (Scene::new(), Words::new(vec![0; 2]));
     let region = Region::of(&[sum.buffer()]);
-    let arrival = Arrival::Reduce(ReduceOp::Sum, DType::U64);
+    let arrival = Arrival::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
     scene.by_hand.core.expect(Rank(1), 5, Placement { region, arrival, owner: Owner::PROTOCOL, filled: 0 });
     scene.send(&Scene::header(FrameKind::Data, 0, 5, 4));
     scene.send(&[1; 4]);

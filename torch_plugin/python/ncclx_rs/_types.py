@@ -28,8 +28,9 @@ class RedOpType(enum.Enum):
 class ReduceOp:
     """How elements of different ranks are combined.
 
-    ``PREMUL_SUM(factor)`` multiplies by a number or a one-element tensor before it adds. ``AVG`` adds and divides by
-    the number of ranks; integers truncate.
+    ``PREMUL_SUM(factor)`` multiplies by a number or a one-element tensor before it adds. ``AVG`` divides the
+    sum by the number of ranks and rounds once: sums of integers are exact, those of 16-bit floats are computed in
+    single precision. Integers truncate.
     """
 
     SUM: ReduceOp
