@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
 use crate::engine::cpu::Cpu;
+use crate::engine::detach::{Announced, Detaching};
 use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Grant, Header, Lane, Scope, Signature};
 use crate::engine::heartbeat::SendHeartbeat;
 use crate::engine::inbox::{Inbox, Placement, Sink};
@@ -65,25 +66,6 @@ pub(crate) enum Failed {
     Message(u64),
 }
 
-/// A long message that waits for its receiver's grant.
-#[derive(Debug)]
-pub(crate) struct Announced {
-    pub(crate) to: Rank,
-    pub(crate) header: Header,
-    pub(crate) body: Body,
-    pub(crate) owner: Owner,
-}
-
-impl Announced {
-    /// Copies the message, which no longer needs its operation's memory nor tells it that it was sent.
-    pub(crate) fn detach(&mut self) {
-        if let Body::Memory(region) = &self.body {
-            self.body = Body::Heap(region.to_vec(0, region.len()));
-        }
-        self.owner = Owner::PROTOCOL;
-    }
-}
-
 /// Works that ended: mostly one a turn.
 pub(crate) type Finished = SmallVec<[Work; 1]>;
 
@@ -111,6 +93,7 @@ pub(crate) struct Core {
     pub(crate) windows: Windows,
     /// Own long messages that are announced, by token.
     pub(crate) announced: FxHashMap<u64, Announced>,
+    pub(crate) detaching: Detaching,
     next_token: u64,
     /// Places for long messages that were granted, by sender and token.
     placements: FxHashMap<(Rank, u64), Placement>,
@@ -166,6 +149,7 @@ impl Core {
             messages: Messages::default(),
             windows: Windows::default(),
             announced: FxHashMap::default(),
+            detaching: Detaching::default(),
             next_token: 0,
             placements: FxHashMap::default(),
             readings,
@@ -255,6 +239,7 @@ impl Core {
             (0..self.peers.len()).for_each(|peer| moved |= self.pump_out(Rank::from(peer)));
             moved |= self.read_lent();
         }
+        moved |= self.copy_crossing_send();
         if rare {
             self.expire(Instant::now());
         }
@@ -278,7 +263,7 @@ impl Core {
 
     /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Core::disarm`].
     pub(crate) fn arm(&mut self) -> bool {
-        let mut ready = self.can_read_lent();
+        let mut ready = self.can_read_lent() || self.detaching.is_copying();
         for peer in &mut self.peers {
             ready |= peer.inbox.as_mut().is_some_and(|inbox| inbox.arm());
             ready |= peer.outbox.is_waiting() && peer.ending.is_none() && peer.outbox.arm();
@@ -299,8 +284,12 @@ impl Core {
     /// When the next operation runs out of time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let ending = self.peers.iter().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + LINGER);
-        let operations =
-            [self.collectives.next_deadline(), self.messages.next_deadline(), self.windows.next_deadline()];
+        let operations = [
+            self.collectives.next_deadline(),
+            self.messages.next_deadline(),
+            self.next_detaching(),
+            self.windows.next_deadline(),
+        ];
         let strangers = self.transports.iter().filter_map(|transport| transport.accepting_until());
         let opening = self.peers.iter().filter_map(|peer| peer.way.due());
         operations.into_iter().flatten().chain(ending).chain(strangers).chain(opening).min()
@@ -331,6 +320,7 @@ impl Core {
         self.end_messages(error);
         self.end_accesses(error);
         self.drop_announced(|_| true);
+        self.detaching.clear();
         self.placements.clear();
         self.readings.clear();
     }
@@ -410,7 +400,7 @@ impl Core {
             self.next_token += 1;
             let location = self.location_for(to, &body);
             let header = Header { kind: FrameKind::Announce, token, location, ..header };
-            self.announced.insert(token, Announced { to, header, body, owner });
+            self.announced.insert(token, Announced::new(to, header, body, owner));
             self.send(to, header, Body::Empty, Owner::PROTOCOL);
         }
     }

@@ -11,7 +11,8 @@
 use std::io;
 
 use crate::config::EagerBytes;
-use crate::engine::core::{Announced, Core, control};
+use crate::engine::core::{Core, control};
+use crate::engine::detach::Announced;
 use crate::engine::frame::{FrameKind, Grant, Lane};
 use crate::engine::inbox::{Arrival, Inbox, Placement};
 use crate::engine::outbox::{Body, OpRef, Owner};

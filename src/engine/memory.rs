@@ -175,7 +175,9 @@ impl Region {
     pub(crate) fn to_vec(&self, offset: usize, end: usize) -> Vec<u8> {
         let mut slices = SmallVec::new();
         self.io_slices(offset, end, &mut slices);
-        slices.iter().flat_map(|slice| slice.iter().copied()).collect()
+        let mut bytes = Vec::with_capacity(end - offset);
+        slices.iter().for_each(|slice| bytes.extend_from_slice(slice));
+        bytes
     }
 
     /// Copies `from` here, in runs; runs that are the same memory are left alone.

@@ -109,15 +109,20 @@ impl Messages {
     }
 
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let deadlines = self.in_flight.values().filter_map(|op| op.deadline);
-        let sends = self.in_flight.values().filter(|op| matches!(op.direction, Direction::Send(_)));
-        let detaching = sends.map(|op| op.since + SEND_PATIENCE).filter(|_| self.keeps_senders_waiting());
-        deadlines.chain(detaching).min()
+        self.in_flight.values().filter_map(|op| op.deadline).min()
     }
 
-    /// Whether a peer waits for this rank to receive a long message.
-    fn keeps_senders_waiting(&self) -> bool {
-        self.arrived.iter().any(|arrived| matches!(arrived.content, Content::Announced(_)))
+    /// When an operation in flight began.
+    pub(crate) fn since(&self, id: u64) -> Option<Instant> {
+        self.in_flight.get(&id).map(|op| op.since)
+    }
+
+    /// The ranks that wait for this one to receive a long message, and how long that is.
+    pub(crate) fn waiting_senders(&self) -> impl Iterator<Item = (Rank, u64)> {
+        self.arrived.iter().filter_map(|arrived| match &arrived.content {
+            Content::Announced(offer) => Some((arrived.from, offer.len)),
+            Content::Whole(_) => None,
+        })
     }
 
     /// Message `token` of `from` must be asked for.
@@ -189,11 +194,22 @@ impl Core {
         }
     }
 
-    /// A message to this rank itself goes through memory of the engine.
+    /// A message to this rank itself goes to its receive, or through memory of the engine until there is one.
     fn send_to_self(&mut self, id: u64, tag: Tag, region: &Region) {
-        let bytes = region.to_vec(0, region.len());
-        self.message_done(id, None);
-        self.deliver(self.me, tag, bytes);
+        match self.take_posted(self.me, tag) {
+            Some(posted) => {
+                if let Some(mut placement) = self.message_placement(&posted, self.me, region.len() as u64) {
+                    placement.region.copy_from(region);
+                    self.message_done(posted.id, Some(self.me));
+                }
+                self.message_done(id, None);
+            }
+            None => {
+                let content = Content::Whole(region.to_vec(0, region.len()));
+                self.message_done(id, None);
+                self.messages.arrived.push_back(Arrived { from: self.me, tag, content });
+            }
+        }
     }
 
     fn start_message_receive(&mut self, posted: Posted) {
@@ -369,28 +385,6 @@ impl Core {
         self.messages.arrived.clear();
     }
 
-    /// Completes sends that wait here while others wait to send to this rank, from a copy: all of them may have to send
-    /// before they receive.
-    pub(crate) fn detach_crossing_sends(&mut self, now: Instant) {
-        if !self.messages.keeps_senders_waiting() {
-            return;
-        }
-        let in_flight = &self.messages.in_flight;
-        let waits = |id: u64| in_flight.get(&id).is_some_and(|op| now.duration_since(op.since) >= SEND_PATIENCE);
-        let waiting = self.announced.iter().filter_map(|(token, announced)| match announced.owner.op {
-            OpRef::Message(id) if waits(id) => Some((*token, id)),
-            _ => None,
-        });
-        for (token, id) in waiting.collect::<Vec<_>>() {
-            if let Some(mut announced) = self.announced.remove(&token) {
-                announced.detach();
-                self.withdraw(&mut announced);
-                self.announced.insert(token, announced);
-            }
-            self.message_done(id, None);
-        }
-    }
-
     pub(crate) fn check_message_deadlines(&mut self, now: Instant) {
         let late = |op: &InFlight| op.deadline.is_some_and(|deadline| deadline <= now);
         let ids: Vec<u64> = self.messages.in_flight.iter().filter(|(_, op)| late(op)).map(|(id, _)| *id).collect();
@@ -435,6 +429,3 @@ fn eager_cost(bytes: usize) -> u64 {
 
 /// Eager bytes that one rank may have unread at another; further messages wait at their sender.
 const EAGER_WINDOW: u64 = 1 << 20;
-
-/// How long a long message waits for its receiver before it may be copied out of its sender's way.
-const SEND_PATIENCE: Duration = Duration::from_millis(20);

@@ -4,7 +4,8 @@
 //! progress, `cpu` how it waits, `callbacks` which one tells of an end. Collectives run one after the other in the order
 //! issued (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`).
 //! What can end in the call that submits it does (`at_once`). `heartbeat` tells who waits in a collective; `loss` ends what
-//! the departure of a rank makes impossible. `reach` opens the stream to a rank, by the `way` that leads there. `lending` lets a receiver read long messages out of the sender's memory.
+//! the departure of a rank makes impossible. `reach` opens the stream to a rank, by the `way` that leads there. `lending`
+//! lets a receiver read long messages out of the sender's memory, and `detach` ends sends that wait for each other.
 //! `frame` is the format on the wire. `recorder` remembers the last operations, and `dump` writes them down.
 
 pub(crate) mod at_once;
@@ -15,6 +16,7 @@ pub(crate) mod callbacks;
 pub(crate) mod collective;
 pub(crate) mod core;
 pub(crate) mod cpu;
+pub(crate) mod detach;
 pub(crate) mod driver;
 pub(crate) mod dump;
 pub(crate) mod frame;

@@ -5,6 +5,7 @@ use std::io::IoSlice;
 
 use smallvec::SmallVec;
 
+use crate::engine::detach::Copied;
 use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
 use crate::engine::memory::Region;
 use crate::error::LinkDown;
@@ -47,6 +48,8 @@ pub(crate) enum Body {
     Memory(Region),
     /// Bytes of the engine.
     Heap(Vec<u8>),
+    /// Bytes of the engine, given back as they are written.
+    Copied(Copied),
 }
 
 impl Body {
@@ -55,6 +58,22 @@ impl Body {
             Body::Empty => 0,
             Body::Memory(region) => region.len(),
             Body::Heap(bytes) => bytes.len(),
+            Body::Copied(copied) => copied.len(),
+        }
+    }
+
+    /// The bytes that it has of what can be long.
+    pub(crate) fn held(&self) -> usize {
+        match self {
+            Body::Copied(copied) => copied.held(),
+            Body::Empty | Body::Memory(_) | Body::Heap(_) => 0,
+        }
+    }
+
+    /// Gives back what lies before `end`, if it is the engine's and can be.
+    fn give_back(&mut self, end: usize) {
+        if let Body::Copied(copied) = self {
+            copied.give_back(end);
         }
     }
 
@@ -69,6 +88,7 @@ impl Body {
             Body::Empty => {}
             Body::Memory(region) => region.io_slices(from, end, slices),
             Body::Heap(bytes) => slices.push(IoSlice::new(&bytes[from..end])),
+            Body::Copied(copied) => copied.io_slices(from, end, slices),
         }
     }
 }
@@ -145,6 +165,11 @@ impl Outbox {
         self.queue.iter().any(|outgoing| outgoing.owner.op == op)
     }
 
+    /// The bytes of the engine in long messages that wait here.
+    pub(crate) fn held(&self) -> usize {
+        self.queue.iter().map(|outgoing| outgoing.body.held()).sum()
+    }
+
     /// Queues a message.
     pub(crate) fn push(&mut self, header: Header, body: Body, owner: Owner) {
         self.push_from(0, header, body, owner);
@@ -152,7 +177,9 @@ impl Outbox {
 
     /// Queues the rest of a message whose receiver has its first `offset` bytes.
     pub(crate) fn push_from(&mut self, offset: usize, header: Header, body: Body, owner: Owner) {
-        self.queue.push_back(Outgoing { header, body, owner, offset });
+        let mut outgoing = Outgoing { header, body, owner, offset };
+        outgoing.body.give_back(offset);
+        self.queue.push_back(outgoing);
     }
 
     /// Writes a message of one frame that nothing waits before, or as much of it as there is room for, and queues the rest.
@@ -214,6 +241,7 @@ impl Outbox {
             if end < outgoing.body.len() {
                 // Other messages get their turn between the fragments of a long one.
                 outgoing.offset = end;
+                outgoing.body.give_back(end);
                 self.queue.push_back(outgoing);
             } else {
                 done.push(outgoing.owner);

@@ -61,6 +61,42 @@ fn a_ring_of_blocking_sends_before_the_receives_completes() {
 }
 
 #[test]
+fn blocking_sends_complete_also_where_a_collective_comes_before_the_receives() {
+    for wire in WIRES {
+        world(wire, 3, |comm| {
+            let me = comm.rank().index();
+            let mut out: Vec<Vec<i32>> = (0..3).map(|round| vec![3 * me as i32 + round; 600_000]).collect();
+            for one in &mut out {
+                comm.submit(start(send((me + 1) % 3, 0), one)).expect("send").wait(None).expect("send");
+                one.fill(-1);
+            }
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+            let before = (me + 2) % 3;
+            for round in 0..3 {
+                let mut back = vec![0; 600_000];
+                comm.submit(start(recv(before, 0), &mut back)).expect("recv").wait(None).expect("recv");
+                assert!(back.iter().all(|value| *value == 3 * before as i32 + round));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_long_message_to_oneself_needs_no_order() {
+    world(WIRES[0], 1, |comm| {
+        let (mut out, mut back) = (vec![5; 300_000], vec![0; 300_000]);
+        for receive_first in [true, false] {
+            back.fill(0);
+            let received = receive_first.then(|| comm.submit(start(recv(0, 0), &mut back)).expect("recv"));
+            comm.submit(start(send(0, 0), &mut out)).expect("send").wait(None).expect("send");
+            let received = received.unwrap_or_else(|| comm.submit(start(recv(0, 0), &mut back)).expect("recv"));
+            received.wait(None).expect("recv");
+            assert_eq!(back, out);
+        }
+    });
+}
+
+#[test]
 fn tags_match_in_any_order_and_one_tag_keeps_its_order() {
     for wire in WIRES {
         world(wire, 2, |comm| {

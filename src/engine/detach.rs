@@ -1,0 +1,336 @@
+//! Long sends that wait for each other, and end from a copy.
+//!
+//! A long message waits until its receiver has a place for it. Ranks that all send before they receive would wait for ever.
+//! So a send that has waited for a while, at a rank for which others wait in the same way, copies its message and ends.
+//!
+//! One copy is enough for ranks that wait in a circle: the one that ends receives next, which ends the send before it, and so
+//! on. In any circle there is a rank for which one with a higher number waits, and it is these that copy. The others do only
+//! if that has not helped after a time in which it should have: what comes next may need all of them.
+//!
+//! Copies are made piece by piece, a piece a turn, between which other threads get the engine's lock and other messages
+//! their turn. They are given back piece by piece as they are sent, and a communicator has a limited number of bytes in them.
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use crate::engine::core::{Core, deadline};
+use crate::engine::frame::Header;
+use crate::engine::memory::Region;
+use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::types::Rank;
+
+/// A long message that waits for its receiver's grant.
+#[derive(Debug)]
+pub(crate) struct Announced {
+    pub(crate) to: Rank,
+    pub(crate) header: Header,
+    pub(crate) body: Body,
+    pub(crate) owner: Owner,
+    /// What is copied of it so far, once its send is to end before it is granted.
+    copy: Option<Copied>,
+}
+
+impl Announced {
+    pub(crate) fn new(to: Rank, header: Header, body: Body, owner: Owner) -> Announced {
+        Announced { to, header, body, owner, copy: None }
+    }
+
+    /// The bytes of the engine that it has, or will have once it is copied.
+    fn held(&self) -> usize {
+        if self.copy.is_some() { self.body.len() } else { self.body.held() }
+    }
+
+    /// The point-to-point operation that waits for the grant, unless it is about to end without.
+    fn waiting_message(&self) -> Option<u64> {
+        match self.owner.op {
+            OpRef::Message(id) if self.copy.is_none() => Some(id),
+            _ => None,
+        }
+    }
+}
+
+/// A message's bytes, copied in pieces, which are given back one by one.
+#[derive(Debug, Default)]
+pub(crate) struct Copied {
+    /// All but the last of `PIECE_BYTES`; those given back are empty.
+    pieces: Vec<Vec<u8>>,
+    len: usize,
+    given_back: usize,
+}
+
+impl Copied {
+    /// Copies one more piece of `all`.
+    fn copy_on(&mut self, all: &Region) {
+        let end = all.len().min(self.len + PIECE_BYTES);
+        self.pieces.push(all.to_vec(self.len, end));
+        self.len = end;
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The bytes from `from` to `end`, none of which has been given back.
+    pub(crate) fn io_slices<'a>(&'a self, from: usize, end: usize, slices: &mut SmallVec<[IoSlice<'a>; 4]>) {
+        let mut at = from;
+        while at < end {
+            let (index, begin) = (at / PIECE_BYTES, at % PIECE_BYTES);
+            let stop = PIECE_BYTES.min(begin + end - at);
+            slices.push(IoSlice::new(&self.pieces[index][begin..stop]));
+            at += stop - begin;
+        }
+    }
+
+    /// Gives back what lies before `end`, as far as it is whole pieces.
+    pub(crate) fn give_back(&mut self, end: usize) {
+        while self.given_back < end / PIECE_BYTES {
+            self.pieces[self.given_back] = Vec::new();
+            self.given_back += 1;
+        }
+    }
+
+    /// The bytes that it takes.
+    pub(crate) fn held(&self) -> usize {
+        self.pieces.iter().map(Vec::capacity).sum()
+    }
+}
+
+/// The sends that are ending from a copy.
+pub(crate) struct Detaching {
+    /// Their tokens; the first is being copied. Some may have been granted or cancelled since.
+    copying: VecDeque<u64>,
+    /// When to look again for one that had to wait for room.
+    retry: Option<Instant>,
+    /// The most bytes in copies, one longer message aside.
+    most: usize,
+}
+
+impl Default for Detaching {
+    fn default() -> Detaching {
+        Detaching { copying: VecDeque::new(), retry: None, most: HELD_MAX_BYTES }
+    }
+}
+
+impl Detaching {
+    /// Whether there is something to copy now.
+    pub(crate) fn is_copying(&self) -> bool {
+        !self.copying.is_empty()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.copying.clear();
+    }
+}
+
+impl Core {
+    /// Begins to copy sends that have waited for their receivers while others wait to send to this rank.
+    pub(crate) fn detach_crossing_sends(&mut self, now: Instant) {
+        if self.detaching.retry.is_some_and(|retry| now < retry) {
+            return;
+        }
+        let Some(patience) = patience(self.me, self.messages.waiting_senders()) else { return };
+        let waits = |id| self.messages.since(id).is_some_and(|since| now.duration_since(since) >= patience);
+        let waiting = self.announced.iter().filter(|(_, announced)| announced.waiting_message().is_some_and(waits));
+        let mut tokens: Vec<u64> = waiting.map(|(token, _)| *token).collect();
+        // The oldest first, which is the one that a caller waits for.
+        tokens.sort_unstable();
+        for token in tokens {
+            let held = self.bytes_in_copies();
+            let Some(announced) = self.announced.get_mut(&token) else { continue };
+            if held > 0 && held.saturating_add(announced.body.len()) > self.detaching.most {
+                self.detaching.retry = deadline(now, SEND_PATIENCE);
+                return;
+            }
+            announced.copy = Some(Copied::default());
+            self.detaching.copying.push_back(token);
+        }
+    }
+
+    /// Copies a piece of what is to be copied. True: there was some.
+    pub(crate) fn copy_crossing_send(&mut self) -> bool {
+        let Some(&token) = self.detaching.copying.front() else { return false };
+        let announced = self.announced.get_mut(&token);
+        if let Some(Announced { body: Body::Memory(region), copy: Some(copy), .. }) = announced {
+            copy.copy_on(region);
+            if copy.len() < region.len() {
+                return true;
+            }
+        }
+        self.detaching.copying.pop_front();
+        if let Some(mut announced) = self.announced.remove(&token) {
+            let owner = std::mem::replace(&mut announced.owner, Owner::PROTOCOL);
+            announced.body = Body::Copied(announced.copy.take().unwrap_or_default());
+            self.withdraw(&mut announced);
+            self.announced.insert(token, announced);
+            self.written(owner);
+        }
+        true
+    }
+
+    /// When the next send is to be copied, if nobody receives it before.
+    pub(crate) fn next_detaching(&self) -> Option<Instant> {
+        let patience = patience(self.me, self.messages.waiting_senders())?;
+        let waiting = self.announced.values().filter_map(Announced::waiting_message);
+        let first = waiting.filter_map(|id| deadline(self.messages.since(id)?, patience)).min()?;
+        Some(self.detaching.retry.map_or(first, |retry| retry.max(first)))
+    }
+
+    /// How many bytes sends have in copies, or will have.
+    fn bytes_in_copies(&self) -> usize {
+        let waiting = self.announced.values().map(Announced::held);
+        waiting.chain(self.peers.iter().map(|peer| peer.outbox.held())).sum()
+    }
+}
+
+/// How long rank `me`'s sends wait while `senders` wait for it, of whom each has announced so many bytes. Nothing if nobody
+/// does.
+fn patience(me: Rank, senders: impl Iterator<Item = (Rank, u64)>) -> Option<Duration> {
+    let (mut longest, mut is_higher) = (None, false);
+    for (from, len) in senders {
+        longest = longest.max(Some(len));
+        is_higher |= from > me;
+    }
+    let others_copy = SEND_PATIENCE * 10 + Duration::from_nanos(longest?.saturating_mul(COPY_NANOS_PER_BYTE));
+    Some(if is_higher { SEND_PATIENCE } else { others_copy })
+}
+
+/// How long a long message waits for its receiver before it may be copied out of its sender's way.
+const SEND_PATIENCE: Duration = Duration::from_millis(20);
+
+/// How long another rank may take to copy a byte into memory that it has to get from the system first.
+const COPY_NANOS_PER_BYTE: u64 = 4;
+
+/// How much is copied before other messages get their turn.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// The most bytes that a communicator has in copies. A longer message is copied alone.
+const HELD_MAX_BYTES: usize = 1 << 30;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::by_hand::Scene;
+    use crate::engine::core::control;
+    use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Lane};
+    use crate::engine::memory::Words;
+    use crate::engine::message::{Direction, MessageRequest};
+    use crate::types::Tag;
+    use crate::work::Work;
+
+    const LEN: usize = 3 * PIECE_BYTES + 800;
+
+    fn words(value: u64) -> Words {
+        Words::new(vec![value; LEN / 8])
+    }
+
+    /// Rank 0, to which rank 1 wants to send a long message.
+    fn scene() -> Scene {
+        let mut scene = Scene::new();
+        scene.settle();
+        let announce = control(FrameKind::Announce, Lane::PointToPoint, 9, 7, 1000).encode();
+        scene.send(&announce);
+        scene
+    }
+
+    fn send(scene: &mut Scene, words: &mut Words) -> Work {
+        let region = Region::of(&[words.buffer()]);
+        let (direction, tag) = (Direction::Send(Rank(1)), Tag(0));
+        let entry = scene.core.begin(direction.call(tag, LEN), direction.bytes(LEN));
+        let work = Work::new(Scene::nobody(), entry);
+        let request = MessageRequest { direction, tag, region, timeout: Duration::from_secs(600) };
+        scene.core.submit_message(request, work.clone());
+        work
+    }
+
+    /// Lets the time pass after which sends are copied.
+    fn wait(scene: &mut Scene) {
+        let now = Instant::now() + Duration::from_secs(1);
+        scene.core.detach_crossing_sends(now);
+    }
+
+    fn grant(scene: &mut Scene, token: u64, from: usize) {
+        scene.send(&control(FrameKind::Grant, Lane::PointToPoint, 0, token, from as u64).encode());
+    }
+
+    #[test]
+    fn a_copy_takes_no_more_than_the_message_and_grows_by_a_piece_a_turn() {
+        for from in [0, 5, 2 * PIECE_BYTES] {
+            let (mut scene, mut words) = (scene(), words(3));
+            let work = send(&mut scene, &mut words);
+            wait(&mut scene);
+            for turn in 1..=LEN.div_ceil(PIECE_BYTES) {
+                assert!(!work.is_done() && scene.core.arm(), "turn {turn}: there is more to be copied");
+                scene.core.progress(false);
+                let copy = scene.core.announced.values().find_map(|announced| announced.copy.as_ref());
+                let copied = copy.map_or(LEN, Copied::held);
+                assert_eq!(copied, LEN.min(turn * PIECE_BYTES), "after {turn} turns");
+            }
+            assert_eq!((work.result(), scene.core.bytes_in_copies()), (Some(Ok(())), LEN));
+            // The message is the engine's now.
+            words = Words::new(vec![4]);
+            scene.link().from_core.clear();
+            grant(&mut scene, 0, from);
+            let sent = std::mem::take(&mut scene.link().from_core);
+            let frames = (LEN - from).div_ceil(FRAGMENT_BYTES);
+            let header = Header::decode(&sent).expect("a header").expect("a whole one").size();
+            assert_eq!(sent.len(), frames * header + LEN - from);
+            let numbers = sent.chunks(header + FRAGMENT_BYTES).flat_map(|frame| &frame[header..]);
+            let whole = numbers.zip((from..LEN).map(|at| 3_u64.to_ne_bytes()[at % 8]));
+            assert!(whole.into_iter().all(|(sent, expected)| *sent == expected));
+            assert_eq!((scene.core.bytes_in_copies(), words.get()), (0, [4].as_slice()));
+        }
+    }
+
+    #[test]
+    fn a_send_that_is_received_meanwhile_needs_no_copy() {
+        let (mut scene, mut words) = (scene(), words(3));
+        let work = send(&mut scene, &mut words);
+        wait(&mut scene);
+        scene.core.progress(false);
+        assert!(scene.core.bytes_in_copies() > 0 && !work.is_done());
+        grant(&mut scene, 0, 0);
+        assert_eq!((work.result(), scene.core.bytes_in_copies()), (Some(Ok(())), 0));
+        assert!(!scene.core.detaching.is_copying());
+    }
+
+    #[test]
+    fn copies_have_a_limit_and_what_is_beyond_waits() {
+        let (mut scene, mut all) = (scene(), [words(1), words(2), words(3)]);
+        scene.core.detaching.most = 2 * LEN;
+        let works = all.each_mut().map(|words| send(&mut scene, words));
+        let are_done = || works.each_ref().map(Work::is_done);
+        wait(&mut scene);
+        while scene.core.progress(false) {}
+        assert_eq!((are_done(), scene.core.bytes_in_copies()), ([true, true, false], 2 * LEN));
+        // The first is received, and there is room.
+        grant(&mut scene, 0, 0);
+        scene.core.detaching.retry = None;
+        wait(&mut scene);
+        while scene.core.progress(false) {}
+        assert_eq!((are_done(), scene.core.bytes_in_copies()), ([true; 3], 2 * LEN));
+        // One that is longer than all there may be is copied alone.
+        let (mut scene, mut words) = (self::scene(), words(1));
+        scene.core.detaching.most = 1;
+        let work = send(&mut scene, &mut words);
+        wait(&mut scene);
+        while scene.core.progress(false) {}
+        assert!(work.is_done());
+    }
+
+    #[test]
+    fn of_ranks_that_wait_in_a_circle_one_copies_first() {
+        let soon = |me: u32, senders: &[(u32, u64)]| {
+            let senders = senders.iter().map(|(rank, len)| (Rank(*rank), *len));
+            patience(Rank(me), senders).map(|patience| patience == SEND_PATIENCE)
+        };
+        assert_eq!(soon(0, &[]), None);
+        assert_eq!((soon(0, &[(1, 10)]), soon(1, &[(0, 10)])), (Some(true), Some(false)));
+        let circle = (0..5).filter(|me| soon(*me, &[((me + 4) % 5, 10)]) == Some(true)).count();
+        assert_eq!(circle, 1);
+        assert_eq!(soon(2, &[(1, 10), (3, 10)]), Some(true));
+        assert_eq!(soon(2, &[(1, u64::MAX)]), Some(false), "of any length");
+    }
+}
