@@ -430,7 +430,7 @@ impl Core {
             Failed::Message(token) => (Lane::PointToPoint, 0, token, Scope::Operation),
         };
         let header = Header { index: scope as u32, ..control(FrameKind::Fail, lane, key, token, end as u64) };
-        self.send(to, header, Body::Heap(text.as_bytes()[..end].to_vec()), Owner::PROTOCOL);
+        self.send(to, header, Body::of_bytes(&text.as_bytes()[..end]), Owner::PROTOCOL);
     }
 
     /// Whether `peer` can read this process's memory, as far as is known.

@@ -52,13 +52,19 @@ impl Announced {
     }
 }
 
-/// A message's bytes, copied in pieces, which are given back one by one.
+/// Bytes of a message, copied in pieces, which are given back one by one.
 #[derive(Debug, Default)]
 pub(crate) struct Copied {
     /// All but the last of `PIECE_BYTES`; those given back are empty.
     pieces: Vec<Vec<u8>>,
     len: usize,
     given_back: usize,
+}
+
+impl From<&[u8]> for Copied {
+    fn from(bytes: &[u8]) -> Copied {
+        Copied { pieces: bytes.chunks(PIECE_BYTES).map(<[u8]>::to_vec).collect(), len: bytes.len(), given_back: 0 }
+    }
 }
 
 impl Copied {
@@ -162,7 +168,7 @@ impl Core {
         self.detaching.copying.pop_front();
         if let Some(mut announced) = self.announced.remove(&token) {
             let owner = std::mem::replace(&mut announced.owner, Owner::PROTOCOL);
-            announced.body = Body::Copied(announced.copy.take().unwrap_or_default());
+            announced.body = Body::Copied(Box::new(announced.copy.take().unwrap_or_default()));
             self.withdraw(&mut announced);
             self.announced.insert(token, announced);
             self.written(owner);

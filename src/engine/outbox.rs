@@ -46,10 +46,8 @@ pub(crate) enum Body {
     Empty,
     /// The operation's memory, read when it is written out.
     Memory(Region),
-    /// Bytes of the engine.
-    Heap(Vec<u8>),
-    /// Bytes of the engine, given back as they are written.
-    Copied(Copied),
+    /// Bytes of the engine, given back as they are written. Boxed, since nearly all bodies are others.
+    Copied(Box<Copied>),
 }
 
 impl Body {
@@ -57,16 +55,27 @@ impl Body {
         match self {
             Body::Empty => 0,
             Body::Memory(region) => region.len(),
-            Body::Heap(bytes) => bytes.len(),
             Body::Copied(copied) => copied.len(),
         }
     }
 
-    /// The bytes that it has of what can be long.
+    /// Bytes of the engine.
+    pub(crate) fn of_bytes(bytes: &[u8]) -> Body {
+        Body::Copied(Box::new(Copied::from(bytes)))
+    }
+
+    /// A copy of the bytes from `from` to `end`.
+    fn copy(&self, from: usize, end: usize) -> Body {
+        let mut slices = Slices::new();
+        self.io_slices(from, end, &mut slices);
+        Body::of_bytes(&slices.iter().map(|slice| &**slice).collect::<Vec<_>>().concat())
+    }
+
+    /// The bytes of the engine that it has.
     pub(crate) fn held(&self) -> usize {
         match self {
             Body::Copied(copied) => copied.held(),
-            Body::Empty | Body::Memory(_) | Body::Heap(_) => 0,
+            Body::Empty | Body::Memory(_) => 0,
         }
     }
 
@@ -87,7 +96,6 @@ impl Body {
         match self {
             Body::Empty => {}
             Body::Memory(region) => region.io_slices(from, end, slices),
-            Body::Heap(bytes) => slices.push(IoSlice::new(&bytes[from..end])),
             Body::Copied(copied) => copied.io_slices(from, end, slices),
         }
     }
@@ -268,11 +276,7 @@ impl Outbox {
                 return false;
             }
             let end = outgoing.frame_end();
-            if let Body::Memory(region) = &outgoing.body {
-                outgoing.body = Body::Heap(region.to_vec(outgoing.offset, end));
-            } else if let Body::Heap(bytes) = &mut outgoing.body {
-                *bytes = bytes[outgoing.offset..end].to_vec();
-            }
+            outgoing.body = outgoing.body.copy(outgoing.offset, end);
             outgoing.offset = 0;
             outgoing.owner = Owner::PROTOCOL;
             true
