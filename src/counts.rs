@@ -71,6 +71,15 @@ impl Counts {
         }
     }
 
+    /// A number that other counts are unlikely to have; zero for equal ones, of which the sum tells.
+    pub(crate) fn fingerprint(&self) -> u32 {
+        let Kind::Unequal(counts) = &self.0 else { return 0 };
+        // FNV-1a of whole numbers: any change of one changes the result, and so does their order.
+        let mix = |hash: u64, count: &usize| (hash ^ *count as u64).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
+        let hash = counts.iter().fold(0xcbf2_9ce4_8422_2325, mix);
+        ((hash ^ (hash >> 32)) as u32).max(1)
+    }
+
     /// The numbers by rank.
     pub fn iter(&self) -> impl Iterator<Item = usize> {
         (0..self.len()).map(|rank| self[rank])
@@ -134,5 +143,14 @@ mod tests {
         assert_eq!(Counts::from(vec![8, usize::MAX - 8]).checked_total(), Some(usize::MAX));
         assert_eq!(Counts::equal(usize::MAX / 2, 3).checked_total(), None);
         assert_eq!(Counts::equal(usize::MAX / 2, 2).checked_total(), Some(usize::MAX - 1));
+    }
+
+    #[test]
+    fn a_fingerprint_tells_unequal_counts_apart() {
+        let of = |counts: &[usize]| Counts::from(counts.to_vec()).fingerprint();
+        assert_eq!((of(&[3, 3, 3]), of(&[])), (0, 0));
+        let (one, turned) = (of(&[1, 2, 3]), of(&[2, 1, 3]));
+        assert!(one > 0 && one == of(&[1, 2, 3]));
+        assert!(one != turned && one != of(&[1, 2, 3, 0]) && one != of(&[0, 2, 4]) && one != of(&[1, 2, 1 << 40]));
     }
 }

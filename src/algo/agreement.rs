@@ -23,11 +23,14 @@ fn doubt(collective: &Collective) -> Doubt {
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.total() == 0 => Doubt::Calls,
         Collective::AllReduce { .. } | Collective::Barrier => Doubt::Nothing,
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.are_equal() => Doubt::Nothing,
-        Collective::Reduce { .. }
+        // Who has no elements sends none.
+        Collective::AllGather { .. }
+        | Collective::ReduceScatter { .. }
+        | Collective::Reduce { .. }
         | Collective::Broadcast { .. }
         | Collective::Gather { .. }
         | Collective::Scatter { .. } => Doubt::Calls,
-        Collective::AllGather { .. } | Collective::ReduceScatter { .. } | Collective::AllToAll { .. } => Doubt::Sizes,
+        Collective::AllToAll { .. } => Doubt::Sizes,
     }
 }
 

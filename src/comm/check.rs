@@ -231,20 +231,22 @@ fn total(buffers: &[Buffer]) -> usize {
 
 fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, dtype: DType) -> Signature {
     let (root, count) = match collective {
-        Collective::AllReduce { count } => (Rank(0), *count),
+        Collective::AllReduce { count } => (0, *count),
         Collective::Reduce { count, root }
         | Collective::Broadcast { count, root }
         | Collective::Gather { count, root }
-        | Collective::Scatter { count, root } => (*root, *count),
-        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => (Rank(0), counts.total()),
-        Collective::AllToAll { .. } | Collective::Barrier => (Rank(0), 0),
+        | Collective::Scatter { count, root } => (root.0, *count),
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => {
+            (counts.fingerprint(), counts.total())
+        }
+        Collective::AllToAll { .. } | Collective::Barrier => (0, 0),
     };
     Signature {
         operation: called.unwrap_or_else(|| collective.kind()) as u8,
         dtype: dtype as u8,
         reduction: op.kind.reduce_op().map_or(0, |op| op.index() as u8 + 1),
         algorithm: 0,
-        root: root.0,
+        root,
         count: count as u64,
     }
 }

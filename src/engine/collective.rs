@@ -317,6 +317,11 @@ impl Core {
             format!(
                 "the ranks disagree on how to run collective {sequence}: rank {me} chose {ours}, rank {from} {theirs}"
             )
+        } else if ours.divides_otherwise(&theirs) {
+            format!(
+                "the ranks disagree on the sizes of collective {sequence}: rank {me} and rank {from} both called {ours}, but \
+                 with other counts a rank"
+            )
         } else {
             format!("the ranks disagree on collective {sequence}: rank {me} called {ours}, rank {from} called {theirs}")
         };

@@ -127,7 +127,7 @@ pub(crate) struct Signature {
     pub(crate) reduction: u8,
     /// What runs it, once that is chosen: the number of the algorithm.
     pub(crate) algorithm: u8,
-    /// The root, or zero.
+    /// The root; where the ranks' blocks may differ in length, what tells these lengths from others; or zero.
     pub(crate) root: u32,
     /// The number of elements, where all ranks must have the same, or zero.
     pub(crate) count: u64,
@@ -147,6 +147,13 @@ impl Signature {
     /// Whether another rank has called the same, however it runs that.
     pub(crate) fn calls_as(&self, theirs: &Signature) -> bool {
         Signature { algorithm: theirs.algorithm, ..*self } == *theirs
+    }
+
+    /// Whether another rank has called the same with as many elements, but divides them among the ranks otherwise.
+    pub(crate) fn divides_otherwise(&self, theirs: &Signature) -> bool {
+        use CollectiveKind::{AllGather, ReduceScatter};
+        let has_blocks = matches!(CollectiveKind::numbered(self.operation), Some(AllGather | ReduceScatter));
+        has_blocks && self.root != theirs.root && self.calls_as(&Signature { root: self.root, ..*theirs })
     }
 
     fn reduction(&self) -> &'static str {

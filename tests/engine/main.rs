@@ -6,6 +6,7 @@ mod bootstrap;
 mod collectives;
 mod cores;
 mod diary;
+mod disagreements;
 mod examples;
 mod failures;
 mod launch;
