@@ -228,6 +228,8 @@ pub(crate) enum Down {
     HungUp,
     /// It has no room for a caller now: the connection may be made later.
     Busy,
+    /// It cannot be reached in this way, whether it has gone or something stands between. It may be in another.
+    Unfit,
     /// Nothing: it is this process that lacks what a connection takes. It may be made later.
     Lacking,
 }
@@ -241,6 +243,11 @@ impl LinkDown {
     /// A loss because the other side has gone.
     pub(crate) fn hung_up(cause: impl Into<String>) -> Self {
         LinkDown { cause: cause.into(), kind: Down::HungUp }
+    }
+
+    /// A connection that cannot be made in this way.
+    pub(crate) fn unfit(cause: impl Into<String>) -> Self {
+        LinkDown { cause: cause.into(), kind: Down::Unfit }
     }
 
     /// A connection for which this process lacks something now.

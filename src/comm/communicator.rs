@@ -146,9 +146,9 @@ impl Communicator {
         config.algorithm = ranks[0].algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
-        let route = |links: &Links, peer| links.route(&name, rank, &topo, &ranks, &config, peer);
-        let reach = |peer| if peer == rank { Ok(None) } else { route(&links, peer).map(Some) };
-        let routes: Vec<Option<Route>> = (0..size).map(Rank::from).map(reach).collect::<Result<_, _>>()?;
+        let route = |links: &Links, peer| links.routes(&name, rank, &topo, &ranks, &config, peer);
+        let reach = |peer| if peer == rank { Ok(vec![]) } else { route(&links, peer) };
+        let routes: Vec<Vec<Route>> = (0..size).map(Rank::from).map(reach).collect::<Result<_, _>>()?;
         let watched = neighbours(rank, size).into_iter().map(|peer| Ok((peer, route(&news, peer)?)));
         let watched = watched.collect::<Result<Vec<_>, InitError>>()?;
         let here = &topo.hosts()[topo.host_of(rank)];
@@ -156,7 +156,7 @@ impl Communicator {
         let crowded = here.len() > cores;
         let polling = Polling { time: config.spin.duration(crowded), yields: crowded };
         if log::log_enabled!(log::Level::Info) {
-            let transports = routes.iter().flatten().map(|route| links.name(route.transport)).collect();
+            let transports = routes.iter().filter_map(|routes| Some(links.name(routes.first()?.transport))).collect();
             let network = summary::network(&config, host.as_deref());
             let (name, topo, config, tuned) = (name.as_str(), &topo, &config, tuning.rows());
             let summary = Summary { name, rank, topo, config, transports, network, tuned, cores, is_crowded: crowded };

@@ -100,8 +100,8 @@ impl Links {
         self.links.iter().map(|link| (link.key(), link.transport.address())).collect()
     }
 
-    /// The first transport that reaches `peer`.
-    pub(crate) fn route(
+    /// The transports that reach `peer`, of which there is at least one, the preferred one first.
+    pub(crate) fn routes(
         &self,
         name: &str,
         me: Rank,
@@ -109,21 +109,23 @@ impl Links {
         ranks: &[RankInfo],
         config: &Config,
         peer: Rank,
-    ) -> Result<Route, InitError> {
+    ) -> Result<Vec<Route>, InitError> {
         let candidates = self.links.iter().enumerate();
-        let mut reaching = candidates.filter(|(_, link)| link.reach == Reach::Everywhere || topo.same_host(me, peer));
-        let route = reaching.find_map(|(transport, link)| {
+        let reaching = candidates.filter(|(_, link)| link.reach == Reach::Everywhere || topo.same_host(me, peer));
+        let route = |(transport, link): (usize, &Link)| {
             let address = ranks[peer.index()].addresses.get(&link.key())?.clone();
             Some(Route { transport, address })
-        });
-        route.ok_or_else(|| {
-            InitError::Config(format!(
+        };
+        let routes: Vec<Route> = reaching.filter_map(route).collect();
+        if routes.is_empty() {
+            return Err(InitError::Config(format!(
                 "communicator `{name}`: transport {:?} does not reach rank {peer} on host `{}` from rank {me} on host `{}`",
                 config.transport,
                 ranks[peer.index()].host_id,
                 ranks[me.index()].host_id,
-            ))
-        })
+            )));
+        }
+        Ok(routes)
     }
 
     /// The name of a route's transport.

@@ -59,7 +59,8 @@ impl Scene {
         let link = Arc::<Mutex<Link>>::default();
         let topo = Topology::single_host(size);
         let transport = Box::new(ByHand { link: Arc::clone(&link), accepted: false });
-        let routes = (0..size).map(|rank| (rank > 0).then(|| Route { transport: 0, address: Vec::new() })).collect();
+        let routes =
+            (0..size).map(|rank| vec![Route { transport: 0, address: vec![] }; usize::from(rank > 0)]).collect();
         Scene { core: Core::new("test".to_owned(), Rank(0), topo, vec![transport], routes), link }
     }
 

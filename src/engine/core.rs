@@ -127,7 +127,7 @@ impl Core {
         me: Rank,
         topo: Topology,
         transports: Vec<Box<dyn Transport>>,
-        routes: Vec<Option<Route>>,
+        routes: Vec<Vec<Route>>,
     ) -> Core {
         let peers = routes.into_iter().map(|route| Peer { way: Way::new(route), ..Peer::default() }).collect();
         let members = (0..topo.size()).map(Rank::from).collect();
@@ -514,9 +514,12 @@ impl Core {
     }
 
     pub(super) fn accept(&mut self) {
-        for transport in &mut self.transports {
+        for (number, transport) in self.transports.iter_mut().enumerate() {
             for (from, inlet) in transport.accept() {
                 let peer = &mut self.peers[from.index()];
+                if !peer.outbox.is_open() {
+                    peer.way.follow(number);
+                }
                 if peer.inbox.is_none() && peer.lost.is_none() {
                     peer.inbox = Some(Box::new(Inbox::new(inlet)));
                 } else {
@@ -539,6 +542,11 @@ impl Core {
                 None => {
                     if let Err(down) = peer.outbox.probe() {
                         self.outlet_ended(Rank::from(index), down);
+                    } else if !peer.outbox.is_opening()
+                        && let Some(cause) = peer.way.take_turn()
+                    {
+                        let (name, me, by) = (&self.name, self.me, peer.way.transport(&self.transports));
+                        log::warn!("communicator `{name}` rank {me}: rank {index} is reached by {by}, since {cause}");
                     }
                 }
             }

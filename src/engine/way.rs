@@ -1,5 +1,7 @@
-//! How a stream to another rank is opened: tried again where it cannot be now.
+//! How a stream to another rank is opened: tried again where it cannot be now, and in another way where this one does not lead
+//! there.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
@@ -18,7 +20,12 @@ pub(crate) struct Route {
 /// The way to a peer, and how far this rank has come on it. The default leads nowhere.
 #[derive(Debug, Default)]
 pub(crate) struct Way {
-    route: Option<Route>,
+    /// Those that have not turned out to lead nowhere, the preferred ones first.
+    routes: VecDeque<Route>,
+    /// Why others did.
+    failures: Vec<String>,
+    /// One of them has, of which nobody has been told.
+    has_turned: bool,
     obstacle: Option<Obstacle>,
 }
 
@@ -34,9 +41,9 @@ struct Obstacle {
 }
 
 impl Way {
-    /// By this route, if there is one.
-    pub(crate) fn new(route: Option<Route>) -> Way {
-        Way { route, obstacle: None }
+    /// By the first of these routes that leads there.
+    pub(crate) fn new(routes: impl IntoIterator<Item = Route>) -> Way {
+        Way { routes: routes.into_iter().collect(), ..Way::default() }
     }
 
     /// Opens a stream by one of `transports`. None: not now; again when it [is due](Way::due).
@@ -46,27 +53,39 @@ impl Way {
         transports: &mut [Box<dyn Transport>],
         now: Instant,
     ) -> Result<Option<Box<dyn Outlet>>, LinkDown> {
-        if self.due().is_some_and(|due| now < due) {
-            return Ok(None);
-        }
-        let Some(route) = &self.route else { return Err(LinkDown::new("no transport reaches it")) };
-        match transports[route.transport].open(peer, &route.address) {
-            Ok(outlet) => {
-                self.obstacle = None;
-                Ok(Some(outlet))
+        loop {
+            if self.due().is_some_and(|due| now < due) {
+                return Ok(None);
             }
-            Err(down) => self.ended(down, now).map(|()| None),
+            let Some(route) = self.routes.front() else { return Err(LinkDown::new("no transport reaches it")) };
+            match transports[route.transport].open(peer, &route.address) {
+                Ok(outlet) => {
+                    self.obstacle = None;
+                    return Ok(Some(outlet));
+                }
+                Err(down) => self.ended(down, now)?,
+            }
         }
     }
 
-    /// Opening the stream ended with `down`, now or when it was under way. Has it opened again later if that may help; gives
-    /// `down` back if it does not.
-    pub(crate) fn ended(&mut self, down: LinkDown, now: Instant) -> Result<(), LinkDown> {
-        let is_shortage = match down.kind {
-            Down::Busy => false,
-            Down::Lacking => true,
-            Down::Broken | Down::HungUp => {
-                self.obstacle = None;
+    /// Opening the stream ended with `down`, now or when it was under way. Has it opened again later, or now by another route,
+    /// if that may help; gives `down` back if it does not.
+    pub(crate) fn ended(&mut self, mut down: LinkDown, now: Instant) -> Result<(), LinkDown> {
+        let last = self.obstacle.take();
+        let (is_shortage, pause) = match down.kind {
+            Down::Busy | Down::Lacking => {
+                let pause = last.map_or(FIRST_PAUSE, |last| (last.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE));
+                (down.kind == Down::Lacking, pause)
+            }
+            Down::Unfit if self.routes.len() > 1 => {
+                self.routes.pop_front();
+                self.failures.push(down.cause.clone());
+                self.has_turned = true;
+                (false, Duration::ZERO)
+            }
+            Down::Broken | Down::HungUp | Down::Unfit => {
+                self.failures.push(down.cause);
+                down.cause = std::mem::take(&mut self.failures).join("; ");
                 return Err(down);
             }
         };
@@ -75,9 +94,25 @@ impl Way {
             static SAID: std::sync::Once = std::sync::Once::new();
             SAID.call_once(|| log::warn!("connections to other ranks have to wait: {}", down.cause));
         }
-        let pause = self.obstacle.as_ref().map_or(FIRST_PAUSE, |obstacle| (obstacle.pause * 2).min(LONGEST_PAUSE));
         self.obstacle = Some(Obstacle { cause: down.cause, is_shortage, again: now + pause, pause });
         Ok(())
+    }
+
+    /// The peer has come by `transport`. What it would rather have taken does not lead here, and so does not lead there.
+    pub(crate) fn follow(&mut self, transport: usize) {
+        if let Some(place) = self.routes.iter().position(|route| route.transport == transport) {
+            self.routes.drain(..place);
+        }
+    }
+
+    /// The name of the transport whose turn it is.
+    pub(crate) fn transport(&self, transports: &[Box<dyn Transport>]) -> &'static str {
+        self.routes.front().map_or("nothing", |route| transports[route.transport].name())
+    }
+
+    /// Why the preferred route is not the one that has led there, the first time that this is asked.
+    pub(crate) fn take_turn(&mut self) -> Option<String> {
+        std::mem::take(&mut self.has_turned).then(|| std::mem::take(&mut self.failures).join("; "))
     }
 
     /// When to open again what could not be opened.

@@ -5,6 +5,7 @@ mod blocking;
 mod bootstrap;
 mod collectives;
 mod cores;
+mod detours;
 mod diary;
 mod disagreements;
 mod examples;

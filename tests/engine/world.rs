@@ -14,6 +14,8 @@ pub(crate) enum Wire {
     Tcp,
     /// TCP with TLS, whose keys come from the secret.
     Tls,
+    /// One host, with all transports.
+    Auto,
     /// Two "hosts": shared memory inside, all of it copied through rings of the smallest size, and TCP between.
     Mixed,
 }
@@ -95,6 +97,7 @@ pub(crate) fn host_of(wire: Wire, rank: usize, size: usize) -> &'static str {
 fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
     match wire {
         Wire::Shm => vec![hint("transport", "shm")],
+        Wire::Auto => vec![],
         Wire::Tcp => vec![hint("transport", "tcp")],
         Wire::Tls => vec![hint("transport", "tcp"), hint("tls", "on")],
         Wire::Mixed => vec![

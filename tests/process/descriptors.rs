@@ -21,7 +21,7 @@ const SHORT: Duration = Duration::from_secs(2);
 /// Names the wire to the child.
 const VARIABLE: &str = "NCCLX_RS_TEST_DESCRIPTORS";
 
-const WIRES: [Wire; 3] = [Wire::Shm, Wire::Tcp, Wire::Tls];
+const WIRES: [Wire; 4] = [Wire::Shm, Wire::Tcp, Wire::Tls, Wire::Auto];
 
 /// Runs the test of this name in a child for each wire; what it then is there, in the child.
 fn in_child(test: &str) -> Option<Wire> {

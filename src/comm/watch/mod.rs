@@ -45,24 +45,24 @@ impl Watch {
         me: Rank,
         ranks: &[RankInfo],
         mut transports: Vec<Box<dyn Transport>>,
-        routes: Vec<(Rank, Route)>,
+        routes: Vec<(Rank, Vec<Route>)>,
         watchman: Arc<Watchman>,
         driver: &Arc<Driver>,
     ) -> io::Result<Watch> {
         let poller = &watchman.poller;
         // Those whom this rank does not watch do not come, since watching is mutual.
-        let used: BTreeSet<usize> = routes.iter().map(|(_, route)| route.transport).collect();
+        let used: BTreeSet<usize> = routes.iter().flat_map(|(_, routes)| routes).map(|route| route.transport).collect();
         let mut place = 0..;
         transports.retain(|_| place.next().is_some_and(|place| used.contains(&place)));
-        let edges = routes.into_iter().map(|(peer, route)| {
-            let route = Route { transport: used.range(..route.transport).count(), ..route };
+        let edges = routes.into_iter().map(|(peer, routes)| {
+            let place = |route: Route| Route { transport: used.range(..route.transport).count(), ..route };
             // Found before the connection is made: if that succeeds, the process was there, and the number was its.
             let process = Process::find(&ranks[peer.index()].process).ok();
             let process = process.and_then(|process| {
                 let registration = poller.add(process.as_fd(), Interest::Read).ok()?;
                 Some((process, registration))
             });
-            let mut edge = Edge::new(peer, ranks.len(), Way::new(Some(route)), process);
+            let mut edge = Edge::new(peer, ranks.len(), Way::new(routes.into_iter().map(place)), process);
             edge.reach(&mut transports, Instant::now());
             edge
         });

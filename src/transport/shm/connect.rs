@@ -1,5 +1,6 @@
 //! How a ring gets from the process that makes it to the one that reads it.
 
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
@@ -14,27 +15,49 @@ use crate::transport::shm::channel::{Bell, ShmInlet, ShmOutlet};
 use crate::transport::{Accepted, shortage};
 use crate::types::Rank;
 
-/// What the opener still has to do: prove itself, then hand over the ring.
+/// What the opener still has to do: prove itself, hand over the ring, and hear that the peer has mapped it.
 #[derive(Debug)]
 pub(super) struct Introduction {
     opening: Opening,
-    proved: bool,
+    stage: Stage,
     ring: OwnedFd,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Proving,
+    Handing,
+    Waiting,
+}
+
 impl Introduction {
-    /// Goes as far as it can. True: the peer has the ring.
+    /// Goes as far as it can. True: the peer has the ring. An error tells that shared memory is not the way to the peer.
     pub(super) fn drive(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
-        if !self.proved {
-            self.proved = self.opening.drive(stream)?;
-        }
-        if !self.proved {
-            return Ok(false);
-        }
-        match socket::send_fd(stream, self.ring.as_fd()) {
-            Ok(()) => Ok(true),
-            Err(error) if is_passing(&error) => Ok(false),
-            Err(error) => Err(error.into()),
+        self.advance(stream).map_err(|down| LinkDown::unfit(format!("shared memory with it fails: {down}")))
+    }
+
+    fn advance(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
+        loop {
+            let passed = match self.stage {
+                Stage::Proving => {
+                    if !self.opening.drive(stream)? {
+                        return Ok(false);
+                    }
+                    self.stage = Stage::Handing;
+                    continue;
+                }
+                Stage::Handing => socket::send_fd(stream, self.ring.as_fd()),
+                Stage::Waiting => match stream.read(&mut [0]) {
+                    Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it did not take the ring")),
+                    taken => taken.map(|_| ()),
+                },
+            };
+            match passed {
+                Ok(()) if self.stage == Stage::Waiting => return Ok(true),
+                Ok(()) => self.stage = Stage::Waiting,
+                Err(error) if is_passing(&error) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
         }
     }
 }
@@ -48,11 +71,11 @@ pub(super) fn open(
     ring: OwnedFd,
     lends: bool,
 ) -> ShmOutlet {
-    let introduction = Introduction { opening: Opening::new(identity, peer), proved: false, ring };
+    let introduction = Introduction { opening: Opening::new(identity, peer), stage: Stage::Proving, ring };
     ShmOutlet::new(memory, bell, introduction, lends)
 }
 
-/// Drives an accepted connection until its ring is here. `size` is that of the communicator.
+/// Drives an accepted connection until its ring is here, and says so. `size` is that of the communicator.
 pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Result<Option<RingMemory>, LinkDown> {
     if candidate.rank.is_none() {
         candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
@@ -65,7 +88,10 @@ pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Resu
         Err(error) if is_passing(&error) => return Ok(None),
         Err(error) => return Err(shortage::while_opening(error, size)),
     };
-    Ok(Some(RingMemory::open(fd.as_fd())?))
+    let memory = RingMemory::open(fd.as_fd())?;
+    // There is room: whatever was said before has been read, or there would be no ring.
+    candidate.stream.write_all(&[TAKEN])?;
+    Ok(Some(memory))
 }
 
 /// The inlet of a connection whose ring is here.
@@ -74,3 +100,6 @@ pub(super) fn inlet(proved: Proved<UnixStream, RingMemory>) -> Accepted {
     let writer = PeerMemory::behind(stream.as_fd()).ok();
     (rank, Box::new(ShmInlet::new(brought, Bell::new(stream, registration), writer)))
 }
+
+/// What the acceptor says once the ring is mapped; nothing depends on its value.
+const TAKEN: u8 = 1;

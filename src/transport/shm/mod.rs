@@ -69,16 +69,17 @@ impl Transport for ShmTransport {
     fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
         let size = self.identity.size;
         let gone = |error: io::Error| match error.kind() {
-            io::ErrorKind::ConnectionRefused => LinkDown::new("its process is gone (connection refused)"),
+            io::ErrorKind::ConnectionRefused => LinkDown::unfit("its process is gone (connection refused)"),
             io::ErrorKind::WouldBlock => LinkDown::busy("as many wait to be accepted by it as its system lets"),
-            _ => shortage::while_opening(error, size),
+            _ if limits::is_shortage(&error) => shortage::while_opening(error, size),
+            _ => LinkDown::unfit(format!("its Unix socket cannot be called: {error}")),
         };
         let stream = socket::connect_unix(address).map_err(gone)?;
         let lacking = |error: io::Error| match limits::lacks_descriptors(&error) {
             true => shortage::while_opening(error, size),
             false => {
                 let bytes = self.ring_bytes;
-                LinkDown::new(format!("there is no shared memory for a ring of {bytes} bytes to it: {error}"))
+                LinkDown::unfit(format!("there is no shared memory for a ring of {bytes} bytes to it: {error}"))
             }
         };
         let (memory, fd) = RingMemory::create(self.ring_bytes).map_err(lacking)?;
