@@ -28,3 +28,5 @@ pub use communicator::{CommOptions, Communicator};
 pub use data::Data;
 pub use launch::Launch;
 pub use live::{dumps, write_dumps};
+
+pub use crate::engine::callbacks::call_elsewhere;

@@ -21,10 +21,10 @@ pub(crate) fn run_elsewhere(work: Work) {
 }
 
 /// Something to call.
-pub(crate) type Job = Box<dyn FnOnce() + Send>;
+pub type Job = Box<dyn FnOnce() + Send>;
 
-/// Calls `job` on a thread kept for callbacks.
-pub(crate) fn call_elsewhere(job: Job) {
+/// Calls `job` on a thread kept for callbacks, behind those that were to be called before.
+pub fn call_elsewhere(job: Job) {
     static QUEUE: PerProcess<Arc<Queue>> = PerProcess::unset();
     QUEUE.get().push(job);
 }

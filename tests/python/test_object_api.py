@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -424,10 +425,43 @@ def a_late_rank_is_named_and_ends_the_communicator(rank: int, size: int) -> None
             with pytest.raises(RuntimeError, match=r"all_reduce(.|\n)*timed out(.|\n)*\b0\b"):
                 work.wait()
             assert work.status in (WorkStatus.TIMEDOUT, WorkStatus.ERROR) and work.exception() is not None
-            assert comm.is_aborted() and aborted == [True]
+            assert comm.is_aborted()
             with pytest.raises(RuntimeError, match="barrier: communicator .* is aborted"):
                 comm.barrier(False)
     comm.finalize()
+    assert aborted == [True] * (rank != 0)
+
+
+def the_error_comes_before_the_hooks(rank: int, size: int, waits: str) -> None:
+    comm = ncclx_rs.new_comm(
+        "ncclx", "cpu", store=fresh_store(), rank=rank, size=size, abort_process_on_timeout_or_error=False
+    )
+    comm.barrier(False)
+    is_known, found = threading.Event(), []
+    comm.register_abort_hook(lambda: found.append((is_known.wait(20), threading.current_thread())))
+    limit = timedelta(milliseconds=200)
+    with leaving_together():
+        if rank == 0:
+            if waits == "blocking":
+                with pytest.raises(RuntimeError, match="timed out"):
+                    comm.all_reduce(torch.ones(1), ReduceOp.SUM, False, timeout=limit)
+            else:
+                work = comm.all_reduce(torch.ones(1), ReduceOp.SUM, True, timeout=limit)
+                while waits == "polling" and not work.is_completed():
+                    time.sleep(0.005)
+                with pytest.raises(RuntimeError, match="timed out"):
+                    work.wait()
+            assert comm.is_aborted()
+            is_known.set()
+    comm.finalize()  # does not overtake the hooks
+    assert [known for known, _ in found] == [True] * (rank == 0)
+    assert all(thread is not threading.current_thread() for _, thread in found)
+
+
+@pytest.mark.parametrize("waits", ["blocking", "waiting", "polling"])
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_the_error_comes_before_the_hooks(world: World, waits: str) -> None:
+    world.run(the_error_comes_before_the_hooks, waits, join=False)
 
 
 def a_timeout_ends_the_process_by_default(rank: int, size: int) -> None:

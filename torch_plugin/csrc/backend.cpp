@@ -114,14 +114,17 @@ void Communicator::watch(const std::shared_ptr<Group>& group) {
   struct Listener {
     std::weak_ptr<Group> group;
     uint64_t generation;
+    const NcclxEngine* engine;
   };
   const auto done = [](void* context, int32_t status, const char*) {
     const std::unique_ptr<Listener> listener(static_cast<Listener*>(context));
     // That there was no loss may be told under the engine's lock, where the group, with its hooks, must not be dropped.
     if (status == NCCLX_OK) return;
-    if (const auto group = listener->group.lock()) group->note_of(listener->generation, status);
+    if (const auto group = listener->group.lock()) {
+      Group::tell(listener->engine, group->note_of(listener->generation, status));
+    }
   };
-  engine_->on_loss(comm_, done, new Listener{group, group->generation()});
+  engine_->on_loss(comm_, done, new Listener{group, group->generation(), engine_});
 }
 
 NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -621,6 +624,9 @@ void NcclxBackend::abort() {
 }
 
 void NcclxBackend::shutdown() {
+  const WithoutGil released;
+  // What they look at goes with the communicator.
+  group_->wait_for_hooks();
   group_->leave();
   if (const auto comm = comm_or_none()) engine_->shutdown(comm->get());
 }

@@ -134,7 +134,9 @@ class NcclxBackend : public c10d::Backend {
   // For the object API, in every version of torch.
   int host(int rank) { return engine_->host(comm()->get(), rank); }
   // Waits, but not for ever, for what callbacks and hooks still do.
-  void settle() { group_->settle(Milliseconds(20000)); }
+  void settle() { group_->settle(); }
+  void wait_for_hooks() { group_->wait_for_hooks(); }
+  bool has_failed() const { return group_->error() != c10d::ErrorType::SUCCESS; }
   // `members` are what the job calls this group's ranks.
   void name_ranks(const std::vector<int64_t>& members) const;
   void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/headeronly/version.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -23,10 +24,20 @@ namespace ncclx {
 
 // Only what is behind pointers is copied and dropped under this lock: a function from Python takes Python's lock when it
 // is copied or dropped, and who has that may be waiting for this one.
-class Group {
+class Group : public std::enable_shared_from_this<Group> {
+  // By their ids.
+  template <typename F>
+  using Hooks = std::map<int64_t, std::shared_ptr<const F>>;
+
  public:
   using FailureHook = std::function<void()>;
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+
+  // A failure of the group whose hooks are still to be called.
+  struct News {
+    std::shared_ptr<Group> group;
+    Hooks<FailureHook> hooks;
+  };
 
   void on_completion(Hook hook) {
     auto behind = std::make_shared<const Hook>(std::move(hook));
@@ -60,36 +71,41 @@ class Group {
     all_ended_.wait(lock, [this] { return in_flight_ == 0; });
   }
 
-  // Remembers failures after which the group may not work any more; the first one stays, and the hooks are called.
-  void note(int32_t status) {
+  // Remembers failures after which the group may not work any more; the first one stays. What comes back is to be given to
+  // `tell` once the error stands where it is looked for: hooks may take their time.
+  std::unique_ptr<News> note(int32_t status) {
     using c10d::ErrorType;
     const ErrorType error = status == NCCLX_TIMEOUT  ? ErrorType::TIMEOUT
                             : status == NCCLX_REMOTE ? ErrorType::REMOTE_ERROR
                             : status == NCCLX_LOST   ? ErrorType::COMM_ERROR
                                                      : ErrorType::SUCCESS;
-    Hooks<FailureHook> hooks;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (paused_ || error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return;
-      error_ = error;
-      hooks = failure_hooks_;
-      ++telling_;
-    }
-    for (const auto& [id, hook] : hooks) {
-      try {
-        (*hook)();
-      } catch (const std::exception& thrown) {
-        TORCH_WARN("ncclx_rs: an abort hook failed: ", text_of(thrown));
-      }
-    }
     std::lock_guard<std::mutex> lock(mutex_);
-    if (--telling_ == 0) all_ended_.notify_all();
+    if (paused_ || error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return nullptr;
+    error_ = error;
+    if (failure_hooks_.empty()) return nullptr;
+    ++telling_;
+    return std::make_unique<News>(shared_from_this(), failure_hooks_);
   }
 
-  // Waits a while for works and hooks to end, which cannot when the interpreter has.
-  void settle(std::chrono::milliseconds patience) {
+  // Has the hooks called, on the thread for callbacks.
+  static void tell(const NcclxEngine* engine, std::unique_ptr<News> news) {
+    const auto job = [](void* context) {
+      const std::unique_ptr<News> news(static_cast<News*>(context));
+      news->group->call(news->hooks);
+    };
+    if (news) engine->call_elsewhere(job, news.release());
+  }
+
+  // Waits a while for failure hooks to end, which cannot when the interpreter has. A hook does not wait for itself.
+  void wait_for_hooks(std::chrono::milliseconds patience = kPatience) {
     std::unique_lock<std::mutex> lock(mutex_);
-    all_ended_.wait_for(lock, patience, [this] { return in_flight_ == 0 && telling_ == 0; });
+    all_ended_.wait_for(lock, patience, [this] { return is_told(); });
+  }
+
+  // The same for works, too.
+  void settle(std::chrono::milliseconds patience = kPatience) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_ended_.wait_for(lock, patience, [this] { return in_flight_ == 0 && is_told(); });
   }
 
   void on_failure(int64_t id, FailureHook hook) {
@@ -152,8 +168,8 @@ class Group {
   }
 
   // Notes what befell the members of a generation, unless they are the members no more.
-  void note_of(uint64_t generation, int32_t status) {
-    if (generation == this->generation()) note(status);
+  std::unique_ptr<News> note_of(uint64_t generation, int32_t status) {
+    return generation == this->generation() ? note(status) : nullptr;
   }
 
   void resume() {
@@ -162,15 +178,29 @@ class Group {
     error_ = c10d::ErrorType::SUCCESS;
   }
 
-  c10d::ErrorType error() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return error_;
-  }
+  c10d::ErrorType error() const { return error_; }
 
  private:
-  // By their ids.
-  template <typename F>
-  using Hooks = std::map<int64_t, std::shared_ptr<const F>>;
+  static constexpr std::chrono::milliseconds kPatience{20000};
+  // The group whose failure hooks this thread is calling.
+  static inline thread_local const Group* telling_here_ = nullptr;
+
+  void call(const Hooks<FailureHook>& hooks) {
+    const Group* before = std::exchange(telling_here_, this);
+    for (const auto& [id, hook] : hooks) {
+      try {
+        (*hook)();
+      } catch (const std::exception& thrown) {
+        TORCH_WARN("ncclx_rs: an abort hook failed: ", text_of(thrown));
+      }
+    }
+    telling_here_ = before;
+    std::lock_guard<std::mutex> lock(mutex_);
+    --telling_;
+    all_ended_.notify_all();
+  }
+
+  bool is_told() const { return telling_ <= (telling_here_ == this ? 1 : 0); }
 
 #if NCCLX_TORCH_GE(2, 15)
   using SuccessHooks = Hooks<c10d::CompletionHook>;
@@ -188,10 +218,10 @@ class Group {
   std::mutex mutex_;
   std::condition_variable all_ended_;
   size_t in_flight_ = 0;
-  size_t telling_ = 0;  // threads that call failure hooks
+  size_t telling_ = 0;  // failures whose hooks have not ended
   bool paused_ = false;
   uint64_t generation_ = 0;
-  c10d::ErrorType error_ = c10d::ErrorType::SUCCESS;
+  std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::shared_ptr<const Hook> hook_;
   Hooks<FailureHook> failure_hooks_;
 #if NCCLX_TORCH_GE(2, 15)

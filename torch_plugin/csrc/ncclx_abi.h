@@ -119,6 +119,8 @@ struct NcclxEngine {
   void (*memory_free)(NcclxMemory* memory);
   // What the flight recorder calls the communicator's ranks: their numbers in the job. `n` is their number.
   void (*set_members)(NcclxComm* comm, const int64_t* ranks, uint64_t n);
+  // Calls `job(context)` once, on a thread that is kept for callbacks.
+  void (*call_elsewhere)(void (*job)(void* context), void* context);
 };
 
 // Adds the backend's classes to the Python module. 0, or -1 with a Python exception set.
@@ -130,4 +132,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 112);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 160);
+static_assert(sizeof(NcclxEngine) == 168);

@@ -60,6 +60,8 @@ void define(py::module_& m) {
       // Torch has it from 2.14 on.
       .def("_settle", &NcclxBackend::settle, py::call_guard<py::gil_scoped_release>())
       .def("get_error", &NcclxBackend::getError, py::call_guard<py::gil_scoped_release>())
+      .def("_has_failed", &NcclxBackend::has_failed)
+      .def("_wait_for_hooks", &NcclxBackend::wait_for_hooks, py::call_guard<py::gil_scoped_release>())
       .def("_host", &NcclxBackend::host, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
       .def("_name_ranks", &NcclxBackend::name_ranks, py::arg("members"), py::call_guard<py::gil_scoped_release>())
       .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"), py::call_guard<py::gil_scoped_release>())

@@ -117,12 +117,15 @@ class NcclxWork : public c10d::Work {
   void drive() {
     group_->began();
     pending_ = 1;
+    std::unique_ptr<Group::News> news;
     for (NcclxHandle* handle : handles_) {
       NcclxError error;
       const int32_t status = engine_->wait(handle, -1, &error);
-      if (status != NCCLX_OK) failed(status, error.text);
+      if (status == NCCLX_OK) continue;
+      if (auto first = failed(status, error.text)) news = std::move(first);
     }
     one_done(nullptr);
+    Group::tell(engine_, std::move(news));
   }
 
   bool isSuccess() const override {
@@ -200,14 +203,15 @@ class NcclxWork : public c10d::Work {
 
   static void completed(void* context, int32_t status, const char* text) {
     auto self = c10::intrusive_ptr<NcclxWork>::reclaim(static_cast<NcclxWork*>(context));
-    if (status != NCCLX_OK) self->failed(status, text);
+    auto news = status == NCCLX_OK ? nullptr : self->failed(status, text);
     self->one_done(nullptr);
+    Group::tell(self->engine_, std::move(news));
   }
 
-  void failed(int32_t status, const char* text) {
+  std::unique_ptr<Group::News> failed(int32_t status, const char* text) {
     status_ = status;
-    group_->note(status);
     note(ncclx::exception(status, text));
+    return group_->note(status);
   }
 
   void note(std::exception_ptr error) {

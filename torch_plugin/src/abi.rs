@@ -85,6 +85,7 @@ struct RawInit {
 }
 
 type Done = unsafe extern "C" fn(*mut c_void, i32, *const c_char);
+type Job = unsafe extern "C" fn(*mut c_void);
 
 #[repr(C)]
 struct RawEngine {
@@ -108,13 +109,14 @@ struct RawEngine {
     memory_new: extern "C" fn(u64, *mut *mut HostMemory<u8>, *mut *mut c_void, *mut RawError) -> i32,
     memory_free: extern "C" fn(*mut HostMemory<u8>),
     set_members: extern "C" fn(*const Communicator, *const i64, u64),
+    call_elsewhere: extern "C" fn(Job, *mut c_void),
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 112);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 160);
+const _: () = assert!(size_of::<RawEngine>() == 168);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -137,6 +139,7 @@ static ENGINE: RawEngine = RawEngine {
     memory_new,
     memory_free,
     set_members,
+    call_elsewhere,
 };
 
 unsafe extern "C" {
@@ -497,6 +500,14 @@ extern "C" fn set_members(comm: *const Communicator, ranks: *const i64, len: u64
             // SAFETY: given out by `create` and not yet given back.
             unsafe { &*comm }.set_members(members);
         }
+    });
+}
+
+extern "C" fn call_elsewhere(job: Job, context: *mut c_void) {
+    let context = Context(context);
+    or_end(|| {
+        // SAFETY: `job` and `context` belong together, and this runs once.
+        ncclx_rs::comm::call_elsewhere(Box::new(move || unsafe { job(context.get()) }));
     });
 }
 

@@ -109,6 +109,8 @@ def _prepare_process() -> None:
 def _shut_down() -> None:
     backends = list(_alive)
     for backend in backends:
+        # What they look at goes with the abort.
+        backend._wait_for_hooks()
         backend.abort()
     for backend in backends:
         backend._settle()

@@ -26,6 +26,13 @@ class TorchCommBackend:
     def finalize(self) -> None:
         """Leaves it."""
 
+    def has_failed(self) -> bool:
+        """Whether an operation has timed out or a rank was lost, where this is known before ``on_failure`` tells."""
+        return False
+
+    def wait_for_hooks(self) -> None:
+        """Waits a while for what ``on_failure`` is about to tell, except when called by that."""
+
     def get_rank(self) -> int:
         raise NotImplementedError
 

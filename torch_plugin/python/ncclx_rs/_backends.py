@@ -84,7 +84,15 @@ class C10dBackend(TorchCommBackend):
         self._failure_hook = hook
         self._watch()
 
+    def wait_for_hooks(self) -> None:
+        """Waits a while for the hook of a failure, except in it."""
+        if hasattr(self.c10d, "_wait_for_hooks"):
+            self.c10d._wait_for_hooks()
+
     def _watch(self) -> None:
+        if hasattr(self.c10d, "_has_failed"):
+            # Asked at every call, which a function around it would make slower.
+            self.has_failed = self.c10d._has_failed  # type: ignore[method-assign]  # the same, without a call more
         if self._failure_hook is not None and hasattr(self.c10d, "_on_failure"):
             self.c10d._on_failure(self._failure_hook)
 

@@ -51,6 +51,7 @@ class TorchComm(Operations):
         # Its ranks as the communicator that all others were split from numbers them.
         self._members = list(range(self._size))
         self._state = "not reconfigured yet" if options.enable_reconfigure else "ready"
+        self._has_told_of_failure = False
         self._splits: Counter[str] = Counter()
         self._pre_hooks: _hooks.HookList[OpName, int, Any] = _hooks.HookList()
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
@@ -136,6 +137,7 @@ class TorchComm(Operations):
         not_in_graphs("finalize", "it ends the communicator")
         if self._state == "finalized":
             raise RuntimeError(f"communicator `{self._name}` is already finalized")
+        self._impl.wait_for_hooks()
         self._pre_hooks(OpName.finalize, _FINALIZE_OP_ID, _hooks.FinalizePreHookArgs())
         self._state = "finalized"
         self._impl.finalize()
@@ -156,6 +158,8 @@ class TorchComm(Operations):
         if not self.is_abort_supported():
             raise RuntimeError(f"abort: the backend {self.get_backend()} cannot abort")
         if self._state not in ("aborted", "finalized"):
+            # What ends by this is no failure.
+            self._has_told_of_failure = self._has_told_of_failure or not self._impl.has_failed()
             self._state = "aborted"
             self._impl.abort()  # type: ignore[attr-defined]
 
@@ -165,7 +169,7 @@ class TorchComm(Operations):
 
     def is_aborted(self) -> bool:
         """Whether the communicator was aborted, by `abort` or because an operation failed for good."""
-        return self._state == "aborted"
+        return self._state == "aborted" or (self._state == "ready" and self._impl.has_failed())
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of operations issued from now on that have none of their own."""
@@ -295,6 +299,7 @@ class TorchComm(Operations):
             raise RuntimeError("reconfigure: the communicator was made without enable_reconfigure=True")
         if self._state == "finalized":
             raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
+        self._impl.wait_for_hooks()
         options = copy.copy(self._options)
         options.timeout = timeout or self._options.timeout
         meeting = self._endpoint().meet(uuid, init_handles, options.timeout)
@@ -307,6 +312,7 @@ class TorchComm(Operations):
         self._members = list(range(self._size))
         self._splits.clear()
         self._state = "ready"
+        self._has_told_of_failure = False
         return TorchWork()
 
     # ---- windows ----
@@ -344,7 +350,10 @@ class TorchComm(Operations):
         return self._post_hooks.add(callback)
 
     def register_abort_hook(self, callback: Callable[[], object]) -> _hooks.RemovableHandle:
-        """Has ``callback()`` called when an operation timed out or a rank was lost, before anything else is done."""
+        """Has ``callback()`` called when an operation timed out or a rank was lost, before the communicator ends.
+
+        It is called on a thread of its own, once those who wait have their error.
+        """
         return self._abort_hooks.add(callback)
 
     # ---- as a c10d backend: what `_BackendWrapper` calls ----
@@ -424,8 +433,9 @@ def _digest(ranks: Sequence[int]) -> str:
 def _failed(itself: weakref.ref[TorchComm]) -> None:
     """Acts on a failure for good, on whatever thread saw it."""
     comm = itself()
-    if comm is None or comm._state != "ready":
+    if comm is None or comm._has_told_of_failure or comm._state == "finalized":
         return
+    comm._has_told_of_failure = True
     comm._state = "aborted"
     try:
         comm._abort_hooks()
@@ -433,7 +443,7 @@ def _failed(itself: weakref.ref[TorchComm]) -> None:
         if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
             # Without an abort of the communicator, by which this rank would leave: to the others it dies.
             _abort_process(comm)
-        if comm.is_abort_supported():
+        if comm._state == "aborted" and comm.is_abort_supported():  # unless a hook has reconfigured it
             comm._impl.abort()  # type: ignore[attr-defined]
 
 

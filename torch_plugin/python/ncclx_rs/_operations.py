@@ -349,8 +349,9 @@ class Operations:
     # ---- what all operations share ----
 
     def _check_usable(self, operation: str) -> None:
-        if self._state != "ready":
-            raise RuntimeError(f"{operation}: communicator `{self._name}` is {self._state}")
+        state = "aborted" if self._state == "ready" and self._impl.has_failed() else self._state
+        if state != "ready":
+            raise RuntimeError(f"{operation}: communicator `{self._name}` is {state}")
 
     def _check_rank(self, parameter: str, rank: int) -> None:
         if not 0 <= rank < self._size:
@@ -375,9 +376,9 @@ class Operations:
             from ncclx_rs import _graph
 
             return _graph.issue(self._handle, name.name, options, *args)
-        self._check_usable(name.name)
         if not (self._pre_hooks or self._post_hooks):
             return self._perform(name, options, *args)
+        self._check_usable(name.name)
         op_id = next(op_ids)
         self._pre_hooks(name, op_id, told)
         work = self._perform(name, options, *args)
