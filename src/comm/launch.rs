@@ -148,7 +148,7 @@ impl Launch {
             rank,
             size,
             local_rank: local_rank.map(|(name, value)| number(name, &value)).transpose()?,
-            master: variables.master()?,
+            master: variables.master(size)?,
         })
     }
 
@@ -249,7 +249,7 @@ impl Variables<'_> {
         Ok(Some((Rank(own), count as usize)))
     }
 
-    fn master(&self) -> Result<Option<Master>, LaunchError> {
+    fn master(&self, size: usize) -> Result<Option<Master>, LaunchError> {
         let (address, port) = ("MASTER_ADDR", "MASTER_PORT");
         match (self.value(address), self.value(port)) {
             (None, None) => Ok(None),
@@ -260,7 +260,8 @@ impl Variables<'_> {
                 let server = if agent { StoreServer::Agent } else { StoreServer::RankZero };
                 let expected = || "a port from 1 to 65535".to_owned();
                 match value.parse() {
-                    Ok(port) if port != 0 => Ok(Some(Master { host, port, server })),
+                    // One rank has nobody who would have to know which port it gets.
+                    Ok(port) if port != 0 || size == 1 => Ok(Some(Master { host, port, server })),
                     _ => Err(LaunchError::Value { variable: port, value, expected: expected() }),
                 }
             }
@@ -371,6 +372,14 @@ mod tests {
             let error = with("here", port).unwrap_err().to_string();
             assert_eq!(error, format!("MASTER_PORT is `{port}`: expected a port from 1 to 65535"));
         }
+    }
+
+    #[test]
+    fn one_rank_takes_any_port() {
+        let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")];
+        let launch = resolve(&alone).expect("port 0 is a port for one rank");
+        assert_eq!(launch.master.as_ref().map(|master| master.port), Some(0));
+        launch.store(Duration::ZERO).expect("any free port").set("key", b"value").expect("it serves");
     }
 
     #[test]

@@ -8,6 +8,7 @@ import socket
 import threading
 from pathlib import Path
 
+import ncclx_rs
 import pytest
 import torch.distributed as dist
 from harness import BACKEND, World, fresh_store, join, joined
@@ -184,6 +185,12 @@ def test_store_rendezvous(world: World, check) -> None:
 @pytest.mark.worlds(sizes=(1,))
 def test_hash_store_serves_one_rank(world: World) -> None:
     world.run(hash_store_serves_one_rank, join=False)
+
+
+def test_one_rank_takes_any_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ncclx_rs.new_comm("ncclx", "cpu", "alone").finalize()
 
 
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))

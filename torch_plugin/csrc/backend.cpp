@@ -552,8 +552,10 @@ WorkPtr NcclxBackend::recvAnysource(Tensors& tensors, int tag) {
 // As gloo's, messages included: every rank reports to rank 0, which lets them go once all have, and names those that did
 // not come.
 void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  constexpr uint32_t kReport = 0xffff'fff0;
-  constexpr uint32_t kRelease = 0xffff'fff1;
+  // Programs have no tags from 2^31 on. Each call has its own, so that a rank that came too late for one cannot pass for
+  // having come to the next.
+  const uint32_t report = 0x8000'0000 | comm()->next_monitored_barrier() << 1;
+  const uint32_t release = report | 1;
   const Milliseconds timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
   const std::string limit = std::to_string(timeout.count()) + " ms";
   auto exchange = [&](NcclxKind kind, int peer, uint32_t tag) {
@@ -566,8 +568,8 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
   };
   if (getRank() != 0) {
     try {
-      exchange(NCCLX_SEND, 0, kReport)->wait();
-      exchange(NCCLX_RECV, 0, kRelease)->wait();
+      exchange(NCCLX_SEND, 0, report)->wait();
+      exchange(NCCLX_RECV, 0, release)->wait();
     } catch (const c10::Error& error) {
       const std::string rank = "Rank " + std::to_string(getRank());
       raise(NCCLX_FAILURE, "[" + rank + "]: " + rank + " successfully reached monitoredBarrier, but received errors " +
@@ -578,7 +580,7 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
   }
   if (timeout.count() <= 0) raise(NCCLX_FAILURE, "[Rank 0]: Rank 0 timed out in monitoredBarrier after " + limit);
   std::vector<WorkPtr> reports;
-  for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, kReport));
+  for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, report));
   std::vector<int> missing;
   for (int peer = 1; peer < getSize(); ++peer) {
     try {
@@ -593,8 +595,8 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
     raise(NCCLX_FAILURE, "[Rank 0]: " + who + c10::Join(", ", missing) + " failed to pass monitoredBarrier in " + limit);
   }
   std::vector<WorkPtr> releases;
-  for (int peer = 1; peer < getSize(); ++peer) releases.push_back(exchange(NCCLX_SEND, peer, kRelease));
-  for (auto& release : releases) release->wait();
+  for (int peer = 1; peer < getSize(); ++peer) releases.push_back(exchange(NCCLX_SEND, peer, release));
+  for (auto& work : releases) work->wait();
 }
 
 std::shared_ptr<Batch> NcclxBackend::exchange_batch(std::shared_ptr<Batch> batch) {

@@ -57,12 +57,16 @@ class Communicator {
 
   NcclxComm* get() const { return comm_; }
 
+  // The how-manieth this rank calls, which all ranks count alike; so many are never in flight that it could repeat itself.
+  uint32_t next_monitored_barrier() { return monitored_barriers_++ & 0x3fff'ffff; }
+
   // Has the group note a lost rank, also while nothing is in flight.
   void watch(const std::shared_ptr<Group>& group);
 
  private:
   const NcclxEngine* engine_;
   NcclxComm* comm_ = nullptr;
+  std::atomic<uint32_t> monitored_barriers_{0};
 };
 
 class NcclxBackend : public c10d::Backend {

@@ -1,0 +1,52 @@
+"""The monitored barrier: rank 0 names who did not come, and who comes too late has not come to the next one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from harness import World, fresh_store, leaving_together
+
+SHORT, PATIENT = timedelta(seconds=1), timedelta(seconds=60)
+
+
+def all_pass(rank: int, size: int) -> None:
+    with leaving_together():
+        for wait_all_ranks in (False, True, False):
+            dist.monitored_barrier(timeout=PATIENT, wait_all_ranks=wait_all_ranks)
+
+
+def late_ranks_have_not_come_to_the_next(rank: int, size: int) -> None:
+    store, late = fresh_store(), size - 1
+    store.set_timeout(PATIENT)
+    said = rf"\[Rank 0\]: Ranks {late} failed to pass monitoredBarrier in 1000 ms"
+
+    def others_fail() -> None:
+        with pytest.raises(dist.DistBackendError, match=said if rank == 0 else f"Rank {rank} successfully reached"):
+            dist.monitored_barrier(timeout=SHORT, wait_all_ranks=True)
+
+    with leaving_together():
+        dist.monitored_barrier(timeout=PATIENT)
+        for turn in ("first", "second"):
+            # Each time, the late rank's report arrives when the others have given up, and before they try again.
+            if rank != late:
+                others_fail()
+                store.set(f"{turn} {rank}", "failed")
+                store.wait([f"{turn} {late}"])
+            else:
+                store.wait([f"{turn} {other}" for other in range(size) if other != late])
+                with pytest.raises(dist.DistBackendError, match=f"Rank {late} successfully reached"):
+                    dist.monitored_barrier(timeout=SHORT)
+                store.set(turn + f" {late}", "failed")
+        dist.monitored_barrier(timeout=PATIENT)
+
+
+@pytest.mark.worlds(sizes=(1, 2, 3))
+def test_all_pass(world: World) -> None:
+    world.run(all_pass)
+
+
+@pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))
+def test_late_ranks_have_not_come_to_the_next(fresh_world: World) -> None:
+    fresh_world.run(late_ranks_have_not_come_to_the_next)
