@@ -21,7 +21,7 @@ pub(crate) fn run_elsewhere(work: Work) {
 }
 
 /// Something to call.
-pub type Job = Box<dyn FnOnce() + Send>;
+pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
 /// Calls `job` on a thread kept for callbacks, behind those that were to be called before.
 pub fn call_elsewhere(job: Job) {
