@@ -7,6 +7,8 @@
 #![allow(unsafe_code, reason = "pthread_atfork, and state that must not be locked after a fork")]
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Once;
 
@@ -17,12 +19,15 @@ use crate::sync::{AtomicPtr, AtomicU64, Mutex, MutexGuard, Ordering, lock};
 /// How many forks lie between this process and the first one that used the engine.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 
+/// Descriptors, and how often each is kept. In order, so that closing thousands takes no search through all of them for each.
+type Descriptors = BTreeMap<Descriptor, usize>;
+
 /// The descriptors to replace.
-static DESCRIPTORS: Mutex<Vec<Descriptor>> = Mutex::new(Vec::new());
+static DESCRIPTORS: Mutex<Descriptors> = Mutex::new(Descriptors::new());
 
 thread_local! {
     /// The lock of `DESCRIPTORS` while this thread forks.
-    static HELD: RefCell<Option<MutexGuard<'static, Vec<Descriptor>>>> = const { RefCell::new(None) };
+    static HELD: RefCell<Option<MutexGuard<'static, Descriptors>>> = const { RefCell::new(None) };
 }
 
 /// The process in which something was made.
@@ -44,7 +49,7 @@ impl Origin {
 }
 
 /// A file descriptor, and what it stands for: another may get its number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Descriptor {
     fd: RawFd,
     inode: u64,
@@ -61,16 +66,19 @@ impl Private {
     pub fn new(fd: BorrowedFd<'_>) -> std::io::Result<Private> {
         install();
         let descriptor = Descriptor { fd: fd.as_raw_fd(), inode: rustix::fs::fstat(fd)?.st_ino };
-        lock(&DESCRIPTORS).push(descriptor);
+        *lock(&DESCRIPTORS).entry(descriptor).or_default() += 1;
         Ok(Private { descriptor })
     }
 }
 
 impl Drop for Private {
     fn drop(&mut self) {
-        let mut descriptors = lock(&DESCRIPTORS);
-        if let Some(place) = descriptors.iter().position(|known| *known == self.descriptor) {
-            descriptors.swap_remove(place);
+        // A child has emptied it.
+        if let Entry::Occupied(mut kept) = lock(&DESCRIPTORS).entry(self.descriptor) {
+            *kept.get_mut() -= 1;
+            if *kept.get() == 0 {
+                kept.remove();
+            }
         }
     }
 }
@@ -141,9 +149,9 @@ extern "C" fn in_child() {
     });
 }
 
-fn replace(descriptors: &[Descriptor]) {
+fn replace(descriptors: &Descriptors) {
     let Ok(nothing) = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) else { return };
-    for descriptor in descriptors {
+    for descriptor in descriptors.keys() {
         // SAFETY: it is looked at only for whether it is open and still the same file.
         let fd = unsafe { BorrowedFd::borrow_raw(descriptor.fd) };
         if rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_ino == descriptor.inode) {
@@ -184,6 +192,18 @@ mod tests {
         unsafe { libc::waitpid(child, &raw mut status, 0) };
         assert_eq!(end.expect("the end of the connection"), 0);
         assert_eq!((killed, origin.is_here(), libc::WTERMSIG(status)), (0, true, libc::SIGKILL));
+    }
+
+    #[test]
+    fn a_file_is_kept_from_children_until_all_who_asked_for_that_are_gone() {
+        let (near, _far) = UnixStream::pair().expect("a pair of sockets");
+        let [first, second] = [(); 2].map(|()| Private::new(near.as_fd()).expect("an open socket"));
+        let descriptor = first.descriptor;
+        let is_kept = || lock(&DESCRIPTORS).contains_key(&descriptor);
+        drop(first);
+        assert!(is_kept());
+        drop(second);
+        assert!(!is_kept());
     }
 
     #[test]
