@@ -248,6 +248,7 @@ mod tests {
     use crate::config::EagerBytes;
     use crate::engine::core::control;
     use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Lane};
+    use crate::engine::inbox::Inbox;
     use crate::engine::reach::LINGER;
     use crate::types::Source;
 
@@ -295,6 +296,22 @@ mod tests {
         assert!(peeks(&mut scene) >= 10);
         scene.link().silent = true;
         assert_eq!(peeks(&mut scene), 0);
+    }
+
+    #[test]
+    fn a_peer_whose_frames_are_being_taken_is_not_lost_while_another_ones_are() {
+        let mut scene = Scene::of(3);
+        scene.settle();
+        scene.link().refuses = true;
+        // As it is while a frame of rank 1 is dealt with.
+        let pumped = scene.core.peers[1].inbox.take();
+        scene.core.peers[1].is_pumped = true;
+        let inlet = Receiving { link: Arc::default(), seen: Vec::new() };
+        scene.core.peers[2].inbox = Some(Box::new(Inbox::new(Box::new(inlet))));
+        scene.core.pump_in(Rank(2));
+        scene.core.reach(Rank(1));
+        assert_eq!(scene.core.lost(Rank(1)), None, "more of it may be in its inbox");
+        scene.core.peers[1].inbox = pumped;
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub(crate) struct Peer {
     pub(super) way: Way,
     pub(super) outbox: Outbox,
     pub(crate) inbox: Option<Box<Inbox>>,
+    /// The inbox is being emptied, and is not in its place meanwhile. What it brings may have others emptied in between.
+    pub(super) is_pumped: bool,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
     pub(super) ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
@@ -82,8 +84,6 @@ pub(crate) struct Core {
     /// The host has more ranks than cores, or nobody is to poll.
     pub(crate) crowded: bool,
     pub(crate) cpu: Cpu,
-    /// The peer whose inbox is being emptied, and is not in its place meanwhile.
-    pub(super) pumped: Option<Rank>,
     /// The algorithm that the configuration forces, where it has one for the shape.
     pub(crate) algorithm: Option<String>,
     pub(super) transports: Vec<Box<dyn Transport>>,
@@ -141,7 +141,6 @@ impl Core {
             single_copy_bytes: 0,
             crowded: false,
             cpu: Cpu::default(),
-            pumped: None,
             algorithm: None,
             transports,
             peers,
@@ -571,7 +570,7 @@ impl Core {
 
     pub(super) fn pump_in(&mut self, peer: Rank) -> bool {
         let Some(mut inbox) = self.peers[peer.index()].inbox.take() else { return false };
-        self.pumped = Some(peer);
+        self.peers[peer.index()].is_pumped = true;
         let mut moved = false;
         let mut ended = None;
         for _ in 0..EVENTS_PER_TURN {
@@ -584,11 +583,11 @@ impl Core {
                 }
             }
             if self.lost(peer).is_some() {
-                self.pumped = None;
+                self.peers[peer.index()].is_pumped = false;
                 return true;
             }
         }
-        self.pumped = None;
+        self.peers[peer.index()].is_pumped = false;
         // Back in its place first: an operation whose payload is cut off is one that waits for the peer.
         self.peers[peer.index()].inbox = Some(inbox);
         if let Some(down) = ended {

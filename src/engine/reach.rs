@@ -67,7 +67,7 @@ impl Core {
     pub(super) fn linger(&mut self, peer: Rank, down: &LinkDown, since: Instant) {
         self.accept();
         let may_bring_more = self.peers[peer.index()].inbox.is_some()
-            || self.pumped == Some(peer)
+            || self.peers[peer.index()].is_pumped
             || self.transports.iter().any(|transport| transport.accepting_until().is_some());
         if !may_bring_more || since.elapsed() >= LINGER {
             // This process may not have run meanwhile, and what has come was sent before the end.
