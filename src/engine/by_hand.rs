@@ -35,6 +35,8 @@ pub(crate) struct Link {
     pub(crate) core_withdrawals: u64,
     /// Whether rank 0's stream to rank 1 is down.
     pub(crate) broken: bool,
+    /// Whether rank 0's stream to rank 1 has no room.
+    pub(crate) full: bool,
     /// Whether rank 0 cannot open a stream to anyone.
     pub(crate) refuses: bool,
     /// The CPU that rank 1 waits on, and the one that rank 0 does, as far as they have told.
@@ -153,6 +155,9 @@ impl Outlet for Sending {
         let mut link = lock(&self.0);
         if link.broken {
             return Err(LinkDown::new("it closed the connection"));
+        }
+        if link.full {
+            return Ok(0);
         }
         let before = link.from_core.len();
         link.from_core.extend_from_slice(head);
@@ -296,6 +301,22 @@ mod tests {
         assert!(peeks(&mut scene) >= 10);
         scene.link().silent = true;
         assert_eq!(peeks(&mut scene), 0);
+    }
+
+    #[test]
+    fn what_is_taken_back_before_it_was_sent_leaves_its_credit() {
+        let mut scene = Scene::new();
+        let mut words = Words::new(vec![0; 512]);
+        scene.core.single_copy_bytes = scene.core.eager_bytes;
+        scene.link().full = true;
+        // Together more than a receiver keeps unread.
+        for _ in 0..300 {
+            let send = scene.start(Direction::Send(Rank(1)), &mut words, Duration::ZERO);
+            assert!(matches!(send.result(), Some(Err(crate::Error::Timeout { .. }))), "{:?}", send.result());
+        }
+        scene.link().full = false;
+        let send = scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        assert_eq!(send.result(), Some(Ok(())), "it goes at once");
     }
 
     #[test]

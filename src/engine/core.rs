@@ -16,7 +16,7 @@ use crate::engine::heartbeat::SendHeartbeat;
 use crate::engine::inbox::{Inbox, Placement, Sink};
 use crate::engine::lending::Readings;
 use crate::engine::loss::Losses;
-use crate::engine::message::Messages;
+use crate::engine::message::{Messages, credit_for};
 use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
 use crate::engine::reach::LINGER;
 use crate::engine::recorder::{Bytes, Recorder};
@@ -464,7 +464,8 @@ impl Core {
         self.cancel_readings(op);
         self.placements.retain(|_, placement| placement.owner.op != op);
         for peer in &mut self.peers {
-            peer.outbox.cancel(op);
+            let unread = &mut peer.unread;
+            peer.outbox.cancel(op, |header| *unread = unread.saturating_sub(credit_for(header)));
             if let Some(inbox) = &mut peer.inbox {
                 inbox.cancel(op);
             }

@@ -422,6 +422,14 @@ fn tag_of(header: Header) -> Tag {
     Tag(header.key as u32)
 }
 
+/// The credit that a frame takes, until its receiver has taken the message.
+pub(crate) fn credit_for(header: Header) -> u64 {
+    match (header.kind, header.lane) {
+        (FrameKind::Eager, Lane::PointToPoint) => eager_cost(header.payload()),
+        _ => 0,
+    }
+}
+
 /// What an eager message costs of its receiver's memory.
 fn eager_cost(bytes: usize) -> u64 {
     bytes as u64 + 64

@@ -258,9 +258,9 @@ impl Outbox {
         Ok(moved)
     }
 
-    /// Takes back what has not been sent of `op`, whose memory must not be touched any more. A frame that is under way
-    /// is finished from a copy, since the stream needs its bytes.
-    pub(crate) fn cancel(&mut self, op: OpRef) {
+    /// Takes back what has not been sent of `op`, whose memory must not be touched any more; `unsent` is told of each message
+    /// of which the peer never hears. A frame that is under way is finished from a copy, since the stream needs its bytes.
+    pub(crate) fn cancel(&mut self, op: OpRef, mut unsent: impl FnMut(Header)) {
         let under_way = self.written > 0;
         if !under_way {
             // The header belongs to a frame that may be dropped now.
@@ -273,6 +273,7 @@ impl Outbox {
                 return true;
             }
             if !(is_head && under_way) {
+                unsent(outgoing.header);
                 return false;
             }
             let end = outgoing.frame_end();
