@@ -104,6 +104,14 @@ def test_idle_ranks_learn_of_a_death(fresh_world: World, how: str) -> None:
     print(f"known after {max(t for t in took if t is not None):.3f} s")
 
 
+@pytest.mark.worlds(sizes=(9,), modes=("shm", "tcp"))
+def test_idle_ranks_that_do_not_watch_a_rank_learn_of_its_death(fresh_world: World) -> None:
+    """Of nine ranks, 0, 2, 5 and 7 watch rank 8, and the others hear of it before any time limit is over."""
+    took = fresh_world.run(idle_ranks_learn_of_a_death, "sigkill", join=False, dies={8})
+    assert [rank for rank, seconds in enumerate(took) if seconds is None] == [8]
+    print(f"known after {max(seconds for seconds in took if seconds is not None):.3f} s")
+
+
 @pytest.mark.worlds(sizes=(4,))
 def test_leaving_is_no_loss(fresh_world: World) -> None:
     fresh_world.run(leaving_is_no_loss, join=False)
