@@ -3,7 +3,7 @@
 //! [`Communicator::window_register`](crate::Communicator::window_register) makes one on every rank. After that a rank
 //! that wants to write submits [`OpKind::Put`](crate::OpKind::Put) and then [`OpKind::Signal`](crate::OpKind::Signal);
 //! the owner submits [`OpKind::WaitSignal`](crate::OpKind::WaitSignal), after which it sees all that the signalling
-//! rank had put before. A put alone tells its target nothing.
+//! rank had put before. A put alone tells its target nothing. [`OpKind::Get`](crate::OpKind::Get) reads what is there.
 //!
 //! ```
 //! # use std::sync::Arc;
@@ -23,13 +23,18 @@
 //! let lent = unsafe { Buffer::from_raw(memory.as_mut_ptr(), 4, DType::U8) };
 //! let source = unsafe { Buffer::from_raw(data.as_mut_ptr(), 2, DType::U8) };
 //! let window = comm.window_register(lent)?.id();
-//! let run = |kind, inputs| {
-//!     comm.submit(Op { kind, inputs, outputs: Buffers::new(), timeout: None, mode: Mode::Blocking })?.wait(None)
+//! let run = |kind, inputs, outputs| {
+//!     comm.submit(Op { kind, inputs, outputs, timeout: None, mode: Mode::Blocking })?.wait(None)
 //! };
-//! run(OpKind::Put { window, to: Rank(0), offset: 1 }, [source].into())?;
-//! run(OpKind::Signal { window, to: Rank(0) }, Buffers::new())?;
-//! run(OpKind::WaitSignal { window, from: Rank(0) }, Buffers::new())?;
+//! run(OpKind::Put { window, to: Rank(0), offset: 1 }, [source].into(), Buffers::new())?;
+//! run(OpKind::Signal { window, to: Rank(0) }, Buffers::new(), Buffers::new())?;
+//! run(OpKind::WaitSignal { window, from: Rank(0) }, Buffers::new(), Buffers::new())?;
 //! assert_eq!(memory, [0, 7, 7, 0]);
+//! let mut copy = [9u8; 3];
+//! // SAFETY: as above.
+//! let target = unsafe { Buffer::from_raw(copy.as_mut_ptr(), 3, DType::U8) };
+//! run(OpKind::Get { window, from: Rank(0), offset: 1 }, Buffers::new(), [target].into())?;
+//! assert_eq!(copy, [7, 7, 0]);
 //! comm.window_deregister(window)?;
 //! # Ok::<(), ncclx_rs::Error>(())
 //! ```

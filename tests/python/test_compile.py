@@ -176,6 +176,25 @@ def windows_are_as_without(rank: int, size: int) -> None:
             window.tensor_deregister()
 
 
+def windows_are_read_as_without(rank: int, size: int) -> None:
+    right = (rank + 1) % size
+
+    def program(window: TorchCommWindow, x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        got = torch.zeros_like(x)
+        work = window.get(got, right, 2, async_op)
+        doubled = x * 2
+        if async_op:
+            work.wait()
+        return got + doubled
+
+    with communicator(rank, size) as comm:
+        window = comm.new_window(data(rank, 6))
+        for salt, async_op in enumerate((False, True)):
+            x = data(rank, 3, salt=salt)
+            assert_same(compiled(program)(window, x, async_op), data(right, 6)[2:5] + x * 2, "what was got")
+        window.tensor_deregister()
+
+
 def batches_may_be_made_outside(rank: int, size: int) -> None:
     def fill(batch: BatchSendRecv, sent: torch.Tensor, received: torch.Tensor) -> None:
         batch.recv(received, (rank - 1) % size)
@@ -621,6 +640,7 @@ def test_programs_can_ask() -> None:
 CHECKS = [
     shapes_may_vary,
     windows_are_as_without,
+    windows_are_read_as_without,
     batches_may_be_made_outside,
     gloo_is_as_without,
     operations_keep_their_order,

@@ -285,6 +285,20 @@ def windows_are_written_by_others(rank: int, size: int) -> None:
             comm.barrier(False)
         with pytest.raises((RuntimeError, ValueError), match=r"Requested size .* exceeds the window size"):
             window.put(torch.ones(100), after, 100 * size - 50, False)
+        for source in range(size):
+            # What the rank before that one put there in the last turn, without the first 20 elements.
+            writer, read = (source - 1) % size, torch.zeros(4, 20)
+            window.get(read, source, 100 * writer + 20, async_op=source % 2 == 0).wait()
+            assert_same(read.flatten(), data(writer, 100, salt=2)[20:], f"the part of rank {source}")
+        with pytest.raises(ValueError, match=r"Requested size .* exceeds the window size"):
+            window.get(torch.ones(100), after, 100 * size - 50, False)
+        with pytest.raises(RuntimeError, match="src_rank must be in range"):
+            window.get(torch.ones(1), size, 0, False)
+        with pytest.raises(RuntimeError, match="get: tensors must be contiguous"):
+            window.get(torch.ones(2, 2).t(), after, 0, False)
+        with pytest.raises(RuntimeError, match="no tensor"):
+            comm.new_window().get(torch.ones(1), after, 0, False)
+        comm.barrier(False)
         with pytest.raises(RuntimeError, match="Double registration"):
             window.tensor_register(torch.ones(3))
         twin = copy.deepcopy(window)

@@ -52,6 +52,7 @@ TABLE = {
     "batch_op_issue": "Tensor[] sent, out Tensor[] received, bool[] is_send, int[] peers",
     # The offset is in bytes.
     "window_put": "Tensor tensor, int dst_rank, SymInt offset",
+    "window_get": "out Tensor tensor, int src_rank, SymInt offset",
     "window_signal": "int peer_rank",
     "window_wait_signal": "int peer_rank",
 }

@@ -62,7 +62,11 @@ class Operations:
     def send(
         self, tensor: torch.Tensor, dst: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Sends ``tensor`` to rank ``dst``. Messages between two ranks arrive in the order they were sent."""
+        """Sends ``tensor``, of any shape, to rank ``dst``. Messages between two ranks arrive in their order.
+
+        Raises:
+            RuntimeError: there is no such rank, it is this one, or the message was not taken in time.
+        """
         self._check_rank("dst", dst)
         told = _hooks.SendPreHookArgs(tensor, dst, async_op)
         return self._issue(OpName.send, told, SendOptions(timeout, hints), tensor, dst, async_op)
@@ -70,7 +74,11 @@ class Operations:
     def recv(
         self, tensor: torch.Tensor, src: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Receives into ``tensor`` the next message from rank ``src``, of the same size."""
+        """Receives into ``tensor`` the next message from rank ``src``, of as many bytes; the shapes may differ.
+
+        Raises:
+            RuntimeError: there is no such rank, no message came in time, or it has another size.
+        """
         self._check_rank("src", src)
         told = _hooks.RecvPreHookArgs(tensor, src, async_op)
         return self._issue(OpName.recv, told, RecvOptions(timeout, hints), tensor, src, async_op)
@@ -103,7 +111,11 @@ class Operations:
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Copies the root's ``tensor`` into everybody's."""
+        """Copies the root's ``tensor`` into everybody's, which has as many elements of the same dtype.
+
+        Raises:
+            RuntimeError: there is no such root, or a rank did not come or called something else.
+        """
         self._check_rank("root", root)
         told = _hooks.BroadcastPreHookArgs(tensor, root, async_op)
         return self._issue(OpName.broadcast, told, BroadcastOptions(timeout, hints), tensor, root, async_op)
@@ -111,7 +123,12 @@ class Operations:
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Combines the ranks' tensors, of one shape, element by element; every rank gets the result in place."""
+        """Combines the ranks' tensors, of one shape and dtype, element by element; every rank gets the result in place.
+
+        Raises:
+            ValueError: ``op`` cannot combine that dtype.
+            RuntimeError: a rank did not come or called something else.
+        """
         told = _hooks.AllReducePreHookArgs(tensor, op, async_op)
         return self._issue(OpName.all_reduce, told, AllReduceOptions(timeout, hints), tensor, op, async_op)
 
@@ -139,7 +156,12 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Gives everybody each rank's ``tensor``: ``tensor_list[r]`` is that of rank r. All are of one size."""
+        """Gives everybody each rank's ``tensor``: ``tensor_list[r]`` is that of rank r. All are of one size and dtype.
+
+        Raises:
+            ValueError: an element of ``tensor_list`` has another size or dtype than ``tensor``.
+            RuntimeError: ``tensor_list`` has not one tensor a rank, or a rank did not come or called something else.
+        """
         self._check_length("tensor_list", tensor_list)
         told = _hooks.AllGatherPreHookArgs(tensor, list(tensor_list), async_op)
         return self._issue(OpName.all_gather, told, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op)
@@ -152,7 +174,7 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `all_gather`, where each rank's tensor may be of its own size."""
+        """As `all_gather`, where each rank's tensor may be of its own size, which all give ``tensor_list[r]``."""
         self._check_length("tensor_list", tensor_list)
         told = _hooks.AllGatherVPreHookArgs(tensor, list(tensor_list), async_op)
         return self._issue(OpName.all_gather_v, told, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op)
@@ -165,7 +187,7 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `all_gather`, into one tensor of ``size`` times the elements of ``input``."""
+        """As `all_gather`, into one tensor of ``size`` times the elements of ``input``, rank after rank."""
         told = _hooks.AllGatherSinglePreHookArgs(input, output, async_op)
         options = AllGatherSingleOptions(timeout, hints)
         return self._issue(OpName.all_gather_single, told, options, output, input, async_op)
@@ -179,7 +201,12 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Combines ``input_list[r]`` of all ranks into the ``output`` of rank r. All are of one size."""
+        """Combines ``input_list[r]`` of all ranks into the ``output`` of rank r. All are of one size and dtype.
+
+        Raises:
+            ValueError: an input has another size or dtype than ``output``, or ``op`` cannot combine that dtype.
+            RuntimeError: ``input_list`` has not one tensor a rank, or a rank did not come or called something else.
+        """
         self._check_length("input_list", input_list)
         told = _hooks.ReduceScatterPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
@@ -194,7 +221,7 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `reduce_scatter`, where each rank's part may be of its own size."""
+        """As `reduce_scatter`, where each rank's part may be of its own size: ``input_list[r]`` of all has rank r's."""
         self._check_length("input_list", input_list)
         told = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
@@ -222,7 +249,14 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Sends the r-th of ``size`` equal blocks of ``input`` to rank r; block r of ``output`` comes from rank r."""
+        """Sends the r-th of ``size`` equal blocks of ``input`` to rank r; block r of ``output`` comes from rank r.
+
+        Blocks are parts of the first dimension; both tensors have as many elements.
+
+        Raises:
+            ValueError: the ranks cannot share the tensors equally.
+            RuntimeError: a rank did not come or called something else.
+        """
         told = _hooks.AllToAllSinglePreHookArgs(input, output, async_op)
         options = AllToAllSingleOptions(timeout, hints)
         return self._issue(OpName.all_to_all_single, told, options, output, input, async_op)
@@ -237,7 +271,14 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `all_to_all_single`, with blocks of the given numbers of rows of the first dimension, one a rank."""
+        """As `all_to_all_single`, with blocks of the given numbers of rows of the first dimension, one a rank.
+
+        What rank a sends to rank b has as many elements as b expects of a.
+
+        Raises:
+            ValueError: the sizes are not one a rank, or do not add up to the tensor's rows.
+            RuntimeError: two ranks do not agree on what they exchange, a rank did not come or called something else.
+        """
         outputs, inputs = list(output_split_sizes), list(input_split_sizes)
         told = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
         options = AllToAllvSingleOptions(timeout, hints)
@@ -251,7 +292,12 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Sends ``input_tensor_list[r]`` to rank r; ``output_tensor_list[r]`` comes from rank r."""
+        """Sends ``input_tensor_list[r]`` to rank r; ``output_tensor_list[r]`` comes from rank r. Each has its own size.
+
+        Raises:
+            RuntimeError: a list has not one tensor a rank, two ranks do not agree on what they exchange, or a rank did
+                not come or called something else.
+        """
         self._check_length("output_tensor_list", output_tensor_list)
         self._check_length("input_tensor_list", input_tensor_list)
         told = _hooks.AllToAllPreHookArgs(list(input_tensor_list), list(output_tensor_list), async_op)
@@ -259,7 +305,11 @@ class Operations:
         return self._issue(OpName.all_to_all, told, options, output_tensor_list, input_tensor_list, async_op)
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
-        """Is done once every rank has called it."""
+        """Is done once every rank has called it.
+
+        Raises:
+            RuntimeError: a rank did not come or called something else.
+        """
         return self._issue(
             OpName.barrier, _hooks.BarrierPreHookArgs(async_op), BarrierOptions(timeout, hints), async_op
         )
@@ -273,7 +323,12 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Gives rank r the root's ``input_tensor_list[r]``. Others pass an empty list."""
+        """Gives rank r the root's ``input_tensor_list[r]``, of ``output_tensor``'s size. Others pass an empty list.
+
+        Raises:
+            ValueError: a tensor of the root's list has another size or dtype than ``output_tensor``.
+            RuntimeError: there is no such root, its list has not one tensor a rank, or a rank did not come.
+        """
         self._check_rank("root", root)
         if self._rank == root:
             self._check_length("input_tensor_list", input_tensor_list)
@@ -290,7 +345,14 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Gives the root each rank's ``input_tensor`` in ``output_tensor_list[r]``. Others pass an empty list."""
+        """Gives the root each rank's ``input_tensor`` in ``output_tensor_list[r]``. Others pass an empty list.
+
+        All tensors are of one size and dtype.
+
+        Raises:
+            ValueError: a tensor of the root's list has another size or dtype than ``input_tensor``.
+            RuntimeError: there is no such root, its list has not one tensor a rank, or a rank did not come.
+        """
         self._check_rank("root", root)
         if self._rank == root:
             self._check_length("output_tensor_list", output_tensor_list)
@@ -320,7 +382,11 @@ class Operations:
     def all_gather_p_init(
         self, output: torch.Tensor, hints: Hints = None, timeout: timedelta | None = None
     ) -> AllGatherPHandle:
-        """Prepares an all_gather that is repeated into the same ``output``. Called on all ranks."""
+        """Prepares an all_gather that is repeated into the same ``output``. Called on all ranks.
+
+        Raises:
+            RuntimeError: the ranks cannot share ``output``'s elements equally, or it is not contiguous.
+        """
         self._check_usable("all_gather_p_init")
         self._check_tensor("all_gather_p_init", output)
         if output.numel() % self._size:

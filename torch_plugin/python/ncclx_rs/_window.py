@@ -1,4 +1,4 @@
-"""Memory that other ranks write to without this one's taking part."""
+"""Memory that other ranks write to and read from without this one's taking part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TorchCommWindowAttr:
 
 
 class TorchCommWindow:
-    """A tensor of each rank, which the others write to; made by `TorchComm.new_window`.
+    """A tensor of each rank, which the others write to and read; made by `TorchComm.new_window`.
 
     What a rank has put is there for its target once the target has waited for a signal that the rank sent afterwards.
     Signals between two ranks are counted: each `signal` adds one, each `wait_signal` takes one.
@@ -55,14 +55,17 @@ class TorchCommWindow:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The registered tensor's dtype; a RuntimeError if there is none, as for its shape and device."""
         return self._registered()[0]
 
     @property
     def shape(self) -> list[int]:
+        """The registered tensor's shape, which may differ from rank to rank."""
         return list(self._registered()[1])
 
     @property
     def device(self) -> torch.device:
+        """The registered tensor's device."""
         return self._registered()[2]
 
     def get_size(self) -> int:
@@ -78,11 +81,12 @@ class TorchCommWindow:
         """Lends a tensor to the other ranks. Called on all ranks.
 
         Args:
-            tensor: contiguous, on the communicator's device.
+            tensor: of any shape and dtype, contiguous, on the communicator's device.
             owning: whether the window keeps the tensor alive; otherwise the caller does until `tensor_deregister`.
 
         Raises:
-            RuntimeError: a tensor is registered already, or the tensor is not contiguous.
+            RuntimeError: a tensor is registered already, the tensor is not contiguous or on another device, or a rank
+                did not come.
         """
         not_in_graphs("tensor_register", "it changes the window")
         if self._id is not None:
@@ -97,7 +101,7 @@ class TorchCommWindow:
         """Takes the tensor back, once no rank uses it any more. Called on all ranks.
 
         Raises:
-            RuntimeError: no tensor is registered.
+            RuntimeError: no tensor is registered, or a rank did not come.
         """
         not_in_graphs("tensor_deregister", "it changes the window")
         if self._id is None:
@@ -114,10 +118,10 @@ class TorchCommWindow:
         hints: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Writes a tensor into another rank's part. Done when the tensor may be changed again.
+        """Writes a tensor into a rank's part. Done when the tensor may be changed again.
 
         Args:
-            tensor: what is written; contiguous.
+            tensor: what is written; of any shape.
             dst_rank: whose part.
             target_offset_nelems: where, in elements of ``tensor``.
             async_op: whether the call returns at once.
@@ -125,12 +129,44 @@ class TorchCommWindow:
             timeout: the time limit; the communicator's if not given.
 
         Raises:
-            RuntimeError: the tensor does not fit there, or the operation failed.
+            ValueError: the tensor does not fit there.
+            RuntimeError: there is no such rank, no tensor is registered, the tensor is not contiguous, or the operation
+                failed.
         """
-        self._comm._check_rank("dst_rank", dst_rank)
-        self._comm._check_tensor("put", tensor)
-        offset = target_offset_nelems * tensor.element_size()
-        return self._access("put", OpOptions(timeout, hints), tensor, dst_rank, offset, async_op)
+        return self._move(
+            "put", tensor, "dst_rank", dst_rank, target_offset_nelems, async_op, OpOptions(timeout, hints)
+        )
+
+    def get(
+        self,
+        tensor: torch.Tensor,
+        src_rank: int,
+        source_offset_nelems: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Reads from a rank's part into a tensor. Done when the tensor holds what was there.
+
+        It reads what is there when it arrives, so ranks have to agree on when that is: by a signal of who wrote it, or
+        by a barrier. torchcomms has no such method.
+
+        Args:
+            tensor: what is filled; of any shape, all of it.
+            src_rank: whose part.
+            source_offset_nelems: from where on, in elements of ``tensor``.
+            async_op: whether the call returns at once.
+            hints: settings by name.
+            timeout: the time limit; the communicator's if not given.
+
+        Raises:
+            ValueError: the rank's part does not have that much there.
+            RuntimeError: there is no such rank, no tensor is registered, the tensor is not contiguous, or the operation
+                failed.
+        """
+        return self._move(
+            "get", tensor, "src_rank", src_rank, source_offset_nelems, async_op, OpOptions(timeout, hints)
+        )
 
     def signal(
         self,
@@ -149,6 +185,10 @@ class TorchCommWindow:
             hints: settings by name.
             timeout: the time limit; the communicator's if not given.
             dst_rank: another name of ``peer_rank``.
+
+        Raises:
+            TypeError: neither ``peer_rank`` nor ``dst_rank`` is given.
+            RuntimeError: there is no such rank, no tensor is registered, or the operation failed.
         """
         peer = dst_rank if peer_rank is None else peer_rank
         if peer is None:
@@ -172,16 +212,21 @@ class TorchCommWindow:
             timeout: the time limit; the communicator's if not given.
 
         Raises:
-            RuntimeError: no signal came in time, or the rank is lost.
+            RuntimeError: there is no such rank, no tensor is registered, no signal came in time, or the rank is lost.
         """
         self._comm._check_rank("peer_rank", peer_rank)
         return self._access("wait_signal", OpOptions(timeout, hints), peer_rank, async_op)
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
-        """A rank's part as a tensor of this process, which only one's own is. In a compiled graph it is a copy.
+        """This rank's own part, as the tensor that was registered. In a compiled graph it is a copy.
+
+        Other ranks' parts are not in this process's memory: `get` reads them.
+
+        Args:
+            rank: this rank.
 
         Raises:
-            RuntimeError: it is another rank's, or no tensor is registered.
+            RuntimeError: it is another rank's, or the window keeps no tensor.
         """
         self._comm._check_rank("rank", rank)
         meta = self._registered()
@@ -194,7 +239,11 @@ class TorchCommWindow:
         return self._tensor
 
     def get_attr(self, peer_rank: int) -> TorchCommWindowAttr:
-        """What holds for a rank's part."""
+        """What holds for a rank's part: one's own is memory of this process, others' are reached by operations.
+
+        Raises:
+            RuntimeError: there is no such rank.
+        """
         self._comm._check_rank("peer_rank", peer_rank)
         attr = TorchCommWindowAttr()
         if peer_rank == self._comm.get_rank():
@@ -216,6 +265,20 @@ class TorchCommWindow:
         if self._meta is None:
             raise RuntimeError("the window has no tensor; call tensor_register first")
         return self._meta
+
+    def _move(
+        self,
+        operation: str,
+        tensor: torch.Tensor,
+        argument: str,
+        rank: int,
+        offset: int,
+        async_op: bool,
+        options: OpOptions,
+    ) -> TorchWork:
+        self._comm._check_rank(argument, rank)
+        self._comm._check_tensor(operation, tensor)
+        return self._access(operation, options, tensor, rank, offset * tensor.element_size(), async_op)
 
     def _access(self, operation: str, options: OpOptions, *args: Any) -> TorchWork:
         """Runs an operation, or puts it into the graph that is being traced; ``async_op`` is the last of ``args``."""

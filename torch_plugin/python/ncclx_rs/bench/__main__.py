@@ -170,7 +170,7 @@ class Screen:
         try:
             tqdm = importlib.import_module("tqdm").tqdm
         except ImportError:
-            print("no progress bar: it needs tqdm (pip install 'ncclx_rs[bench]')", file=sys.stderr)
+            print("no progress bar: it needs tqdm (pip install tqdm)", file=sys.stderr)
         else:
             self._bar = tqdm(total=total, unit="row", leave=False)
 

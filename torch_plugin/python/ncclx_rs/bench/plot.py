@@ -17,7 +17,7 @@ class NoMatplotlib(Exception):
     """matplotlib is not installed."""
 
     def __init__(self) -> None:
-        super().__init__("plots need matplotlib: pip install 'ncclx_rs[bench]', or pip install matplotlib")
+        super().__init__("plots need matplotlib: pip install matplotlib")
 
 
 def check(path: Path) -> None:
