@@ -24,7 +24,7 @@ pub(crate) fn run_elsewhere(work: Work) {
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
 /// Calls `job` on a thread kept for callbacks, behind those that were to be called before.
-pub fn call_elsewhere(job: Job) {
+pub fn call_elsewhere(job: Box<dyn FnOnce() + Send>) {
     static QUEUE: PerProcess<Arc<Queue>> = PerProcess::unset();
     QUEUE.get().push(job);
 }
