@@ -13,7 +13,7 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # PyTorch's TCP store looks up the name of who connects; where the answer gets lost, that takes as long as this says.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# PyTorch's recorder loads PyTorch's compiler, which takes seconds, to write a failure down; tests of that ask for it.
+# Failures are written down in the home folder; tests of that ask for it.
 os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
 
 import pytest

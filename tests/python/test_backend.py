@@ -149,9 +149,12 @@ def all_reduce_beats_gloo(rank: int, size: int) -> None:
         assert ratio.item() > 1, f"{count} elements: gloo is {1 / ratio.item():.2f} times as fast"
 
 
+RECORDER_FOLLOWS_US = BACKEND == "ncclx_rs" and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+
 def pytorchs_recorder_learns_what_became_of_operations(rank: int, size: int, folder: str) -> None:
-    os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "1"
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/trace_"
+    os.environ |= {"TORCH_FR_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
+    os.environ["NCCLX_RS_PYTORCH_RECORDER"] = "1"
     join(timeout=1)
     dist.all_reduce(torch.ones(10))
     dist.barrier()
@@ -164,10 +167,30 @@ def pytorchs_recorder_learns_what_became_of_operations(rank: int, size: int, fol
                 dist.broadcast(torch.ones(3), src=1)
 
 
-@pytest.mark.skipif(
-    BACKEND != "ncclx_rs" or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15),
-    reason="this torch's recorder does not follow this backend",
-)
+def failures_are_written_down_without_pytorchs_recorder(rank: int, size: int, folder: str) -> None:
+    os.environ |= {"TORCH_FR_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
+    join(timeout=1)
+    dist.barrier()
+    if RECORDER_FOLLOWS_US:
+        assert not json.loads(c10d._dump_fr_trace_json(backend=BACKEND)).get("entries")
+    with leaving_together():
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError):
+                dist.broadcast(torch.ones(3), src=1)
+    dist.destroy_process_group()
+    if rank == 0:
+        content = pickle.loads(Path(f"{folder}/trace_0").read_bytes())
+        told = [(entry["profiling_name"], entry["state"]) for entry in content["entries"]]
+        assert told == [("ncclx:barrier", "completed"), ("ncclx:broadcast", "started")]
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the engine's recorder")
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_failures_are_written_down_without_pytorchs_recorder(fresh_world: World, tmp_path: Path) -> None:
+    fresh_world.run(failures_are_written_down_without_pytorchs_recorder, str(tmp_path), join=False)
+
+
+@pytest.mark.skipif(not RECORDER_FOLLOWS_US, reason="this torch's recorder does not follow this backend")
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
 def test_pytorchs_recorder_learns_what_became_of_operations(fresh_world: World, tmp_path: Path) -> None:
     fresh_world.run(pytorchs_recorder_learns_what_became_of_operations, str(tmp_path), join=False)

@@ -311,13 +311,9 @@ def runs() -> Iterator[Any]:
         left -= sum(generation.faults for generation in generations(size, seed))
 
 
-# PyTorch's own flight recorder, from 2.15 on, keeps a group that has failed until it records another.
-VARIABLES = {"TORCH_FR_BUFFER_SIZE": "0", "NCCLX_RS_FLIGHT_RECORDS": "2048"}
-
-
 @pytest.mark.parametrize(("size", "mode", "seed"), runs())
 def test_survivors_go_on(size: int, mode: str, seed: int, tmp_path: Path) -> None:
-    world = World(size, mode, variables=VARIABLES | {"TMPDIR": str(tmp_path)})
+    world = World(size, mode, variables={"TMPDIR": str(tmp_path)})
     world.run(survive, seed, join=False, dies={generation.fault.victim for generation in generations(size, seed)})
     left = [*tmp_path.iterdir(), *Path("/dev/shm").glob("*ncclx*")]
     assert not left, left
@@ -379,7 +375,7 @@ def cut_runs() -> Iterator[Any]:
 def test_sides_of_a_cut_go_on(size: int, cuts: int, seed: int) -> None:
     with two_hosts(V4) as namespaces:
         setup = Host(namespaces)
-        world = World(size, "tcp", VARIABLES | {"NCCLX_RS_PEER_TIMEOUT_SECONDS": "3"}, setup)
+        world = World(size, "tcp", {"NCCLX_RS_PEER_TIMEOUT_SECONDS": "3"}, setup)
         try:
             world.run(lose_each_other, namespaces, seed, cuts, join=False)
         finally:

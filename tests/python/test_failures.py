@@ -248,7 +248,7 @@ def test_rank_killed_amid_a_collective_is_named(fresh_world: World) -> None:
 
 @pytest.mark.parametrize("mode", ["shm", "tcp"])
 def test_stopped_rank_is_named_by_who_waits_for_another(mode: str) -> None:
-    world = World(5, mode, {"TORCH_FR_BUFFER_SIZE": "0"})
+    world = World(5, mode)
     world.run(stopped_rank_is_named_by_who_waits_for_another, join=False, dies={4})
 
 

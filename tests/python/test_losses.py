@@ -215,8 +215,7 @@ def children_do_not_disturb(rank: int, size: int) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_children_do_not_disturb(mode: str) -> None:
-    # PyTorch's own recorder takes seconds to write down each failure, and the children see several.
-    world = World(2, mode, {"TORCH_FR_BUFFER_SIZE": "0"})
+    world = World(2, mode)
     try:
         world.run(children_do_not_disturb)
     finally:

@@ -143,7 +143,7 @@ class NcclxBackend : public c10d::Backend {
   bool has_failed() const { return group_->error() != c10d::ErrorType::SUCCESS; }
   // `members` are what the job calls this group's ranks.
   void name_ranks(const std::vector<int64_t>& members) const;
-  void onFailure(Group::FailureHook hook) { group_->on_failure(kObjectApiHook, std::move(hook)); }
+  void onFailure(Group::FailureHook hook, int64_t id) { group_->on_failure(id, std::move(hook)); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 
   // Windows, by the engine's ids. Without `owning` the caller keeps the tensor until the window is deregistered.
@@ -181,7 +181,6 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<Communicator> comm() const;
   std::shared_ptr<Communicator> exchange_comm(std::shared_ptr<Communicator> comm);
 
-  static constexpr int64_t kObjectApiHook = -1;
   const NcclxEngine* engine_;
   const std::string name_;
   mutable std::mutex comm_mutex_;

@@ -64,7 +64,8 @@ void define(py::module_& m) {
       .def("_wait_for_hooks", &NcclxBackend::wait_for_hooks, py::call_guard<py::gil_scoped_release>())
       .def("_host", &NcclxBackend::host, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
       .def("_name_ranks", &NcclxBackend::name_ranks, py::arg("members"), py::call_guard<py::gil_scoped_release>())
-      .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"), py::call_guard<py::gil_scoped_release>())
+      .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"), py::arg("number") = -1,
+           py::call_guard<py::gil_scoped_release>())
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
       .def("_members_meet", &NcclxBackend::members_meet, py::arg("handle"), py::arg("meet"))
 #endif

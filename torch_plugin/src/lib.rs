@@ -29,6 +29,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_place, module)?)?;
+    module.add_function(wrap_pyfunction!(pytorch_recorder, module)?)?;
     module.add_function(wrap_pyfunction!(algorithms, module)?)?;
     module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
     module.add_function(wrap_pyfunction!(dumps, module)?)?;
@@ -43,6 +44,13 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn launch_place() -> PyResult<(u32, usize)> {
     let launch = ncclx_rs::Launch::from_env().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
     Ok((launch.rank.0, launch.size))
+}
+
+/// Whether PyTorch's own flight recorder is to record a process group with these hints.
+#[pyfunction]
+fn pytorch_recorder(hints: Vec<(String, String)>) -> PyResult<bool> {
+    let config = ncclx_rs::config::Config::resolve(&hints);
+    config.map(|config| config.pytorch_recorder).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
 /// The names of the algorithms for a collective, such as `all_reduce`, of so many ranks on so many hosts.

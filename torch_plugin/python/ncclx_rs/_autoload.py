@@ -150,6 +150,9 @@ def _warn_of_other_backends(function: str, group: Any) -> None:
 
 
 def _create(options: Any, pg_options: Any = None) -> Any:
+    from ncclx_rs import _pytorch_recorder
     from ncclx_rs._backend import create
 
-    return create(options, pg_options)
+    backend = create(options, pg_options)
+    _pytorch_recorder.attend(backend, pg_options)
+    return backend

@@ -177,6 +177,11 @@ def path(rank: int) -> Path:
     return Path(prefix if is_true(whole) else f"{prefix}{rank}")
 
 
+def dumps_on_failure() -> bool:
+    """Whether a failure is written down, as the environment's variables of PyTorch say."""
+    return is_true(first("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT") or "true")
+
+
 def first(*variables: str) -> str:
     """What the first of the environment's variables that is set says, or nothing."""
     return next((text for text in map(os.environ.get, variables) if text), "")

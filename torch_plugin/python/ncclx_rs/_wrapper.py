@@ -37,6 +37,10 @@ class _BackendWrapper(metaclass=_Kind):
     """
 
     def __new__(cls, comm: TorchComm) -> Any:
+        from ncclx_rs import _pytorch_recorder
+
+        if comm.get_backend() == "ncclx":
+            _pytorch_recorder.takes_pytorchs(comm.get_options().hints)
         return plugin.native().BackendWrapper(comm)
 
 

@@ -157,7 +157,7 @@ class _Scribe(Follower[list[Entry]]):
         self._hook.register_with_comm(child)
 
     def aborted(self) -> None:
-        if not _dumps_on_failure():
+        if not _trace.dumps_on_failure():
             return
         rank = self._group.members[self._comm.get_rank()]
         try:
@@ -194,10 +194,6 @@ def _default_entries() -> int:
                 raise ValueError(f"FlightRecorderHook: {variable} must be a number from zero on, got {text!r}")
             return int(text)
     return _DEFAULT_ENTRIES
-
-
-def _dumps_on_failure() -> bool:
-    return _trace.is_true(_trace.first("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT") or "true")
 
 
 def _listed(operand: Any) -> list[torch.Tensor]:
