@@ -270,7 +270,9 @@ impl Core {
         let plan = self.collectives.plans.plan(&request.collective, setting, forced);
         request.signature.algorithm = plan.algorithm;
         let (scratch, sums) = ((plan.schedule.scratch, element), (plan.schedule.sums, request.spaces.sum));
-        (request.spaces.scratch, request.spaces.sums) = self.collectives.scratch.regions(scratch, sums);
+        if scratch.0 > 0 || sums.0 > 0 {
+            (request.spaces.scratch, request.spaces.sums) = self.collectives.scratch.regions(scratch, sums);
+        }
         plan
     }
 
