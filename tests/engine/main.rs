@@ -1,6 +1,7 @@
 //! One binary for the engine tests.
 
 mod averages;
+mod bits;
 mod blocking;
 mod bootstrap;
 mod collectives;

@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
-use ncclx_rs::{Buffer, CommOptions, Communicator, Element, Error, Mode, Op, OpKind, Rank};
+use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Element, Error, Mode, Op, OpKind, Rank};
 
 /// Which transports a world runs over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,10 +109,21 @@ fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
 }
 
 /// A buffer over `data`, which the caller keeps until the operation is done.
-#[allow(unsafe_code, reason = "tests lend plain memory to the engine")]
 pub(crate) fn buffer<T: Element>(data: &mut [T]) -> Buffer {
-    // SAFETY: the tests keep `data` and leave it alone until they have waited for the operation.
-    unsafe { Buffer::from_raw(data.as_mut_ptr().cast(), data.len(), T::DTYPE) }
+    buffer_as(data, T::DTYPE)
+}
+
+/// As [`buffer`], of elements of a type that may have no name in Rust.
+///
+/// # Panics
+/// When the data is not whole elements of it.
+#[allow(unsafe_code, reason = "tests lend plain memory to the engine")]
+pub(crate) fn buffer_as<T: Element>(data: &mut [T], dtype: DType) -> Buffer {
+    let bytes = size_of_val(data);
+    assert!(bytes.is_multiple_of(dtype.size()), "whole elements");
+    // SAFETY: the elements take the bytes of `data`, of any alignment and any bits; the tests keep it and leave it alone until
+    // they have waited for the operation.
+    unsafe { Buffer::from_raw(data.as_mut_ptr().cast(), bytes / dtype.size(), dtype) }
 }
 
 /// A blocking operation.

@@ -21,6 +21,8 @@ from reference import (
 )
 
 COUNT = 1023
+# Elements of any type in more than one message.
+LONG = 600_001
 ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
 BITWISE = ("BAND", "BOR", "BXOR")
 
@@ -82,21 +84,44 @@ def reductions(rank: int, size: int, dtypes: tuple[torch.dtype, ...], ops: tuple
     return [_check_reduction(rank, size, dtype, op) for dtype in dtypes for op in ops]
 
 
+def parts(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor, or the parts of its complex numbers, in double precision."""
+    return (torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor).double()
+
+
 def rounding_is_the_same_on_every_rank(rank: int, size: int) -> list[str]:
     digests = []
-    for dtype in FLOATS:
-        for count in (1, 1023, 65537):
-            generator = torch.Generator().manual_seed(rank)
-            tensor = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
-            exact = torch.zeros(count, dtype=torch.float64)
+    for dtype in (*FLOATS, *COMPLEX, torch.complex32):
+        # What one rounding of a number of size one is off, at most, and how precisely averages are summed.
+        unit = torch.finfo(dtype).eps / 2
+        sums = min(unit, torch.finfo(torch.float32).eps / 2)
+        for count in (1, 1023, 65537, LONG):
+            numbers = 2 * count if dtype.is_complex else count
+            operands = []
             for r in range(size):
                 generator = torch.Generator().manual_seed(r)
-                exact += torch.randn(count, generator=generator, dtype=torch.float64).to(dtype).double()
-            dist.all_reduce(tensor)
-            # The error of a sum is bounded by the size of its terms, which cancellation hides from the result.
-            tolerance = 8 * size * torch.finfo(dtype).eps
-            torch.testing.assert_close(tensor.double(), exact, rtol=tolerance, atol=tolerance)
-            digests.append(digest(tensor))
+                drawn = torch.randn(numbers, generator=generator, dtype=torch.float64).to(dtype.to_real())
+                operands.append(torch.view_as_complex(drawn.view(-1, 2)) if dtype.is_complex else drawn)
+            terms = torch.stack([parts(operand) for operand in operands])
+            exact, magnitude = terms.sum(0), terms.abs().sum(0)
+            for op, expected, bound in [
+                # Each of the partial sums is rounded; with an average, in the type of its sums, and the result once.
+                ("SUM", exact, (size - 1) * unit * magnitude),
+                ("AVG", exact / size, (size - 1) * sums * magnitude / size + unit * exact.abs() / size),
+            ]:
+                tensor = operands[rank].clone()
+                dist.all_reduce(tensor, op=operation(op))
+                # What the reference itself rounds in double precision, and what is too small for the type.
+                slack = (
+                    0.01 * bound
+                    + size * torch.finfo(torch.float64).eps * magnitude
+                    + 2 * unit * torch.finfo(dtype).tiny
+                )
+                wrong = ((parts(tensor) - expected).abs() > bound + slack).nonzero()
+                assert len(wrong) == 0, (
+                    f"{op} of {count} × {dtype}: {len(wrong)} wrong numbers, the first at {wrong[0]}"
+                )
+                digests.append(digest(tensor))
     return digests
 
 
