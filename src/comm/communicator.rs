@@ -85,6 +85,7 @@ pub struct Communicator {
     name: String,
     place: Place,
     timeout_millis: AtomicU64,
+    configured_timeout: Duration,
     stack_frames: usize,
     pub(super) driver: Arc<Driver>,
     /// None for a world of one, and when this rank has left.
@@ -178,12 +179,13 @@ impl Communicator {
         let watch = watch.transpose().map_err(|cause| os("the thread that watches for lost ranks", cause))?;
         let signal = config.dump_signal.map(DumpSignal::number);
         live::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
-        let timeout = timeout.unwrap_or(config.timeout);
+        let configured_timeout = config.timeout;
+        let timeout = timeout.unwrap_or(configured_timeout);
         let place = Place { me: rank, size };
         let stack_frames = config.stack_frames;
         let origin = Origin { hints: inherited(hints, config.algorithm.as_deref()), host };
         let (timeout_millis, watch) = (AtomicU64::new(millis(timeout)), Mutex::new(watch));
-        Ok(Communicator { name, place, timeout_millis, stack_frames, driver, watch, origin })
+        Ok(Communicator { name, place, timeout_millis, configured_timeout, stack_frames, driver, watch, origin })
     }
 
     /// This process's rank.
@@ -220,6 +222,11 @@ impl Communicator {
     pub fn set_timeout(&self, timeout: Duration) {
         // Relaxed: the value stands alone.
         self.timeout_millis.store(millis(timeout), Ordering::Relaxed);
+    }
+
+    /// The time limit that settings and the environment give, which holds where no other was set.
+    pub fn configured_timeout(&self) -> Duration {
+        self.configured_timeout
     }
 
     /// The rank that is lost, if one is, as an [`Error::PeerLost`]: what every operation fails with from then on, and those

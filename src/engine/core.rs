@@ -508,6 +508,7 @@ impl Core {
         self.readings.lose(peer);
         let entry = &mut self.peers[peer.index()];
         entry.outbox = Outbox::default();
+        entry.way.give_up();
         entry.inbox = None;
         entry.ending = None;
         self.placements.retain(|(from, _), _| *from != peer);

@@ -170,7 +170,10 @@ impl Core {
             let owner = std::mem::replace(&mut announced.owner, Owner::PROTOCOL);
             announced.body = Body::Copied(Box::new(announced.copy.take().unwrap_or_default()));
             self.withdraw(&mut announced);
-            self.announced.insert(token, announced);
+            // To tell the receiver may have shown that it is gone.
+            if self.lost(announced.to).is_none() {
+                self.announced.insert(token, announced);
+            }
             self.written(owner);
         }
         true

@@ -148,6 +148,8 @@ impl Driver {
             core.dump_due();
             (std::mem::take(&mut core.finished), due, core.is_busy())
         };
+        // What moved here may need what a thread that sleeps did not ask the poller for, such as room to write.
+        self.wake();
         self.announce(&finished, 0);
         hand_to_callers(finished);
         self.tell_of_loss();
@@ -173,6 +175,8 @@ impl Driver {
         };
         // A collective that failed has others to tell, which takes streams and somebody who drives them.
         let hands_over = is_busy && !finished.is_empty();
+        // As in `departed`.
+        self.wake();
         self.announce(&finished, 0);
         hand_to_callers(finished);
         if hands_over && let Err(error) = self.hand_over() {

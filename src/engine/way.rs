@@ -120,6 +120,11 @@ impl Way {
         self.obstacle.as_ref().map(|obstacle| obstacle.again)
     }
 
+    /// Nothing is to be opened any more.
+    pub(crate) fn give_up(&mut self) {
+        self.obstacle = None;
+    }
+
     /// Whether it is this process that lacks what a stream takes.
     pub(crate) fn is_short(&self) -> bool {
         self.obstacle.as_ref().is_some_and(|obstacle| obstacle.is_shortage)

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
 
@@ -131,6 +131,18 @@ pub fn send_fd(stream: &UnixStream, fd: BorrowedFd<'_>) -> io::Result<()> {
 /// Takes the file descriptor that [`send_fd`] handed over. `WouldBlock` while it has not come; where this process has no
 /// descriptor left, the error is that, and the next call may take it.
 pub fn recv_fd(stream: &UnixStream) -> io::Result<OwnedFd> {
+    let Some(fd) = take_fd(stream)? else {
+        // Either there is no room for another descriptor, or a security module forbids this one. Where there is room now, there
+        // may have been none before.
+        drop(stream.try_clone()?);
+        let forbidden = "no file descriptor came through: the peer sent none, or the system does not allow it";
+        return take_fd(stream)?.ok_or_else(|| io::Error::other(forbidden));
+    };
+    Ok(fd)
+}
+
+/// The descriptor that comes next; nothing if it does not come through.
+fn take_fd(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
@@ -141,14 +153,11 @@ pub fn recv_fd(stream: &UnixStream) -> io::Result<OwnedFd> {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
     });
-    if fd.is_none() && message.flags.contains(ReturnFlags::CTRUNC) {
-        // Either there is no room for another descriptor, or a security module forbids this one.
-        stream.try_clone()?;
+    if fd.is_none() && message.bytes == 0 {
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection"));
     }
-    let fd = fd.ok_or_else(|| match message.bytes {
-        0 => io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection"),
-        _ => io::Error::other("no file descriptor came through: the peer sent none, or the system does not allow it"),
-    })?;
-    rustix::net::recv(stream.as_fd(), &mut byte[..], RecvFlags::DONTWAIT)?;
+    if fd.is_some() {
+        rustix::net::recv(stream.as_fd(), &mut byte[..], RecvFlags::DONTWAIT)?;
+    }
     Ok(fd)
 }

@@ -62,6 +62,11 @@ impl<S: AsFd> Pending<S> {
         self.candidates.len() < CANDIDATES_MAX
     }
 
+    /// Whether a connection inside lacks something.
+    fn lacks(&self) -> bool {
+        self.candidates.iter().any(|candidate| candidate.registration.is_none())
+    }
+
     /// Whether it is no time to ask the system again for what it refused.
     fn rests(&self) -> bool {
         self.shortage.as_ref().is_some_and(|shortage| shortage.again > Instant::now())
@@ -97,15 +102,13 @@ impl<S: AsFd> Pending<S> {
                 Ok(None) => {}
                 // The caller hung up before it was its turn.
                 Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    // Those inside may still lack something.
-                    if self.candidates.iter().all(|candidate| candidate.registration.is_some()) {
+                // The system refuses a descriptor before it looks whether anybody is there.
+                Err(error) if error.kind() == ErrorKind::WouldBlock || !socket::has_caller(listener) => {
+                    if !self.lacks() {
                         self.shortage = None;
                     }
                     return;
                 }
-                // The system refuses a descriptor before it looks whether anybody is there.
-                Err(_) if !socket::has_caller(listener) => return,
                 Err(error) => return self.rest(&error),
             }
         }
@@ -121,8 +124,10 @@ impl<S: AsFd> Pending<S> {
 
     /// When the next connection must have proved itself, or others may be let in again; nothing if nobody is known to wait.
     pub(crate) fn due(&self) -> Option<Instant> {
-        let oldest = self.candidates.iter().map(|candidate| candidate.since).min();
-        let again = self.shortage.as_ref().map(|shortage| shortage.again);
+        let registered = self.candidates.iter().filter(|candidate| candidate.registration.is_some());
+        let oldest = registered.map(|candidate| candidate.since).min();
+        let shortage = self.shortage.as_ref().filter(|_| self.has_room() || self.lacks());
+        let again = shortage.map(|shortage| shortage.again);
         oldest.map(|oldest| oldest + self.patience()).into_iter().chain(again).min()
     }
 
@@ -174,7 +179,8 @@ impl<S: AsFd> Pending<S> {
                 }
                 Err(down) if down.kind == Down::Lacking => {
                     refusal = Some(io::Error::from(rustix::io::Errno::MFILE));
-                    candidate.since = Instant::now();
+                    // What it has sent would wake the poller all the time.
+                    candidate.registration = None;
                     self.candidates.push(candidate);
                 }
                 // Whoever has changed its mind, a rank that leaves or a stranger.

@@ -23,7 +23,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, fresh_store, leaving_together
+from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together
 from ncclx_rs import OpName, RedOpType, ReduceOp, TorchComm, WorkStatus, objcol
 from reference import SIZES, assert_same, data, reduced
 from test_failures import who_called
@@ -472,6 +472,40 @@ def the_error_comes_before_the_hooks(rank: int, size: int, waits: str) -> None:
     comm.finalize()  # does not overtake the hooks
     assert [known for known, _ in found] == [True] * (rank == 0)
     assert all(thread is not threading.current_thread() for _, thread in found)
+
+
+def hooks_may_end_other_communicators(rank: int, size: int) -> None:
+    both_run, ended = threading.Barrier(2), []
+    a, b = (
+        ncclx_rs.new_comm(
+            "ncclx", "cpu", name, store=dist.HashStore(), rank=0, size=1, abort_process_on_timeout_or_error=False
+        )
+        for name in "ab"
+    )
+
+    def ends(other: TorchComm) -> Callable[[], None]:
+        def hook() -> None:
+            both_run.wait(WATCHDOG_SECONDS)
+            other.finalize()
+            ended.append(time.monotonic())
+
+        return hook
+
+    a.register_abort_hook(ends(b))
+    b.register_abort_hook(ends(a))
+    began = time.monotonic()
+    for comm in (a, b):
+        work = comm.recv(torch.ones(1), 0, True, timeout=timedelta(milliseconds=50))
+        with pytest.raises(RuntimeError, match="timed out"):
+            work.wait()
+    while len(ended) < 2:
+        time.sleep(0.005)
+    assert max(ended) - began < 15, "each has waited for the other as long as anybody waits for hooks"
+
+
+@pytest.mark.worlds(sizes=(1,))
+def test_hooks_may_end_other_communicators(world: World) -> None:
+    world.run(hooks_may_end_other_communicators, join=False)
 
 
 @pytest.mark.parametrize("waits", ["blocking", "waiting", "polling"])

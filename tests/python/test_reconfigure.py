@@ -97,8 +97,21 @@ def groups_of_other_kinds_refuse(rank: int, size: int) -> None:
     assert_sum(size)
 
 
+def the_configured_limit_stays(rank: int, size: int) -> None:
+    os.environ["NCCLX_RS_TIMEOUT_SECONDS"] = "1"
+    try:
+        dist.init_process_group("ncclx_rs", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True)
+        dist._reconfigure(1, [dist._get_reconfigure_handle()], timeout=timedelta(seconds=60)).wait()
+    finally:
+        del os.environ["NCCLX_RS_TIMEOUT_SECONDS"]
+    with pytest.raises(RuntimeError, match="timed out"):
+        dist.recv(torch.ones(1), tag=7)
+
+
 @pytest.mark.parametrize(
-    "check", [members_change, what_is_in_flight_ends, groups_of_other_kinds_refuse], ids=lambda check: check.__name__
+    "check",
+    [members_change, what_is_in_flight_ends, groups_of_other_kinds_refuse, the_configured_limit_stays],
+    ids=lambda check: check.__name__,
 )
 def test_reconfigure(world: World, check) -> None:
     world.run(check, join=False)

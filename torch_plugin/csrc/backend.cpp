@@ -668,7 +668,7 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
     lent.swap(windows_);
   }
   auto comm = std::make_shared<Communicator>(engine_, store, rank, size, name_, timeout, hints);
-  engine_->set_timeout(comm->get(), options_->timeout.count());
+  engine_->set_timeout(comm->get(), limit().count());  // `timeout` was for joining
   rank_ = rank;
   size_ = size;
   group_->resume();

@@ -96,7 +96,7 @@ class Group : public std::enable_shared_from_this<Group> {
     if (news) engine->call_elsewhere(job, news.release());
   }
 
-  // Waits a while for failure hooks to end, which cannot when the interpreter has. A hook does not wait for itself.
+  // Waits a while for failure hooks to end, which cannot when the interpreter has. A hook waits for none.
   void wait_for_hooks(std::chrono::milliseconds patience = kPatience) {
     std::unique_lock<std::mutex> lock(mutex_);
     all_ended_.wait_for(lock, patience, [this] { return is_told(); });
@@ -200,7 +200,8 @@ class Group : public std::enable_shared_from_this<Group> {
     all_ended_.notify_all();
   }
 
-  bool is_told() const { return telling_ <= (telling_here_ == this ? 1 : 0); }
+  // Who waits for hooks in one may be what those wait for.
+  bool is_told() const { return telling_here_ != nullptr || telling_ == 0; }
 
 #if NCCLX_TORCH_GE(2, 15)
   using SuccessHooks = Hooks<c10d::CompletionHook>;

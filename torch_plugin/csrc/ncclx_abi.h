@@ -105,7 +105,7 @@ struct NcclxEngine {
   void (*release)(NcclxHandle* handle);
   void (*abort)(NcclxComm* comm, const char* reason);
   void (*shutdown)(NcclxComm* comm);
-  void (*set_timeout)(NcclxComm* comm, int64_t timeout_ms);
+  void (*set_timeout)(NcclxComm* comm, int64_t timeout_ms);  // negative: the configuration's
   uint64_t (*collectives)(NcclxComm* comm);
   // Calls `done(context, status, text)` exactly once, from any thread: with NCCLX_LOST once a rank is lost, with NCCLX_OK
   // when the communicator ends before that.

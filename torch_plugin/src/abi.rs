@@ -438,10 +438,9 @@ extern "C" fn shutdown(comm: *const Communicator) {
 
 extern "C" fn set_timeout(comm: *const Communicator, timeout_ms: i64) {
     or_end(|| {
-        if let Some(timeout) = duration(timeout_ms) {
-            // SAFETY: given out by `create` and not yet given back.
-            unsafe { &*comm }.set_timeout(timeout);
-        }
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        comm.set_timeout(duration(timeout_ms).unwrap_or_else(|| comm.configured_timeout()));
     });
 }
 

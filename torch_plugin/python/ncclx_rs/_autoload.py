@@ -97,7 +97,10 @@ def _check_groups() -> None:
     for name in ("init_process_group", "new_group"):
         original = getattr(dist, name)
         if not hasattr(original, "_ncclx_rs_checked"):
-            setattr(dist, name, _checked(name, original))
+            checked = _checked(name, original)
+            # Where it is defined, too: pickle looks for a function there.
+            setattr(dist, name, checked)
+            setattr(dist.distributed_c10d, name, checked)
 
 
 def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,8 +129,8 @@ def _refuse_cuda(function: str, backend: str | None, device_id: Any) -> None:
 
     names = (backend or "").lower()
     served = dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair)
-    bound = device_id is not None and torch.device(device_id).type == "cuda"
-    if served.get("cuda") in _NAMES or (bound and names in _NAMES):
+    bound = names in _NAMES and device_id is not None and torch.device(device_id).type == "cuda"
+    if bound or served.get("cuda") in _NAMES:
         raise ValueError(
             f"ncclx_rs: {function}: CUDA tensors are not served yet; "
             'give each device its backend, as in backend="cpu:ncclx_rs,cuda:nccl"'
