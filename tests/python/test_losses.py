@@ -314,6 +314,33 @@ def test_ranks_end_without_a_word_in_any_order(tmp_path: Path, transport: str) -
         assert code == 0, output
 
 
+# Ends with a message in flight that has a callback in Python, in a group that Python may know nothing of.
+IN_FLIGHT = """
+dist.init_process_group("ncclx_rs", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+group = dist.group.WORLD
+if sys.argv[4:] == ["split"]:
+    group = dist.split_group(split_ranks=[list(range(size))])
+tensor = torch.empty(3)
+if rank == 0:
+    work = dist.irecv(tensor, group=group, group_src=1)
+    work.get_future().add_done_callback(lambda future: print("called", flush=True))
+    del work
+    dist.barrier()
+else:
+    dist.barrier()
+    time.sleep(0.2)
+del group
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["whole", "split"])
+def test_an_operation_in_flight_ends_with_the_interpreter(tmp_path: Path, kind: str) -> None:
+    script = JOIN + (f"sys.argv.append({kind!r})\n") + IN_FLIGHT
+    for rank, (code, output) in enumerate(run_ranks(script, 2, tmp_path)):
+        assert code == 0 and output.count("called") == (rank == 0), output
+
+
 def test_an_idle_process_ends_after_its_hooks_and_the_dump(tmp_path: Path) -> None:
     script = JOIN + textwrap.dedent("""
     import ncclx_rs

@@ -133,6 +133,7 @@ NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c
   if (joins) {
     comm_ = std::make_shared<Communicator>(engine_, store, rank, size, name_, limit(), options_->hints);
     comm_->watch(group_);
+    group_->runs_on(comm_);
     const auto& members = options_->global_ranks_in_group;
     name_ranks(std::vector<int64_t>(members.begin(), members.end()));
   }
@@ -633,6 +634,17 @@ void NcclxBackend::shutdown() {
   if (const auto comm = comm_or_none()) engine_->shutdown(comm->get());
 }
 
+void NcclxBackend::end_all(const NcclxEngine* engine) {
+  const auto groups = Groups::alive();
+  for (const auto& group : groups) {
+    // What they look at goes with the abort.
+    group->wait_for_hooks();
+    group->leave();
+    if (const auto comm = group->comm()) engine->abort(comm->get(), "the process group was aborted");
+  }
+  for (const auto& group : groups) group->settle();
+}
+
 void NcclxBackend::setTimeout(Milliseconds timeout) {
   options_->limit(timeout);
   if (const auto comm = comm_or_none()) engine_->set_timeout(comm->get(), timeout.count());
@@ -673,6 +685,7 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   size_ = size;
   group_->resume();
   comm->watch(group_);
+  group_->runs_on(comm);
   exchange_comm(std::move(comm));
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::UNKNOWN, nullptr, std::nullopt,
                                              Tensors{});

@@ -139,6 +139,8 @@ class NcclxBackend : public c10d::Backend {
   int host(int rank) { return engine_->host(comm()->get(), rank); }
   // Waits, but not for ever, for what callbacks and hooks still do.
   void settle() { group_->settle(); }
+  // Ends what is in flight in all groups of the process, and waits for callbacks and hooks.
+  static void end_all(const NcclxEngine* engine);
   void wait_for_hooks() { group_->wait_for_hooks(); }
   bool has_failed() const { return group_->error() != c10d::ErrorType::SUCCESS; }
   // `members` are what the job calls this group's ranks.
@@ -190,7 +192,7 @@ class NcclxBackend : public c10d::Backend {
   Meet meet_;
 #endif
   c10::intrusive_ptr<NcclxOptions> options_;
-  std::shared_ptr<Group> group_ = std::make_shared<Group>();
+  std::shared_ptr<Group> group_ = Groups::make();
   // Nothing outside of startCoalescing and endCoalescing.
   std::shared_ptr<Batch> exchange_batch(std::shared_ptr<Batch> batch);
   std::mutex batch_mutex_;

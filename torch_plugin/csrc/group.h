@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <pthread.h>
 #include <torch/headeronly/version.h>
 
 #include <atomic>
@@ -13,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "errors.h"
 #include "ncclx_abi.h"
@@ -21,6 +23,8 @@
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace ncclx {
+
+class Communicator;
 
 // Only what is behind pointers is copied and dropped under this lock: a function from Python takes Python's lock when it
 // is copied or dropped, and who has that may be waiting for this one.
@@ -180,6 +184,17 @@ class Group : public std::enable_shared_from_this<Group> {
 
   c10d::ErrorType error() const { return error_; }
 
+  // What the group runs on now.
+  void runs_on(const std::shared_ptr<Communicator>& comm) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    comm_ = comm;
+  }
+
+  std::shared_ptr<Communicator> comm() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return comm_.lock();
+  }
+
  private:
   static constexpr std::chrono::milliseconds kPatience{20000};
   // The group whose failure hooks this thread is calling.
@@ -225,10 +240,52 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::shared_ptr<const Hook> hook_;
   Hooks<FailureHook> failure_hooks_;
+  std::weak_ptr<Communicator> comm_;
 #if NCCLX_TORCH_GE(2, 15)
   // Never changed but replaced, so that each operation need not copy it.
   std::shared_ptr<const SuccessHooks> success_hooks_ = std::make_shared<SuccessHooks>();
 #endif
+};
+
+// The groups of this process, for its end. They are not found by what Python has of them: PyTorch keeps their backends in
+// C++, and what it splits off has never been in Python.
+class Groups {
+ public:
+  static std::shared_ptr<Group> make() {
+    auto group = std::make_shared<Group>();
+    Groups& all = of_process();
+    std::lock_guard<std::mutex> lock(all.mutex_);
+    std::erase_if(all.groups_, [](const auto& known) { return known.expired(); });
+    all.groups_.push_back(group);
+    return group;
+  }
+
+  static std::vector<std::shared_ptr<Group>> alive() {
+    std::vector<std::shared_ptr<Group>> found;
+    Groups& all = of_process();
+    std::lock_guard<std::mutex> lock(all.mutex_);
+    for (const auto& known : all.groups_) {
+      if (auto group = known.lock()) found.push_back(std::move(group));
+    }
+    return found;
+  }
+
+ private:
+  static Groups& of_process() {
+    static Groups* const all = [] {
+      // A forked child leaves its parent's alone, and finds the lock free.
+      pthread_atfork([] { of_process().mutex_.lock(); }, [] { of_process().mutex_.unlock(); },
+                     [] {
+                       of_process().groups_.clear();
+                       of_process().mutex_.unlock();
+                     });
+      return new Groups;  // also for what ends after static objects
+    }();
+    return *all;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Group>> groups_;
 };
 
 }  // namespace ncclx

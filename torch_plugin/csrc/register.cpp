@@ -92,6 +92,7 @@ void define(py::module_& m) {
            py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
       // Ranks outside a group that is split off have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
+  m.def("_end_all", [] { NcclxBackend::end_all(g_engine); }, py::call_guard<py::gil_scoped_release>());
   m.def("_shared_memory", [](int64_t bytes) { return shared_memory(g_engine, bytes); }, py::arg("bytes"),
         py::call_guard<py::gil_scoped_release>());
   py::class_<BackendWrapper, c10::intrusive_ptr<BackendWrapper>, c10d::Backend>(m, "BackendWrapper")

@@ -5,20 +5,13 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
-import os
 import pathlib
 import re
 import sys
-import weakref
 from datetime import timedelta
 from typing import Any
 
 from ncclx_rs._once import once
-
-# Backends that live: destroyed before the interpreter goes, while their callbacks can still run.
-_alive: weakref.WeakSet[Any] = weakref.WeakSet()
-# A forked child leaves its parent's alone.
-os.register_at_fork(after_in_child=_alive.clear)
 
 
 def native() -> Any:
@@ -85,7 +78,6 @@ def create(options: Any, pg_options: Any = None) -> Any:
         endpoint = Endpoint()
         backend._members_meet(endpoint.handle, endpoint.meet)
     _prepare_process()
-    _alive.add(backend)
     return backend
 
 
@@ -102,15 +94,6 @@ def _warn_of_two_limits(argument: timedelta, option: timedelta) -> None:
 def _prepare_process() -> None:
     from ncclx_rs import _debug_server
 
-    atexit.register(_shut_down)
+    # Before the interpreter goes, while callbacks can still run.
+    atexit.register(native()._end_all)
     _debug_server.register()
-
-
-def _shut_down() -> None:
-    backends = list(_alive)
-    for backend in backends:
-        # What they look at goes with the abort.
-        backend._wait_for_hooks()
-        backend.abort()
-    for backend in backends:
-        backend._settle()

@@ -62,6 +62,7 @@ class SecretStore:
     def get(self, key: str, timeout: timedelta) -> bytes:
         """The value of ``key``, for which it waits up to ``timeout``."""
 
+def _end_all() -> None: ...
 def _shared_memory(bytes: int) -> torch.Tensor: ...
 
 class Options(_C10dBackend.Options):
