@@ -222,12 +222,8 @@ impl Queue {
         let mut state = lock(&self.state);
         state.is_over = true;
         left.extend(std::iter::from_fn(|| state.next()));
-        self.changed.notify_all();
-        // The interpreter ends a thread that is inside a handler, and the process with it: that handler is waited for.
-        while state.is_busy && !SERVES.get() {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
         drop(state);
+        self.changed.notify_all();
         left.iter().for_each(Entry::print);
     }
 }
