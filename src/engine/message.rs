@@ -437,3 +437,6 @@ fn eager_cost(bytes: usize) -> u64 {
 
 /// Eager bytes that one rank may have unread at another; further messages wait at their sender.
 const EAGER_WINDOW: u64 = 1 << 20;
+
+#[cfg(test)]
+mod tests;

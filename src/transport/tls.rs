@@ -498,3 +498,6 @@ fn words(error: &rustls::Error) -> String {
 
 /// What stands before an Ed25519 key in PKCS #8 (RFC 8410, section 7).
 const ED25519_PKCS8: &[u8] = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
+
+#[cfg(test)]
+mod tests;

@@ -1,8 +1,11 @@
 //! Every collective over every wire, against what each rank can compute alone.
 
-use ncclx_rs::{Communicator, OpKind, Rank, ReduceOp};
+use std::time::Duration;
 
-use crate::world::{WIRES, Wire, buffer, run, world};
+use half::{bf16, f16};
+use ncclx_rs::{Communicator, Element, OpKind, Rank, ReduceOp};
+
+use crate::world::{WIRES, buffer, run, world, world_hinted};
 
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 /// Empty, tiny, eager, and announced in several fragments.
@@ -40,16 +43,36 @@ fn all_reduce_sums() {
     });
 }
 
-#[test]
-fn a_long_all_reduce_combines_in_the_order_of_the_ranks() {
-    // One is lost beside 2³⁰ in single precision, so that another order gives another sum.
-    let large = 2f32.powi(30);
-    world(Wire::Shm, 4, move |comm| {
-        let mut data = vec![[large, 1.0, -large, 1.0][me(comm)]; 400_003];
+/// Sums whose operands, one a rank, are added in the order of the ranks; in any other order the sum is another.
+fn sums_in_the_order_of_the_ranks<T: Element + PartialEq>(comm: &Communicator, operands: [T; 4], sum: T) {
+    let mine = operands[me(comm)];
+    for count in [400, 400_004] {
+        let context = format!("{} × {} by {comm:?}", count, T::DTYPE);
+        let mut data = vec![mine; count];
         let memory = buffer(&mut data);
         run(comm, OpKind::AllReduce(ReduceOp::Sum), vec![memory], vec![memory]).expect("all_reduce");
-        assert!(data.iter().all(|sum| *sum == 1.0));
-    });
+        assert!(data.iter().all(|got| *got == sum), "all_reduce of {context}");
+        let (mut inputs, mut output) = (vec![mine; count], vec![mine; count / 4]);
+        let memory = inputs.chunks_mut(count / 4).map(|input| buffer(input)).collect();
+        run(comm, OpKind::ReduceScatter(ReduceOp::Sum), memory, vec![buffer(&mut output)]).expect("reduce_scatter");
+        assert!(output.iter().all(|got| *got == sum), "reduce_scatter of {context}");
+    }
+}
+
+#[test]
+fn direct_sums_are_in_the_order_of_the_ranks() {
+    for wire in WIRES {
+        world_hinted(wire, 4, Duration::from_secs(60), &[("algorithm", "direct")], |comm| {
+            // One is lost beside the large numbers. The types of half precision are added in single precision.
+            let (single, double) = (2f32.powi(30), 2f64.powi(60));
+            sums_in_the_order_of_the_ranks(comm, [single, 1.0, -single, 1.0], 1.0);
+            sums_in_the_order_of_the_ranks(comm, [double, 1.0, -double, 1.0], 1.0);
+            sums_in_the_order_of_the_ranks(comm, [single, 1.0, -single, 1.0].map(bf16::from_f32), bf16::ONE);
+            let half = 2f32.powi(15);
+            let least = 2f32.powi(-14);
+            sums_in_the_order_of_the_ranks(comm, [half, least, -half, least].map(f16::from_f32), f16::from_f32(least));
+        });
+    }
 }
 
 #[test]

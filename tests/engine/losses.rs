@@ -56,6 +56,29 @@ fn idle_ranks_learn_who_aborts_and_what_does_not_need_it_goes_on() {
 }
 
 #[test]
+fn who_does_not_watch_a_rank_hears_from_others_that_it_has_left() {
+    for wire in WIRES {
+        let (aborted, through) = (Arc::new(Barrier::new(9)), Arc::new(Barrier::new(9)));
+        world(wire, 9, move |comm| {
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
+            if comm.rank().0 == 8 {
+                comm.abort("the test");
+            }
+            aborted.wait();
+            // The ranks 0, 2, 5 and 7 watch rank 8, and call nothing. For the data of the others it is not needed.
+            if [1, 3, 4, 6].contains(&comm.rank().0) {
+                let mut data = [0; 4];
+                let memory = vec![buffer(&mut data)];
+                let error = run(comm, OpKind::Broadcast { root: Rank(0) }, memory.clone(), memory);
+                let error = error.expect_err("rank 8 has left").to_string();
+                assert!(error.contains("rank 8") && error.contains("it has left: aborted: the test"), "{error}");
+            }
+            through.wait();
+        });
+    }
+}
+
+#[test]
 fn a_shutdown_is_no_loss() {
     for wire in WIRES {
         world(wire, 4, |comm| {

@@ -1,6 +1,6 @@
 //! Point-to-point messages: matching, order, and running beside collectives.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
@@ -170,24 +170,62 @@ fn messages_run_beside_collectives() {
     }
 }
 
+/// The most bytes that one rank has unread at another.
+const WINDOW: usize = 1 << 20;
+
 #[test]
 fn many_unread_small_messages_are_bounded_and_arrive() {
     for wire in WIRES {
-        world(wire, 2, |comm| {
+        let counted = Barrier::new(2);
+        world(wire, 2, move |comm| {
             const MESSAGES: usize = 3000;
             if comm.rank().0 == 0 {
                 let mut data = vec![vec![3i32; 500]; MESSAGES];
                 let works: Vec<_> =
                     data.iter_mut().map(|one| comm.submit(start(send(1, 0), one)).expect("send")).collect();
                 run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+                let left = works.iter().filter(|work| work.is_done()).count();
+                assert!(left > 0 && left * 2000 <= WINDOW, "{left} messages of 2000 bytes have left, and none is read");
+                counted.wait();
                 works.iter().for_each(|work| work.wait(None).expect("send"));
             } else {
                 run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+                counted.wait();
                 for _ in 0..MESSAGES {
                     let mut one = vec![0; 500];
                     comm.submit(start(recv(0, 0), &mut one)).expect("recv").wait(None).expect("recv");
                     assert!(one.iter().all(|value| *value == 3));
                 }
+            }
+        });
+    }
+}
+
+#[test]
+fn short_messages_go_before_they_are_asked_for_also_after_many_windows_were_read() {
+    for wire in WIRES {
+        let sent = Barrier::new(2);
+        world(wire, 2, move |comm| {
+            let mut data = [comm.rank().0 as i32; 500];
+            let message = |data: &mut [i32]| match comm.rank().0 {
+                0 => run(comm, send(1, 0), vec![buffer(data)], vec![]).expect("send"),
+                _ => run(comm, recv(0, 0), vec![], vec![buffer(data)]).expect("recv"),
+            };
+            for _ in 0..10 * WINDOW / 2000 {
+                message(&mut data);
+            }
+            // Rank 1 has said before it what it has read.
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+            for round in 0..100 {
+                if round == 0 && comm.rank().0 == 1 {
+                    sent.wait();
+                }
+                let mut short = [if comm.rank().0 == 0 { round } else { -1 }];
+                message(&mut short);
+                assert_eq!(short, [round]);
+            }
+            if comm.rank().0 == 0 {
+                sent.wait();
             }
         });
     }
