@@ -319,7 +319,10 @@ IN_FLIGHT = """
 dist.init_process_group("ncclx_rs", init_method=f"file://{folder}/store", rank=rank, world_size=size)
 group = dist.group.WORLD
 if sys.argv[4:] == ["split"]:
-    group = dist.split_group(split_ranks=[list(range(size))])
+    try:
+        group = dist.split_group(split_ranks=[list(range(size))])
+    except RuntimeError as error:
+        sys.exit(f"cannot split: {error}")
 tensor = torch.empty(3)
 if rank == 0:
     work = dist.irecv(tensor, group=group, group_src=1)
@@ -338,6 +341,8 @@ del group
 def test_an_operation_in_flight_ends_with_the_interpreter(tmp_path: Path, kind: str) -> None:
     script = JOIN + (f"sys.argv.append({kind!r})\n") + IN_FLIGHT
     for rank, (code, output) in enumerate(run_ranks(script, 2, tmp_path)):
+        if kind == "split" and "cannot split: No device associated" in output:
+            pytest.skip("this torch splits only groups that are bound to an accelerator")
         assert code == 0 and output.count("called") == (rank == 0), output
 
 
