@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::comm::address;
 use crate::comm::bootstrap::RankInfo;
 use crate::config::{Config, TransportChoice};
-use crate::engine::way::Route;
+use crate::engine::connector::Route;
 use crate::error::InitError;
 use crate::sys::net;
 use crate::sys::poller::Poller;

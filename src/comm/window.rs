@@ -7,7 +7,7 @@ use smallvec::smallvec;
 use crate::buffer::Buffer;
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
-use crate::engine::memory::{Region, Words};
+use crate::engine::region::{Region, Words};
 use crate::engine::window::{Access, AccessRequest};
 use crate::error::{Error, UsageError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};

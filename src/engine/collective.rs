@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use crate::algo::{Collective, Scaling, Setting};
-use crate::engine::core::{Core, Failed, control, deadline};
 use crate::engine::frame::{FrameKind, Header, Lane, Scope, Signature};
 use crate::engine::heartbeat::{Heartbeat, Pulse};
 use crate::engine::inbox::{Arrival, Placement, Sink};
-use crate::engine::lending::Offer;
-use crate::engine::memory::{Region, Scratch, Spaces};
 use crate::engine::outbox::{Body, OpRef, Owner};
 use crate::engine::plan::{Plan, PlanCache};
+use crate::engine::progress::{Core, Failed, control, deadline};
 use crate::engine::reduce::{self, Operands};
+use crate::engine::region::{Region, Scratch, Spaces};
+use crate::engine::single_copy::Offer;
 use crate::error::{Error, rank_list};
 use crate::schedule::{Action, Slice, Space, StepId};
 use crate::sync::Arc;

@@ -8,9 +8,9 @@
 use std::time::{Duration, Instant};
 
 use crate::engine::callbacks;
-use crate::engine::core::{Core, Finished};
+use crate::engine::failures::{Departed, OnLoss};
 use crate::engine::heartbeat::Heartbeat;
-use crate::engine::loss::{Departed, OnLoss};
+use crate::engine::progress::{Core, Finished};
 use crate::error::Error;
 use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
 use crate::sys::fork::Origin;

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
 
-use crate::engine::core::Core;
-use crate::engine::recorder::Record;
+use crate::engine::flight_recorder::Record;
+use crate::engine::progress::Core;
 use crate::sys::tcp_info::Traffic;
 use crate::types::{DType, Frame, Rank};
 
@@ -211,9 +211,9 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
-    use crate::engine::by_hand::Scene;
-    use crate::engine::memory::Words;
     use crate::engine::message::Direction;
+    use crate::engine::mock_peer::Scene;
+    use crate::engine::region::Words;
     use crate::types::Source;
 
     /// A folder that goes with the test.
@@ -242,7 +242,7 @@ mod tests {
 
     fn recording(folder: &Folder) -> Scene {
         let mut scene = Scene::new();
-        scene.core.recorder = crate::engine::recorder::Recorder::new(10);
+        scene.core.recorder = crate::engine::flight_recorder::Recorder::new(10);
         scene.core.dump_directory = Some(folder.0.clone());
         scene
     }

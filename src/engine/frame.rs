@@ -10,7 +10,7 @@ use std::ops::Deref;
 
 use crate::algo::select;
 use crate::config::EagerBytes;
-use crate::engine::lending::Offer;
+use crate::engine::single_copy::Offer;
 use crate::error::LinkDown;
 use crate::op::CollectiveKind;
 use crate::sys::segment::SegmentId;

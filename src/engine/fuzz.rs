@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use crate::algo::Collective;
 use crate::counts::Counts;
-use crate::engine::by_hand::Scene;
 use crate::engine::collective::Request;
-use crate::engine::core::Core;
+use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{HEADER_MAX, Header, Signature};
-use crate::engine::memory::{Region, Spaces, Words};
 use crate::engine::message::{Direction, MessageRequest};
-use crate::engine::recorder::Bytes;
+use crate::engine::mock_peer::Scene;
+use crate::engine::progress::Core;
+use crate::engine::region::{Region, Spaces, Words};
 use crate::engine::window::{Access, AccessRequest};
 use crate::fuzz_input::Input;
 use crate::types::{DType, Rank, ReduceOp, Source, Tag};

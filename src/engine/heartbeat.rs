@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::engine::core::{Core, deadline};
 use crate::engine::frame::Signature;
+use crate::engine::progress::{Core, deadline};
 use crate::types::Rank;
 
 /// Ranks that wait in a collective.
@@ -76,11 +76,11 @@ const FIRST_AFTER: Duration = Duration::from_millis(500);
 mod tests {
     use super::*;
     use crate::algo::Collective;
-    use crate::engine::by_hand::Scene;
     use crate::engine::call::Call;
     use crate::engine::collective::{Request, Taken};
-    use crate::engine::memory::{Region, Spaces, Words};
-    use crate::engine::recorder::Bytes;
+    use crate::engine::flight_recorder::Bytes;
+    use crate::engine::mock_peer::Scene;
+    use crate::engine::region::{Region, Spaces, Words};
     use crate::error::Error;
     use crate::types::DType;
     use crate::work::Work;

@@ -3,9 +3,9 @@
 use std::io;
 
 use crate::engine::frame::{Encoded, Header};
-use crate::engine::memory::Region;
 use crate::engine::outbox::{OpRef, Owner};
 use crate::engine::reduce::{self, Operands};
+use crate::engine::region::Region;
 use crate::error::LinkDown;
 use crate::transport::{Inlet, Location};
 

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use crate::engine::call::Call;
-use crate::engine::core::{Core, Failed, control, deadline};
+use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{FrameKind, Header, Lane};
 use crate::engine::inbox::{Arrival, Placement, Sink};
-use crate::engine::lending::Offer;
-use crate::engine::memory::Region;
 use crate::engine::outbox::{Body, OpRef, Owner};
-use crate::engine::recorder::Bytes;
+use crate::engine::progress::{Core, Failed, control, deadline};
+use crate::engine::region::Region;
+use crate::engine::single_copy::Offer;
 use crate::error::Error;
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;

@@ -5,9 +5,9 @@ use std::io::IoSlice;
 
 use smallvec::SmallVec;
 
-use crate::engine::detach::Copied;
+use crate::engine::buffered_send::Copied;
 use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
-use crate::engine::memory::Region;
+use crate::engine::region::Region;
 use crate::error::LinkDown;
 use crate::schedule::StepId;
 use crate::sys::tcp_info::Traffic;

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use crate::algo::{self, Collective, Scaling, Setting, Tuning};
 use crate::engine::collective::Taken;
-use crate::engine::memory::Spaces;
+use crate::engine::region::Spaces;
 use crate::schedule::{Action, Schedule, Slice, Step, StepId};
 use crate::sync::Arc;
 use crate::types::Rank;
@@ -208,7 +208,7 @@ const GENERATION_BYTES: usize = 4 << 20;
 mod tests {
     use super::*;
     use crate::counts::Counts;
-    use crate::engine::memory::{Region, Words};
+    use crate::engine::region::{Region, Words};
     use crate::topo::Topology;
 
     #[test]

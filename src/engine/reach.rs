@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use crate::engine::core::Core;
+use crate::engine::progress::Core;
 use crate::error::{Error, LinkDown};
 use crate::types::Rank;
 

@@ -9,12 +9,12 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::engine::call::Call;
-use crate::engine::core::{Core, Failed, control, deadline};
+use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, Lane, Signature};
 use crate::engine::inbox::{Arrival, Placement, Sink};
-use crate::engine::memory::Region;
 use crate::engine::outbox::{Body, OpRef, Owner};
-use crate::engine::recorder::Bytes;
+use crate::engine::progress::{Core, Failed, control, deadline};
+use crate::engine::region::Region;
 use crate::error::Error;
 use crate::types::Rank;
 use crate::window::{Window, WindowId};

@@ -31,7 +31,7 @@ const UNSAFE: &[&str] = &[
     "src/comm/blocking.rs",
     "src/comm/data.rs",
     "src/comm/tensors.rs",
-    "src/engine/memory.rs",
+    "src/engine/region.rs",
     "src/sys/",
     "torch_plugin/src/abi.rs",
     "torch_plugin/src/library/instance.rs",

@@ -4,12 +4,12 @@
 #[allow(dead_code, reason = "the engine uses the rest")]
 pub(crate) mod driver;
 
-pub(crate) mod core {
+pub(crate) mod progress {
     use std::time::Instant;
 
     use crate::engine::driver::Wait;
+    use crate::engine::failures::{Departed, OnLoss};
     use crate::engine::heartbeat::Heartbeat;
-    use crate::engine::loss::{Departed, OnLoss};
     use crate::error::Error;
     use crate::sys::poller::Poller;
     use crate::work::Work;
@@ -80,7 +80,7 @@ pub(crate) mod heartbeat {
     pub(crate) struct Heartbeat;
 }
 
-pub(crate) mod loss {
+pub(crate) mod failures {
     use crate::error::Error;
 
     pub(crate) struct Departed;

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use loom::thread;
 
-use crate::engine::core::Core;
 use crate::engine::driver::{Driver, Polling};
+use crate::engine::progress::Core;
 use crate::sync::Arc;
 use crate::sys::poller::Poller;
 use crate::work::{Entry, Work};

@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
 use crate::comm::watch::news::News;
-use crate::engine::way::Way;
+use crate::engine::connector::Way;
 use crate::error::LinkDown;
 use crate::sys::poller::Registration;
 use crate::sys::process::Process;

@@ -1,8 +1,8 @@
 //! What watchers tell each other.
 
+use crate::engine::failures::{Departed, Departure};
 use crate::engine::frame::Signature;
 use crate::engine::heartbeat::Heartbeat;
-use crate::engine::loss::{Departed, Departure};
 use crate::error::LinkDown;
 use crate::types::Rank;
 

@@ -1,8 +1,8 @@
 //! What one rank may have unread at another, and what it gets back for it, against a peer whose frames are written by hand.
 
 use super::*;
-use crate::engine::by_hand::Scene;
-use crate::engine::memory::Words;
+use crate::engine::mock_peer::Scene;
+use crate::engine::region::Words;
 use crate::work::Begun;
 
 const WINDOW: usize = 1 << 20;

@@ -1,21 +1,21 @@
 //! What a hostile or late peer may send: frames written by hand.
 
 use super::*;
-use crate::engine::by_hand;
-use crate::engine::memory::Words;
+use crate::engine::mock_peer;
 use crate::engine::reduce::Operands;
+use crate::engine::region::Words;
 use crate::types::{DType, ReduceOp};
 
 /// Rank 0 with a window of two words, to which rank 1 writes by hand.
 struct Scene {
-    by_hand: by_hand::Scene,
+    by_hand: mock_peer::Scene,
     words: Words,
     window: WindowId,
 }
 
 impl Scene {
     fn new() -> Scene {
-        let mut by_hand = by_hand::Scene::new();
+        let mut by_hand = mock_peer::Scene::new();
         let mut words = Words::new(vec![0; 2]);
         let window = by_hand.core.windows.expose(Region::of(&[words.buffer()]));
         Scene { by_hand, words, window }

@@ -3,11 +3,11 @@
 use std::io::{self, IoSlice};
 use std::time::{Duration, Instant};
 
-use crate::engine::core::Core;
+use crate::engine::connector::Route;
 use crate::engine::frame::Header;
-use crate::engine::memory::{Region, Words};
 use crate::engine::message::{Direction, MessageRequest};
-use crate::engine::way::Route;
+use crate::engine::progress::Core;
+use crate::engine::region::{Region, Words};
 use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::topo::Topology;
@@ -251,9 +251,9 @@ impl Inlet for Receiving {
 mod tests {
     use super::*;
     use crate::config::EagerBytes;
-    use crate::engine::core::control;
     use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Lane};
     use crate::engine::inbox::Inbox;
+    use crate::engine::progress::control;
     use crate::engine::reach::LINGER;
     use crate::types::Source;
 

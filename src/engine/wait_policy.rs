@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::engine::core::Core;
 use crate::engine::driver::Wait;
+use crate::engine::progress::Core;
 
 /// What a rank knows of its CPU.
 #[derive(Debug, Default)]
@@ -42,9 +42,9 @@ const LEAVE_EVERY: Duration = Duration::from_millis(20);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::by_hand::Scene;
-    use crate::engine::memory::Words;
     use crate::engine::message::Direction;
+    use crate::engine::mock_peer::Scene;
+    use crate::engine::region::Words;
     use crate::types::Rank;
 
     #[test]

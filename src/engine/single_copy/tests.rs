@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::engine::by_hand::Scene;
 use crate::engine::frame::Header;
-use crate::engine::memory::{Region, Words};
 use crate::engine::message::Direction;
+use crate::engine::mock_peer::Scene;
 use crate::engine::reduce::Operands;
+use crate::engine::region::{Region, Words};
 use crate::types::{DType, ReduceOp, Source};
 use crate::work::Work;
 

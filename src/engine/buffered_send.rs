@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use crate::engine::core::{Core, deadline};
 use crate::engine::frame::Header;
-use crate::engine::memory::Region;
 use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::engine::progress::{Core, deadline};
+use crate::engine::region::Region;
 use crate::types::Rank;
 
 /// A long message that waits for its receiver's grant.
@@ -221,11 +221,11 @@ const HELD_MAX_BYTES: usize = 1 << 30;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::by_hand::Scene;
-    use crate::engine::core::control;
     use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Lane};
-    use crate::engine::memory::Words;
     use crate::engine::message::{Direction, MessageRequest};
+    use crate::engine::mock_peer::Scene;
+    use crate::engine::progress::control;
+    use crate::engine::region::Words;
     use crate::types::Tag;
     use crate::work::Work;
 

@@ -11,11 +11,11 @@
 use std::io;
 
 use crate::config::EagerBytes;
-use crate::engine::core::{Core, control};
-use crate::engine::detach::Announced;
+use crate::engine::buffered_send::Announced;
 use crate::engine::frame::{FrameKind, Grant, Lane};
 use crate::engine::inbox::{Arrival, Inbox, Placement};
 use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::engine::progress::{Core, control};
 use crate::transport::Location;
 use crate::types::Rank;
 

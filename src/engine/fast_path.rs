@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use crate::engine::call::Call;
 use crate::engine::collective::{Request, Taken};
-use crate::engine::core::Core;
+use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::Header;
 use crate::engine::inbox::{Arrival, Next, Placement};
-use crate::engine::memory::Region;
 use crate::engine::message::{Direction, MessageRequest, message_header};
 use crate::engine::outbox::{Body, OpRef, Owner};
-use crate::engine::recorder::Bytes;
+use crate::engine::progress::Core;
+use crate::engine::region::Region;
 use crate::schedule::{Action, StepId};
 use crate::sync::Arc;
 use crate::types::{Rank, Source};
@@ -260,10 +260,10 @@ const LOOKS_PER_TIME: u32 = 32;
 mod tests {
     use super::*;
     use crate::algo::{Collective, select};
-    use crate::engine::by_hand::Scene;
+    use crate::engine::flight_recorder::Recorder;
     use crate::engine::frame::{FrameKind, Signature};
-    use crate::engine::memory::{Region, Spaces, Words};
-    use crate::engine::recorder::Recorder;
+    use crate::engine::mock_peer::Scene;
+    use crate::engine::region::{Region, Spaces, Words};
     use crate::error::Error;
     use crate::types::{DType, ReduceOp, Tag};
 

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use crate::engine::core::Core;
+use crate::engine::progress::Core;
 use crate::error::{Error, LinkDown};
 use crate::types::Rank;
 
@@ -174,13 +174,13 @@ const GRACE: Duration = Duration::from_millis(200);
 mod tests {
     use super::*;
     use crate::algo::Collective;
-    use crate::engine::by_hand::Scene;
     use crate::engine::call::Call;
     use crate::engine::collective::{Request, Taken};
+    use crate::engine::flight_recorder::Bytes;
     use crate::engine::frame::{FrameKind, Header, Signature};
-    use crate::engine::memory::{Region, Spaces, Words};
     use crate::engine::message::{Direction, message_header};
-    use crate::engine::recorder::Bytes;
+    use crate::engine::mock_peer::Scene;
+    use crate::engine::region::{Region, Spaces, Words};
     use crate::types::{DType, Source, Tag};
     use crate::work::Work;
 
