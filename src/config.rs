@@ -279,12 +279,12 @@ pub enum Spin {
 }
 
 impl Spin {
-    /// The time to poll; `crowded` says that the host has more ranks than cores.
-    pub fn duration(self, crowded: bool) -> Duration {
+    /// The time to poll; `oversubscribed` says that the host has more ranks than cores.
+    pub fn duration(self, oversubscribed: bool) -> Duration {
         match self {
             Spin::For(duration) => duration,
             // Who is waited for may have to wait for the core itself.
-            Spin::Auto if crowded => Duration::from_micros(100),
+            Spin::Auto if oversubscribed => Duration::from_micros(100),
             Spin::Auto => Duration::from_micros(50),
         }
     }

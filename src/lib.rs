@@ -32,7 +32,7 @@ pub use counts::Counts;
 pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
 pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};
-pub use sys::segment::HostMemory;
+pub use sys::segment::SharedMemory;
 pub use topo::Topology;
 pub use types::{DType, Element, Frame, Rank, ReduceOp, Source, Tag};
 pub use window::{Window, WindowId};

@@ -40,26 +40,26 @@ pub(crate) struct Entry {
 
 /// An operation as its submission leaves it.
 #[derive(Debug)]
-pub(crate) enum Begun {
-    InFlight(Work),
+pub(crate) enum Submitted {
+    Pending(Work),
     /// It has ended well, and needs no handle unless somebody wants one. A receive got its message from the rank.
-    Ended(Entry, Option<Rank>),
+    Completed(Entry, Option<Rank>),
 }
 
-impl Begun {
+impl Submitted {
     /// Blocks until the operation has ended. The rank whose message a receive got.
     pub(crate) fn wait(self) -> Result<Option<Rank>, Error> {
         match self {
-            Begun::InFlight(work) => work.wait(None).map(|()| work.source()),
-            Begun::Ended(_, source) => Ok(source),
+            Submitted::Pending(work) => work.wait(None).map(|()| work.source()),
+            Submitted::Completed(_, source) => Ok(source),
         }
     }
 
     /// The operation's handle.
     pub(crate) fn into_work(self, driver: &Arc<impl Drive + 'static>) -> Work {
         match self {
-            Begun::InFlight(work) => work,
-            Begun::Ended(entry, source) => {
+            Submitted::Pending(work) => work,
+            Submitted::Completed(entry, source) => {
                 let work = Work::new(driver.clone(), entry);
                 work.complete(Ok(()), source);
                 work

@@ -53,7 +53,7 @@ use crate::counts::Counts;
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op, OpKind};
 use crate::types::{DType, Rank, ReduceOp, Source, Tag};
-use crate::work::Begun;
+use crate::work::Submitted;
 
 impl Communicator {
     /// Replaces `data` by the reduction of all ranks' `data`, which is of one length everywhere.
@@ -260,7 +260,7 @@ impl Communicator {
     fn complete<const N: usize>(&self, operations: &[LentOp<'_>; N]) -> [Result<Option<Rank>, Error>; N] {
         let guard = NoUnwinding;
         let begun = operations.each_ref().map(|lent| self.begin(&lent.op));
-        let ended = begun.map(|begun| begun.and_then(Begun::wait));
+        let ended = begun.map(|begun| begun.and_then(Submitted::wait));
         std::mem::forget(guard);
         ended
     }

@@ -18,7 +18,7 @@ use crate::engine::connector::Route;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
 use crate::engine::message::{Direction, MessageRequest};
-use crate::engine::progress::Core;
+use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces};
 use crate::error::{Error, InitError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
@@ -28,7 +28,7 @@ use crate::sys::poller::Poller;
 use crate::topo::{Cpus, Topology};
 use crate::transport::auth::Identity;
 use crate::types::{Frame, Rank, Source};
-use crate::work::{Begun, Work};
+use crate::work::{Submitted, Work};
 
 /// What a communicator is made from.
 #[derive(Clone)]
@@ -154,27 +154,37 @@ impl Communicator {
         let watched = watched.collect::<Result<Vec<_>, InitError>>()?;
         let here = &topo.hosts()[topo.host_of(rank)];
         let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
-        let crowded = here.len() > cores;
-        let polling = Polling { time: config.spin.duration(crowded), yields: crowded };
+        let oversubscribed = here.len() > cores;
+        let polling = Polling { time: config.spin.duration(oversubscribed), yields: oversubscribed };
         if log::log_enabled!(log::Level::Info) {
             let transports = routes.iter().filter_map(|routes| Some(links.name(routes.first()?.transport))).collect();
             let network = summary::network(&config, host.as_deref());
             let (name, topo, config, tuned) = (name.as_str(), &topo, &config, tuning.rows());
-            let summary = Summary { name, rank, topo, config, transports, network, tuned, cores, is_crowded: crowded };
+            let summary = Summary {
+                name,
+                rank,
+                topo,
+                config,
+                transports,
+                network,
+                tuned,
+                cores,
+                is_oversubscribed: oversubscribed,
+            };
             log::info!("{summary}");
         }
-        let mut core = Core::new(name.clone(), rank, topo, links.into_transports(), routes);
-        core.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
-        core.recorder = Recorder::new(config.flight_records);
-        core.dump_directory = config.dump_directory.map(PathBuf::from);
-        core.eager_bytes = config.eager_bytes.get();
-        core.single_copy_bytes = config.single_copy_bytes;
-        core.crowded = crowded || polling.time.is_zero();
-        core.algorithm.clone_from(&config.algorithm);
-        core.collectives.plans.tuning = tuning;
+        let mut engine = Engine::new(name.clone(), rank, topo, links.into_transports(), routes);
+        engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
+        engine.recorder = Recorder::new(config.flight_records);
+        engine.dump_directory = config.dump_directory.map(PathBuf::from);
+        engine.eager_bytes = config.eager_bytes.get();
+        engine.single_copy_bytes = config.single_copy_bytes;
+        engine.oversubscribed = oversubscribed || polling.time.is_zero();
+        engine.algorithm.clone_from(&config.algorithm);
+        engine.collectives.plans.tuning = tuning;
         // With one other rank, it is nobody else.
-        core.is_watched = size > 2;
-        let driver = Driver::new(core, poller, polling);
+        engine.is_watched = size > 2;
+        let driver = Driver::new(engine, poller, polling);
         let watch = (size > 1).then(|| Watch::begin(rank, &ranks, news.into_transports(), watched, watchman, &driver));
         let watch = watch.transpose().map_err(|cause| os("the thread that watches for lost ranks", cause))?;
         let signal = config.dump_signal.map(DumpSignal::number);
@@ -205,12 +215,12 @@ impl Communicator {
 
     /// A number for the host that `rank` is on: ranks of one host have the same. Nothing for ranks there are not.
     pub fn host_of(&self, rank: Rank) -> Option<usize> {
-        (rank.index() < self.place.size).then(|| self.driver.with_core(|core| core.topo.host_of(rank)))
+        (rank.index() < self.place.size).then(|| self.driver.with_engine(|engine| engine.topo.host_of(rank)))
     }
 
     /// The number of collectives submitted so far.
     pub fn sequence(&self) -> u64 {
-        self.driver.with_core(|core| core.collectives.next_sequence())
+        self.driver.with_engine(|engine| engine.collectives.next_sequence())
     }
 
     /// The time limit of operations that have none of their own.
@@ -232,7 +242,7 @@ impl Communicator {
     /// The rank that is lost, if one is, as an [`Error::PeerLost`]: what every operation fails with from then on, and those
     /// in flight unless they end at once. It is noticed within a second, also while nothing is in flight.
     pub fn loss(&self) -> Option<Error> {
-        self.driver.with_core(|core| core.loss())
+        self.driver.with_engine(|engine| engine.loss())
     }
 
     /// Has `tell` called with [`Communicator::loss`] once a rank is lost and no operation is in flight any more, on a thread
@@ -249,7 +259,7 @@ impl Communicator {
     }
 
     /// Begins an operation, which may end here if the caller waits for it next.
-    pub(super) fn begin(&self, op: &Op) -> Result<Begun, Error> {
+    pub(super) fn begin(&self, op: &Op) -> Result<Submitted, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
         match op.kind {
             OpKind::Send { to, tag } => {
@@ -277,9 +287,9 @@ impl Communicator {
         op: &Op,
         called: Option<CollectiveKind>,
         timeout: Duration,
-    ) -> Result<Begun, Error> {
+    ) -> Result<Submitted, Error> {
         let checked = check::collective(op, called, self.place)?;
-        self.enter(op, |core, driver| {
+        self.enter(op, |engine, driver| {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
             let request = Request {
                 collective: checked.collective,
@@ -289,7 +299,7 @@ impl Communicator {
                 spaces: Spaces::new(input, output, checked.dtype.size()),
                 timeout,
             };
-            Ok(core.run_collective(request, op.mode == Mode::Blocking, driver))
+            Ok(engine.start_collective(request, op.mode == Mode::Blocking, driver))
         })
     }
 
@@ -300,10 +310,10 @@ impl Communicator {
         tag: crate::types::Tag,
         region: Region,
         timeout: Duration,
-    ) -> Result<Begun, Error> {
-        self.enter(op, |core, driver| {
+    ) -> Result<Submitted, Error> {
+        self.enter(op, |engine, driver| {
             let request = MessageRequest { direction, tag, region, timeout };
-            Ok(core.run_message(request, op.mode == Mode::Blocking, driver))
+            Ok(engine.run_message(request, op.mode == Mode::Blocking, driver))
         })
     }
 
@@ -312,31 +322,31 @@ impl Communicator {
     pub(super) fn enter(
         &self,
         op: &Op,
-        begin: impl FnOnce(&mut Core, &Arc<Driver>) -> Result<Begun, Error>,
-    ) -> Result<Begun, Error> {
+        begin: impl FnOnce(&mut Engine, &Arc<Driver>) -> Result<Submitted, Error>,
+    ) -> Result<Submitted, Error> {
         if !self.driver.is_here() {
             return Err(self.driver.forked_error(op.kind.name()));
         }
-        let (begun, left) = self.driver.with_core(|core| {
-            if let Some(how) = &core.closed {
-                return Err(core.closed_error(op.kind.name(), how));
+        let (begun, left) = self.driver.with_engine(|engine| {
+            if let Some(how) = &engine.closed {
+                return Err(engine.closed_error(op.kind.name(), how));
             }
-            if let Some(error) = core.loss_of(op.kind.name()) {
+            if let Some(error) = engine.loss_of(op.kind.name()) {
                 return Err(error);
             }
-            let begun = begin(core, &self.driver)?;
-            let Begun::InFlight(work) = &begun else { return Ok((begun, None)) };
-            core.dump_due();
+            let begun = begin(engine, &self.driver)?;
+            let Submitted::Pending(work) = &begun else { return Ok((begun, None)) };
+            engine.dump_due();
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {
-                    if work.is_done() || !core.progress(false) {
+                    if work.is_done() || !engine.progress(false) {
                         break;
                     }
                 }
             }
             // Also when the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
-            let is_left_alone = op.mode == Mode::Async && core.is_busy();
-            let mut finished = std::mem::take(&mut core.finished);
+            let is_left_alone = op.mode == Mode::Async && engine.is_busy();
+            let mut finished = std::mem::take(&mut engine.finished);
             // Nobody can know of this one yet.
             finished.retain(|other| !other.is(work));
             Ok((begun, Some((finished, is_left_alone))))
@@ -358,7 +368,7 @@ impl Communicator {
     /// Without, and where there are not as many as ranks, it calls them as this communicator does.
     pub fn set_members(&self, members: Vec<Rank>) {
         if members.len() == self.place.size {
-            self.driver.with_core(|core| core.members = members);
+            self.driver.with_engine(|engine| engine.members = members);
         }
     }
 
@@ -369,13 +379,13 @@ impl Communicator {
 
     /// Tells the flight recorder where the program called an operation: frames with the innermost first.
     pub fn called_from(&self, work: &Work, stack: Vec<Frame>) {
-        self.driver.with_core(|core| core.recorder.called_from(work.number(), stack));
+        self.driver.with_engine(|engine| engine.recorder.called_from(work.number(), stack));
     }
 
     /// What the flight recorder remembers, with what this rank knows of the others, as JSON; `reason` becomes a part of it.
     /// The format is that of the files that `ncclx-rs diagnose` reads; see `docs/diagnosis.md`.
     pub fn dump(&self, reason: &str) -> String {
-        self.driver.with_core(|core| core.dump(reason))
+        self.driver.with_engine(|engine| engine.dump(reason))
     }
 
     /// Writes [`Communicator::dump`] to a file in `folder`, which only its owner can read, and returns its name.
@@ -383,7 +393,7 @@ impl Communicator {
     /// # Errors
     /// What the system says of the folder or the file.
     pub fn write_dump(&self, folder: &Path, reason: &str) -> std::io::Result<PathBuf> {
-        self.driver.with_core(|core| core.write_dump(folder, reason))
+        self.driver.with_engine(|engine| engine.write_dump(folder, reason))
     }
 
     /// Ends every operation in flight with an error that says `reason`, on this rank. The others are told that it has left,
@@ -394,9 +404,9 @@ impl Communicator {
             return;
         }
         let how = format!("aborted: {reason}");
-        self.driver.with_core(|core| {
-            if core.closed.is_none() && !core.is_settled() {
-                core.dump_failure(&how);
+        self.driver.with_engine(|engine| {
+            if engine.closed.is_none() && !engine.is_settled() {
+                engine.dump_failure(&how);
             }
         });
         self.close(&how);
@@ -408,13 +418,13 @@ impl Communicator {
             return Ok(());
         }
         let now = Instant::now();
-        let settled = |core: &mut Core| core.closed.is_some() || core.is_settled();
-        self.driver.drive_until(|driver| driver.with_core(settled), now.checked_add(OPERATIONS_GRACE));
-        self.driver.with_core(Core::take_leave);
-        let flushed = |core: &mut Core| core.closed.is_some() || core.flushed();
-        self.driver.drive_until(|driver| driver.with_core(flushed), Instant::now().checked_add(PROTOCOL_GRACE));
+        let settled = |engine: &mut Engine| engine.closed.is_some() || engine.is_settled();
+        self.driver.drive_until(|driver| driver.with_engine(settled), now.checked_add(OPERATIONS_GRACE));
+        self.driver.with_engine(Engine::announce_failure);
+        let flushed = |engine: &mut Engine| engine.closed.is_some() || engine.flushed();
+        self.driver.drive_until(|driver| driver.with_engine(flushed), Instant::now().checked_add(PROTOCOL_GRACE));
         if let Some(watch) = lock(&self.watch).take() {
-            let all_know = self.driver.with_core(|core| core.loss().is_some());
+            let all_know = self.driver.with_engine(|engine| engine.loss().is_some());
             watch.say_goodbye(if all_know { Duration::ZERO } else { GOODBYE_GRACE });
         }
         self.close("shut down");
@@ -422,9 +432,9 @@ impl Communicator {
     }
 
     fn close(&self, how: &str) {
-        let departed = self.driver.with_core(|core| {
-            let departed = core.departure(how);
-            core.close(how);
+        let departed = self.driver.with_engine(|engine| {
+            let departed = engine.departure(how);
+            engine.close(how);
             departed
         });
         self.driver.flush_finished();

@@ -25,7 +25,7 @@ pub(super) fn add(driver: &Arc<Driver>, signal: Option<i32>) -> io::Result<()> {
         let mut signals = Signals::new([signal])?;
         let listen = move || {
             for _ in signals.forever() {
-                drivers().iter().for_each(|driver| driver.with_core(|core| core.dump_configured("a signal")));
+                drivers().iter().for_each(|driver| driver.with_engine(|engine| engine.dump_configured("a signal")));
             }
         };
         std::thread::Builder::new().name("ncclx_rs_signal".to_owned()).spawn(listen)?;
@@ -44,7 +44,8 @@ fn drivers() -> Vec<Arc<Driver>> {
 /// [`Communicator::dump`](super::Communicator::dump).
 pub fn dumps(reason: &str) -> Vec<String> {
     let open = drivers().into_iter();
-    open.filter_map(|driver| driver.with_core(|core| core.closed.is_none().then(|| core.dump(reason)))).collect()
+    open.filter_map(|driver| driver.with_engine(|engine| engine.closed.is_none().then(|| engine.dump(reason))))
+        .collect()
 }
 
 /// Writes the flight recorders of all communicators of this process that are open; see
@@ -54,7 +55,8 @@ pub fn dumps(reason: &str) -> Vec<String> {
 /// What the system says of the folder or of a file.
 pub fn write_dumps(folder: &Path, reason: &str) -> io::Result<Vec<PathBuf>> {
     let open = drivers().into_iter();
-    let written = open
-        .filter_map(|driver| driver.with_core(|core| core.closed.is_none().then(|| core.write_dump(folder, reason))));
+    let written = open.filter_map(|driver| {
+        driver.with_engine(|engine| engine.closed.is_none().then(|| engine.write_dump(folder, reason)))
+    });
     written.collect()
 }

@@ -44,7 +44,9 @@ impl Communicator {
         let parent = Parent { comm: self, ranks };
         let timeout = Some(self.timeout());
         let part = Communicator::meet(name.to_owned(), own, ranks.len(), &parent, timeout, self.origin.hints.clone())?;
-        part.set_members(self.driver.with_core(|core| ranks.iter().map(|rank| core.members[rank.index()]).collect()));
+        part.set_members(
+            self.driver.with_engine(|engine| ranks.iter().map(|rank| engine.members[rank.index()]).collect()),
+        );
         Ok(part)
     }
 

@@ -23,7 +23,7 @@ pub(super) struct Summary<'a> {
     pub(super) tuned: usize,
     /// The cores that the ranks of this host share.
     pub(super) cores: usize,
-    pub(super) is_crowded: bool,
+    pub(super) is_oversubscribed: bool,
 }
 
 impl fmt::Display for Summary<'_> {
@@ -45,7 +45,7 @@ impl fmt::Display for Summary<'_> {
             0 => f.write_str("the engine's table; ")?,
             rows => write!(f, "{rows} rows of rank 0's tuning file, then the engine's table; ")?,
         }
-        let crowd = if self.is_crowded { ", crowded" } else { "" };
+        let crowd = if self.is_oversubscribed { ", oversubscribed" } else { "" };
         let (ring, eager) = (config.shm_ring_bytes.get(), config.eager_bytes.get());
         write!(f, "cores: {}{crowd}; memory: {ring} bytes a ring, {eager} a message sent unasked", self.cores)
     }
@@ -84,15 +84,15 @@ mod tests {
             network: "eth0 10.0.0.1".to_owned(),
             tuned: 3,
             cores: 1,
-            is_crowded: true,
+            is_oversubscribed: true,
         };
         assert_eq!(
             summary.to_string(),
             "communicator `main` rank 1 of 4: 2 on this host, 2 in all; transports: shm to 1, tcp to 2; interfaces: \
              eth0 10.0.0.1; algorithms: ring where it can, then 3 rows of rank 0's tuning file, then the engine's table; \
-             cores: 1, crowded; memory: 262144 bytes a ring, 7 a message sent unasked"
+             cores: 1, oversubscribed; memory: 262144 bytes a ring, 7 a message sent unasked"
         );
-        let alone = Summary { transports: vec![], tuned: 0, is_crowded: false, ..summary };
+        let alone = Summary { transports: vec![], tuned: 0, is_oversubscribed: false, ..summary };
         assert!(alone.to_string().contains("transports: none; "));
         assert!(alone.to_string().contains("then the engine's table; cores: 1; "));
     }

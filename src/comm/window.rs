@@ -8,11 +8,11 @@ use crate::buffer::Buffer;
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
 use crate::engine::region::{Region, Words};
-use crate::engine::window::{Access, AccessRequest};
+use crate::engine::window::{RmaOp, RmaRequest};
 use crate::error::{Error, UsageError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::window::{Window, WindowId};
-use crate::work::{Begun, Work};
+use crate::work::{Submitted, Work};
 
 impl Communicator {
     /// Lends `memory` to the other ranks. A collective: every rank calls it, each with as many bytes as it likes, and
@@ -21,14 +21,14 @@ impl Communicator {
     /// The memory is lent until [`Communicator::window_deregister`] returns or the communicator closes; see [`Buffer`].
     pub fn window_register(&self, memory: Buffer) -> Result<Window, Error> {
         check::lengths(REGISTER, "memory", &[memory])?;
-        let id = self.driver.with_core(|core| match &core.closed {
-            Some(how) => Err(core.closed_error(REGISTER, how)),
+        let id = self.driver.with_engine(|engine| match &engine.closed {
+            Some(how) => Err(engine.closed_error(REGISTER, how)),
             // Before any other rank can know that this one has come.
-            None => Ok(core.windows.expose(Region::of(&[memory]))),
+            None => Ok(engine.windows.expose(Region::of(&[memory]))),
         })?;
         let agreed = self.exchange([id.0, memory.bytes() as u64]).and_then(|answers| self.agree(id, &answers));
         if agreed.is_err() {
-            self.driver.with_core(|core| core.conceal(id));
+            self.driver.with_engine(|engine| engine.conceal(id));
             self.driver.flush_finished();
         }
         agreed
@@ -39,40 +39,40 @@ impl Communicator {
     ///
     /// Also after an error this rank's memory is its owner's again.
     pub fn window_deregister(&self, window: WindowId) -> Result<(), Error> {
-        let known = self.driver.with_core(|core| match &core.closed {
-            Some(how) => Err(core.closed_error(DEREGISTER, how)),
-            None => core.windows.window(window).map(|_| ()).ok_or_else(|| unknown(DEREGISTER, window).into()),
+        let known = self.driver.with_engine(|engine| match &engine.closed {
+            Some(how) => Err(engine.closed_error(DEREGISTER, how)),
+            None => engine.windows.window(window).map(|_| ()).ok_or_else(|| unknown(DEREGISTER, window).into()),
         });
         known?;
-        self.driver.drive_until(|driver| driver.with_core(|core| !core.windows.accesses_peers(window)), None);
+        self.driver.drive_until(|driver| driver.with_engine(|engine| !engine.windows.accesses_peers(window)), None);
         let all_came = self.window_barrier();
-        self.driver.with_core(|core| core.conceal(window));
+        self.driver.with_engine(|engine| engine.conceal(window));
         self.driver.flush_finished();
         all_came.and_then(|()| self.window_barrier())
     }
 
     /// Begins an access to a window.
-    pub(super) fn access(&self, op: &Op, timeout: Duration) -> Result<Begun, Error> {
+    pub(super) fn access(&self, op: &Op, timeout: Duration) -> Result<Submitted, Error> {
         check::memory(op)?;
         let (argument, window, peer, access) = match op.kind {
             OpKind::Put { window, to, offset } => {
-                ("dst", window, to, Access::Put { offset, from: Region::of(&op.inputs) })
+                ("dst", window, to, RmaOp::Put { offset, from: Region::of(&op.inputs) })
             }
             OpKind::Get { window, from, offset } => {
-                ("src", window, from, Access::Get { offset, into: Region::of(&op.outputs) })
+                ("src", window, from, RmaOp::Get { offset, into: Region::of(&op.outputs) })
             }
-            OpKind::Signal { window, to } => ("dst", window, to, Access::Signal),
-            OpKind::WaitSignal { window, from } => ("src", window, from, Access::WaitSignal),
+            OpKind::Signal { window, to } => ("dst", window, to, RmaOp::Signal),
+            OpKind::WaitSignal { window, from } => ("src", window, from, RmaOp::WaitSignal),
             _ => unreachable!("the caller has matched on the kind"),
         };
         let name = op.kind.name();
         check::peer(op, argument, peer, self.size())?;
-        self.enter(op, |core, driver| {
-            let known = core.windows.window(window).ok_or_else(|| unknown(name, window))?;
+        self.enter(op, |engine, driver| {
+            let known = engine.windows.window(window).ok_or_else(|| unknown(name, window))?;
             let range = match &access {
-                Access::Put { offset, from } => known.check(peer, *offset, from.len()),
-                Access::Get { offset, into } => known.check(peer, *offset, into.len()),
-                Access::Signal | Access::WaitSignal => Ok(()),
+                RmaOp::Put { offset, from } => known.check(peer, *offset, from.len()),
+                RmaOp::Get { offset, into } => known.check(peer, *offset, into.len()),
+                RmaOp::Signal | RmaOp::WaitSignal => Ok(()),
             };
             range.map_err(|got| UsageError {
                 operation: name.to_owned(),
@@ -80,10 +80,10 @@ impl Communicator {
                 expected: format!("a range inside the window of rank {peer}"),
                 got,
             })?;
-            let entry = core.begin(access.call(peer, window), access.bytes());
+            let entry = engine.begin(access.call(peer, window), access.bytes());
             let work = Work::new(driver.clone(), entry);
-            core.submit_access(AccessRequest { window, peer, access, timeout, work: work.clone() });
-            Ok(Begun::InFlight(work))
+            engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });
+            Ok(Submitted::Pending(work))
         })
     }
 
@@ -111,7 +111,7 @@ impl Communicator {
             return Err(Error::Mismatch { operation: REGISTER.to_owned(), detail });
         }
         let window = Window::new(id, sizes.map(|bytes| usize::try_from(*bytes).unwrap_or(usize::MAX)).collect());
-        self.driver.with_core(|core| core.windows.agree(window.clone()));
+        self.driver.with_engine(|engine| engine.windows.set_layout(window.clone()));
         Ok(window)
     }
 

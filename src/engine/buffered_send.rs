@@ -17,25 +17,25 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use crate::engine::frame::Header;
-use crate::engine::outbox::{Body, OpRef, Owner};
-use crate::engine::progress::{Core, deadline};
+use crate::engine::outbox::{Body, Completion, OpId};
+use crate::engine::progress::{Engine, deadline};
 use crate::engine::region::Region;
 use crate::types::Rank;
 
 /// A long message that waits for its receiver's grant.
 #[derive(Debug)]
-pub(crate) struct Announced {
+pub(crate) struct PendingSend {
     pub(crate) to: Rank,
     pub(crate) header: Header,
     pub(crate) body: Body,
-    pub(crate) owner: Owner,
-    /// What is copied of it so far, once its send is to end before it is granted.
+    pub(crate) completion: Completion,
+    /// What is copied of it so far, once its send is to end before its receiver asks for it.
     copy: Option<Copied>,
 }
 
-impl Announced {
-    pub(crate) fn new(to: Rank, header: Header, body: Body, owner: Owner) -> Announced {
-        Announced { to, header, body, owner, copy: None }
+impl PendingSend {
+    pub(crate) fn new(to: Rank, header: Header, body: Body, completion: Completion) -> PendingSend {
+        PendingSend { to, header, body, completion, copy: None }
     }
 
     /// The bytes of the engine that it has, or will have once it is copied.
@@ -45,8 +45,8 @@ impl Announced {
 
     /// The point-to-point operation that waits for the grant, unless it is about to end without.
     fn waiting_message(&self) -> Option<u64> {
-        match self.owner.op {
-            OpRef::Message(id) if self.copy.is_none() => Some(id),
+        match self.completion.op {
+            OpId::Message(id) if self.copy.is_none() => Some(id),
             _ => None,
         }
     }
@@ -106,7 +106,7 @@ impl Copied {
 
 /// The sends that are ending from a copy.
 pub(crate) struct Detaching {
-    /// Their tokens; the first is being copied. Some may have been granted or cancelled since.
+    /// Their tokens; the first is being copied. Some may have been asked for or cancelled since.
     copying: VecDeque<u64>,
     /// When to look again for one that had to wait for room.
     retry: Option<Instant>,
@@ -131,50 +131,50 @@ impl Detaching {
     }
 }
 
-impl Core {
+impl Engine {
     /// Begins to copy sends that have waited for their receivers while others wait to send to this rank.
-    pub(crate) fn detach_crossing_sends(&mut self, now: Instant) {
+    pub(crate) fn choose_blocked_sends(&mut self, now: Instant) {
         if self.detaching.retry.is_some_and(|retry| now < retry) {
             return;
         }
         let Some(patience) = patience(self.me, self.messages.waiting_senders()) else { return };
         let waits = |id| self.messages.since(id).is_some_and(|since| now.duration_since(since) >= patience);
-        let waiting = self.announced.iter().filter(|(_, announced)| announced.waiting_message().is_some_and(waits));
+        let waiting = self.pending_sends.iter().filter(|(_, pending)| pending.waiting_message().is_some_and(waits));
         let mut tokens: Vec<u64> = waiting.map(|(token, _)| *token).collect();
         // The oldest first, which is the one that a caller waits for.
         tokens.sort_unstable();
         for token in tokens {
             let held = self.bytes_in_copies();
-            let Some(announced) = self.announced.get_mut(&token) else { continue };
-            if held > 0 && held.saturating_add(announced.body.len()) > self.detaching.most {
+            let Some(pending) = self.pending_sends.get_mut(&token) else { continue };
+            if held > 0 && held.saturating_add(pending.body.len()) > self.detaching.most {
                 self.detaching.retry = deadline(now, SEND_PATIENCE);
                 return;
             }
-            announced.copy = Some(Copied::default());
+            pending.copy = Some(Copied::default());
             self.detaching.copying.push_back(token);
         }
     }
 
     /// Copies a piece of what is to be copied. True: there was some.
-    pub(crate) fn copy_crossing_send(&mut self) -> bool {
+    pub(crate) fn buffer_blocked_send(&mut self) -> bool {
         let Some(&token) = self.detaching.copying.front() else { return false };
-        let announced = self.announced.get_mut(&token);
-        if let Some(Announced { body: Body::Memory(region), copy: Some(copy), .. }) = announced {
+        let pending = self.pending_sends.get_mut(&token);
+        if let Some(PendingSend { body: Body::Memory(region), copy: Some(copy), .. }) = pending {
             copy.copy_on(region);
             if copy.len() < region.len() {
                 return true;
             }
         }
         self.detaching.copying.pop_front();
-        if let Some(mut announced) = self.announced.remove(&token) {
-            let owner = std::mem::replace(&mut announced.owner, Owner::PROTOCOL);
-            announced.body = Body::Copied(Box::new(announced.copy.take().unwrap_or_default()));
-            self.withdraw(&mut announced);
+        if let Some(mut pending) = self.pending_sends.remove(&token) {
+            let completion = std::mem::replace(&mut pending.completion, Completion::NONE);
+            pending.body = Body::Copied(Box::new(pending.copy.take().unwrap_or_default()));
+            self.invalidate(&mut pending);
             // To tell the receiver may have shown that it is gone.
-            if self.lost(announced.to).is_none() {
-                self.announced.insert(token, announced);
+            if self.lost(pending.to).is_none() {
+                self.pending_sends.insert(token, pending);
             }
-            self.written(owner);
+            self.send_done(completion);
         }
         true
     }
@@ -182,14 +182,14 @@ impl Core {
     /// When the next send is to be copied, if nobody receives it before.
     pub(crate) fn next_detaching(&self) -> Option<Instant> {
         let patience = patience(self.me, self.messages.waiting_senders())?;
-        let waiting = self.announced.values().filter_map(Announced::waiting_message);
+        let waiting = self.pending_sends.values().filter_map(PendingSend::waiting_message);
         let first = waiting.filter_map(|id| deadline(self.messages.since(id)?, patience)).min()?;
         Some(self.detaching.retry.map_or(first, |retry| retry.max(first)))
     }
 
     /// How many bytes sends have in copies, or will have.
     fn bytes_in_copies(&self) -> usize {
-        let waiting = self.announced.values().map(Announced::held);
+        let waiting = self.pending_sends.values().map(PendingSend::held);
         waiting.chain(self.peers.iter().map(|peer| peer.outbox.held())).sum()
     }
 }
@@ -221,9 +221,9 @@ const HELD_MAX_BYTES: usize = 1 << 30;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Lane};
+    use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, MatchSpace};
     use crate::engine::message::{Direction, MessageRequest};
-    use crate::engine::mock_peer::Scene;
+    use crate::engine::mock_peer::Harness;
     use crate::engine::progress::control;
     use crate::engine::region::Words;
     use crate::types::Tag;
@@ -236,96 +236,96 @@ mod tests {
     }
 
     /// Rank 0, to which rank 1 wants to send a long message.
-    fn scene() -> Scene {
-        let mut scene = Scene::new();
-        scene.settle();
-        let announce = control(FrameKind::Announce, Lane::PointToPoint, 9, 7, 1000).encode();
-        scene.send(&announce);
-        scene
+    fn harness() -> Harness {
+        let mut harness = Harness::new();
+        harness.settle();
+        let announce = control(FrameKind::Rts, MatchSpace::PointToPoint, 9, 7, 1000).encode();
+        harness.send(&announce);
+        harness
     }
 
-    fn send(scene: &mut Scene, words: &mut Words) -> Work {
+    fn send(harness: &mut Harness, words: &mut Words) -> Work {
         let region = Region::of(&[words.buffer()]);
         let (direction, tag) = (Direction::Send(Rank(1)), Tag(0));
-        let entry = scene.core.begin(direction.call(tag, LEN), direction.bytes(LEN));
-        let work = Work::new(Scene::nobody(), entry);
+        let entry = harness.engine.begin(direction.call(tag, LEN), direction.bytes(LEN));
+        let work = Work::new(Harness::nobody(), entry);
         let request = MessageRequest { direction, tag, region, timeout: Duration::from_secs(600) };
-        scene.core.submit_message(request, work.clone());
+        harness.engine.submit_message(request, work.clone());
         work
     }
 
     /// Lets the time pass after which sends are copied.
-    fn wait(scene: &mut Scene) {
+    fn wait(harness: &mut Harness) {
         let now = Instant::now() + Duration::from_secs(1);
-        scene.core.detach_crossing_sends(now);
+        harness.engine.choose_blocked_sends(now);
     }
 
-    fn grant(scene: &mut Scene, token: u64, from: usize) {
-        scene.send(&control(FrameKind::Grant, Lane::PointToPoint, 0, token, from as u64).encode());
+    fn send_rtr(harness: &mut Harness, token: u64, from: usize) {
+        harness.send(&control(FrameKind::Rtr, MatchSpace::PointToPoint, 0, token, from as u64).encode());
     }
 
     #[test]
     fn a_copy_takes_no_more_than_the_message_and_grows_by_a_piece_a_turn() {
         for from in [0, 5, 2 * PIECE_BYTES] {
-            let (mut scene, mut words) = (scene(), words(3));
-            let work = send(&mut scene, &mut words);
-            wait(&mut scene);
+            let (mut harness, mut words) = (harness(), words(3));
+            let work = send(&mut harness, &mut words);
+            wait(&mut harness);
             for turn in 1..=LEN.div_ceil(PIECE_BYTES) {
-                assert!(!work.is_done() && scene.core.arm(), "turn {turn}: there is more to be copied");
-                scene.core.progress(false);
-                let copy = scene.core.announced.values().find_map(|announced| announced.copy.as_ref());
+                assert!(!work.is_done() && harness.engine.arm(), "turn {turn}: there is more to be copied");
+                harness.engine.progress(false);
+                let copy = harness.engine.pending_sends.values().find_map(|pending| pending.copy.as_ref());
                 let copied = copy.map_or(LEN, Copied::held);
                 assert_eq!(copied, LEN.min(turn * PIECE_BYTES), "after {turn} turns");
             }
-            assert_eq!((work.result(), scene.core.bytes_in_copies()), (Some(Ok(())), LEN));
+            assert_eq!((work.result(), harness.engine.bytes_in_copies()), (Some(Ok(())), LEN));
             // The message is the engine's now.
             words = Words::new(vec![4]);
-            scene.link().from_core.clear();
-            grant(&mut scene, 0, from);
-            let sent = std::mem::take(&mut scene.link().from_core);
+            harness.link().from_engine.clear();
+            send_rtr(&mut harness, 0, from);
+            let sent = std::mem::take(&mut harness.link().from_engine);
             let frames = (LEN - from).div_ceil(FRAGMENT_BYTES);
             let header = Header::decode(&sent).expect("a header").expect("a whole one").size();
             assert_eq!(sent.len(), frames * header + LEN - from);
             let numbers = sent.chunks(header + FRAGMENT_BYTES).flat_map(|frame| &frame[header..]);
             let whole = numbers.zip((from..LEN).map(|at| 3_u64.to_ne_bytes()[at % 8]));
             assert!(whole.into_iter().all(|(sent, expected)| *sent == expected));
-            assert_eq!((scene.core.bytes_in_copies(), words.get()), (0, [4].as_slice()));
+            assert_eq!((harness.engine.bytes_in_copies(), words.get()), (0, [4].as_slice()));
         }
     }
 
     #[test]
     fn a_send_that_is_received_meanwhile_needs_no_copy() {
-        let (mut scene, mut words) = (scene(), words(3));
-        let work = send(&mut scene, &mut words);
-        wait(&mut scene);
-        scene.core.progress(false);
-        assert!(scene.core.bytes_in_copies() > 0 && !work.is_done());
-        grant(&mut scene, 0, 0);
-        assert_eq!((work.result(), scene.core.bytes_in_copies()), (Some(Ok(())), 0));
-        assert!(!scene.core.detaching.is_copying());
+        let (mut harness, mut words) = (harness(), words(3));
+        let work = send(&mut harness, &mut words);
+        wait(&mut harness);
+        harness.engine.progress(false);
+        assert!(harness.engine.bytes_in_copies() > 0 && !work.is_done());
+        send_rtr(&mut harness, 0, 0);
+        assert_eq!((work.result(), harness.engine.bytes_in_copies()), (Some(Ok(())), 0));
+        assert!(!harness.engine.detaching.is_copying());
     }
 
     #[test]
     fn copies_have_a_limit_and_what_is_beyond_waits() {
-        let (mut scene, mut all) = (scene(), [words(1), words(2), words(3)]);
-        scene.core.detaching.most = 2 * LEN;
-        let works = all.each_mut().map(|words| send(&mut scene, words));
+        let (mut harness, mut all) = (harness(), [words(1), words(2), words(3)]);
+        harness.engine.detaching.most = 2 * LEN;
+        let works = all.each_mut().map(|words| send(&mut harness, words));
         let are_done = || works.each_ref().map(Work::is_done);
-        wait(&mut scene);
-        while scene.core.progress(false) {}
-        assert_eq!((are_done(), scene.core.bytes_in_copies()), ([true, true, false], 2 * LEN));
+        wait(&mut harness);
+        while harness.engine.progress(false) {}
+        assert_eq!((are_done(), harness.engine.bytes_in_copies()), ([true, true, false], 2 * LEN));
         // The first is received, and there is room.
-        grant(&mut scene, 0, 0);
-        scene.core.detaching.retry = None;
-        wait(&mut scene);
-        while scene.core.progress(false) {}
-        assert_eq!((are_done(), scene.core.bytes_in_copies()), ([true; 3], 2 * LEN));
+        send_rtr(&mut harness, 0, 0);
+        harness.engine.detaching.retry = None;
+        wait(&mut harness);
+        while harness.engine.progress(false) {}
+        assert_eq!((are_done(), harness.engine.bytes_in_copies()), ([true; 3], 2 * LEN));
         // One that is longer than all there may be is copied alone.
-        let (mut scene, mut words) = (self::scene(), words(1));
-        scene.core.detaching.most = 1;
-        let work = send(&mut scene, &mut words);
-        wait(&mut scene);
-        while scene.core.progress(false) {}
+        let (mut harness, mut words) = (self::harness(), words(1));
+        harness.engine.detaching.most = 1;
+        let work = send(&mut harness, &mut words);
+        wait(&mut harness);
+        while harness.engine.progress(false) {}
         assert!(work.is_done());
     }
 

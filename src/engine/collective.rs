@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use crate::algo::{Collective, Scaling, Setting};
-use crate::engine::frame::{FrameKind, Header, Lane, Scope, Signature};
+use crate::engine::frame::{FrameKind, Header, MatchSpace, Scope, Signature};
 use crate::engine::heartbeat::{Heartbeat, Pulse};
-use crate::engine::inbox::{Arrival, Placement, Sink};
-use crate::engine::outbox::{Body, OpRef, Owner};
+use crate::engine::inbox::{RecvAction, RecvBuffer, Sink};
+use crate::engine::outbox::{Body, Completion, OpId};
 use crate::engine::plan::{Plan, PlanCache};
-use crate::engine::progress::{Core, Failed, control, deadline};
+use crate::engine::progress::{Engine, Failed, control, deadline};
 use crate::engine::reduce::{self, Operands};
 use crate::engine::region::{Region, Scratch, Spaces};
-use crate::engine::single_copy::Offer;
+use crate::engine::single_copy::RtsInfo;
 use crate::error::{Error, rank_list};
 use crate::schedule::{Action, Slice, Space, StepId};
 use crate::sync::Arc;
@@ -86,31 +86,35 @@ impl Request {
     }
 
     /// Whether what it sends was just written, as a rule: intermediate results, of data short enough to stay in the cache.
-    pub(crate) fn sends_warm_data(&self) -> bool {
-        matches!(self.collective, Collective::AllReduce { .. }) && self.spaces.output.len() <= WARM_MAX_BYTES
+    pub(crate) fn sends_cache_hot(&self) -> bool {
+        matches!(self.collective, Collective::AllReduce { .. }) && self.spaces.output.len() <= HOT_MAX_BYTES
     }
 
     /// The header of a message that is sent at once.
     pub(crate) fn header(&self, sequence: u64, message: u32, len: usize) -> Header {
         let signature = self.signature;
-        Header { signature, index: message, ..control(FrameKind::Eager, Lane::Collective, sequence, 0, len as u64) }
+        Header {
+            signature,
+            index: message,
+            ..control(FrameKind::Eager, MatchSpace::Collective, sequence, 0, len as u64)
+        }
     }
 
     /// The place that a step receives into, if it does.
-    pub(crate) fn placement(&self, action: Action, owner: Owner) -> Option<Placement> {
-        let (into, arrival) = match action {
-            Action::RecvReduce { into, .. } => (into, Arrival::Reduce(self.operands(into))),
-            Action::Recv { into, .. } => (into, Arrival::Store),
+    pub(crate) fn buffer(&self, action: Action, completion: Completion) -> Option<RecvBuffer> {
+        let (into, action) = match action {
+            Action::RecvReduce { into, .. } => (into, RecvAction::Reduce(self.operands(into))),
+            Action::Recv { into, .. } => (into, RecvAction::Store),
             _ => return None,
         };
-        Some(Placement { region: self.spaces.region(into), arrival, owner, filled: 0 })
+        Some(RecvBuffer { region: self.spaces.region(into), action, completion, received: 0 })
     }
 }
 
 /// A message that came before it was asked for.
-enum Arrived {
+enum Unexpected {
     Whole(Vec<u8>),
-    Announced(Offer),
+    Rts(RtsInfo),
 }
 
 /// Why another rank gave a collective up.
@@ -154,7 +158,7 @@ pub(crate) struct Collectives {
     active: Option<Active>,
     /// Receives of the active collective that wait, with their steps.
     posted: FxHashMap<Key, StepId>,
-    arrived: FxHashMap<Key, (Signature, Arrived)>,
+    unexpected: FxHashMap<Key, (Signature, Unexpected)>,
     /// Collectives that other ranks gave up before this rank came to them.
     failed: BTreeMap<u64, Failure>,
     pub(crate) plans: PlanCache,
@@ -170,7 +174,7 @@ impl Collectives {
 
     /// Whether nothing has come of collectives that this rank has not called.
     pub(crate) fn has_no_news(&self) -> bool {
-        self.arrived.is_empty() && self.failed.is_empty()
+        self.unexpected.is_empty() && self.failed.is_empty()
     }
 
     /// Counts a collective that ended before it was submitted.
@@ -190,12 +194,12 @@ impl Collectives {
     }
 
     /// Message `token` of `from` must be asked for.
-    pub(crate) fn forget_address(&mut self, from: Rank, token: u64) {
-        for ((sender, ..), (_, arrived)) in &mut self.arrived {
-            if let Arrived::Announced(offer) = arrived
-                && (*sender, offer.token) == (from, token)
+    pub(crate) fn clear_address(&mut self, from: Rank, token: u64) {
+        for ((sender, ..), (_, unexpected)) in &mut self.unexpected {
+            if let Unexpected::Rts(rts) = unexpected
+                && (*sender, rts.token) == (from, token)
             {
-                offer.location = None;
+                rts.address = None;
             }
         }
     }
@@ -212,7 +216,7 @@ impl Collectives {
     }
 }
 
-impl Core {
+impl Engine {
     /// Begins a collective: now, or once those before it have ended. One of which steps are taken comes first.
     pub(crate) fn submit_collective(&mut self, request: Request, taken: Taken, work: Work) {
         let is_first = self.collectives.is_idle();
@@ -220,14 +224,14 @@ impl Core {
         if is_first {
             let now = work.began();
             self.start(self.collectives.next - 1, request, taken, work, now);
-            self.run_collectives();
+            self.progress_collectives();
         } else {
             self.collectives.queue.push_back((request, work));
         }
     }
 
     /// Starts, advances and completes collectives as far as they go. True: something moved.
-    pub(crate) fn run_collectives(&mut self) -> bool {
+    pub(crate) fn progress_collectives(&mut self) -> bool {
         let mut moved = false;
         loop {
             if self.collectives.active.is_none() && !self.start_next() {
@@ -297,7 +301,7 @@ impl Core {
 
     /// Compares what came early with what this rank called.
     fn check_arrived_signatures(&mut self, sequence: u64) {
-        let early = self.collectives.arrived.iter().filter(|((_, key, _), _)| *key == sequence);
+        let early = self.collectives.unexpected.iter().filter(|((_, key, _), _)| *key == sequence);
         let early: Vec<(Rank, Signature)> = early.map(|((from, ..), (signature, _))| (*from, *signature)).collect();
         for (from, signature) in early {
             if !self.check_signature(from, signature) {
@@ -356,10 +360,10 @@ impl Core {
         let len = region.len();
         let is_busy = active.plan.is_busy(&active.request.spaces);
         let header = Header { is_busy, ..active.request.header(active.sequence, message, len) };
-        let is_warm = active.request.sends_warm_data();
-        let owner = Owner { op: OpRef::Collective(active.sequence), step };
-        let eager = self.is_eager(to, len, is_warm);
-        self.send_message(to, header, Body::of(region), owner, eager);
+        let is_cache_hot = active.request.sends_cache_hot();
+        let completion = Completion { op: OpId::Collective(active.sequence), step };
+        let eager = self.is_eager(to, len, is_cache_hot);
+        self.send_message(to, header, Body::of(region), completion, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             self.suspect(to, cause);
         }
@@ -369,21 +373,21 @@ impl Core {
         let Some(active) = &self.collectives.active else { return };
         let sequence = active.sequence;
         let key = (from, sequence, message);
-        let early = self.collectives.arrived.remove(&key);
+        let early = self.collectives.unexpected.remove(&key);
         match early {
-            Some((_, Arrived::Whole(bytes))) => {
-                if let Some(mut placement) = self.placement(step, from, bytes.len() as u64) {
-                    placement.take(&bytes);
+            Some((_, Unexpected::Whole(bytes))) => {
+                if let Some(mut buffer) = self.buffer(step, from, bytes.len() as u64) {
+                    buffer.take(&bytes);
                     self.step_done(sequence, step);
                 }
             }
-            Some((_, Arrived::Announced(offer))) => {
-                if let Some(placement) = self.placement(step, from, offer.len) {
-                    self.take_up(from, offer, Lane::Collective, placement);
+            Some((_, Unexpected::Rts(rts))) => {
+                if let Some(buffer) = self.buffer(step, from, rts.len) {
+                    self.take_up(from, rts, MatchSpace::Collective, buffer);
                 }
             }
             None => {
-                self.reach(from);
+                self.connect(from);
                 match self.lost(from).map(str::to_owned) {
                     Some(cause) => self.suspect(from, cause),
                     None => {
@@ -395,11 +399,11 @@ impl Core {
     }
 
     /// The place that `step` receives into, if it is of the length that arrives; else the collective fails.
-    fn placement(&mut self, step: StepId, from: Rank, len: u64) -> Option<Placement> {
+    fn buffer(&mut self, step: StepId, from: Rank, len: u64) -> Option<RecvBuffer> {
         let active = self.collectives.active.as_ref()?;
-        let owner = Owner { op: OpRef::Collective(active.sequence), step };
-        let placement = active.request.placement(active.plan.schedule.steps[step as usize].action, owner)?;
-        let region = &placement.region;
+        let completion = Completion { op: OpId::Collective(active.sequence), step };
+        let buffer = active.request.buffer(active.plan.schedule.steps[step as usize].action, completion)?;
+        let region = &buffer.region;
         if region.len() as u64 != len {
             let detail = format!(
                 "the ranks disagree on the sizes of collective {}: rank {} expected {} bytes from rank {from}, which sent {len}",
@@ -410,7 +414,7 @@ impl Core {
             self.fail_active_with(|operation| Error::Mismatch { operation, detail });
             return None;
         }
-        Some(placement)
+        Some(buffer)
     }
 
     // ---- arrivals ----
@@ -431,39 +435,39 @@ impl Core {
         match self.posted_step(from, header) {
             Err(Stale) => Sink::Discard,
             Ok(None) => Sink::Heap(Vec::new()),
-            Ok(Some(step)) => self.placement(step, from, header.len).map_or(Sink::Discard, Sink::Place),
+            Ok(Some(step)) => self.buffer(step, from, header.len).map_or(Sink::Discard, Sink::Buffer),
         }
     }
 
     /// A message that nobody waited for when its header came is complete.
-    pub(crate) fn collective_kept(&mut self, from: Rank, header: Header, bytes: Vec<u8>) {
+    pub(crate) fn collective_unexpected_complete(&mut self, from: Rank, header: Header, bytes: Vec<u8>) {
         let sequence = header.key;
         match self.posted_step(from, header) {
             Err(Stale) => {}
             Ok(None) => {
                 let key = (from, header.key, header.index);
-                self.collectives.arrived.insert(key, (header.signature, Arrived::Whole(bytes)));
+                self.collectives.unexpected.insert(key, (header.signature, Unexpected::Whole(bytes)));
             }
             Ok(Some(step)) => {
-                if let Some(mut placement) = self.placement(step, from, header.len) {
-                    placement.take(&bytes);
+                if let Some(mut buffer) = self.buffer(step, from, header.len) {
+                    buffer.take(&bytes);
                     self.step_done(sequence, step);
                 }
             }
         }
     }
 
-    pub(crate) fn collective_announced(&mut self, from: Rank, header: Header) -> Sink {
+    pub(crate) fn collective_rts_arrives(&mut self, from: Rank, header: Header) -> Sink {
         match self.posted_step(from, header) {
             Err(Stale) => {}
             Ok(None) => {
-                let arrived = Arrived::Announced(header.offer());
+                let unexpected = Unexpected::Rts(header.rts());
                 let key = (from, header.key, header.index);
-                self.collectives.arrived.insert(key, (header.signature, arrived));
+                self.collectives.unexpected.insert(key, (header.signature, unexpected));
             }
             Ok(Some(step)) => {
-                if let Some(placement) = self.placement(step, from, header.len) {
-                    self.take_up(from, header.offer(), Lane::Collective, placement);
+                if let Some(buffer) = self.buffer(step, from, header.len) {
+                    self.take_up(from, header.rts(), MatchSpace::Collective, buffer);
                 }
             }
         }
@@ -514,9 +518,9 @@ impl Core {
         self.collectives.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
         self.collectives.active = None;
         if result.is_err() {
-            self.cancel(OpRef::Collective(sequence));
+            self.cancel(OpId::Collective(sequence));
             self.collectives.posted.clear();
-            self.collectives.arrived.retain(|(_, earlier, _), _| *earlier > sequence);
+            self.collectives.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
         }
         self.finish(work, result, None);
     }
@@ -532,7 +536,7 @@ impl Core {
             _ => (Scope::Operation, None),
         };
         self.finish_active(Err(error));
-        for peer in self.everyone_else() {
+        for peer in self.other_ranks() {
             self.send_failure(peer, Failed::Collective { sequence, scope, lost }, &text);
         }
     }
@@ -553,12 +557,12 @@ impl Core {
         self.fail_active_with(|operation| Error::PeerLost { operation, rank: rank.0, cause });
     }
 
-    pub(crate) fn everyone_else(&self) -> Vec<Rank> {
+    pub(crate) fn other_ranks(&self) -> Vec<Rank> {
         let all = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
-        if self.size() <= TELL_ALL_UP_TO {
+        if self.size() <= NOTIFY_MAX_RANKS {
             all.collect()
         } else {
-            all.filter(|rank| self.lost(*rank).is_none()).take(TELL_ALL_UP_TO).collect()
+            all.filter(|rank| self.lost(*rank).is_none()).take(NOTIFY_MAX_RANKS).collect()
         }
     }
 
@@ -566,7 +570,7 @@ impl Core {
     pub(crate) fn lose_collectives(&mut self, peer: Rank, cause: &str) {
         let Some(active) = &self.collectives.active else { return };
         let waits = self.collectives.posted.keys().any(|(from, ..)| *from == peer)
-            || self.exchanges(OpRef::Collective(active.sequence), peer);
+            || self.exchanges(OpId::Collective(active.sequence), peer);
         if waits {
             self.suspect(peer, cause.to_owned());
         }
@@ -582,13 +586,13 @@ impl Core {
         }
         let until = deadline(Instant::now(), NEWS_PATIENCE);
         active.suspect.get_or_insert(Suspect { rank, cause, until });
-        self.judge();
+        self.resolve_suspect();
     }
 
     /// Ends the active collective if it waits for a rank that is gone and another one's loss is known.
-    pub(crate) fn judge(&mut self) {
+    pub(crate) fn resolve_suspect(&mut self) {
         let suspects = self.collectives.active.as_ref().is_some_and(|active| active.suspect.is_some());
-        if suspects && let Some((rank, cause)) = self.losses.lost() {
+        if suspects && let Some((rank, cause)) = self.failures.lost() {
             self.fail_active_lost(rank, cause);
         }
     }
@@ -611,7 +615,7 @@ impl Core {
             drop(request);
             self.finish(work, Err(error), None);
         }
-        self.collectives.arrived.clear();
+        self.collectives.unexpected.clear();
     }
 
     pub(crate) fn check_collective_deadline(&mut self, now: Instant) {
@@ -629,14 +633,14 @@ impl Core {
         }
         if active.deadline.is_some_and(|deadline| deadline <= now) {
             let waited = active.work.age();
-            let error = self.timeout(0..self.size(), waited, self.who_is_missing(sequence, now));
+            let error = self.timeout(0..self.size(), waited, self.describe_missing(sequence, now));
             self.fail_active_with(error);
         }
     }
 
     /// Says which ranks have not called collective `sequence`, or, if all have, which ones this rank waits for, and which
     /// one those may wait for.
-    fn who_is_missing(&self, sequence: u64, now: Instant) -> String {
+    fn describe_missing(&self, sequence: u64, now: Instant) -> String {
         let (came, missing): (Vec<Rank>, Vec<Rank>) =
             (0..self.size()).map(Rank::from).partition(|rank| *rank == self.me || self.has_called(*rank, sequence));
         if !missing.is_empty() {
@@ -644,7 +648,7 @@ impl Core {
             return format!("collective {sequence}: rank(s) {missing} did not call it; rank(s) {came} did");
         }
         let posted: HashSet<Rank> = self.collectives.posted.keys().map(|(from, ..)| *from).collect();
-        let op = OpRef::Collective(sequence);
+        let op = OpId::Collective(sequence);
         let slow: Vec<Rank> =
             came.iter().copied().filter(|rank| posted.contains(rank) || self.exchanges(op, *rank)).collect();
         let slow = format!(
@@ -671,10 +675,10 @@ impl Core {
 struct Stale;
 
 /// How much data a collective may have to find in the cache what it wrote.
-const WARM_MAX_BYTES: usize = 512 * 1024;
+const HOT_MAX_BYTES: usize = 512 * 1024;
 
 /// In larger worlds, failures are told to this many ranks, and they time out on the others.
-const TELL_ALL_UP_TO: usize = 128;
+const NOTIFY_MAX_RANKS: usize = 128;
 
 /// How long a rank that is gone may owe that to another one's loss, of which this rank has not heard.
 const NEWS_PATIENCE: Duration = Duration::from_millis(300);

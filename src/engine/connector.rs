@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
-use crate::transport::{Outlet, Transport};
+use crate::transport::{SendStream, Transport};
 use crate::types::Rank;
 
 /// How a peer is reached.
@@ -52,16 +52,16 @@ impl Way {
         peer: Rank,
         transports: &mut [Box<dyn Transport>],
         now: Instant,
-    ) -> Result<Option<Box<dyn Outlet>>, LinkDown> {
+    ) -> Result<Option<Box<dyn SendStream>>, LinkDown> {
         loop {
             if self.due().is_some_and(|due| now < due) {
                 return Ok(None);
             }
             let Some(route) = self.routes.front() else { return Err(LinkDown::new("no transport reaches it")) };
             match transports[route.transport].open(peer, &route.address) {
-                Ok(outlet) => {
+                Ok(send_stream) => {
                     self.obstacle = None;
-                    return Ok(Some(outlet));
+                    return Ok(Some(send_stream));
                 }
                 Err(down) => self.ended(down, now)?,
             }

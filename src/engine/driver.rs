@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::engine::callbacks;
 use crate::engine::failures::{Departed, OnLoss};
 use crate::engine::heartbeat::Heartbeat;
-use crate::engine::progress::{Core, Finished};
+use crate::engine::progress::{Engine, Finished};
 use crate::error::Error;
 use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
 use crate::sys::fork::Origin;
@@ -32,8 +32,8 @@ pub(crate) struct Polling {
 /// What a thread that waits does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wait {
-    /// Looks again: nobody needs its CPU.
-    Look,
+    /// Polls again: no other rank needs its CPU.
+    Spin,
     /// Gives its CPU away first: another rank waited there last, and may wait for the CPU now.
     Yield,
     /// Sleeps, for the same reason: a thread that is woken is mostly given another CPU, if one is free.
@@ -51,7 +51,7 @@ struct Turn {
 pub(crate) struct Driver {
     /// The driver itself, for the background thread to hold.
     this: Weak<Driver>,
-    core: Mutex<Core>,
+    engine: Mutex<Engine>,
     poller: Poller,
     turn: Mutex<Turn>,
     /// Threads that wait for the turn, or for another thread to complete their work.
@@ -68,12 +68,12 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    pub(crate) fn new(core: Core, poller: Poller, polling: Polling) -> Arc<Driver> {
+    pub(crate) fn new(engine: Engine, poller: Poller, polling: Polling) -> Arc<Driver> {
         Arc::new_cyclic(|this| Driver {
             this: Weak::clone(this),
-            name: core.name.clone(),
+            name: engine.name.clone(),
             origin: Origin::here(),
-            core: Mutex::new(core),
+            engine: Mutex::new(engine),
             poller,
             turn: Mutex::new(Turn::default()),
             turn_changed: Condvar::new(),
@@ -84,16 +84,16 @@ impl Driver {
         })
     }
 
-    /// Runs `f` on the core.
-    pub(crate) fn with_core<T>(&self, f: impl FnOnce(&mut Core) -> T) -> T {
-        f(&mut lock(&self.core))
+    /// Runs `f` on the engine, under its lock.
+    pub(crate) fn with_engine<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> T {
+        f(&mut lock(&self.engine))
     }
 
     /// Makes progress once. True: something moved.
     fn step(&self, woke: bool) -> bool {
         let (moved, finished) = {
-            let mut core = lock(&self.core);
-            (core.progress(woke), std::mem::take(&mut core.finished))
+            let mut engine = lock(&self.engine);
+            (engine.progress(woke), std::mem::take(&mut engine.finished))
         };
         self.announce(&finished, 1);
         hand_to_callers(finished);
@@ -123,7 +123,7 @@ impl Driver {
 
     /// Tells everyone about works that ended outside `step`, as by an abort.
     pub(crate) fn flush_finished(&self) {
-        self.tell(self.with_core(|core| std::mem::take(&mut core.finished)));
+        self.tell(self.with_engine(|engine| std::mem::take(&mut engine.finished)));
     }
 
     /// Tells everyone about works that have ended, and runs their callbacks. Must be called without an engine lock.
@@ -138,15 +138,15 @@ impl Driver {
     /// no more have gone.
     pub(crate) fn departed(&self, departed: &[Departed]) -> Option<Instant> {
         let (finished, due, is_busy) = {
-            let mut core = lock(&self.core);
+            let mut engine = lock(&self.engine);
             if !departed.is_empty() {
                 // What has come before counts.
-                core.progress(true);
+                engine.progress(true);
             }
-            departed.iter().for_each(|departed| core.departed(departed));
-            let due = core.end_after_loss(Instant::now());
-            core.dump_due();
-            (std::mem::take(&mut core.finished), due, core.is_busy())
+            departed.iter().for_each(|departed| engine.departed(departed));
+            let due = engine.end_after_loss(Instant::now());
+            engine.dump_due();
+            (std::mem::take(&mut engine.finished), due, engine.is_busy())
         };
         // What moved here may need what a thread that sleeps did not ask the poller for, such as room to write.
         self.wake();
@@ -165,13 +165,13 @@ impl Driver {
     /// Tells the operations of ranks that wait in a collective.
     pub(crate) fn heartbeats_arrive(&self, heartbeats: &[Heartbeat]) {
         let (finished, is_busy) = {
-            let mut core = lock(&self.core);
+            let mut engine = lock(&self.engine);
             // What has come before counts.
-            core.progress(true);
+            engine.progress(true);
             let now = Instant::now();
-            heartbeats.iter().for_each(|heartbeat| core.heartbeat_arrives(heartbeat, now));
-            core.dump_due();
-            (std::mem::take(&mut core.finished), core.is_busy())
+            heartbeats.iter().for_each(|heartbeat| engine.heartbeat_arrives(heartbeat, now));
+            engine.dump_due();
+            (std::mem::take(&mut engine.finished), engine.is_busy())
         };
         // A collective that failed has others to tell, which takes streams and somebody who drives them.
         let hands_over = is_busy && !finished.is_empty();
@@ -186,12 +186,12 @@ impl Driver {
 
     /// Has `on_loss` called, on a thread kept for such calls, once a rank is lost.
     pub(crate) fn on_loss(&self, on_loss: OnLoss) {
-        self.with_core(|core| core.set_on_loss(on_loss));
+        self.with_engine(|engine| engine.set_on_loss(on_loss));
         self.tell_of_loss();
     }
 
     fn tell_of_loss(&self) {
-        if let Some((on_loss, error)) = self.with_core(Core::take_on_loss) {
+        if let Some((on_loss, error)) = self.with_engine(Engine::take_on_loss) {
             callbacks::call_elsewhere(Box::new(move || on_loss(error)));
         }
     }
@@ -243,7 +243,7 @@ impl Driver {
         if others {
             let _turn = lock(&self.turn);
             self.turn_changed.notify_all();
-        } else if self.with_core(|core| core.is_busy())
+        } else if self.with_engine(|engine| engine.is_busy())
             && let Err(error) = self.hand_over()
         {
             log::error!("communicator `{}`: the background thread could not be started: {error}", self.name);
@@ -277,7 +277,7 @@ impl Driver {
                 // To ranks alone: a stranger on this core might keep it for milliseconds.
                 let wait = if self.polling.yields { Wait::Yield } else { self.wait_on_cpu(now) };
                 match wait {
-                    Wait::Look => {}
+                    Wait::Spin => {}
                     Wait::Yield => std::thread::yield_now(),
                     Wait::Sleep => return false,
                 }
@@ -287,7 +287,7 @@ impl Driver {
     }
 
     fn wait_on_cpu(&self, now: Instant) -> Wait {
-        self.with_core(|core| core.wait_on(current_cpu(), now))
+        self.with_engine(|engine| engine.next_wait(current_cpu(), now))
     }
 
     fn sleep_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) {
@@ -324,8 +324,8 @@ impl Driver {
     fn sleep(&self, deadline: Option<Instant>, alert: impl Fn() -> bool) {
         self.asleep.store(true, Ordering::SeqCst);
         let next = {
-            let mut core = lock(&self.core);
-            if core.arm() { Err(()) } else { Ok(core.next_deadline()) }
+            let mut engine = lock(&self.engine);
+            if engine.arm() { Err(()) } else { Ok(engine.next_deadline()) }
         };
         if let Ok(next) = next
             && !alert()
@@ -339,7 +339,7 @@ impl Driver {
             }
         }
         self.asleep.store(false, Ordering::SeqCst);
-        self.with_core(Core::disarm);
+        self.with_engine(Engine::disarm);
     }
 
     fn run_background(self: Arc<Self>) {
@@ -350,7 +350,7 @@ impl Driver {
                     return;
                 }
                 let free = !turn.taken && self.waiters.load(Ordering::SeqCst) == 0;
-                if free && self.with_core(|core| core.is_busy()) {
+                if free && self.with_engine(|engine| engine.is_busy()) {
                     break;
                 }
                 turn = self.background_wanted.wait(turn).unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -367,8 +367,8 @@ impl Driver {
     fn background_turn(&self) {
         loop {
             let (moved, finished, busy) = {
-                let mut core = lock(&self.core);
-                (core.progress(true), std::mem::take(&mut core.finished), core.is_busy())
+                let mut engine = lock(&self.engine);
+                (engine.progress(true), std::mem::take(&mut engine.finished), engine.is_busy())
             };
             self.announce(&finished, 0);
             hand_to_callers(finished);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde::Serialize;
 
 use crate::engine::flight_recorder::Record;
-use crate::engine::progress::Core;
+use crate::engine::progress::Engine;
 use crate::sys::tcp_info::Traffic;
 use crate::types::{DType, Frame, Rank};
 
@@ -128,7 +128,7 @@ impl<'a> Entry<'a> {
     }
 }
 
-impl Core {
+impl Engine {
     /// What this rank knows, as JSON; `reason` says why it is asked.
     pub(crate) fn dump(&self, reason: &str) -> String {
         let clock = Clock::now();
@@ -212,7 +212,7 @@ mod tests {
 
     use super::*;
     use crate::engine::message::Direction;
-    use crate::engine::mock_peer::Scene;
+    use crate::engine::mock_peer::Harness;
     use crate::engine::region::Words;
     use crate::types::Source;
 
@@ -240,22 +240,22 @@ mod tests {
         }
     }
 
-    fn recording(folder: &Folder) -> Scene {
-        let mut scene = Scene::new();
-        scene.core.recorder = crate::engine::flight_recorder::Recorder::new(10);
-        scene.core.dump_directory = Some(folder.0.clone());
-        scene
+    fn recording(folder: &Folder) -> Harness {
+        let mut harness = Harness::new();
+        harness.engine.recorder = crate::engine::flight_recorder::Recorder::new(10);
+        harness.engine.dump_directory = Some(folder.0.clone());
+        harness
     }
 
     #[test]
     fn a_failure_is_written_down_once() {
         use std::os::unix::fs::PermissionsExt;
         let folder = Folder::new("failure");
-        let mut scene = recording(&folder);
+        let mut harness = recording(&folder);
         let mut words = Words::new(vec![0; 4]);
         let receive = Direction::Receive(Source::Rank(Rank(1)));
         for _ in 0..2 {
-            assert!(scene.start(receive, &mut words, Duration::ZERO).result().expect("over").is_err());
+            assert!(harness.start(receive, &mut words, Duration::ZERO).result().expect("over").is_err());
         }
         let dumps = folder.dumps();
         let [(file, dump)] = &dumps[..] else { panic!("one file, not {dumps:?}") };
@@ -274,10 +274,10 @@ mod tests {
     #[test]
     fn what_is_in_flight_is_told_on_demand() {
         let folder = Folder::new("demand");
-        let mut scene = recording(&folder);
+        let mut harness = recording(&folder);
         let mut words = Words::new(vec![0; 4]);
-        scene.start(Direction::Receive(Source::Any), &mut words, Duration::from_secs(60));
-        let file = scene.core.write_dump(&folder.0, "somebody asked").expect("written");
+        harness.start(Direction::Receive(Source::Any), &mut words, Duration::from_secs(60));
+        let file = harness.engine.write_dump(&folder.0, "somebody asked").expect("written");
         let dumps = folder.dumps();
         assert_eq!((&dumps[0].0, &dumps[0].1["reason"]), (&file, &Value::from("somebody asked")));
         let record = &dumps[0].1["records"][0];
@@ -289,10 +289,10 @@ mod tests {
     #[test]
     fn without_a_folder_nothing_is_written() {
         let folder = Folder::new("nowhere");
-        let mut scene = recording(&folder);
-        scene.core.dump_directory = None;
+        let mut harness = recording(&folder);
+        harness.engine.dump_directory = None;
         let mut words = Words::new(vec![0; 4]);
-        let work = scene.start(Direction::Receive(Source::Any), &mut words, Duration::ZERO);
+        let work = harness.start(Direction::Receive(Source::Any), &mut words, Duration::ZERO);
         assert!(work.is_done() && folder.dumps().is_empty());
     }
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use crate::engine::progress::Core;
+use crate::engine::progress::Engine;
 use crate::error::{Error, LinkDown};
 use crate::types::Rank;
 
@@ -32,7 +32,7 @@ pub(crate) type OnLoss = Box<dyn FnOnce(Error) + Send>;
 
 /// What a core knows of ranks that are gone for good.
 #[derive(Default)]
-pub(crate) struct Losses {
+pub(crate) struct Failures {
     /// The first that was lost.
     lost: Option<Lost>,
     /// Of those that left, the one that had gone through the fewest collectives.
@@ -48,10 +48,10 @@ struct Lost {
     cause: String,
     since: Instant,
     /// What was in flight has ended.
-    is_over: bool,
+    has_drained: bool,
 }
 
-impl Losses {
+impl Failures {
     /// Whether a rank has left.
     pub(crate) fn has_left(&self) -> bool {
         self.left.is_some()
@@ -63,8 +63,8 @@ impl Losses {
     }
 }
 
-impl Core {
-    /// Ends what `departed` makes impossible; see [`Core::end_after_loss`] for the rest.
+impl Engine {
+    /// Ends what `departed` makes impossible; see [`Engine::end_after_loss`] for the rest.
     pub(crate) fn departed(&mut self, departed: &Departed) {
         let Departed { rank, how, cause } = departed;
         if self.closed.is_some() {
@@ -74,8 +74,8 @@ impl Core {
             Departure::Lost => self.break_off(*rank, cause),
             Departure::Left { called } => {
                 log::info!("communicator `{}` rank {}: rank {rank} has left: {cause}", self.name, self.me);
-                if self.losses.left.as_ref().is_none_or(|(least, ..)| called < *least) {
-                    self.losses.left = Some((called, *rank, cause.clone()));
+                if self.failures.left.as_ref().is_none_or(|(least, ..)| called < *least) {
+                    self.failures.left = Some((called, *rank, cause.clone()));
                 }
                 self.end_collectives_after_leave();
             }
@@ -84,24 +84,24 @@ impl Core {
 
     fn break_off(&mut self, rank: Rank, cause: &str) {
         self.warn_of_loss(rank, cause);
-        if self.losses.lost.is_none() {
-            let lost = Lost { rank, cause: cause.to_owned(), since: Instant::now(), is_over: false };
-            self.losses.lost = Some(lost);
+        if self.failures.lost.is_none() {
+            let lost = Lost { rank, cause: cause.to_owned(), since: Instant::now(), has_drained: false };
+            self.failures.lost = Some(lost);
         }
         self.lose(rank, &LinkDown::new(cause));
-        self.judge();
+        self.resolve_suspect();
     }
 
     /// Logs that `rank` is lost, once.
     pub(crate) fn warn_of_loss(&mut self, rank: Rank, cause: &str) {
-        if self.closed.is_none() && self.losses.told.insert(rank) {
+        if self.closed.is_none() && self.failures.told.insert(rank) {
             log::warn!("communicator `{}` rank {}: rank {rank} is lost: {cause}", self.name, self.me);
         }
     }
 
     /// The error of `operation` because a rank is lost, if one is.
     pub(crate) fn loss_of(&self, operation: &str) -> Option<Error> {
-        self.losses.lost.as_ref().map(|lost| lost.error(operation.to_owned()))
+        self.failures.lost.as_ref().map(|lost| lost.error(operation.to_owned()))
     }
 
     /// The same for all operations.
@@ -112,12 +112,12 @@ impl Core {
     /// Ends every operation if a rank is lost and they have had their time. When that will be, if it is not now.
     pub(crate) fn end_after_loss(&mut self, now: Instant) -> Option<Instant> {
         let (is_settled, is_closed) = (self.is_settled(), self.closed.is_some());
-        let lost = self.losses.lost.as_mut().filter(|lost| !lost.is_over && !is_closed)?;
+        let lost = self.failures.lost.as_mut().filter(|lost| !lost.has_drained && !is_closed)?;
         let due = lost.since + GRACE;
         if now < due && !is_settled {
             return Some(due);
         }
-        lost.is_over = true;
+        lost.has_drained = true;
         let lost = lost.clone();
         self.end_all(&|operation| lost.error(operation));
         let reason = lost.error(format!("communicator `{}`", self.name)).to_string();
@@ -127,7 +127,7 @@ impl Core {
 
     /// How the others have to take it if this rank leaves now; nothing if all are at the end already, because of a loss.
     pub(crate) fn departure(&self, how: &str) -> Option<Departed> {
-        if self.losses.lost.is_some() {
+        if self.failures.lost.is_some() {
             return None;
         }
         let cause = match &self.failure {
@@ -140,24 +140,24 @@ impl Core {
 
     /// Why collective `sequence` can never complete, if a rank left before it.
     pub(crate) fn left_before(&self, sequence: u64) -> Option<(Rank, String)> {
-        let (called, rank, cause) = self.losses.left.as_ref()?;
+        let (called, rank, cause) = self.failures.left.as_ref()?;
         (sequence >= *called).then(|| (*rank, format!("it has left: {cause}")))
     }
 
-    /// Keeps who wants to know of a loss; see [`Core::take_on_loss`].
+    /// Keeps who wants to know of a loss; see [`Engine::take_on_loss`].
     pub(crate) fn set_on_loss(&mut self, on_loss: OnLoss) {
-        self.losses.on_loss = self.closed.is_none().then_some(on_loss);
+        self.failures.on_loss = self.closed.is_none().then_some(on_loss);
     }
 
     /// Forgets who wants to know of a loss.
     pub(crate) fn forget_on_loss(&mut self) {
-        self.losses.on_loss = None;
+        self.failures.on_loss = None;
     }
 
     /// Who wants to know of the loss, once it has ended everything; to be called without an engine lock.
     pub(crate) fn take_on_loss(&mut self) -> Option<(OnLoss, Error)> {
-        let error = self.loss().filter(|_| self.losses.lost.as_ref().is_some_and(|lost| lost.is_over))?;
-        Some((self.losses.on_loss.take()?, error))
+        let error = self.loss().filter(|_| self.failures.lost.as_ref().is_some_and(|lost| lost.has_drained))?;
+        Some((self.failures.on_loss.take()?, error))
     }
 }
 
@@ -179,7 +179,7 @@ mod tests {
     use crate::engine::flight_recorder::Bytes;
     use crate::engine::frame::{FrameKind, Header, Signature};
     use crate::engine::message::{Direction, message_header};
-    use crate::engine::mock_peer::Scene;
+    use crate::engine::mock_peer::Harness;
     use crate::engine::region::{Region, Spaces, Words};
     use crate::types::{DType, Source, Tag};
     use crate::work::Work;
@@ -189,11 +189,11 @@ mod tests {
     }
 
     /// A broadcast that waits for rank 1, which is gone.
-    fn deserted(scene: &mut Scene, words: &mut Words) -> Work {
-        scene.core.is_watched = true;
+    fn deserted(harness: &mut Harness, words: &mut Words) -> Work {
+        harness.engine.is_watched = true;
         let signature = Signature { operation: 3, root: 1, count: 1, ..Signature::default() };
-        let entry = scene.core.begin(Call::Collective(signature), Bytes::default());
-        let work = Work::new(Scene::nobody(), entry);
+        let entry = harness.engine.begin(Call::Collective(signature), Bytes::default());
+        let work = Work::new(Harness::nobody(), entry);
         let region = Region::of(&[words.buffer()]);
         let request = Request {
             collective: Collective::Broadcast { count: 1, root: Rank(1) },
@@ -203,8 +203,8 @@ mod tests {
             spaces: Spaces::new(region.clone(), region, 8),
             timeout: Duration::from_secs(60),
         };
-        scene.core.submit_collective(request, Taken::default(), work.clone());
-        scene.core.lose(Rank(1), &LinkDown::new("it closed the connection"));
+        harness.engine.submit_collective(request, Taken::default(), work.clone());
+        harness.engine.lose(Rank(1), &LinkDown::new("it closed the connection"));
         work
     }
 
@@ -218,32 +218,32 @@ mod tests {
 
     #[test]
     fn who_left_because_another_was_lost_is_not_blamed() {
-        let (mut scene, mut words) = (Scene::of(3), Words::new(vec![7]));
-        let work = deserted(&mut scene, &mut words);
+        let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+        let work = deserted(&mut harness, &mut words);
         assert_eq!(blamed(&work), None, "there may be news");
-        scene.core.departed(&lost(2));
+        harness.engine.departed(&lost(2));
         assert_eq!(blamed(&work), Some(2));
     }
 
     #[test]
     fn who_is_gone_without_another_loss_is_blamed_soon() {
-        let (mut scene, mut words) = (Scene::of(3), Words::new(vec![7]));
-        let work = deserted(&mut scene, &mut words);
-        let until = scene.core.next_deadline().expect("it is waited for news");
+        let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+        let work = deserted(&mut harness, &mut words);
+        let until = harness.engine.next_deadline().expect("it is waited for news");
         assert!(until < Instant::now() + Duration::from_secs(1));
-        scene.core.expire(until);
+        harness.engine.expire(until);
         assert_eq!(blamed(&work), Some(1));
     }
 
     #[test]
     fn who_leaves_after_a_loss_names_the_lost_although_nothing_has_failed_here() {
-        let mut scene = Scene::of(3);
+        let mut harness = Harness::of(3);
         let mut words = Words::new(vec![7]);
-        scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
-        scene.link().from_core.clear();
-        scene.core.departed(&lost(2));
-        scene.core.close("shut down");
-        let said = scene.link().from_core.clone();
+        harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        harness.link().from_engine.clear();
+        harness.engine.departed(&lost(2));
+        harness.engine.close("shut down");
+        let said = harness.link().from_engine.clone();
         let header = Header::decode(&said).expect("a header").expect("a whole one");
         let text = &said[header.size()..];
         assert_eq!((header.kind, header.token), (FrameKind::Fail, 2 + 1));
@@ -254,13 +254,13 @@ mod tests {
     #[test]
     fn what_a_rank_sent_before_it_left_counts_though_it_cannot_be_reached() {
         for (from, arrives) in [(1, true), (2, false)] {
-            let (mut scene, mut words) = (Scene::of(3), Words::new(vec![0]));
-            scene.link().refuses = true;
-            let work = scene.start(Direction::Receive(Source::Rank(Rank(from))), &mut words, Duration::from_secs(60));
+            let (mut harness, mut words) = (Harness::of(3), Words::new(vec![0]));
+            harness.link().refuses = true;
+            let work = harness.start(Direction::Receive(Source::Rank(Rank(from))), &mut words, Duration::from_secs(60));
             assert_eq!(work.is_done(), !arrives, "rank {from}");
             if arrives {
                 let header = message_header(Tag(0), 8);
-                scene.send(&[&*header.encode(), &7u64.to_ne_bytes()].concat());
+                harness.send(&[&*header.encode(), &7u64.to_ne_bytes()].concat());
                 assert!(work.wait(None).is_ok() && words.get() == [7]);
             }
         }

@@ -11,45 +11,45 @@ use crate::engine::call::Call;
 use crate::engine::collective::{Request, Taken};
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::Header;
-use crate::engine::inbox::{Arrival, Next, Placement};
+use crate::engine::inbox::{Next, RecvAction, RecvBuffer};
 use crate::engine::message::{Direction, MessageRequest, message_header};
-use crate::engine::outbox::{Body, OpRef, Owner};
-use crate::engine::progress::Core;
+use crate::engine::outbox::{Body, Completion, OpId};
+use crate::engine::progress::Engine;
 use crate::engine::region::Region;
 use crate::schedule::{Action, StepId};
 use crate::sync::Arc;
 use crate::types::{Rank, Source};
-use crate::work::{Begun, Drive, Entry, Work};
+use crate::work::{Drive, Entry, Submitted, Work};
 
 /// How far a message has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Progress {
     Done,
-    /// Its owner is told when it is done.
+    /// Its completion is told when it is done.
     UnderWay,
     NotBegun,
 }
 
-impl Core {
+impl Engine {
     /// Begins a collective, and ends it if that is possible at once and the caller waits.
-    pub(crate) fn run_collective(
+    pub(crate) fn start_collective(
         &mut self,
         mut request: Request,
         waits: bool,
         driver: &Arc<impl Drive + 'static>,
-    ) -> Begun {
-        let (mut taken, mut noted) = (Taken::default(), None);
-        let has_ended = waits && self.is_quiet() && self.take_steps(&mut request, &mut taken, &mut noted);
-        let waited = noted.is_some();
-        let entry = noted.unwrap_or_else(|| self.note_collective(&request));
+    ) -> Submitted {
+        let (mut taken, mut recorded) = (Taken::default(), None);
+        let has_ended = waits && self.is_quiet() && self.take_steps(&mut request, &mut taken, &mut recorded);
+        let waited = recorded.is_some();
+        let entry = recorded.unwrap_or_else(|| self.note_collective(&request));
         if has_ended {
             self.collectives.skip();
-            self.ended_at_once(&entry, waited, None);
-            return Begun::Ended(entry, None);
+            self.completed_inline(&entry, waited, None);
+            return Submitted::Completed(entry, None);
         }
         let work = Work::new(driver.clone(), entry);
         self.submit_collective(request, taken, work.clone());
-        Begun::InFlight(work)
+        Submitted::Pending(work)
     }
 
     /// Notes a collective in the flight recorder.
@@ -64,27 +64,27 @@ impl Core {
         request: MessageRequest,
         waits: bool,
         driver: &Arc<impl Drive + 'static>,
-    ) -> Begun {
-        let mut noted = None;
+    ) -> Submitted {
+        let mut recorded = None;
         let tries = waits && self.is_quiet();
-        let progress = if tries { self.take_message(&request, &mut noted) } else { Progress::NotBegun };
-        let waited = noted.is_some();
-        let entry = noted.unwrap_or_else(|| self.note_message(&request));
+        let progress = if tries { self.take_message(&request, &mut recorded) } else { Progress::NotBegun };
+        let waited = recorded.is_some();
+        let entry = recorded.unwrap_or_else(|| self.note_message(&request));
         if progress == Progress::Done {
             let source = match request.direction {
                 Direction::Receive(Source::Rank(from)) => Some(from),
                 _ => None,
             };
             self.messages.skip();
-            self.ended_at_once(&entry, waited, source);
-            return Begun::Ended(entry, source);
+            self.completed_inline(&entry, waited, source);
+            return Submitted::Completed(entry, source);
         }
         let work = Work::new(driver.clone(), entry);
         match progress {
             Progress::UnderWay => _ = self.keep_message(&request, work.clone()),
             _ => self.submit_message(request, work.clone()),
         }
-        Begun::InFlight(work)
+        Submitted::Pending(work)
     }
 
     /// Notes a message in the flight recorder.
@@ -93,45 +93,45 @@ impl Core {
         self.begin(direction.call(request.tag, len), direction.bytes(len))
     }
 
-    /// Ends an operation that has no handle. One that never waited is noted as it ends, and reads the clock once.
-    fn ended_at_once(&mut self, entry: &Entry, waited: bool, source: Option<Rank>) {
+    /// Ends an operation that has no handle. One that never waited is recorded as it ends, and reads the clock once.
+    fn completed_inline(&mut self, entry: &Entry, waited: bool, source: Option<Rank>) {
         let now = if waited { Instant::now() } else { entry.began };
         self.ended(entry.number, now, &Ok(()), source);
     }
 
     /// Whether nothing is in flight and nothing is known that an operation would have to heed.
     fn is_quiet(&mut self) -> bool {
-        if self.is_time_for_rare_checks() {
+        if self.slow_path_due() {
             // Whatever else comes must not wait for ever.
             self.progress(true);
             return false;
         }
-        self.is_settled() && !self.windows.is_open() && self.collectives.has_no_news() && !self.losses.has_left()
+        self.is_settled() && !self.windows.is_open() && self.collectives.has_no_news() && !self.failures.has_left()
     }
 
-    /// Takes steps of a collective. True: all of them. It is noted when it first has to wait: what it sends before that
+    /// Takes steps of a collective. True: all of them. It is recorded when it first has to wait: what it sends before that
     /// leaves first, since somebody waits for it.
-    fn take_steps(&mut self, request: &mut Request, taken: &mut Taken, noted: &mut Option<Entry>) -> bool {
+    fn take_steps(&mut self, request: &mut Request, taken: &mut Taken, recorded: &mut Option<Entry>) -> bool {
         let plan = self.prepare(request);
         let sequence = self.collectives.next_sequence();
         while let Some(step) = plan.schedule.steps.get(taken.steps) {
             let message = plan.message[taken.steps];
-            let owner = Owner { op: OpRef::Collective(sequence), step: taken.steps as StepId };
+            let completion = Completion { op: OpId::Collective(sequence), step: taken.steps as StepId };
             let progress = match step.action {
                 Action::Send { to, from } => {
                     let region = request.spaces.region(from);
                     let header = request.header(sequence, message, region.len());
-                    if self.is_eager(to, region.len(), request.sends_warm_data()) {
-                        self.send_now(to, header, region, owner)
+                    if self.is_eager(to, region.len(), request.sends_cache_hot()) {
+                        self.send_now(to, header, region, completion)
                     } else {
                         Progress::NotBegun
                     }
                 }
                 Action::Recv { from, into } | Action::RecvReduce { from, into } => {
                     let header = request.header(sequence, message, request.spaces.bytes(into));
-                    let place = || request.placement(step.action, owner).expect("a step that receives");
-                    self.receive_now(from, header, &place, |core| {
-                        noted.get_or_insert_with(|| core.note_collective(request));
+                    let place = || request.buffer(step.action, completion).expect("a step that receives");
+                    self.receive_now(from, header, &place, |engine| {
+                        recorded.get_or_insert_with(|| engine.note_collective(request));
                     })
                 }
                 action => {
@@ -151,24 +151,24 @@ impl Core {
         true
     }
 
-    /// Sends or receives a message. It is noted as a collective is, when it first has to wait.
-    fn take_message(&mut self, request: &MessageRequest, noted: &mut Option<Entry>) -> Progress {
+    /// Sends or receives a message. It is recorded as a collective is, when it first has to wait.
+    fn take_message(&mut self, request: &MessageRequest, recorded: &mut Option<Entry>) -> Progress {
         let len = request.region.len();
         let header = message_header(request.tag, len);
-        let owner = Owner { op: OpRef::Message(self.messages.next_id()), step: 0 };
+        let completion = Completion { op: OpId::Message(self.messages.next_id()), step: 0 };
         match request.direction {
             Direction::Send(to) if to != self.me && self.may_send_eagerly(to, len) => {
-                let progress = self.send_now(to, header, request.region.clone(), owner);
+                let progress = self.send_now(to, header, request.region.clone(), completion);
                 if progress != Progress::NotBegun {
                     self.sent_eagerly(to, len);
                 }
                 progress
             }
             Direction::Receive(Source::Rank(from)) if self.messages.has_no_news() => {
-                let arrival = Arrival::Store;
-                let place = || Placement { region: request.region.clone(), arrival, owner, filled: 0 };
-                let progress = self.receive_now(from, header, &place, |core| {
-                    noted.get_or_insert_with(|| core.note_message(request));
+                let action = RecvAction::Store;
+                let place = || RecvBuffer { region: request.region.clone(), action, completion, received: 0 };
+                let progress = self.receive_now(from, header, &place, |engine| {
+                    recorded.get_or_insert_with(|| engine.note_message(request));
                 });
                 if progress != Progress::NotBegun {
                     self.eager_taken(from, len);
@@ -180,10 +180,10 @@ impl Core {
     }
 
     /// Sends a message of one frame.
-    fn send_now(&mut self, to: Rank, header: Header, region: Region, owner: Owner) -> Progress {
+    fn send_now(&mut self, to: Rank, header: Header, region: Region, completion: Completion) -> Progress {
         if self.lost(to).is_some() {
             Progress::NotBegun
-        } else if self.write(to, header, Body::of(region), owner) {
+        } else if self.write(to, header, Body::of(region), completion) {
             Progress::Done
         } else {
             Progress::UnderWay
@@ -196,10 +196,10 @@ impl Core {
         &mut self,
         from: Rank,
         header: Header,
-        place: &impl Fn() -> Placement,
-        mut note: impl FnMut(&mut Core),
+        place: &impl Fn() -> RecvBuffer,
+        mut note: impl FnMut(&mut Engine),
     ) -> Progress {
-        let mut patience = Patience { is_none: self.crowded || self.cpu.is_shared, ..Patience::default() };
+        let mut patience = Patience { is_none: self.oversubscribed || self.cpu.is_shared, ..Patience::default() };
         let head = header.encode();
         loop {
             let Some(inbox) = &mut self.peers[from.index()].inbox else { return Progress::NotBegun };
@@ -262,7 +262,7 @@ mod tests {
     use crate::algo::{Collective, select};
     use crate::engine::flight_recorder::Recorder;
     use crate::engine::frame::{FrameKind, Signature};
-    use crate::engine::mock_peer::Scene;
+    use crate::engine::mock_peer::Harness;
     use crate::engine::region::{Region, Spaces, Words};
     use crate::error::Error;
     use crate::types::{DType, ReduceOp, Tag};
@@ -284,14 +284,14 @@ mod tests {
         }
     }
 
-    fn run(scene: &mut Scene, words: &mut Words) -> Begun {
-        scene.core.run_collective(sum(words), true, &Scene::nobody())
+    fn run(harness: &mut Harness, words: &mut Words) -> Submitted {
+        harness.engine.start_collective(sum(words), true, &Harness::nobody())
     }
 
-    fn message(scene: &mut Scene, direction: Direction, words: &mut Words) -> Begun {
+    fn message(harness: &mut Harness, direction: Direction, words: &mut Words) -> Submitted {
         let region = Region::of(&[words.buffer()]);
         let request = MessageRequest { direction, tag: Tag(3), region, timeout: LIMIT };
-        scene.core.run_message(request, true, &Scene::nobody())
+        harness.engine.run_message(request, true, &Harness::nobody())
     }
 
     /// What rank 1 sends in collective 0.
@@ -301,87 +301,91 @@ mod tests {
         [&*header.encode(), &number.to_ne_bytes()].concat()
     }
 
-    fn scene() -> Scene {
-        let mut scene = Scene::new();
-        scene.core.single_copy_bytes = scene.core.eager_bytes;
-        scene.core.recorder = Recorder::new(8);
-        scene.settle();
-        scene
+    fn harness() -> Harness {
+        let mut harness = Harness::new();
+        harness.engine.single_copy_bytes = harness.engine.eager_bytes;
+        harness.engine.recorder = Recorder::new(8);
+        harness.settle();
+        harness
     }
 
     /// The handle of an operation that has not ended at once.
-    fn in_flight(begun: Begun) -> Work {
+    fn in_flight(begun: Submitted) -> Work {
         match begun {
-            Begun::InFlight(work) => work,
-            Begun::Ended(entry, _) => panic!("{} has ended", entry.operation),
+            Submitted::Pending(work) => work,
+            Submitted::Completed(entry, _) => panic!("{} has ended", entry.operation),
         }
     }
 
     #[test]
     fn what_needs_nobody_more_ends_at_once() {
-        let (mut scene, mut words) = (scene(), Words::new(vec![2]));
-        scene.link().to_core.extend(theirs(SUM, 40));
-        assert!(matches!(run(&mut scene, &mut words), Begun::Ended(Entry { sequence: 0, .. }, None)));
+        let (mut harness, mut words) = (harness(), Words::new(vec![2]));
+        harness.link().to_engine.extend(theirs(SUM, 40));
+        assert!(matches!(run(&mut harness, &mut words), Submitted::Completed(Entry { sequence: 0, .. }, None)));
         assert_eq!(words.get(), [42]);
-        assert_eq!(scene.link().from_core, theirs(SUM, 2), "rank 1 gets what it always gets");
-        assert!(scene.core.is_settled() && scene.core.collectives.current() == 1 && scene.core.has_called(Rank(1), 0));
-        assert!(scene.core.recorder.records()[0].ended.is_some());
+        assert_eq!(harness.link().from_engine, theirs(SUM, 2), "rank 1 gets what it always gets");
+        assert!(
+            harness.engine.is_settled()
+                && harness.engine.collectives.current() == 1
+                && harness.engine.has_called(Rank(1), 0)
+        );
+        assert!(harness.engine.recorder.records()[0].ended.is_some());
     }
 
     #[test]
     fn what_has_to_wait_goes_on_from_there() {
         let message = theirs(SUM, 40);
         for there in [0, 3, message.len() - 1] {
-            let (mut scene, mut words) = (scene(), Words::new(vec![2]));
-            scene.link().to_core.extend(&message[..there]);
-            let work = in_flight(run(&mut scene, &mut words));
-            scene.settle();
+            let (mut harness, mut words) = (harness(), Words::new(vec![2]));
+            harness.link().to_engine.extend(&message[..there]);
+            let work = in_flight(run(&mut harness, &mut words));
+            harness.settle();
             assert!(!work.is_done(), "{there} bytes are there");
-            scene.send(&message[there..]);
+            harness.send(&message[there..]);
             assert_eq!((work.result(), words.get()), (Some(Ok(())), [42].as_slice()), "after {there} bytes");
-            assert_eq!(scene.link().from_core, theirs(SUM, 2), "it is sent once");
+            assert_eq!(harness.link().from_engine, theirs(SUM, 2), "it is sent once");
         }
     }
 
     #[test]
     fn another_call_of_the_other_rank_is_an_error_as_ever() {
-        let (mut scene, mut words) = (scene(), Words::new(vec![2]));
-        scene.link().to_core.extend(theirs(Signature { count: 2, ..SUM }, 40));
-        let work = in_flight(run(&mut scene, &mut words));
-        scene.settle();
+        let (mut harness, mut words) = (harness(), Words::new(vec![2]));
+        harness.link().to_engine.extend(theirs(Signature { count: 2, ..SUM }, 40));
+        let work = in_flight(run(&mut harness, &mut words));
+        harness.settle();
         assert!(matches!(work.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", work.result());
     }
 
     #[test]
     fn another_algorithm_of_the_other_rank_is_an_error_that_says_so() {
         let ring = Signature { algorithm: select::number("ring"), ..SUM };
-        let (mut scene, mut words) = (scene(), Words::new(vec![2]));
-        scene.link().to_core.extend(theirs(ring, 40));
-        let work = in_flight(run(&mut scene, &mut words));
-        scene.settle();
+        let (mut harness, mut words) = (harness(), Words::new(vec![2]));
+        harness.link().to_engine.extend(theirs(ring, 40));
+        let work = in_flight(run(&mut harness, &mut words));
+        harness.settle();
         let Some(Err(Error::Mismatch { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
         let expected = "the ranks disagree on how to run collective 0: rank 0 chose recursive_doubling, rank 1 ring";
         assert_eq!(detail, expected);
         let told =
-            Header::decode(&scene.link().from_core[theirs(SUM, 2).len()..]).expect("a header").expect("all of it");
+            Header::decode(&harness.link().from_engine[theirs(SUM, 2).len()..]).expect("a header").expect("all of it");
         assert_eq!(told.kind, FrameKind::Fail, "rank 1 is told");
     }
 
     #[test]
     fn messages_end_at_once_and_in_their_order() {
-        let (mut scene, mut words) = (scene(), Words::new(vec![7]));
-        assert!(matches!(message(&mut scene, Direction::Send(Rank(1)), &mut words), Begun::Ended(_, None)));
-        let sent = std::mem::take(&mut scene.link().from_core);
+        let (mut harness, mut words) = (harness(), Words::new(vec![7]));
+        assert!(matches!(message(&mut harness, Direction::Send(Rank(1)), &mut words), Submitted::Completed(_, None)));
+        let sent = std::mem::take(&mut harness.link().from_engine);
         // The same comes back, behind a message with another tag.
         let other = [&*message_header(Tag(4), 8).encode(), &[0; 8]].concat();
-        scene.link().to_core.extend([other, sent.clone(), sent].concat());
+        harness.link().to_engine.extend([other, sent.clone(), sent].concat());
         words = Words::new(vec![0]);
         let receive = Direction::Receive(Source::Rank(Rank(1)));
-        let work = in_flight(message(&mut scene, receive, &mut words));
-        scene.settle();
+        let work = in_flight(message(&mut harness, receive, &mut words));
+        harness.settle();
         assert_eq!((work.source(), words.get()), (Some(Rank(1)), [7].as_slice()));
         words = Words::new(vec![0]);
-        let work = in_flight(message(&mut scene, receive, &mut words));
+        let work = in_flight(message(&mut harness, receive, &mut words));
         assert_eq!((work.source(), words.get()), (Some(Rank(1)), [7].as_slice()), "it had come before");
     }
 }

@@ -1,7 +1,7 @@
 //! What travels on a stream: a header, then the payload that it announces.
 //!
 //! A short message is one `Eager` frame. A long one is announced (`Announce`), waits until its receiver has a place for
-//! it (`Grant`), and then travels in `Data` frames, so that no stream is ever blocked by data nobody wants yet. If the
+//! it (`Rtr`), and then travels in `Data` frames, so that no stream is ever blocked by data nobody wants yet. If the
 //! announcement says where the message lies, the receiver may read it there instead (`Taken`).
 //! All integers are little endian.
 
@@ -10,17 +10,17 @@ use std::ops::Deref;
 
 use crate::algo::select;
 use crate::config::EagerBytes;
-use crate::engine::single_copy::Offer;
+use crate::engine::single_copy::RtsInfo;
 use crate::error::LinkDown;
 use crate::op::CollectiveKind;
 use crate::sys::segment::SegmentId;
-use crate::transport::Location;
+use crate::transport::MemoryAddress;
 use crate::types::{DType, ReduceOp};
 
 /// The size of the longest header.
 pub(crate) const HEADER_MAX: usize = 64;
 
-/// The size of the header of a frame that has neither a token nor a location. In shared memory, it and a short payload
+/// The size of the header of a frame that has neither a token nor an address. In shared memory, it and a short payload
 /// lie in one cache line.
 const HEADER_MIN: usize = 40;
 
@@ -36,18 +36,18 @@ pub(crate) const FRAGMENT_BYTES: usize = 256 * 1024;
 pub(crate) enum FrameKind {
     /// A whole message.
     Eager = 1,
-    /// A message of `len` bytes waits at the sender under `token`, in its memory at `location` if there is one.
-    Announce = 2,
-    /// The receiver is ready for the message `token` of the frame's addressee, from byte `len` on; `index` is a
-    /// [`Grant`].
-    Grant = 3,
+    /// Ready to send: a message of `len` bytes waits at the sender under `token`, in its memory at `address` if there is one.
+    Rts = 2,
+    /// Ready to receive: the receiver has a buffer for the message `token` of the frame's addressee, from byte `len` on; `index` is a
+    /// [`RtrReason`].
+    Rtr = 3,
     /// The next bytes of the message `token` of the frame's sender.
     Data = 4,
     /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why; `index` is a
     /// [`Scope`]. A collective's `token` is one more than the rank whose loss is the reason, or zero.
     Fail = 5,
-    /// The message `token` of the frame's sender is no longer at the address that it announced.
-    Withdrawn = 6,
+    /// The message `token` of the frame's sender is no longer at the address that its `Rts` named.
+    Invalidated = 6,
     /// The receiver has taken `len` bytes of eager point-to-point messages out of its buffer.
     Credit = 7,
     /// The next bytes of the window `key`, from byte `token` on.
@@ -56,12 +56,12 @@ pub(crate) enum FrameKind {
     Get = 9,
     /// What the sender has put into the window `key` is there.
     Signal = 10,
-    /// The receiver has read the message `token` out of the memory of the frame's addressee.
-    Taken = 11,
+    /// Acknowledge to send: the receiver has read the message `token` out of the memory of the frame's addressee.
+    Ats = 11,
 }
 
 impl FrameKind {
-    /// Whether its header has a token and a location.
+    /// Whether its header has a token and an address.
     fn has_token(self) -> bool {
         !matches!(self, FrameKind::Eager | FrameKind::Credit)
     }
@@ -73,23 +73,23 @@ impl FrameKind {
 
     const ALL: [FrameKind; 11] = [
         FrameKind::Eager,
-        FrameKind::Announce,
-        FrameKind::Grant,
+        FrameKind::Rts,
+        FrameKind::Rtr,
         FrameKind::Data,
         FrameKind::Fail,
-        FrameKind::Withdrawn,
+        FrameKind::Invalidated,
         FrameKind::Credit,
         FrameKind::Put,
         FrameKind::Get,
         FrameKind::Signal,
-        FrameKind::Taken,
+        FrameKind::Ats,
     ];
 }
 
-/// Why a message is asked for, although its announcement may have said where it lies.
+/// Why a message is asked for, although its `Rts` may have said where it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub(crate) enum Grant {
+pub(crate) enum RtrReason {
     /// It could not be read, or that is the faster way.
     Chosen = 0,
     /// The receiver cannot read its sender's memory at all.
@@ -109,7 +109,7 @@ pub(crate) enum Scope {
 /// Collectives and point-to-point messages never match each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub(crate) enum Lane {
+pub(crate) enum MatchSpace {
     /// `key` is the sequence number, `index` counts the collective's messages from one rank to another.
     Collective = 0,
     /// `key` is the tag, or the window.
@@ -201,7 +201,7 @@ impl Deref for Encoded {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) kind: FrameKind,
-    pub(crate) lane: Lane,
+    pub(crate) match_space: MatchSpace,
     pub(crate) signature: Signature,
     /// The collective's sequence number or the message's tag.
     pub(crate) key: u64,
@@ -212,7 +212,7 @@ pub(crate) struct Header {
     /// The message's length in bytes; for `Data` and `Put`, the frame's.
     pub(crate) len: u64,
     /// Where an announced message lies in its sender's memory, if the receiver may read it there.
-    pub(crate) location: Option<Location>,
+    pub(crate) address: Option<MemoryAddress>,
     /// Whether the sender of an announced message moves other data for the same operation.
     pub(crate) is_busy: bool,
 }
@@ -223,7 +223,7 @@ impl Header {
     pub(crate) fn encode(&self) -> Encoded {
         let mut bytes = [0; HEADER_MAX];
         bytes[0] = self.kind as u8;
-        bytes[1] = self.lane as u8;
+        bytes[1] = self.match_space as u8;
         bytes[2] = self.signature.operation;
         bytes[3] = self.signature.dtype;
         bytes[4] = self.signature.reduction;
@@ -236,9 +236,9 @@ impl Header {
         bytes[32..40].copy_from_slice(&self.len.to_le_bytes());
         if self.kind.has_token() {
             bytes[40..48].copy_from_slice(&self.token.to_le_bytes());
-            if let Some(location) = self.location {
-                bytes[48..56].copy_from_slice(&location.address.to_le_bytes());
-                bytes[56..64].copy_from_slice(&location.segment.map_or(0, SegmentId::to_bits).to_le_bytes());
+            if let Some(address) = self.address {
+                bytes[48..56].copy_from_slice(&address.address.to_le_bytes());
+                bytes[56..64].copy_from_slice(&address.segment.map_or(0, SegmentId::to_bits).to_le_bytes());
             }
         }
         Encoded { bytes, len: self.size() }
@@ -252,12 +252,12 @@ impl Header {
         let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         let kind = FrameKind::ALL.into_iter().find(|kind| *kind as u8 == bytes[0]);
-        let lane = match bytes[1] {
-            0 => Some(Lane::Collective),
-            1 => Some(Lane::PointToPoint),
+        let match_space = match bytes[1] {
+            0 => Some(MatchSpace::Collective),
+            1 => Some(MatchSpace::PointToPoint),
             _ => None,
         };
-        let (Some(kind), Some(lane)) = (kind, lane) else {
+        let (Some(kind), Some(match_space)) = (kind, match_space) else {
             return Err(LinkDown::new(format!("the peer sent a frame of unknown kind {}/{}", bytes[0], bytes[1])));
         };
         if bytes.len() < kind.header_bytes() {
@@ -265,7 +265,7 @@ impl Header {
         }
         let header = Header {
             kind,
-            lane,
+            match_space,
             signature: Signature {
                 operation: bytes[2],
                 dtype: bytes[3],
@@ -278,9 +278,9 @@ impl Header {
             index: u32_at(12),
             token: if kind.has_token() { u64_at(40) } else { 0 },
             len: u64_at(32),
-            location: match kind.has_token().then(|| (u64_at(48), SegmentId::from_bits(u64_at(56)))) {
+            address: match kind.has_token().then(|| (u64_at(48), SegmentId::from_bits(u64_at(56)))) {
                 None | Some((0, None)) => None,
-                Some((address, segment)) => Some(Location { address, segment }),
+                Some((address, segment)) => Some(MemoryAddress { address, segment }),
             },
             is_busy: bytes[5] != 0,
         };
@@ -303,26 +303,26 @@ impl Header {
 
     /// One more than the last collective that the sender of this has called, as far as it tells.
     pub(crate) fn called(&self) -> u64 {
-        let tells = matches!(self.kind, FrameKind::Eager | FrameKind::Announce);
-        if tells && self.lane == Lane::Collective { self.key.saturating_add(1) } else { 0 }
+        let tells = matches!(self.kind, FrameKind::Eager | FrameKind::Rts);
+        if tells && self.match_space == MatchSpace::Collective { self.key.saturating_add(1) } else { 0 }
     }
 
     /// What an `Announce` offers.
-    pub(crate) fn offer(&self) -> Offer {
-        Offer { token: self.token, len: self.len, location: self.location, is_busy: self.is_busy }
+    pub(crate) fn rts(&self) -> RtsInfo {
+        RtsInfo { token: self.token, len: self.len, address: self.address, is_busy: self.is_busy }
     }
 
     /// How many payload bytes follow the header.
     pub(crate) fn payload(&self) -> usize {
         match self.kind {
             FrameKind::Eager | FrameKind::Data | FrameKind::Put | FrameKind::Fail => self.len as usize,
-            FrameKind::Announce
-            | FrameKind::Grant
+            FrameKind::Rts
+            | FrameKind::Rtr
             | FrameKind::Credit
             | FrameKind::Get
             | FrameKind::Signal
-            | FrameKind::Taken
-            | FrameKind::Withdrawn => 0,
+            | FrameKind::Ats
+            | FrameKind::Invalidated => 0,
         }
     }
 }
@@ -339,12 +339,12 @@ mod tests {
             count: u64, key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64, is_busy: bool,
         ) {
             let segment = SegmentId::from_bits(segment);
-            let location = (address != 0 || segment.is_some()).then_some(Location { address, segment });
+            let address = (address != 0 || segment.is_some()).then_some(MemoryAddress { address, segment });
             let signature = Signature { operation, dtype, reduction, algorithm, root, count };
-            let lane = if p2p { Lane::PointToPoint } else { Lane::Collective };
+            let match_space = if p2p { MatchSpace::PointToPoint } else { MatchSpace::Collective };
             let kind = FrameKind::ALL[kind];
-            let (token, location) = if kind.has_token() { (token, location) } else { (0, None) };
-            let header = Header { kind, lane, signature, key, index, token, len, location, is_busy };
+            let (token, address) = if kind.has_token() { (token, address) } else { (0, None) };
+            let header = Header { kind, match_space, signature, key, index, token, len, address, is_busy };
             let bytes = header.encode();
             prop_assert_eq!(Header::decode(&bytes), Ok(Some(header)));
             prop_assert_eq!(Header::decode(&bytes[..header.size() - 1]), Ok(None));

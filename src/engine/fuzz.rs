@@ -8,14 +8,14 @@ use crate::engine::collective::Request;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{HEADER_MAX, Header, Signature};
 use crate::engine::message::{Direction, MessageRequest};
-use crate::engine::mock_peer::Scene;
-use crate::engine::progress::Core;
+use crate::engine::mock_peer::Harness;
+use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces, Words};
-use crate::engine::window::{Access, AccessRequest};
+use crate::engine::window::{RmaOp, RmaRequest};
 use crate::fuzz_input::Input;
 use crate::types::{DType, Rank, ReduceOp, Source, Tag};
 use crate::window::WindowId;
-use crate::work::{Begun, Work};
+use crate::work::{Submitted, Work};
 
 const PEER: Rank = Rank(1);
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -28,12 +28,12 @@ pub(crate) fn frames(bytes: &[u8]) {
         play.act(&mut input);
         play.check();
     }
-    play.scene.core.close("aborted: the play is over");
+    play.harness.engine.close("aborted: the play is over");
     assert!(play.in_flight.iter().all(|(work, _)| work.is_done()), "an operation outlived its communicator");
 }
 
 struct Play {
-    scene: Scene,
+    harness: Harness,
     /// The window that is open, and its memory. While there is one, operations are never ended in the call that begins them.
     window: Option<(WindowId, Words)>,
     /// Operations with their memory, which is freed as soon as they are done.
@@ -42,16 +42,16 @@ struct Play {
 
 impl Play {
     fn new() -> Play {
-        let mut scene = Scene::new();
-        let window = Some(lend(&mut scene.core));
-        Play { scene, window, in_flight: Vec::new() }
+        let mut harness = Harness::new();
+        let window = Some(lend(&mut harness.engine));
+        Play { harness, window, in_flight: Vec::new() }
     }
 
     fn act(&mut self, input: &mut Input<'_>) {
         match input.byte() % 10 {
             0 => {
                 let count = input.byte();
-                self.scene.send(input.take(count.into()));
+                self.harness.send(input.take(count.into()));
             }
             1 | 2 => self.frame(input),
             3 => {
@@ -65,30 +65,30 @@ impl Play {
             4 => self.collective(input),
             5 => self.access(input),
             6 => {
-                let mut link = self.scene.link();
-                link.withdrawals += u64::from(input.byte() % 2);
+                let mut link = self.harness.link();
+                link.invalidations += u64::from(input.byte() % 2);
                 let count = input.byte();
                 link.memory = input.take(count.into()).to_vec();
             }
             7 => {
-                self.scene.core.eager_bytes = 8 * usize::from(input.byte());
-                self.scene.core.single_copy_bytes = 8 * usize::from(input.byte());
+                self.harness.engine.eager_bytes = 8 * usize::from(input.byte());
+                self.harness.engine.single_copy_bytes = 8 * usize::from(input.byte());
             }
-            8 => self.scene.core.expire(Instant::now() + 2 * TIMEOUT),
+            8 => self.harness.engine.expire(Instant::now() + 2 * TIMEOUT),
             _ => match self.window.take() {
-                Some((window, _lent)) => self.scene.core.conceal(window),
-                None => self.window = Some(lend(&mut self.scene.core)),
+                Some((window, _lent)) => self.harness.engine.conceal(window),
+                None => self.window = Some(lend(&mut self.harness.engine)),
             },
         }
-        self.scene.settle();
+        self.harness.settle();
     }
 
     /// What must hold whatever the peer has sent.
     fn check(&mut self) {
         self.in_flight.retain(|(work, _)| !work.is_done());
-        self.scene.core.finished.clear();
-        let mut link = self.scene.link();
-        let sent = std::mem::take(&mut link.from_core);
+        self.harness.engine.finished.clear();
+        let mut link = self.harness.link();
+        let sent = std::mem::take(&mut link.from_engine);
         let mut rest = sent.as_slice();
         while !rest.is_empty() {
             let header = Header::decode(rest).expect("a header").expect("a whole one");
@@ -96,9 +96,9 @@ impl Play {
         }
         let unread = link.unread;
         drop(link);
-        if self.scene.core.lost(PEER).is_none() {
+        if self.harness.engine.lost(PEER).is_none() {
             assert!(unread < HEADER_MAX, "the stream stalls");
-            assert!(!self.scene.core.can_read_lent(), "a message is not read although it could be");
+            assert!(!self.harness.engine.can_read_now(), "a message is not read although it could be");
         }
     }
 
@@ -110,7 +110,7 @@ impl Play {
         if input.byte().is_multiple_of(2) {
             bytes[2..5].copy_from_slice(&input.array::<3>());
         } else {
-            let agreed = self.scene.core.collectives.signature().unwrap_or_default();
+            let agreed = self.harness.engine.collectives.signature().unwrap_or_default();
             (bytes[2], bytes[6]) = (SIGNATURE.operation, agreed.algorithm);
         }
         bytes[12..16].copy_from_slice(&(input.number() as u32).to_le_bytes());
@@ -121,20 +121,20 @@ impl Play {
         let (size, payload) = header.map_or((bytes.len(), 0), |header| (header.size(), header.payload()));
         // One byte stands for all, so that long payloads need no long inputs.
         let payload = vec![input.byte(); payload.min(PAYLOAD_MAX)];
-        self.scene.send(&[&bytes[..size], &payload].concat());
+        self.harness.send(&[&bytes[..size], &payload].concat());
     }
 
     fn message(&mut self, direction: Direction, input: &mut Input<'_>) {
         let (mut words, tag) = (words(input), Tag(input.byte().into()));
         let region = Region::of(&[words.buffer()]);
         let request = MessageRequest { direction, tag, region, timeout: TIMEOUT };
-        let begun = self.scene.core.run_message(request, input.byte().is_multiple_of(2), &Scene::nobody());
+        let begun = self.harness.engine.run_message(request, input.byte().is_multiple_of(2), &Harness::nobody());
         self.keep(begun, vec![words]);
     }
 
     /// Keeps the memory of an operation that is in flight.
-    fn keep(&mut self, begun: Begun, memory: Vec<Words>) {
-        if let Begun::InFlight(work) = begun {
+    fn keep(&mut self, begun: Submitted, memory: Vec<Words>) {
+        if let Submitted::Pending(work) = begun {
             self.in_flight.push((work, memory));
         }
     }
@@ -159,7 +159,7 @@ impl Play {
         let (signature, reduce, timeout) = (SIGNATURE, Some(ReduceOp::Sum), TIMEOUT);
         let spaces = Spaces::new(input, output, dtype.size());
         let request = Request { collective, signature, reduce, dtype, spaces, timeout };
-        let begun = self.scene.core.run_collective(request, kind / 8 % 2 == 0, &Scene::nobody());
+        let begun = self.harness.engine.start_collective(request, kind / 8 % 2 == 0, &Harness::nobody());
         self.keep(begun, vec![mine, theirs, all]);
     }
 
@@ -167,15 +167,15 @@ impl Play {
         let (kind, mut words, offset) = (input.byte(), words(input), usize::from(input.byte()));
         let region = Region::of(&[words.buffer()]);
         let access = match kind % 4 {
-            0 => Access::Put { offset, from: region },
-            1 => Access::Get { offset, into: region },
-            2 => Access::Signal,
-            _ => Access::WaitSignal,
+            0 => RmaOp::Put { offset, from: region },
+            1 => RmaOp::Get { offset, into: region },
+            2 => RmaOp::Signal,
+            _ => RmaOp::WaitSignal,
         };
         let Some((window, _)) = &self.window else { return };
         let (window, peer, timeout) = (*window, PEER, TIMEOUT);
-        let work = Work::new(Scene::nobody(), self.scene.core.begin(access.call(peer, window), Bytes::default()));
-        self.scene.core.submit_access(AccessRequest { window, peer, access, timeout, work: work.clone() });
+        let work = Work::new(Harness::nobody(), self.harness.engine.begin(access.call(peer, window), Bytes::default()));
+        self.harness.engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });
         self.in_flight.push((work, vec![words]));
     }
 }
@@ -192,7 +192,7 @@ fn words(input: &mut Input<'_>) -> Words {
 }
 
 /// Opens a window of 64 bytes.
-fn lend(core: &mut Core) -> (WindowId, Words) {
+fn lend(engine: &mut Engine) -> (WindowId, Words) {
     let mut words = Words::new(vec![0; 8]);
-    (core.windows.expose(Region::of(&[words.buffer()])), words)
+    (engine.windows.expose(Region::of(&[words.buffer()])), words)
 }

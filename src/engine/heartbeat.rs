@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::engine::frame::Signature;
-use crate::engine::progress::{Core, deadline};
+use crate::engine::progress::{Engine, deadline};
 use crate::types::Rank;
 
 /// Ranks that wait in a collective.
@@ -50,7 +50,7 @@ impl Pulse {
     }
 }
 
-impl Core {
+impl Engine {
     /// Notes that ranks wait in a collective, and compares what they called with what this rank did.
     pub(crate) fn heartbeat_arrives(&mut self, heartbeat: &Heartbeat, now: Instant) {
         if self.closed.is_some() {
@@ -79,19 +79,19 @@ mod tests {
     use crate::engine::call::Call;
     use crate::engine::collective::{Request, Taken};
     use crate::engine::flight_recorder::Bytes;
-    use crate::engine::mock_peer::Scene;
+    use crate::engine::mock_peer::Harness;
     use crate::engine::region::{Region, Spaces, Words};
     use crate::error::Error;
     use crate::types::DType;
     use crate::work::Work;
 
     /// A broadcast from the last of so many ranks, for which rank 0 waits.
-    fn waiting(size: u32, words: &mut Words) -> (Scene, Work, Signature) {
-        let mut scene = Scene::of(size as usize);
+    fn waiting(size: u32, words: &mut Words) -> (Harness, Work, Signature) {
+        let mut harness = Harness::of(size as usize);
         let root = Rank(size - 1);
         let signature = Signature { operation: 3, root: root.0, count: 1, ..Signature::default() };
-        let entry = scene.core.begin(Call::Collective(signature), Bytes::default());
-        let work = Work::new(Scene::nobody(), entry);
+        let entry = harness.engine.begin(Call::Collective(signature), Bytes::default());
+        let work = Work::new(Harness::nobody(), entry);
         let region = Region::of(&[words.buffer()]);
         let request = Request {
             collective: Collective::Broadcast { count: 1, root },
@@ -101,9 +101,9 @@ mod tests {
             spaces: Spaces::new(region.clone(), region, 8),
             timeout: Duration::from_secs(1),
         };
-        scene.core.submit_collective(request, Taken::default(), work.clone());
-        let signature = scene.core.collectives.signature().expect("it runs");
-        (scene, work, signature)
+        harness.engine.submit_collective(request, Taken::default(), work.clone());
+        let signature = harness.engine.collectives.signature().expect("it runs");
+        (harness, work, signature)
     }
 
     fn heartbeat(signature: Signature, ranks: impl Iterator<Item = u32>) -> Heartbeat {
@@ -113,10 +113,10 @@ mod tests {
     #[test]
     fn a_timeout_names_who_sent_no_heartbeat_also_in_large_worlds() {
         let mut words = Words::new(vec![0]);
-        let (mut scene, work, signature) = waiting(300, &mut words);
+        let (mut harness, work, signature) = waiting(300, &mut words);
         let now = Instant::now();
-        scene.core.heartbeat_arrives(&heartbeat(signature, (0..300).filter(|rank| rank % 100 != 7)), now);
-        scene.core.expire(now + Duration::from_secs(2));
+        harness.engine.heartbeat_arrives(&heartbeat(signature, (0..300).filter(|rank| rank % 100 != 7)), now);
+        harness.engine.expire(now + Duration::from_secs(2));
         let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
         assert!(detail.contains("rank(s) 7, 107, 207 did not call it"), "{detail}");
     }
@@ -124,28 +124,28 @@ mod tests {
     #[test]
     fn a_heartbeat_tells_of_another_call() {
         let mut words = Words::new(vec![0]);
-        let (mut scene, work, signature) = waiting(3, &mut words);
+        let (mut harness, work, signature) = waiting(3, &mut words);
         let another = Signature { count: 2, ..signature };
-        scene.core.heartbeat_arrives(&Heartbeat { sequence: 1, ..heartbeat(another, 1..2) }, Instant::now());
+        harness.engine.heartbeat_arrives(&Heartbeat { sequence: 1, ..heartbeat(another, 1..2) }, Instant::now());
         assert!(work.result().is_none(), "that is the next one");
-        scene.core.heartbeat_arrives(&heartbeat(another, 0..1), Instant::now());
+        harness.engine.heartbeat_arrives(&heartbeat(another, 0..1), Instant::now());
         assert!(work.result().is_none(), "its own comes back");
-        scene.core.heartbeat_arrives(&heartbeat(another, 1..2), Instant::now());
+        harness.engine.heartbeat_arrives(&heartbeat(another, 1..2), Instant::now());
         assert!(matches!(work.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", work.result());
     }
 
     #[test]
     fn who_waits_sends_heartbeats_and_opens_no_stream_for_them() {
         let mut words = Words::new(vec![0]);
-        let (mut scene, _work, signature) = waiting(3, &mut words);
+        let (mut harness, _work, signature) = waiting(3, &mut words);
         let (send, sent) = std::sync::mpsc::channel();
-        scene.core.send_heartbeat = Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
-        let frames = scene.link().from_core.len();
+        harness.engine.send_heartbeat = Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
+        let frames = harness.link().from_engine.len();
         let later = Instant::now() + Duration::from_millis(300);
-        scene.core.expire(later);
+        harness.engine.expire(later);
         let expected = Heartbeat { ranks: vec![Rank(0)], ..heartbeat(signature, 0..1) };
         assert_eq!(sent.try_iter().collect::<Vec<_>>(), [expected]);
-        assert_eq!(scene.link().from_core.len(), frames, "rank 1 has nothing to do with the broadcast");
+        assert_eq!(harness.link().from_engine.len(), frames, "rank 1 has nothing to do with the broadcast");
     }
 
     #[test]

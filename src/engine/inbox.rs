@@ -3,15 +3,15 @@
 use std::io;
 
 use crate::engine::frame::{Encoded, Header};
-use crate::engine::outbox::{OpRef, Owner};
+use crate::engine::outbox::{Completion, OpId};
 use crate::engine::reduce::{self, Operands};
 use crate::engine::region::Region;
 use crate::error::LinkDown;
-use crate::transport::{Inlet, Location};
+use crate::transport::{MemoryAddress, RecvStream};
 
 /// What happens to received elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Arrival {
+pub(crate) enum RecvAction {
     /// They replace what is there.
     Store,
     /// They are combined with what is there.
@@ -20,46 +20,46 @@ pub(crate) enum Arrival {
 
 /// Where a message goes.
 #[derive(Debug)]
-pub(crate) struct Placement {
+pub(crate) struct RecvBuffer {
     pub(crate) region: Region,
-    pub(crate) arrival: Arrival,
-    pub(crate) owner: Owner,
-    /// Bytes that have arrived.
-    pub(crate) filled: usize,
+    pub(crate) action: RecvAction,
+    pub(crate) completion: Completion,
+    /// Bytes that have come.
+    pub(crate) received: usize,
 }
 
-impl Placement {
-    /// Whether the whole message has arrived.
+impl RecvBuffer {
+    /// Whether the whole message has come.
     pub(crate) fn is_full(&self) -> bool {
-        self.filled == self.region.len()
+        self.received == self.region.len()
     }
 
     /// Whether this can take the next `len` bytes: some, no more than are missing, and whole elements to be combined.
     pub(crate) fn fits(&self, len: usize) -> bool {
-        let element = match self.arrival {
-            Arrival::Store => 1,
-            Arrival::Reduce(operands) => operands.size(),
+        let element = match self.action {
+            RecvAction::Store => 1,
+            RecvAction::Reduce(operands) => operands.size(),
         };
-        len > 0 && len <= self.region.len() - self.filled && len.is_multiple_of(element)
+        len > 0 && len <= self.region.len() - self.received && len.is_multiple_of(element)
     }
 
-    /// Takes bytes that arrived, as many as make whole elements; returns how many.
+    /// Takes bytes that have come, as many as make whole elements; returns how many.
     pub(crate) fn take(&mut self, bytes: &[u8]) -> usize {
-        match self.arrival {
-            Arrival::Store => {
-                self.region.write(self.filled, bytes);
-                self.filled += bytes.len();
+        match self.action {
+            RecvAction::Store => {
+                self.region.write(self.received, bytes);
+                self.received += bytes.len();
                 bytes.len()
             }
-            Arrival::Reduce(operands) => {
+            RecvAction::Reduce(operands) => {
                 let mut done = 0;
                 let whole = bytes.len() - bytes.len() % operands.size();
                 while done < whole {
-                    let run = self.region.run_mut(self.filled);
+                    let run = self.region.run_mut(self.received);
                     let take = run.len().min(whole - done);
                     reduce::combine(operands, &mut run[..take], &bytes[done..done + take]);
                     done += take;
-                    self.filled += take;
+                    self.received += take;
                 }
                 whole
             }
@@ -70,7 +70,7 @@ impl Placement {
 /// Where a frame's payload goes.
 #[derive(Debug)]
 pub(crate) enum Sink {
-    Place(Placement),
+    Buffer(RecvBuffer),
     /// Kept until somebody wants it.
     Heap(Vec<u8>),
     /// Read and forgotten: its operation is over.
@@ -81,7 +81,7 @@ impl Sink {
     /// Takes a whole payload.
     fn take(&mut self, payload: &[u8]) {
         match self {
-            Sink::Place(placement) => _ = placement.take(payload),
+            Sink::Buffer(buffer) => _ = buffer.take(payload),
             Sink::Heap(bytes) => bytes.extend_from_slice(payload),
             Sink::Discard => {}
         }
@@ -101,13 +101,13 @@ pub(crate) enum Next {
 
 /// The receiving side of one peer.
 pub(crate) struct Inbox {
-    inlet: Box<dyn Inlet>,
+    recv_stream: Box<dyn RecvStream>,
     body: Option<(Header, Sink, usize)>,
 }
 
 impl Inbox {
-    pub(crate) fn new(inlet: Box<dyn Inlet>) -> Self {
-        Inbox { inlet, body: None }
+    pub(crate) fn new(recv_stream: Box<dyn RecvStream>) -> Self {
+        Inbox { recv_stream, body: None }
     }
 
     /// Moves bytes until a frame is complete, and returns its header and what took its payload; nothing when the bytes run
@@ -118,20 +118,20 @@ impl Inbox {
         begin: impl FnOnce(Header) -> Sink,
     ) -> Result<Option<(Header, Sink)>, LinkDown> {
         if self.body.is_none() {
-            let bytes = self.inlet.peek()?;
+            let bytes = self.recv_stream.peek()?;
             let Some(header) = Header::decode(bytes)? else { return Ok(None) };
             *moved = true;
             let mut sink = begin(header);
             let frame = header.size() + header.payload();
-            if frame <= AT_ONCE_BYTES
+            if frame <= WHOLE_FRAME_MAX
                 && let Some(payload) = bytes.get(header.size()..frame)
             {
                 // To take bytes out of a stream costs more than to look at a short frame.
                 sink.take(payload);
-                self.inlet.consume(frame);
+                self.recv_stream.consume(frame);
                 return Ok(Some((header, sink)));
             }
-            self.inlet.consume(header.size());
+            self.recv_stream.consume(header.size());
             self.body = Some((header, sink, header.payload()));
         }
         self.receive_body(moved)
@@ -141,7 +141,7 @@ impl Inbox {
     fn receive_body(&mut self, moved: &mut bool) -> Result<Option<(Header, Sink)>, LinkDown> {
         let Some((_, sink, left)) = &mut self.body else { return Ok(None) };
         while *left > 0 {
-            let taken = receive(self.inlet.as_mut(), sink, *left)?;
+            let taken = receive(self.recv_stream.as_mut(), sink, *left)?;
             if taken == 0 {
                 return Ok(None);
             }
@@ -152,12 +152,12 @@ impl Inbox {
     }
 
     /// Takes the next frame if it has this header, whose bytes are `head`. Its payload goes to `place`.
-    pub(crate) fn expect(&mut self, header: Header, head: &Encoded, place: &impl Fn() -> Placement) -> Next {
+    pub(crate) fn expect(&mut self, header: Header, head: &Encoded, place: &impl Fn() -> RecvBuffer) -> Next {
         if self.body.is_some() {
             return Next::Other;
         }
         // The end of a stream is for `poll` to tell.
-        let Ok(bytes) = self.inlet.peek() else { return Next::Other };
+        let Ok(bytes) = self.recv_stream.peek() else { return Next::Other };
         if bytes.is_empty() {
             return Next::Nothing;
         }
@@ -165,18 +165,18 @@ impl Inbox {
         let payload = header.payload();
         if let Some(whole) = behind.get(..payload) {
             place().take(whole);
-            self.inlet.consume(head.len() + payload);
+            self.recv_stream.consume(head.len() + payload);
             return Next::Expected;
         }
-        self.inlet.consume(head.len());
+        self.recv_stream.consume(head.len());
         let mut place = place();
         // In shared memory it lies by itself, and to begin with it in parts would take longer.
-        match self.inlet.peek().ok().and_then(|bytes| bytes.get(..payload)) {
+        match self.recv_stream.peek().ok().and_then(|bytes| bytes.get(..payload)) {
             Some(whole) => {
                 place.take(whole);
-                self.inlet.consume(payload);
+                self.recv_stream.consume(payload);
             }
-            None => self.body = Some((header, Sink::Place(place), payload)),
+            None => self.body = Some((header, Sink::Buffer(place), payload)),
         }
         Next::Expected
     }
@@ -192,78 +192,78 @@ impl Inbox {
     }
 
     /// Forgets what is being received for `op`, whose memory must not be touched any more.
-    pub(crate) fn cancel(&mut self, op: OpRef) {
+    pub(crate) fn cancel(&mut self, op: OpId) {
         if let Some((_, sink, _)) = &mut self.body
-            && matches!(sink, Sink::Place(placement) if placement.owner.op == op)
+            && matches!(sink, Sink::Buffer(buffer) if buffer.completion.op == op)
         {
             *sink = Sink::Discard;
         }
     }
 
-    /// Copies bytes of the peer's memory; see [`Inlet::read_memory`].
-    pub(crate) fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
-        self.inlet.read_memory(from, into)
+    /// Copies bytes of the peer's memory; see [`RecvStream::read_memory`].
+    pub(crate) fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {
+        self.recv_stream.read_memory(from, into)
     }
 
     /// How often the peer has taken back memory that it had offered.
-    pub(crate) fn withdrawals(&self) -> u64 {
-        self.inlet.withdrawals()
+    pub(crate) fn invalidations(&self) -> u64 {
+        self.recv_stream.invalidations()
     }
 
     /// Whether a payload is being received for `op`.
-    pub(crate) fn serves(&self, op: OpRef) -> bool {
-        matches!(&self.body, Some((_, Sink::Place(placement), _)) if placement.owner.op == op)
+    pub(crate) fn serves(&self, op: OpId) -> bool {
+        matches!(&self.body, Some((_, Sink::Buffer(buffer), _)) if buffer.completion.op == op)
     }
 
     /// Whether to look for frames is in vain, as far as is known.
     pub(crate) fn is_silent(&mut self) -> bool {
-        self.inlet.is_silent()
+        self.recv_stream.is_silent()
     }
 
     /// Asks to be woken when bytes come. True: there are some now.
     pub(crate) fn arm(&mut self) -> bool {
-        self.inlet.arm()
+        self.recv_stream.arm()
     }
 
     /// Ends what `arm` began.
     pub(crate) fn disarm(&mut self) {
-        self.inlet.disarm();
+        self.recv_stream.disarm();
     }
 
     /// The CPU that the peer waited on last, if it has told.
     pub(crate) fn peer_cpu(&self) -> Option<u32> {
-        self.inlet.writer_cpu()
+        self.recv_stream.writer_cpu()
     }
 }
 
 /// Moves at most `left` bytes from the stream to the sink.
-fn receive(inlet: &mut dyn Inlet, sink: &mut Sink, left: usize) -> Result<usize, LinkDown> {
+fn receive(recv_stream: &mut dyn RecvStream, sink: &mut Sink, left: usize) -> Result<usize, LinkDown> {
     match sink {
-        Sink::Place(placement) if placement.arrival == Arrival::Store => {
-            let run = placement.region.run_mut(placement.filled);
+        Sink::Buffer(buffer) if buffer.action == RecvAction::Store => {
+            let run = buffer.region.run_mut(buffer.received);
             let room = run.len().min(left);
-            let taken = inlet.read(&mut run[..room])?;
-            placement.filled += taken;
+            let taken = recv_stream.read(&mut run[..room])?;
+            buffer.received += taken;
             Ok(taken)
         }
         Sink::Heap(bytes) => {
             let start = bytes.len();
             bytes.resize(start + left, 0);
-            let taken = inlet.read(&mut bytes[start..])?;
+            let taken = recv_stream.read(&mut bytes[start..])?;
             bytes.truncate(start + taken);
             Ok(taken)
         }
-        Sink::Place(placement) => {
-            let bytes = inlet.peek()?;
+        Sink::Buffer(buffer) => {
+            let bytes = recv_stream.peek()?;
             // In runs, so that the sender gets room while the rest is combined.
             let available = bytes.len().min(left).min(COMBINE_BYTES);
-            let taken = placement.take(&bytes[..available]);
-            inlet.consume(taken);
+            let taken = buffer.take(&bytes[..available]);
+            recv_stream.consume(taken);
             Ok(taken)
         }
         Sink::Discard => {
-            let taken = inlet.peek()?.len().min(left);
-            inlet.consume(taken);
+            let taken = recv_stream.peek()?.len().min(left);
+            recv_stream.consume(taken);
             Ok(taken)
         }
     }
@@ -273,4 +273,4 @@ fn receive(inlet: &mut dyn Inlet, sink: &mut Sink, left: usize) -> Result<usize,
 const COMBINE_BYTES: usize = 32 * 1024;
 
 /// The longest frame that is taken out of its stream at once.
-const AT_ONCE_BYTES: usize = 16 * 1024;
+const WHOLE_FRAME_MAX: usize = 16 * 1024;

@@ -7,12 +7,12 @@ use rustc_hash::FxHashMap;
 
 use crate::engine::call::Call;
 use crate::engine::flight_recorder::Bytes;
-use crate::engine::frame::{FrameKind, Header, Lane};
-use crate::engine::inbox::{Arrival, Placement, Sink};
-use crate::engine::outbox::{Body, OpRef, Owner};
-use crate::engine::progress::{Core, Failed, control, deadline};
+use crate::engine::frame::{FrameKind, Header, MatchSpace};
+use crate::engine::inbox::{RecvAction, RecvBuffer, Sink};
+use crate::engine::outbox::{Body, Completion, OpId};
+use crate::engine::progress::{Engine, Failed, control, deadline};
 use crate::engine::region::Region;
-use crate::engine::single_copy::Offer;
+use crate::engine::single_copy::RtsInfo;
 use crate::error::Error;
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
@@ -68,7 +68,7 @@ struct Posted {
 }
 
 /// A message that came before its receive.
-struct Arrived {
+struct Unexpected {
     from: Rank,
     tag: Tag,
     content: Content,
@@ -76,7 +76,7 @@ struct Arrived {
 
 enum Content {
     Whole(Vec<u8>),
-    Announced(Offer),
+    Rts(RtsInfo),
 }
 
 /// The point-to-point operations of one communicator.
@@ -85,7 +85,7 @@ pub(crate) struct Messages {
     next: u64,
     in_flight: FxHashMap<u64, InFlight>,
     posted: Vec<Posted>,
-    arrived: VecDeque<Arrived>,
+    unexpected: VecDeque<Unexpected>,
 }
 
 impl Messages {
@@ -95,7 +95,7 @@ impl Messages {
 
     /// Whether no message waits to be received.
     pub(crate) fn has_no_news(&self) -> bool {
-        self.arrived.is_empty()
+        self.unexpected.is_empty()
     }
 
     /// Counts an operation that ended before it was submitted.
@@ -119,25 +119,25 @@ impl Messages {
 
     /// The ranks that wait for this one to receive a long message, and how long that is.
     pub(crate) fn waiting_senders(&self) -> impl Iterator<Item = (Rank, u64)> {
-        self.arrived.iter().filter_map(|arrived| match &arrived.content {
-            Content::Announced(offer) => Some((arrived.from, offer.len)),
+        self.unexpected.iter().filter_map(|unexpected| match &unexpected.content {
+            Content::Rts(rts) => Some((unexpected.from, rts.len)),
             Content::Whole(_) => None,
         })
     }
 
     /// Message `token` of `from` must be asked for.
-    pub(crate) fn forget_address(&mut self, from: Rank, token: u64) {
-        for arrived in self.arrived.iter_mut().filter(|arrived| arrived.from == from) {
-            if let Content::Announced(offer) = &mut arrived.content
-                && offer.token == token
+    pub(crate) fn clear_address(&mut self, from: Rank, token: u64) {
+        for unexpected in self.unexpected.iter_mut().filter(|unexpected| unexpected.from == from) {
+            if let Content::Rts(rts) = &mut unexpected.content
+                && rts.token == token
             {
-                offer.location = None;
+                rts.address = None;
             }
         }
     }
 }
 
-impl Core {
+impl Engine {
     /// Starts a message operation.
     pub(crate) fn submit_message(&mut self, request: MessageRequest, work: Work) {
         let id = self.keep_message(&request, work);
@@ -187,8 +187,8 @@ impl Core {
             self.sent_eagerly(to, len);
         }
         let header = message_header(tag, len);
-        let owner = Owner { op: OpRef::Message(id), step: 0 };
-        self.send_message(to, header, Body::of(region), owner, eager);
+        let completion = Completion { op: OpId::Message(id), step: 0 };
+        self.send_message(to, header, Body::of(region), completion, eager);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
             self.fail_message_lost(id, to, cause);
         }
@@ -198,8 +198,8 @@ impl Core {
     fn send_to_self(&mut self, id: u64, tag: Tag, region: &Region) {
         match self.take_posted(self.me, tag) {
             Some(posted) => {
-                if let Some(mut placement) = self.message_placement(&posted, self.me, region.len() as u64) {
-                    placement.region.copy_from(region);
+                if let Some(mut buffer) = self.message_placement(&posted, self.me, region.len() as u64) {
+                    buffer.region.copy_from(region);
                     self.message_done(posted.id, Some(self.me));
                 }
                 self.message_done(id, None);
@@ -207,65 +207,65 @@ impl Core {
             None => {
                 let content = Content::Whole(region.to_vec(0, region.len()));
                 self.message_done(id, None);
-                self.messages.arrived.push_back(Arrived { from: self.me, tag, content });
+                self.messages.unexpected.push_back(Unexpected { from: self.me, tag, content });
             }
         }
     }
 
     fn start_message_receive(&mut self, posted: Posted) {
-        let fits = |arrived: &Arrived| arrived.tag == posted.tag && accepts(posted.from, arrived.from);
-        if let Some(position) = self.messages.arrived.iter().position(fits) {
-            let arrived = self.messages.arrived.remove(position).expect("the position was just found");
-            return self.match_message(posted, arrived);
+        let fits = |unexpected: &Unexpected| unexpected.tag == posted.tag && accepts(posted.from, unexpected.from);
+        if let Some(position) = self.messages.unexpected.iter().position(fits) {
+            let unexpected = self.messages.unexpected.remove(position).expect("the position was just found");
+            return self.match_message(posted, unexpected);
         }
         match posted.from {
             Source::Rank(from) => {
-                self.reach(from);
+                self.connect(from);
                 if let Some(cause) = self.lost(from).map(str::to_owned) {
                     return self.fail_message_lost(posted.id, from, cause);
                 }
             }
             Source::Any => {
                 // Opening streams tells soon when the last possible sender is gone.
-                (0..self.size()).map(Rank::from).for_each(|peer| self.reach(peer));
+                (0..self.size()).map(Rank::from).for_each(|peer| self.connect(peer));
             }
         }
         self.messages.posted.push(posted);
     }
 
-    fn match_message(&mut self, posted: Posted, arrived: Arrived) {
-        let len = match &arrived.content {
+    fn match_message(&mut self, posted: Posted, unexpected: Unexpected) {
+        let len = match &unexpected.content {
             Content::Whole(bytes) => bytes.len() as u64,
-            Content::Announced(offer) => offer.len,
+            Content::Rts(rts) => rts.len,
         };
-        let placement = self.message_placement(&posted, arrived.from, len);
-        match (arrived.content, placement) {
-            (Content::Whole(bytes), placement) => {
-                self.eager_taken(arrived.from, bytes.len());
-                if let Some(mut placement) = placement {
-                    placement.take(&bytes);
-                    self.message_done(posted.id, Some(arrived.from));
+        let buffer = self.message_placement(&posted, unexpected.from, len);
+        match (unexpected.content, buffer) {
+            (Content::Whole(bytes), buffer) => {
+                self.eager_taken(unexpected.from, bytes.len());
+                if let Some(mut buffer) = buffer {
+                    buffer.take(&bytes);
+                    self.message_done(posted.id, Some(unexpected.from));
                 }
             }
-            (Content::Announced(offer), Some(placement)) => {
-                self.take_up(arrived.from, offer, Lane::PointToPoint, placement);
+            (Content::Rts(rts), Some(buffer)) => {
+                self.take_up(unexpected.from, rts, MatchSpace::PointToPoint, buffer);
             }
-            (Content::Announced(Offer { token, len, .. }), None) => {
+            (Content::Rts(RtsInfo { token, len, .. }), None) => {
                 let text = format!("rank {} expected {} bytes, not {len}", self.me, posted.region.len());
-                self.send_failure(arrived.from, Failed::Message(token), &text);
+                self.send_failure(unexpected.from, Failed::Message(token), &text);
             }
         }
     }
 
     /// The receive's memory, if the message is as long as that; else the receive fails.
-    fn message_placement(&mut self, posted: &Posted, from: Rank, len: u64) -> Option<Placement> {
+    fn message_placement(&mut self, posted: &Posted, from: Rank, len: u64) -> Option<RecvBuffer> {
         if posted.region.len() as u64 != len {
             let detail = format!("rank {from} sent {len} bytes, the receive expects {}", posted.region.len());
             self.fail_message(posted.id, |operation| Error::Mismatch { operation, detail });
             return None;
         }
-        let owner = Owner { op: OpRef::Message(posted.id), step: 0 };
-        Some(Placement { region: posted.region.clone(), arrival: Arrival::Store, owner, filled: 0 })
+        let completion = Completion { op: OpId::Message(posted.id), step: 0 };
+        Some(RecvBuffer { region: posted.region.clone(), action: RecvAction::Store, completion, received: 0 })
     }
 
     // ---- arrivals ----
@@ -281,29 +281,29 @@ impl Core {
             None => Sink::Heap(Vec::new()),
             Some(posted) => {
                 self.eager_taken(from, header.payload());
-                self.message_placement(&posted, from, header.len).map_or(Sink::Discard, Sink::Place)
+                self.message_placement(&posted, from, header.len).map_or(Sink::Discard, Sink::Buffer)
             }
         }
     }
 
-    pub(crate) fn message_kept(&mut self, from: Rank, header: Header, bytes: Vec<u8>) {
+    pub(crate) fn message_unexpected_complete(&mut self, from: Rank, header: Header, bytes: Vec<u8>) {
         self.deliver(from, tag_of(header), bytes);
     }
 
     fn deliver(&mut self, from: Rank, tag: Tag, bytes: Vec<u8>) {
-        let arrived = Arrived { from, tag, content: Content::Whole(bytes) };
+        let unexpected = Unexpected { from, tag, content: Content::Whole(bytes) };
         match self.take_posted(from, tag) {
-            Some(posted) => self.match_message(posted, arrived),
-            None => self.messages.arrived.push_back(arrived),
+            Some(posted) => self.match_message(posted, unexpected),
+            None => self.messages.unexpected.push_back(unexpected),
         }
     }
 
-    pub(crate) fn message_announced(&mut self, from: Rank, header: Header) -> Sink {
+    pub(crate) fn message_rts_arrives(&mut self, from: Rank, header: Header) -> Sink {
         let tag = tag_of(header);
-        let arrived = Arrived { from, tag, content: Content::Announced(header.offer()) };
+        let unexpected = Unexpected { from, tag, content: Content::Rts(header.rts()) };
         match self.take_posted(from, tag) {
-            Some(posted) => self.match_message(posted, arrived),
-            None => self.messages.arrived.push_back(arrived),
+            Some(posted) => self.match_message(posted, unexpected),
+            None => self.messages.unexpected.push_back(unexpected),
         }
         Sink::Discard
     }
@@ -316,8 +316,8 @@ impl Core {
         *taken += eager_cost(bytes);
         if *taken >= EAGER_WINDOW / 4 {
             let credit = std::mem::take(taken);
-            let header = control(FrameKind::Credit, Lane::PointToPoint, 0, 0, credit);
-            self.send(from, header, Body::Empty, Owner::PROTOCOL);
+            let header = control(FrameKind::Credit, MatchSpace::PointToPoint, 0, 0, credit);
+            self.send(from, header, Body::Empty, Completion::NONE);
         }
     }
 
@@ -331,7 +331,7 @@ impl Core {
 
     fn fail_message(&mut self, id: u64, error: impl FnOnce(String) -> Error) {
         let Some(op) = self.messages.in_flight.remove(&id) else { return };
-        self.cancel(OpRef::Message(id));
+        self.cancel(OpId::Message(id));
         self.messages.posted.retain(|posted| posted.id != id);
         let error = error(op.call.to_string());
         self.finish(op.work, Err(error), None);
@@ -345,11 +345,11 @@ impl Core {
     }
 
     pub(crate) fn message_failed_elsewhere(&mut self, from: Rank, token: u64, text: &str) {
-        match self.owner_of_token(from, token).map(|owner| owner.op) {
-            Some(OpRef::Message(id)) => {
+        match self.completion_of_token(from, token).map(|completion| completion.op) {
+            Some(OpId::Message(id)) => {
                 self.fail_message(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
             }
-            Some(OpRef::Access(id)) => self.access_failed_elsewhere(id, text),
+            Some(OpId::RmaOp(id)) => self.rma_failed_elsewhere(id, text),
             _ => {}
         }
     }
@@ -358,7 +358,9 @@ impl Core {
     pub(crate) fn lose_messages(&mut self, peer: Rank, cause: &str) {
         let alone = (0..self.size()).map(Rank::from).all(|rank| rank == self.me || self.lost(rank).is_some());
         // What has arrived whole can still be received; what was only announced cannot.
-        self.messages.arrived.retain(|arrived| arrived.from != peer || matches!(arrived.content, Content::Whole(_)));
+        self.messages
+            .unexpected
+            .retain(|unexpected| unexpected.from != peer || matches!(unexpected.content, Content::Whole(_)));
         let gone: Vec<u64> = self
             .messages
             .in_flight
@@ -367,7 +369,7 @@ impl Core {
                 let affected = match op.direction {
                     Direction::Send(to) => to == peer,
                     Direction::Receive(Source::Rank(from)) => from == peer,
-                    Direction::Receive(Source::Any) => alone || self.exchanges(OpRef::Message(*id), peer),
+                    Direction::Receive(Source::Any) => alone || self.exchanges(OpId::Message(*id), peer),
                 };
                 affected.then_some(*id)
             })
@@ -382,7 +384,7 @@ impl Core {
         for id in ids {
             self.fail_message(id, error);
         }
-        self.messages.arrived.clear();
+        self.messages.unexpected.clear();
     }
 
     pub(crate) fn check_message_deadlines(&mut self, now: Instant) {
@@ -415,7 +417,7 @@ fn accepts(wanted: Source, from: Rank) -> bool {
 
 /// The header of a message that is sent before it is asked for.
 pub(crate) fn message_header(tag: Tag, len: usize) -> Header {
-    control(FrameKind::Eager, Lane::PointToPoint, u64::from(tag.0), 0, len as u64)
+    control(FrameKind::Eager, MatchSpace::PointToPoint, u64::from(tag.0), 0, len as u64)
 }
 
 fn tag_of(header: Header) -> Tag {
@@ -423,9 +425,9 @@ fn tag_of(header: Header) -> Tag {
 }
 
 /// The credit that a frame takes, until its receiver has taken the message.
-pub(crate) fn credit_for(header: Header) -> u64 {
-    match (header.kind, header.lane) {
-        (FrameKind::Eager, Lane::PointToPoint) => eager_cost(header.payload()),
+pub(crate) fn credits_for(header: Header) -> u64 {
+    match (header.kind, header.match_space) {
+        (FrameKind::Eager, MatchSpace::PointToPoint) => eager_cost(header.payload()),
         _ => 0,
     }
 }

@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 use crate::engine::connector::Route;
 use crate::engine::frame::Header;
 use crate::engine::message::{Direction, MessageRequest};
-use crate::engine::progress::Core;
+use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Words};
 use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::topo::Topology;
-use crate::transport::{Accepted, Inlet, Location, Outlet, Transport};
+use crate::transport::{Accepted, MemoryAddress, RecvStream, SendStream, Transport};
 use crate::types::{Rank, Tag};
 use crate::work::{Drive, Work};
 
-/// What lies between rank 0, which is a core, and rank 1, which is the test.
+/// What lies between rank 0, which is an engine, and rank 1, which is the test.
 #[derive(Default)]
 pub(crate) struct Link {
     /// What rank 1 has sent and rank 0 has not read.
-    pub(crate) to_core: Vec<u8>,
+    pub(crate) to_engine: Vec<u8>,
     /// What rank 0 has sent.
-    pub(crate) from_core: Vec<u8>,
+    pub(crate) from_engine: Vec<u8>,
     /// How much of what rank 1 has sent waits in the stream, as of rank 0's last look.
     pub(crate) unread: usize,
     /// Whether the stream from rank 1 has brought nothing for a while, and how often rank 0 has looked nevertheless.
@@ -29,8 +29,8 @@ pub(crate) struct Link {
     pub(crate) peeks: usize,
     /// Rank 1's memory from address 1 on, as far as it can be read.
     pub(crate) memory: Vec<u8>,
-    /// How often rank 1 has withdrawn memory.
-    pub(crate) withdrawals: u64,
+    /// How often rank 1 has invalidated memory.
+    pub(crate) invalidations: u64,
     /// How often rank 0 has.
     pub(crate) core_withdrawals: u64,
     /// Whether rank 0's stream to rank 1 is down.
@@ -41,29 +41,29 @@ pub(crate) struct Link {
     pub(crate) refuses: bool,
     /// The CPU that rank 1 waits on, and the one that rank 0 does, as far as they have told.
     pub(crate) cpu: Option<u32>,
-    pub(crate) core_cpu: Option<u32>,
+    pub(crate) engine_cpu: Option<u32>,
 }
 
 /// Rank 0, and what the test holds of rank 1.
-pub(crate) struct Scene {
-    pub(crate) core: Core,
+pub(crate) struct Harness {
+    pub(crate) engine: Engine,
     link: Arc<Mutex<Link>>,
 }
 
 #[cfg_attr(fuzzing, allow(dead_code, reason = "some of it serves other tests alone"))]
-impl Scene {
-    pub(crate) fn new() -> Scene {
-        Scene::of(2)
+impl Harness {
+    pub(crate) fn new() -> Harness {
+        Harness::of(2)
     }
 
     /// Of so many ranks, of which only rank 1 answers.
-    pub(crate) fn of(size: usize) -> Scene {
+    pub(crate) fn of(size: usize) -> Harness {
         let link = Arc::<Mutex<Link>>::default();
         let topo = Topology::single_host(size);
-        let transport = Box::new(ByHand { link: Arc::clone(&link), accepted: false });
+        let transport = Box::new(MockTransport { link: Arc::clone(&link), accepted: false });
         let routes =
             (0..size).map(|rank| vec![Route { transport: 0, address: vec![] }; usize::from(rank > 0)]).collect();
-        Scene { core: Core::new("test".to_owned(), Rank(0), topo, vec![transport], routes), link }
+        Harness { engine: Engine::new("test".to_owned(), Rank(0), topo, vec![transport], routes), link }
     }
 
     pub(crate) fn link(&self) -> MutexGuard<'_, Link> {
@@ -72,7 +72,7 @@ impl Scene {
 
     /// Sends bytes as rank 1 and lets rank 0 go as far as it can.
     pub(crate) fn send(&mut self, bytes: &[u8]) {
-        self.link().to_core.extend_from_slice(bytes);
+        self.link().to_engine.extend_from_slice(bytes);
         self.settle();
     }
 
@@ -82,23 +82,23 @@ impl Scene {
     }
 
     pub(crate) fn settle(&mut self) {
-        while self.core.progress(true) {}
+        while self.engine.progress(true) {}
     }
 
     /// Starts a message on rank 0 and lets it go as far as it can.
     pub(crate) fn start(&mut self, direction: Direction, words: &mut Words, timeout: Duration) -> Work {
         let region = Region::of(&[words.buffer()]);
         let tag = Tag(0);
-        let entry = self.core.begin(direction.call(tag, region.len()), direction.bytes(region.len()));
-        let work = Work::new(Scene::nobody(), entry);
-        self.core.submit_message(MessageRequest { direction, tag, region, timeout }, work.clone());
+        let entry = self.engine.begin(direction.call(tag, region.len()), direction.bytes(region.len()));
+        let work = Work::new(Harness::nobody(), entry);
+        self.engine.submit_message(MessageRequest { direction, tag, region, timeout }, work.clone());
         self.settle();
         work
     }
 
     /// The headers of what rank 0 has sent since the last call; none of the frames has a payload.
     pub(crate) fn sent(&mut self) -> Vec<Header> {
-        let bytes = std::mem::take(&mut self.link().from_core);
+        let bytes = std::mem::take(&mut self.link().from_engine);
         let mut rest = bytes.as_slice();
         let mut next = || {
             let header = Header::decode(rest).expect("a header")?;
@@ -115,12 +115,12 @@ impl Drive for Nobody {
     fn drive(&self, _: &Work, _: Option<Instant>) {}
 }
 
-struct ByHand {
+struct MockTransport {
     link: Arc<Mutex<Link>>,
     accepted: bool,
 }
 
-impl Transport for ByHand {
+impl Transport for MockTransport {
     fn name(&self) -> &'static str {
         "by hand"
     }
@@ -129,7 +129,7 @@ impl Transport for ByHand {
         Vec::new()
     }
 
-    fn open(&mut self, to: Rank, _: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+    fn open(&mut self, to: Rank, _: &[u8]) -> Result<Box<dyn SendStream>, LinkDown> {
         if lock(&self.link).refuses {
             return Err(LinkDown::new("its process is gone"));
         }
@@ -150,7 +150,7 @@ impl Transport for ByHand {
 
 struct Sending(Arc<Mutex<Link>>);
 
-impl Outlet for Sending {
+impl SendStream for Sending {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         let mut link = lock(&self.0);
         if link.broken {
@@ -159,10 +159,10 @@ impl Outlet for Sending {
         if link.full {
             return Ok(0);
         }
-        let before = link.from_core.len();
-        link.from_core.extend_from_slice(head);
-        body.iter().for_each(|bytes| link.from_core.extend_from_slice(bytes));
-        Ok(link.from_core.len() - before)
+        let before = link.from_engine.len();
+        link.from_engine.extend_from_slice(head);
+        body.iter().for_each(|bytes| link.from_engine.extend_from_slice(bytes));
+        Ok(link.from_engine.len() - before)
     }
 
     fn arm(&mut self) -> bool {
@@ -175,16 +175,16 @@ impl Outlet for Sending {
         true
     }
 
-    fn lends(&self) -> bool {
+    fn peer_can_read(&self) -> bool {
         true
     }
 
-    fn withdraw(&mut self) {
+    fn invalidate(&mut self) {
         lock(&self.0).core_withdrawals += 1;
     }
 
-    fn tell_cpu(&mut self, cpu: u32) {
-        lock(&self.0).core_cpu = Some(cpu);
+    fn publish_cpu(&mut self, cpu: u32) {
+        lock(&self.0).engine_cpu = Some(cpu);
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
@@ -197,11 +197,11 @@ struct Receiving {
     seen: Vec<u8>,
 }
 
-impl Inlet for Receiving {
+impl RecvStream for Receiving {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         let mut link = lock(&self.link);
         link.peeks += 1;
-        self.seen.append(&mut link.to_core);
+        self.seen.append(&mut link.to_engine);
         link.unread = self.seen.len();
         Ok(&self.seen)
     }
@@ -222,7 +222,7 @@ impl Inlet for Receiving {
         lock(&self.link).silent
     }
 
-    fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
+    fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {
         let link = lock(&self.link);
         let there = (from.address as usize).checked_sub(1).and_then(|at| link.memory.get(at..));
         let there = there.filter(|there| !there.is_empty());
@@ -232,8 +232,8 @@ impl Inlet for Receiving {
         Ok(count)
     }
 
-    fn withdrawals(&self) -> u64 {
-        lock(&self.link).withdrawals
+    fn invalidations(&self) -> u64 {
+        lock(&self.link).invalidations
     }
 
     fn writer_cpu(&self) -> Option<u32> {
@@ -251,10 +251,10 @@ impl Inlet for Receiving {
 mod tests {
     use super::*;
     use crate::config::EagerBytes;
-    use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Lane};
+    use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, MatchSpace};
     use crate::engine::inbox::Inbox;
     use crate::engine::progress::control;
-    use crate::engine::reach::LINGER;
+    use crate::engine::reach::DRAIN_TIMEOUT;
     use crate::types::Source;
 
     #[test]
@@ -266,10 +266,10 @@ mod tests {
             (FrameKind::Fail, FAIL_TEXT_MAX),
         ] {
             for len in [limit as u64 + 1, u64::MAX] {
-                let mut scene = Scene::new();
-                scene.settle();
-                scene.send(&control(kind, Lane::PointToPoint, 0, 0, len).encode());
-                let lost = scene.core.lost(Rank(1)).unwrap_or_default().to_owned();
+                let mut harness = Harness::new();
+                harness.settle();
+                harness.send(&control(kind, MatchSpace::PointToPoint, 0, 0, len).encode());
+                let lost = harness.engine.lost(Rank(1)).unwrap_or_default().to_owned();
                 assert!(lost.contains(&format!("{kind:?} frame of {len} bytes")), "{lost}");
             }
         }
@@ -277,70 +277,70 @@ mod tests {
 
     #[test]
     fn what_a_rank_sent_before_it_was_lost_is_taken_however_late() {
-        let mut scene = Scene::new();
+        let mut harness = Harness::new();
         let mut words = Words::new(vec![0]);
-        let receive = scene.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
-        scene.link().broken = true;
-        scene.settle();
-        std::thread::sleep(LINGER); // as if this process had no core to run on
-        let header = control(FrameKind::Eager, Lane::PointToPoint, 0, 0, 8).encode();
-        scene.send(&[&*header, &7u64.to_ne_bytes()].concat());
+        let receive = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
+        harness.link().broken = true;
+        harness.settle();
+        std::thread::sleep(DRAIN_TIMEOUT); // as if this process had no core to run on
+        let header = control(FrameKind::Eager, MatchSpace::PointToPoint, 0, 0, 8).encode();
+        harness.send(&[&*header, &7u64.to_ne_bytes()].concat());
         assert_eq!((receive.result(), words.get()), (Some(Ok(())), [7].as_slice()));
-        assert!(scene.core.lost(Rank(1)).is_some());
+        assert!(harness.engine.lost(Rank(1)).is_some());
     }
 
     #[test]
     fn a_stream_that_brings_nothing_costs_a_turn_nothing() {
-        let mut scene = Scene::new();
-        scene.settle();
-        let peeks = |scene: &mut Scene| {
-            scene.link().peeks = 0;
-            (0..10).for_each(|_| _ = scene.core.progress(false));
-            scene.link().peeks
+        let mut harness = Harness::new();
+        harness.settle();
+        let peeks = |harness: &mut Harness| {
+            harness.link().peeks = 0;
+            (0..10).for_each(|_| _ = harness.engine.progress(false));
+            harness.link().peeks
         };
-        assert!(peeks(&mut scene) >= 10);
-        scene.link().silent = true;
-        assert_eq!(peeks(&mut scene), 0);
+        assert!(peeks(&mut harness) >= 10);
+        harness.link().silent = true;
+        assert_eq!(peeks(&mut harness), 0);
     }
 
     #[test]
     fn what_is_taken_back_before_it_was_sent_leaves_its_credit() {
-        let mut scene = Scene::new();
+        let mut harness = Harness::new();
         let mut words = Words::new(vec![0; 512]);
-        scene.core.single_copy_bytes = scene.core.eager_bytes;
-        scene.link().full = true;
+        harness.engine.single_copy_bytes = harness.engine.eager_bytes;
+        harness.link().full = true;
         // Together more than a receiver keeps unread.
         for _ in 0..300 {
-            let send = scene.start(Direction::Send(Rank(1)), &mut words, Duration::ZERO);
+            let send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::ZERO);
             assert!(matches!(send.result(), Some(Err(crate::Error::Timeout { .. }))), "{:?}", send.result());
         }
-        scene.link().full = false;
-        let send = scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        harness.link().full = false;
+        let send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
         assert_eq!(send.result(), Some(Ok(())), "it goes at once");
     }
 
     #[test]
     fn a_peer_whose_frames_are_being_taken_is_not_lost_while_another_ones_are() {
-        let mut scene = Scene::of(3);
-        scene.settle();
-        scene.link().refuses = true;
+        let mut harness = Harness::of(3);
+        harness.settle();
+        harness.link().refuses = true;
         // As it is while a frame of rank 1 is dealt with.
-        let pumped = scene.core.peers[1].inbox.take();
-        scene.core.peers[1].is_pumped = true;
-        let inlet = Receiving { link: Arc::default(), seen: Vec::new() };
-        scene.core.peers[2].inbox = Some(Box::new(Inbox::new(Box::new(inlet))));
-        scene.core.pump_in(Rank(2));
-        scene.core.reach(Rank(1));
-        assert_eq!(scene.core.lost(Rank(1)), None, "more of it may be in its inbox");
-        scene.core.peers[1].inbox = pumped;
+        let pumped = harness.engine.peers[1].inbox.take();
+        harness.engine.peers[1].is_draining = true;
+        let recv_stream = Receiving { link: Arc::default(), seen: Vec::new() };
+        harness.engine.peers[2].inbox = Some(Box::new(Inbox::new(Box::new(recv_stream))));
+        harness.engine.progress_recv(Rank(2));
+        harness.engine.connect(Rank(1));
+        assert_eq!(harness.engine.lost(Rank(1)), None, "more of it may be in its inbox");
+        harness.engine.peers[1].inbox = pumped;
     }
 
     #[test]
     fn an_announcement_of_any_length_takes_no_memory() {
-        let mut scene = Scene::new();
-        scene.send(&control(FrameKind::Announce, Lane::PointToPoint, 0, 7, u64::MAX).encode());
+        let mut harness = Harness::new();
+        harness.send(&control(FrameKind::Rts, MatchSpace::PointToPoint, 0, 7, u64::MAX).encode());
         let mut words = Words::new(vec![0; 2]);
-        let receive = scene.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
+        let receive = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
         let error = receive.result().expect("an end").expect_err("another length");
         assert!(matches!(error, crate::Error::Mismatch { .. }), "{error}");
     }

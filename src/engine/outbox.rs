@@ -11,17 +11,17 @@ use crate::engine::region::Region;
 use crate::error::LinkDown;
 use crate::schedule::StepId;
 use crate::sys::tcp_info::Traffic;
-use crate::transport::Outlet;
+use crate::transport::SendStream;
 
 /// The operation that a message belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OpRef {
+pub(crate) enum OpId {
     /// The collective with this sequence number.
     Collective(u64),
     /// The point-to-point operation with this id.
     Message(u64),
     /// The access to a window with this id.
-    Access(u64),
+    RmaOp(u64),
     /// Other ranks' accesses to this rank's part of the window with this id.
     Window(u64),
     /// The protocol itself.
@@ -30,14 +30,14 @@ pub(crate) enum OpRef {
 
 /// Who is told when a message has been written or received: an operation, and for a collective its step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Owner {
-    pub(crate) op: OpRef,
+pub(crate) struct Completion {
+    pub(crate) op: OpId,
     pub(crate) step: StepId,
 }
 
-impl Owner {
+impl Completion {
     /// Nobody.
-    pub(crate) const PROTOCOL: Owner = Owner { op: OpRef::Protocol, step: 0 };
+    pub(crate) const NONE: Completion = Completion { op: OpId::Protocol, step: 0 };
 }
 
 /// The payload of a message.
@@ -109,7 +109,7 @@ type Slices<'a> = SmallVec<[IoSlice<'a>; 4]>;
 struct Outgoing {
     header: Header,
     body: Body,
-    owner: Owner,
+    completion: Completion,
     /// Where the current frame's payload begins in the body.
     offset: usize,
 }
@@ -135,7 +135,7 @@ impl Outgoing {
 /// The sending side of one peer.
 #[derive(Default)]
 pub(crate) struct Outbox {
-    outlet: Option<Box<dyn Outlet>>,
+    send_stream: Option<Box<dyn SendStream>>,
     queue: VecDeque<Outgoing>,
     /// Bytes written of the frame at the head of the queue, header included; its encoded header.
     written: usize,
@@ -145,17 +145,17 @@ pub(crate) struct Outbox {
 impl Outbox {
     /// Whether a stream has been opened.
     pub(crate) fn is_open(&self) -> bool {
-        self.outlet.is_some()
+        self.send_stream.is_some()
     }
 
     /// Attaches the stream.
-    pub(crate) fn open(&mut self, outlet: Box<dyn Outlet>) {
-        self.outlet = Some(outlet);
+    pub(crate) fn open(&mut self, send_stream: Box<dyn SendStream>) {
+        self.send_stream = Some(send_stream);
     }
 
     /// Drops a stream that has not taken any bytes; they go to the next.
     pub(crate) fn close(&mut self) {
-        self.outlet = None;
+        self.send_stream = None;
     }
 
     /// Whether bytes wait.
@@ -165,12 +165,12 @@ impl Outbox {
 
     /// Whether the stream is opened but the peer has not accepted it yet.
     pub(crate) fn is_opening(&self) -> bool {
-        self.outlet.as_ref().is_some_and(|outlet| !outlet.is_open())
+        self.send_stream.as_ref().is_some_and(|send_stream| !send_stream.is_open())
     }
 
     /// Whether an operation's message waits here.
-    pub(crate) fn holds(&self, op: OpRef) -> bool {
-        self.queue.iter().any(|outgoing| outgoing.owner.op == op)
+    pub(crate) fn holds(&self, op: OpId) -> bool {
+        self.queue.iter().any(|outgoing| outgoing.completion.op == op)
     }
 
     /// The bytes of the engine in long messages that wait here.
@@ -179,28 +179,28 @@ impl Outbox {
     }
 
     /// Queues a message.
-    pub(crate) fn push(&mut self, header: Header, body: Body, owner: Owner) {
-        self.push_from(0, header, body, owner);
+    pub(crate) fn push(&mut self, header: Header, body: Body, completion: Completion) {
+        self.push_from(0, header, body, completion);
     }
 
     /// Queues the rest of a message whose receiver has its first `offset` bytes.
-    pub(crate) fn push_from(&mut self, offset: usize, header: Header, body: Body, owner: Owner) {
-        let mut outgoing = Outgoing { header, body, owner, offset };
+    pub(crate) fn push_from(&mut self, offset: usize, header: Header, body: Body, completion: Completion) {
+        let mut outgoing = Outgoing { header, body, completion, offset };
         outgoing.body.give_back(offset);
         self.queue.push_back(outgoing);
     }
 
     /// Writes a message of one frame that nothing waits before, or as much of it as there is room for, and queues the rest.
     /// True: nothing is left of it.
-    pub(crate) fn write(&mut self, header: Header, body: Body, owner: Owner) -> Result<bool, LinkDown> {
+    pub(crate) fn write(&mut self, header: Header, body: Body, completion: Completion) -> Result<bool, LinkDown> {
         let head = header.encode();
         let end = head.len() + header.payload();
-        let written = match &mut self.outlet {
+        let written = match &mut self.send_stream {
             None => Ok(0),
-            Some(outlet) => {
+            Some(send_stream) => {
                 let mut slices = Slices::new();
                 body.io_slices(0, header.payload(), &mut slices);
-                outlet.write(&head, &slices)
+                send_stream.write(&head, &slices)
             }
         };
         if written == Ok(end) {
@@ -208,25 +208,25 @@ impl Outbox {
         }
         self.written = *written.as_ref().unwrap_or(&0);
         self.head = Some(head);
-        self.push(header, body, owner);
+        self.push(header, body, completion);
         written.map(|_| false)
     }
 
     /// Whether the peer can read this process's memory.
-    pub(crate) fn lends(&self) -> bool {
-        self.outlet.as_ref().is_some_and(|outlet| outlet.lends())
+    pub(crate) fn peer_can_read(&self) -> bool {
+        self.send_stream.as_ref().is_some_and(|send_stream| send_stream.peer_can_read())
     }
 
     /// Makes the peer doubt what it reads of this process's memory.
-    pub(crate) fn withdraw(&mut self) {
-        if let Some(outlet) = &mut self.outlet {
-            outlet.withdraw();
+    pub(crate) fn invalidate(&mut self) {
+        if let Some(send_stream) = &mut self.send_stream {
+            send_stream.invalidate();
         }
     }
 
     /// Writes as much as there is room for; owners of finished messages are appended to `done`. True: bytes moved.
-    pub(crate) fn pump(&mut self, done: &mut Vec<Owner>) -> Result<bool, LinkDown> {
-        let Some(outlet) = &mut self.outlet else { return Ok(false) };
+    pub(crate) fn pump(&mut self, done: &mut Vec<Completion>) -> Result<bool, LinkDown> {
+        let Some(send_stream) = &mut self.send_stream else { return Ok(false) };
         let mut moved = false;
         while let Some(outgoing) = self.queue.front_mut() {
             let end = outgoing.frame_end();
@@ -236,7 +236,7 @@ impl Outbox {
                 let mut slices = Slices::new();
                 let from = outgoing.offset + self.written.saturating_sub(header.len());
                 outgoing.body.io_slices(from, end, &mut slices);
-                outlet.write(&header[self.written.min(header.len())..], &slices)?
+                send_stream.write(&header[self.written.min(header.len())..], &slices)?
             };
             self.written += taken;
             moved |= taken > 0;
@@ -252,7 +252,7 @@ impl Outbox {
                 outgoing.body.give_back(end);
                 self.queue.push_back(outgoing);
             } else {
-                done.push(outgoing.owner);
+                done.push(outgoing.completion);
             }
         }
         Ok(moved)
@@ -260,7 +260,7 @@ impl Outbox {
 
     /// Takes back what has not been sent of `op`, whose memory must not be touched any more; `unsent` is told of each message
     /// of which the peer never hears. A frame that is under way is finished from a copy, since the stream needs its bytes.
-    pub(crate) fn cancel(&mut self, op: OpRef, mut unsent: impl FnMut(Header)) {
+    pub(crate) fn cancel(&mut self, op: OpId, mut unsent: impl FnMut(Header)) {
         let under_way = self.written > 0;
         if !under_way {
             // The header belongs to a frame that may be dropped now.
@@ -269,7 +269,7 @@ impl Outbox {
         let mut first = true;
         self.queue.retain_mut(|outgoing| {
             let is_head = std::mem::take(&mut first);
-            if outgoing.owner.op != op {
+            if outgoing.completion.op != op {
                 return true;
             }
             if !(is_head && under_way) {
@@ -279,44 +279,44 @@ impl Outbox {
             let end = outgoing.frame_end();
             outgoing.body = outgoing.body.copy(outgoing.offset, end);
             outgoing.offset = 0;
-            outgoing.owner = Owner::PROTOCOL;
+            outgoing.completion = Completion::NONE;
             true
         });
     }
 
     /// Drives a connection that is being made and notices one that broke, without anything to write.
     pub(crate) fn probe(&mut self) -> Result<(), LinkDown> {
-        self.outlet.as_mut().map_or(Ok(()), |outlet| outlet.write(&[], &[]).map(|_| ()))
+        self.send_stream.as_mut().map_or(Ok(()), |send_stream| send_stream.write(&[], &[]).map(|_| ()))
     }
 
     /// Asks to be woken when there is room. True: there is room now.
     pub(crate) fn arm(&mut self) -> bool {
-        self.outlet.as_mut().is_some_and(|outlet| outlet.arm())
+        self.send_stream.as_mut().is_some_and(|send_stream| send_stream.arm())
     }
 
     /// Ends what `arm` began.
     pub(crate) fn disarm(&mut self) {
-        if let Some(outlet) = &mut self.outlet {
-            outlet.disarm();
+        if let Some(send_stream) = &mut self.send_stream {
+            send_stream.disarm();
         }
     }
 
     /// Lets the peer know on which CPU this rank waits.
-    pub(crate) fn tell_cpu(&mut self, cpu: u32) {
-        if let Some(outlet) = &mut self.outlet {
-            outlet.tell_cpu(cpu);
+    pub(crate) fn publish_cpu(&mut self, cpu: u32) {
+        if let Some(send_stream) = &mut self.send_stream {
+            send_stream.publish_cpu(cpu);
         }
     }
 
     /// What the kernel knows of the connection, if it is one.
     pub(crate) fn traffic(&self) -> Option<Traffic> {
-        self.outlet.as_ref().and_then(|outlet| outlet.traffic())
+        self.send_stream.as_ref().and_then(|send_stream| send_stream.traffic())
     }
 
     /// Whether everything has left this process.
     pub(crate) fn flushed(&mut self) -> Result<bool, LinkDown> {
-        match &mut self.outlet {
-            Some(outlet) if self.queue.is_empty() => outlet.flushed(),
+        match &mut self.send_stream {
+            Some(send_stream) if self.queue.is_empty() => send_stream.flushed(),
             _ => Ok(self.queue.is_empty()),
         }
     }

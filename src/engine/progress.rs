@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use crate::engine::buffered_send::{Announced, Detaching};
+use crate::engine::buffered_send::{Detaching, PendingSend};
 use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
 use crate::engine::connector::{Route, Way};
-use crate::engine::failures::Losses;
+use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
-use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Grant, Header, Lane, Scope, Signature};
+use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Header, MatchSpace, RtrReason, Scope, Signature};
 use crate::engine::heartbeat::SendHeartbeat;
-use crate::engine::inbox::{Inbox, Placement, Sink};
-use crate::engine::message::{Messages, credit_for};
-use crate::engine::outbox::{Body, OpRef, Outbox, Owner};
-use crate::engine::reach::LINGER;
+use crate::engine::inbox::{Inbox, RecvBuffer, Sink};
+use crate::engine::message::{Messages, credits_for};
+use crate::engine::outbox::{Body, Completion, OpId, Outbox};
+use crate::engine::reach::DRAIN_TIMEOUT;
 use crate::engine::single_copy::Readings;
 use crate::engine::wait_policy::Cpu;
 use crate::engine::window::Windows;
@@ -36,7 +36,7 @@ pub(crate) struct Peer {
     pub(super) outbox: Outbox,
     pub(crate) inbox: Option<Box<Inbox>>,
     /// The inbox is being emptied, and is not in its place meanwhile. What it brings may have others emptied in between.
-    pub(super) is_pumped: bool,
+    pub(super) is_draining: bool,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
     pub(super) ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
@@ -72,7 +72,7 @@ pub(crate) enum Failed {
 pub(crate) type Finished = SmallVec<[Work; 1]>;
 
 /// What a communicator's operations share.
-pub(crate) struct Core {
+pub(crate) struct Engine {
     pub(crate) me: Rank,
     pub(crate) name: String,
     /// Names the communicator among all, in hexadecimal digits.
@@ -82,7 +82,7 @@ pub(crate) struct Core {
     /// Longer messages are offered to be read where they lie.
     pub(crate) single_copy_bytes: usize,
     /// The host has more ranks than cores, or nobody is to poll.
-    pub(crate) crowded: bool,
+    pub(crate) oversubscribed: bool,
     pub(crate) cpu: Cpu,
     /// The algorithm that the configuration forces, where it has one for the shape.
     pub(crate) algorithm: Option<String>,
@@ -92,11 +92,11 @@ pub(crate) struct Core {
     pub(crate) messages: Messages,
     pub(crate) windows: Windows,
     /// Own long messages that are announced, by token.
-    pub(crate) announced: FxHashMap<u64, Announced>,
+    pub(crate) pending_sends: FxHashMap<u64, PendingSend>,
     pub(crate) detaching: Detaching,
     next_token: u64,
-    /// Places for long messages that were granted, by sender and token.
-    placements: FxHashMap<(Rank, u64), Placement>,
+    /// Buffers for long messages that were asked for, by sender and token.
+    recv_buffers: FxHashMap<(Rank, u64), RecvBuffer>,
     pub(crate) readings: Readings,
     /// Works that ended and whose callbacks have not been run.
     pub(crate) finished: Finished,
@@ -104,12 +104,12 @@ pub(crate) struct Core {
     pub(crate) failure: Option<String>,
     /// Why nothing can be submitted any more.
     pub(crate) closed: Option<String>,
-    pub(crate) losses: Losses,
+    pub(crate) failures: Failures,
     /// Somebody tells of ranks that are gone, also of those that no operation waits for.
     pub(crate) is_watched: bool,
     /// None where nobody listens.
     pub(crate) send_heartbeat: Option<SendHeartbeat>,
-    ticks: u32,
+    turns: u32,
     pub(crate) recorder: Recorder,
     /// What the job calls this communicator's ranks.
     pub(crate) members: Vec<Rank>,
@@ -121,25 +121,25 @@ pub(crate) struct Core {
     pub(crate) dump_due: Option<String>,
 }
 
-impl Core {
+impl Engine {
     pub(crate) fn new(
         name: String,
         me: Rank,
         topo: Topology,
         transports: Vec<Box<dyn Transport>>,
         routes: Vec<Vec<Route>>,
-    ) -> Core {
+    ) -> Engine {
         let peers = routes.into_iter().map(|route| Peer { way: Way::new(route), ..Peer::default() }).collect();
         let members = (0..topo.size()).map(Rank::from).collect();
         let readings = Readings::new(topo.size());
-        Core {
+        Engine {
             me,
             name,
             id: "0".repeat(32),
             topo,
             eager_bytes: 8192,
             single_copy_bytes: 0,
-            crowded: false,
+            oversubscribed: false,
             cpu: Cpu::default(),
             algorithm: None,
             transports,
@@ -147,18 +147,18 @@ impl Core {
             collectives: Collectives::default(),
             messages: Messages::default(),
             windows: Windows::default(),
-            announced: FxHashMap::default(),
+            pending_sends: FxHashMap::default(),
             detaching: Detaching::default(),
             next_token: 0,
-            placements: FxHashMap::default(),
+            recv_buffers: FxHashMap::default(),
             readings,
             finished: Finished::new(),
             failure: None,
             closed: None,
-            losses: Losses::default(),
+            failures: Failures::default(),
             is_watched: false,
             send_heartbeat: None,
-            ticks: 0,
+            turns: 0,
             recorder: Recorder::default(),
             members,
             dump_directory: None,
@@ -197,7 +197,7 @@ impl Core {
         }
     }
 
-    /// Ends an operation that has a handle; see [`Core::ended`].
+    /// Ends an operation that has a handle; see [`Engine::ended`].
     pub(crate) fn finish(&mut self, work: Work, result: Result<(), Error>, source: Option<Rank>) {
         self.ended(work.number(), Instant::now(), &result, source);
         work.complete(result, source);
@@ -213,32 +213,32 @@ impl Core {
 
     /// Whether no operation is in flight, nor a message that outlives its operation.
     pub(crate) fn is_settled(&self) -> bool {
-        self.collectives.is_idle() && self.messages.is_idle() && self.windows.is_idle() && self.announced.is_empty()
+        self.collectives.is_idle() && self.messages.is_idle() && self.windows.is_idle() && self.pending_sends.is_empty()
     }
 
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
     /// checks are due. True: something moved.
     pub(crate) fn progress(&mut self, woke: bool) -> bool {
-        let rare = self.is_time_for_rare_checks() || woke;
+        let rare = self.slow_path_due() || woke;
         let mut moved = false;
         if rare {
             self.accept();
-            self.probe();
+            self.check_connections();
         }
         self.transports.iter_mut().for_each(|transport| transport.look());
         for peer in 0..self.peers.len() {
             if self.peers[peer].inbox.as_mut().is_some_and(|inbox| !inbox.is_silent()) {
-                moved |= self.pump_in(Rank::from(peer));
+                moved |= self.progress_recv(Rank::from(peer));
             }
-            moved |= self.pump_out(Rank::from(peer));
+            moved |= self.progress_send(Rank::from(peer));
         }
-        moved |= self.run_collectives();
-        if self.is_reading() {
+        moved |= self.progress_collectives();
+        if self.has_reads() {
             // What others wait for goes first: reading may take long.
-            (0..self.peers.len()).for_each(|peer| moved |= self.pump_out(Rank::from(peer)));
-            moved |= self.read_lent();
+            (0..self.peers.len()).for_each(|peer| moved |= self.progress_send(Rank::from(peer)));
+            moved |= self.progress_reads();
         }
-        moved |= self.copy_crossing_send();
+        moved |= self.buffer_blocked_send();
         if rare {
             self.expire(Instant::now());
         }
@@ -247,22 +247,22 @@ impl Core {
     }
 
     /// Counts a turn. True: the rarer checks are due with it.
-    pub(crate) fn is_time_for_rare_checks(&mut self) -> bool {
-        self.ticks = self.ticks.wrapping_add(1);
-        self.ticks.is_multiple_of(RARE_TICKS)
+    pub(crate) fn slow_path_due(&mut self) -> bool {
+        self.turns = self.turns.wrapping_add(1);
+        self.turns.is_multiple_of(SLOW_PATH_INTERVAL)
     }
 
     /// Writes the flight recorder down after a failure. The others are told of it first, since a folder may be slow.
     pub(crate) fn dump_due(&mut self) {
         if let Some(reason) = self.dump_due.take() {
-            (0..self.peers.len()).for_each(|peer| _ = self.pump_out(Rank::from(peer)));
+            (0..self.peers.len()).for_each(|peer| _ = self.progress_send(Rank::from(peer)));
             self.dump_failure(&reason);
         }
     }
 
-    /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Core::disarm`].
+    /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Engine::disarm`].
     pub(crate) fn arm(&mut self) -> bool {
-        let mut ready = self.can_read_lent() || self.detaching.is_copying();
+        let mut ready = self.can_read_now() || self.detaching.is_copying();
         for peer in &mut self.peers {
             ready |= peer.inbox.as_mut().is_some_and(|inbox| inbox.arm());
             ready |= peer.outbox.is_waiting() && peer.ending.is_none() && peer.outbox.arm();
@@ -270,7 +270,7 @@ impl Core {
         ready
     }
 
-    /// Ends what [`Core::arm`] began.
+    /// Ends what [`Engine::arm`] began.
     pub(crate) fn disarm(&mut self) {
         for peer in &mut self.peers {
             if let Some(inbox) = &mut peer.inbox {
@@ -282,7 +282,7 @@ impl Core {
 
     /// When the next operation runs out of time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let ending = self.peers.iter().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + LINGER);
+        let ending = self.peers.iter().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
         let operations = [
             self.collectives.next_deadline(),
             self.messages.next_deadline(),
@@ -299,15 +299,15 @@ impl Core {
         if self.closed.is_some() {
             return;
         }
-        self.take_leave();
+        self.announce_failure();
         self.closed = Some(how.to_owned());
         let comm = self.name.clone();
         self.end_all(&|operation| Error::Closed { operation, comm: comm.clone(), how: how.to_owned() });
-        self.windows.conceal_all();
+        self.windows.unexpose_all();
         self.forget_on_loss();
         // What this rank has said of failures still goes out, as far as it goes at once: others learn the cause from it.
         for index in 0..self.peers.len() {
-            self.pump_out(Rank::from(index));
+            self.progress_send(Rank::from(index));
         }
         self.peers.iter_mut().for_each(|peer| *peer = Peer { lost: Some(how.to_owned()), ..Peer::default() });
         self.transports.clear();
@@ -317,23 +317,23 @@ impl Core {
     pub(crate) fn end_all(&mut self, error: &dyn Fn(String) -> Error) {
         self.end_collectives(error);
         self.end_messages(error);
-        self.end_accesses(error);
-        self.drop_announced(|_| true);
+        self.end_rma(error);
+        self.drop_pending_sends(|_| true);
         self.detaching.clear();
-        self.placements.clear();
+        self.recv_buffers.clear();
         self.readings.clear();
     }
 
     /// Tells those that would see this rank leave that it does so after a failure or a loss, and which: it is not the one
     /// to look for. They may not have noticed the loss themselves.
-    pub(crate) fn take_leave(&mut self) {
+    pub(crate) fn announce_failure(&mut self) {
         let (failure, lost) = match (self.failure.take(), self.loss()) {
             (Some(failure), _) => (failure, None),
-            (None, Some(loss)) => (loss.to_string(), self.losses.lost().map(|(rank, _)| rank)),
+            (None, Some(loss)) => (loss.to_string(), self.failures.lost().map(|(rank, _)| rank)),
             (None, None) => return,
         };
         let next = self.collectives.next_sequence();
-        for peer in self.everyone_else() {
+        for peer in self.other_ranks() {
             if self.peers[peer.index()].outbox.is_open() && self.lost(peer).is_none() {
                 let failed = Failed::Collective { sequence: next, scope: Scope::Communicator, lost };
                 self.send_failure(peer, failed, &failure);
@@ -369,51 +369,59 @@ impl Core {
         self.peers[peer.index()].called > sequence
     }
 
-    /// Sends a frame: at once if the stream takes it, else when it has room. Its owner is told when it is written.
-    pub(crate) fn send(&mut self, to: Rank, header: Header, body: Body, owner: Owner) {
-        self.reach(to);
-        if self.lost(to).is_none() && self.write(to, header, body, owner) {
-            self.written(owner);
+    /// Sends a frame: at once if the stream takes it, else when it has room. Its completion is told when it is written.
+    pub(crate) fn send(&mut self, to: Rank, header: Header, body: Body, completion: Completion) {
+        self.connect(to);
+        if self.lost(to).is_none() && self.write(to, header, body, completion) {
+            self.send_done(completion);
         }
     }
 
-    /// As [`Core::send`], to a peer that is not lost. True: it is written, which the owner is not told.
-    pub(crate) fn write(&mut self, to: Rank, header: Header, body: Body, owner: Owner) -> bool {
+    /// As [`Engine::send`], to a peer that is not lost. True: it is written, which the completion is not told.
+    pub(crate) fn write(&mut self, to: Rank, header: Header, body: Body, completion: Completion) -> bool {
         let peer = &mut self.peers[to.index()];
         if peer.ending.is_some() || peer.outbox.is_waiting() || body.len() > FRAGMENT_BYTES {
-            peer.outbox.push(header, body, owner);
+            peer.outbox.push(header, body, completion);
             return false;
         }
-        peer.outbox.write(header, body, owner).unwrap_or_else(|down| {
-            self.outlet_ended(to, down);
+        peer.outbox.write(header, body, completion).unwrap_or_else(|down| {
+            self.send_stream_closed(to, down);
             false
         })
     }
 
-    /// Sends a message of an operation: at once if it is short, else announced. The owner is told when it is written.
-    pub(crate) fn send_message(&mut self, to: Rank, header: Header, body: Body, owner: Owner, eager: bool) {
+    /// Sends a message of an operation: at once if it is short, else by an RTS. The completion is told when it is written.
+    pub(crate) fn send_message(&mut self, to: Rank, header: Header, body: Body, completion: Completion, eager: bool) {
         if eager {
-            self.send(to, Header { kind: FrameKind::Eager, ..header }, body, owner);
+            self.send(to, Header { kind: FrameKind::Eager, ..header }, body, completion);
         } else {
             let token = self.next_token;
             self.next_token += 1;
-            let location = self.location_for(to, &body);
-            let header = Header { kind: FrameKind::Announce, token, location, ..header };
-            self.announced.insert(token, Announced::new(to, header, body, owner));
-            self.send(to, header, Body::Empty, Owner::PROTOCOL);
+            let address = self.address_for(to, &body);
+            let header = Header { kind: FrameKind::Rts, token, address, ..header };
+            self.pending_sends.insert(token, PendingSend::new(to, header, body, completion));
+            self.send(to, header, Body::Empty, Completion::NONE);
         }
     }
 
     /// Tells the sender of an announced message that there is a place for it.
-    pub(crate) fn grant(&mut self, from: Rank, token: u64, lane: Lane, placement: Placement, why: Grant) {
-        let header = Header { index: why as u32, ..control(FrameKind::Grant, lane, 0, token, placement.filled as u64) };
-        self.expect(from, token, placement);
-        self.send(from, header, Body::Empty, Owner::PROTOCOL);
+    pub(crate) fn send_rtr(
+        &mut self,
+        from: Rank,
+        token: u64,
+        match_space: MatchSpace,
+        buffer: RecvBuffer,
+        why: RtrReason,
+    ) {
+        let header =
+            Header { index: why as u32, ..control(FrameKind::Rtr, match_space, 0, token, buffer.received as u64) };
+        self.expect(from, token, buffer);
+        self.send(from, header, Body::Empty, Completion::NONE);
     }
 
     /// Has a place for the message that `from` will send under `token`.
-    pub(crate) fn expect(&mut self, from: Rank, token: u64, placement: Placement) {
-        self.placements.insert((from, token), placement);
+    pub(crate) fn expect(&mut self, from: Rank, token: u64, buffer: RecvBuffer) {
+        self.recv_buffers.insert((from, token), buffer);
     }
 
     /// Tells `to` that an operation has failed here.
@@ -422,25 +430,25 @@ impl Core {
         while !text.is_char_boundary(end) {
             end -= 1;
         }
-        let (lane, key, token, scope) = match failed {
+        let (match_space, key, token, scope) = match failed {
             Failed::Collective { sequence, scope, lost } => {
-                (Lane::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), scope)
+                (MatchSpace::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), scope)
             }
-            Failed::Message(token) => (Lane::PointToPoint, 0, token, Scope::Operation),
+            Failed::Message(token) => (MatchSpace::PointToPoint, 0, token, Scope::Operation),
         };
-        let header = Header { index: scope as u32, ..control(FrameKind::Fail, lane, key, token, end as u64) };
-        self.send(to, header, Body::of_bytes(&text.as_bytes()[..end]), Owner::PROTOCOL);
+        let header = Header { index: scope as u32, ..control(FrameKind::Fail, match_space, key, token, end as u64) };
+        self.send(to, header, Body::of_bytes(&text.as_bytes()[..end]), Completion::NONE);
     }
 
     /// Whether `peer` can read this process's memory, as far as is known.
-    pub(crate) fn lends(&self, peer: Rank) -> bool {
+    pub(crate) fn peer_can_read(&self, peer: Rank) -> bool {
         let peer = &self.peers[peer.index()];
-        !peer.cannot_read && peer.outbox.lends()
+        !peer.cannot_read && peer.outbox.peer_can_read()
     }
 
-    /// Makes `peer` doubt what it reads of this process's memory, until it knows what has been withdrawn.
-    pub(crate) fn doubt(&mut self, peer: Rank) {
-        self.peers[peer.index()].outbox.withdraw();
+    /// Marks as stale what `peer` reads of this process's memory, until it knows what has been invalidated.
+    pub(crate) fn mark_reads_stale(&mut self, peer: Rank) {
+        self.peers[peer.index()].outbox.invalidate();
     }
 
     /// Tells the others that `lost` is, as a message or an access to a window has found out: collectives that it has not
@@ -452,20 +460,20 @@ impl Core {
         }
         let first = entry.called.max(self.collectives.next_sequence());
         let text = error.to_string();
-        for peer in self.everyone_else().into_iter().filter(|peer| *peer != lost) {
+        for peer in self.other_ranks().into_iter().filter(|peer| *peer != lost) {
             let failed = Failed::Collective { sequence: first, scope: Scope::Communicator, lost: Some(lost) };
             self.send_failure(peer, failed, &text);
         }
     }
 
     /// Drops everything of `op`: nothing of the engine refers to its memory afterwards.
-    pub(crate) fn cancel(&mut self, op: OpRef) {
-        self.drop_announced(|announced| announced.owner.op == op);
+    pub(crate) fn cancel(&mut self, op: OpId) {
+        self.drop_pending_sends(|pending| pending.completion.op == op);
         self.cancel_readings(op);
-        self.placements.retain(|_, placement| placement.owner.op != op);
+        self.recv_buffers.retain(|_, buffer| buffer.completion.op != op);
         for peer in &mut self.peers {
             let unread = &mut peer.unread;
-            peer.outbox.cancel(op, |header| *unread = unread.saturating_sub(credit_for(header)));
+            peer.outbox.cancel(op, |header| *unread = unread.saturating_sub(credits_for(header)));
             if let Some(inbox) = &mut peer.inbox {
                 inbox.cancel(op);
             }
@@ -473,12 +481,12 @@ impl Core {
     }
 
     /// Whether `op` waits for `peer` to take or to bring a message that both know of.
-    pub(crate) fn exchanges(&self, op: OpRef, peer: Rank) -> bool {
+    pub(crate) fn exchanges(&self, op: OpId, peer: Rank) -> bool {
         let entry = &self.peers[peer.index()];
         entry.outbox.holds(op)
             || entry.inbox.as_ref().is_some_and(|inbox| inbox.serves(op))
-            || self.announced.values().any(|announced| announced.to == peer && announced.owner.op == op)
-            || self.placements.iter().any(|((from, _), placement)| *from == peer && placement.owner.op == op)
+            || self.pending_sends.values().any(|pending| pending.to == peer && pending.completion.op == op)
+            || self.recv_buffers.iter().any(|((from, _), buffer)| *from == peer && buffer.completion.op == op)
             || self.readings.serves(op, peer)
     }
 
@@ -499,30 +507,30 @@ impl Core {
         let ended = self.finished.len();
         self.lose_messages(peer, &cause);
         self.lose_collectives(peer, &cause);
-        self.lose_accesses(peer, &cause);
+        self.lose_rma(peer, &cause);
         // A rank that is at its end, as this one may be, ends its streams too: then nothing waits for it.
         if self.finished.len() > ended {
             self.warn_of_loss(peer, &cause);
         }
-        self.drop_announced(|announced| announced.to == peer);
+        self.drop_pending_sends(|pending| pending.to == peer);
         self.readings.lose(peer);
         let entry = &mut self.peers[peer.index()];
         entry.outbox = Outbox::default();
         entry.way.give_up();
         entry.inbox = None;
         entry.ending = None;
-        self.placements.retain(|(from, _), _| *from != peer);
+        self.recv_buffers.retain(|(from, _), _| *from != peer);
     }
 
     pub(super) fn accept(&mut self) {
         for (number, transport) in self.transports.iter_mut().enumerate() {
-            for (from, inlet) in transport.accept() {
+            for (from, recv_stream) in transport.accept() {
                 let peer = &mut self.peers[from.index()];
                 if !peer.outbox.is_open() {
                     peer.way.follow(number);
                 }
                 if peer.inbox.is_none() && peer.lost.is_none() {
-                    peer.inbox = Some(Box::new(Inbox::new(inlet)));
+                    peer.inbox = Some(Box::new(Inbox::new(recv_stream)));
                 } else {
                     log::warn!(
                         "communicator `{}` rank {}: a second stream of rank {from} was refused",
@@ -534,15 +542,15 @@ impl Core {
         }
     }
 
-    fn probe(&mut self) {
+    fn check_connections(&mut self) {
         for index in 0..self.peers.len() {
             let peer = &mut self.peers[index];
             match peer.ending.clone() {
-                Some((down, since)) => self.linger(Rank::from(index), &down, since),
-                None if peer.way.due().is_some() => self.reach(Rank::from(index)),
+                Some((down, since)) => self.drain_or_lose(Rank::from(index), &down, since),
+                None if peer.way.due().is_some() => self.connect(Rank::from(index)),
                 None => {
                     if let Err(down) = peer.outbox.probe() {
-                        self.outlet_ended(Rank::from(index), down);
+                        self.send_stream_closed(Rank::from(index), down);
                     } else if !peer.outbox.is_opening()
                         && let Some(cause) = peer.way.take_turn()
                     {
@@ -554,25 +562,25 @@ impl Core {
         }
     }
 
-    fn pump_out(&mut self, peer: Rank) -> bool {
+    fn progress_send(&mut self, peer: Rank) -> bool {
         let entry = &mut self.peers[peer.index()];
         if !entry.outbox.is_waiting() || entry.ending.is_some() {
             return false;
         }
         let mut done = Vec::new();
         let pumped = entry.outbox.pump(&mut done);
-        for owner in done {
-            self.written(owner);
+        for completion in done {
+            self.send_done(completion);
         }
         pumped.unwrap_or_else(|down| {
-            self.outlet_ended(peer, down);
+            self.send_stream_closed(peer, down);
             true
         })
     }
 
-    pub(super) fn pump_in(&mut self, peer: Rank) -> bool {
+    pub(super) fn progress_recv(&mut self, peer: Rank) -> bool {
         let Some(mut inbox) = self.peers[peer.index()].inbox.take() else { return false };
-        self.peers[peer.index()].is_pumped = true;
+        self.peers[peer.index()].is_draining = true;
         let mut moved = false;
         let mut ended = None;
         for _ in 0..EVENTS_PER_TURN {
@@ -585,11 +593,11 @@ impl Core {
                 }
             }
             if self.lost(peer).is_some() {
-                self.peers[peer.index()].is_pumped = false;
+                self.peers[peer.index()].is_draining = false;
                 return true;
             }
         }
-        self.peers[peer.index()].is_pumped = false;
+        self.peers[peer.index()].is_draining = false;
         // Back in its place first: an operation whose payload is cut off is one that waits for the peer.
         self.peers[peer.index()].inbox = Some(inbox);
         if let Some(down) = ended {
@@ -604,22 +612,22 @@ impl Core {
     fn take_header(&mut self, from: Rank, header: Header) -> Sink {
         let peer = &mut self.peers[from.index()];
         peer.called = peer.called.max(header.called());
-        match (header.kind, header.lane) {
-            (FrameKind::Eager, Lane::Collective) => self.collective_arrives(from, header),
-            (FrameKind::Eager, Lane::PointToPoint) => self.message_arrives(from, header),
-            (FrameKind::Announce, Lane::Collective) => self.collective_announced(from, header),
-            (FrameKind::Announce, Lane::PointToPoint) => self.message_announced(from, header),
-            (FrameKind::Grant, _) => self.granted(from, header),
-            (FrameKind::Taken, _) => {
-                self.taken(from, header.token);
+        match (header.kind, header.match_space) {
+            (FrameKind::Eager, MatchSpace::Collective) => self.collective_arrives(from, header),
+            (FrameKind::Eager, MatchSpace::PointToPoint) => self.message_arrives(from, header),
+            (FrameKind::Rts, MatchSpace::Collective) => self.collective_rts_arrives(from, header),
+            (FrameKind::Rts, MatchSpace::PointToPoint) => self.message_rts_arrives(from, header),
+            (FrameKind::Rtr, _) => self.rtr_arrives(from, header),
+            (FrameKind::Ats, _) => {
+                self.ats_arrives(from, header.token);
                 Sink::Discard
             }
-            (FrameKind::Withdrawn, _) => {
-                self.withdrawn(from, header.token);
+            (FrameKind::Invalidated, _) => {
+                self.invalidation_arrives(from, header.token);
                 Sink::Discard
             }
-            (FrameKind::Data, _) => match self.placements.remove(&(from, header.token)) {
-                Some(placement) if placement.fits(header.payload()) => Sink::Place(placement),
+            (FrameKind::Data, _) => match self.recv_buffers.remove(&(from, header.token)) {
+                Some(buffer) if buffer.fits(header.payload()) => Sink::Buffer(buffer),
                 _ => Sink::Discard,
             },
             (FrameKind::Fail, _) => Sink::Heap(Vec::new()),
@@ -634,23 +642,23 @@ impl Core {
     }
 
     /// The message `token`, if it is `to` that it was announced to.
-    pub(crate) fn take_announced(&mut self, to: Rank, token: u64) -> Option<Announced> {
-        let hash_map::Entry::Occupied(entry) = self.announced.entry(token) else { return None };
+    pub(crate) fn take_pending_send(&mut self, to: Rank, token: u64) -> Option<PendingSend> {
+        let hash_map::Entry::Occupied(entry) = self.pending_sends.entry(token) else { return None };
         (entry.get().to == to).then(|| entry.remove())
     }
 
-    fn granted(&mut self, from: Rank, grant: Header) -> Sink {
+    fn rtr_arrives(&mut self, from: Rank, grant: Header) -> Sink {
         let token = grant.token;
-        match self.take_announced(from, token) {
-            Some(announced) => {
+        match self.take_pending_send(from, token) {
+            Some(pending) => {
                 let peer = &mut self.peers[from.index()];
-                peer.cannot_read |= grant.index == Grant::CannotRead as u32;
-                let offset = usize::try_from(grant.len).unwrap_or(usize::MAX).min(announced.body.len());
-                let header = Header { kind: FrameKind::Data, ..announced.header };
-                peer.outbox.push_from(offset, header, announced.body, announced.owner);
+                peer.cannot_read |= grant.index == RtrReason::CannotRead as u32;
+                let offset = usize::try_from(grant.len).unwrap_or(usize::MAX).min(pending.body.len());
+                let header = Header { kind: FrameKind::Data, ..pending.header };
+                peer.outbox.push_from(offset, header, pending.body, pending.completion);
             }
             // A collective's failure was already sent; a message's sender gave up in the meantime.
-            None if grant.lane == Lane::PointToPoint => {
+            None if grant.match_space == MatchSpace::PointToPoint => {
                 let text = "the sender gave the message up";
                 self.send_failure(from, Failed::Message(token), text);
             }
@@ -663,48 +671,49 @@ impl Core {
         match (header.kind, sink) {
             (FrameKind::Fail, Sink::Heap(text)) => {
                 let text = String::from_utf8_lossy(&text).into_owned();
-                if header.lane == Lane::Collective && header.index == Scope::Communicator as u32 {
+                if header.match_space == MatchSpace::Collective && header.index == Scope::Communicator as u32 {
                     self.peers[from.index()].reported = Some(text.clone());
                 }
-                match header.lane {
-                    Lane::Collective => self.collective_failed_elsewhere(from, header, text),
-                    Lane::PointToPoint => self.message_failed_elsewhere(from, header.token, &text),
+                match header.match_space {
+                    MatchSpace::Collective => self.collective_failed_elsewhere(from, header, text),
+                    MatchSpace::PointToPoint => self.message_failed_elsewhere(from, header.token, &text),
                 }
             }
-            (_, Sink::Place(placement)) if placement.is_full() => self.received(from, placement.owner),
-            (_, Sink::Place(placement)) => {
-                self.placements.insert((from, header.token), placement);
+            (_, Sink::Buffer(buffer)) if buffer.is_full() => self.recv_done(from, buffer.completion),
+            (_, Sink::Buffer(buffer)) => {
+                self.recv_buffers.insert((from, header.token), buffer);
             }
-            (_, Sink::Heap(bytes)) => match header.lane {
-                Lane::Collective => self.collective_kept(from, header, bytes),
-                Lane::PointToPoint => self.message_kept(from, header, bytes),
+            (_, Sink::Heap(bytes)) => match header.match_space {
+                MatchSpace::Collective => self.collective_unexpected_complete(from, header, bytes),
+                MatchSpace::PointToPoint => self.message_unexpected_complete(from, header, bytes),
             },
             (_, Sink::Discard) => {}
         }
     }
 
     /// The operation that waits for the grant of `token`, or whose place has it.
-    pub(crate) fn owner_of_token(&self, peer: Rank, token: u64) -> Option<Owner> {
-        let sent = self.announced.get(&token).filter(|announced| announced.to == peer).map(|announced| announced.owner);
-        let placed = || self.placements.get(&(peer, token)).map(|placement| placement.owner);
-        sent.or_else(placed).or_else(|| self.readings.owner(peer, token))
+    pub(crate) fn completion_of_token(&self, peer: Rank, token: u64) -> Option<Completion> {
+        let sent =
+            self.pending_sends.get(&token).filter(|pending| pending.to == peer).map(|pending| pending.completion);
+        let placed = || self.recv_buffers.get(&(peer, token)).map(|buffer| buffer.completion);
+        sent.or_else(placed).or_else(|| self.readings.completion(peer, token))
     }
 
-    pub(crate) fn written(&mut self, owner: Owner) {
-        match owner.op {
-            OpRef::Collective(sequence) => self.step_done(sequence, owner.step),
-            OpRef::Message(id) => self.message_done(id, None),
-            OpRef::Access(id) => self.access_done(id),
-            OpRef::Window(_) | OpRef::Protocol => {}
+    pub(crate) fn send_done(&mut self, completion: Completion) {
+        match completion.op {
+            OpId::Collective(sequence) => self.step_done(sequence, completion.step),
+            OpId::Message(id) => self.message_done(id, None),
+            OpId::RmaOp(id) => self.rma_done(id),
+            OpId::Window(_) | OpId::Protocol => {}
         }
     }
 
-    pub(crate) fn received(&mut self, from: Rank, owner: Owner) {
-        match owner.op {
-            OpRef::Collective(sequence) => self.step_done(sequence, owner.step),
-            OpRef::Message(id) => self.message_done(id, Some(from)),
-            OpRef::Access(id) => self.access_done(id),
-            OpRef::Window(_) | OpRef::Protocol => {}
+    pub(crate) fn recv_done(&mut self, from: Rank, completion: Completion) {
+        match completion.op {
+            OpId::Collective(sequence) => self.step_done(sequence, completion.step),
+            OpId::Message(id) => self.message_done(id, Some(from)),
+            OpId::RmaOp(id) => self.rma_done(id),
+            OpId::Window(_) | OpId::Protocol => {}
         }
     }
 
@@ -712,14 +721,24 @@ impl Core {
     pub(crate) fn expire(&mut self, now: Instant) {
         self.check_collective_deadline(now);
         self.check_message_deadlines(now);
-        self.check_access_deadlines(now);
-        self.detach_crossing_sends(now);
+        self.check_rma_deadlines(now);
+        self.choose_blocked_sends(now);
     }
 }
 
 /// A frame that carries no message.
-pub(crate) fn control(kind: FrameKind, lane: Lane, key: u64, token: u64, len: u64) -> Header {
-    Header { kind, lane, signature: Signature::default(), key, index: 0, token, len, location: None, is_busy: false }
+pub(crate) fn control(kind: FrameKind, match_space: MatchSpace, key: u64, token: u64, len: u64) -> Header {
+    Header {
+        kind,
+        match_space,
+        signature: Signature::default(),
+        key,
+        index: 0,
+        token,
+        len,
+        address: None,
+        is_busy: false,
+    }
 }
 
 /// The end of `start + limit`; nothing for limits beyond the clock's range.
@@ -729,7 +748,7 @@ pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
 
 /// How many turns pass between checks for new connections, broken ones, and time. They are system calls, which would take
 /// longer than a short operation.
-const RARE_TICKS: u32 = 1024;
+const SLOW_PATH_INTERVAL: u32 = 1024;
 
 /// How many frames of one peer are taken before the next peer's.
 const EVENTS_PER_TURN: usize = 32;

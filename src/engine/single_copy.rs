@@ -2,30 +2,30 @@
 //! time.
 //!
 //! The announcement says where the message lies. The receiver reads it when it has a place for it and answers `Taken`.
-//! Where it cannot read, it asks for the message with a `Grant`, as without an address, and is offered none any more.
+//! Where it cannot read, it asks for the message with an `Rtr`, as without an address, and is offered none any more.
 //!
 //! A sender whose operation ends early takes the address back before it gives the memory away: it counts up in shared
-//! memory, and then says `Withdrawn`. The receiver looks at the count after each read. While it is ahead of the
-//! `Withdrawn` frames that have come, what was read may be something else, and is not used.
+//! memory, and then says `Invalidated`. The receiver looks at the count after each read. While it is ahead of the
+//! `Invalidated` frames that have come, what was read may be something else, and is not used.
 
 use std::io;
 
 use crate::config::EagerBytes;
-use crate::engine::buffered_send::Announced;
-use crate::engine::frame::{FrameKind, Grant, Lane};
-use crate::engine::inbox::{Arrival, Inbox, Placement};
-use crate::engine::outbox::{Body, OpRef, Owner};
-use crate::engine::progress::{Core, control};
-use crate::transport::Location;
+use crate::engine::buffered_send::PendingSend;
+use crate::engine::frame::{FrameKind, MatchSpace, RtrReason};
+use crate::engine::inbox::{Inbox, RecvAction, RecvBuffer};
+use crate::engine::outbox::{Body, Completion, OpId};
+use crate::engine::progress::{Engine, control};
+use crate::transport::MemoryAddress;
 use crate::types::Rank;
 
-/// A message as it was announced.
+/// What an RTS says of a message.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Offer {
+pub(crate) struct RtsInfo {
     pub(crate) token: u64,
     pub(crate) len: u64,
     /// Where it lies in the sender's memory, if it may be read there.
-    pub(crate) location: Option<Location>,
+    pub(crate) address: Option<MemoryAddress>,
     /// Whether the sender moves other data meanwhile.
     pub(crate) is_busy: bool,
 }
@@ -35,24 +35,24 @@ pub(crate) struct Offer {
 struct Reading {
     from: Rank,
     token: u64,
-    lane: Lane,
-    location: Location,
-    placement: Placement,
+    match_space: MatchSpace,
+    address: MemoryAddress,
+    buffer: RecvBuffer,
 }
 
 /// What is being read, from all peers.
 #[derive(Default)]
 pub(crate) struct Readings {
     list: Vec<Reading>,
-    /// `Withdrawn` frames that came, by sender.
-    withdrawn: Vec<u64>,
+    /// `Invalidated` frames that came, by sender.
+    invalidated: Vec<u64>,
     /// What is read before it is combined with what is there.
     bounce: Vec<u8>,
 }
 
 impl Readings {
     pub(crate) fn new(size: usize) -> Readings {
-        Readings { list: Vec::new(), withdrawn: vec![0; size], bounce: Vec::new() }
+        Readings { list: Vec::new(), invalidated: vec![0; size], bounce: Vec::new() }
     }
 
     pub(crate) fn clear(&mut self) {
@@ -64,14 +64,14 @@ impl Readings {
     }
 
     /// Whether something is being read from `peer` for `op`.
-    pub(crate) fn serves(&self, op: OpRef, peer: Rank) -> bool {
-        self.list.iter().any(|reading| reading.from == peer && reading.placement.owner.op == op)
+    pub(crate) fn serves(&self, op: OpId, peer: Rank) -> bool {
+        self.list.iter().any(|reading| reading.from == peer && reading.buffer.completion.op == op)
     }
 
     /// The operation that reads message `token` of `peer`.
-    pub(crate) fn owner(&self, peer: Rank, token: u64) -> Option<Owner> {
+    pub(crate) fn completion(&self, peer: Rank, token: u64) -> Option<Completion> {
         let reading = self.list.iter().find(|reading| (reading.from, reading.token) == (peer, token));
-        reading.map(|reading| reading.placement.owner)
+        reading.map(|reading| reading.buffer.completion)
     }
 }
 
@@ -80,117 +80,117 @@ enum Read {
     All,
     Some,
     /// The peer has taken memory back, and it is not known yet which.
-    Doubtful,
+    Stale,
 }
 
-impl Core {
+impl Engine {
     // ---- the sender's side ----
 
     /// Whether a message of `len` bytes is sent to `to` before it is asked for. One that is warm, because it was just
     /// written, is in this core's cache, out of which it gets faster through the ring than by being read where it lies.
-    pub(crate) fn is_eager(&mut self, to: Rank, len: usize, is_warm: bool) -> bool {
-        self.reach(to);
+    pub(crate) fn is_eager(&mut self, to: Rank, len: usize, is_cache_hot: bool) -> bool {
+        self.connect(to);
         let single_copy = self.eager_bytes.min(self.single_copy_bytes);
         if len <= single_copy {
             true
-        } else if !self.lends(to) {
+        } else if !self.peer_can_read(to) {
             len <= self.eager_bytes
         } else {
-            is_warm && !self.crowded && len <= single_copy.saturating_mul(WARM_FACTOR).min(EagerBytes::MAX)
+            is_cache_hot && !self.oversubscribed && len <= single_copy.saturating_mul(HOT_FACTOR).min(EagerBytes::MAX)
         }
     }
 
     /// Where `to` may read the message, if it may.
-    pub(crate) fn location_for(&self, to: Rank, body: &Body) -> Option<Location> {
+    pub(crate) fn address_for(&self, to: Rank, body: &Body) -> Option<MemoryAddress> {
         match body {
-            Body::Memory(region) if self.lends(to) => Some(Location::of(region.address()?, region.len())),
+            Body::Memory(region) if self.peer_can_read(to) => Some(MemoryAddress::of(region.address()?, region.len())),
             _ => None,
         }
     }
 
     /// `from` has read message `token` where it lies.
-    pub(crate) fn taken(&mut self, from: Rank, token: u64) {
-        if let Some(announced) = self.take_announced(from, token) {
-            self.written(announced.owner);
+    pub(crate) fn ats_arrives(&mut self, from: Rank, token: u64) {
+        if let Some(pending) = self.take_pending_send(from, token) {
+            self.send_done(pending.completion);
         }
     }
 
     /// Drops the announced messages for which `drops` holds, so that their memory can be used for something else.
-    pub(crate) fn drop_announced(&mut self, drops: impl Fn(&Announced) -> bool) {
-        let dropped: Vec<u64> = self.announced.iter().filter(|(_, a)| drops(a)).map(|(token, _)| *token).collect();
+    pub(crate) fn drop_pending_sends(&mut self, drops: impl Fn(&PendingSend) -> bool) {
+        let dropped: Vec<u64> = self.pending_sends.iter().filter(|(_, a)| drops(a)).map(|(token, _)| *token).collect();
         for token in dropped {
-            if let Some(mut announced) = self.announced.remove(&token) {
-                self.withdraw(&mut announced);
+            if let Some(mut pending) = self.pending_sends.remove(&token) {
+                self.invalidate(&mut pending);
             }
         }
     }
 
     /// Takes back the address of an announced message, if it has one.
-    pub(crate) fn withdraw(&mut self, announced: &mut Announced) {
-        if announced.header.location.take().is_some() {
-            self.doubt(announced.to);
-            let header = control(FrameKind::Withdrawn, announced.header.lane, 0, announced.header.token, 0);
-            self.send(announced.to, header, Body::Empty, Owner::PROTOCOL);
+    pub(crate) fn invalidate(&mut self, pending: &mut PendingSend) {
+        if pending.header.address.take().is_some() {
+            self.mark_reads_stale(pending.to);
+            let header = control(FrameKind::Invalidated, pending.header.match_space, 0, pending.header.token, 0);
+            self.send(pending.to, header, Body::Empty, Completion::NONE);
         }
     }
 
     // ---- the receiver's side ----
 
-    /// Has a place for a message that was announced.
-    pub(crate) fn take_up(&mut self, from: Rank, offer: Offer, lane: Lane, placement: Placement) {
-        match offer.location {
-            Some(location) if self.prefers_reading(from, location, offer.is_busy, &placement) => {
-                self.readings.list.push(Reading { from, token: offer.token, lane, location, placement });
+    /// Has a buffer for a message whose RTS has come.
+    pub(crate) fn take_up(&mut self, from: Rank, rts: RtsInfo, match_space: MatchSpace, buffer: RecvBuffer) {
+        match rts.address {
+            Some(address) if self.prefers_reading(from, address, rts.is_busy, &buffer) => {
+                self.readings.list.push(Reading { from, token: rts.token, match_space, address, buffer });
             }
-            _ => self.grant(from, offer.token, lane, placement, Grant::Chosen),
+            _ => self.send_rtr(from, rts.token, match_space, buffer, RtrReason::Chosen),
         }
     }
 
     /// Whether one copy by this rank is faster than two, of which the sender makes one. They overlap run by run in a
     /// ring that stays in the processors' caches, if the sender has nothing else to do.
-    fn prefers_reading(&self, from: Rank, location: Location, is_busy: bool, placement: &Placement) -> bool {
-        match placement.arrival {
-            _ if location.segment.is_some() => true,
+    fn prefers_reading(&self, from: Rank, address: MemoryAddress, is_busy: bool, buffer: &RecvBuffer) -> bool {
+        match buffer.action {
+            _ if address.segment.is_some() => true,
             // Combined as they come out of the ring, elements are not copied here at all.
-            Arrival::Reduce(..) => self.crowded,
-            Arrival::Store if placement.region.len() < OVERLAP_BYTES => true,
-            Arrival::Store => is_busy || self.announced.values().any(|announced| announced.to == from),
+            RecvAction::Reduce(..) => self.oversubscribed,
+            RecvAction::Store if buffer.region.len() < OVERLAP_BYTES => true,
+            RecvAction::Store => is_busy || self.pending_sends.values().any(|pending| pending.to == from),
         }
     }
 
     /// Whether there are messages to be read.
-    pub(crate) fn is_reading(&self) -> bool {
+    pub(crate) fn has_reads(&self) -> bool {
         !self.readings.list.is_empty()
     }
 
     /// Reads on, a bounded amount. True: something moved.
-    pub(crate) fn read_lent(&mut self) -> bool {
+    pub(crate) fn progress_reads(&mut self) -> bool {
         let mut moved = false;
         let mut index = 0;
         while index < self.readings.list.len() {
-            let Readings { list, withdrawn, bounce } = &mut self.readings;
+            let Readings { list, invalidated, bounce } = &mut self.readings;
             let reading = &mut list[index];
-            let known = withdrawn[reading.from.index()];
+            let known = invalidated[reading.from.index()];
             let read = match self.peers[reading.from.index()].inbox.as_mut() {
                 Some(inbox) => read_some(reading, inbox, known, bounce),
                 None => Err(io::ErrorKind::NotConnected.into()),
             };
             match read {
                 Ok(Read::Some) => {}
-                Ok(Read::Doubtful) => {
+                Ok(Read::Stale) => {
                     index += 1;
                     continue;
                 }
                 Ok(Read::All) => {
                     let reading = self.readings.list.remove(index);
                     self.acknowledge(&reading);
-                    self.received(reading.from, reading.placement.owner);
+                    self.recv_done(reading.from, reading.buffer.completion);
                 }
                 Err(error) => {
-                    let Reading { from, token, lane, placement, .. } = self.readings.list.remove(index);
+                    let Reading { from, token, match_space, buffer, .. } = self.readings.list.remove(index);
                     let (name, me) = (&self.name, self.me);
                     log::debug!("communicator `{name}` rank {me}: the memory of rank {from} cannot be read: {error}");
-                    self.grant(from, token, lane, placement, Grant::CannotRead);
+                    self.send_rtr(from, token, match_space, buffer, RtrReason::CannotRead);
                 }
             }
             moved = true;
@@ -200,82 +200,82 @@ impl Core {
     }
 
     /// Whether something can be read now.
-    pub(crate) fn can_read_lent(&self) -> bool {
+    pub(crate) fn can_read_now(&self) -> bool {
         self.readings.list.iter().any(|reading| {
             let inbox = self.peers[reading.from.index()].inbox.as_ref();
-            inbox.is_none_or(|inbox| inbox.withdrawals() == self.readings.withdrawn[reading.from.index()])
+            inbox.is_none_or(|inbox| inbox.invalidations() == self.readings.invalidated[reading.from.index()])
         })
     }
 
     /// Message `token` of `from` is no longer where it was said to be.
-    pub(crate) fn withdrawn(&mut self, from: Rank, token: u64) {
-        self.readings.withdrawn[from.index()] += 1;
+    pub(crate) fn invalidation_arrives(&mut self, from: Rank, token: u64) {
+        self.readings.invalidated[from.index()] += 1;
         let is_it = |reading: &Reading| (reading.from, reading.token) == (from, token);
         match self.readings.list.iter().position(is_it) {
             Some(index) => {
-                let Reading { lane, placement, .. } = self.readings.list.remove(index);
-                self.grant(from, token, lane, placement, Grant::Chosen);
+                let Reading { match_space, buffer, .. } = self.readings.list.remove(index);
+                self.send_rtr(from, token, match_space, buffer, RtrReason::Chosen);
             }
             None => {
-                self.collectives.forget_address(from, token);
-                self.messages.forget_address(from, token);
+                self.collectives.clear_address(from, token);
+                self.messages.clear_address(from, token);
             }
         }
     }
 
-    /// Ends the readings of `op`. Their senders are done with them, as after a message that was granted.
-    pub(crate) fn cancel_readings(&mut self, op: OpRef) {
+    /// Ends the readings of `op`. Their senders are done with them, as after a message that was asked for.
+    pub(crate) fn cancel_readings(&mut self, op: OpId) {
         let (cancelled, kept) = std::mem::take(&mut self.readings.list)
             .into_iter()
-            .partition::<Vec<_>, _>(|reading| reading.placement.owner.op == op);
+            .partition::<Vec<_>, _>(|reading| reading.buffer.completion.op == op);
         self.readings.list = kept;
         cancelled.iter().for_each(|reading| self.acknowledge(reading));
     }
 
     fn acknowledge(&mut self, reading: &Reading) {
-        let header = control(FrameKind::Taken, reading.lane, 0, reading.token, 0);
-        self.send(reading.from, header, Body::Empty, Owner::PROTOCOL);
+        let header = control(FrameKind::Ats, reading.match_space, 0, reading.token, 0);
+        self.send(reading.from, header, Body::Empty, Completion::NONE);
     }
 }
 
-/// Reads a bounded part of a message. `known` counts the `Withdrawn` frames that have come from its sender.
+/// Reads a bounded part of a message. `known` counts the `Invalidated` frames that have come from its sender.
 fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut Vec<u8>) -> io::Result<Read> {
-    let Reading { location, placement, .. } = reading;
+    let Reading { address, buffer, .. } = reading;
     let mut budget = BYTES_PER_TURN;
-    while !placement.is_full() && budget > 0 {
-        let at = location.plus(placement.filled);
-        let count = match placement.arrival {
-            Arrival::Store => {
-                let run = placement.region.run_mut(placement.filled);
+    while !buffer.is_full() && budget > 0 {
+        let at = address.plus(buffer.received);
+        let count = match buffer.action {
+            RecvAction::Store => {
+                let run = buffer.region.run_mut(buffer.received);
                 let len = run.len().min(budget);
                 inbox.read_memory(at, &mut run[..len])?
             }
-            Arrival::Reduce(..) => {
+            RecvAction::Reduce(..) => {
                 bounce.resize(BOUNCE_BYTES, 0);
-                let len = (placement.region.len() - placement.filled).min(BOUNCE_BYTES);
+                let len = (buffer.region.len() - buffer.received).min(BOUNCE_BYTES);
                 inbox.read_memory(at, &mut bounce[..len])?
             }
         };
-        if inbox.withdrawals() != known {
-            return Ok(Read::Doubtful);
+        if inbox.invalidations() != known {
+            return Ok(Read::Stale);
         }
-        let taken = match placement.arrival {
-            Arrival::Store => {
-                placement.filled += count;
+        let taken = match buffer.action {
+            RecvAction::Store => {
+                buffer.received += count;
                 count
             }
-            Arrival::Reduce(..) => placement.take(&bounce[..count]),
+            RecvAction::Reduce(..) => buffer.take(&bounce[..count]),
         };
         if taken == 0 {
             return Err(io::Error::other("less than an element is there"));
         }
         budget = budget.saturating_sub(taken);
     }
-    Ok(if placement.is_full() { Read::All } else { Read::Some })
+    Ok(if buffer.is_full() { Read::All } else { Read::Some })
 }
 
 /// How many times as long a message out of the cache may be before it is read where it lies.
-const WARM_FACTOR: usize = 4;
+const HOT_FACTOR: usize = 4;
 
 /// From which length on two copies that overlap are faster than one.
 const OVERLAP_BYTES: usize = 64 * 1024;

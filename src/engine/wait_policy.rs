@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::engine::driver::Wait;
-use crate::engine::progress::Core;
+use crate::engine::progress::Engine;
 
 /// What a rank knows of its CPU.
 #[derive(Debug, Default)]
@@ -17,16 +17,16 @@ pub(crate) struct Cpu {
     left: Option<Instant>,
 }
 
-impl Core {
+impl Engine {
     /// Lets the others know that this rank waits on `cpu`, and says how.
-    pub(crate) fn wait_on(&mut self, cpu: u32, now: Instant) -> Wait {
+    pub(crate) fn next_wait(&mut self, cpu: u32, now: Instant) -> Wait {
         self.cpu.is_shared = false;
         for peer in &mut self.peers {
-            peer.outbox.tell_cpu(cpu);
+            peer.outbox.publish_cpu(cpu);
             self.cpu.is_shared |= peer.inbox.as_ref().is_some_and(|inbox| inbox.peer_cpu() == Some(cpu));
         }
         if !self.cpu.is_shared {
-            Wait::Look
+            Wait::Spin
         } else if self.cpu.left.is_none_or(|left| now - left >= LEAVE_EVERY) {
             self.cpu.left = Some(now);
             Wait::Sleep
@@ -43,22 +43,26 @@ const LEAVE_EVERY: Duration = Duration::from_millis(20);
 mod tests {
     use super::*;
     use crate::engine::message::Direction;
-    use crate::engine::mock_peer::Scene;
+    use crate::engine::mock_peer::Harness;
     use crate::engine::region::Words;
     use crate::types::Rank;
 
     #[test]
     fn ranks_know_with_whom_they_share_a_cpu() {
-        let (mut scene, mut words) = (Scene::new(), Words::new(vec![0]));
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![0]));
         let began = Instant::now();
-        assert_eq!(scene.core.wait_on(3, began), Wait::Look, "no stream is there yet");
-        let _send = scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
-        assert_eq!(scene.core.wait_on(3, began), Wait::Look, "the other rank has not told");
-        scene.link().cpu = Some(3);
-        assert_eq!(scene.core.wait_on(3, began), Wait::Sleep, "there may be another CPU");
-        assert_eq!((scene.core.wait_on(3, began), scene.core.cpu.is_shared), (Wait::Yield, true), "there was none");
-        assert_eq!((scene.core.wait_on(4, began), scene.core.cpu.is_shared), (Wait::Look, false));
-        assert_eq!(scene.link().core_cpu, Some(4));
-        assert_eq!(scene.core.wait_on(3, began + LEAVE_EVERY), Wait::Sleep, "once in a while it tries again");
+        assert_eq!(harness.engine.next_wait(3, began), Wait::Spin, "no stream is there yet");
+        let _send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        assert_eq!(harness.engine.next_wait(3, began), Wait::Spin, "the other rank has not told");
+        harness.link().cpu = Some(3);
+        assert_eq!(harness.engine.next_wait(3, began), Wait::Sleep, "there may be another CPU");
+        assert_eq!(
+            (harness.engine.next_wait(3, began), harness.engine.cpu.is_shared),
+            (Wait::Yield, true),
+            "there was none"
+        );
+        assert_eq!((harness.engine.next_wait(4, began), harness.engine.cpu.is_shared), (Wait::Spin, false));
+        assert_eq!(harness.link().engine_cpu, Some(4));
+        assert_eq!(harness.engine.next_wait(3, began + LEAVE_EVERY), Wait::Sleep, "once in a while it tries again");
     }
 }

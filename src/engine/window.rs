@@ -3,17 +3,17 @@
 //!
 //! A put's payload lands in the target's window as it arrives. The stream keeps order, so a signal that follows a put
 //! from the same rank is counted after the put's last byte. Since a long put travels in fragments, between which other
-//! messages get their turn, what this rank sends to one peer after it waits here until it is written ([`Flow`]).
+//! messages get their turn, what this rank sends to one peer after it waits here until it is written ([`PutOrder`]).
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::engine::call::Call;
 use crate::engine::flight_recorder::Bytes;
-use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, Lane, Signature};
-use crate::engine::inbox::{Arrival, Placement, Sink};
-use crate::engine::outbox::{Body, OpRef, Owner};
-use crate::engine::progress::{Core, Failed, control, deadline};
+use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, MatchSpace, Signature};
+use crate::engine::inbox::{RecvAction, RecvBuffer, Sink};
+use crate::engine::outbox::{Body, Completion, OpId};
+use crate::engine::progress::{Engine, Failed, control, deadline};
 use crate::engine::region::Region;
 use crate::error::Error;
 use crate::types::Rank;
@@ -22,7 +22,7 @@ use crate::work::Work;
 
 /// What is done to a window.
 #[derive(Clone, Debug)]
-pub(crate) enum Access {
+pub(crate) enum RmaOp {
     /// The peer's window gets the region's bytes, from `offset` on.
     Put { offset: usize, from: Region },
     /// The region gets the peer's window's bytes, from `offset` on.
@@ -33,32 +33,32 @@ pub(crate) enum Access {
     WaitSignal,
 }
 
-impl Access {
+impl RmaOp {
     /// The operation that does this to `peer`'s part of `window`.
     pub(crate) fn call(&self, peer: Rank, window: WindowId) -> Call {
         match self {
-            Access::Put { from, .. } => Call::Put { bytes: from.len(), to: peer, window },
-            Access::Get { into, .. } => Call::Get { bytes: into.len(), from: peer, window },
-            Access::Signal => Call::Signal { to: peer, window },
-            Access::WaitSignal => Call::WaitSignal { from: peer, window },
+            RmaOp::Put { from, .. } => Call::Put { bytes: from.len(), to: peer, window },
+            RmaOp::Get { into, .. } => Call::Get { bytes: into.len(), from: peer, window },
+            RmaOp::Signal => Call::Signal { to: peer, window },
+            RmaOp::WaitSignal => Call::WaitSignal { from: peer, window },
         }
     }
 
     /// How much of this process's memory it reads or writes.
     pub(crate) fn bytes(&self) -> Bytes {
         match self {
-            Access::Put { from, .. } => Bytes { read: from.len(), written: 0 },
-            Access::Get { into, .. } => Bytes { read: 0, written: into.len() },
-            Access::Signal | Access::WaitSignal => Bytes::default(),
+            RmaOp::Put { from, .. } => Bytes { read: from.len(), written: 0 },
+            RmaOp::Get { into, .. } => Bytes { read: 0, written: into.len() },
+            RmaOp::Signal | RmaOp::WaitSignal => Bytes::default(),
         }
     }
 }
 
 /// A one-sided operation as it is submitted.
-pub(crate) struct AccessRequest {
+pub(crate) struct RmaRequest {
     pub(crate) window: WindowId,
     pub(crate) peer: Rank,
-    pub(crate) access: Access,
+    pub(crate) access: RmaOp,
     pub(crate) timeout: Duration,
     pub(crate) work: Work,
 }
@@ -95,12 +95,12 @@ struct Queued {
     id: u64,
     header: Header,
     body: Body,
-    owner: Owner,
+    completion: Completion,
 }
 
 /// The way to one peer.
 #[derive(Default)]
-struct Flow {
+struct PutOrder {
     /// The put under way that takes more than one frame.
     long: Option<u64>,
     /// What must not overtake it.
@@ -114,7 +114,7 @@ pub(crate) struct Windows {
     exposed: HashMap<WindowId, Exposed>,
     next: u64,
     in_flight: BTreeMap<u64, InFlight>,
-    flows: HashMap<Rank, Flow>,
+    flows: HashMap<Rank, PutOrder>,
 }
 
 impl Windows {
@@ -129,7 +129,7 @@ impl Windows {
     }
 
     /// Ends other ranks' access to this one's memory.
-    pub(crate) fn conceal_all(&mut self) {
+    pub(crate) fn unexpose_all(&mut self) {
         self.exposed.clear();
     }
 
@@ -157,7 +157,7 @@ impl Windows {
     }
 
     /// Notes what every rank lends: the window can be used.
-    pub(crate) fn agree(&mut self, window: Window) {
+    pub(crate) fn set_layout(&mut self, window: Window) {
         if let Some(exposed) = self.exposed.get_mut(&window.id()) {
             exposed.window = Some(window);
         }
@@ -169,60 +169,60 @@ impl Windows {
     }
 }
 
-impl Core {
+impl Engine {
     /// Starts an operation on a window that can be used, on a range inside it.
-    pub(crate) fn submit_access(&mut self, request: AccessRequest) {
+    pub(crate) fn submit_rma(&mut self, request: RmaRequest) {
         let id = self.windows.next;
         self.windows.next += 1;
-        let AccessRequest { window, peer, access, timeout, work } = request;
+        let RmaRequest { window, peer, access, timeout, work } = request;
         let call = access.call(peer, window);
         let deadline = deadline(work.began(), timeout);
         self.windows.in_flight.insert(id, InFlight { call, window, peer, deadline, work });
-        if matches!(access, Access::WaitSignal) {
+        if matches!(access, RmaOp::WaitSignal) {
             self.wait_for_signal(id, window, peer);
         } else if peer == self.me {
-            self.access_self(id, window, access);
+            self.rma_self(id, window, access);
         } else {
-            self.access_peer(id, window, peer, access);
+            self.rma_peer(id, window, peer, access);
         }
     }
 
-    fn access_self(&mut self, id: u64, window: WindowId, access: Access) {
+    fn rma_self(&mut self, id: u64, window: WindowId, access: RmaOp) {
         match (access, self.windows.exposed.get_mut(&window)) {
-            (Access::Put { offset, from }, Some(exposed)) => exposed.region.part(offset, from.len()).copy_from(&from),
-            (Access::Get { offset, mut into }, Some(exposed)) => {
+            (RmaOp::Put { offset, from }, Some(exposed)) => exposed.region.part(offset, from.len()).copy_from(&from),
+            (RmaOp::Get { offset, mut into }, Some(exposed)) => {
                 let len = into.len();
                 into.copy_from(&exposed.region.part(offset, len));
             }
-            (Access::Signal, _) => self.signalled(self.me, window),
-            (Access::WaitSignal, _) | (_, None) => {}
+            (RmaOp::Signal, _) => self.signalled(self.me, window),
+            (RmaOp::WaitSignal, _) | (_, None) => {}
         }
-        self.access_done(id);
+        self.rma_done(id);
     }
 
-    fn access_peer(&mut self, id: u64, window: WindowId, to: Rank, access: Access) {
-        self.reach(to);
+    fn rma_peer(&mut self, id: u64, window: WindowId, to: Rank, access: RmaOp) {
+        self.connect(to);
         if let Some(cause) = self.lost(to).map(str::to_owned) {
-            return self.fail_access_lost(id, to, &cause);
+            return self.fail_rma_lost(id, to, &cause);
         }
-        let owner = Owner { op: OpRef::Access(id), step: 0 };
-        let frame = |kind, token, len: usize| control(kind, Lane::PointToPoint, window.0, token, len as u64);
+        let completion = Completion { op: OpId::RmaOp(id), step: 0 };
+        let frame = |kind, token, len: usize| control(kind, MatchSpace::PointToPoint, window.0, token, len as u64);
         let queued = match access {
-            Access::Put { from, .. } if from.len() == 0 => return self.access_done(id),
-            Access::Get { into, .. } if into.len() == 0 => return self.access_done(id),
-            Access::Put { offset, from } => {
+            RmaOp::Put { from, .. } if from.len() == 0 => return self.rma_done(id),
+            RmaOp::Get { into, .. } if into.len() == 0 => return self.rma_done(id),
+            RmaOp::Put { offset, from } => {
                 let header = frame(FrameKind::Put, offset as u64, from.len());
-                Queued { id, header, body: Body::Memory(from), owner }
+                Queued { id, header, body: Body::Memory(from), completion }
             }
-            Access::Get { offset, into } => {
+            RmaOp::Get { offset, into } => {
                 let token = GET_TOKENS | id;
                 let signature = Signature { count: offset as u64, ..Signature::default() };
                 let header = Header { signature, ..frame(FrameKind::Get, token, into.len()) };
-                self.expect(to, token, Placement { region: into, arrival: Arrival::Store, owner, filled: 0 });
-                Queued { id, header, body: Body::Empty, owner: Owner::PROTOCOL }
+                self.expect(to, token, RecvBuffer { region: into, action: RecvAction::Store, completion, received: 0 });
+                Queued { id, header, body: Body::Empty, completion: Completion::NONE }
             }
-            Access::Signal | Access::WaitSignal => {
-                Queued { id, header: frame(FrameKind::Signal, 0, 0), body: Body::Empty, owner }
+            RmaOp::Signal | RmaOp::WaitSignal => {
+                Queued { id, header: frame(FrameKind::Signal, 0, 0), body: Body::Empty, completion }
             }
         };
         self.windows.flows.entry(to).or_default().waiting.push_back(queued);
@@ -244,8 +244,8 @@ impl Core {
         if flow.long.is_none() {
             self.windows.flows.remove(&to);
         }
-        for Queued { header, body, owner, .. } in now {
-            self.send(to, header, body, owner);
+        for Queued { header, body, completion, .. } in now {
+            self.send(to, header, body, completion);
         }
     }
 
@@ -253,13 +253,13 @@ impl Core {
         let Some(exposed) = self.windows.exposed.get_mut(&window) else { return };
         if let Some(count) = exposed.signals.get_mut(&from).filter(|count| **count > 0) {
             *count -= 1;
-            return self.access_done(id);
+            return self.rma_done(id);
         }
         exposed.waits.entry(from).or_default().push_back(id);
         // Its end tells that the peer is gone.
-        self.reach(from);
+        self.connect(from);
         if let Some(cause) = self.lost(from).map(str::to_owned) {
-            self.fail_access_lost(id, from, &cause);
+            self.fail_rma_lost(id, from, &cause);
         }
     }
 
@@ -294,16 +294,16 @@ impl Core {
 
     pub(crate) fn put_arrives(&mut self, from: Rank, header: Header) -> Sink {
         let Some(region) = self.exposed_part(from, header, header.token) else { return Sink::Discard };
-        let owner = Owner { op: OpRef::Window(header.key), step: 0 };
-        Sink::Place(Placement { region, arrival: Arrival::Store, owner, filled: 0 })
+        let completion = Completion { op: OpId::Window(header.key), step: 0 };
+        Sink::Buffer(RecvBuffer { region, action: RecvAction::Store, completion, received: 0 })
     }
 
     pub(crate) fn get_arrives(&mut self, from: Rank, header: Header) -> Sink {
         match self.exposed_part(from, header, header.signature.count) {
             Some(region) => {
-                let data = control(FrameKind::Data, Lane::PointToPoint, header.key, header.token, header.len);
-                let owner = Owner { op: OpRef::Window(header.key), step: 0 };
-                self.send(from, data, Body::Memory(region), owner);
+                let data = control(FrameKind::Data, MatchSpace::PointToPoint, header.key, header.token, header.len);
+                let completion = Completion { op: OpId::Window(header.key), step: 0 };
+                self.send(from, data, Body::Memory(region), completion);
             }
             None => {
                 let text = format!("window {} has no such bytes on rank {}", header.key, self.me);
@@ -326,7 +326,7 @@ impl Core {
     fn signalled(&mut self, from: Rank, window: WindowId) {
         let Some(exposed) = self.windows.exposed.get_mut(&window) else { return };
         match exposed.waits.get_mut(&from).and_then(VecDeque::pop_front) {
-            Some(id) => self.access_done(id),
+            Some(id) => self.rma_done(id),
             None => *exposed.signals.entry(from).or_default() += 1,
         }
     }
@@ -334,7 +334,7 @@ impl Core {
     // ---- ends ----
 
     /// Ends an operation well: its bytes are written or there, its signal is written or taken.
-    pub(crate) fn access_done(&mut self, id: u64) {
+    pub(crate) fn rma_done(&mut self, id: u64) {
         let Some(op) = self.windows.in_flight.remove(&id) else { return };
         self.finish(op.work, Ok(()), None);
         if let Some(flow) = self.windows.flows.get_mut(&op.peer)
@@ -345,9 +345,9 @@ impl Core {
         }
     }
 
-    fn fail_access(&mut self, id: u64, error: impl FnOnce(String) -> Error) {
+    fn fail_rma(&mut self, id: u64, error: impl FnOnce(String) -> Error) {
         let Some(op) = self.windows.in_flight.remove(&id) else { return };
-        self.cancel(OpRef::Access(id));
+        self.cancel(OpId::RmaOp(id));
         if let Some(flow) = self.windows.flows.get_mut(&op.peer) {
             flow.waiting.retain(|queued| queued.id != id);
             flow.long = flow.long.filter(|long| *long != id);
@@ -362,15 +362,15 @@ impl Core {
         self.advance_flow(op.peer);
     }
 
-    fn fail_access_lost(&mut self, id: u64, rank: Rank, cause: &str) {
+    fn fail_rma_lost(&mut self, id: u64, rank: Rank, cause: &str) {
         let Some(op) = self.windows.in_flight.get(&id) else { return };
         let error = Error::PeerLost { operation: op.call.to_string(), rank: rank.0, cause: cause.to_owned() };
-        self.fail_access(id, |_| error.clone());
+        self.fail_rma(id, |_| error.clone());
         self.report_lost(rank, &error);
     }
 
-    pub(crate) fn access_failed_elsewhere(&mut self, id: u64, text: &str) {
-        self.fail_access(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
+    pub(crate) fn rma_failed_elsewhere(&mut self, id: u64, text: &str) {
+        self.fail_rma(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
     }
 
     /// The operations that `wanted` picks, the oldest first.
@@ -381,30 +381,30 @@ impl Core {
     /// Takes this rank's part of a window back: nothing of the engine refers to its memory afterwards.
     pub(crate) fn conceal(&mut self, window: WindowId) {
         for id in self.accesses(|op| op.window == window) {
-            self.fail_access(id, |operation| Error::Mismatch { operation, detail: WITHDRAWN.to_owned() });
+            self.fail_rma(id, |operation| Error::Mismatch { operation, detail: WITHDRAWN.to_owned() });
         }
         self.windows.exposed.remove(&window);
-        self.cancel(OpRef::Window(window.0));
+        self.cancel(OpId::Window(window.0));
     }
 
     /// Ends the operations with `peer`. Signals that it sent before stay.
-    pub(crate) fn lose_accesses(&mut self, peer: Rank, cause: &str) {
+    pub(crate) fn lose_rma(&mut self, peer: Rank, cause: &str) {
         for id in self.accesses(|op| op.peer == peer) {
-            self.fail_access_lost(id, peer, cause);
+            self.fail_rma_lost(id, peer, cause);
         }
         self.windows.flows.remove(&peer);
     }
 
-    pub(crate) fn end_accesses(&mut self, error: &dyn Fn(String) -> Error) {
+    pub(crate) fn end_rma(&mut self, error: &dyn Fn(String) -> Error) {
         self.windows.flows.clear();
         for id in self.accesses(|_| true) {
-            self.fail_access(id, error);
+            self.fail_rma(id, error);
         }
     }
 
     /// Ends operations whose time is over. A signal must not arrive without the put before it, so what was to follow
     /// one that ends goes with it.
-    pub(crate) fn check_access_deadlines(&mut self, now: Instant) {
+    pub(crate) fn check_rma_deadlines(&mut self, now: Instant) {
         for id in self.accesses(|op| op.deadline.is_some_and(|deadline| deadline <= now)) {
             let Some(op) = self.windows.in_flight.get(&id) else { continue };
             let (peer, waited) = (op.peer, op.work.age());
@@ -418,10 +418,10 @@ impl Core {
                 _ => Vec::new(),
             };
             let error = self.timeout(peer.index()..peer.index() + 1, waited, format!("access {id}: {detail}"));
-            self.fail_access(id, error);
+            self.fail_rma(id, error);
             for other in later.into_iter().filter(|other| *other > id) {
                 let detail = format!("a put to rank {peer} before it failed");
-                self.fail_access(other, |operation| Error::Timeout { operation, waited, detail });
+                self.fail_rma(other, |operation| Error::Timeout { operation, waited, detail });
             }
         }
     }

@@ -6,7 +6,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::fuzz_input::Input;
 use crate::sys::memory::{RingMemory, before_ring};
-use crate::sys::segment::{self, HostMemory, PeerSegment, SegmentId};
+use crate::sys::segment::{self, PeerSegment, SegmentId, SharedMemory};
 use crate::sys::socket;
 
 /// Names and descriptors that a peer has made up.
@@ -21,7 +21,7 @@ pub(super) fn handles(bytes: &[u8]) {
 
 /// Another name, place or length than those of a segment.
 fn segments(input: &mut Input<'_>) {
-    let mut memory = HostMemory::<u8>::new(5000).expect("memory");
+    let mut memory = SharedMemory::<u8>::new(5000).expect("memory");
     memory.iter_mut().enumerate().for_each(|(index, byte)| *byte = index as u8);
     let (own, _) = segment::locate(memory.as_ptr() as u64, 1).expect("a segment");
     let change = input.number();

@@ -42,7 +42,7 @@ pub struct Position {
     pub bytes: u64,
 }
 
-/// The reader's positions, flags, the count of withdrawals and the writer's CPU, as they lie at the beginning of a ring's
+/// The reader's positions, flags, the count of invalidations and the writer's CPU, as they lie at the beginning of a ring's
 /// memory. All zero at first.
 #[derive(Debug, Default)]
 #[repr(C)]
@@ -50,7 +50,7 @@ pub struct RingWords {
     done: Apart<[AtomicU64; 2]>,
     reader_asleep: Apart<AtomicU32>,
     writer_asleep: Apart<AtomicU32>,
-    withdrawals: Apart<AtomicU64>,
+    invalidations: Apart<AtomicU64>,
     /// One more than the CPU's number.
     writer_cpu: Apart<AtomicU32>,
 }
@@ -87,7 +87,7 @@ impl RingWords {
     }
 
     /// Tells on which CPU the writer waits, or waited last.
-    pub fn tell_cpu(&self, cpu: u32) {
+    pub fn publish_cpu(&self, cpu: u32) {
         // Only news, since the reader looks at it all the time. Relaxed, as in `writer_cpu`: the value stands alone.
         if self.writer_cpu() != Some(cpu) {
             self.writer_cpu.0.store(cpu.wrapping_add(1), Ordering::Relaxed);
@@ -96,10 +96,10 @@ impl RingWords {
 
     /// Counts that the writer takes memory back that it had offered to the reader. To be called before the memory is
     /// used for something else.
-    pub fn withdraw(&self) {
-        self.withdrawals.0.fetch_add(1, Ordering::SeqCst);
+    pub fn invalidate(&self) {
+        self.invalidations.0.fetch_add(1, Ordering::SeqCst);
         // SeqCst: what is written to the memory from now on is seen by a reader no earlier than the count, which it
-        // looks at after it has read; pairs with the fence in `withdrawals`.
+        // looks at after it has read; pairs with the fence in `invalidations`.
         fence(Ordering::SeqCst);
     }
 
@@ -131,10 +131,10 @@ impl RingWords {
     }
 
     /// How often the writer has taken memory back, to be asked after the memory was read.
-    pub fn withdrawals(&self) -> u64 {
+    pub fn invalidations(&self) -> u64 {
         // SeqCst: see `withdraw`.
         fence(Ordering::SeqCst);
-        self.withdrawals.0.load(Ordering::SeqCst)
+        self.invalidations.0.load(Ordering::SeqCst)
     }
 }
 

@@ -51,12 +51,12 @@ impl SegmentId {
 /// memory, with which its own communicators do nothing special, and it reads zeros there once the owner has dropped it.
 ///
 /// ```
-/// let mut memory = ncclx_rs::HostMemory::<f32>::new(1000)?;
+/// let mut memory = ncclx_rs::SharedMemory::<f32>::new(1000)?;
 /// memory[7] = 1.5; // a slice, as far as the program is concerned
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct HostMemory<T: Element> {
+pub struct SharedMemory<T: Element> {
     base: NonNull<T>,
     len: usize,
     origin: Origin,
@@ -65,11 +65,11 @@ pub struct HostMemory<T: Element> {
 
 // SAFETY: the mapping is owned, stays at its address until drop, and is reached by the rules of a slice of T, which is
 // plain data.
-unsafe impl<T: Element> Send for HostMemory<T> {}
+unsafe impl<T: Element> Send for SharedMemory<T> {}
 // SAFETY: as above; a shared borrow only reads.
-unsafe impl<T: Element> Sync for HostMemory<T> {}
+unsafe impl<T: Element> Sync for SharedMemory<T> {}
 
-impl<T: Element> HostMemory<T> {
+impl<T: Element> SharedMemory<T> {
     /// Memory for `len` elements.
     ///
     /// # Errors
@@ -91,11 +91,11 @@ impl<T: Element> HostMemory<T> {
         let id = SegmentId::new(fd.as_raw_fd(), rustix::fs::fstat(&fd)?.st_ino);
         segments().insert(base as usize, (bytes, id));
         let base = NonNull::new(base.cast()).expect("mmap never returns null");
-        Ok(HostMemory { base, len, origin: Origin::here(), fd })
+        Ok(SharedMemory { base, len, origin: Origin::here(), fd })
     }
 }
 
-impl<T: Element> Deref for HostMemory<T> {
+impl<T: Element> Deref for SharedMemory<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -105,14 +105,14 @@ impl<T: Element> Deref for HostMemory<T> {
     }
 }
 
-impl<T: Element> DerefMut for HostMemory<T> {
+impl<T: Element> DerefMut for SharedMemory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as in `deref`, and self is borrowed for this alone.
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
     }
 }
 
-impl<T: Element> Drop for HostMemory<T> {
+impl<T: Element> Drop for SharedMemory<T> {
     fn drop(&mut self) {
         let mapped = (self.len * size_of::<T>()).max(1);
         // The pages are not a forked child's to give back, nor has it the segment in its list.
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_segment_is_found_by_its_bytes_and_read_elsewhere() {
-        let mut memory = HostMemory::<u16>::new(100_000).expect("memory");
+        let mut memory = SharedMemory::<u16>::new(100_000).expect("memory");
         memory[70_000] = 7;
         let address = &raw const memory[70_000] as u64;
         let (id, offset) = locate(address, 2).expect("known");
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn what_is_gone_gives_its_pages_back_and_is_not_found() {
-        let mut memory = HostMemory::<u8>::new(4096).expect("memory");
+        let mut memory = SharedMemory::<u8>::new(4096).expect("memory");
         memory.fill(9);
         let (id, offset) = locate(memory.as_ptr() as u64, 4096).expect("known");
         let segment = PeerSegment::open(me(), id).expect("the segment");
@@ -237,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_forked_child_leaves_its_parents_memory_alone() {
-        let mut memory = HostMemory::<u8>::new(10_000).expect("memory");
+        let mut memory = SharedMemory::<u8>::new(10_000).expect("memory");
         memory.fill(9);
         let address = memory.as_ptr() as u64;
         // As while another thread looks something up.
@@ -248,7 +248,7 @@ mod tests {
             let is_listed = locate(address, 1).is_some();
             let is_whole = memory.iter().all(|byte| *byte == 9);
             drop(memory);
-            let mut own = HostMemory::<u8>::new(10).expect("memory of the child's own");
+            let mut own = SharedMemory::<u8>::new(10).expect("memory of the child's own");
             own.fill(7);
             let own_is_listed = locate(own.as_ptr() as u64, 10).is_some();
             drop(own);
@@ -277,8 +277,8 @@ mod tests {
 
     #[test]
     fn nothing_fits_into_no_elements() {
-        let memory = HostMemory::<f64>::new(0).expect("memory");
+        let memory = SharedMemory::<f64>::new(0).expect("memory");
         assert!(memory.is_empty() && locate(memory.as_ptr() as u64, 1).is_none());
-        assert!(HostMemory::<f64>::new(usize::MAX).is_err() && HostMemory::<f64>::new(1 << 50).is_err());
+        assert!(SharedMemory::<f64>::new(usize::MAX).is_err() && SharedMemory::<f64>::new(1 << 50).is_err());
     }
 }

@@ -25,30 +25,30 @@ use crate::types::Rank;
 
 /// Where bytes lie in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Location {
+pub struct MemoryAddress {
     /// Their address; in a segment, how far they are from its beginning.
     pub address: u64,
     /// The segment that they lie in.
     pub segment: Option<SegmentId>,
 }
 
-impl Location {
+impl MemoryAddress {
     /// Where the `len` bytes at `address` of this process lie.
-    pub fn of(address: u64, len: usize) -> Location {
+    pub fn of(address: u64, len: usize) -> MemoryAddress {
         match segment::locate(address, len) {
-            Some((id, offset)) => Location { address: offset, segment: Some(id) },
-            None => Location { address, segment: None },
+            Some((id, offset)) => MemoryAddress { address: offset, segment: Some(id) },
+            None => MemoryAddress { address, segment: None },
         }
     }
 
     /// The place `bytes` further on.
-    pub fn plus(self, bytes: usize) -> Location {
-        Location { address: self.address.wrapping_add(bytes as u64), ..self }
+    pub fn plus(self, bytes: usize) -> MemoryAddress {
+        MemoryAddress { address: self.address.wrapping_add(bytes as u64), ..self }
     }
 }
 
 /// The sending end of a stream.
-pub trait Outlet: Send {
+pub trait SendStream: Send {
     /// Takes as many leading bytes of `head` and then `body` as there is room for, possibly none; they need not outlive the
     /// call. Without any, it drives a connection that is being made and notices one that broke.
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown>;
@@ -63,16 +63,16 @@ pub trait Outlet: Send {
     /// it.
     fn is_open(&self) -> bool;
 
-    /// Whether the peer can read this process's memory ([`Inlet::read_memory`]).
-    fn lends(&self) -> bool {
+    /// Whether the peer can read this process's memory ([`RecvStream::read_memory`]).
+    fn peer_can_read(&self) -> bool {
         false
     }
 
     /// Makes the peer doubt what it reads of this process's memory, at once: before memory is used for something else.
-    fn withdraw(&mut self) {}
+    fn invalidate(&mut self) {}
 
     /// Lets the peer know on which CPU this rank waits, if that is a CPU that it may run on, too.
-    fn tell_cpu(&mut self, _cpu: u32) {}
+    fn publish_cpu(&mut self, _cpu: u32) {}
 
     /// What the kernel knows of how the connection does, where it is one.
     fn traffic(&self) -> Option<Traffic> {
@@ -84,7 +84,7 @@ pub trait Outlet: Send {
 }
 
 /// The receiving end of a stream.
-pub trait Inlet: Send {
+pub trait RecvStream: Send {
     /// Bytes that can be read now, without copying; more may follow. Empty when there are none. They may end within what was
     /// written at once as its body, but neither within its head nor within an element of up to 64 bytes, unless the rest
     /// comes to be shown with them.
@@ -102,17 +102,17 @@ pub trait Inlet: Send {
     }
 
     /// Copies bytes of the memory of the process that writes; returns how many, at least one.
-    fn read_memory(&mut self, _from: Location, _into: &mut [u8]) -> io::Result<usize> {
+    fn read_memory(&mut self, _from: MemoryAddress, _into: &mut [u8]) -> io::Result<usize> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// How often the writer has called [`Outlet::withdraw`]. What was read before this is asked is what the memory held
+    /// How often the writer has called [`SendStream::invalidate`]. What was read before this is asked is what the memory held
     /// while that had not happened more often.
-    fn withdrawals(&self) -> u64 {
+    fn invalidations(&self) -> u64 {
         0
     }
 
-    /// The CPU that the writer told last ([`Outlet::tell_cpu`]), if it has.
+    /// The CPU that the writer told last ([`SendStream::publish_cpu`]), if it has.
     fn writer_cpu(&self) -> Option<u32> {
         None
     }
@@ -125,7 +125,7 @@ pub trait Inlet: Send {
 }
 
 /// A stream that a peer opened, and which rank that is.
-pub type Accepted = (Rank, Box<dyn Inlet>);
+pub type Accepted = (Rank, Box<dyn RecvStream>);
 
 /// A way to move bytes between ranks.
 pub trait Transport: Send {
@@ -135,10 +135,10 @@ pub trait Transport: Send {
     /// What peers need to reach this rank, published through the rendezvous.
     fn address(&self) -> Vec<u8>;
 
-    /// Begins a stream to `peer`; its outlet takes bytes at once or later, and goes down when the connection fails.
-    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown>;
+    /// Begins a stream to `peer`; the stream takes bytes at once or later, and goes down when the connection fails.
+    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn SendStream>, LinkDown>;
 
-    /// Looks, once for all streams, which have bytes; see [`Inlet::is_silent`].
+    /// Looks, once for all streams, which have bytes; see [`RecvStream::is_silent`].
     fn look(&mut self) {}
 
     /// Streams that peers opened and that have proved who they are, since the last call. Never fails because of what a

@@ -132,7 +132,7 @@ impl<S: AsFd> Pending<S> {
     }
 
     fn patience(&self) -> Duration {
-        if self.has_room() { PATIENCE } else { CROWDED_PATIENCE }
+        if self.has_room() { PATIENCE } else { HANDSHAKE_TIMEOUT_FULL }
     }
 
     /// Begins the handshake on a connection.
@@ -216,7 +216,7 @@ const CANDIDATES_MAX: usize = 128;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The same while others have to wait for it.
-const CROWDED_PATIENCE: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIMEOUT_FULL: Duration = Duration::from_secs(5);
 
 /// How long to leave callers waiting after the system refused to take one in.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -252,7 +252,7 @@ mod tests {
         let mut pending = Pending::new(identity, Poller::new().expect("a poller"));
         assert_eq!(pending.due(), None);
         let _late = aged(&mut pending, PATIENCE);
-        let _slow = aged(&mut pending, CROWDED_PATIENCE);
+        let _slow = aged(&mut pending, HANDSHAKE_TIMEOUT_FULL);
         assert!(pending.due().is_some_and(|due| due <= Instant::now()));
         assert_eq!(drive(&mut pending), 1, "only who is late goes while there is room");
         let _others: Vec<_> = (1..CANDIDATES_MAX).map(|_| aged(&mut pending, Duration::ZERO)).collect();

@@ -1,6 +1,6 @@
 //! Memory that ranks of a host map: results are right, and the receiver reads in place.
 
-use ncclx_rs::{HostMemory, Rank, ReduceOp, Tag};
+use ncclx_rs::{Rank, ReduceOp, SharedMemory, Tag};
 
 use crate::world::{WIRES, Wire, world};
 
@@ -16,7 +16,7 @@ fn operations_on_shared_memory_are_right_on_every_wire() {
         for size in [2, 3] {
             world(wire, size, move |comm| {
                 let me = comm.rank().index();
-                let mut data = HostMemory::<f32>::new(300_000).expect("memory");
+                let mut data = SharedMemory::<f32>::new(300_000).expect("memory");
                 data.iter_mut().enumerate().for_each(|(index, value)| *value = (me * index % 7) as f32);
                 comm.all_reduce(&mut data[..], ReduceOp::Sum).expect("all_reduce");
                 let sum = |index: usize| (0..size).map(|rank| (rank * index % 7) as f32).sum::<f32>();
@@ -37,7 +37,7 @@ fn segments_come_and_go() {
     world(Wire::Shm, 2, |comm| {
         let peer = Rank::from(1 - comm.rank().index());
         for round in 0..200 {
-            let mut data = HostMemory::<i64>::new(20_000 + round).expect("memory");
+            let mut data = SharedMemory::<i64>::new(20_000 + round).expect("memory");
             data.fill(round as i64);
             if comm.rank().0 == 0 {
                 comm.send(&data[..], peer, Tag(0)).expect("send");

@@ -17,14 +17,14 @@ pub(crate) mod progress {
     pub(crate) type Finished = Vec<Work>;
 
     #[derive(Default)]
-    pub(crate) struct Core {
+    pub(crate) struct Engine {
         pub(crate) name: String,
         pub(crate) finished: Finished,
         pub(crate) wire: Poller,
         pub(crate) in_flight: Vec<Work>,
     }
 
-    impl Core {
+    impl Engine {
         pub(crate) fn end(&mut self, number: usize) {
             let ended = |work: &Work| work.number() == number as u64;
             if let Some(index) = self.in_flight.iter().position(ended) {
@@ -46,8 +46,8 @@ pub(crate) mod progress {
 
         pub(crate) fn disarm(&mut self) {}
 
-        pub(crate) fn wait_on(&mut self, _: u32, _: Instant) -> Wait {
-            Wait::Look
+        pub(crate) fn next_wait(&mut self, _: u32, _: Instant) -> Wait {
+            Wait::Spin
         }
 
         pub(crate) fn is_busy(&self) -> bool {

@@ -97,12 +97,12 @@ fn what_is_used_for_something_else_is_not_believed() {
         let shared = Arc::new((RingWords::default(), AtomicU64::new(0)));
         let owner = Arc::clone(&shared);
         let thread = thread::spawn(move || {
-            owner.0.withdraw();
+            owner.0.invalidate();
             owner.1.store(666, Ordering::Relaxed);
         });
         let (words, memory) = &*shared;
         let read = memory.load(Ordering::Relaxed);
-        assert!(words.withdrawals() == 1 || read == 0);
+        assert!(words.invalidations() == 1 || read == 0);
         thread.join().expect("no panic");
     });
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use loom::thread;
 
 use crate::engine::driver::{Driver, Polling};
-use crate::engine::progress::Core;
+use crate::engine::progress::Engine;
 use crate::sync::Arc;
 use crate::sys::poller::Poller;
 use crate::work::{Entry, Work};
@@ -14,11 +14,11 @@ use crate::work::{Entry, Work};
 fn in_flight(count: usize) -> (Arc<Driver>, Vec<Work>, Poller) {
     let wire = Poller::default();
     let polling = Polling { time: Duration::ZERO, yields: false };
-    let driver = Driver::new(Core { wire: wire.clone(), ..Core::default() }, wire.clone(), polling);
+    let driver = Driver::new(Engine { wire: wire.clone(), ..Engine::default() }, wire.clone(), polling);
     let entry = |number| Entry { operation: "barrier", sequence: 0, number: number as u64, began: Instant::now() };
     let work = |number| Work::new(driver.clone(), entry(number));
     let works: Vec<Work> = (0..count).map(work).collect();
-    driver.with_core(|core| core.in_flight.clone_from(&works));
+    driver.with_engine(|engine| engine.in_flight.clone_from(&works));
     (driver, works, wire)
 }
 
@@ -81,7 +81,7 @@ fn who_waits_is_told_of_an_abort() {
     check(3, || {
         let (driver, works, _) = in_flight(1);
         let waiter = wait_for(works[0].clone());
-        driver.with_core(|core| core.end(0));
+        driver.with_engine(|engine| engine.end(0));
         driver.flush_finished();
         waiter.join().expect("no panic");
         driver.close();

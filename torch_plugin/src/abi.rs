@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::Store;
-use ncclx_rs::{Buffer, Buffers, CommOptions, Communicator, Error, HostMemory, Mode, Op, Rank, WindowId, Work};
+use ncclx_rs::{Buffer, Buffers, CommOptions, Communicator, Error, Mode, Op, Rank, SharedMemory, WindowId, Work};
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
@@ -106,8 +106,8 @@ struct RawEngine {
     host: extern "C" fn(*const Communicator, i32) -> i32,
     window_register: extern "C" fn(*const Communicator, *const RawBuffer, *mut u64, *mut RawError) -> i32,
     window_deregister: extern "C" fn(*const Communicator, u64, *mut RawError) -> i32,
-    memory_new: extern "C" fn(u64, *mut *mut HostMemory<u8>, *mut *mut c_void, *mut RawError) -> i32,
-    memory_free: extern "C" fn(*mut HostMemory<u8>),
+    memory_new: extern "C" fn(u64, *mut *mut SharedMemory<u8>, *mut *mut c_void, *mut RawError) -> i32,
+    memory_free: extern "C" fn(*mut SharedMemory<u8>),
     set_members: extern "C" fn(*const Communicator, *const i64, u64),
     call_elsewhere: extern "C" fn(Job, *mut c_void),
 }
@@ -538,12 +538,12 @@ extern "C" fn window_deregister(comm: *const Communicator, window: u64, error: *
 
 extern "C" fn memory_new(
     bytes: u64,
-    memory: *mut *mut HostMemory<u8>,
+    memory: *mut *mut SharedMemory<u8>,
     ptr: *mut *mut c_void,
     error: *mut RawError,
 ) -> i32 {
     without_tensors(error, || {
-        let made = usize::try_from(bytes).map_err(std::io::Error::other).and_then(HostMemory::<u8>::new);
+        let made = usize::try_from(bytes).map_err(std::io::Error::other).and_then(SharedMemory::<u8>::new);
         let mut made = made.map_err(|cause| (Status::Failure, format!("{bytes} bytes of shared memory: {cause}")))?;
         // SAFETY: the caller's place for the address.
         unsafe { *ptr = made.as_mut_ptr().cast() };
@@ -553,7 +553,7 @@ extern "C" fn memory_new(
     })
 }
 
-extern "C" fn memory_free(memory: *mut HostMemory<u8>) {
+extern "C" fn memory_free(memory: *mut SharedMemory<u8>) {
     // SAFETY: made by `memory_new` and given back once.
     or_end(|| drop(unsafe { Box::from_raw(memory) }));
 }

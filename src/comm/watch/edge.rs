@@ -8,7 +8,7 @@ use crate::engine::connector::Way;
 use crate::error::LinkDown;
 use crate::sys::poller::Registration;
 use crate::sys::process::Process;
-use crate::transport::{Inlet, Outlet, Transport};
+use crate::transport::{RecvStream, SendStream, Transport};
 use crate::types::Rank;
 
 /// What a look at a connection has shown.
@@ -26,8 +26,8 @@ pub(super) struct Edge {
     size: usize,
     process: Option<(Process, Registration)>,
     way: Way,
-    outlet: Option<Box<dyn Outlet>>,
-    inlet: Option<Box<dyn Inlet>>,
+    send_stream: Option<Box<dyn SendStream>>,
+    recv_stream: Option<Box<dyn RecvStream>>,
     outgoing: Vec<u8>,
     /// What has come of news that are not complete.
     incoming: Vec<u8>,
@@ -39,28 +39,28 @@ impl Edge {
     /// Begins without a stream, for which there is a way.
     pub(super) fn new(peer: Rank, size: usize, way: Way, process: Option<(Process, Registration)>) -> Edge {
         let (outgoing, incoming) = (Vec::new(), Vec::new());
-        Edge { peer, size, process, way, outlet: None, inlet: None, outgoing, incoming, ending: None }
+        Edge { peer, size, process, way, send_stream: None, recv_stream: None, outgoing, incoming, ending: None }
     }
 
     /// Opens the stream, if there is none and there may be one now.
     pub(super) fn reach(&mut self, transports: &mut [Box<dyn Transport>], now: Instant) {
-        if self.outlet.is_some() || self.ending.is_some() {
+        if self.send_stream.is_some() || self.ending.is_some() {
             return;
         }
         match self.way.open(self.peer, transports, now) {
-            Ok(outlet) => self.outlet = outlet,
+            Ok(send_stream) => self.send_stream = send_stream,
             Err(down) => self.ending = Some((down.cause, now)),
         }
     }
 
     /// Takes the stream that the other has opened.
-    pub(super) fn accept(&mut self, inlet: Box<dyn Inlet>) {
-        self.inlet.get_or_insert(inlet);
+    pub(super) fn accept(&mut self, recv_stream: Box<dyn RecvStream>) {
+        self.recv_stream.get_or_insert(recv_stream);
     }
 
     /// Queues news.
     pub(super) fn tell(&mut self, news: &News) {
-        if self.outlet.is_some() || self.way.due().is_some() {
+        if self.send_stream.is_some() || self.way.due().is_some() {
             self.outgoing.extend(news.encode());
         }
     }
@@ -74,8 +74,9 @@ impl Edge {
 
     /// Whether what was told has left this process, or never can.
     pub(super) fn is_flushed(&mut self) -> bool {
-        let flushed = |outlet: &mut Box<dyn Outlet>| outlet.is_open() && outlet.flushed().unwrap_or(true);
-        self.ending.is_some() || (self.outgoing.is_empty() && self.outlet.as_mut().is_none_or(flushed))
+        let flushed =
+            |send_stream: &mut Box<dyn SendStream>| send_stream.is_open() && send_stream.flushed().unwrap_or(true);
+        self.ending.is_some() || (self.outgoing.is_empty() && self.send_stream.as_mut().is_none_or(flushed))
     }
 
     /// Writes what waits, and reads what has come. The other's news are read after the signs of its end were looked for,
@@ -100,16 +101,16 @@ impl Edge {
 
     /// Writes what waits, as far as there is room.
     pub(super) fn write(&mut self, now: Instant) {
-        let Some(outlet) = &mut self.outlet else { return };
+        let Some(send_stream) = &mut self.send_stream else { return };
         // Without bytes, a write notices the end.
-        let written = outlet.write(&[], &[]).and_then(|_| match self.outgoing.as_slice() {
+        let written = send_stream.write(&[], &[]).and_then(|_| match self.outgoing.as_slice() {
             [] => Ok(0),
-            waiting => outlet.write(&[], &[IoSlice::new(waiting)]),
+            waiting => send_stream.write(&[], &[IoSlice::new(waiting)]),
         });
         match written {
             Ok(written) => drop(self.outgoing.drain(..written)),
             Err(down) => {
-                self.outlet = None;
+                self.send_stream = None;
                 if let Err(down) = self.way.ended(down, now) {
                     self.ending.get_or_insert((down.cause, now));
                 }
@@ -118,7 +119,7 @@ impl Edge {
     }
 
     fn read(&mut self, news: &mut Vec<News>) -> Result<(), LinkDown> {
-        let Some(inlet) = &mut self.inlet else { return Ok(()) };
+        let Some(recv_stream) = &mut self.recv_stream else { return Ok(()) };
         let mut bytes = [0; NEWS_BYTES];
         loop {
             while let Some((next, len)) = News::decode(&self.incoming, self.size)? {
@@ -128,7 +129,7 @@ impl Edge {
                     return Ok(());
                 }
             }
-            match inlet.read(&mut bytes)? {
+            match recv_stream.read(&mut bytes)? {
                 0 => return Ok(()),
                 count => self.incoming.extend_from_slice(&bytes[..count]),
             }
@@ -137,7 +138,8 @@ impl Edge {
 
     /// When to look again although nothing happens.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
-        let opening = self.outlet.as_ref().filter(|outlet| !outlet.is_open()).map(|_| now + OPENING_CHECK);
+        let opening =
+            self.send_stream.as_ref().filter(|send_stream| !send_stream.is_open()).map(|_| now + OPENING_CHECK);
         let ending = self.ending.as_ref().map(|(_, since)| *since + LINGER);
         ending.into_iter().chain(opening).chain(self.way.due()).min()
     }
@@ -145,17 +147,17 @@ impl Edge {
     /// Asks for the poller to wake. True: there is something to look at now.
     pub(super) fn arm(&mut self) -> bool {
         let waiting = !self.outgoing.is_empty();
-        let writable = self.outlet.as_mut().is_some_and(|outlet| waiting && outlet.arm());
-        self.inlet.as_mut().is_some_and(|inlet| inlet.arm()) || writable
+        let writable = self.send_stream.as_mut().is_some_and(|send_stream| waiting && send_stream.arm());
+        self.recv_stream.as_mut().is_some_and(|recv_stream| recv_stream.arm()) || writable
     }
 
     /// Ends what `arm` began.
     pub(super) fn disarm(&mut self) {
-        if let Some(outlet) = &mut self.outlet {
-            outlet.disarm();
+        if let Some(send_stream) = &mut self.send_stream {
+            send_stream.disarm();
         }
-        if let Some(inlet) = &mut self.inlet {
-            inlet.disarm();
+        if let Some(recv_stream) = &mut self.recv_stream {
+            recv_stream.disarm();
         }
     }
 }

@@ -76,8 +76,8 @@ impl Watch {
         });
         watchman.add(Arc::clone(&post))?;
         let (listener, poller) = (Arc::downgrade(&post), watchman.poller.clone());
-        driver.with_core(|core| {
-            core.send_heartbeat = Some(Box::new(move |heartbeat| {
+        driver.with_engine(|engine| {
+            engine.send_heartbeat = Some(Box::new(move |heartbeat| {
                 if let Some(post) = listener.upgrade() {
                     lock(&post.own_heartbeats).push(heartbeat);
                     poller.wake();
@@ -180,9 +180,9 @@ impl State {
     /// Moves everything as far as it goes.
     fn look(&mut self) -> Learned {
         self.edges.iter_mut().for_each(Edge::disarm);
-        for (from, inlet) in self.transports.iter_mut().flat_map(|transport| transport.accept()) {
+        for (from, recv_stream) in self.transports.iter_mut().flat_map(|transport| transport.accept()) {
             match self.edges.iter_mut().find(|edge| edge.peer == from) {
-                Some(edge) => edge.accept(inlet),
+                Some(edge) => edge.accept(recv_stream),
                 None => log::debug!("rank {from} is not one that rank {} watches", self.me),
             }
         }

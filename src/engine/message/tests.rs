@@ -1,9 +1,9 @@
 //! What one rank may have unread at another, and what it gets back for it, against a peer whose frames are written by hand.
 
 use super::*;
-use crate::engine::mock_peer::Scene;
+use crate::engine::mock_peer::Harness;
 use crate::engine::region::Words;
-use crate::work::Begun;
+use crate::work::Submitted;
 
 const WINDOW: usize = 1 << 20;
 /// As long as a message goes unasked.
@@ -11,11 +11,11 @@ const LENGTHS: [usize; 5] = [0, 8, 1000, 2048, 4096];
 const LIMIT: Duration = Duration::from_secs(60);
 const RECEIVE: Direction = Direction::Receive(Source::Rank(Rank(1)));
 
-fn scene() -> Scene {
-    let mut scene = Scene::new();
-    scene.core.single_copy_bytes = scene.core.eager_bytes;
-    scene.settle();
-    scene
+fn harness() -> Harness {
+    let mut harness = Harness::new();
+    harness.engine.single_copy_bytes = harness.engine.eager_bytes;
+    harness.settle();
+    harness
 }
 
 /// The memory of a message of so many bytes.
@@ -24,18 +24,18 @@ fn words(bytes: usize) -> Words {
 }
 
 /// Starts a message whose caller waits for it. True: it has ended already.
-fn ends_at_once(scene: &mut Scene, direction: Direction, words: &mut Words) -> bool {
+fn ends_at_once(harness: &mut Harness, direction: Direction, words: &mut Words) -> bool {
     let region = Region::of(&[words.buffer()]);
     let request = MessageRequest { direction, tag: Tag(0), region, timeout: LIMIT };
-    match scene.core.run_message(request, true, &Scene::nobody()) {
-        Begun::Ended(..) => true,
-        Begun::InFlight(_) => false,
+    match harness.engine.run_message(request, true, &Harness::nobody()) {
+        Submitted::Completed(..) => true,
+        Submitted::Pending(_) => false,
     }
 }
 
 /// The headers of all that rank 0 has sent since the last call.
-fn sent(scene: &mut Scene) -> Vec<Header> {
-    let bytes = std::mem::take(&mut scene.link().from_core);
+fn sent(harness: &mut Harness) -> Vec<Header> {
+    let bytes = std::mem::take(&mut harness.link().from_engine);
     let (mut headers, mut rest) = (Vec::new(), bytes.as_slice());
     while let Some(header) = Header::decode(rest).expect("a header") {
         rest = &rest[header.size() + header.payload()..];
@@ -50,14 +50,14 @@ fn cost(lengths: impl IntoIterator<Item = usize>) -> usize {
 }
 
 /// How much of the window rank 0 has taken since the last call.
-fn taken(scene: &mut Scene) -> usize {
-    let headers = sent(scene);
+fn taken(harness: &mut Harness) -> usize {
+    let headers = sent(harness);
     cost(headers.iter().filter(|header| header.kind == FrameKind::Eager).map(|header| header.payload()))
 }
 
 /// How much credit rank 0 has given since the last call.
-fn given(scene: &mut Scene) -> usize {
-    let headers = sent(scene);
+fn given(harness: &mut Harness) -> usize {
+    let headers = sent(harness);
     headers.iter().filter(|header| header.kind == FrameKind::Credit).map(|header| header.len as usize).sum()
 }
 
@@ -65,24 +65,24 @@ fn given(scene: &mut Scene) -> usize {
 fn what_is_unread_fills_the_window_and_never_exceeds_it() {
     for waits in [false, true] {
         for len in LENGTHS {
-            let (mut scene, mut words) = (scene(), words(len));
-            let mut send_more_than = |scene: &mut Scene, room: usize| {
+            let (mut harness, mut words) = (harness(), words(len));
+            let mut send_more_than = |harness: &mut Harness, room: usize| {
                 for _ in 0..room / cost([len]) + 9 {
                     if waits {
-                        ends_at_once(scene, Direction::Send(Rank(1)), &mut words);
+                        ends_at_once(harness, Direction::Send(Rank(1)), &mut words);
                     } else {
-                        scene.start(Direction::Send(Rank(1)), &mut words, LIMIT);
+                        harness.start(Direction::Send(Rank(1)), &mut words, LIMIT);
                     }
                 }
             };
             let mut free = WINDOW;
             for credit in [0, 4 * cost([len]), WINDOW / 2] {
                 if credit > 0 {
-                    scene.send(&control(FrameKind::Credit, Lane::PointToPoint, 0, 0, credit as u64).encode());
+                    harness.send(&control(FrameKind::Credit, MatchSpace::PointToPoint, 0, 0, credit as u64).encode());
                 }
                 free += credit;
-                send_more_than(&mut scene, free);
-                let taken = taken(&mut scene);
+                send_more_than(&mut harness, free);
+                let taken = taken(&mut harness);
                 assert!(taken <= free, "{taken} bytes in messages of {len}, for {free}");
                 free -= taken;
                 assert!(free < cost([len]), "{free} bytes are free, and messages of {len} wait");
@@ -111,7 +111,7 @@ fn every_message_that_is_taken_is_given_credit_for() {
     for meeting in [AtOnce, Expected, Kept, ExpectedInVain, KeptInVain] {
         for len in [8, 4096] {
             let context = format!("{meeting:?}, messages of {len}");
-            let mut scene = scene();
+            let mut harness = harness();
             let message = [&*message_header(Tag(0), len).encode(), &vec![0; len]].concat();
             let mut into = words(if matches!(meeting, ExpectedInVain | KeptInVain) { len + 8 } else { len });
             let (mut read, mut back, mut at_once) = (0, 0, 0);
@@ -119,22 +119,22 @@ fn every_message_that_is_taken_is_given_credit_for() {
             for _ in 0..2700 {
                 match meeting {
                     AtOnce => {
-                        scene.link().to_core.extend_from_slice(&message);
-                        at_once += usize::from(ends_at_once(&mut scene, RECEIVE, &mut into));
+                        harness.link().to_engine.extend_from_slice(&message);
+                        at_once += usize::from(ends_at_once(&mut harness, RECEIVE, &mut into));
                     }
                     Expected | ExpectedInVain => {
-                        let receive = scene.start(RECEIVE, &mut into, LIMIT);
-                        scene.send(&message);
+                        let receive = harness.start(RECEIVE, &mut into, LIMIT);
+                        harness.send(&message);
                         assert!(receive.is_done(), "{context}");
                     }
                     Kept | KeptInVain => {
-                        scene.send(&message);
-                        assert_eq!(given(&mut scene), 0, "{context}: it is not taken yet");
-                        assert!(scene.start(RECEIVE, &mut into, LIMIT).is_done(), "{context}");
+                        harness.send(&message);
+                        assert_eq!(given(&mut harness), 0, "{context}: it is not taken yet");
+                        assert!(harness.start(RECEIVE, &mut into, LIMIT).is_done(), "{context}");
                     }
                 }
                 read += cost([len]);
-                back += given(&mut scene);
+                back += given(&mut harness);
                 assert!(back <= read, "{context}: {back} bytes of credit for {read}");
                 assert!(read - back < WINDOW / 4, "{context}: {back} bytes of credit for {read}");
             }

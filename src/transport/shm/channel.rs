@@ -12,7 +12,7 @@ use crate::sys::ring::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::transport::handshake::is_passing;
 use crate::transport::shm::connect::Introduction;
-use crate::transport::{Inlet, Location, Outlet};
+use crate::transport::{MemoryAddress, RecvStream, SendStream};
 
 /// The socket beside a ring.
 #[derive(Debug)]
@@ -131,7 +131,7 @@ impl ShmOutlet {
     }
 }
 
-impl Outlet for ShmOutlet {
+impl SendStream for ShmOutlet {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         self.introduce()?;
         if self.bell.ended {
@@ -188,16 +188,16 @@ impl Outlet for ShmOutlet {
         self.introduction.is_none()
     }
 
-    fn lends(&self) -> bool {
+    fn peer_can_read(&self) -> bool {
         self.lends
     }
 
-    fn withdraw(&mut self) {
-        self.memory.words().withdraw();
+    fn invalidate(&mut self) {
+        self.memory.words().invalidate();
     }
 
-    fn tell_cpu(&mut self, cpu: u32) {
-        self.memory.words().tell_cpu(cpu);
+    fn publish_cpu(&mut self, cpu: u32) {
+        self.memory.words().publish_cpu(cpu);
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
@@ -278,7 +278,7 @@ impl ShmInlet {
     }
 }
 
-impl Inlet for ShmInlet {
+impl RecvStream for ShmInlet {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         let available = self.look()?;
         Ok(self.bytes(available))
@@ -326,7 +326,7 @@ impl Inlet for ShmInlet {
         Ok(done)
     }
 
-    fn read_memory(&mut self, from: Location, into: &mut [u8]) -> io::Result<usize> {
+    fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {
         let writer = self.writer.ok_or(io::ErrorKind::Unsupported)?;
         let count = match from.segment {
             None => writer.read(from.address, into)?,
@@ -346,8 +346,8 @@ impl Inlet for ShmInlet {
         if self.bell.ended { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(count) }
     }
 
-    fn withdrawals(&self) -> u64 {
-        self.memory.words().withdrawals()
+    fn invalidations(&self) -> u64 {
+        self.memory.words().invalidations()
     }
 
     fn writer_cpu(&self) -> Option<u32> {

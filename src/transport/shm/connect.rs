@@ -62,7 +62,7 @@ impl Introduction {
     }
 }
 
-/// An outlet on a fresh connection. It takes bytes once both sides have proved themselves and the peer has the ring.
+/// A stream to send on a fresh connection. It takes bytes once both sides have proved themselves and the peer has the ring.
 pub(super) fn open(
     identity: Identity,
     peer: Rank,
@@ -94,8 +94,8 @@ pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Resu
     Ok(Some(memory))
 }
 
-/// The inlet of a connection whose ring is here.
-pub(super) fn inlet(proved: Proved<UnixStream, RingMemory>) -> Accepted {
+/// The receiving end of a connection whose ring is here.
+pub(super) fn recv_stream(proved: Proved<UnixStream, RingMemory>) -> Accepted {
     let Proved { rank, stream, registration, brought } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
     (rank, Box::new(ShmInlet::new(brought, Bell::new(stream, registration), writer)))

@@ -23,7 +23,7 @@ use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
 use crate::transport::shm::channel::Bell;
-use crate::transport::{Accepted, Outlet, Transport, shortage};
+use crate::transport::{Accepted, SendStream, Transport, shortage};
 use crate::types::Rank;
 
 /// The transport of one communicator.
@@ -66,7 +66,7 @@ impl Transport for ShmTransport {
         self.name.clone()
     }
 
-    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn SendStream>, LinkDown> {
         let size = self.identity.size;
         let gone = |error: io::Error| match error.kind() {
             io::ErrorKind::ConnectionRefused => LinkDown::unfit("its process is gone (connection refused)"),
@@ -86,8 +86,8 @@ impl Transport for ShmTransport {
         let registration = self.poller.add(stream.as_fd(), Interest::Read);
         let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
         let bell = Bell::new(stream, registration);
-        let outlet = connect::open(self.identity.clone(), peer, bell, memory, fd, self.lends);
-        Ok(Box::new(outlet))
+        let send_stream = connect::open(self.identity.clone(), peer, bell, memory, fd, self.lends);
+        Ok(Box::new(send_stream))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
@@ -105,7 +105,7 @@ impl Transport for ShmTransport {
         let size = self.identity.size;
         let accepted = self.pending.drive(|candidate| connect::accept(candidate, size));
         self.pending.watch(&mut self.registration);
-        accepted.into_iter().map(connect::inlet).collect()
+        accepted.into_iter().map(connect::recv_stream).collect()
     }
 
     fn shortage(&self) -> Option<String> {

@@ -32,12 +32,12 @@ fn callers_of_another_user_keep_nobody_out() {
         eprintln!("skipped: it takes root");
         return;
     };
-    let mut outlet = opener.open(Rank(1), &acceptor.address()).unwrap();
+    let mut send_stream = opener.open(Rank(1), &acceptor.address()).unwrap();
     let mut accepted = Vec::new();
     // Two turns for the queue; the rest is the handshake.
     for _ in 0..10 {
         accepted.extend(acceptor.accept());
-        outlet.write(&[], &[]).unwrap();
+        send_stream.write(&[], &[]).unwrap();
     }
     assert_eq!(accepted.len(), 1, "who belongs here has not waited for who does not");
     assert_eq!(acceptor.accepting_until(), None, "no stranger is let in");
@@ -47,17 +47,17 @@ fn callers_of_another_user_keep_nobody_out() {
 #[test]
 fn a_ring_that_the_peer_cannot_map_leaves_shared_memory_and_takes_no_bytes() {
     let (mut opener, acceptor) = (transport(0), transport(1));
-    let mut outlet = opener.open(Rank(1), &acceptor.address()).unwrap();
+    let mut send_stream = opener.open(Rank(1), &acceptor.address()).unwrap();
     let (mut stream, _) = acceptor.listener.accept().unwrap();
     stream.set_nonblocking(true).unwrap();
     let mut accepting = crate::transport::handshake::Accepting::new(acceptor.identity.clone());
     while accepting.drive(&mut stream).unwrap().is_none() {
-        assert_eq!(outlet.write(b"head", &[]), Ok(0));
+        assert_eq!(send_stream.write(b"head", &[]), Ok(0));
     }
     while socket::recv_fd(&stream).is_err() {
-        assert_eq!(outlet.write(b"head", &[]), Ok(0));
+        assert_eq!(send_stream.write(b"head", &[]), Ok(0));
     }
-    assert!(!outlet.is_open());
+    assert!(!send_stream.is_open());
     drop(stream);
-    assert_eq!(outlet.write(b"head", &[]).unwrap_err().kind, Down::Unfit);
+    assert_eq!(send_stream.write(b"head", &[]).unwrap_err().kind, Down::Unfit);
 }

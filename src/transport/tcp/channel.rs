@@ -5,7 +5,7 @@ use std::io::Read;
 use crate::error::LinkDown;
 use crate::sync::{Arc, AtomicUsize, Ordering};
 use crate::sys::poller::Registration;
-use crate::transport::Inlet;
+use crate::transport::RecvStream;
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
 
@@ -135,7 +135,7 @@ impl Drop for TcpInlet {
     }
 }
 
-impl Inlet for TcpInlet {
+impl RecvStream for TcpInlet {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         self.fill()?;
         self.waiting = true;

@@ -16,7 +16,7 @@ use crate::sys::tcp_info::{self, Traffic};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::tls::{Stream, Tls};
-use crate::transport::{Outlet, shortage};
+use crate::transport::{SendStream, shortage};
 use crate::types::Rank;
 
 /// How far a connection is.
@@ -148,7 +148,7 @@ fn next_attempt(
     Err(LinkDown::new(format!("it cannot be reached at {}", failures.join(", "))))
 }
 
-impl Outlet for Connection {
+impl SendStream for Connection {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         if !self.drive()? {
             return Ok(0);

@@ -19,7 +19,7 @@ use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::channel::{Quiet, TcpInlet};
 use crate::transport::tcp::connect::Connection;
 use crate::transport::tls::{Stream, Tls};
-use crate::transport::{Accepted, Outlet, Transport};
+use crate::transport::{Accepted, SendStream, Transport};
 use crate::types::Rank;
 
 /// Where a rank listens.
@@ -82,7 +82,7 @@ impl Transport for TcpTransport {
         serde_json::to_vec(&address).expect("addresses are plain data")
     }
 
-    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn Outlet>, LinkDown> {
+    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn SendStream>, LinkDown> {
         let address: Address = serde_json::from_slice(address)
             .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
         let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();
@@ -113,10 +113,10 @@ impl Transport for TcpTransport {
             Ok(candidate.rank.map(|_| ()))
         });
         self.pending.watch(&mut self.registration);
-        let inlet = |proved: Proved<Stream, ()>| -> Accepted {
+        let recv_stream = |proved: Proved<Stream, ()>| -> Accepted {
             (proved.rank, Box::new(TcpInlet::new(proved.stream, proved.registration, &self.quiet)))
         };
-        accepted.into_iter().map(inlet).collect()
+        accepted.into_iter().map(recv_stream).collect()
     }
 
     fn shortage(&self) -> Option<String> {

@@ -11,7 +11,7 @@ use crate::sys::poller::Poller;
 use crate::sys::socket::Patience;
 use crate::transport::auth::{Identity, Secret};
 use crate::transport::tls::Tls;
-use crate::transport::{Inlet, Transport};
+use crate::transport::{RecvStream, Transport};
 use crate::types::Rank;
 
 /// Passes one connection on to `port`, and tells what its opener has said.
@@ -56,12 +56,12 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     stranger.write_all(&[b'G'; 1000]).unwrap();
     let (port, overheard) = relay(address.port);
     address.port = port;
-    let mut outlet = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap()).unwrap();
+    let mut send_stream = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap()).unwrap();
 
     let (mut accepted, mut sent) = (Vec::new(), 0);
     loop {
         accepted.extend(receiver.accept());
-        let count = outlet.write(&[], &[IoSlice::new(&payload[sent..])]).unwrap();
+        let count = send_stream.write(&[], &[IoSlice::new(&payload[sent..])]).unwrap();
         sent += count;
         if sent > 0 && count == 0 {
             break;
@@ -69,25 +69,25 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
         std::thread::yield_now();
     }
     let plain = tls == "off";
-    assert_eq!((outlet.is_open(), outlet.flushed()), (plain, Ok(plain)), "TLS keeps what is left");
+    assert_eq!((send_stream.is_open(), send_stream.flushed()), (plain, Ok(plain)), "TLS keeps what is left");
 
     let (mut received, mut piece) = (Vec::new(), vec![0; 100_000]);
     while received.len() < payload.len() {
         accepted.extend(receiver.accept());
         let rest = [IoSlice::new(&payload[sent..])];
-        sent += outlet.write(&[], &rest[..usize::from(sent < payload.len())]).unwrap();
-        if let Some((from, inlet)) = accepted.first_mut() {
+        sent += send_stream.write(&[], &rest[..usize::from(sent < payload.len())]).unwrap();
+        if let Some((from, recv_stream)) = accepted.first_mut() {
             assert_eq!(*from, Rank(0));
-            let count = inlet.read(&mut piece).unwrap();
+            let count = recv_stream.read(&mut piece).unwrap();
             received.extend_from_slice(&piece[..count]);
         }
         std::thread::yield_now();
     }
     assert!(received == payload, "the bytes are those that were sent");
-    assert_eq!((outlet.is_open(), outlet.flushed()), (true, Ok(true)));
+    assert_eq!((send_stream.is_open(), send_stream.flushed()), (true, Ok(true)));
     // The stranger is hung up on.
     let _ = stranger.read_to_end(&mut Vec::new());
-    drop((outlet, accepted));
+    drop((send_stream, accepted));
     overheard.join().unwrap()
 }
 
@@ -105,33 +105,34 @@ fn a_stream_that_brings_nothing_is_read_again_once_a_look_has_seen_bytes_or_its_
     for tls in ["off", "on"] {
         let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
         let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
-        let mut outlet = sender.open(Rank(1), &receiver.address()).unwrap();
+        let mut send_stream = sender.open(Rank(1), &receiver.address()).unwrap();
         let mut accepted = Vec::new();
-        while accepted.is_empty() || !outlet.is_open() {
-            outlet.write(&[], &[]).unwrap();
+        while accepted.is_empty() || !send_stream.is_open() {
+            send_stream.write(&[], &[]).unwrap();
             accepted.extend(receiver.accept());
         }
-        let (_, mut inlet) = accepted.pop().unwrap();
-        let reads_until_silent =
-            |inlet: &mut Box<dyn Inlet>| (0..200).find(|_| inlet.is_silent() || !inlet.peek().unwrap().is_empty());
+        let (_, mut recv_stream) = accepted.pop().unwrap();
+        let reads_until_silent = |recv_stream: &mut Box<dyn RecvStream>| {
+            (0..200).find(|_| recv_stream.is_silent() || !recv_stream.peek().unwrap().is_empty())
+        };
         for letter in [b"a", b"b"] {
-            assert!(reads_until_silent(&mut inlet).unwrap() > 1, "TLS {tls}: not at once");
+            assert!(reads_until_silent(&mut recv_stream).unwrap() > 1, "TLS {tls}: not at once");
             receiver.look();
-            assert!(inlet.is_silent(), "TLS {tls}: nothing has come");
-            assert_eq!(outlet.write(letter, &[]).unwrap(), 1);
-            while inlet.is_silent() {
+            assert!(recv_stream.is_silent(), "TLS {tls}: nothing has come");
+            assert_eq!(send_stream.write(letter, &[]).unwrap(), 1);
+            while recv_stream.is_silent() {
                 receiver.look();
             }
-            while inlet.peek().unwrap().is_empty() {}
-            assert_eq!(inlet.peek().unwrap(), letter);
-            inlet.consume(1);
-            assert!(!inlet.is_silent(), "TLS {tls}: more may follow");
+            while recv_stream.peek().unwrap().is_empty() {}
+            assert_eq!(recv_stream.peek().unwrap(), letter);
+            recv_stream.consume(1);
+            assert!(!recv_stream.is_silent(), "TLS {tls}: more may follow");
         }
-        reads_until_silent(&mut inlet);
-        drop(outlet);
-        while inlet.is_silent() {
+        reads_until_silent(&mut recv_stream);
+        drop(send_stream);
+        while recv_stream.is_silent() {
             receiver.look();
         }
-        while inlet.peek().is_ok() {}
+        while recv_stream.peek().is_ok() {}
     }
 }
