@@ -9,6 +9,7 @@ mod cores;
 mod detours;
 mod diary;
 mod disagreements;
+mod doc_paths;
 mod examples;
 mod failures;
 mod launch;
