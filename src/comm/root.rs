@@ -16,6 +16,7 @@ use crate::algo::Tuning;
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::sys::net;
+use crate::sys::socket;
 use crate::transport::handshake::{Channel, is_passing};
 use crate::transport::tls::{Protection, Stream, Tls};
 use crate::types::Rank;
@@ -243,14 +244,14 @@ impl Door<'_> {
 
     fn accept(&mut self) {
         for _ in 0..STRANGERS {
-            match self.listener.accept().and_then(|(stream, from)| Visitor::new(stream, from)) {
-                Ok(visitor) => {
+            match socket::admit(self.listener.accept(), |(stream, from)| Visitor::new(stream, from)) {
+                Ok(Some(visitor)) => {
                     self.is_refused = false;
                     self.visitors.push(visitor);
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The caller hung up before it was its turn.
-                Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
+                Ok(None) => {}
                 Err(error) => {
                     if !std::mem::replace(&mut self.is_refused, true) {
                         let name = self.seats.name();

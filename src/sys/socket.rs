@@ -16,6 +16,8 @@ use rustix::net::{
 };
 use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
 
+use crate::sys::limits;
+
 /// A listener in the abstract namespace, which vanishes with the process and belongs to its network namespace.
 pub fn listen_unix(name: &[u8]) -> io::Result<UnixListener> {
     let listener = UnixListener::bind_addr(&UnixAddr::from_abstract_name(name)?)?;
@@ -83,21 +85,58 @@ pub enum Patience {
     Always(Duration),
 }
 
+/// The caller that a call of accept(2) has brought, as `prepare` makes it; nothing if that one has hung up before it was its
+/// turn. An error concerns all callers: `WouldBlock` when there is none, else what the system refuses.
+pub fn admit<C, S>(accepted: io::Result<C>, prepare: impl FnOnce(C) -> io::Result<S>) -> io::Result<Option<S>> {
+    let gone = |error: io::Error| {
+        log::debug!("a connection ended before it was accepted: {error}");
+        Ok(None)
+    };
+    match accepted.map(prepare) {
+        Ok(Ok(stream)) => Ok(Some(stream)),
+        Ok(Err(error)) if !limits::is_shortage(&error) => gone(error),
+        Err(error) if is_of_caller(&error) => gone(error),
+        Ok(Err(error)) | Err(error) => Err(error),
+    }
+}
+
+/// Whether accept(2) has failed for the next caller alone, which it takes off the queue: what had become of the connection
+/// is told as accept's own error; or for nobody.
+fn is_of_caller(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    const ENDS: [Errno; 12] = [
+        Errno::CONNABORTED,
+        Errno::CONNRESET,
+        Errno::HOSTDOWN,
+        Errno::HOSTUNREACH,
+        Errno::INTR,
+        Errno::NETDOWN,
+        Errno::NETUNREACH,
+        Errno::NONET,
+        Errno::NOPROTOOPT,
+        Errno::OPNOTSUPP,
+        Errno::PROTO,
+        Errno::TIMEDOUT,
+    ];
+    Errno::from_io_error(error).is_some_and(|errno| ENDS.contains(&errno))
+}
+
 /// Sends small messages at once, and notices a silent peer.
 pub fn tune_tcp(stream: &TcpStream, patience: Patience) -> io::Result<()> {
     const PROBES: u32 = 4;
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
     let (Patience::WhileIdle(limit) | Patience::Always(limit)) = patience;
-    // A third of the time passes before the first probe. The system counts in seconds.
-    let first = (limit / 3).max(Duration::from_secs(1));
-    let interval = (limit.saturating_sub(first) / PROBES).max(Duration::from_secs(1));
+    // A third of the time passes before the first probe. The system counts in seconds, and not further than this.
+    let countable = |time: Duration| time.clamp(Duration::from_secs(1), KEEPALIVE_MAX);
+    let first = countable(limit / 3);
+    let interval = countable(limit.saturating_sub(first) / PROBES);
     let keepalive = TcpKeepalive::new().with_time(first).with_interval(interval).with_retries(PROBES);
     let socket = socket2::SockRef::from(stream);
     socket.set_tcp_keepalive(&keepalive)?;
     match patience {
         Patience::WhileIdle(_) => Ok(()),
-        Patience::Always(limit) => socket.set_tcp_user_timeout(Some(limit)),
+        Patience::Always(limit) => socket.set_tcp_user_timeout(Some(limit.min(USER_TIMEOUT_MAX))),
     }
 }
 
@@ -160,4 +199,49 @@ fn take_fd(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
         rustix::net::recv(stream.as_fd(), &mut byte[..], RecvFlags::DONTWAIT)?;
     }
     Ok(fd)
+}
+
+/// The longest time that Linux takes for the first probe, and for the next: `MAX_TCP_KEEPIDLE` and `MAX_TCP_KEEPINTVL`.
+const KEEPALIVE_MAX: Duration = Duration::from_secs(32_767);
+
+/// The longest time for bytes under way: milliseconds in a number with a sign.
+const USER_TIMEOUT_MAX: Duration = Duration::from_millis(i32::MAX as u64);
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    use rustix::io::Errno;
+
+    use super::*;
+
+    #[test]
+    fn who_hangs_up_early_is_told_from_what_the_system_refuses() {
+        let accepted = |errno: Errno| admit(Err::<u8, _>(errno.into()), Ok);
+        let prepared = |errno: Errno| admit(Ok(7), |_| Err::<u8, _>(errno.into()));
+        assert!(admit(Ok(7), Ok).is_ok_and(|caller| caller == Some(7)));
+        for errno in [Errno::CONNABORTED, Errno::INTR, Errno::PROTO, Errno::HOSTUNREACH, Errno::CONNRESET] {
+            assert!(matches!(accepted(errno), Ok(None)), "{errno}");
+        }
+        for errno in [Errno::INVAL, Errno::NOTCONN, Errno::CONNRESET, Errno::CONNABORTED] {
+            assert!(matches!(prepared(errno), Ok(None)), "{errno}");
+        }
+        for errno in [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM] {
+            assert!(accepted(errno).is_err() && prepared(errno).is_err(), "{errno}");
+        }
+        assert_eq!(accepted(Errno::AGAIN).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        // The caller is still in the queue, so to go on at once would spin.
+        assert!(accepted(Errno::PERM).is_err());
+    }
+
+    #[test]
+    fn any_patience_suits_a_connection() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        for limit in [Duration::ZERO, Duration::from_secs(60), Duration::from_secs(100_000), Duration::MAX] {
+            for patience in [Patience::WhileIdle(limit), Patience::Always(limit)] {
+                tune_tcp(&stream, patience).unwrap_or_else(|error| panic!("{patience:?}: {error}"));
+            }
+        }
+    }
 }

@@ -90,7 +90,8 @@ impl<S: AsFd> Pending<S> {
         }
     }
 
-    /// Lets callers of `listener` in, as far as there is room. `accept` takes the next one: nothing if it does not belong here.
+    /// Lets callers of `listener` in, as far as there is room. `accept` takes the next one: nothing if it does not belong here,
+    /// or has left.
     pub(crate) fn admit(&mut self, listener: BorrowedFd<'_>, mut accept: impl FnMut() -> io::Result<Option<S>>) {
         // Those that stay in the queue wake the poller again.
         for _ in 0..CALLERS_PER_TURN {
@@ -100,8 +101,6 @@ impl<S: AsFd> Pending<S> {
             match accept() {
                 Ok(Some(stream)) => self.add(stream),
                 Ok(None) => {}
-                // The caller hung up before it was its turn.
-                Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
                 // The system refuses a descriptor before it looks whether anybody is there.
                 Err(error) if error.kind() == ErrorKind::WouldBlock || !socket::has_caller(listener) => {
                     if !self.lacks() {

@@ -15,6 +15,7 @@ use crate::comm::bootstrap::later;
 use crate::comm::stream::{Intake, Outgoing, sleep};
 use crate::sync::Arc;
 use crate::sys::limits;
+use crate::sys::socket;
 use crate::transport::auth::{Acceptor, Secret};
 use crate::types::Rank;
 
@@ -156,14 +157,14 @@ impl Desk {
 
     fn accept(&mut self) {
         for _ in 0..ACCEPTED_AT_ONCE {
-            match self.listener.accept().and_then(|(stream, from)| Client::admit(stream, from, self.secret)) {
-                Ok(client) => {
+            match socket::admit(self.listener.accept(), |(stream, from)| Client::admit(stream, from, self.secret)) {
+                Ok(Some(client)) => {
                     self.is_refused = false;
                     self.clients.push(client);
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The caller hung up before it was its turn.
-                Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
+                Ok(None) => {}
                 Err(error) => {
                     if !std::mem::replace(&mut self.is_refused, true) {
                         log::warn!("the store cannot take a client in, trying again: {error}");

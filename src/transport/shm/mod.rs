@@ -93,14 +93,16 @@ impl Transport for ShmTransport {
     fn accept(&mut self) -> Vec<Accepted> {
         let (me, listener) = (self.identity.me, &self.listener);
         self.pending.admit(listener.as_fd(), || {
-            let (stream, _) = listener.accept()?;
-            if !socket::is_of_this_user(stream.as_fd())? {
-                // Not worth a warning, of which they could cause any number.
-                log::debug!("rank {me}: another user's connection was dropped");
-                return Ok(None);
-            }
-            stream.set_nonblocking(true)?;
-            Ok(Some(stream))
+            let caller = socket::admit(listener.accept(), |(stream, _)| {
+                if !socket::is_of_this_user(stream.as_fd())? {
+                    // Not worth a warning, of which they could cause any number.
+                    log::debug!("rank {me}: another user's connection was dropped");
+                    return Ok(None);
+                }
+                stream.set_nonblocking(true)?;
+                Ok(Some(stream))
+            });
+            Ok(caller?.flatten())
         });
         let size = self.identity.size;
         let accepted = self.pending.drive(|candidate| connect::accept(candidate, size));

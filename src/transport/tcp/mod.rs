@@ -104,9 +104,10 @@ impl Transport for TcpTransport {
     fn accept(&mut self) -> Vec<Accepted> {
         let (listener, patience, tls) = (&self.listener, self.patience, self.tls.as_ref());
         self.pending.admit(listener.as_fd(), || {
-            let (stream, _) = listener.accept()?;
-            socket::tune_tcp(&stream, patience)?;
-            Ok(Some(Stream::accept(stream, tls)))
+            socket::admit(listener.accept(), |(stream, _)| {
+                socket::tune_tcp(&stream, patience)?;
+                Ok(Stream::accept(stream, tls))
+            })
         });
         let accepted = self.pending.drive(|candidate| {
             candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
