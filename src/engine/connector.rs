@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
-use crate::transport::{SendStream, Transport};
+use crate::transport::{Detour, SendStream, Transport};
 use crate::types::Rank;
 
 /// How a peer is reached.
@@ -58,7 +58,8 @@ impl Way {
                 return Ok(None);
             }
             let Some(route) = self.routes.front() else { return Err(LinkDown::new("no transport reaches it")) };
-            match transports[route.transport].open(peer, &route.address) {
+            let detour = if self.routes.len() > 1 { Detour::Possible } else { Detour::Impossible };
+            match transports[route.transport].open(peer, &route.address, detour) {
                 Ok(send_stream) => {
                     self.obstacle = None;
                     return Ok(Some(send_stream));

@@ -11,7 +11,7 @@ use crate::engine::region::{Region, Words};
 use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::topo::Topology;
-use crate::transport::{Accepted, MemoryAddress, RecvStream, SendStream, Transport};
+use crate::transport::{Accepted, Detour, MemoryAddress, RecvStream, SendStream, Transport};
 use crate::types::{Rank, Tag};
 use crate::work::{Drive, Work};
 
@@ -129,7 +129,7 @@ impl Transport for MockTransport {
         Vec::new()
     }
 
-    fn open(&mut self, to: Rank, _: &[u8]) -> Result<Box<dyn SendStream>, LinkDown> {
+    fn open(&mut self, to: Rank, _: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
         if lock(&self.link).refuses {
             return Err(LinkDown::new("its process is gone"));
         }

@@ -41,9 +41,7 @@ impl RingMemory {
         let len = (before_ring() + capacity) as u64;
         let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, len)?;
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len).map_err(|error| {
-            io::Error::new(io::Error::from(error).kind(), format!("{len} bytes of shared memory: {error}"))
-        })?;
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = RingMemory::map(fd.as_fd(), capacity)?;
         Ok((memory, fd))

@@ -150,38 +150,50 @@ pub fn has_ended(fd: BorrowedFd<'_>) -> io::Result<bool> {
     }
 }
 
+/// Whether both directions of a connection have ended.
+pub fn is_hung_up(fd: BorrowedFd<'_>) -> bool {
+    let mut watched = [PollFd::from_borrowed_fd(fd, PollFlags::empty())];
+    rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
 /// Whether somebody waits to be accepted.
 pub fn has_caller(listener: BorrowedFd<'_>) -> bool {
     let mut watched = [PollFd::from_borrowed_fd(listener, PollFlags::IN)];
     rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// Hands `fd` over, with one byte. `WouldBlock` when there is no room.
-pub fn send_fd(stream: &UnixStream, fd: BorrowedFd<'_>) -> io::Result<()> {
+/// Hands `fd` over, with a byte. `WouldBlock` when there is no room.
+pub fn send_fd(stream: &UnixStream, fd: BorrowedFd<'_>, note: u8) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [fd];
     control.push(SendAncillaryMessage::ScmRights(&fds));
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(&[0])], &mut control, flags)?;
+    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(&[note])], &mut control, flags)?;
     Ok(())
 }
 
-/// Takes the file descriptor that [`send_fd`] handed over. `WouldBlock` while it has not come; where this process has no
-/// descriptor left, the error is that, and the next call may take it.
-pub fn recv_fd(stream: &UnixStream) -> io::Result<OwnedFd> {
-    let Some(fd) = take_fd(stream)? else {
+/// A copy of the file descriptor that [`send_fd`] handed over, and the byte; both stay there until [`drop_fd`]. `WouldBlock`
+/// while they have not come; where this process has no descriptor left, the error is that, and the next call may get one.
+pub fn look_at_fd(stream: &UnixStream) -> io::Result<(OwnedFd, u8)> {
+    let Some(found) = peek_fd(stream)? else {
         // Either there is no room for another descriptor, or a security module forbids this one. Where there is room now, there
         // may have been none before.
         drop(stream.try_clone()?);
         let forbidden = "no file descriptor came through: the peer sent none, or the system does not allow it";
-        return take_fd(stream)?.ok_or_else(|| io::Error::other(forbidden));
+        return peek_fd(stream)?.ok_or_else(|| io::Error::other(forbidden));
     };
-    Ok(fd)
+    Ok(found)
+}
+
+/// Takes what [`look_at_fd`] has shown off the stream.
+pub fn drop_fd(stream: &UnixStream) -> io::Result<()> {
+    rustix::net::recv(stream.as_fd(), &mut [0u8][..], RecvFlags::DONTWAIT)?;
+    Ok(())
 }
 
 /// The descriptor that comes next; nothing if it does not come through.
-fn take_fd(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
+fn peek_fd(stream: &UnixStream) -> io::Result<Option<(OwnedFd, u8)>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
@@ -195,10 +207,7 @@ fn take_fd(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     if fd.is_none() && message.bytes == 0 {
         return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection"));
     }
-    if fd.is_some() {
-        rustix::net::recv(stream.as_fd(), &mut byte[..], RecvFlags::DONTWAIT)?;
-    }
-    Ok(fd)
+    Ok(fd.map(|fd| (fd, byte[0])))
 }
 
 /// The longest time that Linux takes for the first probe, and for the next: `MAX_TCP_KEEPIDLE` and `MAX_TCP_KEEPINTVL`.

@@ -127,6 +127,15 @@ pub trait RecvStream: Send {
 /// A stream that a peer opened, and which rank that is.
 pub type Accepted = (Rank, Box<dyn RecvStream>);
 
+/// Whether there is another way to a peer than the one that is tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detour {
+    /// It is taken where something stands in the way of this one, be it a lack of memory.
+    Possible,
+    /// What is lacking has to be waited for.
+    Impossible,
+}
+
 /// A way to move bytes between ranks.
 pub trait Transport: Send {
     /// The name in settings and messages.
@@ -136,7 +145,7 @@ pub trait Transport: Send {
     fn address(&self) -> Vec<u8>;
 
     /// Begins a stream to `peer`; the stream takes bytes at once or later, and goes down when the connection fails.
-    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn SendStream>, LinkDown>;
+    fn open(&mut self, peer: Rank, address: &[u8], detour: Detour) -> Result<Box<dyn SendStream>, LinkDown>;
 
     /// Looks, once for all streams, which have bytes; see [`RecvStream::is_silent`].
     fn look(&mut self) {}

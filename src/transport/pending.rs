@@ -78,16 +78,12 @@ impl<S: AsFd> Pending<S> {
     }
 
     /// Leaves callers waiting for a while, since the system has refused what they take.
-    fn rest(&mut self, error: &io::Error) {
+    fn rest(&mut self, cause: String) {
         let again = Instant::now() + ACCEPT_PAUSE;
-        match &mut self.shortage {
-            Some(shortage) => shortage.again = again,
-            None => {
-                let (me, cause) = (self.identity.me, shortage::describe(error, self.identity.size));
-                log::warn!("rank {me}: connections of other ranks have to wait: {cause}");
-                self.shortage = Some(Shortage { cause, again });
-            }
+        if self.shortage.is_none() {
+            log::warn!("rank {}: connections of other ranks have to wait: {cause}", self.identity.me);
         }
+        self.shortage = Some(Shortage { cause, again });
     }
 
     /// Lets callers of `listener` in, as far as there is room. `accept` takes the next one: nothing if it does not belong here,
@@ -108,7 +104,7 @@ impl<S: AsFd> Pending<S> {
                     }
                     return;
                 }
-                Err(error) => return self.rest(&error),
+                Err(error) => return self.rest(shortage::describe(&error, self.identity.size)),
             }
         }
     }
@@ -141,7 +137,7 @@ impl<S: AsFd> Pending<S> {
         match candidate.register(&self.poller) {
             Ok(()) => {}
             // Whoever it is has come, and would take to be dropped for this rank's end.
-            Err(error) if limits::is_shortage(&error) => self.rest(&error),
+            Err(error) if limits::is_shortage(&error) => self.rest(shortage::describe(&error, self.identity.size)),
             Err(error) => return log::warn!("rank {}: a connection was dropped: {error}", self.identity.me),
         }
         self.candidates.push(candidate);
@@ -158,7 +154,7 @@ impl<S: AsFd> Pending<S> {
         for mut candidate in std::mem::take(&mut self.candidates) {
             if candidate.registration.is_none() {
                 let registered = if rests { Ok(()) } else { candidate.register(&self.poller) };
-                refusal = registered.err().or(refusal);
+                refusal = registered.err().map(|error| shortage::describe(&error, self.identity.size)).or(refusal);
             }
             if candidate.registration.is_none() {
                 self.candidates.push(candidate);
@@ -176,8 +172,9 @@ impl<S: AsFd> Pending<S> {
                 Ok(None) => {
                     log::warn!("rank {me}: a connection was dropped: it did not prove itself within {patience:?}")
                 }
-                Err(down) if down.kind == Down::Lacking => {
-                    refusal = Some(io::Error::from(rustix::io::Errno::MFILE));
+                // What has left is nothing to wait for, although it still shows what it sent before.
+                Err(down) if down.kind == Down::Lacking && !socket::is_hung_up(candidate.stream.as_fd()) => {
+                    refusal = Some(down.cause);
                     // What it has sent would wake the poller all the time.
                     candidate.registration = None;
                     self.candidates.push(candidate);
@@ -187,8 +184,8 @@ impl<S: AsFd> Pending<S> {
                 Err(down) => log::warn!("rank {me}: a connection was dropped: {down}"),
             }
         }
-        if let Some(error) = refusal {
-            self.rest(&error);
+        if let Some(cause) = refusal {
+            self.rest(cause);
         }
         finished
     }
@@ -243,6 +240,25 @@ mod tests {
         let none = pending.drive(|candidate| candidate.accepting.drive(&mut candidate.stream));
         assert!(none.is_empty());
         pending.candidates.len()
+    }
+
+    #[test]
+    fn who_waits_for_what_this_process_lacks_is_kept_until_it_leaves() {
+        let identity = Identity { comm: [0; 16], me: Rank(0), size: 2, secret: Secret::new([0; 32]) };
+        let mut pending = Pending::new(identity, Poller::new().expect("a poller"));
+        let far = aged(&mut pending, Duration::ZERO);
+        let lack = |pending: &mut Pending<UnixStream>| {
+            // As after the time to rest.
+            pending.shortage = None;
+            let none = pending.drive(|_| Err::<Option<()>, _>(LinkDown::lacking("no memory")));
+            assert!(none.is_empty());
+            (pending.candidates.len(), pending.shortage())
+        };
+        for _ in 0..2 {
+            assert_eq!(lack(&mut pending), (1, Some("no memory".to_owned())));
+        }
+        drop(far);
+        assert_eq!(lack(&mut pending), (0, None));
     }
 
     #[test]

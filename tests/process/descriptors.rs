@@ -16,7 +16,7 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::world::{Wire, buffer, op, run, world};
 use crate::{alone, entries};
 
-const SHORT: Duration = Duration::from_secs(2);
+pub(crate) const SHORT: Duration = Duration::from_secs(2);
 
 /// Names the wire to the child.
 const VARIABLE: &str = "NCCLX_RS_TEST_DESCRIPTORS";
@@ -63,7 +63,7 @@ fn allow(more: Option<usize>) {
     setrlimit(Resource::Nofile, Rlimit { current, ..limit }).expect("a limit below the hard one");
 }
 
-fn exchange(comm: &Communicator, timeout: Duration) -> Result<(), Error> {
+pub(crate) fn exchange(comm: &Communicator, timeout: Duration) -> Result<(), Error> {
     let mut data = [7];
     let kind = match comm.rank() {
         Rank(0) => OpKind::Send { to: Rank(1), tag: Tag(0) },

@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 mod crowd;
 mod descriptors;
 mod late_ranks;
+mod rings;
 mod soak;
 mod strangers;
 #[path = "../engine/world.rs"]

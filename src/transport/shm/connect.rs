@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use crate::error::LinkDown;
+use crate::sys::limits;
 use crate::sys::memory::RingMemory;
 use crate::sys::peer_memory::PeerMemory;
 use crate::sys::socket;
@@ -12,7 +13,7 @@ use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::pending::{Candidate, Proved};
 use crate::transport::shm::channel::{Bell, ShmInlet, ShmOutlet};
-use crate::transport::{Accepted, shortage};
+use crate::transport::{Accepted, Detour, shortage};
 use crate::types::Rank;
 
 /// What the opener still has to do: prove itself, hand over the ring, and hear that the peer has mapped it.
@@ -21,6 +22,7 @@ pub(super) struct Introduction {
     opening: Opening,
     stage: Stage,
     ring: OwnedFd,
+    detour: Detour,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +48,7 @@ impl Introduction {
                     self.stage = Stage::Handing;
                     continue;
                 }
-                Stage::Handing => socket::send_fd(stream, self.ring.as_fd()),
+                Stage::Handing => socket::send_fd(stream, self.ring.as_fd(), note(self.detour)),
                 Stage::Waiting => match stream.read(&mut [0]) {
                     Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it did not take the ring")),
                     taken => taken.map(|_| ()),
@@ -69,9 +71,10 @@ pub(super) fn open(
     bell: Bell,
     memory: RingMemory,
     ring: OwnedFd,
+    detour: Detour,
     lends: bool,
 ) -> ShmOutlet {
-    let introduction = Introduction { opening: Opening::new(identity, peer), stage: Stage::Proving, ring };
+    let introduction = Introduction { opening: Opening::new(identity, peer), stage: Stage::Proving, ring, detour };
     ShmOutlet::new(memory, bell, introduction, lends)
 }
 
@@ -83,12 +86,19 @@ pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Resu
     if candidate.rank.is_none() {
         return Ok(None);
     }
-    let fd = match socket::recv_fd(&candidate.stream) {
-        Ok(fd) => fd,
+    let (fd, said) = match socket::look_at_fd(&candidate.stream) {
+        Ok(found) => found,
         Err(error) if is_passing(&error) => return Ok(None),
         Err(error) => return Err(shortage::while_opening(error, size)),
     };
-    let memory = RingMemory::open(fd.as_fd())?;
+    let memory = RingMemory::open(fd.as_fd()).map_err(|error| {
+        let cause = format!("this process has no room for a ring of shared memory: {error}");
+        // Who could come in another way is not to wait.
+        let waits = said == note(Detour::Impossible) && limits::is_shortage(&error);
+        if waits { LinkDown::lacking(cause) } else { LinkDown::new(cause) }
+    })?;
+    drop(fd);
+    socket::drop_fd(&candidate.stream)?;
     // There is room: whatever was said before has been read, or there would be no ring.
     candidate.stream.write_all(&[TAKEN])?;
     Ok(Some(memory))
@@ -99,6 +109,14 @@ pub(super) fn recv_stream(proved: Proved<UnixStream, RingMemory>) -> Accepted {
     let Proved { rank, stream, registration, brought } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
     (rank, Box::new(ShmInlet::new(brought, Bell::new(stream, registration), writer)))
+}
+
+/// What goes with the ring.
+fn note(detour: Detour) -> u8 {
+    match detour {
+        Detour::Possible => 0,
+        Detour::Impossible => 1,
+    }
 }
 
 /// What the acceptor says once the ring is mapped; nothing depends on its value.

@@ -23,7 +23,7 @@ use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
 use crate::transport::shm::channel::Bell;
-use crate::transport::{Accepted, SendStream, Transport, shortage};
+use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
 use crate::types::Rank;
 
 /// The transport of one communicator.
@@ -66,7 +66,7 @@ impl Transport for ShmTransport {
         self.name.clone()
     }
 
-    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn SendStream>, LinkDown> {
+    fn open(&mut self, peer: Rank, address: &[u8], detour: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
         let size = self.identity.size;
         let gone = |error: io::Error| match error.kind() {
             io::ErrorKind::ConnectionRefused => LinkDown::unfit("its process is gone (connection refused)"),
@@ -75,18 +75,21 @@ impl Transport for ShmTransport {
             _ => LinkDown::unfit(format!("its Unix socket cannot be called: {error}")),
         };
         let stream = socket::connect_unix(address).map_err(gone)?;
-        let lacking = |error: io::Error| match limits::lacks_descriptors(&error) {
-            true => shortage::while_opening(error, size),
-            false => {
-                let bytes = self.ring_bytes;
-                LinkDown::unfit(format!("there is no shared memory for a ring of {bytes} bytes to it: {error}"))
+        let lacking = |error: io::Error| {
+            if limits::lacks_descriptors(&error) {
+                return shortage::while_opening(error, size);
+            }
+            let cause = format!("there is no shared memory for a ring of {} bytes: {error}", self.ring_bytes);
+            match detour {
+                Detour::Impossible if limits::is_shortage(&error) => LinkDown::lacking(cause),
+                _ => LinkDown::unfit(cause),
             }
         };
         let (memory, fd) = RingMemory::create(self.ring_bytes).map_err(lacking)?;
         let registration = self.poller.add(stream.as_fd(), Interest::Read);
         let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
         let bell = Bell::new(stream, registration);
-        let send_stream = connect::open(self.identity.clone(), peer, bell, memory, fd, self.lends);
+        let send_stream = connect::open(self.identity.clone(), peer, bell, memory, fd, detour, self.lends);
         Ok(Box::new(send_stream))
     }
 

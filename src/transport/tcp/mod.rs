@@ -19,7 +19,7 @@ use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::channel::{Quiet, TcpInlet};
 use crate::transport::tcp::connect::Connection;
 use crate::transport::tls::{Stream, Tls};
-use crate::transport::{Accepted, SendStream, Transport};
+use crate::transport::{Accepted, Detour, SendStream, Transport};
 use crate::types::Rank;
 
 /// Where a rank listens.
@@ -82,7 +82,7 @@ impl Transport for TcpTransport {
         serde_json::to_vec(&address).expect("addresses are plain data")
     }
 
-    fn open(&mut self, peer: Rank, address: &[u8]) -> Result<Box<dyn SendStream>, LinkDown> {
+    fn open(&mut self, peer: Rank, address: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
         let address: Address = serde_json::from_slice(address)
             .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
         let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();

@@ -11,7 +11,7 @@ use crate::sys::poller::Poller;
 use crate::sys::socket::Patience;
 use crate::transport::auth::{Identity, Secret};
 use crate::transport::tls::Tls;
-use crate::transport::{RecvStream, Transport};
+use crate::transport::{Detour, RecvStream, Transport};
 use crate::types::Rank;
 
 /// Passes one connection on to `port`, and tells what its opener has said.
@@ -56,7 +56,7 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     stranger.write_all(&[b'G'; 1000]).unwrap();
     let (port, overheard) = relay(address.port);
     address.port = port;
-    let mut send_stream = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap()).unwrap();
+    let mut send_stream = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap(), Detour::Impossible).unwrap();
 
     let (mut accepted, mut sent) = (Vec::new(), 0);
     loop {
@@ -105,7 +105,7 @@ fn a_stream_that_brings_nothing_is_read_again_once_a_look_has_seen_bytes_or_its_
     for tls in ["off", "on"] {
         let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
         let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
-        let mut send_stream = sender.open(Rank(1), &receiver.address()).unwrap();
+        let mut send_stream = sender.open(Rank(1), &receiver.address(), Detour::Impossible).unwrap();
         let mut accepted = Vec::new();
         while accepted.is_empty() || !send_stream.is_open() {
             send_stream.write(&[], &[]).unwrap();
