@@ -216,48 +216,33 @@ mod tests {
     use crate::engine::region::Words;
     use crate::types::Source;
 
-    /// A folder that goes with the test.
-    struct Folder(PathBuf);
-
-    impl Folder {
-        fn new(name: &str) -> Folder {
-            let folder = std::env::temp_dir().join(format!("ncclx_rs-{name}-{}", std::process::id()));
-            let _ = std::fs::remove_dir_all(&folder);
-            Folder(folder)
-        }
-
-        fn dumps(&self) -> Vec<(PathBuf, Value)> {
-            let Ok(files) = std::fs::read_dir(&self.0) else { return Vec::new() };
-            let files = files.map(|file| file.expect("a file").path());
-            let read = |file: &PathBuf| std::fs::read_to_string(file).expect("readable");
-            files.map(|file| (file.clone(), serde_json::from_str(&read(&file)).expect("JSON"))).collect()
-        }
+    fn dumps(folder: &Path) -> Vec<(PathBuf, Value)> {
+        let Ok(files) = std::fs::read_dir(folder) else { return Vec::new() };
+        let files = files.map(|file| file.expect("a file").path());
+        let read = |file: &PathBuf| std::fs::read_to_string(file).expect("readable");
+        files.map(|file| (file.clone(), serde_json::from_str(&read(&file)).expect("JSON"))).collect()
     }
 
-    impl Drop for Folder {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_dir_all(&self.0);
-        }
-    }
-
-    fn recording(folder: &Folder) -> Harness {
+    fn recording(folder: &Path) -> Harness {
         let mut harness = Harness::new();
         harness.engine.recorder = crate::engine::flight_recorder::Recorder::new(10);
-        harness.engine.dump_directory = Some(folder.0.clone());
+        harness.engine.dump_directory = Some(folder.to_owned());
         harness
     }
 
     #[test]
     fn a_failure_is_written_down_once() {
         use std::os::unix::fs::PermissionsExt;
-        let folder = Folder::new("failure");
-        let mut harness = recording(&folder);
+        let folder = tempfile::tempdir().expect("a folder");
+        // One that is not there yet.
+        let place = folder.path().join("dumps");
+        let mut harness = recording(&place);
         let mut words = Words::new(vec![0; 4]);
         let receive = Direction::Receive(Source::Rank(Rank(1)));
         for _ in 0..2 {
             assert!(harness.start(receive, &mut words, Duration::ZERO).result().expect("over").is_err());
         }
-        let dumps = folder.dumps();
+        let dumps = dumps(&place);
         let [(file, dump)] = &dumps[..] else { panic!("one file, not {dumps:?}") };
         assert_eq!(file.file_name().expect("a name"), "ncclx_rs-test-00000000-rank0.json");
         assert_eq!(std::fs::metadata(file).expect("there").permissions().mode() & 0o777, 0o600);
@@ -273,12 +258,14 @@ mod tests {
 
     #[test]
     fn what_is_in_flight_is_told_on_demand() {
-        let folder = Folder::new("demand");
-        let mut harness = recording(&folder);
+        let folder = tempfile::tempdir().expect("a folder");
+        // One that is not there yet.
+        let place = folder.path().join("dumps");
+        let mut harness = recording(&place);
         let mut words = Words::new(vec![0; 4]);
         harness.start(Direction::Receive(Source::Any), &mut words, Duration::from_secs(60));
-        let file = harness.engine.write_dump(&folder.0, "somebody asked").expect("written");
-        let dumps = folder.dumps();
+        let file = harness.engine.write_dump(&place, "somebody asked").expect("written");
+        let dumps = dumps(&place);
         assert_eq!((&dumps[0].0, &dumps[0].1["reason"]), (&file, &Value::from("somebody asked")));
         let record = &dumps[0].1["records"][0];
         assert_eq!((&record["state"], &record["peer"]), (&Value::from("running"), &Value::Null));
@@ -288,11 +275,13 @@ mod tests {
 
     #[test]
     fn without_a_folder_nothing_is_written() {
-        let folder = Folder::new("nowhere");
-        let mut harness = recording(&folder);
+        let folder = tempfile::tempdir().expect("a folder");
+        // One that is not there yet.
+        let place = folder.path().join("dumps");
+        let mut harness = recording(&place);
         harness.engine.dump_directory = None;
         let mut words = Words::new(vec![0; 4]);
         let work = harness.start(Direction::Receive(Source::Any), &mut words, Duration::ZERO);
-        assert!(work.is_done() && folder.dumps().is_empty());
+        assert!(work.is_done() && dumps(&place).is_empty());
     }
 }

@@ -39,8 +39,7 @@ fn words(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> Stri
 #[test]
 fn secrets_are_in_no_log_dump_or_error() {
     diary::begin();
-    let dumps = std::env::temp_dir().join(format!("ncclx_rs-quiet-{}", std::process::id()));
-    std::fs::create_dir(&dumps).unwrap();
+    let dumps = tempfile::tempdir().unwrap();
     let (job, other) = ("what all ranks were told", "what one rank was told");
     let mut written = String::new();
     let mut secrets = vec![job.to_owned(), other.to_owned()];
@@ -48,7 +47,7 @@ fn secrets_are_in_no_log_dump_or_error() {
         let store = Arc::new(MemoryStore::default());
         std::thread::scope(|scope| {
             let ranks = [job, second].into_iter().enumerate().map(|(rank, secret)| {
-                let (store, dumps) = (store.clone(), &dumps);
+                let (store, dumps) = (store.clone(), dumps.path());
                 scope.spawn(move || words(rank, store, secret, dumps))
             });
             for rank in ranks.collect::<Vec<_>>() {
@@ -66,7 +65,6 @@ fn secrets_are_in_no_log_dump_or_error() {
         assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o777, 0o600);
         written += &std::fs::read_to_string(entry.path()).unwrap();
     }
-    std::fs::remove_dir_all(&dumps).unwrap();
     diary::lines().iter().for_each(|(level, line)| written += &format!("{level} {line}\n"));
     for expected in ["rank 1 is lost", "\"asked for\"", "WARN dropped the connection", "does not know the secret"] {
         assert!(written.contains(expected), "{expected}: {written}");

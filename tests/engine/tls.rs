@@ -2,13 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests, which clippy does not count as tests")]
 
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, Rank, ReduceOp};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use tempfile::{TempDir, tempdir};
 
 type Hints = Vec<(String, String)>;
 
@@ -16,29 +15,10 @@ fn hints(pairs: &[(&str, &str)]) -> Hints {
     pairs.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
 }
 
-/// A folder of keys and certificates, which goes with it.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Folder {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let name = format!("ncclx_rs-tls-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).unwrap();
-        Folder(path)
-    }
-
-    fn write(&self, name: &str, text: &str) -> String {
-        let path = self.0.join(name);
-        std::fs::write(&path, text).unwrap();
-        path.to_str().unwrap().to_owned()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+fn write(folder: &TempDir, name: &str, text: &str) -> String {
+    let path = folder.path().join(name);
+    std::fs::write(&path, text).unwrap();
+    path.to_str().unwrap().to_owned()
 }
 
 /// Who signs certificates.
@@ -59,12 +39,12 @@ impl Authority {
     }
 
     /// The settings of a rank whose certificate this has signed, good until `year`.
-    fn settings(&self, folder: &Folder, rank: usize, year: i32) -> Hints {
+    fn settings(&self, folder: &TempDir, rank: usize, year: i32) -> Hints {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec![format!("rank-{rank}.example")]).unwrap();
         params.not_after = rcgen::date_time_ymd(year, 1, 1);
         let certificate = params.signed_by(&key, &self.issuer).unwrap().pem();
-        let file = |what: &str, text: &str| folder.write(&format!("{}-{rank}-{what}.pem", self.name), text);
+        let file = |what: &str, text: &str| write(folder, &format!("{}-{rank}-{what}.pem", self.name), text);
         hints(&[
             ("tls_certificate", &file("certificate", &certificate)),
             ("tls_key", &file("key", &key.serialize_pem())),
@@ -101,7 +81,7 @@ fn refused(first: &Hints, second: &Hints) -> [String; 2] {
 
 #[test]
 fn long_and_short_messages_pass_between_hosts_with_certificates() {
-    let (folder, authority) = (Folder::new(), Authority::new("ours"));
+    let (folder, authority) = (tempdir().unwrap(), Authority::new("ours"));
     let settings: Vec<_> = (0..3).map(|rank| authority.settings(&folder, rank, 4000)).collect();
     let results = run(&settings, |comm| {
         for count in [1, 1 << 10, 3 << 20] {
@@ -116,7 +96,7 @@ fn long_and_short_messages_pass_between_hosts_with_certificates() {
 
 #[test]
 fn ranks_that_differ_in_protection_learn_it_on_both_sides() {
-    let (folder, authority) = (Folder::new(), Authority::new("ours"));
+    let (folder, authority) = (tempdir().unwrap(), Authority::new("ours"));
     let kinds = [
         ("no TLS", hints(&[("tls", "off")])),
         ("TLS with keys from the secret", hints(&[("tls", "on")])),
@@ -133,7 +113,7 @@ fn ranks_that_differ_in_protection_learn_it_on_both_sides() {
 
 #[test]
 fn a_certificate_of_another_authority_is_refused_on_both_sides() {
-    let (folder, ours, others) = (Folder::new(), Authority::new("ours"), Authority::new("others"));
+    let (folder, ours, others) = (tempdir().unwrap(), Authority::new("ours"), Authority::new("others"));
     let [mut stranger, own] = [&others, &ours].map(|authority| authority.settings(&folder, 1, 4000));
     let [root, guest] = refused(&ours.settings(&folder, 0, 4000), &stranger);
     assert!(guest.contains("rank 0 cannot be reached") && guest.contains("is not signed by an authority"), "{guest}");
@@ -148,7 +128,7 @@ fn a_certificate_of_another_authority_is_refused_on_both_sides() {
 
 #[test]
 fn an_expired_certificate_is_refused_on_both_sides() {
-    let (folder, authority) = (Folder::new(), Authority::new("ours"));
+    let (folder, authority) = (tempdir().unwrap(), Authority::new("ours"));
     let (good, bad) = (authority.settings(&folder, 0, 4000), authority.settings(&folder, 1, 2020));
     for error in refused(&bad, &good) {
         assert!(error.contains("its certificate has expired"), "{error}");
@@ -160,13 +140,13 @@ fn an_expired_certificate_is_refused_on_both_sides() {
 
 #[test]
 fn settings_that_lack_a_file_are_refused_on_both_sides() {
-    let (folder, authority) = (Folder::new(), Authority::new("ours"));
+    let (folder, authority) = (tempdir().unwrap(), Authority::new("ours"));
     let good = authority.settings(&folder, 0, 4000);
     for index in 0..3 {
         let (mut without, mut elsewhere, mut empty) = (good.clone(), good.clone(), good.clone());
         let (name, _) = without.remove(index);
         elsewhere[index].1 = "/nowhere.pem".to_owned();
-        empty[index].1 = folder.write("empty", "");
+        empty[index].1 = write(&folder, "empty", "");
         for (bad, cause) in [(&without, "is not set"), (&elsewhere, "`/nowhere.pem`"), (&empty, "empty`")] {
             for error in [refused(&good, bad), refused(bad, &good)].concat() {
                 assert!(error.contains(&name) && error.contains(cause), "{error}");

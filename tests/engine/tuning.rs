@@ -1,29 +1,20 @@
 //! A tuning file or a setting changes which algorithm runs, on all ranks; what is wrong, or differs, is an error on all.
 
-use std::path::{Path, PathBuf};
+use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, Error, InitError, Rank, ReduceOp};
+use tempfile::NamedTempFile;
 
 use crate::diary;
 
-/// A file of the test's own.
-struct File(PathBuf);
-
-impl File {
-    fn new(name: &str, text: &str) -> File {
-        let path = std::env::temp_dir().join(format!("ncclx_rs-{}-{name}", std::process::id()));
-        std::fs::write(&path, text).expect("a file");
-        File(path)
-    }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
+fn file(text: &str) -> NamedTempFile {
+    let mut file = NamedTempFile::new().expect("a file");
+    file.write_all(text.as_bytes()).expect("room");
+    file
 }
 
 /// Three ranks, of which rank 0 reads the file; each makes an all_reduce of so many elements.
@@ -82,8 +73,8 @@ fn rank_0s_file_decides_on_all_ranks() {
             {"collective": "all_reduce", "ranks": 3, "max_bytes": 5204, "algorithm": "ring"},
             {"collective": "all_reduce", "ranks": 4, "algorithm": "direct"}
         ]}"#;
-        let file = File::new(&format!("{count}.json"), text);
-        for outcome in reduce_tuned(&file.0, count) {
+        let file = file(text);
+        for outcome in reduce_tuned(file.path(), count) {
             outcome.expect("an all_reduce");
         }
         assert_eq!(algorithms_of(count), [algorithm; 3]);
@@ -92,10 +83,10 @@ fn rank_0s_file_decides_on_all_ranks() {
 
 #[test]
 fn a_wrong_file_is_an_error_on_all_ranks() {
-    let file = File::new("wrong.json", r#"{"version": 1, "rows": [{"collective": "all_reduce", "ranks": "3"}]}"#);
-    for outcome in reduce_tuned(&file.0, 1) {
+    let file = file(r#"{"version": 1, "rows": [{"collective": "all_reduce", "ranks": "3"}]}"#);
+    for outcome in reduce_tuned(file.path(), 1) {
         let text = outcome.expect_err("a string is no number").to_string();
-        assert!(text.contains(&format!("tuning_file `{}`", file.0.display())), "{text}");
+        assert!(text.contains(&format!("tuning_file `{}`", file.path().display())), "{text}");
         assert!(text.contains("invalid type: string \"3\", expected usize at line 1 column"), "{text}");
     }
 }

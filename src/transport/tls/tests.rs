@@ -1,7 +1,6 @@
 //! Two sides of a connection, and who comes between them.
 
 use std::net::{Ipv4Addr, TcpListener};
-use std::path::PathBuf;
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::sign::{SigningKey, SingleCertAndKey};
@@ -22,7 +21,7 @@ fn from_secret() -> Tls {
 
 /// As a rank has it that has a certificate.
 fn from_files() -> Tls {
-    let folder = Folder::new();
+    let folder = tempfile::tempdir().unwrap();
     let (root, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
     let mut authority = CertificateParams::new(vec![]).unwrap();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -31,31 +30,12 @@ fn from_files() -> Tls {
     let certificate = own.signed_by(&key, &Issuer::new(authority, root)).unwrap().pem();
     let hints =
         [("tls_certificate", certificate), ("tls_key", key.serialize_pem()), ("tls_authority", authority_certificate)];
-    let hints = hints.map(|(name, text)| (name.to_owned(), folder.write(name, &text)));
-    Tls::new(&Config::resolve_with(&|_| None, &hints).unwrap(), &secret()).unwrap().unwrap()
-}
-
-/// A folder that goes with its files.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Folder {
-        let path = std::env::temp_dir().join(format!("ncclx_rs-tls-{:032x}", rand::random::<u128>()));
-        std::fs::create_dir(&path).unwrap();
-        Folder(path)
-    }
-
-    fn write(&self, name: &str, text: &str) -> String {
-        let path = self.0.join(name);
+    let hints = hints.map(|(name, text)| {
+        let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
-        path.to_str().unwrap().to_owned()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+        (name.to_owned(), path.to_str().unwrap().to_owned())
+    });
+    Tls::new(&Config::resolve_with(&|_| None, &hints).unwrap(), &secret()).unwrap().unwrap()
 }
 
 /// A rank's certificate, or public key, in the hands of who has another private key.
