@@ -137,5 +137,8 @@ impl Way {
     }
 }
 
+/// How often to look after a stream that is being opened: an address that does not answer is given up some time.
+pub(crate) const OPENING_CHECK: Duration = Duration::from_secs(1);
+
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);

@@ -37,6 +37,8 @@ pub(crate) struct Link {
     pub(crate) broken: bool,
     /// Whether rank 0's stream to rank 1 has no room.
     pub(crate) full: bool,
+    /// Whether rank 0's stream to rank 1 is still being opened.
+    pub(crate) is_opening: bool,
     /// Whether rank 0 cannot open a stream to anyone.
     pub(crate) refuses: bool,
     /// The CPU that rank 1 waits on, and the one that rank 0 does, as far as they have told.
@@ -172,7 +174,7 @@ impl SendStream for Sending {
     fn disarm(&mut self) {}
 
     fn is_open(&self) -> bool {
-        true
+        !lock(&self.0).is_opening
     }
 
     fn peer_can_read(&self) -> bool {
@@ -333,6 +335,19 @@ mod tests {
         harness.engine.connect(Rank(1));
         assert_eq!(harness.engine.lost(Rank(1)), None, "more of it may be in its inbox");
         harness.engine.peers[1].inbox = pumped;
+    }
+
+    #[test]
+    fn a_stream_that_is_being_opened_is_looked_after_before_its_operations_time_is_over() {
+        let mut scene = Scene::new();
+        scene.link().is_opening = true;
+        scene.link().full = true;
+        let mut words = Words::new(vec![0; 2]);
+        scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(3600));
+        let last = scene.core.messages.next_deadline();
+        assert!(scene.core.next_deadline() < last, "another address may be due");
+        scene.link().is_opening = false;
+        assert_eq!(scene.core.next_deadline(), last, "the poller tells what comes");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use crate::engine::buffered_send::{Detaching, PendingSend};
 use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
-use crate::engine::connector::{Route, Way};
+use crate::engine::connector::{OPENING_CHECK, Route, Way};
 use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
 use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Header, MatchSpace, RtrReason, Scope, Signature};
@@ -280,7 +280,7 @@ impl Engine {
         }
     }
 
-    /// When the next operation runs out of time.
+    /// When something is due at the latest, such as the end of the next operation's time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let ending = self.peers.iter().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
         let operations = [
@@ -291,7 +291,9 @@ impl Engine {
         ];
         let strangers = self.transports.iter().filter_map(|transport| transport.accepting_until());
         let opening = self.peers.iter().filter_map(|peer| peer.way.due());
-        operations.into_iter().flatten().chain(ending).chain(strangers).chain(opening).min()
+        let is_opening = self.peers.iter().any(|peer| peer.outbox.is_opening());
+        let opened = is_opening.then(|| Instant::now() + OPENING_CHECK);
+        operations.into_iter().flatten().chain(ending).chain(strangers).chain(opening).chain(opened).min()
     }
 
     /// Ends every operation with the reason that the communicator is `how` ("aborted: …"), and drops every stream.

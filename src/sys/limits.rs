@@ -8,8 +8,10 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Whether it is this process, or its host, that lacks what the call takes: it may work later.
 pub fn is_shortage(error: &io::Error) -> bool {
-    let errno = Errno::from_io_error(error);
-    errno.is_some_and(|errno| [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM].contains(&errno))
+    // The last is what epoll_ctl(2) says where the user watches as many files as the system lets, and fallocate(2) where
+    // there is no memory for a file in memory.
+    const SHORTAGES: [Errno; 5] = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::NOSPC];
+    Errno::from_io_error(error).is_some_and(|errno| SHORTAGES.contains(&errno))
 }
 
 /// Whether the error is a lack of file descriptors, of the process or of its host.
@@ -45,6 +47,7 @@ mod tests {
     fn what_this_process_lacks_is_told_from_what_others_do() {
         let error = |errno: Errno| io::Error::from(errno);
         assert!(is_shortage(&error(Errno::MFILE)) && is_shortage(&error(Errno::NOBUFS)));
+        assert!(is_shortage(&error(Errno::NOMEM)) && is_shortage(&error(Errno::NOSPC)));
         assert!(!is_shortage(&error(Errno::CONNREFUSED)) && !is_shortage(&io::ErrorKind::UnexpectedEof.into()));
         assert!(lacks_descriptors(&error(Errno::NFILE)) && !lacks_descriptors(&error(Errno::NOMEM)));
     }

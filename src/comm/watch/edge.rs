@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
 use crate::comm::watch::news::News;
-use crate::engine::connector::Way;
+use crate::engine::connector::{OPENING_CHECK, Way};
 use crate::error::LinkDown;
 use crate::sys::poller::Registration;
 use crate::sys::process::Process;
@@ -167,9 +167,6 @@ const NEWS_BYTES: usize = 2048;
 
 /// How much waits at most for a rank that does not read, as one that is stopped.
 const UNREAD_MAX: usize = 64 << 10;
-
-/// How often a connection that is being made is looked after: an address that does not answer is given up some time.
-const OPENING_CHECK: Duration = Duration::from_secs(1);
 
 /// How long a goodbye may be on its way after the first sign of an end.
 const LINGER: Duration = Duration::from_millis(100);

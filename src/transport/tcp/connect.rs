@@ -89,7 +89,7 @@ impl Connection {
                         self.registration.set(Interest::Read)?;
                         self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
                     }
-                    Ok(false) if since.elapsed() < ATTEMPT => return Ok(false),
+                    Ok(false) if since.elapsed() < attempt(self.targets.is_empty(), self.patience) => return Ok(false),
                     Ok(false) => self.try_next("no answer".to_owned())?,
                     Err(error) => self.try_next(error.to_string())?,
                 },
@@ -203,5 +203,64 @@ impl SendStream for Connection {
     }
 }
 
+/// How long an address is tried: the last for as long as a connection may be silent.
+fn attempt(is_last: bool, patience: Patience) -> Duration {
+    let (Patience::WhileIdle(limit) | Patience::Always(limit)) = patience;
+    if is_last { limit.max(ATTEMPT) } else { ATTEMPT }
+}
+
 /// How long one address is tried while there are others.
 const ATTEMPT: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    use super::*;
+    use crate::transport::auth::Secret;
+
+    /// A listener that lets nobody in, so that the system answers no more calls; and those that fill its queue.
+    fn silent() -> (TcpListener, Vec<TcpStream>) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        // To listen again shortens the queue.
+        rustix::net::listen(&listener, 0).unwrap();
+        let mut callers = Vec::new();
+        loop {
+            let caller = socket::begin_tcp(listener.local_addr().unwrap()).unwrap();
+            let mut watched = [rustix::event::PollFd::new(&caller, rustix::event::PollFlags::OUT)];
+            let is_made =
+                rustix::event::poll(&mut watched, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
+            if is_made.unwrap() == 0 {
+                return (listener, callers);
+            }
+            callers.push(caller);
+        }
+    }
+
+    fn connection(targets: &[&TcpListener], patience: Duration) -> Connection {
+        let identity = Identity { comm: [1; 16], me: Rank(0), size: 2, secret: Secret::new([5; 32]) };
+        let targets = targets.iter().map(|listener| listener.local_addr().unwrap()).collect();
+        let poller = Poller::new().unwrap();
+        Connection::begin(identity, None, Rank(1), targets, &poller, Patience::WhileIdle(patience)).unwrap()
+    }
+
+    fn age(connection: &mut Connection, age: Duration) {
+        connection.stage = Stage::Connecting { since: Instant::now().checked_sub(age).expect("a clock that is older") };
+    }
+
+    #[test]
+    fn an_address_that_does_not_answer_is_given_up_for_the_next_and_the_last_when_patience_ends() {
+        let (first, _callers) = silent();
+        let (second, _others) = silent();
+        let mut connection = connection(&[&first, &second], ATTEMPT * 3);
+        assert_eq!(connection.drive(), Ok(false));
+        assert_eq!(connection.current, first.local_addr().unwrap());
+        for _ in 0..2 {
+            age(&mut connection, ATTEMPT);
+            assert_eq!(connection.drive(), Ok(false));
+            assert_eq!(connection.current, second.local_addr().unwrap(), "there is no other");
+        }
+        age(&mut connection, ATTEMPT * 3);
+        assert!(connection.drive().unwrap_err().cause.contains("no answer"));
+    }
+}
