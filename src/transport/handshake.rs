@@ -2,8 +2,9 @@
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
-use crate::error::LinkDown;
+use crate::error::{Down, LinkDown};
 use crate::transport::auth::{ANSWER_BYTES, Acceptor, Binding, CHALLENGE_BYTES, Identity, Opener, PROOF_BYTES};
 use crate::types::Rank;
 
@@ -67,11 +68,29 @@ pub(crate) struct Opening {
     opener: Opener,
     exchange: Exchange,
     answered: bool,
+    begun: Instant,
 }
 
 impl Opening {
     pub(crate) fn new(identity: Identity, peer: Rank) -> Self {
-        Opening { opener: Opener::new(identity, peer), exchange: Exchange::default(), answered: false }
+        let (opener, exchange) = (Opener::new(identity, peer), Exchange::default());
+        Opening { opener, exchange, answered: false, begun: Instant::now() }
+    }
+
+    /// What the end of the handshake tells of the other side, which hangs up on those that are slow. So is a process that was
+    /// stopped meanwhile, which comes again.
+    pub(crate) fn judge(&self, down: LinkDown) -> LinkDown {
+        match down.kind {
+            Down::HungUp if self.begun.elapsed() >= CROWDED_PATIENCE => LinkDown::busy(down.cause),
+            _ => down,
+        }
+    }
+
+    /// As if it had begun so long ago.
+    #[cfg(test)]
+    pub(crate) fn aged(mut self, age: Duration) -> Opening {
+        self.begun = self.begun.checked_sub(age).expect("a clock that is older");
+        self
     }
 
     /// Goes as far as it can. True: both sides have proved themselves.
@@ -123,6 +142,12 @@ impl Accepting {
         Ok(if self.exchange.flush(stream)? { self.opener } else { None })
     }
 }
+
+/// How long a connection may take to prove itself.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The same while others have to wait for it.
+pub(crate) const CROWDED_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Whether the call may be tried again later.
 pub(crate) fn is_passing(error: &io::Error) -> bool {

@@ -9,7 +9,7 @@ use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket;
 use crate::transport::auth::Identity;
-use crate::transport::handshake::Accepting;
+use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT_FULL, PATIENCE};
 use crate::transport::shortage;
 use crate::types::Rank;
 
@@ -207,12 +207,6 @@ impl<S: AsFd> Candidate<S> {
 
 /// How many strangers may be at the door: each takes two file descriptors, of which processes often have 1024.
 const CANDIDATES_MAX: usize = 128;
-
-/// How long a connection may take to prove itself.
-const PATIENCE: Duration = Duration::from_secs(20);
-
-/// The same while others have to wait for it.
-const HANDSHAKE_TIMEOUT_FULL: Duration = Duration::from_secs(5);
 
 /// How long to leave callers waiting after the system refused to take one in.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use crate::error::LinkDown;
+use crate::error::{Down, LinkDown};
 use crate::sys::limits;
 use crate::sys::memory::RingMemory;
 use crate::sys::peer_memory::PeerMemory;
@@ -33,9 +33,13 @@ enum Stage {
 }
 
 impl Introduction {
-    /// Goes as far as it can. True: the peer has the ring. An error tells that shared memory is not the way to the peer.
+    /// Goes as far as it can. True: the peer has the ring. An error tells that shared memory is not the way to the peer, or that
+    /// this process was too slow for it.
     pub(super) fn drive(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
-        self.advance(stream).map_err(|down| LinkDown::unfit(format!("shared memory with it fails: {down}")))
+        self.advance(stream).map_err(|down| match self.opening.judge(down) {
+            slow if slow.kind == Down::Busy => slow,
+            down => LinkDown::unfit(format!("shared memory with it fails: {down}")),
+        })
     }
 
     fn advance(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
@@ -121,3 +125,28 @@ fn note(detour: Detour) -> u8 {
 
 /// What the acceptor says once the ring is mapped; nothing depends on its value.
 const TAKEN: u8 = 1;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::transport::auth::Secret;
+    use crate::transport::handshake::CROWDED_PATIENCE;
+
+    #[test]
+    fn who_was_too_slow_for_the_reader_comes_again() {
+        let identity = Identity { comm: [1; 16], me: Rank(0), size: 2, secret: Secret::new([5; 32]) };
+        let end = |stage, age| {
+            let (mut near, far) = UnixStream::pair().unwrap();
+            drop(far);
+            let opening = Opening::new(identity.clone(), Rank(1)).aged(age);
+            let (_, ring) = RingMemory::create(rustix::param::page_size()).unwrap();
+            Introduction { opening, stage, ring, detour: Detour::Possible }.drive(&mut near).unwrap_err().kind
+        };
+        for stage in [Stage::Proving, Stage::Handing, Stage::Waiting] {
+            assert_eq!(end(stage, Duration::ZERO), Down::Unfit, "{stage:?}");
+            assert_eq!(end(stage, CROWDED_PATIENCE), Down::Busy, "{stage:?}");
+        }
+    }
+}

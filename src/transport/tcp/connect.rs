@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use crate::error::LinkDown;
+use crate::error::{Down, LinkDown};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, Patience};
@@ -96,7 +96,10 @@ impl Connection {
                 Stage::Proving(opening) => match opening.drive(&mut self.stream) {
                     Ok(true) => self.stage = Stage::Open,
                     Ok(false) => return Ok(false),
-                    Err(down) => self.try_next(down.cause)?,
+                    Err(down) => match opening.judge(down) {
+                        slow if slow.kind == Down::Busy => return Err(slow),
+                        down => self.try_next(down.cause)?,
+                    },
                 },
             }
         }
@@ -218,6 +221,7 @@ mod tests {
 
     use super::*;
     use crate::transport::auth::Secret;
+    use crate::transport::handshake::CROWDED_PATIENCE;
 
     /// A listener that lets nobody in, so that the system answers no more calls; and those that fill its queue.
     fn silent() -> (TcpListener, Vec<TcpStream>) {
@@ -246,6 +250,19 @@ mod tests {
 
     fn age(connection: &mut Connection, age: Duration) {
         connection.stage = Stage::Connecting { since: Instant::now().checked_sub(age).expect("a clock that is older") };
+    }
+
+    #[test]
+    fn who_was_too_slow_for_the_acceptor_comes_again() {
+        for (age, kind) in [(Duration::ZERO, Down::Broken), (CROWDED_PATIENCE, Down::Busy)] {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+            let mut connection = connection(&[&listener], ATTEMPT);
+            drop(listener.accept().unwrap());
+            let opening = Opening::new(connection.identity.clone(), Rank(1)).aged(age);
+            connection.stage = Stage::Proving(opening);
+            connection.stream.socket().set_nonblocking(false).unwrap();
+            assert_eq!(connection.drive().unwrap_err().kind, kind, "{age:?}");
+        }
     }
 
     #[test]
