@@ -339,15 +339,15 @@ mod tests {
 
     #[test]
     fn a_stream_that_is_being_opened_is_looked_after_before_its_operations_time_is_over() {
-        let mut scene = Scene::new();
-        scene.link().is_opening = true;
-        scene.link().full = true;
+        let mut harness = Harness::new();
+        harness.link().is_opening = true;
+        harness.link().full = true;
         let mut words = Words::new(vec![0; 2]);
-        scene.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(3600));
-        let last = scene.core.messages.next_deadline();
-        assert!(scene.core.next_deadline() < last, "another address may be due");
-        scene.link().is_opening = false;
-        assert_eq!(scene.core.next_deadline(), last, "the poller tells what comes");
+        harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(3600));
+        let last = harness.engine.messages.next_deadline();
+        assert!(harness.engine.next_deadline() < last, "another address may be due");
+        harness.link().is_opening = false;
+        assert_eq!(harness.engine.next_deadline(), last, "the poller tells what comes");
     }
 
     #[test]

@@ -81,7 +81,7 @@ impl Opening {
     /// stopped meanwhile, which comes again.
     pub(crate) fn judge(&self, down: LinkDown) -> LinkDown {
         match down.kind {
-            Down::HungUp if self.begun.elapsed() >= CROWDED_PATIENCE => LinkDown::busy(down.cause),
+            Down::HungUp if self.begun.elapsed() >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(down.cause),
             _ => down,
         }
     }
@@ -147,7 +147,7 @@ impl Accepting {
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The same while others have to wait for it.
-pub(crate) const CROWDED_PATIENCE: Duration = Duration::from_secs(5);
+pub(crate) const HANDSHAKE_TIMEOUT_FULL: Duration = Duration::from_secs(5);
 
 /// Whether the call may be tried again later.
 pub(crate) fn is_passing(error: &io::Error) -> bool {

@@ -132,7 +132,7 @@ mod tests {
 
     use super::*;
     use crate::transport::auth::Secret;
-    use crate::transport::handshake::CROWDED_PATIENCE;
+    use crate::transport::handshake::HANDSHAKE_TIMEOUT_FULL;
 
     #[test]
     fn who_was_too_slow_for_the_reader_comes_again() {
@@ -146,7 +146,7 @@ mod tests {
         };
         for stage in [Stage::Proving, Stage::Handing, Stage::Waiting] {
             assert_eq!(end(stage, Duration::ZERO), Down::Unfit, "{stage:?}");
-            assert_eq!(end(stage, CROWDED_PATIENCE), Down::Busy, "{stage:?}");
+            assert_eq!(end(stage, HANDSHAKE_TIMEOUT_FULL), Down::Busy, "{stage:?}");
         }
     }
 }

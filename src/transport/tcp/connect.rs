@@ -221,7 +221,7 @@ mod tests {
 
     use super::*;
     use crate::transport::auth::Secret;
-    use crate::transport::handshake::CROWDED_PATIENCE;
+    use crate::transport::handshake::HANDSHAKE_TIMEOUT_FULL;
 
     /// A listener that lets nobody in, so that the system answers no more calls; and those that fill its queue.
     fn silent() -> (TcpListener, Vec<TcpStream>) {
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn who_was_too_slow_for_the_acceptor_comes_again() {
-        for (age, kind) in [(Duration::ZERO, Down::Broken), (CROWDED_PATIENCE, Down::Busy)] {
+        for (age, kind) in [(Duration::ZERO, Down::Broken), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             let mut connection = connection(&[&listener], ATTEMPT);
             drop(listener.accept().unwrap());
