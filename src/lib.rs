@@ -8,6 +8,7 @@ pub mod buffer;
 pub mod comm;
 pub mod config;
 pub mod counts;
+pub mod device;
 pub mod engine;
 pub mod error;
 #[cfg(any(test, fuzzing))]

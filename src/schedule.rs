@@ -76,6 +76,22 @@ impl Slice {
     fn end(self) -> usize {
         self.offset.saturating_add(self.len)
     }
+
+    /// Whether every element of `other` is one of these.
+    pub(crate) fn contains(self, other: Slice) -> bool {
+        self.space == other.space && self.offset <= other.offset && other.end() <= self.end()
+    }
+
+    /// Whether some element is in both.
+    pub(crate) fn overlaps(self, other: Slice) -> bool {
+        let is_apart = self.end() <= other.offset || other.end() <= self.offset;
+        self.space == other.space && !is_apart && self.len > 0 && other.len > 0
+    }
+
+    /// Whether `next` begins where this one ends.
+    pub(crate) fn is_followed_by(self, next: Slice) -> bool {
+        self.space == next.space && self.end() == next.offset
+    }
 }
 
 /// What one step does.
@@ -143,7 +159,7 @@ pub enum Action {
 
 impl Action {
     /// The slice that is read, then the slice that is written.
-    fn touches(&self) -> (Option<Slice>, Option<Slice>) {
+    pub(crate) fn touches(&self) -> (Option<Slice>, Option<Slice>) {
         match *self {
             Action::Send { from, .. } => (Some(from), None),
             Action::Recv { into, .. } => (None, Some(into)),

@@ -134,6 +134,17 @@ pub struct Setting<'a> {
     pub element: usize,
     /// What is multiplied or divided.
     pub scaling: Scaling,
+    /// Whether long messages travel in chunks.
+    pub chunking: Chunking,
+}
+
+/// Whether long messages travel in chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Chunking {
+    /// In chunks, so that consecutive steps overlap.
+    Chunks,
+    /// Whole: what runs the schedule cuts the collective itself.
+    Whole,
 }
 
 /// What a reduction multiplies or divides.
@@ -159,12 +170,19 @@ impl Setting<'_> {
     /// How many elements the pieces of messages have in a collective over `total` elements: short enough that
     /// consecutive steps overlap, long enough that schedules stay small.
     fn chunk(&self, total: usize) -> usize {
-        chunk(self.element, total)
+        self.chunk_of_elements(self.element, total)
     }
 
     /// As `chunk`, where the messages are pieces of `data`, which may be sums.
     fn chunk_of(&self, data: Slice) -> usize {
-        chunk(self.bytes_in(data.space), data.len)
+        self.chunk_of_elements(self.bytes_in(data.space), data.len)
+    }
+
+    fn chunk_of_elements(&self, element: usize, total: usize) -> usize {
+        match self.chunking {
+            Chunking::Chunks => (CHUNK_BYTES / element).max(total / CHUNKS_MAX).max(1),
+            Chunking::Whole => total.max(1),
+        }
     }
 
     /// Bytes of what lies in `space`.
@@ -179,10 +197,6 @@ impl Setting<'_> {
     fn widens(&self) -> bool {
         matches!(self.scaling, Scaling::Sum { bytes } if bytes != self.element)
     }
-}
-
-fn chunk(element: usize, total: usize) -> usize {
-    (CHUNK_BYTES / element).max(total / CHUNKS_MAX).max(1)
 }
 
 /// A schedule whose steps `write` appends.

@@ -2,8 +2,8 @@
 
 use crate::algo::group::{blocks, pieces};
 use crate::algo::{
-    Collective, DIRECT_MAX_RANKS, Scaling, Setting, agreement, binomial, chunk, direct, dissemination,
-    halving_doubling, hierarchical, ring, schedule,
+    Collective, DIRECT_MAX_RANKS, Scaling, Setting, agreement, binomial, direct, dissemination, halving_doubling,
+    hierarchical, ring, schedule,
 };
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
@@ -346,7 +346,7 @@ fn build_ring(builder: &mut Builder, collective: &Collective, setting: &Setting<
         }
         Collective::ReduceScatter { counts } => {
             let own = loaded_blocks(builder, setting, counts);
-            let chunk = chunk(setting.bytes_in(own[me].space), counts.total());
+            let chunk = setting.chunk_of_elements(setting.bytes_in(own[me].space), counts.total());
             ring::reduce_scatter(builder, &world, &own, chunk);
             conclude(builder, setting, own[me], output(counts[me]));
         }

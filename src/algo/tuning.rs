@@ -14,7 +14,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::algo::select::{bytes, candidates};
-use crate::algo::{Collective, Scaling, Setting};
+use crate::algo::{Chunking, Collective, Scaling, Setting};
 use crate::counts::Counts;
 use crate::op::CollectiveKind;
 use crate::topo::Topology;
@@ -131,7 +131,7 @@ fn algorithms_for(kind: CollectiveKind, ranks: usize, hosts: usize) -> Vec<&'sta
     };
     let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
     let topo = Topology::new(&names);
-    let setting = Setting { me: root, topo: &topo, element: 1, scaling: Scaling::Nothing };
+    let setting = Setting { me: root, topo: &topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
     candidates(&collective, &setting).collect()
 }
 
@@ -157,7 +157,8 @@ mod tests {
 
     fn chosen(tuning: &Tuning, count: usize, hosts: &[&str]) -> Option<String> {
         let topo = Topology::new(hosts);
-        let setting = Setting { me: Rank(0), topo: &topo, element: 4, scaling: Scaling::Nothing };
+        let setting =
+            Setting { me: Rank(0), topo: &topo, element: 4, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
         tuning.algorithm(&Collective::AllReduce { count }, &setting).map(str::to_owned)
     }
 

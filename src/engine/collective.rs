@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
-use crate::algo::{Collective, Scaling, Setting};
+use crate::algo::{Chunking, Collective, Scaling, Setting};
 use crate::engine::frame::{FrameKind, Header, MatchSpace, Scope, Signature};
 use crate::engine::heartbeat::{Heartbeat, Pulse};
 use crate::engine::inbox::{RecvAction, RecvBuffer, Sink};
@@ -269,7 +269,7 @@ impl Engine {
             }
             _ => Scaling::Nothing,
         };
-        let setting = Setting { me: self.me, topo: &self.topo, element, scaling };
+        let setting = Setting { me: self.me, topo: &self.topo, element, scaling, chunking: Chunking::Chunks };
         let forced = self.algorithm.as_deref();
         let plan = self.collectives.plans.plan(&request.collective, setting, forced);
         request.signature.algorithm = plan.algorithm;

@@ -207,6 +207,7 @@ const GENERATION_BYTES: usize = 4 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::algo::Chunking;
     use crate::counts::Counts;
     use crate::engine::region::{Region, Words};
     use crate::topo::Topology;
@@ -226,7 +227,13 @@ mod tests {
             (Collective::AllReduce { count: 8 }, 0, 2, &in_place, true),
         ] {
             let topo = Topology::single_host(size);
-            let setting = Setting { me: Rank(me), topo: &topo, element: 8, scaling: Scaling::Nothing };
+            let setting = Setting {
+                me: Rank(me),
+                topo: &topo,
+                element: 8,
+                scaling: Scaling::Nothing,
+                chunking: Chunking::Chunks,
+            };
             let plan = PlanCache::default().plan(&collective, setting, None);
             assert_eq!(plan.is_busy(spaces), is_busy, "{collective:?}, rank {me} of {size}");
         }
@@ -235,7 +242,8 @@ mod tests {
     #[test]
     fn plans_are_kept_up_to_so_many_bytes() {
         let topo = Topology::single_host(64);
-        let setting = Setting { me: Rank(3), topo: &topo, element: 4, scaling: Scaling::Nothing };
+        let setting =
+            Setting { me: Rank(3), topo: &topo, element: 4, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
         let mut cache = PlanCache::default();
         let splits = |call: usize| {
             let counts: Counts = (0..64).map(|rank| 1000 + (rank * call) % 7 + call).collect();
@@ -258,7 +266,8 @@ mod tests {
     #[test]
     fn a_plan_too_large_to_be_kept_puts_no_other_out() {
         let topo = Topology::single_host(8);
-        let setting = Setting { me: Rank(3), topo: &topo, element: 1, scaling: Scaling::Nothing };
+        let setting =
+            Setting { me: Rank(3), topo: &topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
         let mut cache = PlanCache::default();
         let small = cache.plan(&Collective::Barrier, setting, None);
         let large = Plan {

@@ -18,6 +18,7 @@ mod manual;
 mod matrix;
 mod memory;
 mod messages;
+mod programs;
 mod schedules;
 mod secrecy;
 mod stores;

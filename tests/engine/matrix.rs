@@ -4,7 +4,7 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-use ncclx_rs::algo::{self, Collective, Scaling, Setting};
+use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
 use ncclx_rs::{Communicator, Counts, Rank, ReduceOp, Topology};
 
 use crate::world::{Wire, host_of, world_hinted};
@@ -52,7 +52,7 @@ impl Part<'_> {
     /// Whether the algorithm does this collective: another would run it else, which has its own turn.
     fn does(&self, collective: Collective, average: bool) -> bool {
         let scaling = if average { Scaling::Sum { bytes: 8 } } else { Scaling::Nothing };
-        let setting = Setting { me: Rank(0), topo: self.topo, element: 8, scaling };
+        let setting = Setting { me: Rank(0), topo: self.topo, element: 8, scaling, chunking: Chunking::Chunks };
         let does = algo::plan_with(self.algorithm, &collective, setting).is_some();
         self.has_run.set(self.has_run.get() || does);
         does

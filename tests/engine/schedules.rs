@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use ncclx_rs::algo::{self, Collective, Scaling, Setting};
+use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
 use ncclx_rs::schedule::{self, Action, Schedule, Slice, Space};
 use ncclx_rs::{Counts, Rank, Topology};
 use rand::rngs::StdRng;
@@ -200,12 +200,12 @@ fn same_type(from: Slice, into: Slice) {
 }
 
 /// What stands for a rank's own factor.
-fn factor(rank: usize) -> u64 {
+pub(crate) fn factor(rank: usize) -> u64 {
     2 * rank as u64 + 3
 }
 
 /// By what is multiplied where the engine divides by so many: unlike a quotient, it tells how often.
-fn division(size: usize) -> u64 {
+pub(crate) fn division(size: usize) -> u64 {
     if size == 1 { 1 } else { 0x2545_f491_4f6c_dd1d }
 }
 
@@ -215,14 +215,14 @@ fn value(rank: usize, index: usize) -> u64 {
 
 /// A collective as all ranks see it.
 #[derive(Clone, Debug)]
-enum Case {
+pub(crate) enum Case {
     Same(Collective),
     /// Elements from rank `i` to rank `j` at `[i][j]`.
     AllToAll(Vec<Vec<usize>>),
 }
 
 impl Case {
-    fn of(&self, rank: usize) -> Collective {
+    pub(crate) fn of(&self, rank: usize) -> Collective {
         match self {
             Case::Same(collective) => collective.clone(),
             Case::AllToAll(counts) => Collective::AllToAll {
@@ -233,7 +233,7 @@ impl Case {
     }
 
     /// One rank's input, and what its output must be; nothing where it is undefined.
-    fn data(&self, rank: usize, size: usize, scaling: Scaling) -> (Vec<u64>, usize, Option<Vec<u64>>) {
+    pub(crate) fn data(&self, rank: usize, size: usize, scaling: Scaling) -> (Vec<u64>, usize, Option<Vec<u64>>) {
         let own = |rank: usize, count: usize| (0..count).map(|index| value(rank, index)).collect::<Vec<_>>();
         let sum = |range: std::ops::Range<usize>| -> Vec<u64> {
             let (scale, divide): (fn(usize) -> u64, u64) = match scaling {
@@ -283,16 +283,16 @@ impl Case {
 }
 
 /// A chunk of 256 KiB is 16 elements of this size: small counts exercise the cutting too.
-const ELEMENT: usize = 16 * 1024;
+pub(crate) const ELEMENT: usize = 16 * 1024;
 
 /// How reductions scale; the sums of an average may be of the same size or of another.
-const SCALINGS: [Scaling; 4] =
+pub(crate) const SCALINGS: [Scaling; 4] =
     [Scaling::Nothing, Scaling::Inputs, Scaling::Sum { bytes: ELEMENT }, Scaling::Sum { bytes: 4 * ELEMENT }];
 
 fn plan(name: Option<&str>, case: &Case, topo: &Topology, scaling: Scaling) -> Option<Vec<Schedule>> {
     (0..topo.size())
         .map(|rank| {
-            let setting = Setting { me: Rank::from(rank), topo, element: ELEMENT, scaling };
+            let setting = Setting { me: Rank::from(rank), topo, element: ELEMENT, scaling, chunking: Chunking::Chunks };
             match name {
                 Some(name) => algo::plan_with(name, &case.of(rank), setting),
                 None => Some(algo::plan(&case.of(rank), setting)),
@@ -304,7 +304,7 @@ fn plan(name: Option<&str>, case: &Case, topo: &Topology, scaling: Scaling) -> O
 /// Takes all steps in the order in which they are listed, which ranks try first: so none may wait for a message while
 /// another one waits for what it has to send later. What each rank has heard of when it is done, a bit for each rank whose
 /// call it knows; nothing if they cannot be taken so.
-fn heard_in_order(schedules: &[Schedule]) -> Option<Vec<u64>> {
+pub(crate) fn heard_in_order(schedules: &[Schedule]) -> Option<Vec<u64>> {
     let size = schedules.len();
     let mut on_the_way = vec![VecDeque::new(); size * size];
     // Per step, what must be known to whom takes it: its own call, what the steps know that it waits for, and its message.
@@ -385,7 +385,7 @@ fn check_scaled(name: Option<&str>, case: &Case, topo: &Topology, seed: u64, sca
     }
 }
 
-fn cases(size: usize, random: &mut StdRng) -> Vec<Case> {
+pub(crate) fn cases(size: usize, random: &mut StdRng) -> Vec<Case> {
     let mut cases = vec![Case::Same(Collective::Barrier)];
     let mut roots = vec![0, size - 1, random.random_range(0..size)];
     roots.dedup();
@@ -484,7 +484,13 @@ fn data_from_a_root_is_not_answered() {
         for rank in 1..size {
             let root = Rank(0);
             for collective in [Collective::Broadcast { count: 40, root }, Collective::Scatter { count: 40, root }] {
-                let setting = Setting { me: Rank::from(rank), topo: &topo, element: 4, scaling: Scaling::Nothing };
+                let setting = Setting {
+                    me: Rank::from(rank),
+                    topo: &topo,
+                    element: 4,
+                    scaling: Scaling::Nothing,
+                    chunking: Chunking::Chunks,
+                };
                 let schedule = algo::plan(&collective, setting);
                 let waits = schedule.steps.iter().skip_while(|step| matches!(step.action, Action::Send { .. }));
                 let sends_later = waits.filter(|step| matches!(step.action, Action::Send { .. })).count();
@@ -518,7 +524,10 @@ fn schedules_of_much_data_and_of_many_ranks_are_short() {
                 Collective::AllToAll { send: uneven.clone(), recv: uneven.clone() },
             ] {
                 for scaling in [Scaling::Inputs, Scaling::Sum { bytes: 4 }, Scaling::Sum { bytes: 8 }] {
-                    let schedule = algo::plan(&collective, Setting { me: root, topo, element: 4, scaling });
+                    let schedule = algo::plan(
+                        &collective,
+                        Setting { me: root, topo, element: 4, scaling, chunking: Chunking::Chunks },
+                    );
                     let (steps, name) = (schedule.steps.len(), schedule.name);
                     let waits: usize = schedule.steps.iter().map(|step| step.after.len()).sum();
                     let context = format!(

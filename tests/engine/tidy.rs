@@ -9,6 +9,7 @@ const LAYERS: &[&[&str]] = &[
     &["sys", "buffer"],
     &["op", "topo", "schedule", "window", "work"],
     &["algo"],
+    &["device"],
     &["transport"],
     &["engine"],
     &["comm"],

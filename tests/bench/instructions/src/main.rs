@@ -6,7 +6,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use ncclx_rs::algo::{Collective, Scaling, Setting, plan};
+use ncclx_rs::algo::{Chunking, Collective, Scaling, Setting, plan};
 use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, DType, Rank, ReduceOp, Tag, Topology};
 
@@ -103,7 +103,13 @@ fn ping_pong(comm: &Communicator, calls: usize) -> Result<(), ncclx_rs::Error> {
 /// Plans that no cache has.
 fn plan_anew(calls: usize) {
     let topo = Topology::single_host(16);
-    let setting = Setting { me: Rank(3), topo: &topo, element: DType::F32.size(), scaling: Scaling::Nothing };
+    let setting = Setting {
+        me: Rank(3),
+        topo: &topo,
+        element: DType::F32.size(),
+        scaling: Scaling::Nothing,
+        chunking: Chunking::Chunks,
+    };
     for _ in 0..calls {
         std::hint::black_box(plan(&Collective::AllReduce { count: 1 << 20 }, setting));
     }

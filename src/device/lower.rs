@@ -1,0 +1,449 @@
+//! Lowering: one rank's schedule of a segment as the operations that it puts on a stream.
+//!
+//! # Words
+//! Two words belong to each ordered pair of ranks. The *head* counts the messages that the sender has published: its stream
+//! writes it, the receiver's waits for it. The *tail* counts the messages that the receiver is done with: its stream writes
+//! it, the sender's waits for it before it uses their staging memory again. Words only grow, each has one writer, and both
+//! ends count alike, because the k-th send to a peer meets its k-th receive.
+//!
+//! # Order
+//! Operations are listed in the order of the schedule's steps, which ranks can take one after the other without a send that
+//! waits for its receive. So a program runs to its end on a single queue, whatever the other ranks' order of execution.
+//!
+//! # Staging
+//! A segment uses one half of the staging memory, the next segment the other. No send waits inside a segment: what it
+//! waits for before it writes to a half are the readers of the segment before the last.
+
+use crate::algo::{self, Chunking, Collective, Scaling, Setting};
+use crate::device::layout::{Cell, Layout};
+use crate::schedule::{Action, Schedule, Slice, Space, StepId};
+use crate::topo::Topology;
+use crate::types::Rank;
+
+/// What a stream does for one segment of a collective. Values of words are counted from the segment's beginning; see
+/// [`counters`](crate::device::counters).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    /// In the order in which they are submitted.
+    pub operations: Vec<Operation>,
+    /// By peer, the messages that go to it.
+    pub sent: Vec<Sent>,
+    /// By peer, how many messages come from it.
+    pub received: Vec<u32>,
+}
+
+/// The messages that a program sends to one peer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// How many they are.
+    pub messages: u32,
+    /// How many there are up to the last that lies in staging memory; zero if none does.
+    pub staged: u32,
+}
+
+/// One call of the driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Waits for words and writes words, in this order.
+    Words(Vec<WordOperation>),
+    /// Copies bytes.
+    Copy {
+        /// From where.
+        from: Memory,
+        /// To where; as long.
+        into: Memory,
+    },
+    /// Launches a kernel.
+    Kernel(Kernel),
+}
+
+/// What is done to a word. Numbers count the messages of the pair in this segment, from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WordOperation {
+    /// Waits until this message has been published.
+    Await {
+        /// By whom.
+        from: Rank,
+        /// Its number.
+        number: u32,
+    },
+    /// Says that the messages up to this one have been published.
+    Publish {
+        /// For whom.
+        to: Rank,
+        /// The last one's number.
+        number: u32,
+    },
+    /// Says that this rank is done with the messages up to this one.
+    Release {
+        /// Whose.
+        from: Rank,
+        /// The last one's number.
+        number: u32,
+    },
+}
+
+/// Where an operation reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// This rank's own.
+    Own(Slice),
+    /// Staging memory of a rank, in the half that the segment uses.
+    Staging {
+        /// Whose.
+        of: Rank,
+        /// The first byte.
+        offset: usize,
+        /// How many bytes.
+        bytes: usize,
+    },
+}
+
+/// What is computed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    /// A copy to elements of another type: to sums.
+    Widen {
+        /// The elements.
+        from: Slice,
+        /// The sums.
+        into: Slice,
+    },
+    /// `into = block₀ ⊕ block₁ ⊕ …`, rounded once, as [`Action::Fold`]: `into` is the block at `position`, the others are
+    /// these.
+    Fold {
+        /// One block, and the result.
+        into: Slice,
+        /// Its position among the blocks.
+        position: u32,
+        /// The others, in order.
+        others: Vec<Memory>,
+    },
+    /// As [`Action::Scale`].
+    Scale {
+        /// What is multiplied.
+        slice: Slice,
+    },
+    /// `into = (block₀ + block₁ + …) / world size`, rounded once, as [`Action::Average`].
+    Average {
+        /// The result.
+        into: Slice,
+        /// The blocks, in order: elements, or sums of them.
+        blocks: Vec<Memory>,
+    },
+}
+
+/// How the input and the output of an operation in place are the same memory: element `input + i` of the one is element
+/// `output + i` of the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct InPlace {
+    /// An element of the input.
+    pub input: usize,
+    /// Its number in the output.
+    pub output: usize,
+}
+
+impl InPlace {
+    fn is_same(self, from: Slice, into: Slice) -> bool {
+        (from.space, into.space) == (Space::Input, Space::Output)
+            && from.offset + self.output == into.offset + self.input
+    }
+}
+
+/// The schedules of all ranks for one segment, and where their messages lie.
+#[derive(Clone, Debug)]
+pub struct Staged {
+    element: usize,
+    scaling: Scaling,
+    schedules: Vec<Schedule>,
+    layouts: Vec<Layout>,
+}
+
+impl Staged {
+    /// Plans `collective` for all ranks of one host by the algorithm of this name; nothing if that does not do it.
+    ///
+    /// # Panics
+    /// When the ranks are on several hosts, or when the collective is an all_to_all of which ranks know only their part.
+    pub fn plan(
+        algorithm: &str,
+        collective: &Collective,
+        topo: &Topology,
+        element: usize,
+        scaling: Scaling,
+    ) -> Option<Staged> {
+        assert!(topo.hosts().len() == 1, "messages between hosts do not go through staging memory");
+        assert!(!matches!(collective, Collective::AllToAll { .. }), "no rank knows the blocks of all");
+        let setting = |me| Setting { me, topo, element, scaling, chunking: Chunking::Whole };
+        let plan = |me| algo::plan_with(algorithm, collective, setting(me));
+        let schedules = (0..topo.size()).map(Rank::from).map(plan).collect::<Option<_>>()?;
+        Some(Staged::new(schedules, element, scaling))
+    }
+
+    /// The schedules of all ranks of one host; an element has so many bytes.
+    pub fn new(schedules: Vec<Schedule>, element: usize, scaling: Scaling) -> Staged {
+        let mut staged = Staged { element, scaling, schedules, layouts: Vec::new() };
+        let layout = |schedule| Layout::new(schedule, |space| staged.element_bytes(space));
+        staged.layouts = staged.schedules.iter().map(layout).collect();
+        staged
+    }
+
+    /// How many bytes of staging memory the messages of one rank take: of the one that needs most.
+    pub fn bytes(&self) -> usize {
+        self.layouts.iter().map(Layout::bytes).max().unwrap_or(0)
+    }
+
+    /// The schedule of rank `me`.
+    pub fn schedule(&self, me: Rank) -> &Schedule {
+        &self.schedules[me.index()]
+    }
+
+    /// The program of rank `me`, whose operation may be in place.
+    pub fn program(&self, me: Rank, in_place: Option<InPlace>) -> Program {
+        let schedule = &self.schedules[me.index()];
+        let mut lowering = Lowering::new(self, me, in_place);
+        for (step, action) in schedule.steps.iter().map(|step| step.action).enumerate() {
+            lowering.take(step as StepId, action);
+        }
+        lowering.finish()
+    }
+
+    fn element_bytes(&self, space: Space) -> usize {
+        match (space, self.scaling) {
+            (Space::Sums, Scaling::Sum { bytes }) => bytes,
+            _ => self.element,
+        }
+    }
+
+    /// The cells of the messages from `sender` to `receiver`, in order; nothing for messages without data.
+    fn cells(&self, sender: Rank, receiver: Rank) -> Vec<Option<Cell>> {
+        let (schedule, layout) = (&self.schedules[sender.index()], &self.layouts[sender.index()]);
+        let sends = schedule.steps.iter().enumerate();
+        let to_receiver = |action| matches!(action, Action::Send { to, .. } if to == receiver);
+        sends.filter(|(_, step)| to_receiver(step.action)).map(|(id, _)| layout.cell(id as StepId)).collect()
+    }
+}
+
+/// A received block that stays where its sender has it.
+#[derive(Clone, Copy, Debug)]
+struct Alias {
+    slice: Slice,
+    cell: Memory,
+}
+
+/// A program being written.
+struct Lowering<'a> {
+    staged: &'a Staged,
+    me: Rank,
+    in_place: Option<InPlace>,
+    schedule: &'a Schedule,
+    /// By sender, the cells of its messages to this rank.
+    cells: Vec<Vec<Option<Cell>>>,
+    aliases: Vec<Alias>,
+    program: Program,
+    /// The batch that is being collected.
+    words: Vec<WordOperation>,
+    /// Copies of short messages, which go behind the batch that waits for them.
+    copies: Vec<Operation>,
+    /// By sender, up to which message there is something to release.
+    consumed: Vec<u32>,
+}
+
+impl<'a> Lowering<'a> {
+    fn new(staged: &'a Staged, me: Rank, in_place: Option<InPlace>) -> Lowering<'a> {
+        let size = staged.schedules.len();
+        Lowering {
+            staged,
+            me,
+            in_place,
+            schedule: &staged.schedules[me.index()],
+            cells: (0..size).map(|sender| staged.cells(Rank::from(sender), me)).collect(),
+            aliases: Vec::new(),
+            program: Program { operations: Vec::new(), sent: vec![Sent::default(); size], received: vec![0; size] },
+            words: Vec::new(),
+            copies: Vec::new(),
+            consumed: vec![0; size],
+        }
+    }
+
+    fn take(&mut self, step: StepId, action: Action) {
+        if let (_, Some(written)) = action.touches() {
+            self.aliases.retain(|alias| !alias.slice.overlaps(written));
+        }
+        match action {
+            Action::Send { to, from } => self.send(step, to, from),
+            Action::Recv { from, into } => {
+                let Some(cell) = self.receive(from) else { return };
+                if self.stays_in_staging(step, into) {
+                    self.aliases.push(Alias { slice: into, cell });
+                    return;
+                }
+                let copy = Operation::Copy { from: cell, into: Memory::Own(into) };
+                self.copies.push(copy);
+                if into.len * self.staged.element_bytes(into.space) > SHORT_BYTES {
+                    self.flush();
+                }
+            }
+            Action::RecvReduce { from, into } => {
+                if let Some(cell) = self.receive(from) {
+                    self.compute(Kernel::Fold { into, position: 0, others: vec![cell] });
+                }
+            }
+            Action::Copy { from, into } => {
+                if from.len > 0 && from != into && !self.in_place.is_some_and(|same| same.is_same(from, into)) {
+                    let is_widened = into.space == Space::Sums && from.space != Space::Sums;
+                    self.flush();
+                    self.push(match is_widened {
+                        true => Operation::Kernel(Kernel::Widen { from, into }),
+                        false => Operation::Copy { from: Memory::Own(from), into: Memory::Own(into) },
+                    });
+                }
+            }
+            Action::Reduce { from, into } => {
+                let others = self.blocks(from, into.len);
+                self.compute(Kernel::Fold { into, position: 0, others });
+            }
+            Action::Fold { from, into, position } => {
+                let others = self.blocks(from, into.len);
+                self.compute(Kernel::Fold { into, position, others });
+            }
+            Action::Scale { slice } => self.compute(Kernel::Scale { slice }),
+            Action::Average { from, into } => {
+                let blocks = self.blocks(from, into.len);
+                self.compute(Kernel::Average { into, blocks });
+            }
+        }
+    }
+
+    /// Copies what is sent to its cell, and publishes it together with what is sent right before and after.
+    fn send(&mut self, step: StepId, to: Rank, from: Slice) {
+        if self.words.iter().any(|word| matches!(word, WordOperation::Await { .. })) {
+            self.flush();
+        }
+        let sent = &mut self.program.sent[to.index()];
+        sent.messages += 1;
+        let number = sent.messages;
+        if let Some(cell) = self.staged.layouts[self.me.index()].cell(step) {
+            sent.staged = number;
+            if !cell.is_shared {
+                let into = Memory::Staging { of: self.me, offset: cell.offset, bytes: cell.bytes };
+                self.push(Operation::Copy { from: Memory::Own(from), into });
+            }
+        }
+        let earlier =
+            |word: &&mut WordOperation| matches!(word, WordOperation::Publish { to: peer, .. } if *peer == to);
+        match self.words.iter_mut().find(earlier) {
+            Some(WordOperation::Publish { number: last, .. }) => *last = number,
+            _ => self.words.push(WordOperation::Publish { to, number }),
+        }
+    }
+
+    /// Waits for the next message from a rank. Where its data lies, if it has any.
+    fn receive(&mut self, from: Rank) -> Option<Memory> {
+        let received = &mut self.program.received[from.index()];
+        let cell = self.cells[from.index()][*received as usize];
+        *received += 1;
+        let number = *received;
+        self.words.push(WordOperation::Await { from, number });
+        let Cell { offset, bytes, .. } = cell?;
+        self.consumed[from.index()] = number;
+        Some(Memory::Staging { of: from, offset, bytes })
+    }
+
+    /// Whether what `step` receives is read once, as a whole block of a reduction, and so need not be copied.
+    fn stays_in_staging(&self, step: StepId, into: Slice) -> bool {
+        if !matches!(into.space, Space::Scratch | Space::Sums) {
+            return false;
+        }
+        let later = self.schedule.steps[step as usize + 1..].iter().map(|step| step.action);
+        let touches = |action: &Action| {
+            let (read, written) = action.touches();
+            [read, written].into_iter().flatten().any(|slice| slice.overlaps(into))
+        };
+        let mut uses = later.filter(touches);
+        let Some(first) = uses.next() else { return false };
+        let (from, len) = match first {
+            Action::Reduce { from, into } | Action::Fold { from, into, .. } | Action::Average { from, into } => {
+                (from, into.len)
+            }
+            _ => return false,
+        };
+        let is_block = into.len == len && from.contains(into) && (into.offset - from.offset).is_multiple_of(len);
+        let is_written = first.touches().1.is_some_and(|written| written.overlaps(into));
+        let is_read_once = match uses.next() {
+            None => true,
+            // What comes next into the same memory.
+            Some(Action::Recv { into: again, .. }) => again.contains(into),
+            Some(_) => false,
+        };
+        is_block && !is_written && is_read_once
+    }
+
+    /// The blocks of `len` elements that `from` consists of, and where they are.
+    fn blocks(&self, from: Slice, len: usize) -> Vec<Memory> {
+        let blocks = (0..from.len.checked_div(len).unwrap_or(0)).map(|index| from.part(index * len, len));
+        let find = |block: Slice| self.aliases.iter().rev().find(|alias| alias.slice == block);
+        blocks.map(|block| find(block).map_or(Memory::Own(block), |alias| alias.cell)).collect()
+    }
+
+    fn compute(&mut self, kernel: Kernel) {
+        let len = match &kernel {
+            Kernel::Widen { into, .. } | Kernel::Fold { into, .. } | Kernel::Average { into, .. } => into.len,
+            Kernel::Scale { slice } => slice.len,
+        };
+        if len > 0 {
+            self.flush();
+            self.push(Operation::Kernel(kernel));
+        }
+    }
+
+    /// Appends an operation; a copy that continues the one before it becomes a part of that.
+    fn push(&mut self, operation: Operation) {
+        if let (Some(Operation::Copy { from, into }), Operation::Copy { from: next, into: target }) =
+            (self.program.operations.last_mut(), &operation)
+            && let (Some(joined), Some(joined_target)) = (from.joined(*next), into.joined(*target))
+        {
+            (*from, *into) = (joined, joined_target);
+            return;
+        }
+        self.program.operations.push(operation);
+    }
+
+    /// Ends the batch that is being collected, and what waits for it.
+    fn flush(&mut self) {
+        if !self.words.is_empty() {
+            self.program.operations.push(Operation::Words(std::mem::take(&mut self.words)));
+        }
+        for copy in std::mem::take(&mut self.copies) {
+            self.push(copy);
+        }
+    }
+
+    fn finish(mut self) -> Program {
+        self.flush();
+        let releases = self.consumed.iter().enumerate().filter(|(_, number)| **number > 0);
+        self.words =
+            releases.map(|(from, number)| WordOperation::Release { from: Rank::from(from), number: *number }).collect();
+        self.flush();
+        self.program
+    }
+}
+
+impl Memory {
+    /// This and the memory behind it, if `next` begins where this ends.
+    fn joined(self, next: Memory) -> Option<Memory> {
+        match (self, next) {
+            (Memory::Own(slice), Memory::Own(next)) if slice.is_followed_by(next) => {
+                Some(Memory::Own(Slice { len: slice.len + next.len, ..slice }))
+            }
+            (Memory::Staging { of, offset, bytes }, Memory::Staging { of: next_of, offset: next, bytes: more })
+                if of == next_of && offset + bytes == next =>
+            {
+                Some(Memory::Staging { of, offset, bytes: bytes + more })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Messages up to this size are copied together, once all that are waited for have come.
+const SHORT_BYTES: usize = 64 * 1024;

@@ -1,0 +1,12 @@
+//! Collectives as programs for the streams of a GPU.
+//!
+//! Schedules are data, so the ones that the CPU engine runs are also turned into stream operations: a send is a copy into
+//! staging memory and the write of a word, a receive a wait for that word and a copy, a reduction a kernel. No host thread
+//! takes part once they are submitted. Everything here is pure: [`segment`] cuts a collective to what fits into staging
+//! memory, [`layout`] says where its messages lie there, [`lower`] turns a schedule into a [`lower::Program`], and
+//! [`counters`] give its words their values.
+
+pub mod counters;
+pub mod layout;
+pub mod lower;
+pub mod segment;

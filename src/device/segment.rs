@@ -1,0 +1,163 @@
+//! A long collective is a sequence of shorter ones, each of which fits into staging memory.
+//!
+//! A segment is the same stretch of every rank's block: of the whole data where there is one block, as in an all_reduce.
+
+use smallvec::SmallVec;
+
+use crate::algo::Collective;
+use crate::counts::Counts;
+use crate::schedule::Slice;
+use crate::types::Rank;
+
+/// A collective over a stretch of another one's blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// What is run.
+    pub collective: Collective,
+    /// Where the elements of its input lie in the whole input.
+    pub input: Extent,
+    /// Where those of its output lie in the whole output.
+    pub output: Extent,
+}
+
+/// Where elements that a schedule takes to lie end to end are in a tensor.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Extent {
+    runs: SmallVec<[Run; 1]>,
+}
+
+/// Elements that lie together in both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The first one's number in the segment.
+    pub at: usize,
+    /// Its number in the whole tensor.
+    pub offset: usize,
+    /// How many they are.
+    pub len: usize,
+}
+
+impl Extent {
+    /// Stretches of blocks: the offset of each in the tensor, and its length.
+    fn of(stretches: impl IntoIterator<Item = (usize, usize)>) -> Extent {
+        let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
+        let mut at = 0;
+        for (offset, len) in stretches.into_iter().filter(|(_, len)| *len > 0) {
+            match runs.last_mut() {
+                Some(last) if last.offset + last.len == offset => last.len += len,
+                _ => runs.push(Run { at, offset, len }),
+            }
+            at += len;
+        }
+        Extent { runs }
+    }
+
+    /// The parts of a slice that lie together in the tensor.
+    ///
+    /// ```
+    /// use ncclx_rs::algo::Collective;
+    /// use ncclx_rs::device::segment::Segment;
+    /// use ncclx_rs::schedule::{Slice, Space};
+    /// use ncclx_rs::{Counts, Rank};
+    /// let all_gather = Collective::AllGather { counts: Counts::equal(10, 2) };
+    /// let segment = Segment::of(&all_gather, Rank(0), 2, 4, 3).unwrap();
+    /// let parts: Vec<_> = segment.output.parts(Slice::new(Space::Output, 2, 2)).map(|run| run.offset).collect();
+    /// assert_eq!(parts, [6, 14]); // the last element of the first block's stretch, the first of the second one's
+    /// ```
+    pub fn parts(&self, slice: Slice) -> impl Iterator<Item = Run> + '_ {
+        let (begin, end) = (slice.offset, slice.offset + slice.len);
+        let cut = move |run: &Run| {
+            let (first, last) = (run.at.max(begin), (run.at + run.len).min(end));
+            (first < last).then(|| Run { at: first, offset: run.offset + (first - run.at), len: last - first })
+        };
+        self.runs.iter().filter_map(cut)
+    }
+}
+
+impl Segment {
+    /// The `len` elements from the `from`-th of every block on, as rank `me` of `size` has them; fewer where blocks end
+    /// before. Nothing for an all_to_all, of which no rank knows all blocks.
+    pub fn of(whole: &Collective, me: Rank, size: usize, from: usize, len: usize) -> Option<Segment> {
+        let within = |count: usize| len.min(count.saturating_sub(from));
+        let cut = |counts: &Counts| match counts.are_equal() {
+            true => Counts::equal(within(counts[0]), counts.len()),
+            false => counts.iter().map(within).collect(),
+        };
+        let block = |count: usize| Extent::of([(from, within(count))]);
+        let blocks = |counts: &Counts| {
+            let mut begin = 0;
+            Extent::of(counts.iter().map(|count| {
+                let stretch = (begin + from, within(count));
+                begin += count;
+                stretch
+            }))
+        };
+        let on_root = |root: Rank, count: usize| match root == me {
+            true => blocks(&Counts::equal(count, size)),
+            false => Extent::default(),
+        };
+        let (collective, input, output) = match *whole {
+            Collective::AllReduce { count } => {
+                (Collective::AllReduce { count: within(count) }, block(count), block(count))
+            }
+            Collective::Reduce { count, root } => {
+                (Collective::Reduce { count: within(count), root }, block(count), block(count))
+            }
+            Collective::Broadcast { count, root } => {
+                (Collective::Broadcast { count: within(count), root }, block(count), block(count))
+            }
+            Collective::AllGather { ref counts } => {
+                (Collective::AllGather { counts: cut(counts) }, block(counts[me.index()]), blocks(counts))
+            }
+            Collective::ReduceScatter { ref counts } => {
+                (Collective::ReduceScatter { counts: cut(counts) }, blocks(counts), block(counts[me.index()]))
+            }
+            Collective::Gather { count, root } => {
+                (Collective::Gather { count: within(count), root }, block(count), on_root(root, count))
+            }
+            Collective::Scatter { count, root } => {
+                (Collective::Scatter { count: within(count), root }, on_root(root, count), block(count))
+            }
+            Collective::Barrier => (Collective::Barrier, Extent::default(), Extent::default()),
+            Collective::AllToAll { .. } => return None,
+        };
+        Some(Segment { collective, input, output })
+    }
+}
+
+/// The elements of a collective's longest block: its first segment begins at 0, its last one ends here.
+pub fn longest_block(collective: &Collective) -> usize {
+    match collective {
+        Collective::AllReduce { count }
+        | Collective::Reduce { count, .. }
+        | Collective::Broadcast { count, .. }
+        | Collective::Gather { count, .. }
+        | Collective::Scatter { count, .. } => *count,
+        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.iter().max().unwrap_or(0),
+        Collective::AllToAll { .. } | Collective::Barrier => 0,
+    }
+}
+
+/// A segment of one element a block does not fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("one element a block takes {needed} bytes of staging memory, of which {half} may be used at a time")]
+pub struct StagingTooSmall {
+    /// The bytes that one rank needs.
+    pub needed: usize,
+    /// Those that it has.
+    pub half: usize,
+}
+
+/// How many elements of every block a segment has, at most, so that `bytes` of it are no more than `half`. The same on every
+/// rank, as these are.
+pub fn longest(collective: &Collective, half: usize, bytes: impl Fn(usize) -> usize) -> Result<usize, StagingTooSmall> {
+    let mut len = longest_block(collective).max(1);
+    loop {
+        let needed = bytes(len);
+        match len {
+            _ if needed <= half => return Ok(len),
+            1 => return Err(StagingTooSmall { needed, half }),
+            _ => len = len.div_ceil(2),
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! The programs that schedules become on streams, for every algorithm, against a sequential reference.
+//!
+//! All ranks' programs run in one thread: each rank has one queue, in the order of submission. Ranks get their turn in
+//! orders that let each of them run as far ahead of the others as words allow, so that memory used too early shows as a
+//! wrong result.
+
+use std::collections::HashMap;
+
+use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
+use ncclx_rs::device::counters::{Access, Counters, Numbering, Word};
+use ncclx_rs::device::lower::{InPlace, Kernel, Memory, Operation, Program, Staged, WordOperation};
+use ncclx_rs::device::segment::{self, Segment};
+use ncclx_rs::schedule::{Action, Builder, Slice, Space};
+use ncclx_rs::{Counts, Rank, Topology};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::schedules::{Case, ELEMENT, SCALINGS, cases, division, factor, heard_in_order};
+
+/// Bytes of an element and of half the staging memory: a few elements fit.
+const HALF: usize = 40 * ELEMENT;
+
+/// A segment's program on one rank, with what its numbers mean.
+struct Submitted<'a> {
+    program: &'a Program,
+    numbering: Numbering,
+    segment: &'a Segment,
+}
+
+/// One rank: its memory, and how far its queue has come.
+struct Stream<'a> {
+    me: usize,
+    queue: Vec<Submitted<'a>>,
+    /// Operations taken: of which program, and how many of it, credits included.
+    at: (usize, usize),
+    /// Words taken of the batch that it is in.
+    word: usize,
+    input: Vec<u64>,
+    output: Vec<u64>,
+    scratch: Vec<u64>,
+    sums: Vec<u64>,
+}
+
+/// What all ranks see.
+struct Shared {
+    words: HashMap<Word, u64>,
+    /// By rank and half, the elements in staging memory, by their byte, and which of its programs has put them there.
+    staging: Vec<[HashMap<usize, (u64, usize)>; 2]>,
+    scaling: Scaling,
+}
+
+impl Shared {
+    fn element(&self, space: Space) -> usize {
+        match (space, self.scaling) {
+            (Space::Sums, Scaling::Sum { bytes }) => bytes,
+            _ => ELEMENT,
+        }
+    }
+
+    /// Whether the access can be made; makes it.
+    fn access(&mut self, access: Access) -> bool {
+        match access {
+            Access::Wait(word, value) => self.words.get(&word).is_some_and(|now| *now >= value),
+            Access::Write(word, value) => {
+                let before = self.words.insert(word, value).unwrap_or(0);
+                assert!(before < value, "{word:?} goes from {before} to {value}");
+                true
+            }
+        }
+    }
+}
+
+impl Stream<'_> {
+    /// Takes one operation. Whether it could.
+    fn turn(&mut self, shared: &mut Shared) -> bool {
+        let Some(submitted) = self.queue.get(self.at.0) else { return false };
+        let credits = submitted.numbering.credits();
+        let accesses: Vec<Access> = match self.at.1.checked_sub(1) {
+            None => credits.to_vec(),
+            Some(index) => match submitted.program.operations.get(index) {
+                Some(Operation::Words(words)) => words.iter().map(|word| submitted.numbering.access(*word)).collect(),
+                _ => vec![],
+            },
+        };
+        if let Some(access) = accesses.get(self.word) {
+            let is_done = shared.access(*access);
+            self.word += usize::from(is_done);
+            return is_done;
+        }
+        self.word = 0;
+        let operation = self.at.1.checked_sub(1).map(|index| submitted.program.operations.get(index));
+        match operation {
+            None => self.at.1 += 1,
+            Some(None) => self.at = (self.at.0 + 1, 0),
+            Some(Some(operation)) => {
+                let operation = operation.clone();
+                self.at.1 += 1;
+                self.run(&operation, shared);
+            }
+        }
+        true
+    }
+
+    fn run(&mut self, operation: &Operation, shared: &mut Shared) {
+        match operation {
+            Operation::Words(_) => {}
+            Operation::Copy { from, into } => {
+                let values = self.read(*from, self.type_of(*from, *into), shared);
+                self.write(*into, self.type_of(*into, *from), &values, shared);
+            }
+            Operation::Kernel(kernel) => self.compute(kernel, shared),
+        }
+    }
+
+    /// The space whose elements a memory has: staging memory has those of the other end of the copy.
+    fn type_of(&self, memory: Memory, other: Memory) -> Space {
+        match (memory, other) {
+            (Memory::Own(slice), _) | (_, Memory::Own(slice)) => slice.space,
+            _ => unreachable!("no copy goes from staging memory to staging memory"),
+        }
+    }
+
+    fn compute(&mut self, kernel: &Kernel, shared: &mut Shared) {
+        match kernel {
+            Kernel::Widen { from, into } => {
+                assert!(from.space != Space::Sums && into.space == Space::Sums);
+                let values = self.read(Memory::Own(*from), from.space, shared);
+                self.write(Memory::Own(*into), into.space, &values, shared);
+            }
+            Kernel::Fold { into, others, .. } => {
+                let mut result = self.read(Memory::Own(*into), into.space, shared);
+                for other in others {
+                    let values = self.read(*other, into.space, shared);
+                    assert_eq!(values.len(), into.len);
+                    result.iter_mut().zip(values).for_each(|(sum, value)| *sum = sum.wrapping_add(value));
+                }
+                self.write(Memory::Own(*into), into.space, &result, shared);
+            }
+            Kernel::Scale { slice } => {
+                let mut values = self.read(Memory::Own(*slice), slice.space, shared);
+                let factor = factor(self.me);
+                values.iter_mut().for_each(|value| *value = value.wrapping_mul(factor));
+                self.write(Memory::Own(*slice), slice.space, &values, shared);
+            }
+            Kernel::Average { into, blocks } => {
+                let division = division(shared.staging.len());
+                let mut result = vec![0u64; into.len];
+                for block in blocks {
+                    let space = match block {
+                        Memory::Own(slice) => slice.space,
+                        Memory::Staging { bytes, .. } if bytes / into.len == ELEMENT => Space::Scratch,
+                        Memory::Staging { .. } => Space::Sums,
+                    };
+                    for (sum, value) in result.iter_mut().zip(self.read(*block, space, shared)) {
+                        *sum = sum.wrapping_add(value.wrapping_mul(division));
+                    }
+                }
+                self.write(Memory::Own(*into), into.space, &result, shared);
+            }
+        }
+    }
+
+    /// Elements of a space's type.
+    fn read(&mut self, memory: Memory, space: Space, shared: &Shared) -> Vec<u64> {
+        let half = self.queue[self.at.0].numbering.half();
+        match memory {
+            Memory::Staging { of, offset, bytes } => {
+                let element = shared.element(space);
+                let cells = &shared.staging[of.index()][half];
+                let value = |at| {
+                    let (value, program) =
+                        *cells.get(&at).unwrap_or_else(|| panic!("nothing at byte {at} of rank {of}"));
+                    assert_eq!(program, self.at.0, "what rank {of} has at byte {at} is of another segment");
+                    value
+                };
+                (offset..offset + bytes).step_by(element).map(value).collect()
+            }
+            Memory::Own(slice) => self.places(slice).into_iter().map(|at| self.memory(slice.space)[at]).collect(),
+        }
+    }
+
+    fn write(&mut self, memory: Memory, space: Space, values: &[u64], shared: &mut Shared) {
+        let half = self.queue[self.at.0].numbering.half();
+        match memory {
+            Memory::Staging { of, offset, bytes } => {
+                assert_eq!(of.index(), self.me, "a rank writes to another one's staging memory");
+                let element = shared.element(space);
+                assert!(offset + bytes <= HALF && bytes == values.len() * element);
+                let cells = &mut shared.staging[self.me][half];
+                for (index, value) in values.iter().enumerate() {
+                    cells.insert(offset + index * element, (*value, self.at.0));
+                }
+            }
+            Memory::Own(slice) => {
+                assert_eq!(slice.len, values.len());
+                for (at, value) in self.places(slice).into_iter().zip(values) {
+                    self.memory(slice.space)[at] = *value;
+                }
+            }
+        }
+    }
+
+    fn memory(&mut self, space: Space) -> &mut Vec<u64> {
+        match space {
+            Space::Input => &mut self.input,
+            Space::Output => &mut self.output,
+            Space::Scratch => &mut self.scratch,
+            Space::Sums => &mut self.sums,
+        }
+    }
+
+    /// Where a slice's elements lie in the whole operation's memory.
+    fn places(&self, slice: Slice) -> Vec<usize> {
+        let segment = self.queue[self.at.0].segment;
+        let extent = match slice.space {
+            Space::Input => &segment.input,
+            Space::Output => &segment.output,
+            Space::Scratch | Space::Sums => return (slice.offset..slice.offset + slice.len).collect(),
+        };
+        let places: Vec<usize> = extent.parts(slice).flat_map(|run| run.offset..run.offset + run.len).collect();
+        assert_eq!(places.len(), slice.len, "{slice:?} lies in {extent:?}");
+        places
+    }
+}
+
+/// The order in which ranks get their turns.
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    /// One rank runs as far as it can before any other one does.
+    Ahead(usize),
+    Random(u64),
+}
+
+/// What all ranks submit: by segment, the part of each rank.
+struct Job {
+    programs: Vec<Vec<Program>>,
+    segments: Vec<Vec<Segment>>,
+    scratch: usize,
+    sums: usize,
+}
+
+/// The segments of a case by one algorithm; nothing if it does not do this case.
+fn job(name: &str, case: &Case, topo: &Topology, scaling: Scaling) -> Option<Job> {
+    let (whole, size) = (case.of(0), topo.size());
+    let cut = |rank, from, len| Segment::of(&whole, Rank::from(rank), size, from, len).expect("no all_to_all");
+    let stage = |from, len| Staged::plan(name, &cut(0, from, len).collective, topo, ELEMENT, scaling);
+    stage(0, 1)?;
+    let longest = segment::longest(&whole, HALF, |len| stage(0, len).expect("as with one element").bytes());
+    let longest = longest.unwrap_or_else(|error| panic!("{name} for {whole:?}: {error}"));
+    let mut job = Job { programs: vec![], segments: vec![], scratch: 0, sums: 0 };
+    for from in (0..segment::longest_block(&whole).max(1)).step_by(longest) {
+        let staged = stage(from, longest).expect("as the first segment");
+        assert!(staged.bytes() <= HALF);
+        job.programs.push((0..size).map(|rank| staged.program(Rank::from(rank), None)).collect());
+        job.segments.push((0..size).map(|rank| cut(rank, from, longest)).collect());
+        for rank in 0..size {
+            let scratch = staged.schedule(Rank::from(rank));
+            (job.scratch, job.sums) = (job.scratch.max(scratch.scratch), job.sums.max(scratch.sums));
+        }
+    }
+    Some(job)
+}
+
+/// Runs a job several times over on one lane and compares the results.
+fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, order: Order, context: &str) {
+    let size = topo.size();
+    let data: Vec<_> = (0..size).map(|rank| case.data(rank, size, scaling)).collect();
+    let mut shared = Shared { words: HashMap::new(), staging: vec![Default::default(); size], scaling };
+    let mut streams: Vec<Stream<'_>> = data
+        .iter()
+        .enumerate()
+        .map(|(me, (input, output, _))| {
+            let mut counters = Counters::new(size);
+            let segments = job.programs.iter().zip(&job.segments).cycle().take(3 * job.programs.len());
+            let submit = segments.map(|(programs, segments)| {
+                let program = &programs[me];
+                Submitted { program, numbering: counters.take_up(Rank::from(me), program), segment: &segments[me] }
+            });
+            Stream {
+                me,
+                queue: submit.collect(),
+                at: (0, 0),
+                word: 0,
+                input: input.clone(),
+                output: vec![0xbeef; *output],
+                scratch: vec![0xdead; job.scratch],
+                sums: vec![0xfade; job.sums],
+            }
+        })
+        .collect();
+    let mut random = StdRng::seed_from_u64(if let Order::Random(seed) = order { seed } else { 0 });
+    loop {
+        let moved = match order {
+            Order::Ahead(first) => {
+                let mut ranks = (0..size).map(|index| (first + index) % size);
+                ranks.any(|rank| streams[rank].turn(&mut shared))
+            }
+            Order::Random(_) => {
+                let first = random.random_range(0..size);
+                (0..size).any(|index| streams[(first + index) % size].turn(&mut shared))
+            }
+        };
+        if !moved {
+            break;
+        }
+    }
+    for (rank, (stream, (_, _, expected))) in streams.iter().zip(&data).enumerate() {
+        assert_eq!(stream.at.0, stream.queue.len(), "rank {rank} waits for ever: {context}, {order:?}");
+        if let Some(expected) = expected {
+            assert!(stream.output == *expected, "rank {rank} is wrong: {context}, {order:?}");
+        }
+    }
+}
+
+#[test]
+fn programs_of_every_algorithm_run_to_their_end_and_are_right() {
+    for size in 1..=9 {
+        let (topo, mut random) = (Topology::single_host(size), StdRng::seed_from_u64(size as u64));
+        for case in cases(size, &mut random) {
+            let whole = case.of(0);
+            if matches!(whole, Collective::AllToAll { .. }) {
+                continue;
+            }
+            let reduces = matches!(
+                whole,
+                Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::ReduceScatter { .. }
+            );
+            for scaling in if reduces { &SCALINGS[..] } else { &[Scaling::Nothing] } {
+                for name in algo::names() {
+                    let Some(job) = job(name, &case, &topo, *scaling) else { continue };
+                    let context = format!("{name} for {whole:?} on {size} ranks, {scaling:?}");
+                    for order in (0..size).map(Order::Ahead).chain([Order::Random(1), Order::Random(2)]) {
+                        run(&job, &case, &topo, *scaling, order, &context);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The program of an all_reduce of so many elements on four ranks, as rank 1 has it.
+fn example(count: usize, in_place: Option<InPlace>) -> Program {
+    let topo = Topology::single_host(4);
+    let staged = Staged::plan("direct", &Collective::AllReduce { count }, &topo, 4, Scaling::Nothing);
+    staged.expect("direct does an all_reduce").program(Rank(1), in_place)
+}
+
+#[test]
+fn an_all_reduce_takes_no_more_calls_than_it_must() {
+    let program = example(1 << 20, Some(InPlace { input: 0, output: 0 }));
+    let count =
+        |wanted: fn(&Operation) -> bool| program.operations.iter().filter(|operation| wanted(operation)).count();
+    let words = program.operations.iter().filter_map(|operation| match operation {
+        Operation::Words(words) => Some(words),
+        _ => None,
+    });
+    let waits = words.flatten().filter(|word| matches!(word, WordOperation::Await { .. })).count();
+    let batches = count(|operation| matches!(operation, Operation::Words(_)));
+    let copies = count(|operation| matches!(operation, Operation::Copy { .. }));
+    let kernels = count(|operation| matches!(operation, Operation::Kernel(_)));
+    // Its two stripes that lie together are one copy, and each copy of a result follows its own wait.
+    assert_eq!((batches, waits, copies, kernels), (5, 6, 6, 1), "{program:#?}");
+    assert!(matches!(
+        &program.operations[..],
+        [
+            Operation::Copy { .. },
+            Operation::Copy { .. },
+            Operation::Words(_),
+            Operation::Kernel(Kernel::Fold { position: 1, .. }),
+            ..
+        ]
+    ));
+}
+
+#[test]
+fn a_reduction_reads_blocks_where_their_senders_have_them() {
+    let program = example(64, None);
+    let folds = program.operations.iter().filter_map(|operation| match operation {
+        Operation::Kernel(Kernel::Fold { others, .. }) => Some(others),
+        _ => None,
+    });
+    let senders: Vec<Rank> = folds
+        .flatten()
+        .map(|memory| match memory {
+            Memory::Staging { of, .. } => *of,
+            Memory::Own(slice) => panic!("{slice:?} was copied"),
+        })
+        .collect();
+    assert_eq!(senders, [Rank(0), Rank(2), Rank(3)]);
+}
+
+#[test]
+fn what_is_used_twice_is_copied_out_of_staging_memory() {
+    let (here, there) = (Slice::new(Space::Scratch, 0, 4), Slice::new(Space::Output, 0, 4));
+    let mut sender = Builder::new("example");
+    sender.push(Action::Send { to: Rank(1), from: here });
+    let send = sender.finish();
+    let copies = |uses: &dyn Fn(&mut Builder)| {
+        let mut receiver = Builder::new("example");
+        receiver.push(Action::Recv { from: Rank(0), into: here });
+        uses(&mut receiver);
+        let staged = Staged::new(vec![send.clone(), receiver.finish()], 4, Scaling::Nothing);
+        let program = staged.program(Rank(1), None);
+        program.operations.iter().filter(|operation| matches!(operation, Operation::Copy { .. })).count()
+    };
+    let reduce = |builder: &mut Builder| _ = builder.push(Action::Reduce { from: here, into: there });
+    assert_eq!(copies(&reduce), 0);
+    assert_eq!(copies(&|builder| (0..2).for_each(|_| reduce(builder))), 1, "it is read again");
+    assert_eq!(copies(&|builder| _ = builder.push(Action::Scale { slice: here })), 1, "it is changed");
+    let half = Action::Reduce { from: here.part(0, 2), into: there.part(0, 2) };
+    assert_eq!(copies(&|builder| _ = builder.push(half)), 1, "it is no whole block");
+}
+
+#[test]
+fn a_sender_waits_for_the_readers_of_the_segment_before_the_last() {
+    let program = example(64, None);
+    let mut counters = Counters::new(4);
+    let mut credits = || {
+        let numbering = counters.take_up(Rank(1), &program);
+        let wait = |access: &Access| match access {
+            Access::Wait(Word::Tail { receiver, .. }, number) => (receiver.0, *number),
+            _ => panic!("{access:?} is no credit"),
+        };
+        (numbering.half(), numbering.credits().iter().map(wait).collect::<Vec<_>>())
+    };
+    assert_eq!(credits(), (0, vec![]));
+    assert_eq!(credits(), (1, vec![]));
+    assert_eq!(credits(), (0, vec![(0, 2), (2, 2), (3, 2)]));
+    assert_eq!(credits(), (1, vec![(0, 4), (2, 4), (3, 4)]));
+}
+
+#[test]
+fn whole_messages_are_legal_in_the_order_of_the_schedules() {
+    let mut random = StdRng::seed_from_u64(3);
+    for size in 2..=9 {
+        let topo = Topology::single_host(size);
+        for case in cases(size, &mut random) {
+            for name in algo::names() {
+                let plan = |rank: usize| {
+                    let me = Rank::from(rank);
+                    let (scaling, chunking) = (Scaling::Nothing, Chunking::Whole);
+                    algo::plan_with(
+                        name,
+                        &case.of(rank),
+                        Setting { me, topo: &topo, element: ELEMENT, scaling, chunking },
+                    )
+                };
+                let Some(schedules) = (0..size).map(plan).collect::<Option<Vec<_>>>() else { continue };
+                assert!(heard_in_order(&schedules).is_some(), "{name} for {case:?} on {size} ranks");
+            }
+        }
+    }
+}
+
+#[test]
+fn segments_cover_every_element_once() {
+    let size = 3;
+    let uneven = || Counts::from(vec![5, 0, 9]);
+    let collectives = [
+        Collective::AllReduce { count: 11 },
+        Collective::AllGather { counts: uneven() },
+        Collective::ReduceScatter { counts: uneven() },
+        Collective::Gather { count: 7, root: Rank(2) },
+        Collective::Scatter { count: 7, root: Rank(0) },
+    ];
+    let sizes = |collective: &Collective, me: usize| match collective {
+        Collective::AllGather { counts } => (counts[me], counts.total()),
+        Collective::ReduceScatter { counts } => (counts.total(), counts[me]),
+        Collective::Gather { count, root } => (*count, if root.index() == me { size * count } else { 0 }),
+        Collective::Scatter { count, root } => (if root.index() == me { size * count } else { 0 }, *count),
+        Collective::AllReduce { count } => (*count, *count),
+        _ => unreachable!(),
+    };
+    for collective in &collectives {
+        for me in 0..size {
+            let (mut input, mut output) = (vec![], vec![]);
+            for from in (0..segment::longest_block(collective)).step_by(4) {
+                let segment = Segment::of(collective, Rank::from(me), size, from, 4).expect("no all_to_all");
+                let (read, written) = sizes(&segment.collective, me);
+                for (space, len, extent, all) in [
+                    (Space::Input, read, &segment.input, &mut input),
+                    (Space::Output, written, &segment.output, &mut output),
+                ] {
+                    all.extend(
+                        extent.parts(Slice::new(space, 0, len)).flat_map(|run| run.offset..run.offset + run.len),
+                    );
+                }
+            }
+            let (read, written) = sizes(collective, me);
+            for (mut found, expected) in [(input, read), (output, written)] {
+                found.sort_unstable();
+                assert_eq!(found, (0..expected).collect::<Vec<_>>(), "{collective:?} on rank {me}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_segment_that_cannot_fit_is_an_error_that_says_how_much_it_takes() {
+    let needed = segment::longest(&Collective::AllReduce { count: 100 }, 10, |len| 100 * len).unwrap_err();
+    assert_eq!((needed.needed, needed.half), (100, 10));
+    assert_eq!(segment::longest(&Collective::AllReduce { count: 100 }, 1000, |len| 100 * len), Ok(7));
+}
