@@ -77,26 +77,36 @@ pub(crate) fn scale(dtype: DType, factor: f64, data: &mut [u8]) {
 
 /// An element in memory and the wider type it is computed in.
 trait Element: Copy {
-    type Wide: Copy;
-    const SIZE: usize;
-    fn load(bytes: &[u8]) -> Self::Wide;
-    fn store(wide: Self::Wide, bytes: &mut [u8]);
+    type Wide: Copy + Default;
+    /// An array.
+    type Bytes: Copy;
+    fn split(bytes: &[u8]) -> &[Self::Bytes];
+    fn split_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
+    fn load(bytes: Self::Bytes) -> Self::Wide;
+    fn store(wide: Self::Wide) -> Self::Bytes;
 }
 
 macro_rules! element {
     ($($t:ty, $wide:ty, $widen:expr, $narrow:expr;)*) => { $(
         impl Element for $t {
             type Wide = $wide;
-            const SIZE: usize = size_of::<$t>();
+            type Bytes = [u8; size_of::<$t>()];
             #[inline(always)]
-            fn load(bytes: &[u8]) -> $wide {
-                let bytes: [u8; size_of::<$t>()] = bytes.try_into().expect("a chunk of one element");
+            fn split(bytes: &[u8]) -> &[Self::Bytes] {
+                bytes.as_chunks().0
+            }
+            #[inline(always)]
+            fn split_mut(bytes: &mut [u8]) -> &mut [Self::Bytes] {
+                bytes.as_chunks_mut().0
+            }
+            #[inline(always)]
+            fn load(bytes: Self::Bytes) -> $wide {
                 ($widen)(<$t>::from_ne_bytes(bytes))
             }
             #[inline(always)]
-            fn store(wide: $wide, bytes: &mut [u8]) {
+            fn store(wide: $wide) -> Self::Bytes {
                 let narrow: $t = ($narrow)(wide);
-                bytes.copy_from_slice(&narrow.to_ne_bytes());
+                narrow.to_ne_bytes()
             }
         }
     )* };
@@ -226,7 +236,7 @@ float!(f32, f64);
 
 /// Something to be done with elements of one type under one binary operation.
 trait Job {
-    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide);
+    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy);
 }
 
 struct Combine<'a> {
@@ -236,10 +246,8 @@ struct Combine<'a> {
 
 impl Job for Combine<'_> {
     #[inline(always)]
-    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide) {
-        for (into, from) in self.into.chunks_exact_mut(E::SIZE).zip(self.from.chunks_exact(E::SIZE)) {
-            E::store(op(E::load(into), E::load(from)), into);
-        }
+    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy) {
+        each(E::split_mut(self.into), E::split(self.from), |into, from| E::store(op(E::load(into), E::load(from))));
     }
 }
 
@@ -251,43 +259,52 @@ struct Fold<'a> {
 
 impl<'a> Job for Fold<'a> {
     #[inline(always)]
-    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide) {
+    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy) {
         // A stretch of wide accumulators at a time: rounded once, and each block is read in runs.
-        let mut wide = [E::load(&[0; 16][..E::SIZE]); STRETCH];
-        for (index, into) in self.into.chunks_mut(STRETCH * E::SIZE).enumerate() {
-            let start = index * STRETCH * E::SIZE;
-            let len = into.len();
-            let stretches = |blocks: &'a [&'a [u8]]| blocks.iter().map(move |block| &block[start..start + len]);
+        let mut wide = Accumulators([E::Wide::default(); STRETCH]);
+        for (index, into) in E::split_mut(self.into).chunks_mut(STRETCH).enumerate() {
+            let (start, len) = (index * STRETCH, into.len());
+            let stretches =
+                |blocks: &'a [&'a [u8]]| blocks.iter().map(move |block| &E::split(block)[start..start + len]);
             let blocks = stretches(self.before).chain([&*into]).chain(stretches(self.after));
-            accumulate(&mut wide, blocks, E::SIZE, E::load, &op);
-            for (wide, bytes) in wide.iter().zip(into.chunks_exact_mut(E::SIZE)) {
-                E::store(*wide, bytes);
-            }
+            accumulate(&mut wide.0[..len], blocks, E::load, op);
+            each(into, &wide.0[..len], |_, wide| E::store(wide));
         }
     }
 }
 
-/// `wide = block₀ ⊕ block₁ ⊕ …`, of blocks whose elements have `size` bytes.
+/// `wide = block₀ ⊕ block₁ ⊕ …`.
 #[inline(always)]
-fn accumulate<'a, W: Copy>(
+fn accumulate<'a, B: Copy + 'a, W: Copy>(
     wide: &mut [W],
-    mut blocks: impl Iterator<Item = &'a [u8]>,
-    size: usize,
-    load: impl Fn(&[u8]) -> W,
+    mut blocks: impl Iterator<Item = &'a [B]>,
+    load: impl Fn(B) -> W,
     op: impl Fn(W, W) -> W,
 ) {
-    let first = blocks.next().unwrap_or_default();
-    for (wide, bytes) in wide.iter_mut().zip(first.chunks_exact(size)) {
-        *wide = load(bytes);
-    }
+    each(wide, blocks.next().unwrap_or_default(), |_, bytes| load(bytes));
     for block in blocks {
-        for (wide, bytes) in wide.iter_mut().zip(block.chunks_exact(size)) {
-            *wide = op(*wide, load(bytes));
-        }
+        each(wide, block, |wide, bytes| op(wide, load(bytes)));
+    }
+}
+
+/// `into = f(into, from)`, element by element.
+///
+/// By index, and closures by value: iterators of pairs and of chunks, and closures behind references, are called through
+/// functions of the standard library that are not `#[inline]`. Without link-time optimisation these stay in another codegen
+/// unit; and as they return slices, what calls them is not inlined into a function for more instructions than its own.
+#[inline(always)]
+fn each<I: Copy, F: Copy>(into: &mut [I], from: &[F], f: impl Fn(I, F) -> I) {
+    assert_eq!(into.len(), from.len(), "operands of equal length");
+    for index in 0..into.len() {
+        into[index] = f(into[index], from[index]);
     }
 }
 
 const STRETCH: usize = 512;
+
+/// On whole cache lines: the widest vectors are as long as one.
+#[repr(align(64))]
+struct Accumulators<W>([W; STRETCH]);
 
 /// A job for the operation and the type, compiled for several instruction sets.
 struct Dispatch<J> {
@@ -401,8 +418,8 @@ scale_integer!(u8, i8, u16, i16, u32, i32, u64, i64);
 scale_float!(f16, f32; bf16, f32; f32, f32; f64, f64);
 
 fn scale_each<E: Scale>(data: &mut [u8], factor: f64) {
-    for bytes in data.chunks_exact_mut(E::SIZE) {
-        E::store(E::scaled(E::load(bytes), factor), bytes);
+    for bytes in E::split_mut(data) {
+        *bytes = E::store(E::scaled(E::load(*bytes), factor));
     }
 }
 

@@ -4,7 +4,7 @@
 
 use half::{bf16, f16};
 
-use super::{Element, Job, Operands, STRETCH, accumulate, undefined};
+use super::{Accumulators, Element, Job, Operands, STRETCH, accumulate, each, undefined};
 use crate::sys::simd::{Kernel, widest};
 use crate::types::{DType, ReduceOp};
 
@@ -52,7 +52,7 @@ pub(super) fn add(dtype: DType, job: impl Job) {
 /// An element that can be averaged.
 trait Summed: Element {
     /// What its sums are computed in: wide enough for those of more ranks than there can be.
-    type Sum: Element<Wide = Self::Sum>;
+    type Sum: Element<Wide = Self::Sum> + Default;
     fn widened(wide: Self::Wide) -> Self::Sum;
     fn add(one: Self::Sum, other: Self::Sum) -> Self::Sum;
     fn divided(sum: Self::Sum, count: usize) -> Self::Wide;
@@ -141,7 +141,7 @@ struct Size<'a> {
 impl SumJob for Size<'_> {
     fn run<E: Summed>(self) {
         // A complex number is as many elements as its sum.
-        *self.sum = self.element / E::SIZE * E::Sum::SIZE;
+        *self.sum = self.element / size_of::<E>() * size_of::<E::Sum>();
     }
 }
 
@@ -162,10 +162,7 @@ struct Widen<'a> {
 impl SumJob for Widen<'_> {
     #[inline(always)]
     fn run<E: Summed>(self) {
-        assert_eq!(self.into.len() / E::Sum::SIZE, self.from.len() / E::SIZE, "as many sums as elements");
-        for (into, from) in self.into.chunks_exact_mut(E::Sum::SIZE).zip(self.from.chunks_exact(E::SIZE)) {
-            E::Sum::store(E::widened(E::load(from)), into);
-        }
+        each(E::Sum::split_mut(self.into), E::split(self.from), |_, from| E::Sum::store(E::widened(E::load(from))));
     }
 }
 
@@ -177,8 +174,8 @@ struct Divide<'a> {
 impl SumJob for Divide<'_> {
     #[inline(always)]
     fn run<E: Summed>(self) {
-        for bytes in self.data.chunks_exact_mut(E::SIZE) {
-            E::store(E::divided(E::widened(E::load(bytes)), self.world), bytes);
+        for bytes in E::split_mut(self.data) {
+            *bytes = E::store(E::divided(E::widened(E::load(*bytes)), self.world));
         }
     }
 }
@@ -194,27 +191,25 @@ impl SumJob for Average<'_> {
     #[inline(always)]
     fn run<E: Summed>(self) {
         match self.of {
-            Operands::Elements(..) => self.run_on::<E>(E::SIZE, |bytes| E::widened(E::load(bytes))),
-            Operands::Sums(_) => self.run_on::<E>(E::Sum::SIZE, E::Sum::load),
+            Operands::Elements(..) => self.run_on::<E, E>(|bytes| E::widened(E::load(bytes))),
+            Operands::Sums(_) => self.run_on::<E, E::Sum>(E::Sum::load),
         }
     }
 }
 
 impl Average<'_> {
-    /// Averages blocks whose elements have `size` bytes.
+    /// Averages blocks of elements or sums, `B`.
     #[inline(always)]
-    fn run_on<E: Summed>(self, size: usize, load: impl Fn(&[u8]) -> E::Sum) {
-        let whole = self.into.len() / E::SIZE * size;
+    fn run_on<E: Summed, B: Element>(self, load: impl Fn(B::Bytes) -> E::Sum + Copy) {
+        let into = E::split_mut(self.into);
+        let whole = into.len() * size_of::<B>();
         assert!(self.blocks.iter().all(|block| block.len() == whole), "blocks as long as their average");
-        let mut sums = [E::Sum::load(&[0; 16][..E::Sum::SIZE]); STRETCH];
-        for (index, into) in self.into.chunks_mut(STRETCH * E::SIZE).enumerate() {
-            let start = index * STRETCH * size;
-            let len = into.len() / E::SIZE * size;
-            let blocks = self.blocks.iter().map(|block| &block[start..start + len]);
-            accumulate(&mut sums, blocks, size, &load, E::add);
-            for (sum, bytes) in sums.iter().zip(into.chunks_exact_mut(E::SIZE)) {
-                E::store(E::divided(*sum, self.world), bytes);
-            }
+        let mut sums = Accumulators([E::Sum::default(); STRETCH]);
+        for (index, into) in into.chunks_mut(STRETCH).enumerate() {
+            let (start, len) = (index * STRETCH, into.len());
+            let blocks = self.blocks.iter().map(|block| &B::split(block)[start..start + len]);
+            accumulate(&mut sums.0[..len], blocks, load, E::add);
+            each(into, &sums.0[..len], |_, sum| E::store(E::divided(sum, self.world)));
         }
     }
 }
