@@ -29,8 +29,17 @@ AIR = 1.08
 SLACK = 0.85
 # Paths in which ranks wait for each other. Other work on the machine changes how often they look for news: it has taken
 # a quarter off, so these may be far below, and put a tenth on.
-WAITING = {"all_reduce_8_bytes", "all_reduce_64_kib", "ping_pong_shm", "ping_pong_tcp"}
+WAITING = {
+    "all_reduce_8_bytes",
+    "all_reduce_64_kib",
+    "ping_pong_shm",
+    "ping_pong_tcp",
+    "reductions",
+    "reductions_without_lto",
+}
 AIR_WAITING = 1.15
+# Ends the names of paths that are counted in a build without link-time optimisation, as a program in Rust may be built.
+WITHOUT_LTO = "_without_lto"
 # Calls of each path: few, so that all memory is there and all plans are made, and many.
 CALLS = {
     "all_reduce_alone": (100, 600),
@@ -40,6 +49,8 @@ CALLS = {
     "ping_pong_shm": (100, 600),
     "ping_pong_tcp": (100, 600),
     "plan": (5, 25),
+    "reductions": (5, 25),
+    "reductions_without_lto": (5, 25),
 }
 
 
@@ -61,7 +72,8 @@ def count(program: Path, path: str, calls: int) -> int:
 def measure(program: Path, path: str) -> int:
     """The instructions of one call on all ranks together."""
     few, many = CALLS[path]
-    return round((count(program, path, many) - count(program, path, few)) / (many - few))
+    call = path.removesuffix(WITHOUT_LTO)
+    return round((count(program, call, many) - count(program, call, few)) / (many - few))
 
 
 def verdicts(found: dict[str, int], bounds: dict[str, int]) -> list[str]:
@@ -78,11 +90,11 @@ def verdicts(found: dict[str, int], bounds: dict[str, int]) -> list[str]:
     return sorted(wrong)
 
 
-def build() -> Path:
-    """The program, built for release."""
+def build(target: Path, **settings: str) -> Path:
+    """The program, built for release with these settings of the profile."""
     command = ["cargo", "build", "--locked", "--release", "--package", "ncclx_rs_instructions"]
-    subprocess.run(command, check=True, cwd=HERE)
-    target = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target"))
+    profile = {f"CARGO_PROFILE_RELEASE_{name}": value for name, value in settings.items()}
+    subprocess.run(command, check=True, cwd=HERE, env=os.environ | profile | {"CARGO_TARGET_DIR": str(target)})
     return target / "release/ncclx_rs_instructions"
 
 
@@ -93,14 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if platform.machine() != "x86_64" or shutil.which("valgrind") is None:
         print("expected an x86-64 machine with valgrind, whose counts the bounds are", file=sys.stderr)
         return 2
-    program = build()
+    target = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target"))
+    program = build(target)
+    plain = build(target / "without_lto", LTO="off", CODEGEN_UNITS="16")
     # One after the other, since they are that other work for each other.
-    found = {path: measure(program, path) for path in CALLS}
+    found = {path: measure(plain if path.endswith(WITHOUT_LTO) else program, path) for path in CALLS}
     if options.update:
         BOUNDS.write_text(json.dumps(found, indent=1) + "\n")
     bounds = json.loads(BOUNDS.read_text())
     for path, instructions in found.items():
-        print(f"{path:<20}{instructions:>10} instructions a call; bound {bounds.get(path)}")
+        print(f"{path:<24}{instructions:>10} instructions a call; bound {bounds.get(path)}")
     wrong = verdicts(found, bounds)
     for line in wrong:
         print(line, file=sys.stderr)

@@ -20,6 +20,7 @@ fn main() -> Outcome {
         "all_reduce_alone" => world(1, "auto", |comm| all_reduce(comm, &mut [1_f32], calls)),
         "all_reduce_8_bytes" => world(2, "shm", |comm| all_reduce(comm, &mut [1_f32; 2], calls)),
         "all_reduce_64_kib" => world(2, "shm", |comm| all_reduce(comm, &mut vec![1_f32; 1 << 14], calls)),
+        "reductions" => world(2, "shm", |comm| reductions(comm, calls)),
         "ping_pong_shm" => world(2, "shm", |comm| ping_pong(comm, calls)),
         "messages_at_once" => messages_at_once(calls),
         "ping_pong_tcp" => world(2, "tcp", |comm| ping_pong(comm, calls)),
@@ -83,6 +84,17 @@ fn messages_at_once(calls: usize) -> Outcome {
 
 fn all_reduce(comm: &Communicator, data: &mut [f32], calls: usize) -> Result<(), ncclx_rs::Error> {
     (0..calls).try_for_each(|_| comm.all_reduce(data, ReduceOp::Max))
+}
+
+/// So much data that hardly anything but the loops over elements counts.
+fn reductions(comm: &Communicator, calls: usize) -> Result<(), ncclx_rs::Error> {
+    let (mut numbers, mut bytes) = (vec![1_f32; 1 << 16], vec![1_u8; 1 << 16]);
+    for _ in 0..calls {
+        comm.all_reduce(&mut numbers, ReduceOp::Max)?;
+        comm.all_reduce(&mut numbers, ReduceOp::Avg)?;
+        comm.all_reduce(&mut bytes, ReduceOp::Sum)?;
+    }
+    Ok(())
 }
 
 fn ping_pong(comm: &Communicator, calls: usize) -> Result<(), ncclx_rs::Error> {
