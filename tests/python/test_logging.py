@@ -294,8 +294,6 @@ def test_a_handler_that_never_returns_does_not_keep_a_program() -> None:
     stuck = """
     import logging, threading
     class Stuck(logging.Handler):
-        def createLock(self):  # for which Python's own exit would wait
-            self.lock = None
         def emit(self, record):
             threading.Event().wait()
     logging.getLogger("ncclx_rs").addHandler(Stuck())

@@ -636,13 +636,16 @@ void NcclxBackend::shutdown() {
 
 void NcclxBackend::end_all(const NcclxEngine* engine) {
   const auto groups = Groups::alive();
+  // What they look at goes with the abort.
+  auto until = Group::patience();
+  for (const auto& group : groups) group->wait_for_hooks(until);
   for (const auto& group : groups) {
-    // What they look at goes with the abort.
-    group->wait_for_hooks();
     group->leave();
     if (const auto comm = group->comm()) engine->abort(comm->get(), "the process group was aborted");
   }
-  for (const auto& group : groups) group->settle();
+  // Of the hooks, those that still run had their time.
+  until = Group::patience();
+  for (const auto& group : groups) group->wait_for_works(until);
 }
 
 void NcclxBackend::setTimeout(Milliseconds timeout) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ncclx_abi.h"
+#include "python.h"
 #include "work.h"
 
 namespace ncclx {
@@ -131,7 +132,7 @@ class NcclxBackend : public c10d::Backend {
   void unregisterCompletionHook(int64_t id) override { group_->forget_success_hook(id); }
 #endif
 #ifdef C10D_BACKEND_HAS_HOOKS
-  void registerAbortHook(int64_t id, c10d::AbortHook hook) override { group_->on_failure(id, std::move(hook)); }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override { onFailure(std::move(hook), id); }
   void unregisterAbortHook(int64_t id) override { group_->forget_failure_hook(id); }
 #endif
 
@@ -139,13 +140,13 @@ class NcclxBackend : public c10d::Backend {
   int host(int rank) { return engine_->host(comm()->get(), rank); }
   // Waits, but not for ever, for what callbacks and hooks still do.
   void settle() { group_->settle(); }
-  // Ends what is in flight in all groups of the process, and waits for callbacks and hooks.
+  // Ends what is in flight in all groups of the process, and waits a while for callbacks and hooks.
   static void end_all(const NcclxEngine* engine);
   void wait_for_hooks() { group_->wait_for_hooks(); }
   bool has_failed() const { return group_->error() != c10d::ErrorType::SUCCESS; }
   // `members` are what the job calls this group's ranks.
   void name_ranks(const std::vector<int64_t>& members) const;
-  void onFailure(Group::FailureHook hook, int64_t id) { group_->on_failure(id, std::move(hook)); }
+  void onFailure(Group::FailureHook hook, int64_t id) { group_->on_failure(id, stoppable(std::move(hook))); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 
   // Windows, by the engine's ids. Without `owning` the caller keeps the tensor until the window is deregistered.

@@ -36,6 +36,7 @@ class Group : public std::enable_shared_from_this<Group> {
  public:
   using FailureHook = std::function<void()>;
   using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+  using TimePoint = std::chrono::steady_clock::time_point;
 
   // A failure of the group whose hooks are still to be called.
   struct News {
@@ -100,16 +101,25 @@ class Group : public std::enable_shared_from_this<Group> {
     if (news) engine->call_elsewhere(job, news.release());
   }
 
-  // Waits a while for failure hooks to end, which cannot when the interpreter has. A hook waits for none.
-  void wait_for_hooks(std::chrono::milliseconds patience = kPatience) {
+  // How long works and hooks, which cannot end when the interpreter has, are waited for from now on.
+  static TimePoint patience() { return std::chrono::steady_clock::now() + std::chrono::seconds(20); }
+
+  // Waits a while for failure hooks to end. A hook waits for none.
+  void wait_for_hooks(TimePoint until = patience()) {
     std::unique_lock<std::mutex> lock(mutex_);
-    all_ended_.wait_for(lock, patience, [this] { return is_told(); });
+    all_ended_.wait_until(lock, until, [this] { return is_told(); });
   }
 
-  // The same for works, too.
-  void settle(std::chrono::milliseconds patience = kPatience) {
+  // The same for works.
+  void wait_for_works(TimePoint until) {
     std::unique_lock<std::mutex> lock(mutex_);
-    all_ended_.wait_for(lock, patience, [this] { return in_flight_ == 0 && is_told(); });
+    all_ended_.wait_until(lock, until, [this] { return in_flight_ == 0; });
+  }
+
+  // The same for both.
+  void settle(TimePoint until = patience()) {
+    wait_for_works(until);
+    wait_for_hooks(until);
   }
 
   void on_failure(int64_t id, FailureHook hook) {
@@ -196,7 +206,6 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
  private:
-  static constexpr std::chrono::milliseconds kPatience{20000};
   // The group whose failure hooks this thread is calling.
   static inline thread_local const Group* telling_here_ = nullptr;
 

@@ -126,6 +126,10 @@ struct NcclxEngine {
 // Adds the backend's classes to the Python module. 0, or -1 with a Python exception set.
 int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine);
 
+// With Python's lock, on a thread of the engine's: calls a Python function, whose exceptions Python is told of. Does not
+// return if the interpreter ends meanwhile.
+void ncclx_shim_call(void* function, void* arguments);
+
 }  // extern "C"
 
 static_assert(sizeof(NcclxBuffer) == 24);

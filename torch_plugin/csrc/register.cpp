@@ -114,6 +114,10 @@ void define(py::module_& m) {
 }  // namespace
 }  // namespace ncclx
 
+extern "C" void ncclx_shim_call(void* function, void* arguments) {
+  ncclx::call_python(static_cast<PyObject*>(function), static_cast<PyObject*>(arguments));
+}
+
 extern "C" int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine) {
   try {
     if (engine->size != sizeof(NcclxEngine)) throw std::runtime_error("ncclx_rs: the engine and its shim do not match");

@@ -21,6 +21,7 @@ use std::time::Duration;
 use ncclx_rs::comm::store::Store;
 use ncclx_rs::{Buffer, Buffers, CommOptions, Communicator, Error, Mode, Op, Rank, SharedMemory, WindowId, Work};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::convert::{self, Numbers, Status};
 use crate::{logging, stack};
@@ -144,6 +145,7 @@ static ENGINE: RawEngine = RawEngine {
 
 unsafe extern "C" {
     fn ncclx_shim_init(module: *mut c_void, engine: *const RawEngine) -> i32;
+    fn ncclx_shim_call(function: *mut c_void, arguments: *mut c_void);
 }
 
 /// Adds the backend's classes to the module.
@@ -151,6 +153,13 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // SAFETY: the module is alive and the GIL is held by `module`'s lifetime; ENGINE is a static.
     let status = unsafe { ncclx_shim_init(module.as_ptr().cast(), &raw const ENGINE) };
     if status == 0 { Ok(()) } else { Err(PyErr::fetch(module.py())) }
+}
+
+/// Calls a Python function on a thread of ours; Python is told of its exceptions. Does not return if the interpreter ends
+/// meanwhile: before 3.14 Python unwinds the stacks of threads that are inside it then, which Rust does not survive.
+pub(crate) fn call_python(function: &Bound<'_, PyAny>, arguments: &Bound<'_, PyTuple>) {
+    // SAFETY: both are alive and the GIL is held by their lifetimes. The shim lets no unwinding out.
+    unsafe { ncclx_shim_call(function.as_ptr().cast(), arguments.as_ptr().cast()) }
 }
 
 // ---- helpers ----

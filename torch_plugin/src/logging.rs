@@ -16,25 +16,25 @@ use ncclx_rs::sync::lock;
 use ncclx_rs::sys::fork::PerProcess;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3_log::{Caching, Logger};
+
+use crate::abi;
 
 /// Has Python's logging told of what the engine logs from now on, as far as the environment asks for it.
 pub(crate) fn install(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     let asked = config::log_level().map_err(|error| PyValueError::new_err(error.to_string()))?;
     let level = asked.unwrap_or(LevelFilter::Warn);
-    // Records are rare, and programs set their loggers' levels when they like.
-    let logger = Logger::new(py, Caching::Nothing)?.filter(LevelFilter::Trace);
+    let own = py.import("ncclx_rs._logging")?;
     module.add_function(wrap_pyfunction!(flush_log, module)?)?;
+    module.add_function(wrap_pyfunction!(finish_log, module)?)?;
     // Before there is a logger: it makes itself at home in this process, which may have something to log.
     QUEUE.get();
     // An import that failed is repeated.
-    if PYTHON.set(logger).is_ok() && log::set_logger(&Bridge).is_ok() {
+    if HAND_OVER.set(own.getattr("hand_over")?.unbind()).is_ok() && log::set_logger(&Bridge).is_ok() {
         log::set_max_level(level);
-        let finish = wrap_pyfunction!(finish_log, module)?;
-        py.import("atexit")?.call_method1("register", (finish,))?;
+        py.import("atexit")?.call_method1("register", (own.getattr("finish")?,))?;
         if asked.is_some() {
-            py.import("ncclx_rs._logging")?.call_method1("show", (number(level),))?;
+            own.call_method1("show", (number(level),))?;
         }
     }
     Ok(())
@@ -47,10 +47,10 @@ fn flush_log(py: Python<'_>, seconds: f64) -> bool {
     py.detach(|| QUEUE.get().flush(patience))
 }
 
-/// Hands over what was logged, and nothing afterwards.
+/// Hands over what was logged, and nothing afterwards. False: a handler was not done in time.
 #[pyfunction]
-fn finish_log(py: Python<'_>) {
-    py.detach(|| QUEUE.get().finish(EXIT_PATIENCE));
+fn finish_log(py: Python<'_>) -> bool {
+    py.detach(|| QUEUE.get().finish(EXIT_PATIENCE))
 }
 
 /// Warns of hints that are not known, by Python's warnings; the error is one that such a warning was made into.
@@ -111,14 +111,14 @@ impl Entry {
 
     /// Gives it to Python. False: the interpreter has ended.
     fn deliver(&self) -> bool {
-        let Some(logger) = PYTHON.get() else { return false };
+        let Some(hand_over) = HAND_OVER.get() else { return false };
+        let name = self.target.replace("::", ".");
+        let level = number(self.level.to_level_filter());
         let told = Python::try_attach(|py| {
-            let mut record = Record::builder();
-            record.level(self.level).target(&self.target).file_static(self.file).line(self.line);
-            logger.log(&record.args(format_args!("{}", self.text)).build());
-            // An exception of a handler or a filter.
-            if let Some(error) = PyErr::take(py) {
-                error.write_unraisable(py, None);
+            let record = (name, level, self.file.unwrap_or(""), self.line.unwrap_or(0), &self.text);
+            match record.into_pyobject(py) {
+                Ok(record) => abi::call_python(hand_over.bind(py), &record),
+                Err(error) => error.write_unraisable(py, None),
             }
         });
         told.is_some()
@@ -215,9 +215,9 @@ impl Queue {
         true
     }
 
-    /// Hands over what there is, and prints what is left when its time is over.
-    fn finish(&self, patience: Duration) {
-        self.flush(patience);
+    /// Hands over what there is, and prints what is left when its time is over. True: nothing was.
+    fn finish(&self, patience: Duration) -> bool {
+        let is_told = self.flush(patience);
         let mut left = Vec::new();
         let mut state = lock(&self.state);
         state.is_over = true;
@@ -225,6 +225,7 @@ impl Queue {
         drop(state);
         self.changed.notify_all();
         left.iter().for_each(Entry::print);
+        is_told
     }
 }
 
@@ -246,7 +247,8 @@ const ROOM: usize = 1024;
 /// How long the interpreter's end waits for a handler that takes its time.
 const EXIT_PATIENCE: Duration = Duration::from_secs(5);
 
-static PYTHON: OnceLock<Logger> = OnceLock::new();
+/// `ncclx_rs._logging.hand_over`.
+static HAND_OVER: OnceLock<Py<PyAny>> = OnceLock::new();
 static QUEUE: PerProcess<Queue> = PerProcess::unset();
 
 thread_local! {

@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
 
 _LOGGER = "ncclx_rs"
 _OURS = ("ncclx_rs", "torch")
+_at_work: logging.Logger | None = None
 
 
 class _Unheard(logging.Handler):
     """Writes to the standard error what no other handler gets."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        logger: logging.Logger | None = logging.getLogger(record.name)
-        while logger is not None:
-            if any(handler is not self for handler in logger.handlers):
-                return
-            logger = logger.parent if logger.propagate else None
+        if any(handler is not self for handler in _handlers(logging.getLogger(record.name))):
+            return
         try:
             print(self.format(record), file=sys.stderr, flush=True)
         except Exception:
@@ -34,6 +33,38 @@ def show(level: int) -> None:
     handler = _Unheard()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
+
+
+def hand_over(name: str, level: int, path: str, line: int, text: str) -> None:
+    """Gives Python's logging a record of the engine's."""
+    global _at_work
+    logger = logging.getLogger(name)
+    if not logger.isEnabledFor(level):
+        return
+    _at_work = logger
+    try:
+        logger.handle(logger.makeRecord(name, level, path, line, text, (), None))
+    finally:
+        _at_work = None
+
+
+def finish() -> None:
+    """Has all handed over at the interpreter's end, which waits a while for a handler, and not for its lock."""
+    if sys.modules["ncclx_rs._native"].finish_log():
+        return
+    for handler in _handlers(_at_work):
+        # The handler that takes so long has it, and `logging.shutdown` would wait for it.
+        if handler.lock is not None and not handler.lock.acquire(blocking=False):
+            handler.createLock()
+        elif handler.lock is not None:
+            handler.lock.release()
+
+
+def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    """Those that get a record of this logger."""
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
 
 
 def warn_of_hints(names: list[str]) -> None:

@@ -37,6 +37,9 @@ def dumps(reason: str) -> list[str]:
 def flush_log(seconds: float) -> bool:
     """Waits until all that was logged has been handed over, but not longer than so many seconds. True: it has."""
 
+def finish_log() -> bool:
+    """Waits a while until all that was logged has been handed over, and prints the rest. False: a handler is stuck."""
+
 def mesh_grid(
     dimensions: list[tuple[str, int]], hosts: list[int], innermost: str | None = None
 ) -> tuple[list[int], list[tuple[str, list[list[int]]]]]:
