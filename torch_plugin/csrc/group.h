@@ -206,11 +206,11 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
  private:
-  // The group whose failure hooks this thread is calling.
-  static inline thread_local const Group* telling_here_ = nullptr;
+  // This thread is calling the failure hooks of a group.
+  static inline thread_local bool in_hook_ = false;
 
   void call(const Hooks<FailureHook>& hooks) {
-    const Group* before = std::exchange(telling_here_, this);
+    const bool before = std::exchange(in_hook_, true);
     for (const auto& [id, hook] : hooks) {
       try {
         (*hook)();
@@ -218,14 +218,14 @@ class Group : public std::enable_shared_from_this<Group> {
         TORCH_WARN("ncclx_rs: an abort hook failed: ", text_of(thrown));
       }
     }
-    telling_here_ = before;
+    in_hook_ = before;
     std::lock_guard<std::mutex> lock(mutex_);
     --telling_;
     all_ended_.notify_all();
   }
 
-  // Who waits for hooks in one may be what those wait for.
-  bool is_told() const { return telling_here_ != nullptr || telling_ == 0; }
+  // Who waits for hooks in one may be what those wait for, also of another group.
+  bool is_told() const { return in_hook_ || telling_ == 0; }
 
 #if NCCLX_TORCH_GE(2, 15)
   using SuccessHooks = Hooks<c10d::CompletionHook>;
