@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
-from harness import World, fresh_store, leaving_together
+from harness import BACKEND, World, fresh_store, leaving_together
 
 SHORT, PATIENT = timedelta(seconds=1), timedelta(seconds=60)
 
@@ -42,6 +43,19 @@ def late_ranks_have_not_come_to_the_next(rank: int, size: int) -> None:
         dist.monitored_barrier(timeout=PATIENT)
 
 
+def a_barrier_without_a_limit_takes_the_groups(rank: int, size: int) -> None:
+    from ncclx_rs import Options
+
+    configured = dist.new_group(pg_options=Options(hints={"timeout_seconds": "5"}))  # in which it is made, too
+    changed = dist.new_group()
+    changed._get_backend(torch.device("cpu"))._set_default_timeout(SHORT)
+    with leaving_together():
+        for group, limit in ((configured, 5000), (changed, 1000)):
+            if rank == 0:
+                with pytest.raises(dist.DistBackendError, match=f"failed to pass monitoredBarrier in {limit} ms"):
+                    dist.monitored_barrier(group)
+
+
 @pytest.mark.worlds(sizes=(1, 2, 3))
 def test_all_pass(world: World) -> None:
     world.run(all_pass)
@@ -50,3 +64,9 @@ def test_all_pass(world: World) -> None:
 @pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))
 def test_late_ranks_have_not_come_to_the_next(fresh_world: World) -> None:
     fresh_world.run(late_ranks_have_not_come_to_the_next)
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="gloo takes PyTorch's default")
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_barrier_without_a_limit_takes_the_groups(fresh_world: World) -> None:
+    fresh_world.run(a_barrier_without_a_limit_takes_the_groups)

@@ -53,6 +53,17 @@ def split_groups_have_options_of_their_own(rank: int, size: int) -> None:
     dist.destroy_process_group()
 
 
+def merged_groups_keep_the_limit(rank: int, size: int) -> None:
+    dist.init_process_group("ncclx_rs", timeout=LONG, store=fresh_store(), rank=rank, world_size=size)
+    # PyTorch passes its default where it is given no time.
+    for timeout, expected in ((DEFAULT, LONG), (LONGER, LONGER)):
+        merged = dist.group.WORLD.merge_remote_group(fresh_store(), size, timeout, f"merged for {timeout}")
+        assert limit_of(merged) == expected
+        merged.shutdown()
+    assert limit_of(dist.group.WORLD) == LONG
+    dist.destroy_process_group()
+
+
 def what_is_nearest_to_the_call_limits_it(rank: int, size: int) -> None:
     cases = [
         ({}, None, DEFAULT),
@@ -97,6 +108,12 @@ def half_an_hour_in_options_is_a_limit(rank: int, size: int) -> None:
         pytest.param(
             split_groups_have_options_of_their_own,
             marks=pytest.mark.skipif(not hasattr(dist, "split_group"), reason="this torch splits no groups"),
+        ),
+        pytest.param(
+            merged_groups_keep_the_limit,
+            marks=pytest.mark.skipif(
+                not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="this torch merges no groups"
+            ),
         ),
         what_is_nearest_to_the_call_limits_it,
     ],

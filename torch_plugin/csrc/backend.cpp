@@ -557,7 +557,9 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
   // having come to the next.
   const uint32_t report = 0x8000'0000 | comm()->next_monitored_barrier() << 1;
   const uint32_t release = report | 1;
-  const Milliseconds timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+  // PyTorch passes its default where the program has said nothing.
+  const bool is_limited = opts.timeout != c10d::kUnsetTimeout && opts.timeout != kBackendDefaultTimeout;
+  const Milliseconds timeout = is_limited ? opts.timeout : Milliseconds(engine_->timeout(comm()->get()));
   const std::string limit = std::to_string(timeout.count()) + " ms";
   auto exchange = [&](NcclxKind kind, int peer, uint32_t tag) {
     at::Tensor token = at::zeros({1}, at::kByte);
@@ -714,8 +716,10 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c
   const auto* given = dynamic_cast<NcclxOptions*>(opts.get());
   // A copy in any case: the caller may use its own for other groups.
   auto options = c10::make_intrusive<NcclxOptions>(given ? *given : *options_);
-  if (!given) {
-    if (opts) options->limit(opts->timeout);
+  if (given) {
+    if (const auto limit = given->limit()) options->limit(*limit);
+  } else {
+    if (opts && opts->timeout != kBackendDefaultTimeout) options->limit(opts->timeout);
     options->group_name = opts ? opts->group_name : "";
     options->global_ranks_in_group = opts ? opts->global_ranks_in_group : std::vector<uint64_t>{};
   }

@@ -25,7 +25,7 @@ struct NcclxOptions : c10d::Backend::Options {
   explicit NcclxOptions(std::optional<Milliseconds> timeout = std::nullopt, Hints hints = {})
       : Options(kBackendName, timeout.value_or(kBackendDefaultTimeout)),
         hints(std::move(hints)),
-        is_limited_(timeout.has_value()) {}
+        own_limit_(timeout) {}
 
 #if NCCLX_TORCH_GE(2, 14)
   c10::intrusive_ptr<Options> clone() const override { return c10::make_intrusive<NcclxOptions>(*this); }
@@ -33,18 +33,19 @@ struct NcclxOptions : c10d::Backend::Options {
 
   void limit(Milliseconds time) {
     timeout = time;
-    is_limited_ = true;
+    own_limit_ = time;
   }
 
-  // The time limit that a program has set, here or through torch's class; else the configuration says it.
+  // The time limit that a program has set, here or through torch's class; else the configuration says it. In the latter,
+  // torch puts its default where the program has said nothing.
   std::optional<Milliseconds> limit() const {
-    return is_limited_ || timeout != kBackendDefaultTimeout ? std::optional(timeout) : std::nullopt;
+    return timeout != kBackendDefaultTimeout ? std::optional(timeout) : own_limit_;
   }
 
   Hints hints;
 
  private:
-  bool is_limited_;
+  std::optional<Milliseconds> own_limit_;
 };
 
 // The engine's communicator, which lives as long as its backend or a call that uses it.

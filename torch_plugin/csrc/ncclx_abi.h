@@ -106,6 +106,7 @@ struct NcclxEngine {
   void (*abort)(NcclxComm* comm, const char* reason);
   void (*shutdown)(NcclxComm* comm);
   void (*set_timeout)(NcclxComm* comm, int64_t timeout_ms);  // negative: the configuration's
+  int64_t (*timeout)(NcclxComm* comm);  // in milliseconds
   uint64_t (*collectives)(NcclxComm* comm);
   // Calls `done(context, status, text)` exactly once, from any thread: with NCCLX_LOST once a rank is lost, with NCCLX_OK
   // when the communicator ends before that.
@@ -136,4 +137,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 112);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 168);
+static_assert(sizeof(NcclxEngine) == 176);

@@ -102,6 +102,7 @@ struct RawEngine {
     abort: extern "C" fn(*const Communicator, *const c_char),
     shutdown: extern "C" fn(*const Communicator),
     set_timeout: extern "C" fn(*const Communicator, i64),
+    timeout: extern "C" fn(*const Communicator) -> i64,
     collectives: extern "C" fn(*const Communicator) -> u64,
     on_loss: extern "C" fn(*const Communicator, Done, *mut c_void),
     host: extern "C" fn(*const Communicator, i32) -> i32,
@@ -117,7 +118,7 @@ const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 112);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 168);
+const _: () = assert!(size_of::<RawEngine>() == 176);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -132,6 +133,7 @@ static ENGINE: RawEngine = RawEngine {
     abort,
     shutdown,
     set_timeout,
+    timeout,
     collectives,
     on_loss,
     host,
@@ -451,6 +453,11 @@ extern "C" fn set_timeout(comm: *const Communicator, timeout_ms: i64) {
         let comm = unsafe { &*comm };
         comm.set_timeout(duration(timeout_ms).unwrap_or_else(|| comm.configured_timeout()));
     });
+}
+
+extern "C" fn timeout(comm: *const Communicator) -> i64 {
+    // SAFETY: given out by `create` and not yet given back.
+    or_end(|| i64::try_from(unsafe { &*comm }.timeout().as_millis()).unwrap_or(i64::MAX))
 }
 
 extern "C" fn collectives(comm: *const Communicator) -> u64 {
