@@ -140,7 +140,8 @@ quick: $(call ready,$(TORCH)) ## Runs the smoke tests on an unoptimised build
 	rm -rf $(QUICK_SITE)
 	$(IN_VENV) CARGO_TARGET_DIR="$(CURDIR)/target/quick" MATURIN_PEP517_ARGS="--profile dev" \
 		pip install --quiet --no-build-isolation --no-deps --target $(QUICK_SITE) .
-	$(IN_VENV) PYTHONPATH="$(CURDIR)/$(QUICK_SITE)" python -m pytest tests/python -m smoke -k "not beats_gloo"
+	$(IN_VENV) PYTHONPATH="$(CURDIR)/$(QUICK_SITE)" python -m pytest tests/python -m "smoke and not repeats" \
+		-k "not beats_gloo"
 
 # PyTorch's own suite (docs/acceptance.md).
 ACCEPTANCE_SIZES := 2 3 4

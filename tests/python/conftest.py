@@ -73,8 +73,25 @@ SMOKE_FILES = (
 SMOKE_WORLD = "2-shm"
 
 
+# Which of them show again what another does, and start programs or worlds for it: `make quick` leaves them out.
+REPEATS = (
+    "another_backend_than_the_default_are_warned_about[(None",
+    "an_operation_in_flight_ends_with_the_interpreter[split]",
+    "imports_work_in_every_order[from torch",
+    "imports_work_in_every_order[import torch",
+    "imports_work_in_every_order[import ncclx_rs, importlib",
+    "process_may_exit_without_destroying_its_group",
+    "torchcomms_programs_run_as_they_are",
+    "torchrun_starts_two_ranks",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        alone = "world" not in getattr(item, "fixturenames", ())
-        if item.path.stem in SMOKE_FILES and (alone or SMOKE_WORLD in item.name):
+        fixtures = getattr(item, "fixturenames", ())
+        if item.path.stem in SMOKE_FILES and ("world" not in fixtures or SMOKE_WORLD in item.name):
             item.add_marker(pytest.mark.smoke)
+        # What fails does so over shared memory as over the others.
+        elsewhere = "fresh_world" in fixtures and any(f"-{mode}" in item.name for mode in MODES if mode != "shm")
+        if elsewhere or any(name in item.name for name in REPEATS):
+            item.add_marker(pytest.mark.repeats)
