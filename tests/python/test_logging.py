@@ -83,7 +83,7 @@ def each_lost_rank_is_told_of_once(rank: int, size: int) -> None:
         record = listener.next()
         with pytest.raises(dist.DistBackendError, match=f"rank {size - 1} is lost"):
             dist.barrier()
-    assert (record.levelname, record.name) == ("WARNING", "ncclx_rs.engine.failures")
+    assert (record.levelname, record.name) == ("WARNING", "ncclx_rs.engine")
     assert re.match(rf"communicator `.+` rank {rank}: rank {size - 1} is lost: .+", record.getMessage())
     dist.destroy_process_group()
     assert listener.rest() == []

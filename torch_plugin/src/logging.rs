@@ -112,7 +112,8 @@ impl Entry {
     /// Gives it to Python. False: the interpreter has ended.
     fn deliver(&self) -> bool {
         let Some(hand_over) = HAND_OVER.get() else { return false };
-        let name = self.target.replace("::", ".");
+        // Not the file's own name: a program may have set its logger up, and files are renamed.
+        let name = self.target.split("::").take(2).collect::<Vec<_>>().join(".");
         let level = number(self.level.to_level_filter());
         let told = Python::try_attach(|py| {
             let record = (name, level, self.file.unwrap_or(""), self.line.unwrap_or(0), &self.text);
