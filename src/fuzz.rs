@@ -12,7 +12,7 @@ pub type Target = fn(&[u8]);
 
 /// Every target by name.
 pub const TARGETS: &[(&str, Target)] = &[
-    ("bootstrap", crate::comm::fuzz::bootstrap),
+    ("bootstrap", crate::comm::bootstrap::fuzz::bootstrap),
     ("config", settings::config),
     ("frames", crate::engine::fuzz::frames),
     ("handles", handles::handles),

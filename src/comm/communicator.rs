@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
-use crate::comm::links::{Links, Purpose};
-use crate::comm::live;
+use crate::comm::failure_detector::{Watch, Watchman, neighbours};
+use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
-use crate::comm::watch::{Watch, Watchman, neighbours};
+use crate::comm::wireup::{Links, Purpose};
 use crate::config::{Config, DumpSignal};
 use crate::engine::collective::Request;
 use crate::engine::connector::Route;
@@ -188,7 +188,7 @@ impl Communicator {
         let watch = (size > 1).then(|| Watch::begin(rank, &ranks, news.into_transports(), watched, watchman, &driver));
         let watch = watch.transpose().map_err(|cause| os("the thread that watches for lost ranks", cause))?;
         let signal = config.dump_signal.map(DumpSignal::number);
-        live::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
+        registry::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
         let configured_timeout = config.timeout;
         let timeout = timeout.unwrap_or(configured_timeout);
         let place = Place { me: rank, size };

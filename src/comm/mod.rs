@@ -3,30 +3,24 @@
 pub mod address;
 mod blocking;
 pub mod bootstrap;
-mod build;
 mod check;
 mod communicator;
 mod data;
-#[cfg(any(test, fuzzing))]
-pub(crate) mod fuzz;
-mod guest;
-mod join;
+mod failure_detector;
+mod framing;
 pub mod launch;
-mod links;
-mod live;
-mod root;
+mod registry;
 mod split;
 pub mod store;
-mod stream;
 mod summary;
 #[cfg(feature = "tch")]
 mod tensors;
-mod watch;
 mod window;
+mod wireup;
 
 pub use communicator::{CommOptions, Communicator};
 pub use data::Data;
 pub use launch::Launch;
-pub use live::{dumps, write_dumps};
+pub use registry::{dumps, write_dumps};
 
 pub use crate::engine::callbacks::call_elsewhere;

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::VALUE_LIMIT;
-use super::message::{REPLY_HEADER_BYTES, Reply};
+use super::protocol::{REPLY_HEADER_BYTES, Reply};
 use super::server::{Client, SHELF_LIMIT, Shelf};
 use crate::fuzz_input::{Input, Wire};
 

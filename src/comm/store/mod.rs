@@ -14,14 +14,14 @@
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod memory;
-mod message;
+mod protocol;
 mod server;
 mod tcp;
 
 use std::time::Duration;
 
 pub use memory::MemoryStore;
-pub use message::{KEY_LIMIT, VALUE_LIMIT};
+pub use protocol::{KEY_LIMIT, VALUE_LIMIT};
 pub use tcp::TcpStore;
 
 use crate::sync::Arc;

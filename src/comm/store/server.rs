@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::identity;
-use super::message::{HEADER_BYTES, Header, Reply, Request};
+use super::protocol::{HEADER_BYTES, Header, Reply, Request};
 use crate::comm::bootstrap::later;
-use crate::comm::stream::{Intake, Outgoing, sleep};
+use crate::comm::framing::{Intake, Outgoing, sleep};
 use crate::sync::Arc;
 use crate::sys::limits;
 use crate::sys::socket;

@@ -5,11 +5,11 @@ use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use super::message::{REPLY_HEADER_BYTES, Reply, Request};
+use super::protocol::{REPLY_HEADER_BYTES, Reply, Request};
 use super::server::Server;
 use super::{Store, identity};
 use crate::comm::bootstrap::later;
-use crate::comm::stream::{read, write};
+use crate::comm::framing::{read, write};
 use crate::error::StoreError;
 use crate::sys::net;
 use crate::transport::auth::{AuthError, Opener, Secret};

@@ -3,7 +3,7 @@
 use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
-use crate::comm::watch::news::News;
+use crate::comm::failure_detector::notice::News;
 use crate::engine::connector::{OPENING_CHECK, Way};
 use crate::error::LinkDown;
 use crate::sys::poller::Registration;

@@ -9,10 +9,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::bootstrap::{Build, Notice, Party, ROOT_KEY, Record, RootNotice};
-use super::join::{Arrival, HELLO, Keys, Next, RankInfo, Reception, Reply, TABLE_LIMIT, World, frame, shared_secret};
-use super::stream::{Intake, Outgoing, sleep};
+use super::protocol::{
+    Arrival, HELLO, Keys, Next, RankInfo, Reception, Reply, TABLE_LIMIT, World, frame, shared_secret,
+};
+use super::{Build, Notice, Party, ROOT_KEY, Record, RootNotice};
 use crate::algo::Tuning;
+use crate::comm::framing::{Intake, Outgoing, sleep};
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::sys::net;

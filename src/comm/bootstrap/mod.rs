@@ -22,11 +22,15 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-pub use super::build::Build;
-use super::join::World;
-pub use super::join::{Keys, RankInfo, Secret, shared_secret};
+mod build;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
+mod joiner;
+mod protocol;
+mod root;
+
+use super::address;
 use super::store::Store;
-use super::{address, guest, root};
 use crate::algo::Tuning;
 use crate::config::Config;
 use crate::error::InitError;
@@ -35,6 +39,9 @@ use crate::sys::process::{self, ProcessId};
 use crate::topo::Cpus;
 use crate::transport::tls::Protection;
 use crate::types::Rank;
+pub use build::Build;
+use protocol::World;
+pub use protocol::{Keys, RankInfo, Secret, shared_secret};
 
 /// The one key of the store that is used.
 pub const ROOT_KEY: &str = "ncclx_rs/root";
@@ -91,13 +98,13 @@ pub fn join(
     } else if rank == Rank(0) {
         root::host(&party, describe)?
     } else {
-        guest::attend(&party, describe)?
+        joiner::attend(&party, describe)?
     };
     Ok(Bootstrap { comm_id: keys.comm_id, secret: keys.secret, ranks, tuning })
 }
 
 /// The moment after `patience`; a time that no clock reaches is cut to a century.
-pub(super) fn later(from: Instant, patience: Duration) -> Instant {
+pub(in crate::comm) fn later(from: Instant, patience: Duration) -> Instant {
     from + patience.min(Duration::from_secs(100 * 366 * 86400))
 }
 

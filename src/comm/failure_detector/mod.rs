@@ -1,14 +1,14 @@
 //! Notices ranks that are gone, also while nothing is in flight, and tells the others.
 //!
-//! Every rank keeps connections to a few others ([`circle`]) over which nothing but such news travel ([`news`]). A
+//! Every rank keeps connections to a few others ([`neighbours`]) over which nothing but such news travel ([`notice`]). A
 //! connection that ends without a goodbye, or a process of this host that ends, is a loss; who learns of one tells its
 //! neighbours, so that all know. The same way goes round who waits in a collective ([`gossip`]). One thread a process
 //! sleeps on the connections of all its communicators.
 
-mod circle;
-mod edge;
 mod gossip;
-mod news;
+mod monitor;
+mod neighbours;
+mod notice;
 
 use std::collections::{BTreeSet, HashSet};
 use std::io;
@@ -16,9 +16,9 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::RankInfo;
-use crate::comm::watch::edge::Edge;
-use crate::comm::watch::gossip::Gossip;
-use crate::comm::watch::news::{News, RANKS_MAX};
+use crate::comm::failure_detector::gossip::Gossip;
+use crate::comm::failure_detector::monitor::Edge;
+use crate::comm::failure_detector::notice::{News, RANKS_MAX};
 use crate::engine::connector::{Route, Way};
 use crate::engine::driver::Driver;
 use crate::engine::failures::{Departed, Departure};
@@ -30,7 +30,7 @@ use crate::sys::process::Process;
 use crate::transport::Transport;
 use crate::types::Rank;
 
-pub(in crate::comm) use circle::neighbours;
+pub(in crate::comm) use neighbours::neighbours;
 
 /// One communicator's part of the watch. Ends without a word when dropped.
 pub(super) struct Watch {

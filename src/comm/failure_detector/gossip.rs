@@ -44,7 +44,7 @@ fn is_alike(one: &Heartbeat, other: &Heartbeat) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::watch::circle::neighbours;
+    use crate::comm::failure_detector::neighbours::neighbours;
     use crate::engine::frame::Signature;
 
     fn heartbeat(sequence: u64, round: u32, ranks: &[u32]) -> Heartbeat {

@@ -2,15 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-use super::bootstrap::{Build, Host, Party};
-use super::guest;
-use super::join::{
+use super::joiner;
+use super::protocol::{
     INFO_LIMIT, Introduction, Keys, NONCE_BYTES, Next, PROOF_BYTES, RankInfo, Reception, Reply, Secret, TABLE_LIMIT,
     World, frame_length,
 };
 use super::root::Seats;
-use super::store::Store;
-use super::stream::Intake;
+use super::{Build, Host, Party};
+use crate::comm::framing::Intake;
+use crate::comm::store::Store;
 use crate::config::Config;
 use crate::fuzz_input::{Input, Wire};
 use crate::sys::process::ProcessId;
@@ -78,7 +78,7 @@ fn outcome(bytes: &[u8]) {
     let Some((length, body)) = bytes.split_at_checked(size_of::<u32>()) else { return };
     let Ok(length) = frame_length(length, TABLE_LIMIT) else { return };
     if let Ok(Reply::Complete(World { ranks, .. })) = serde_json::from_slice(&body[..length.min(body.len())])
-        && guest::is_whole(&ranks, WORLD as usize)
+        && joiner::is_whole(&ranks, WORLD as usize)
     {
         assert_eq!(ranks.len(), WORLD as usize);
     }
@@ -106,8 +106,8 @@ fn notice(bytes: &[u8]) {
     let host = Host { id: "here".to_owned(), machine: "machine".to_owned() };
     let deadline = Instant::now() + config.connect_timeout;
     let party = Party { name: "fuzz", rank: Rank(1), size: 2, store: &store, config: &config, host: &host, deadline };
-    match guest::find(&party) {
-        Ok((_, record)) => _ = guest::routes(&record, &host).map(|routes| assert!(!routes.is_empty())),
+    match joiner::find(&party) {
+        Ok((_, record)) => _ = joiner::routes(&record, &host).map(|routes| assert!(!routes.is_empty())),
         Err(error) => assert!(!error.to_string().is_empty()),
     }
 }

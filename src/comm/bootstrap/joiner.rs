@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-use super::bootstrap::{Build, Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
-use super::join::{
+use super::protocol::{
     Arrival, INFO_LIMIT, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, RankInfo, Reply, TABLE_LIMIT, World, frame,
     frame_length, shared_secret,
 };
-use super::stream::{read, write};
+use super::{Build, Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
+use crate::comm::framing::{read, write};
 use crate::error::InitError;
 use crate::sys::limits;
 use crate::transport::handshake::Channel;
@@ -257,7 +257,7 @@ fn exchange(stream: &mut Stream, arrival: &[u8], deadline: Instant) -> io::Resul
 
 #[cfg(test)]
 mod tests {
-    use super::super::join::Secret;
+    use super::super::protocol::Secret;
     use super::*;
 
     fn host(id: &str, machine: &str) -> Host {
