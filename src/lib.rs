@@ -8,6 +8,7 @@ pub mod buffer;
 pub mod comm;
 pub mod config;
 pub mod counts;
+mod deadline;
 pub mod device;
 pub mod engine;
 pub mod error;

@@ -1,5 +1,5 @@
-//! Bytes over sockets, whole messages at a time: with a deadline where a thread may wait, without waiting where one thread
-//! serves many.
+//! Whole messages over sockets: with a deadline where a thread may wait, and without blocking where one thread serves many
+//! connections.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
@@ -10,14 +10,14 @@ use crate::sync::Arc;
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
 
-/// Bytes of one message as they come in; memory grows with what has come, not with what was announced.
+/// The bytes of one message as they come in. Memory grows with what has come, not with the announced length.
 #[derive(Default)]
-pub(super) struct Intake {
+pub(super) struct ReadBuffer {
     bytes: Vec<u8>,
 }
 
-impl Intake {
-    /// Reads until there are `wanted` bytes (true) or none are ready (false). The stream's end is an error.
+impl ReadBuffer {
+    /// Reads until the buffer has `wanted` bytes (true) or no more are ready (false). The end of the stream is an error.
     pub(super) fn fill(&mut self, from: &mut impl Read, wanted: usize) -> io::Result<bool> {
         let mut piece = [0; 4096];
         while self.bytes.len() < wanted {
@@ -33,35 +33,35 @@ impl Intake {
         Ok(true)
     }
 
-    /// Whether nothing of the message has come.
+    /// Whether no byte of the message has come.
     pub(super) fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// The message, when it is whole.
+    /// Takes the message out; the next one begins empty.
     pub(super) fn take(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.bytes)
     }
 }
 
-/// A message on its way out of a socket that does not block.
+/// A message to be written to a socket that does not block.
 #[derive(Default)]
-pub(super) struct Outgoing {
+pub(super) struct WriteBuffer {
     bytes: Arc<[u8]>,
     sent: usize,
 }
 
-impl Outgoing {
+impl WriteBuffer {
     pub(super) fn new(bytes: Arc<[u8]>) -> Self {
-        Outgoing { bytes, sent: 0 }
+        WriteBuffer { bytes, sent: 0 }
     }
 
-    /// Whether all is sent.
+    /// Whether every byte is sent.
     pub(super) fn is_empty(&self) -> bool {
         self.sent == self.bytes.len()
     }
 
-    /// Writes as much as the socket takes.
+    /// Writes as many bytes as the socket takes.
     pub(super) fn send(&mut self, to: &mut impl Write) -> io::Result<()> {
         while !self.is_empty() {
             match to.write(&self.bytes[self.sent..]) {
@@ -75,7 +75,7 @@ impl Outgoing {
     }
 }
 
-/// Writes all of `bytes` before `deadline`.
+/// Writes all of `bytes`, or fails at `deadline`.
 pub(super) fn write(stream: &mut Stream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
     loop {
         stream.socket().set_write_timeout(Some(left(deadline)?))?;
@@ -89,24 +89,24 @@ pub(super) fn write(stream: &mut Stream, mut bytes: &[u8], deadline: Instant) ->
     }
 }
 
-/// Reads `count` bytes before `deadline`.
+/// Reads `count` bytes, or fails at `deadline`.
 pub(super) fn read(stream: &mut Stream, count: usize, deadline: Instant) -> io::Result<Vec<u8>> {
-    let mut intake = Intake::default();
+    let mut buffer = ReadBuffer::default();
     loop {
         stream.socket().set_read_timeout(Some(left(deadline)?))?;
-        if intake.fill(stream, count)? {
-            return Ok(intake.take());
+        if buffer.fill(stream, count)? {
+            return Ok(buffer.take());
         }
     }
 }
 
-/// The time until `deadline`, as long as there is any.
+/// The time until `deadline`; an error once it has passed.
 fn left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(io::Error::new(ErrorKind::TimedOut, "no answer")) } else { Ok(left) }
 }
 
-/// Polls for at most `limit`; a signal ends the sleep early.
+/// Polls for at most `limit`. A signal ends the sleep early.
 pub(super) fn sleep(watched: &mut [PollFd<'_>], limit: Duration) -> io::Result<()> {
     let limit =
         Timespec { tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: limit.subsec_nanos().into() };

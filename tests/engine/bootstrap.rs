@@ -40,7 +40,7 @@ impl CountingStore {
     }
 
     fn port(&self) -> u16 {
-        self.record()["root"]["Here"]["port"].as_u64().unwrap().try_into().unwrap()
+        self.record()["root"]["Listening"]["port"].as_u64().unwrap().try_into().unwrap()
     }
 }
 
@@ -183,7 +183,7 @@ fn a_rank_with_another_secret_does_not_get_in() {
         let store = &store;
         let root = scope.spawn(|| join_as(0, 2, store, &config(&[("connect_timeout_seconds", "5")])));
         let mut record = store.record();
-        record["root"]["Here"]["keys"]["secret"] = vec![7; 32].into();
+        record["root"]["Listening"]["keys"]["secret"] = vec![7; 32].into();
         let forged = MemoryStore::default();
         forged.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
         let error = join_as(1, 2, &forged, &Config::default()).unwrap_err();
@@ -199,7 +199,7 @@ fn nobody_talks_a_rank_out_of_tls() {
         let store = &store;
         let root = scope.spawn(|| join_as(0, 2, store, &config(&[("tls", "on")])));
         let mut record = store.record();
-        record["root"]["Here"]["protection"] = "None".into();
+        record["root"]["Listening"]["protection"] = "None".into();
         let forged = MemoryStore::default();
         forged.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
         let error = join_as(1, 2, &forged, &Config::default()).unwrap_err().to_string();
@@ -238,7 +238,8 @@ fn a_rank_that_died_while_it_waited_can_come_again() {
         // Joined through a relay that is cut, rank 1 ends, and so does its seat.
         let relay = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut record = store.record();
-        let port = std::mem::replace(&mut record["root"]["Here"]["port"], relay.local_addr().unwrap().port().into());
+        let port =
+            std::mem::replace(&mut record["root"]["Listening"]["port"], relay.local_addr().unwrap().port().into());
         let detour = MemoryStore::default();
         detour.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
         let first = scope.spawn(move || join_as(1, 3, &detour, &Config::default()));
@@ -307,7 +308,7 @@ fn loopback_is_not_advertised_where_there_is_another_way() {
         outcome.unwrap();
     }
     let record = store.record();
-    let addresses = record["root"]["Here"]["addresses"].as_array().unwrap();
+    let addresses = record["root"]["Listening"]["addresses"].as_array().unwrap();
     let loopback = addresses.iter().filter(|address| ["127.0.0.1", "::1"].contains(&address.as_str().unwrap())).count();
     assert!(loopback == 0 || loopback == addresses.len(), "{addresses:?}");
 }
@@ -327,7 +328,7 @@ fn a_root_with_loopback_only_is_refused_from_another_machine() {
     let patience = config(&[("connect_timeout_seconds", "0.1"), ("socket_ifname", "lo"), ("host_id", "there")]);
     assert!(join_as(0, 2, &store, &patience).is_err());
     let mut record = store.record();
-    record["root"]["Here"]["host"]["machine"] = "another".into();
+    record["root"]["Listening"]["host"]["machine"] = "another".into();
     store.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
     let error = join_as(1, 2, &store, &config(&[("host_id", "here")])).unwrap_err().to_string();
     for part in ["`there`", "`here`", "127.0.0.1", "loopback"] {

@@ -56,7 +56,7 @@ fn secrets_are_in_no_log_dump_or_error() {
         });
         let record: serde_json::Value =
             serde_json::from_slice(&store.get(ROOT_KEY, std::time::Duration::ZERO).unwrap()).unwrap();
-        let bytes: Vec<u8> = serde_json::from_value(record["root"]["Here"]["keys"]["secret"].clone()).unwrap();
+        let bytes: Vec<u8> = serde_json::from_value(record["root"]["Listening"]["keys"]["secret"].clone()).unwrap();
         secrets.push(bytes.iter().map(|byte| format!("{byte:02x}")).collect());
         secrets.extend([", ", ","].map(|comma| bytes.iter().map(u8::to_string).collect::<Vec<_>>().join(comma)));
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// A module uses only modules of its own layer or of layers before it.
 const LAYERS: &[&[&str]] = &[
-    &["sync", "error", "types", "counts", "config", "fuzz_input"],
+    &["sync", "error", "types", "counts", "config", "deadline", "fuzz_input"],
     &["sys", "buffer"],
     &["op", "topo", "schedule", "window", "work"],
     &["algo"],

@@ -195,7 +195,7 @@ impl Job {
     /// What rank 0 published for the others.
     fn keys(&self) -> Keys {
         let record: serde_json::Value = serde_json::from_slice(&self.store.get(ROOT_KEY, WATCHDOG).unwrap()).unwrap();
-        serde_json::from_value(record["root"]["Here"]["keys"].clone()).unwrap()
+        serde_json::from_value(record["root"]["Listening"]["keys"].clone()).unwrap()
     }
 
     fn end(self) {

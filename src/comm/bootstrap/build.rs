@@ -1,4 +1,4 @@
-//! What a rank was built from, and for which machine.
+//! What a rank was built from, and for which machine: all ranks of a communicator must have the same build.
 //!
 //! ```
 //! use ncclx_rs::comm::bootstrap::Build;
@@ -9,22 +9,21 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What decides which bytes a rank sends. Ranks that differ in it may misread each other, or take steps that do not fit
-/// together.
+/// What decides which bytes a rank sends. Ranks of different builds may misread each other or run different algorithms.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Build {
-    /// The version of this crate, for who reads the error.
+    /// The version of this crate, for the reader of an error.
     pub version: String,
-    /// A fingerprint of this crate's sources, which `build.rs` takes.
+    /// A fingerprint of this crate's sources, computed by `build.rs`.
     pub sources: String,
-    /// In which order numbers lie in memory: `little` or `big`.
+    /// The byte order of numbers in memory: `little` or `big`.
     pub byte_order: String,
-    /// The size of an address.
+    /// The size of an address in bits.
     pub pointer_bits: u32,
 }
 
 impl Build {
-    /// This process's.
+    /// The build of this process.
     pub fn own() -> Build {
         Build {
             version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -1,4 +1,4 @@
-//! The side of every rank but 0 in the rendezvous: finds rank 0, proves itself, and waits for the table.
+//! The joiner's side of the bootstrap: finds rank 0, proves itself, and waits for the table of all ranks.
 
 use std::io::{self, ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
@@ -6,12 +6,15 @@ use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
+use super::build::Build;
+use super::context::{Host, JoinContext, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
 use super::protocol::{
-    Arrival, INFO_LIMIT, Introduction, Keys, NONCE_BYTES, PROOF_BYTES, RankInfo, Reply, TABLE_LIMIT, World, frame,
-    frame_length, shared_secret,
+    INFO_BYTES_MAX, JoinReply, JoinRequest, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, RankInfo, TABLE_BYTES_MAX,
+    World, frame, frame_length, shared_secret,
 };
-use super::{Build, Host, Notice, Party, ROOT_KEY, Record, RootNotice, later};
+use super::roster::is_complete;
 use crate::comm::framing::{read, write};
+use crate::deadline::deadline_after;
 use crate::error::InitError;
 use crate::sys::limits;
 use crate::transport::handshake::Channel;
@@ -19,269 +22,280 @@ use crate::transport::shortage;
 use crate::transport::tls::{Protection, Stream, Tls};
 use crate::types::Rank;
 
-/// How long one address may take to answer, while others are left to try.
-const CALL_PATIENCE: Duration = Duration::from_secs(10);
+/// How long one address may take to answer while others are left to try.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How much longer than rank 0 to wait for the outcome that rank 0 announces when its time is over.
-const REPLY_GRACE: Duration = Duration::from_secs(30);
+/// How much longer than rank 0 to wait, since rank 0 announces the outcome when its own time is over.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How often to hear "no" from every address before believing it. Rank 0 listens before it says where, so a refusal
-/// means a wrong address, a firewall, or that rank 0 is gone.
-const REFUSALS: u32 = 5;
+/// How many times every address must refuse before the joiner gives up. Rank 0 listens before it publishes its address,
+/// so a refusal means a wrong address, a firewall, or that rank 0 is gone.
+const REFUSALS_MAX: u32 = 5;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Learns where rank 0 listens and joins there.
-pub(super) fn attend(
-    party: &Party<'_>,
+/// Reads rank 0's address from the store and joins there.
+pub(super) fn join_root(
+    context: &JoinContext<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
-    let (build, record) = find(party)?;
-    let routes = routes(&record, party.host).map_err(|cause| party.unreachable(Rank(0), cause))?;
-    let (keys, prepared) = prepare(party, &build, &record, describe);
-    // In the open, who cannot take part can still say so.
+    let (build, root) = find(context)?;
+    let routes = routes(&root, context.host).map_err(|cause| context.unreachable(Rank(0), cause))?;
+    let (keys, prepared) = prepare_join(context, &build, &root, describe);
+    // Without TLS, a rank that cannot join can still tell rank 0 why.
     let (tls, described) = match prepared {
         Ok((tls, info)) => (tls, Ok(info)),
         Err(error) => (None, Err(error)),
     };
-    let arrival: Arrival = described.clone().map_err(|error| error.to_string());
-    let arrival = frame(&arrival, INFO_LIMIT).map_err(|cause| party.misfit(cause))?;
-    let reached = reach(party, &keys, tls.as_ref(), &routes);
+    let request: JoinRequest = described.clone().map_err(|error| error.to_string());
+    let request = frame(&request, INFO_BYTES_MAX).map_err(|cause| context.config_error(cause))?;
+    let connected = connect_any(context, &keys, tls.as_ref(), &routes);
     if let Err(error) = described {
-        // Best effort: the others learn of it at once, or when their time is over.
-        if let Err(unsent) = reached.map(|mut stream| stream.write_all(&arrival)) {
-            let (name, rank) = (party.name, party.rank);
+        // Best effort: the other ranks learn of it now, or when their time is over.
+        if let Err(unsent) = connected.map(|mut stream| stream.write_all(&request)) {
+            let (name, rank) = (context.name, context.rank);
             log::warn!("communicator `{name}`: rank 0 could not be told that rank {rank} failed: {unsent}");
         }
         return Err(error);
     }
-    if let (Err(error), true) = (&reached, tls.is_some()) {
-        complain(party, &keys, &routes, error);
+    if let (Err(error), true) = (&connected, tls.is_some()) {
+        report_tls_failure(context, &keys, &routes, error);
     }
-    let mut stream = reached?;
-    let patience = record.patience.saturating_add(REPLY_GRACE);
+    let mut stream = connected?;
+    let timeout = root.timeout.saturating_add(REPLY_TIMEOUT);
     let reply =
-        exchange(&mut stream, &arrival, later(Instant::now(), patience)).map_err(|error| match error.kind() {
-            ErrorKind::TimedOut => party.missing(vec![0], patience),
-            ErrorKind::UnexpectedEof => party.unreachable(Rank(0), "it hung up before all ranks had joined"),
-            _ => party.unreachable(Rank(0), error.to_string()),
+        exchange(&mut stream, &request, deadline_after(Instant::now(), timeout)).map_err(|error| {
+            match error.kind() {
+                ErrorKind::TimedOut => context.missing(vec![0], timeout),
+                ErrorKind::UnexpectedEof => context.unreachable(Rank(0), "it hung up before all ranks had joined"),
+                _ => context.unreachable(Rank(0), error.to_string()),
+            }
         })?;
     match reply {
-        Reply::Complete(world) if is_whole(&world.ranks, party.size) => Ok((keys, world)),
-        Reply::Complete(_) => Err(party.unreachable(Rank(0), "its table of ranks is not whole")),
-        Reply::Missing { missing, waited } => Err(party.missing(missing, waited)),
-        Reply::Refused { cause } => Err(InitError::Config(cause)),
+        JoinReply::Complete(world) if is_complete(&world.ranks, context.size) => Ok((keys, world)),
+        JoinReply::Complete(_) => Err(context.unreachable(Rank(0), "its table of ranks is not whole")),
+        JoinReply::Missing { missing, waited } => Err(context.missing(missing, waited)),
+        JoinReply::Refused { cause } => Err(InitError::Config(cause)),
     }
 }
 
-/// The keys to join with; this side of TLS and what this rank says of itself, unless it does not fit to rank 0.
-fn prepare(
-    party: &Party<'_>,
+/// The keys to join with; and this rank's side of TLS with its description, or how it does not fit to rank 0.
+fn prepare_join(
+    context: &JoinContext<'_>,
     build: &Build,
-    record: &Record,
+    root: &RootAddress,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> (Keys, Result<(Option<Tls>, RankInfo), InitError>) {
-    let shared = match shared_secret(party.config) {
+    let shared = match shared_secret(context.config) {
         Ok(shared) => shared,
-        Err(error) => return (record.keys.clone(), Err(error)),
+        Err(error) => return (root.keys.clone(), Err(error)),
     };
-    // Where rank 0 has nothing to mix in, it understands a rank that has, so that both learn of it.
-    let keys = record.keys.mixed(shared.as_ref().filter(|_| record.mixes));
+    // Where rank 0 has no job secret, this rank does not use its own either, so that it can tell rank 0 of the difference.
+    let keys = root.keys.mixed(shared.as_ref().filter(|_| root.uses_job_secret));
     let fit = || {
         let differ = |what: &str, ours: &str, theirs: &str| {
-            Err(party.misfit(format!("rank {} has {ours}, rank 0 {theirs}: see {what}", party.rank)))
+            Err(context.config_error(format!("rank {} has {ours}, rank 0 {theirs}: see {what}", context.rank)))
         };
         if *build != Build::own() {
-            return Err(another_build(party, build));
+            return Err(another_build(context, build));
         }
-        match (shared.is_some(), record.mixes) {
+        match (shared.is_some(), root.uses_job_secret) {
             (true, false) => return differ("job_secret", "a job secret", "none"),
             (false, true) => return differ("job_secret", "no job secret", "one"),
             _ => {}
         }
-        let own = Protection::of(party.config);
-        if own != record.protection {
-            return differ("tls", &own.to_string(), &record.protection.to_string());
+        let own = Protection::of(context.config);
+        if own != root.protection {
+            return differ("tls", &own.to_string(), &root.protection.to_string());
         }
-        Ok((Tls::new(party.config, &keys.secret)?, describe(&keys)?))
+        Ok((Tls::new(context.config, &keys.secret)?, describe(&keys)?))
     };
     let fitting = fit();
     (keys, fitting)
 }
 
-/// Tells rank 0 in the open why this rank does not reach it by TLS, if it can; else rank 0 waits until its time is over.
-fn complain(party: &Party<'_>, keys: &Keys, routes: &[SocketAddr], error: &InitError) {
-    let arrival: Arrival = Err(error.to_string());
-    let Ok(arrival) = frame(&arrival, INFO_LIMIT) else { return };
-    let patience = party.deadline.saturating_duration_since(Instant::now()).min(CALL_PATIENCE);
-    let told = routes.iter().any(|route| {
-        let called = call(*route, keys, None, party.rank, patience);
-        called.is_ok_and(|mut stream| write(&mut stream, &arrival, later(Instant::now(), patience)).is_ok())
+/// Tells rank 0, without TLS, why this rank cannot connect with TLS. If that fails too, rank 0 waits for its timeout.
+fn report_tls_failure(context: &JoinContext<'_>, keys: &Keys, routes: &[SocketAddr], error: &InitError) {
+    let request: JoinRequest = Err(error.to_string());
+    let Ok(request) = frame(&request, INFO_BYTES_MAX) else { return };
+    let timeout = context.deadline.saturating_duration_since(Instant::now()).min(CONNECT_TIMEOUT);
+    let reported = routes.iter().any(|route| {
+        let connected = connect(*route, keys, None, context.rank, timeout);
+        connected.is_ok_and(|mut stream| write(&mut stream, &request, deadline_after(Instant::now(), timeout)).is_ok())
     });
-    if !told {
-        let (name, rank) = (party.name, party.rank);
+    if !reported {
+        let (name, rank) = (context.name, context.rank);
         log::warn!("communicator `{name}`: rank 0 could not be told that rank {rank} failed: {error}");
     }
 }
 
-pub(super) fn is_whole(ranks: &[RankInfo], size: usize) -> bool {
-    ranks.len() == size && ranks.iter().enumerate().all(|(index, info)| info.rank.index() == index)
+fn another_build(context: &JoinContext<'_>, root: &Build) -> InitError {
+    let (rank, host, own) = (context.rank, &context.host.id, Build::own());
+    context.config_error(format!("rank {rank} on host `{host}` has build {own}, rank 0 has {root}"))
 }
 
-fn another_build(party: &Party<'_>, root: &Build) -> InitError {
-    let (rank, host, own) = (party.rank, &party.host.id, Build::own());
-    party.misfit(format!("rank {rank} on host `{host}` has build {own}, rank 0 has {root}"))
-}
-
-/// What rank 0 was built from, and where it is.
-pub(super) fn find(party: &Party<'_>) -> Result<(Build, Record), InitError> {
+/// What rank 0 was built from, and where it listens.
+pub(super) fn find(context: &JoinContext<'_>) -> Result<(Build, RootAddress), InitError> {
     #[derive(Deserialize)]
     struct Built {
         build: Build,
     }
-    let patience = party.config.connect_timeout;
-    let left = party.deadline.saturating_duration_since(Instant::now());
-    let value = party.store.get(ROOT_KEY, left).map_err(|cause| {
-        if Instant::now() >= party.deadline { party.missing(vec![0], patience) } else { party.store_failed(cause) }
+    let timeout = context.config.connect_timeout;
+    let left = context.deadline.saturating_duration_since(Instant::now());
+    let value = context.store.get(ROOT_KEY, left).map_err(|cause| {
+        if Instant::now() >= context.deadline { context.missing(vec![0], timeout) } else { context.store_failed(cause) }
     })?;
-    let notice = serde_json::from_slice(&value).map_err(|error| match serde_json::from_slice(&value) {
-        Ok(Built { build }) if build != Build::own() => another_build(party, &build),
-        _ => party.store_failed(format!("the value is not what rank 0 writes: {error}")),
+    let record = serde_json::from_slice(&value).map_err(|error| match serde_json::from_slice(&value) {
+        Ok(Built { build }) if build != Build::own() => another_build(context, &build),
+        _ => context.store_failed(format!("the value is not what rank 0 writes: {error}")),
     })?;
-    // Where another build's notice reads like this one's, rank 0 too is told of the difference.
-    match notice {
-        Notice { build, root: RootNotice::Here(record) } => Ok((build, record)),
-        Notice { root: RootNotice::Failed { cause }, .. } => Err(party.unreachable(Rank(0), cause)),
+    // A record of another build that can be read leads to rank 0, which then learns of the difference too.
+    match record {
+        StoreRecord { build, root: RootRecord::Listening(address) } => Ok((build, address)),
+        StoreRecord { root: RootRecord::Failed { cause }, .. } => Err(context.unreachable(Rank(0), cause)),
     }
 }
 
-/// Where to look for rank 0, the most likely first; the error says why there is no way.
-pub(super) fn routes(record: &Record, here: &Host) -> Result<Vec<SocketAddr>, String> {
+/// The addresses at which to try rank 0, the most likely first. The error says why there are none.
+pub(super) fn routes(root: &RootAddress, here: &Host) -> Result<Vec<SocketAddr>, String> {
     let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
-    let together = record.host.id == here.id && record.host.machine == here.machine;
-    let mut addresses = if together { loopback.to_vec() } else { Vec::new() };
-    // On another machine, this machine's loopback would answer for rank 0's.
-    let leads_there = |address: &IpAddr| record.host.machine == here.machine || !address.is_loopback();
-    addresses.extend(record.addresses.iter().filter(|address| leads_there(address)));
+    let same_host = root.host.id == here.id && root.host.machine == here.machine;
+    let mut addresses = if same_host { loopback.to_vec() } else { Vec::new() };
+    // From another machine, a loopback address leads to this machine and not to rank 0's.
+    let leads_there = |address: &IpAddr| root.host.machine == here.machine || !address.is_loopback();
+    addresses.extend(root.addresses.iter().filter(|address| leads_there(address)));
     if addresses.is_empty() {
         return Err(format!(
             "it runs on host `{}` and this rank on host `{}`, but it has loopback addresses only: {:?}; \
              see the option socket_ifname",
-            record.host.id, here.id, record.addresses
+            root.host.id, here.id, root.addresses
         ));
     }
-    Ok(addresses.into_iter().map(|address| SocketAddr::new(address, record.port)).collect())
+    Ok(addresses.into_iter().map(|address| SocketAddr::new(address, root.port)).collect())
 }
 
 /// Why one address did not lead to rank 0.
-enum Dead {
-    /// Nobody is there, or somebody else.
-    End(String),
-    /// It may yet.
-    Busy(String),
-    /// This process lacks what it takes to call.
-    Here(io::Error),
+enum ConnectError {
+    /// Nothing listens there, or something that is not rank 0.
+    Fatal(String),
+    /// Another attempt may succeed.
+    Retry(String),
+    /// This process lacks a resource, such as file descriptors.
+    Shortage(io::Error),
 }
 
-/// A connection to rank 0 on which both sides have proved themselves.
-fn reach(party: &Party<'_>, keys: &Keys, tls: Option<&Tls>, routes: &[SocketAddr]) -> Result<Stream, InitError> {
+/// Connects to rank 0 by the first of `routes` that leads there. Tries again until the deadline.
+fn connect_any(
+    context: &JoinContext<'_>,
+    keys: &Keys,
+    tls: Option<&Tls>,
+    routes: &[SocketAddr],
+) -> Result<Stream, InitError> {
     let mut refusals = 0;
     let mut pause = FIRST_PAUSE;
     loop {
         let mut causes = Vec::with_capacity(routes.len());
-        let (mut all_end, mut lack) = (true, None);
+        let (mut all_fatal, mut lack) = (true, None);
         for route in routes {
-            let left = party.deadline.saturating_duration_since(Instant::now());
-            match call(*route, keys, tls, party.rank, left.min(CALL_PATIENCE)) {
+            let left = context.deadline.saturating_duration_since(Instant::now());
+            match connect(*route, keys, tls, context.rank, left.min(CONNECT_TIMEOUT)) {
                 Ok(stream) => return Ok(stream),
-                Err(Dead::End(cause)) => causes.push(format!("{route}: {cause}")),
-                Err(Dead::Busy(cause)) => {
-                    all_end = false;
+                Err(ConnectError::Fatal(cause)) => causes.push(format!("{route}: {cause}")),
+                Err(ConnectError::Retry(cause)) => {
+                    all_fatal = false;
                     causes.push(format!("{route}: {cause}"));
                 }
-                Err(Dead::Here(error)) => {
-                    all_end = false;
+                Err(ConnectError::Shortage(error)) => {
+                    all_fatal = false;
                     lack = Some(error);
                 }
             }
         }
-        refusals += u32::from(all_end);
-        if refusals >= REFUSALS || Instant::now() + pause >= party.deadline {
+        refusals += u32::from(all_fatal);
+        if refusals >= REFUSALS_MAX || Instant::now() + pause >= context.deadline {
             if let Some(error) = lack {
-                let cause = shortage::describe(&error, party.size);
-                return Err(party.system("a connection to rank 0", &io::Error::new(error.kind(), cause)));
+                let cause = shortage::describe(&error, context.size);
+                return Err(context.os_error("a connection to rank 0", &io::Error::new(error.kind(), cause)));
             }
-            let hint = if all_end { " (either rank 0 has ended, or a firewall stands between)" } else { "" };
-            return Err(party.unreachable(Rank(0), format!("{}{hint}", causes.join("; "))));
+            let hint = if all_fatal { " (either rank 0 has ended, or a firewall stands between)" } else { "" };
+            return Err(context.unreachable(Rank(0), format!("{}{hint}", causes.join("; "))));
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
 }
 
-fn call(route: SocketAddr, keys: &Keys, tls: Option<&Tls>, rank: Rank, patience: Duration) -> Result<Stream, Dead> {
-    let deadline = Instant::now() + patience;
-    // The system refuses to wait for no time at all.
-    let connected = TcpStream::connect_timeout(&route, patience.max(Duration::from_millis(1)));
+/// Connects to one address. Both sides have proved that they know the secret when this returns.
+fn connect(
+    route: SocketAddr,
+    keys: &Keys,
+    tls: Option<&Tls>,
+    rank: Rank,
+    timeout: Duration,
+) -> Result<Stream, ConnectError> {
+    let deadline = Instant::now() + timeout;
+    // The system call rejects a timeout of zero.
+    let connected = TcpStream::connect_timeout(&route, timeout.max(Duration::from_millis(1)));
     let socket = connected.map_err(|error| match error.kind() {
         ErrorKind::TimedOut | ErrorKind::WouldBlock | ErrorKind::Interrupted | ErrorKind::ConnectionReset => {
-            Dead::Busy(error.to_string())
+            ConnectError::Retry(error.to_string())
         }
-        _ if limits::is_shortage(&error) => Dead::Here(error),
-        _ => Dead::End(error.to_string()),
+        _ if limits::is_shortage(&error) => ConnectError::Shortage(error),
+        _ => ConnectError::Fatal(error.to_string()),
     })?;
-    let busy = |error: io::Error| match error.kind() {
-        ErrorKind::UnexpectedEof => Dead::Busy("it hung up".to_string()),
-        ErrorKind::InvalidData => Dead::End(error.to_string()),
-        _ => Dead::Busy(error.to_string()),
+    let failed = |error: io::Error| match error.kind() {
+        ErrorKind::UnexpectedEof => ConnectError::Retry("it hung up".to_string()),
+        ErrorKind::InvalidData => ConnectError::Fatal(error.to_string()),
+        _ => ConnectError::Retry(error.to_string()),
     };
-    socket.set_nodelay(true).map_err(busy)?;
+    socket.set_nodelay(true).map_err(failed)?;
     let mut stream = Stream::open(socket, tls);
-    let introduction = Introduction::new(rank).map_err(busy)?;
-    write(&mut stream, &introduction.hello(), deadline).map_err(busy)?;
-    let challenge = read(&mut stream, NONCE_BYTES + PROOF_BYTES, deadline).map_err(busy)?;
+    let joiner = JoinerState::new(rank).map_err(failed)?;
+    write(&mut stream, &joiner.hello(), deadline).map_err(failed)?;
+    let challenge = read(&mut stream, NONCE_BYTES + PROOF_BYTES, deadline).map_err(failed)?;
     let challenge = challenge.as_slice().try_into().expect("as many bytes as were asked for");
-    let proof = introduction.answer(keys, stream.binding(), challenge);
-    let proof = proof.ok_or_else(|| Dead::End("something answers that does not know the secret".to_string()))?;
-    write(&mut stream, &proof, deadline).map_err(busy)?;
+    let proof = joiner.answer(keys, stream.binding(), challenge);
+    let proof =
+        proof.ok_or_else(|| ConnectError::Fatal("something answers that does not know the secret".to_string()))?;
+    write(&mut stream, &proof, deadline).map_err(failed)?;
     Ok(stream)
 }
 
-fn exchange(stream: &mut Stream, arrival: &[u8], deadline: Instant) -> io::Result<Reply> {
-    write(stream, arrival, deadline)?;
+fn exchange(stream: &mut Stream, request: &[u8], deadline: Instant) -> io::Result<JoinReply> {
+    write(stream, request, deadline)?;
     let length = read(stream, size_of::<u32>(), deadline)?;
-    let length = frame_length(&length, TABLE_LIMIT).map_err(io::Error::other)?;
+    let length = frame_length(&length, TABLE_BYTES_MAX).map_err(io::Error::other)?;
     Ok(serde_json::from_slice(&read(stream, length, deadline)?)?)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::protocol::Secret;
     use super::*;
+    use crate::comm::bootstrap::protocol::Secret;
 
     fn host(id: &str, machine: &str) -> Host {
         Host { id: id.to_string(), machine: machine.to_string() }
     }
 
-    fn record(addresses: &[&str]) -> Record {
-        Record {
+    fn root(addresses: &[&str]) -> RootAddress {
+        RootAddress {
             host: host("a", "m"),
             addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
             port: 7,
-            patience: Duration::from_secs(1),
+            timeout: Duration::from_secs(1),
             keys: Keys { comm_id: [0; 16], secret: Secret::new([0; 32]) },
-            mixes: false,
+            uses_job_secret: false,
             protection: Protection::None,
         }
     }
 
     fn way(addresses: &[&str], here: &Host) -> Vec<String> {
-        routes(&record(addresses), here).unwrap().iter().map(ToString::to_string).collect()
+        routes(&root(addresses), here).unwrap().iter().map(ToString::to_string).collect()
     }
 
     #[test]
-    fn a_neighbour_tries_loopback_first() {
+    fn a_rank_of_the_same_host_tries_loopback_first() {
         assert_eq!(way(&["10.0.0.1"], &host("a", "m")), ["127.0.0.1:7", "[::1]:7", "10.0.0.1:7"]);
         assert_eq!(way(&["10.0.0.1"], &host("b", "m")), ["10.0.0.1:7"]);
         assert_eq!(way(&["127.0.0.1"], &host("b", "m")), ["127.0.0.1:7"]);
@@ -290,7 +304,7 @@ mod tests {
 
     #[test]
     fn loopback_leads_nowhere_on_another_machine() {
-        let error = routes(&record(&["127.0.0.1", "::1"]), &host("b", "n")).unwrap_err();
+        let error = routes(&root(&["127.0.0.1", "::1"]), &host("b", "n")).unwrap_err();
         assert!(error.contains("`a`") && error.contains("`b`") && error.contains("127.0.0.1, ::1"), "{error}");
     }
 }

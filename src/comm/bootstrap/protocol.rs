@@ -1,17 +1,17 @@
-//! What two processes say to each other while a rank joins: a mutual proof of the job's secret, then bounded frames.
+//! The messages of the bootstrap: a mutual proof that both sides know the secret, then bounded frames.
 //!
 //! ```text
 //! joiner                                   rank 0
 //!   HELLO  rank  nonce          ───────►
 //!                               ◄───────   nonce  HMAC("rank 0", …)
 //!   HMAC("joiner", …)           ───────►
-//!   length  JSON Arrival        ───────►
-//!                               ◄───────   length  JSON Reply
+//!   length  JSON JoinRequest    ───────►
+//!                               ◄───────   length  JSON JoinReply
 //! ```
 //!
-//! Both proofs cover both nonces, the communicator's id, the joiner's rank and what is unique to the TLS session, so that
-//! none can be used twice, sent back or passed on. Until the joiner's proof is checked, rank 0 reads messages of fixed
-//! length only. All of it goes through TLS if rank 0 has it; a joiner that cannot take part there says why without.
+//! Both proofs cover both nonces, the communicator's id, the joiner's rank and the TLS session's binding. No proof can
+//! therefore be used twice, sent back or passed on. Until it has checked the joiner's proof, rank 0 reads messages of
+//! fixed length only. All messages go through TLS if rank 0 uses it; a joiner that cannot use TLS says why without it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -32,11 +32,11 @@ use crate::transport::auth::Binding;
 pub use crate::transport::auth::Secret;
 use crate::types::Rank;
 
-/// The longest description of one rank.
-pub(super) const INFO_LIMIT: usize = 64 << 10;
+/// The size limit of one rank's description.
+pub(super) const INFO_BYTES_MAX: usize = 64 << 10;
 
-/// The longest table of all ranks.
-pub(super) const TABLE_LIMIT: usize = 64 << 20;
+/// The size limit of the table of all ranks.
+pub(super) const TABLE_BYTES_MAX: usize = 64 << 20;
 
 pub(super) const PROOF_BYTES: usize = 32;
 pub(super) const NONCE_BYTES: usize = 32;
@@ -45,22 +45,22 @@ pub(super) const HELLO: &[u8; 8] = b"ncclx_rs";
 const HELLO_BYTES: usize = HELLO.len() + size_of::<u32>() + NONCE_BYTES;
 const LENGTH_BYTES: usize = size_of::<u32>();
 
-/// What tells a communicator's connections from all others.
+/// The keys of one communicator's connections.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Keys {
     /// Names this communicator among all.
     pub comm_id: [u8; 16],
-    /// What its connections prove to know.
+    /// Both sides of each connection prove that they know it.
     pub secret: Secret,
 }
 
 impl Keys {
-    /// Keys that nobody has had before, from the operating system's randomness.
+    /// Fresh keys, from the operating system's randomness.
     pub fn random() -> io::Result<Keys> {
         Ok(Keys { comm_id: random()?, secret: Secret::new(random()?) })
     }
 
-    /// The keys that are used where ranks know `shared` beside those that rank 0 has published.
+    /// These keys, which rank 0 has published, mixed with the secret that the ranks got in another way.
     pub(super) fn mixed(&self, shared: Option<&Secret>) -> Keys {
         let secret = shared.map_or(self.secret, |shared| shared.derive("ncclx_rs communicator", self.secret.bytes()));
         Keys { secret, ..*self }
@@ -78,7 +78,7 @@ impl Keys {
     }
 }
 
-/// What the settings say that ranks know beside the store, in one secret; none if they say nothing.
+/// The job secret and the group secret of the settings in one; none if neither is set.
 pub fn shared_secret(config: &Config) -> Result<Option<Secret>, InitError> {
     let (job, group) = (config.job_secret.read("job_secret")?, config.group_secret.read("group_secret")?);
     Ok(match (job, group) {
@@ -100,7 +100,7 @@ pub struct RankInfo {
     pub host_id: String,
     /// For each transport by name, what peers need to reach this rank.
     pub addresses: BTreeMap<String, Vec<u8>>,
-    /// Its process, for those on the same host.
+    /// Its process, for ranks of the same host.
     pub process: ProcessId,
     /// The CPUs it may run on.
     pub cpus: Cpus,
@@ -110,7 +110,7 @@ pub struct RankInfo {
     pub world_size: u32,
     /// The communicator's name.
     pub name: String,
-    /// The algorithm it asks for, if it does. Rank 0's holds for all; where another rank asks for another, no rank joins.
+    /// The algorithm that its settings ask for. Rank 0's holds for all ranks; joining fails if another rank asks for another.
     pub algorithm: Option<String>,
 }
 
@@ -128,24 +128,24 @@ mod rank_number {
     }
 }
 
-/// What a joiner says after its proof: itself, or why it cannot take part.
-pub(super) type Arrival = Result<RankInfo, String>;
+/// The joiner's message after its proof: its description, or why it cannot join.
+pub(super) type JoinRequest = Result<RankInfo, String>;
 
-/// What all ranks know once they are complete.
+/// What all ranks know once all have joined.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct World {
     /// Every rank, in order.
     pub(super) ranks: Vec<RankInfo>,
-    /// Rank 0's tuning file, so that all choose the same algorithms.
+    /// Rank 0's tuning file, so that all ranks choose the same algorithms.
     pub(super) tuning: Tuning,
 }
 
-/// Rank 0's last word.
+/// Rank 0's answer, the last message.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Reply {
-    /// All have joined.
+pub(super) enum JoinReply {
+    /// All ranks have joined.
     Complete(World),
-    /// Some have not.
+    /// Some ranks have not joined in time.
     Missing { missing: Vec<u32>, waited: Duration },
     /// The ranks do not fit together.
     Refused { cause: String },
@@ -158,22 +158,22 @@ struct Nonces {
     binding: Binding,
 }
 
-/// The joiner's half of the proof; the connection is its caller's.
-pub(super) struct Introduction {
+/// The joiner's half of the proof. The caller moves the bytes.
+pub(super) struct JoinerState {
     rank: Rank,
     nonce: [u8; NONCE_BYTES],
 }
 
-impl Introduction {
+impl JoinerState {
     pub(super) fn new(rank: Rank) -> io::Result<Self> {
-        Ok(Introduction { rank, nonce: random()? })
+        Ok(JoinerState { rank, nonce: random()? })
     }
 
     pub(super) fn hello(&self) -> Vec<u8> {
         [HELLO.as_slice(), &self.rank.0.to_le_bytes(), &self.nonce].concat()
     }
 
-    /// The joiner's proof in answer to rank 0's nonce and proof; none when that proof is false.
+    /// The joiner's proof in answer to rank 0's challenge; none if the proof in the challenge is false.
     pub(super) fn answer(
         &self,
         keys: &Keys,
@@ -187,8 +187,8 @@ impl Introduction {
     }
 }
 
-/// Rank 0's half of the proof, up to the joiner's description of itself: messages in, answers out.
-pub(super) struct Reception {
+/// Rank 0's half of the proof, up to the joiner's description. The caller moves the bytes.
+pub(super) struct RootState {
     stage: Stage,
 }
 
@@ -200,19 +200,19 @@ enum Stage {
     Done,
 }
 
-/// What comes of a message.
+/// What rank 0 does after a message.
 pub(super) enum Next {
-    /// Nothing until the next message.
-    Listen,
-    /// These bytes go out.
-    Say(Vec<u8>),
-    /// The joiner has proved itself and said all it has to say.
-    Joined(Rank, Box<Arrival>),
+    /// Reads the next message.
+    Read,
+    /// Writes these bytes, then reads the next message.
+    Write(Vec<u8>),
+    /// The joiner has proved that it knows the secret, and sent its request.
+    Joined(Rank, Box<JoinRequest>),
 }
 
-impl Reception {
+impl RootState {
     pub(super) fn new() -> Self {
-        Reception { stage: Stage::Hello }
+        RootState { stage: Stage::Hello }
     }
 
     /// The length of the next message; none after the last.
@@ -226,26 +226,26 @@ impl Reception {
         }
     }
 
-    /// Takes a message of the expected length from a connection with this `binding`; the error says why the sender does
-    /// not belong here.
-    pub(super) fn take(&mut self, keys: &Keys, binding: Binding, message: &[u8]) -> Result<Next, String> {
+    /// Handles a message of the expected length from a connection with this `binding`. The error says why the sender is
+    /// refused.
+    pub(super) fn receive(&mut self, keys: &Keys, binding: Binding, message: &[u8]) -> Result<Next, String> {
         match std::mem::replace(&mut self.stage, Stage::Done) {
             Stage::Hello => self.challenge(keys, binding, message),
             Stage::Proof(rank, nonces) => {
                 let proved = keys.mac("joiner", rank, &nonces).verify_slice(message);
                 proved.map_err(|_| "it does not know the secret".to_string())?;
                 self.stage = Stage::Length(rank);
-                Ok(Next::Listen)
+                Ok(Next::Read)
             }
             Stage::Length(rank) => {
-                self.stage = Stage::Info(rank, frame_length(message, INFO_LIMIT)?);
-                Ok(Next::Listen)
+                self.stage = Stage::Info(rank, frame_length(message, INFO_BYTES_MAX)?);
+                Ok(Next::Read)
             }
             Stage::Info(rank, _) => {
-                let arrival: Arrival = serde_json::from_slice(message).map_err(|error| error.to_string())?;
-                match &arrival {
+                let request: JoinRequest = serde_json::from_slice(message).map_err(|error| error.to_string())?;
+                match &request {
                     Ok(info) if info.rank != rank => Err(format!("it is rank {rank} and rank {} at once", info.rank)),
-                    _ => Ok(Next::Joined(rank, Box::new(arrival))),
+                    _ => Ok(Next::Joined(rank, Box::new(request))),
                 }
             }
             Stage::Done => Err("it speaks out of turn".to_string()),
@@ -262,11 +262,11 @@ impl Reception {
         let proof = keys.mac("rank 0", rank, &nonces).finalize().into_bytes();
         let challenge = [nonces.root.as_slice(), &proof].concat();
         self.stage = Stage::Proof(rank, nonces);
-        Ok(Next::Say(challenge))
+        Ok(Next::Write(challenge))
     }
 }
 
-/// A message behind its length.
+/// A message with its length in front.
 pub(super) fn frame(body: &impl Serialize, limit: usize) -> Result<Vec<u8>, String> {
     let body = serde_json::to_vec(body).map_err(|error| error.to_string())?;
     let length = u32::try_from(body.len()).ok().filter(|_| body.len() <= limit);
@@ -274,7 +274,7 @@ pub(super) fn frame(body: &impl Serialize, limit: usize) -> Result<Vec<u8>, Stri
     Ok([length.to_le_bytes().as_slice(), &body].concat())
 }
 
-/// The length that stands before a message.
+/// The length in front of a message.
 pub(super) fn frame_length(header: &[u8], limit: usize) -> Result<usize, String> {
     let length = u32::from_le_bytes(header.try_into().map_err(|_| "a length has four bytes".to_string())?);
     match usize::try_from(length) {
@@ -296,34 +296,36 @@ mod tests {
     const PLAIN: Binding = [0; 32];
 
     fn talk(joiner: &Keys, root: &Keys) -> Result<(), String> {
-        let introduction = Introduction::new(Rank(3)).unwrap();
-        let mut reception = Reception::new();
-        let Next::Say(challenge) = reception.take(root, PLAIN, &introduction.hello())? else { panic!("no challenge") };
+        let joiner_state = JoinerState::new(Rank(3)).unwrap();
+        let mut root_state = RootState::new();
+        let Next::Write(challenge) = root_state.receive(root, PLAIN, &joiner_state.hello())? else {
+            panic!("no challenge")
+        };
         let challenge = challenge.as_slice().try_into().unwrap();
-        let proof = introduction.answer(joiner, PLAIN, challenge).ok_or("rank 0 does not know the secret")?;
-        reception.take(root, PLAIN, &proof).map(|_| ())
+        let proof = joiner_state.answer(joiner, PLAIN, challenge).ok_or("rank 0 does not know the secret")?;
+        root_state.receive(root, PLAIN, &proof).map(|_| ())
     }
 
     #[test]
     fn equal_keys_agree_and_others_do_not() {
         let keys = Keys::random().unwrap();
         assert_eq!(talk(&keys, &keys), Ok(()));
-        let stranger = Keys { secret: Secret::new([7; 32]), ..keys.clone() };
-        assert!(talk(&stranger, &keys).is_err());
+        let other_secret = Keys { secret: Secret::new([7; 32]), ..keys.clone() };
+        assert!(talk(&other_secret, &keys).is_err());
         let mixed = keys.mixed(Some(&Secret::new([7; 32])));
         assert_eq!(talk(&mixed, &mixed), Ok(()));
         assert!(talk(&keys, &mixed).is_err());
-        let neighbour = Keys { comm_id: [7; 16], ..keys.clone() };
-        assert!(talk(&neighbour, &keys).is_err());
+        let other_comm = Keys { comm_id: [7; 16], ..keys.clone() };
+        assert!(talk(&other_comm, &keys).is_err());
     }
 
     #[test]
     fn a_proof_cannot_be_sent_back() {
         let keys = Keys::random().unwrap();
-        let mut reception = Reception::new();
-        let hello = Introduction::new(Rank(1)).unwrap().hello();
-        let Ok(Next::Say(challenge)) = reception.take(&keys, PLAIN, &hello) else { panic!("no challenge") };
-        assert!(reception.take(&keys, PLAIN, &challenge[NONCE_BYTES..]).is_err());
+        let mut root_state = RootState::new();
+        let hello = JoinerState::new(Rank(1)).unwrap().hello();
+        let Ok(Next::Write(challenge)) = root_state.receive(&keys, PLAIN, &hello) else { panic!("no challenge") };
+        assert!(root_state.receive(&keys, PLAIN, &challenge[NONCE_BYTES..]).is_err());
     }
 
     #[test]
@@ -346,26 +348,26 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_cannot_be_said_again() {
+    fn a_proof_cannot_be_replayed() {
         let keys = Keys::random().unwrap();
-        let introduction = Introduction::new(Rank(1)).unwrap();
+        let joiner_state = JoinerState::new(Rank(1)).unwrap();
         let mut proof = None;
-        for reception in [&mut Reception::new(), &mut Reception::new()] {
-            let Ok(Next::Say(challenge)) = reception.take(&keys, PLAIN, &introduction.hello()) else {
+        for root_state in [&mut RootState::new(), &mut RootState::new()] {
+            let Ok(Next::Write(challenge)) = root_state.receive(&keys, PLAIN, &joiner_state.hello()) else {
                 panic!("no challenge")
             };
             let challenge = challenge.as_slice().try_into().unwrap();
             let again = proof.is_some();
-            let proof = proof.get_or_insert_with(|| introduction.answer(&keys, PLAIN, challenge).unwrap());
-            assert_eq!(reception.take(&keys, PLAIN, proof).is_err(), again);
+            let proof = proof.get_or_insert_with(|| joiner_state.answer(&keys, PLAIN, challenge).unwrap());
+            assert_eq!(root_state.receive(&keys, PLAIN, proof).is_err(), again);
         }
     }
 
     #[test]
-    fn strangers_and_long_messages_are_refused() {
+    fn foreign_protocols_and_long_messages_are_refused() {
         let keys = Keys::random().unwrap();
-        assert!(Reception::new().take(&keys, PLAIN, &[b'G'; HELLO_BYTES]).is_err());
-        assert!(frame_length(&u32::MAX.to_le_bytes(), INFO_LIMIT).is_err());
-        assert!(frame(&vec![0u8; INFO_LIMIT], INFO_LIMIT).is_err());
+        assert!(RootState::new().receive(&keys, PLAIN, &[b'G'; HELLO_BYTES]).is_err());
+        assert!(frame_length(&u32::MAX.to_le_bytes(), INFO_BYTES_MAX).is_err());
+        assert!(frame(&vec![0u8; INFO_BYTES_MAX], INFO_BYTES_MAX).is_err());
     }
 }

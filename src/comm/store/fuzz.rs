@@ -1,10 +1,9 @@
-//! A client of the store's server that says what the fuzzer likes, and a server that answers so.
+//! Fuzz target of the store: the requests of one connection, and the server's replies.
 
 use std::time::Instant;
 
-use super::VALUE_LIMIT;
-use super::protocol::{REPLY_HEADER_BYTES, Reply};
-use super::server::{Client, SHELF_LIMIT, Shelf};
+use super::protocol::{REPLY_HEADER_BYTES, Reply, VALUE_LIMIT};
+use super::server::{Client, VALUES_BYTES_MAX, Values};
 use crate::fuzz_input::{Input, Wire};
 
 /// Requests of one connection, or a reply.
@@ -13,15 +12,15 @@ pub(crate) fn store(bytes: &[u8]) {
     if input.byte().is_multiple_of(4) {
         return reply(input);
     }
-    let mut shelf = Shelf::new(SHELF_LIMIT);
-    shelf.set("known", b"value");
+    let mut values = Values::new(VALUES_BYTES_MAX);
+    values.set("known", b"value");
     let mut client = Client::new(Wire::new(input), ([127, 0, 0, 1], 1).into(), None);
-    while !client.gone {
-        client.step(|client| client.advance(&mut shelf));
-        // No time passes for a client that waits: nobody else will set its key.
-        client.step(|client| client.look(&shelf, Instant::now()));
+    while !client.is_closed {
+        client.step(|client| client.advance(&mut values));
+        // No time passes for a client that waits: no other client will set its key.
+        client.step(|client| client.answer_or_expire(&values, Instant::now()));
     }
-    assert!(shelf.get("known").is_some(), "a client took away what another had set");
+    assert!(values.get("known").is_some(), "a client took away what another had set");
 }
 
 fn reply(mut input: Input<'_>) {

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::Store;
+use super::interface::Store;
 use crate::sync::{Condvar, Mutex, lock};
 
-/// A store within one process.
+/// A store within one process, whose ranks are threads.
 #[derive(Debug, Default)]
 pub struct MemoryStore {
     values: Mutex<HashMap<String, Vec<u8>>>,

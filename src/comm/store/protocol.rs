@@ -1,19 +1,20 @@
-//! What a client and the server of a [`TcpStore`](super::TcpStore) say to each other.
+//! The wire protocol between a client and the server of a [`TcpStore`](super::TcpStore).
 //!
 //! A connection carries one request at a time, each answered by one reply. Numbers are little endian.
 //!
 //! ```text
 //! request   "ncclxkv1"   kind u8   key length u32   value length u32   wait u64   key   value
-//!           kinds: 1 ping, 2 set, 3 get; wait is the milliseconds a get gives its key to be set
-//!                  4 greet, answered by a challenge; 5 prove, with the answer as value, answered by a proof: a store
-//!                  with a secret serves nobody else (the messages are those of `transport/auth.rs`)
+//!           kinds: 1 ping, 2 set, 3 get; wait is how many milliseconds a get waits for its key to be set
+//!                  4 greet, answered by a challenge; 5 prove, with the answer as value, answered by a proof
+//!                  (the messages of `transport/auth.rs`; a store with a secret serves authenticated clients only)
 //! reply     kind u8   length u32   bytes
 //!           kinds: 1 done, 2 value, 3 absent, 4 refused (the bytes say why)
 //! ```
 
 use std::time::Duration;
 
-use crate::transport::auth::ANSWER_BYTES;
+use crate::transport::auth::{ANSWER_BYTES, Identity, Secret};
+use crate::types::Rank;
 
 /// The longest key of a [`TcpStore`](super::TcpStore), in bytes.
 pub const KEY_LIMIT: usize = 4 << 10;
@@ -37,22 +38,22 @@ const VALUE: u8 = 2;
 const ABSENT: u8 = 3;
 const REFUSED: u8 = 4;
 
-/// What a client asks for.
+/// A client's request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request<'a> {
-    /// Whether a store answers at all.
+    /// Asks whether a store answers.
     Ping,
     /// Binds the key to the value.
     Set { key: &'a str, value: &'a [u8] },
-    /// Wants the key's value, once it is there.
+    /// Asks for the key's value, and waits up to `wait` until it is set.
     Get { key: &'a str, wait: Duration },
-    /// Wants to prove that it knows the secret.
+    /// Begins the proof that the client knows the secret.
     Greet,
-    /// Proves it.
+    /// Proves that the client knows the secret.
     Prove { answer: &'a [u8; ANSWER_BYTES] },
 }
 
-/// The fixed part of a request: what follows it, within the limits.
+/// The fixed part of a request. Its lengths are within the limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     kind: u8,
@@ -84,19 +85,19 @@ impl Header {
         if fits { Ok(header) } else { Err(format!("it asks for something unknown, of kind {}", header.kind)) }
     }
 
-    /// Whether it belongs to the proof of the secret.
+    /// Whether the request belongs to the proof of the secret.
     pub(super) fn is_proof(self) -> bool {
         matches!(self.kind, GREET | PROVE)
     }
 
-    /// The bytes that follow.
+    /// The number of bytes that follow.
     pub(super) fn body(self) -> usize {
         self.key + self.value
     }
 }
 
 impl<'a> Request<'a> {
-    /// Reads the request that `header` announced from the bytes behind it.
+    /// Parses the request that `header` announced from the bytes that follow it.
     pub(super) fn parse(header: Header, body: &'a [u8]) -> Result<Self, String> {
         let parts = body.split_at_checked(header.key).filter(|(_, value)| value.len() == header.value);
         let (key, value) = parts.ok_or("its request has another length than announced")?;
@@ -110,7 +111,7 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// The request as it travels; the error says what is too long.
+    /// The request's bytes. The error says what is too long.
     pub(super) fn encode(&self) -> Result<Vec<u8>, String> {
         let (kind, key, value, wait) = match *self {
             Request::Ping => (PING, "", [].as_slice(), Duration::ZERO),
@@ -127,21 +128,21 @@ impl<'a> Request<'a> {
     }
 }
 
-/// What the server answers.
+/// The server's reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Reply {
-    /// It is done.
+    /// The request is done.
     Done,
-    /// The value asked for.
+    /// The key's value.
     Value(Vec<u8>),
     /// The key was not set in time.
     Absent,
-    /// The request cannot be served.
+    /// The server refuses the request, for this reason.
     Refused(String),
 }
 
 impl Reply {
-    /// The reply as it travels.
+    /// The reply's bytes.
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, bytes) = match self {
             Reply::Done => (DONE, [].as_slice()),
@@ -153,14 +154,14 @@ impl Reply {
         [[kind].as_slice(), &length.to_le_bytes(), bytes].concat()
     }
 
-    /// The number of bytes behind a reply's fixed part.
+    /// The number of bytes that follow a reply's fixed part.
     pub(super) fn length(header: &[u8; REPLY_HEADER_BYTES]) -> Result<usize, String> {
         let [_, length @ ..] = *header;
         let length = u32::from_le_bytes(length) as usize;
         within("reply", length, VALUE_LIMIT).map(|_| length)
     }
 
-    /// Reads the reply of which `header` is the fixed part.
+    /// Parses the reply whose fixed part is `header`.
     pub(super) fn parse(header: &[u8; REPLY_HEADER_BYTES], bytes: Vec<u8>) -> Result<Reply, String> {
         match header[0] {
             DONE => Ok(Reply::Done),
@@ -170,6 +171,11 @@ impl Reply {
             kind => Err(format!("it answers something unknown, of kind {kind}")),
         }
     }
+}
+
+/// The identities of a store's proof, like those of a communicator's ranks: 0 is the server, 1 is any client.
+pub(super) fn identity(me: Rank, secret: Secret) -> Identity {
+    Identity { comm: *b"ncclx_rs   store", me, size: 2, secret }
 }
 
 fn within(what: &str, length: usize, limit: usize) -> Result<u32, String> {
@@ -242,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_known_by_their_first_bytes() {
+    fn foreign_protocols_are_refused_by_their_first_bytes() {
         assert!(read(b"GET / HTTP/1.1\r\nHost: example.org\r\n").unwrap_err().contains("does not speak"));
     }
 }

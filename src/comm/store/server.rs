@@ -1,4 +1,5 @@
-//! The process that keeps the values: one thread for all clients, none of which can hold it up.
+//! The server of a [`TcpStore`](super::TcpStore): one thread holds the values and serves all clients. No client can delay
+//! the others.
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -9,51 +10,57 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::identity;
-use super::protocol::{HEADER_BYTES, Header, Reply, Request};
-use crate::comm::bootstrap::later;
-use crate::comm::framing::{Intake, Outgoing, sleep};
+use super::protocol::{HEADER_BYTES, Header, Reply, Request, identity};
+use crate::comm::framing::{ReadBuffer, WriteBuffer, sleep};
+use crate::deadline::deadline_after;
 use crate::sync::Arc;
 use crate::sys::limits;
 use crate::sys::socket;
 use crate::transport::auth::{Acceptor, Secret};
 use crate::types::Rank;
 
-/// How long a client may take to say what it wants, and to take the answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a client may take to send a request, and to read the reply.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long to leave callers waiting after the system refused to take one in.
+/// How long to stop accepting after the system refused to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How many clients may be connected at once; more wait in the kernel.
 const CLIENTS_MAX: usize = 16 << 10;
 
-/// How many callers to take in before those inside have their turn.
+/// How many connections to accept before the connected clients are served again.
 const ACCEPTED_AT_ONCE: usize = 256;
 
 /// The bytes of all keys and values together.
-pub(super) const SHELF_LIMIT: usize = 256 << 20;
+pub(super) const VALUES_BYTES_MAX: usize = 256 << 20;
 
-/// What an entry counts beside its bytes.
+/// What an entry costs beside its bytes.
 const ENTRY_COST: usize = 128;
 
-/// A serving thread; it ends when this is dropped.
+/// The serving thread. It ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct Server {
-    /// Its other end wakes the thread when this one closes.
+    /// Closing this end wakes the thread, which polls the other end.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
-    /// Serves callers of `listener`, which must not block; those alone that know the secret, if there is one.
+    /// Serves the clients that connect to `listener`, which must not block. With a secret, each must prove that it knows it.
     pub(super) fn start(listener: TcpListener, secret: Option<Secret>) -> io::Result<Server> {
         limits::raise_descriptors();
         let (stop, stopped) = UnixStream::pair()?;
-        let shelf = Shelf::new(SHELF_LIMIT);
-        let desk =
-            Desk { listener, secret, stopped, clients: Vec::new(), shelf, rested: Instant::now(), is_refused: false };
-        let thread = std::thread::Builder::new().name("ncclx_rs_store".to_owned()).spawn(move || desk.run())?;
+        let values = Values::new(VALUES_BYTES_MAX);
+        let dispatcher = Dispatcher {
+            listener,
+            secret,
+            stopped,
+            clients: Vec::new(),
+            values,
+            accept_after: Instant::now(),
+            refusal_logged: false,
+        };
+        let thread = std::thread::Builder::new().name("ncclx_rs_store".to_owned()).spawn(move || dispatcher.run())?;
         Ok(Server { stop: Some(stop), thread: Some(thread) })
     }
 }
@@ -67,15 +74,15 @@ impl Drop for Server {
     }
 }
 
-/// Keys and values, within a limit.
-pub(super) struct Shelf {
+/// Keys and values, within a limit of bytes.
+pub(super) struct Values {
     values: HashMap<String, Vec<u8>>,
     room: usize,
 }
 
-impl Shelf {
+impl Values {
     pub(super) fn new(room: usize) -> Self {
-        Shelf { values: HashMap::new(), room }
+        Values { values: HashMap::new(), room }
     }
 
     pub(super) fn set(&mut self, key: &str, value: &[u8]) -> Reply {
@@ -96,19 +103,18 @@ impl Shelf {
     }
 }
 
-struct Desk {
+struct Dispatcher {
     listener: TcpListener,
     secret: Option<Secret>,
     stopped: UnixStream,
     clients: Vec<Client>,
-    shelf: Shelf,
-    /// When to accept again, after the system refused to.
-    rested: Instant,
-    /// The system's refusal has been logged.
-    is_refused: bool,
+    values: Values,
+    /// No connection is accepted before this, since the system has refused one.
+    accept_after: Instant,
+    refusal_logged: bool,
 }
 
-impl Desk {
+impl Dispatcher {
     fn run(mut self) {
         loop {
             match self.wait() {
@@ -126,50 +132,56 @@ impl Desk {
     }
 
     fn accepts(&self, now: Instant) -> bool {
-        self.rested <= now && self.clients.len() < CLIENTS_MAX
+        self.accept_after <= now && self.clients.len() < CLIENTS_MAX
     }
 
-    /// Sleeps until something happens or is due; what happened, by client, or nothing when the thread must end.
+    /// Sleeps until a socket is ready or a time is reached. Returns what is ready, by client; nothing when the thread must end.
     fn wait(&self) -> io::Result<Option<Vec<PollFlags>>> {
         let now = Instant::now();
-        let due = self.clients.iter().map(|client| client.due).chain((self.rested > now).then_some(self.rested)).min();
+        let deadline = self
+            .clients
+            .iter()
+            .map(|client| client.deadline)
+            .chain((self.accept_after > now).then_some(self.accept_after))
+            .min();
         let mut watched: Vec<PollFd<'_>> = self.clients.iter().map(Client::interest).collect();
         watched.push(PollFd::new(&self.stopped, PollFlags::IN));
         if self.accepts(now) {
             watched.push(PollFd::new(&self.listener, PollFlags::IN));
         }
-        sleep(&mut watched, due.map_or(Duration::MAX, |due| due.saturating_duration_since(now)))?;
+        sleep(&mut watched, deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(now)))?;
         let mut ready: Vec<PollFlags> = watched.iter().take(self.clients.len() + 1).map(PollFd::revents).collect();
         Ok(ready.pop().is_some_and(|stopped| stopped.is_empty()).then_some(ready))
     }
 
-    /// Moves on every client that `ready` marks, that waits for what was just set, or whose time is over.
+    /// Advances every client that is ready, whose key was just set, or whose time is over.
     fn serve(&mut self, ready: &[PollFlags]) {
         let now = Instant::now();
         for (client, _) in self.clients.iter_mut().zip(ready).filter(|(_, flags)| !flags.is_empty()) {
-            client.step(|client| client.advance(&mut self.shelf));
+            client.step(|client| client.advance(&mut self.values));
         }
         for client in &mut self.clients {
-            client.step(|client| client.look(&self.shelf, now));
+            client.step(|client| client.answer_or_expire(&self.values, now));
         }
-        self.clients.retain(|client| !client.gone);
+        self.clients.retain(|client| !client.is_closed);
     }
 
     fn accept(&mut self) {
         for _ in 0..ACCEPTED_AT_ONCE {
+        for _ in 0..ACCEPTED_AT_ONCE {
             match socket::admit(self.listener.accept(), |(stream, from)| Client::admit(stream, from, self.secret)) {
                 Ok(Some(client)) => {
-                    self.is_refused = false;
+                    self.refusal_logged = false;
                     self.clients.push(client);
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                // The caller hung up before it was its turn.
+                // The client closed the connection before it was accepted.
                 Ok(None) => {}
                 Err(error) => {
-                    if !std::mem::replace(&mut self.is_refused, true) {
+                    if !std::mem::replace(&mut self.refusal_logged, true) {
                         log::warn!("the store cannot take a client in, trying again: {error}");
                     }
-                    self.rested = Instant::now() + ACCEPT_PAUSE;
+                    self.accept_after = Instant::now() + ACCEPT_PAUSE;
                     break;
                 }
             }
@@ -179,29 +191,29 @@ impl Desk {
 
 /// What a client does.
 enum Stage {
-    /// Says what kind of request it has.
+    /// Sends the fixed part of a request.
     Header,
-    /// Says the rest of it.
+    /// Sends the rest of it.
     Body(Header),
     /// Waits for a key.
     Waiting(String),
-    /// Takes an answer after which there is no other.
+    /// Reads its last reply.
     Leaving,
 }
 
-/// How a connection ends.
-pub(super) enum End {
-    /// By the client, or after its last answer.
-    Left,
-    /// By the server, which says why.
-    Dropped(String),
+/// Why a connection is closed.
+pub(super) enum Closing {
+    /// The client has closed it, or has had its last reply.
+    Done,
+    /// The server closes it, for this reason.
+    Failed(String),
 }
 
-impl From<io::Error> for End {
+impl From<io::Error> for Closing {
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            ErrorKind::UnexpectedEof => End::Left,
-            _ => End::Dropped(error.to_string()),
+            ErrorKind::UnexpectedEof => Closing::Done,
+            _ => Closing::Failed(error.to_string()),
         }
     }
 }
@@ -209,14 +221,14 @@ impl From<io::Error> for End {
 pub(super) struct Client<S = TcpStream> {
     stream: S,
     from: SocketAddr,
-    /// The proof that it still owes.
-    owed: Option<Acceptor>,
+    /// Checks the proof that the client still has to give.
+    acceptor: Option<Acceptor>,
     stage: Stage,
-    /// When the stage must be over.
-    due: Instant,
-    intake: Intake,
-    outgoing: Outgoing,
-    pub(super) gone: bool,
+    /// When the stage must be over, or the wait for a key.
+    deadline: Instant,
+    incoming: ReadBuffer,
+    outgoing: WriteBuffer,
+    pub(super) is_closed: bool,
 }
 
 impl Client {
@@ -233,50 +245,50 @@ impl Client {
 }
 
 impl<S: Read + Write> Client<S> {
-    /// A client behind a stream that does not block.
+    /// A client on a stream that does not block.
     pub(super) fn new(stream: S, from: SocketAddr, secret: Option<Secret>) -> Self {
         Client {
             stream,
             from: SocketAddr::new(from.ip().to_canonical(), from.port()),
-            owed: secret.map(|secret| Acceptor::new(identity(Rank(0), secret))),
+            acceptor: secret.map(|secret| Acceptor::new(identity(Rank(0), secret))),
             stage: Stage::Header,
-            due: Instant::now() + PATIENCE,
-            intake: Intake::default(),
-            outgoing: Outgoing::default(),
-            gone: false,
+            deadline: Instant::now() + REQUEST_TIMEOUT,
+            incoming: ReadBuffer::default(),
+            outgoing: WriteBuffer::default(),
+            is_closed: false,
         }
     }
 
-    /// Takes a step, unless the client is gone already.
-    pub(super) fn step(&mut self, step: impl FnOnce(&mut Self) -> Result<(), End>) {
-        if self.gone {
+    /// Runs `step`, unless the connection is closed already.
+    pub(super) fn step(&mut self, step: impl FnOnce(&mut Self) -> Result<(), Closing>) {
+        if self.is_closed {
             return;
         }
         match step(self) {
             Ok(()) => {}
-            Err(End::Left) => self.gone = true,
-            Err(End::Dropped(cause)) => {
+            Err(Closing::Done) => self.is_closed = true,
+            Err(Closing::Failed(cause)) => {
                 log::warn!("the store dropped the connection from {}: {cause}", self.from);
-                self.gone = true;
+                self.is_closed = true;
             }
         }
     }
 
-    /// Writes and reads what can be, up to the end of one request.
-    pub(super) fn advance(&mut self, shelf: &mut Shelf) -> Result<(), End> {
+    /// Writes and reads without blocking, up to the end of one request.
+    pub(super) fn advance(&mut self, values: &mut Values) -> Result<(), Closing> {
         self.outgoing.send(&mut self.stream)?;
         while self.outgoing.is_empty() {
-            // From a client that waits no byte comes, but this is how its end shows.
+            // A client that waits sends nothing, but a read notices that it has closed the connection.
             let expected = match self.stage {
                 Stage::Header => HEADER_BYTES,
                 Stage::Body(header) => header.body(),
                 Stage::Waiting(_) => 1,
-                Stage::Leaving => return Err(End::Left),
+                Stage::Leaving => return Err(Closing::Done),
             };
-            if !self.intake.fill(&mut self.stream, expected)? {
+            if !self.incoming.fill(&mut self.stream, expected)? {
                 break;
             }
-            self.take(shelf)?;
+            self.handle(values)?;
             if matches!(self.stage, Stage::Header) {
                 break;
             }
@@ -284,14 +296,14 @@ impl<S: Read + Write> Client<S> {
         Ok(())
     }
 
-    /// Takes a whole message.
-    fn take(&mut self, shelf: &mut Shelf) -> Result<(), End> {
-        let message = self.intake.take();
+    /// Handles a complete message.
+    fn handle(&mut self, values: &mut Values) -> Result<(), Closing> {
+        let message = self.incoming.take();
         match std::mem::replace(&mut self.stage, Stage::Header) {
             Stage::Header => {
                 let header = message.as_slice().try_into().expect("as many bytes as were asked for");
                 match Header::parse(header) {
-                    Ok(header) if self.owed.is_some() && !header.is_proof() => {
+                    Ok(header) if self.acceptor.is_some() && !header.is_proof() => {
                         return self
                             .refuse("it serves those alone that prove to know its secret (job_secret)".to_owned());
                     }
@@ -301,54 +313,60 @@ impl<S: Read + Write> Client<S> {
             }
             Stage::Body(header) => match Request::parse(header, &message) {
                 Ok(Request::Ping) => self.reply(&Reply::Done)?,
-                Ok(Request::Greet) => match &self.owed {
-                    Some(owed) => self.reply(&Reply::Value(owed.challenge().to_vec()))?,
+                Ok(Request::Greet) => match &self.acceptor {
+                    Some(acceptor) => self.reply(&Reply::Value(acceptor.challenge().to_vec()))?,
                     None => return self.refuse("it has no secret (job_secret)".to_owned()),
                 },
-                Ok(Request::Prove { answer }) => match self.owed.take().map(|owed| owed.check(answer, &[0; 32])) {
-                    Some(Ok((_, proof))) => self.reply(&Reply::Value(proof.to_vec()))?,
-                    Some(Err(error)) => return self.refuse(error.to_string()),
-                    None => return Err(End::Dropped("it speaks out of turn".to_owned())),
-                },
-                Ok(Request::Set { key, value }) => self.reply(&shelf.set(key, value))?,
-                Ok(Request::Get { key, wait }) => match shelf.get(key) {
+                Ok(Request::Prove { answer }) => {
+                    match self.acceptor.take().map(|acceptor| acceptor.check(answer, &[0; 32])) {
+                        Some(Ok((_, proof))) => self.reply(&Reply::Value(proof.to_vec()))?,
+                        Some(Err(error)) => return self.refuse(error.to_string()),
+                        None => return Err(Closing::Failed("it speaks out of turn".to_owned())),
+                    }
+                }
+                Ok(Request::Set { key, value }) => self.reply(&values.set(key, value))?,
+                Ok(Request::Get { key, wait }) => match values.get(key) {
                     Some(value) => self.reply(&value)?,
                     None => {
                         self.stage = Stage::Waiting(key.to_owned());
-                        self.due = later(Instant::now(), wait);
+                        self.deadline = deadline_after(Instant::now(), wait);
                     }
                 },
                 Err(cause) => return self.refuse(cause),
             },
-            Stage::Waiting(_) | Stage::Leaving => return Err(End::Dropped("it speaks out of turn".to_owned())),
+            Stage::Waiting(_) | Stage::Leaving => return Err(Closing::Failed("it speaks out of turn".to_owned())),
         }
         Ok(())
     }
 
-    /// Answers a client that waits if it can be, and gives up one whose time is over.
-    pub(super) fn look(&mut self, shelf: &Shelf, now: Instant) -> Result<(), End> {
+    /// Replies to a client whose key is set or whose wait is over; closes a connection that takes too long.
+    pub(super) fn answer_or_expire(&mut self, values: &Values, now: Instant) -> Result<(), Closing> {
         if let Stage::Waiting(key) = &self.stage {
-            let found = shelf.get(key);
-            if let Some(reply) = found.or((self.due <= now).then_some(Reply::Absent)) {
+            let found = values.get(key);
+            if let Some(reply) = found.or((self.deadline <= now).then_some(Reply::Absent)) {
                 self.stage = Stage::Header;
                 return self.reply(&reply);
             }
-        } else if self.due <= now {
-            let idle = matches!(self.stage, Stage::Header) && self.outgoing.is_empty() && self.intake.is_empty();
-            return Err(if idle { End::Left } else { End::Dropped(format!("it took more than {PATIENCE:?}")) });
+        } else if self.deadline <= now {
+            let idle = matches!(self.stage, Stage::Header) && self.outgoing.is_empty() && self.incoming.is_empty();
+            return Err(if idle {
+                Closing::Done
+            } else {
+                Closing::Failed(format!("it took more than {REQUEST_TIMEOUT:?}"))
+            });
         }
         Ok(())
     }
 
-    fn refuse(&mut self, cause: String) -> Result<(), End> {
+    fn refuse(&mut self, cause: String) -> Result<(), Closing> {
         log::warn!("the store refused {}: {cause}", self.from);
         self.stage = Stage::Leaving;
         self.reply(&Reply::Refused(cause))
     }
 
-    fn reply(&mut self, reply: &Reply) -> Result<(), End> {
-        self.due = Instant::now() + PATIENCE;
-        self.outgoing = Outgoing::new(Arc::from(reply.encode()));
+    fn reply(&mut self, reply: &Reply) -> Result<(), Closing> {
+        self.deadline = Instant::now() + REQUEST_TIMEOUT;
+        self.outgoing = WriteBuffer::new(Arc::from(reply.encode()));
         Ok(self.outgoing.send(&mut self.stream)?)
     }
 }
@@ -358,13 +376,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_shelf_still_takes_what_replaces() {
-        let mut shelf = Shelf::new(2 * (ENTRY_COST + 1 + 10));
-        assert_eq!(shelf.set("a", &[0; 10]), Reply::Done);
-        assert_eq!(shelf.set("b", &[0; 11]), Reply::Refused("it is full".to_owned()));
-        assert_eq!(shelf.set("b", &[0; 10]), Reply::Done);
-        assert_eq!(shelf.set("a", &[1; 10]), Reply::Done);
-        assert_eq!(shelf.set("c", &[]), Reply::Refused("it is full".to_owned()));
-        assert_eq!(shelf.get("a"), Some(Reply::Value(vec![1; 10])));
+    fn a_full_store_still_takes_what_replaces() {
+        let mut values = Values::new(2 * (ENTRY_COST + 1 + 10));
+        assert_eq!(values.set("a", &[0; 10]), Reply::Done);
+        assert_eq!(values.set("b", &[0; 11]), Reply::Refused("it is full".to_owned()));
+        assert_eq!(values.set("b", &[0; 10]), Reply::Done);
+        assert_eq!(values.set("a", &[1; 10]), Reply::Done);
+        assert_eq!(values.set("c", &[]), Reply::Refused("it is full".to_owned()));
+        assert_eq!(values.get("a"), Some(Reply::Value(vec![1; 10])));
     }
 }

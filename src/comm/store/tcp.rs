@@ -1,38 +1,39 @@
-//! A store that one process serves to all.
+//! A store over TCP: one process serves it, all processes connect to it.
 
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use super::protocol::{REPLY_HEADER_BYTES, Reply, Request};
+use super::interface::Store;
+use super::protocol::{REPLY_HEADER_BYTES, Reply, Request, identity};
 use super::server::Server;
-use super::{Store, identity};
-use crate::comm::bootstrap::later;
+
 use crate::comm::framing::{read, write};
+use crate::deadline::deadline_after;
 use crate::error::StoreError;
 use crate::sys::net;
 use crate::transport::auth::{AuthError, Opener, Secret};
 use crate::transport::tls::Stream;
 use crate::types::Rank;
 
-/// How long the server may take to answer, beside the time it is told to wait.
-const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
+/// How long the server may take to reply, beside the time that the request tells it to wait.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a call tries to reach a server that has answered before.
-const CALL_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a request tries to connect to a server that has answered before.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long one address may take to accept a connection, while others are left to try.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
+/// How long one address may take to accept a connection while others are left to try.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A store over TCP: one process serves it, on a thread of its own, and all connect to it.
+/// A store over TCP: one process serves it, on a thread of its own, and all processes connect to it.
 ///
 /// Keys and values are bounded: see [`KEY_LIMIT`](super::KEY_LIMIT) and [`VALUE_LIMIT`](super::VALUE_LIMIT). With a
-/// secret, both sides of every connection prove that they know it ([`TcpStore::serve_with`]); without, whoever can
-/// connect can read and write, so that the address must be reachable by the job alone.
+/// secret, both sides of every connection prove that they know it ([`TcpStore::serve_with`]). Without one, every process
+/// that can connect can read and write, so the address must be reachable by the job alone.
 ///
 /// ```
 /// use std::time::Duration;
@@ -52,14 +53,14 @@ pub struct TcpStore {
 }
 
 impl TcpStore {
-    /// Serves a store at `address`, a host or IP address with a port; port 0 takes a free one, `[::]` listens on every
+    /// Serves a store at `address`, a host or IP address with a port. Port 0 takes a free port; `[::]` listens on every
     /// address. The store ends when this is dropped.
     pub fn serve(address: &str) -> Result<TcpStore, StoreError> {
         TcpStore::serve_with(address, None)
     }
 
-    /// As [`TcpStore::serve`], to those alone that prove to know `secret`, if there is one:
-    /// [`shared_secret`](crate::comm::bootstrap::shared_secret) is that of the settings.
+    /// As [`TcpStore::serve`]. With a `secret`, every client must prove that it knows it;
+    /// [`shared_secret`](crate::comm::bootstrap::shared_secret) returns that of the settings.
     pub fn serve_with(address: &str, secret: Option<Secret>) -> Result<TcpStore, StoreError> {
         let listen = || -> io::Result<(TcpListener, SocketAddr)> {
             let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
@@ -76,15 +77,15 @@ impl TcpStore {
         TcpStore::start(listener, called.to_string(), called.ip().to_string(), secret)
     }
 
-    /// Serves a store at `port` of this host, which others know as `host`: of loopback alone if that is what `host` is.
+    /// Serves a store at `port` of this host, which other hosts know as `host`; on loopback only if `host` is loopback.
     pub(crate) fn serve_as(host: &str, port: u16, secret: Option<Secret>) -> Result<TcpStore, StoreError> {
         let address = with_port(host, port);
-        // A host's own name may stand for loopback in its list of hosts, and for a real address in those of others.
+        // A host's own name may resolve to loopback there, and to a real address on other hosts.
         if host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) {
             return TcpStore::serve_with(&address, secret);
         }
         let listener = net::listen_everywhere(port).map_err(|error| cannot_listen(&address, &error))?;
-        // The way by which others come need not be open from here.
+        // This host may be unable to connect to the address that others use.
         TcpStore::start(listener, with_port(&Ipv4Addr::LOCALHOST.to_string(), port), host.to_owned(), secret)
     }
 
@@ -98,19 +99,19 @@ impl TcpStore {
         Ok(TcpStore { address, host, secret, server: Some(server) })
     }
 
-    /// Connects to the store at `address`, which may begin to be served later, up to `timeout`.
+    /// Connects to the store at `address`. Tries for `timeout`, since the store may start later.
     pub fn connect(address: &str, timeout: Duration) -> Result<TcpStore, StoreError> {
         TcpStore::connect_with(address, timeout, None)
     }
 
-    /// As [`TcpStore::connect`], to a store that [`TcpStore::serve_with`] serves with the same `secret`.
+    /// As [`TcpStore::connect`], to a store that is served with the same `secret` ([`TcpStore::serve_with`]).
     pub fn connect_with(address: &str, timeout: Duration, secret: Option<Secret>) -> Result<TcpStore, StoreError> {
         let host = address.rsplit_once(':').map_or(address, |(host, _)| host).to_owned();
         let store = TcpStore { address: address.to_owned(), host, secret, server: None };
         let start = Instant::now();
         let absent = |cause| StoreError::Absent { address: address.to_owned(), waited: timeout, cause };
-        let mut stream = store.enter(later(start, timeout)).map_err(absent)?;
-        match store.ask(&mut stream, &Request::Ping, later(Instant::now(), ANSWER_PATIENCE)) {
+        let mut stream = store.open(deadline_after(start, timeout)).map_err(absent)?;
+        match store.ask(&mut stream, &Request::Ping, deadline_after(Instant::now(), REPLY_TIMEOUT)) {
             Ok(Reply::Done) => Ok(store),
             Ok(Reply::Refused(cause)) => Err(absent(cause)),
             Ok(reply) => Err(absent(format!("something else answers: {reply:?}"))),
@@ -128,22 +129,25 @@ impl TcpStore {
         TcpStore::connect_with(&with_port(host, port), timeout, secret)
     }
 
-    /// Where to connect to the store: a host or IP address with a port.
+    /// The address to connect to: a host or IP address with a port.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// A new connection on which both sides have proved themselves, if there is a secret.
-    fn enter(&self, deadline: Instant) -> Result<Stream, String> {
-        let mut stream = self.reach(deadline)?;
+    /// A new connection; both sides have proved that they know the secret, if there is one.
+    fn open(&self, deadline: Instant) -> Result<Stream, String> {
+        let mut stream = self.connect_until(deadline)?;
         let Some(secret) = self.secret else { return Ok(stream) };
         let opener = Opener::new(identity(Rank(1), secret), Rank(0));
-        let mut say =
-            |request: &Request<'_>| match self.ask(&mut stream, request, later(Instant::now(), ANSWER_PATIENCE))? {
-                Reply::Value(value) => Ok(value),
-                Reply::Refused(cause) => Err(cause),
-                reply => Err(format!("it answers {reply:?}")),
-            };
+        let mut say = |request: &Request<'_>| match self.ask(
+            &mut stream,
+            request,
+            deadline_after(Instant::now(), REPLY_TIMEOUT),
+        )? {
+            Reply::Value(value) => Ok(value),
+            Reply::Refused(cause) => Err(cause),
+            reply => Err(format!("it answers {reply:?}")),
+        };
         let strange = |_| AuthError::Protocol.to_string();
         let challenge = say(&Request::Greet)?.as_slice().try_into().map_err(strange)?;
         let answer = opener.answer(&challenge, &[0; 32]).map_err(|error| error.to_string())?;
@@ -152,11 +156,11 @@ impl TcpStore {
         Ok(stream)
     }
 
-    /// A new connection, for which it tries again until `deadline`.
-    fn reach(&self, deadline: Instant) -> Result<Stream, String> {
+    /// A new connection. Tries again until `deadline`.
+    fn connect_until(&self, deadline: Instant) -> Result<Stream, String> {
         let mut pause = FIRST_PAUSE;
         loop {
-            let cause = match self.call(deadline) {
+            let cause = match self.connect_once(deadline) {
                 Ok(stream) => return Ok(stream),
                 Err(error) if error.kind() == ErrorKind::InvalidInput => return Err(error.to_string()),
                 Err(error) => error.to_string(),
@@ -170,15 +174,15 @@ impl TcpStore {
         }
     }
 
-    /// A connection to the first of the server's addresses that takes one.
-    fn call(&self, deadline: Instant) -> io::Result<Stream> {
+    /// A connection to the first of the server's addresses that accepts one.
+    fn connect_once(&self, deadline: Instant) -> io::Result<Stream> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
         for address in self.address.to_socket_addrs()? {
             let left = deadline.saturating_duration_since(Instant::now());
-            // The system refuses to wait for no time at all.
-            let patience = left.clamp(Duration::from_millis(1), CONNECT_PATIENCE);
-            match TcpStream::connect_timeout(&address, patience) {
-                // Linux connects a socket to itself if it happens to take the very port that it calls.
+            // The system call rejects a timeout of zero.
+            let timeout = left.clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
+            match TcpStream::connect_timeout(&address, timeout) {
+                // Linux connects a socket to itself if it happens to choose the target's port as its own.
                 Ok(stream) if stream.local_addr()? == address => last = ErrorKind::ConnectionRefused.into(),
                 Ok(stream) => {
                     stream.set_nodelay(true)?;
@@ -202,10 +206,10 @@ impl TcpStore {
         Reply::parse(header, bytes)
     }
 
-    /// Asks on a new connection, so that calls of several threads do not wait for each other.
+    /// Sends a request on a new connection, so that requests of several threads do not wait for each other.
     fn request(&self, request: &Request<'_>, wait: Duration) -> Result<Reply, String> {
-        let mut stream = self.enter(later(Instant::now(), CALL_PATIENCE))?;
-        match self.ask(&mut stream, request, later(Instant::now(), wait.saturating_add(ANSWER_PATIENCE)))? {
+        let mut stream = self.open(deadline_after(Instant::now(), RECONNECT_TIMEOUT))?;
+        match self.ask(&mut stream, request, deadline_after(Instant::now(), wait.saturating_add(REPLY_TIMEOUT)))? {
             Reply::Refused(cause) => Err(cause),
             reply => Ok(reply),
         }
@@ -245,15 +249,15 @@ impl fmt::Debug for TcpStore {
     }
 }
 
-/// `host` with `port`, as one address; IPv6 addresses stand in brackets.
+/// `host` with `port` as one address, IPv6 addresses in brackets.
 fn with_port(host: &str, port: u16) -> String {
     if host.parse::<Ipv6Addr>().is_ok() { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// The address by which this process calls itself.
+/// The address at which this process connects to its own listener.
 fn reachable(bound: IpAddr) -> IpAddr {
     match bound {
-        // A listener on IPv6's "any" takes IPv4 too, and of the two only IPv4's loopback is always there.
+        // A listener on IPv6's "any" accepts IPv4 too, and only IPv4's loopback always exists.
         any if any.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
         address => address,
     }

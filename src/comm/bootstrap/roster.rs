@@ -1,0 +1,119 @@
+//! Which ranks have joined, and whether they fit together: the root's decisions, without a socket.
+
+use super::protocol::RankInfo;
+use crate::types::Rank;
+
+/// The ranks that have joined so far, by number.
+pub(super) struct Roster {
+    ranks: Vec<Option<RankInfo>>,
+}
+
+impl Roster {
+    /// A roster for the world size that rank 0 expects, with rank 0 in it.
+    pub(super) fn new(root: RankInfo) -> Self {
+        let mut ranks = vec![None; root.world_size as usize];
+        ranks[0] = Some(root);
+        Roster { ranks }
+    }
+
+    /// Adds a rank. The error says in what it differs from rank 0.
+    pub(super) fn add(&mut self, info: RankInfo) -> Result<(), String> {
+        let root = self.ranks[0].as_ref().expect("rank 0 is there from the start");
+        let differ = |what: &str, theirs: &str, ours: &str| {
+            Err(format!("rank {} on host `{}` has {what} {theirs}, rank 0 has {ours}", info.rank, info.host_id))
+        };
+        if info.build != root.build {
+            return differ("build", &info.build.to_string(), &root.build.to_string());
+        }
+        if info.world_size != root.world_size {
+            return differ("world size", &info.world_size.to_string(), &root.world_size.to_string());
+        }
+        if info.name != root.name {
+            return differ("communicator name", &format!("`{}`", info.name), &format!("`{}`", root.name));
+        }
+        if info.algorithm.is_some() && info.algorithm != root.algorithm {
+            let algorithm = |info: &RankInfo| format!("`{}`", info.algorithm.as_deref().unwrap_or("auto"));
+            return differ("algorithm", &algorithm(&info), &algorithm(root));
+        }
+        let (rank, host, size) = (info.rank, &info.host_id, root.world_size);
+        match self.ranks.get_mut(rank.index()) {
+            None => Err(format!("rank {rank} on host `{host}` is beyond the world size {size}")),
+            Some(Some(first)) => {
+                Err(format!("rank {rank} joined twice, from host `{}` and from host `{host}`", first.host_id))
+            }
+            Some(entry) => {
+                *entry = Some(info);
+                Ok(())
+            }
+        }
+    }
+
+    /// Removes a rank whose connection has ended; it may join again.
+    pub(super) fn remove(&mut self, rank: Rank) {
+        self.ranks[rank.index()] = None;
+    }
+
+    /// The number of ranks that rank 0 expects.
+    pub(super) fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The communicator's name, as rank 0 calls it.
+    pub(super) fn name(&self) -> &str {
+        self.ranks[0].as_ref().map_or("", |root| &root.name)
+    }
+
+    /// The ranks that have not joined.
+    pub(super) fn missing(&self) -> Vec<u32> {
+        let missing = self.ranks.iter().enumerate().filter(|(_, entry)| entry.is_none());
+        missing.map(|(index, _)| Rank::from(index).0).collect()
+    }
+
+    /// The table of all ranks, once all have joined.
+    pub(super) fn table(&self) -> Option<Vec<RankInfo>> {
+        self.ranks.iter().cloned().collect()
+    }
+}
+
+/// Whether `table` describes every rank of `size` in order.
+pub(super) fn is_complete(table: &[RankInfo], size: usize) -> bool {
+    table.len() == size && table.iter().enumerate().all(|(index, info)| info.rank.index() == index)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::bootstrap::build::Build;
+    use crate::sys::process::ProcessId;
+    use crate::topo::Cpus;
+
+    fn info(rank: u32, build: Build) -> RankInfo {
+        RankInfo {
+            rank: Rank(rank),
+            host_id: "there".to_owned(),
+            addresses: [].into(),
+            process: ProcessId::own(),
+            cpus: Cpus::default(),
+            build,
+            world_size: 2,
+            name: "test".to_owned(),
+            algorithm: None,
+        }
+    }
+
+    #[test]
+    fn a_rank_of_another_build_is_refused() {
+        let own = Build::own();
+        for other in [
+            Build { version: "0.0.9".to_owned(), ..own.clone() },
+            Build { sources: "0123456789abcdef".to_owned(), ..own.clone() },
+            Build { byte_order: "middle".to_owned(), ..own.clone() },
+            Build { pointer_bits: 16, ..own.clone() },
+        ] {
+            let mut roster = Roster::new(info(0, own.clone()));
+            let cause = roster.add(info(1, other.clone())).expect_err("it differs");
+            assert_eq!(cause, format!("rank 1 on host `there` has build {other}, rank 0 has {own}"));
+            assert_eq!((roster.add(info(1, own.clone())), roster.missing()), (Ok(()), vec![]));
+        }
+    }
+}
