@@ -1,4 +1,4 @@
-//! Which of a host's addresses to tell the other ranks.
+//! Which of a host's addresses to advertise to the other ranks.
 //!
 //! ```
 //! use ncclx_rs::comm::address::advertised;
@@ -18,9 +18,9 @@ use crate::sys::net::Interface;
 
 /// The addresses to advertise, the best first.
 ///
-/// `filter` is the setting `socket_ifname`; `routed` is the address from which this host reaches the rendezvous, and so
-/// most likely the other ranks. Loopback serves only where there is nothing else or the filter asks for it, and
-/// link-local IPv6 never, because such an address means nothing on another host.
+/// `filter` is the setting `socket_ifname`. `routed` is the address from which this host reaches the rendezvous, and so most
+/// likely the other ranks. Loopback is advertised only if there is nothing else or the filter names it. Link-local IPv6 is
+/// never advertised, because such an address means nothing on another host.
 pub fn advertised(
     interfaces: &[Interface],
     filter: Option<&str>,
@@ -47,7 +47,7 @@ pub fn advertised(
     Ok(addresses)
 }
 
-/// Least is best: the routed address, then those of the network, then those that are often the same on every host.
+/// Lower is better: the routed address, then other network addresses, then those that often repeat on every host.
 fn preference(interface: &Interface, routed: Option<IpAddr>) -> u8 {
     const BRIDGES: &[&str] = &["docker", "br-", "virbr", "veth", "cni", "podman", "lxc"];
     let address = interface.address;
@@ -96,7 +96,7 @@ enum Pattern {
 }
 
 impl Filter {
-    /// As in NCCL, `^` and `=` before the list hold for all of it; each item may also carry its own.
+    /// As in NCCL, `^` and `=` before the list apply to every item; an item may also carry its own.
     fn parse(text: &str) -> Result<Filter, InitError> {
         let mut filter = Filter { text: text.trim().to_string(), included: Vec::new(), excluded: Vec::new() };
         let (all_excluded, rest) = strip(&filter.text, '^');
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_serves_only_when_named_or_alone() {
+    fn loopback_is_advertised_only_when_named_or_alone() {
         assert_eq!(choose("lo", ""), ["127.0.0.1", "::1"]);
         assert_eq!(choose("::1,eth0", ""), ["192.168.1.5", "::1"]);
         assert_eq!(advertised(&host(&HOST[..2]), None, None).unwrap().len(), 2);
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn link_local_ipv6_and_interfaces_that_are_down_never_serve() {
+    fn link_local_ipv6_and_interfaces_that_are_down_are_never_advertised() {
         let mut interfaces = host(HOST);
         interfaces.iter_mut().filter(|interface| interface.name == "eth0").for_each(|interface| interface.up = false);
         let error = advertised(&interfaces, Some("=eth0"), None).unwrap_err().to_string();

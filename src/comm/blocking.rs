@@ -1,9 +1,9 @@
-//! Operations for Rust programs: safe, because each call returns only when the engine is done with the memory.
+//! Operations for Rust programs: safe, because each call returns only when the engine no longer uses the memory.
 //!
-//! They are [`Communicator::submit`] with a wait, on whatever is [`Data`]: slices, arrays and vectors of elements, and
-//! with the feature `tch` tensors. Every rank calls the same collectives in the same order, with the numbers of elements
-//! that each method states; a number that cannot be right on this rank is an [`Error::Usage`] before anything is sent,
-//! one that differs between ranks an error on all that names both calls.
+//! Each is [`Communicator::submit`] with a wait. They take [`Data`]: slices, arrays and vectors of elements, and with the
+//! feature `tch` tensors. Every rank calls the same collectives in the same order, with the numbers of elements that each
+//! method states. A number that cannot be right on this rank is an [`Error::Usage`], before anything is sent. A number that
+//! differs between ranks is an error on all of them that names both calls.
 //!
 //! ```
 //! # use std::sync::Arc;
@@ -66,12 +66,12 @@ impl Communicator {
         self.in_place(OpKind::Reduce { op, root }, data)
     }
 
-    /// Replaces every rank's `data` by the root's, which is as long.
+    /// Replaces every rank's `data` by the root's, which has the same length.
     pub fn broadcast<D: Data + ?Sized>(&self, data: &mut D, root: Rank) -> Result<(), Error> {
         self.in_place(OpKind::Broadcast { root }, data)
     }
 
-    /// Puts all ranks' `input`, each of one length, end to end into every rank's `output`, which is `size` times as long.
+    /// Puts all ranks' `input`, each of one length, in rank order into every rank's `output`, which is `size` times as long.
     pub fn all_gather<O, I>(&self, output: &mut O, input: &I) -> Result<(), Error>
     where
         O: Data + ?Sized,
@@ -80,7 +80,7 @@ impl Communicator {
         self.run(OpKind::AllGather, &[Lent::of(input)], &[Lent::of_mut(output)])
     }
 
-    /// As [`all_gather`](Communicator::all_gather) of unequal lengths: one output for each rank, as long as its input.
+    /// As [`all_gather`](Communicator::all_gather), of unequal lengths: one output for each rank, as long as its input.
     pub fn all_gather_v<O, I>(&self, outputs: &mut [&mut O], input: &I) -> Result<(), Error>
     where
         O: Data + ?Sized,
@@ -90,7 +90,7 @@ impl Communicator {
         self.run(OpKind::AllGather, &[Lent::of(input)], &outputs)
     }
 
-    /// Reduces all ranks' `input` and gives rank r its r-th part of `size` equal ones, which is as long as `output`.
+    /// Reduces all ranks' `input`, of `size` equal parts, and gives rank r the r-th part, which is as long as `output`.
     pub fn reduce_scatter<O, I>(&self, output: &mut O, input: &I, op: ReduceOp) -> Result<(), Error>
     where
         O: Data + ?Sized,
@@ -110,8 +110,8 @@ impl Communicator {
         self.run(OpKind::ReduceScatter(op), &inputs, &[Lent::of_mut(output)])
     }
 
-    /// Gives rank i the i-th of `size` equal parts of `input`, and puts what comes from rank i into the i-th part of
-    /// `output`, which is as long.
+    /// Sends rank i the i-th of `size` equal parts of `input`, and puts the part from rank i into the i-th part of `output`,
+    /// which is as long.
     pub fn all_to_all<O, I>(&self, output: &mut O, input: &I) -> Result<(), Error>
     where
         O: Data + ?Sized,
@@ -132,7 +132,7 @@ impl Communicator {
         self.run(OpKind::AllToAll { send, recv }, &[input], &[output])
     }
 
-    /// As [`all_to_all`](Communicator::all_to_all) of unequal parts, whose lengths are given, one for each rank.
+    /// As [`all_to_all`](Communicator::all_to_all), of unequal parts: one length for each rank.
     pub fn all_to_all_v<O, I>(
         &self,
         output: &mut O,
@@ -175,19 +175,19 @@ impl Communicator {
         self.run(OpKind::Scatter { root }, used, &[Lent::of_mut(output)])
     }
 
-    /// Returns when every rank has come here.
+    /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<(), Error> {
         self.run(OpKind::Barrier, &[], &[])
     }
 
-    /// Sends `data` to a rank, which receives it with an equal tag. Returns when `data` may change again, which can be
-    /// before the receiver has it.
+    /// Sends `data` to a rank, which receives it with an equal tag. Returns when `data` may change again, possibly before the
+    /// receiver has it.
     pub fn send<D: Data + ?Sized>(&self, data: &D, to: Rank, tag: Tag) -> Result<(), Error> {
         self.run(OpKind::Send { to, tag }, &[Lent::of(data)], &[])
     }
 
-    /// Receives a message of exactly the length of `data` and with an equal tag from a rank, or from [`Source::Any`];
-    /// returns whose it was.
+    /// Receives a message of exactly the length of `data` and with an equal tag from a rank, or from [`Source::Any`]. Returns
+    /// the sender.
     pub fn recv<D: Data + ?Sized>(&self, data: &mut D, from: impl Into<Source>, tag: Tag) -> Result<Rank, Error> {
         self.recv_within(data, from.into(), tag, None)
     }
@@ -205,8 +205,8 @@ impl Communicator {
         Ok(source?.expect("a receive that ended well has a source"))
     }
 
-    /// Sends `input` to one rank and receives `output` from one, at the same time: what a ring of ranks needs, where all
-    /// that send first would wait for each other.
+    /// Sends `input` to one rank and receives `output` from one, at the same time. In a ring, ranks that all send first would
+    /// wait for each other.
     pub fn send_recv<O, I>(&self, output: &mut O, from: Rank, input: &I, to: Rank, tag: Tag) -> Result<(), Error>
     where
         O: Data + ?Sized,
@@ -217,11 +217,11 @@ impl Communicator {
         let send = LentOp::new(OpKind::Send { to, tag }, &[Lent::of(input)], &[])?;
         check::peer(&recv.op, "src", from, self.size())?;
         check::peer(&send.op, "dst", to, self.size())?;
-        // The message goes out before the other is waited for.
+        // The send is submitted before the receive is waited for.
         self.complete(&[send, recv]).into_iter().try_for_each(|ended| ended.map(|_| ()))
     }
 
-    /// Sends `data` in the background; nobody learns how that ends.
+    /// Sends `data` in the background and drops the outcome.
     #[allow(unsafe_code, reason = "the engine's buffer is memory that its completion frees")]
     pub(super) fn send_away(&self, mut data: Vec<u8>, to: Rank, tag: Tag) -> Result<(), Error> {
         let guard = NoUnwinding;
@@ -255,8 +255,8 @@ impl Communicator {
         ended.map(|_| ())
     }
 
-    /// Submits all operations and returns once all have ended: how, and whose messages were received. This alone gives lent
-    /// memory to the engine.
+    /// Submits all operations and returns their results once all have ended, with the sender of each received message. No
+    /// other function gives lent memory to the engine.
     fn complete<const N: usize>(&self, operations: &[LentOp<'_>; N]) -> [Result<Option<Rank>, Error>; N] {
         let guard = NoUnwinding;
         let begun = operations.each_ref().map(|lent| self.begin(&lent.op));
@@ -280,7 +280,7 @@ impl<'a> LentOp<'a> {
 }
 
 fn buffers(lent: &[Lent<'_>], kind: &OpKind, argument: &'static str) -> Result<Buffers, UsageError> {
-    // Nearly always, and quicker than a list that grows.
+    // The usual case, and faster than a list that grows.
     if let [one] = lent {
         return Ok(Buffers::from_buf([one.buffer(kind, argument)?]));
     }

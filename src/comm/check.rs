@@ -1,4 +1,4 @@
-//! Turns an operation into the shape of a collective, and refuses what cannot be one.
+//! Checks of operations' arguments, and the collective that an operation describes.
 
 use crate::algo::Collective;
 use crate::buffer::{self, BYTES_MAX, Buffer};
@@ -7,6 +7,7 @@ use crate::engine::frame::Signature;
 use crate::error::UsageError;
 use crate::op::{CollectiveKind, Op, OpKind};
 use crate::types::{DType, Rank};
+use crate::window::WindowId;
 
 /// A collective whose arguments fit together.
 #[derive(Debug)]
@@ -16,15 +17,15 @@ pub(crate) struct Checked {
     pub(crate) signature: Signature,
 }
 
-/// Where a communicator checks from: its size and this rank.
+/// This rank and the communicator's size.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub(crate) me: Rank,
     pub(crate) size: usize,
 }
 
-/// Checks a collective, which may be called otherwise than by what it does. The checks need no other rank: what ranks must
-/// agree on is compared when messages meet.
+/// Checks a collective on this rank alone; what ranks must agree on is compared when messages arrive. `called`: the kind that
+/// ranks must agree on and errors name, where it is not that of `op`.
 pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: Place) -> Result<Checked, UsageError> {
     let checker = Checker { op, place };
     memory(op)?;
@@ -86,7 +87,7 @@ impl Checker<'_> {
         UsageError { operation, argument, expected: expected.into(), got: got.into() }
     }
 
-    /// The one element type of all buffers; bytes where there are none.
+    /// The one element type of all buffers; bytes if there are no buffers.
     fn dtype(&self) -> Result<DType, UsageError> {
         let mut all = self.op.inputs.iter().chain(&self.op.outputs).map(|buffer| buffer.dtype());
         let first = all.next().unwrap_or(DType::U8);
@@ -112,7 +113,7 @@ impl Checker<'_> {
         Err(self.error(argument, format!("a rank in [0, {})", self.place.size), rank.to_string()))
     }
 
-    /// The number of elements where inputs and outputs have the same.
+    /// The number of elements, which must be that of inputs and of outputs.
     fn in_place(&self) -> Result<usize, UsageError> {
         let (input, output) = (total(&self.op.inputs), total(&self.op.outputs));
         if input == output {
@@ -121,8 +122,8 @@ impl Checker<'_> {
         Err(self.error("output", format!("{input} elements, as the input has"), output.to_string()))
     }
 
-    /// The elements of every rank's block on the side that has all blocks: one buffer a rank, or one of equal blocks.
-    /// The other side is this rank's block.
+    /// The elements of every rank's block. `all` has all blocks: one buffer a rank, or one buffer of equal blocks. `own` is
+    /// this rank's block.
     fn blocks(
         &self,
         argument: &'static str,
@@ -162,7 +163,7 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// The elements of a rank's own block in gather and scatter; the list is the root's.
+    /// The elements of a rank's own block in gather and scatter. `list` has all blocks, on the root alone.
     fn rooted(&self, root: Rank, argument: &'static str, list: &[Buffer], own: &[Buffer]) -> Result<usize, UsageError> {
         let count = total(own);
         let size = self.place.size;
@@ -194,7 +195,7 @@ impl Checker<'_> {
     }
 }
 
-/// Checks a message's peer.
+/// Refuses a peer that is no rank of the communicator.
 pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> Result<(), UsageError> {
     if rank.index() < size {
         return Ok(());
@@ -203,7 +204,18 @@ pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> 
     Err(UsageError { operation: op.kind.name().to_owned(), argument, expected, got: rank.to_string() })
 }
 
-/// Refuses memory of more bytes than there can be, so that nothing that is computed from its lengths overflows.
+/// The error of an operation on a window that is not registered.
+
+pub(crate) fn unknown_window(operation: &str, window: WindowId) -> UsageError {
+    UsageError {
+        operation: operation.to_owned(),
+        argument: "window",
+        expected: "a registered window".to_owned(),
+        got: window.to_string(),
+    }
+}
+
+/// Refuses memory of more than [`BYTES_MAX`] bytes, so that computations with its lengths do not overflow.
 pub(crate) fn memory(op: &Op) -> Result<(), UsageError> {
     lengths(op.kind.name(), "input", &op.inputs)?;
     lengths(op.kind.name(), "output", &op.outputs)
@@ -224,7 +236,7 @@ pub(crate) fn lengths(operation: &str, argument: &'static str, buffers: &[Buffer
     })
 }
 
-/// The elements of all buffers together, of which [`memory`] has been checked.
+/// The elements of all buffers together, which [`memory`] has checked.
 fn total(buffers: &[Buffer]) -> usize {
     buffers.iter().map(|buffer| buffer.len()).sum()
 }

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
-use crate::comm::failure_detector::{Watch, Watchman, neighbours};
+use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, neighbours};
 use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
-use crate::comm::wireup::{Links, Purpose};
+use crate::comm::wireup::{Purpose, Transports};
 use crate::config::{Config, DumpSignal};
 use crate::engine::collective::Request;
 use crate::engine::connector::Route;
@@ -20,7 +20,8 @@ use crate::engine::flight_recorder::Recorder;
 use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces};
-use crate::error::{Error, InitError};
+use crate::engine::window::{RmaOp, RmaRequest};
+use crate::error::{Error, InitError, UsageError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::limits;
@@ -89,25 +90,25 @@ pub struct Communicator {
     stack_frames: usize,
     pub(super) driver: Arc<Driver>,
     /// None for a world of one, and when this rank has left.
-    watch: Mutex<Option<Watch>>,
-    pub(super) origin: Origin,
+    detector: Mutex<Option<FailureDetector>>,
+    pub(super) inherited: Inherited,
 }
 
-/// What those that split off take over.
-pub(super) struct Origin {
+/// What a communicator made by `split` inherits from this one.
+pub(super) struct Inherited {
     pub(super) hints: Vec<(String, String)>,
-    /// Where the store was.
+    /// The host of this communicator's store.
     pub(super) host: Option<String>,
 }
 
 impl Communicator {
-    /// Joins the communicator: returns once every rank has come, or fails after the configured time on all that came.
+    /// Joins the communicator. Returns once all ranks have joined, or fails on all that have when the time is over.
     pub fn new(options: CommOptions) -> Result<Communicator, InitError> {
         let CommOptions { name, rank, size, store, timeout, hints } = options;
-        Communicator::meet(name, rank, size, store.as_ref(), timeout, hints)
+        Communicator::bootstrap_with(name, rank, size, store.as_ref(), timeout, hints)
     }
 
-    pub(super) fn meet(
+    pub(super) fn bootstrap_with(
         name: String,
         rank: Rank,
         size: usize,
@@ -120,7 +121,7 @@ impl Communicator {
         }
         limits::raise_descriptors();
         let mut config = Config::resolve(&hints)?;
-        // Who gives operations less time than joining has does not want to wait longer for that either.
+        // A shorter operation timeout also limits the wait for all ranks to join.
         config.connect_timeout = config.connect_timeout.min(timeout.unwrap_or(Duration::MAX));
         let os = |what: &str, cause: std::io::Error| InitError::Os {
             comm: name.clone(),
@@ -128,18 +129,19 @@ impl Communicator {
             cause: cause.to_string(),
         };
         let poller = Poller::new().map_err(|cause| os("the event poller", cause))?;
-        let watchman = Watchman::on_duty().map_err(|cause| os("the watch for lost ranks", cause))?;
-        let (mut links, mut news) = (Links::default(), Links::default());
+        let thread = DetectorThread::of_process().map_err(|cause| os("the watch for lost ranks", cause))?;
+        let (mut transports, mut detector_transports) = (Transports::default(), Transports::default());
         let host = store.rendezvous_host();
         let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
             let identity = Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
-            let open =
-                |poller: &Poller, purpose| Links::open(&name, &identity, &config, poller, host.as_deref(), purpose);
-            links = open(&poller, Purpose::Data)?;
-            let mut addresses = links.addresses();
+            let open = |poller: &Poller, purpose| {
+                Transports::open(&name, &identity, &config, poller, host.as_deref(), purpose)
+            };
+            transports = open(&poller, Purpose::Data)?;
+            let mut addresses = transports.addresses();
             if size > 1 {
-                news = open(watchman.poller(), Purpose::News)?;
-                addresses.extend(news.addresses());
+                detector_transports = open(thread.poller(), Purpose::FailureDetector)?;
+                addresses.extend(detector_transports.addresses());
             }
             Ok(addresses)
         };
@@ -147,17 +149,17 @@ impl Communicator {
         config.algorithm = ranks[0].algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
-        let route = |links: &Links, peer| links.routes(&name, rank, &topo, &ranks, &config, peer);
-        let reach = |peer| if peer == rank { Ok(vec![]) } else { route(&links, peer) };
+        let routes = |opened: &Transports, peer| opened.routes(&name, rank, &topo, &ranks, &config, peer);
+        let neighbours = neighbours(rank, size).into_iter().map(|peer| Ok((peer, routes(&detector_transports, peer)?)));
+        let neighbours = neighbours.collect::<Result<Vec<_>, InitError>>()?;
+        let reach = |peer| if peer == rank { Ok(vec![]) } else { routes(&transports, peer) };
         let routes: Vec<Vec<Route>> = (0..size).map(Rank::from).map(reach).collect::<Result<_, _>>()?;
-        let watched = neighbours(rank, size).into_iter().map(|peer| Ok((peer, route(&news, peer)?)));
-        let watched = watched.collect::<Result<Vec<_>, InitError>>()?;
         let here = &topo.hosts()[topo.host_of(rank)];
         let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
         let oversubscribed = here.len() > cores;
         let polling = Polling { time: config.spin.duration(oversubscribed), yields: oversubscribed };
         if log::log_enabled!(log::Level::Info) {
-            let transports = routes.iter().filter_map(|routes| Some(links.name(routes.first()?.transport))).collect();
+            let first = routes.iter().filter_map(|routes| Some(transports.name(routes.first()?.transport))).collect();
             let network = summary::network(&config, host.as_deref());
             let (name, topo, config, tuned) = (name.as_str(), &topo, &config, tuning.rows());
             let summary = Summary {
@@ -165,7 +167,7 @@ impl Communicator {
                 rank,
                 topo,
                 config,
-                transports,
+                transports: first,
                 network,
                 tuned,
                 cores,
@@ -173,7 +175,7 @@ impl Communicator {
             };
             log::info!("{summary}");
         }
-        let mut engine = Engine::new(name.clone(), rank, topo, links.into_transports(), routes);
+        let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), routes);
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         engine.recorder = Recorder::new(config.flight_records);
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
@@ -182,20 +184,28 @@ impl Communicator {
         engine.oversubscribed = oversubscribed || polling.time.is_zero();
         engine.algorithm.clone_from(&config.algorithm);
         engine.collectives.plans.tuning = tuning;
-        // With one other rank, it is nobody else.
+        // With two ranks, each notices by itself that the other is gone.
         engine.is_watched = size > 2;
         let driver = Driver::new(engine, poller, polling);
-        let watch = (size > 1).then(|| Watch::begin(rank, &ranks, news.into_transports(), watched, watchman, &driver));
-        let watch = watch.transpose().map_err(|cause| os("the thread that watches for lost ranks", cause))?;
+        let start_detector = || {
+            let transports = detector_transports.into_transports();
+            FailureDetector::start(rank, &ranks, transports, neighbours, thread, report_to(&driver))
+        };
+        let detector = (size > 1).then(start_detector).transpose();
+        let detector = detector.map_err(|cause| os("the thread that watches for lost ranks", cause))?;
+        if let Some(detector) = &detector {
+            let send_heartbeat = detector.heartbeat_sender();
+            driver.with_engine(|engine| engine.send_heartbeat = Some(Box::new(send_heartbeat)));
+        }
         let signal = config.dump_signal.map(DumpSignal::number);
         registry::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
         let configured_timeout = config.timeout;
         let timeout = timeout.unwrap_or(configured_timeout);
         let place = Place { me: rank, size };
         let stack_frames = config.stack_frames;
-        let origin = Origin { hints: inherited(hints, config.algorithm.as_deref()), host };
-        let (timeout_millis, watch) = (AtomicU64::new(millis(timeout)), Mutex::new(watch));
-        Ok(Communicator { name, place, timeout_millis, configured_timeout, stack_frames, driver, watch, origin })
+        let inherited = Inherited { hints: hints_to_inherit(hints, config.algorithm.as_deref()), host };
+        let (timeout_millis, detector) = (AtomicU64::new(millis(timeout)), Mutex::new(detector));
+        Ok(Communicator { name, place, timeout_millis, configured_timeout, stack_frames, driver, detector, inherited })
     }
 
     /// This process's rank.
@@ -213,7 +223,7 @@ impl Communicator {
         &self.name
     }
 
-    /// A number for the host that `rank` is on: ranks of one host have the same. Nothing for ranks there are not.
+    /// A number for the host of `rank`: ranks of one host have the same. None if there is no such rank.
     pub fn host_of(&self, rank: Rank) -> Option<usize> {
         (rank.index() < self.place.size).then(|| self.driver.with_engine(|engine| engine.topo.host_of(rank)))
     }
@@ -234,31 +244,32 @@ impl Communicator {
         self.timeout_millis.store(millis(timeout), Ordering::Relaxed);
     }
 
-    /// The time limit that settings and the environment give, which holds where no other was set.
+    /// The time limit of the settings, which holds where no other was set.
     pub fn configured_timeout(&self) -> Duration {
         self.configured_timeout
     }
 
-    /// The rank that is lost, if one is, as an [`Error::PeerLost`]: what every operation fails with from then on, and those
-    /// in flight unless they end at once. It is noticed within a second, also while nothing is in flight.
+    /// The lost rank, if there is one, as an [`Error::PeerLost`]. Every later operation fails with it, and so do those in
+    /// flight, unless they end at once. A loss is noticed within a second, also while nothing is in flight.
     pub fn loss(&self) -> Option<Error> {
         self.driver.with_engine(|engine| engine.loss())
     }
 
-    /// Has `tell` called with [`Communicator::loss`] once a rank is lost and no operation is in flight any more, on a thread
-    /// that the engine keeps for such calls. It is dropped when the communicator closes before that, or another is given.
-    pub fn on_loss(&self, tell: impl FnOnce(Error) + Send + 'static) {
-        self.driver.on_loss(Box::new(tell));
+    /// Registers a callback for [`Communicator::loss`]. It runs once a rank is lost and no operation is in flight any more, on
+    /// a thread that the engine keeps for callbacks. It is dropped if the communicator closes before, or at the next
+    /// registration.
+    pub fn on_loss(&self, callback: impl FnOnce(Error) + Send + 'static) {
+        self.driver.on_loss(Box::new(callback));
     }
 
-    /// Begins an operation. A usage error means that nothing was sent and the communicator is as before.
+    /// Submits an operation. A usage error means that nothing was sent and the communicator is as before.
     ///
-    /// After [`Mode::Blocking`] the caller waits for the work next; nobody else drives it until then.
+    /// After [`Mode::Blocking`] the caller must wait for the work next: no other thread makes progress for it until then.
     pub fn submit(&self, op: Op) -> Result<Work, Error> {
         Ok(self.begin(&op)?.into_work(&self.driver))
     }
 
-    /// Begins an operation, which may end here if the caller waits for it next.
+    /// Submits an operation, which may complete here if the caller waits for it next.
     pub(super) fn begin(&self, op: &Op) -> Result<Submitted, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
         match op.kind {
@@ -281,7 +292,8 @@ impl Communicator {
         }
     }
 
-    /// Begins a collective, which may be called otherwise than by what it does.
+    /// Begins a collective. `called`: the kind that ranks must agree on and errors name, where it is not that of `op` (window
+    /// registration).
     pub(super) fn collective(
         &self,
         op: &Op,
@@ -317,8 +329,44 @@ impl Communicator {
         })
     }
 
-    /// Runs `begin` on the open core, and for asynchronous operations takes the first steps at once and has the rest driven
-    /// in the background.
+    /// Begins a one-sided access to a window.
+    fn access(&self, op: &Op, timeout: Duration) -> Result<Submitted, Error> {
+        check::memory(op)?;
+        let (argument, window, peer, access) = match op.kind {
+            OpKind::Put { window, to, offset } => {
+                ("dst", window, to, RmaOp::Put { offset, from: Region::of(&op.inputs) })
+            }
+            OpKind::Get { window, from, offset } => {
+                ("src", window, from, RmaOp::Get { offset, into: Region::of(&op.outputs) })
+            }
+            OpKind::Signal { window, to } => ("dst", window, to, RmaOp::Signal),
+            OpKind::WaitSignal { window, from } => ("src", window, from, RmaOp::WaitSignal),
+            _ => unreachable!("`begin` has matched on the kind"),
+        };
+        let name = op.kind.name();
+        check::peer(op, argument, peer, self.place.size)?;
+        self.enter(op, |engine, driver| {
+            let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(name, window))?;
+            let range = match &access {
+                RmaOp::Put { offset, from } => known.check(peer, *offset, from.len()),
+                RmaOp::Get { offset, into } => known.check(peer, *offset, into.len()),
+                RmaOp::Signal | RmaOp::WaitSignal => Ok(()),
+            };
+            range.map_err(|got| UsageError {
+                operation: name.to_owned(),
+                argument: "offset",
+                expected: format!("a range inside the window of rank {peer}"),
+                got,
+            })?;
+            let entry = engine.begin(access.call(peer, window), access.bytes());
+            let work = Work::new(driver.clone(), entry);
+            engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });
+            Ok(Submitted::Pending(work))
+        })
+    }
+
+    /// Runs `begin` on the open engine. Makes the first progress on an asynchronous operation here, and hands the rest over to
+    /// the progress thread.
     pub(super) fn enter(
         &self,
         op: &Op,
@@ -364,15 +412,15 @@ impl Communicator {
         Ok(begun)
     }
 
-    /// Has the flight recorder call the ranks by their numbers in the job, of which this communicator may be a part.
-    /// Without, and where there are not as many as ranks, it calls them as this communicator does.
+    /// Sets the numbers of this communicator's ranks in the job, which the flight recorder writes. The recorder writes this
+    /// communicator's own numbers if none are set, or if the list has another length than the communicator.
     pub fn set_members(&self, members: Vec<Rank>) {
         if members.len() == self.place.size {
             self.driver.with_engine(|engine| engine.members = members);
         }
     }
 
-    /// How many frames of the caller's stack the flight recorder wants of each operation.
+    /// How many frames of the caller's stack the flight recorder keeps of each operation.
     pub fn stack_frames(&self) -> usize {
         self.stack_frames
     }
@@ -382,23 +430,23 @@ impl Communicator {
         self.driver.with_engine(|engine| engine.recorder.called_from(work.number(), stack));
     }
 
-    /// What the flight recorder remembers, with what this rank knows of the others, as JSON; `reason` becomes a part of it.
-    /// The format is that of the files that `ncclx-rs diagnose` reads; see `docs/diagnosis.md`.
+    /// The flight recorder's operations and what this rank knows of its peers, as JSON with `reason`. `ncclx-rs diagnose`
+    /// reads this format; see `docs/diagnosis.md`.
     pub fn dump(&self, reason: &str) -> String {
         self.driver.with_engine(|engine| engine.dump(reason))
     }
 
-    /// Writes [`Communicator::dump`] to a file in `folder`, which only its owner can read, and returns its name.
+    /// Writes [`Communicator::dump`] to a file in `folder` that only its owner can read, and returns its path.
     ///
     /// # Errors
-    /// What the system says of the folder or the file.
+    /// The system's error if the folder or the file cannot be written.
     pub fn write_dump(&self, folder: &Path, reason: &str) -> std::io::Result<PathBuf> {
         self.driver.with_engine(|engine| engine.write_dump(folder, reason))
     }
 
-    /// Ends every operation in flight with an error that says `reason`, on this rank. The others are told that it has left,
-    /// and fail at what needs it. Idempotent; callable while other threads wait. In a forked child it does nothing, as the
-    /// other ways to end a communicator.
+    /// Ends every operation in flight on this rank with an error that gives `reason`. The other ranks are told that this rank
+    /// has left; their operations that need it fail. Idempotent; callable while other threads wait. In a forked child it does
+    /// nothing, like [`Communicator::shutdown`] and drop.
     pub fn abort(&self, reason: &str) {
         if !self.driver.is_here() {
             return;
@@ -412,20 +460,20 @@ impl Communicator {
         self.close(&how);
     }
 
-    /// Lets what is in flight finish within a short grace, then leaves, which is no loss to the others. Idempotent.
+    /// Waits a short while for operations in flight, then leaves, which is no loss to the other ranks. Idempotent.
     pub fn shutdown(&self) -> Result<(), Error> {
         if !self.driver.is_here() {
             return Ok(());
         }
         let now = Instant::now();
         let settled = |engine: &mut Engine| engine.closed.is_some() || engine.is_settled();
-        self.driver.drive_until(|driver| driver.with_engine(settled), now.checked_add(OPERATIONS_GRACE));
+        self.driver.drive_until(|driver| driver.with_engine(settled), now.checked_add(OPERATIONS_TIMEOUT));
         self.driver.with_engine(Engine::announce_failure);
         let flushed = |engine: &mut Engine| engine.closed.is_some() || engine.flushed();
-        self.driver.drive_until(|driver| driver.with_engine(flushed), Instant::now().checked_add(PROTOCOL_GRACE));
-        if let Some(watch) = lock(&self.watch).take() {
-            let all_know = self.driver.with_engine(|engine| engine.loss().is_some());
-            watch.say_goodbye(if all_know { Duration::ZERO } else { GOODBYE_GRACE });
+        self.driver.drive_until(|driver| driver.with_engine(flushed), Instant::now().checked_add(FLUSH_TIMEOUT));
+        if let Some(detector) = lock(&self.detector).take() {
+            let has_loss = self.driver.with_engine(|engine| engine.loss().is_some());
+            detector.say_goodbye(if has_loss { Duration::ZERO } else { GOODBYE_TIMEOUT });
         }
         self.close("shut down");
         Ok(())
@@ -439,10 +487,10 @@ impl Communicator {
         });
         self.driver.flush_finished();
         self.driver.close();
-        let watch = lock(&self.watch).take();
-        match (watch, departed) {
-            (Some(watch), Some(departed)) => watch.say_gone(departed, ABORT_GRACE),
-            (Some(watch), None) => watch.say_goodbye(Duration::ZERO),
+        let detector = lock(&self.detector).take();
+        match (detector, departed) {
+            (Some(detector), Some(departed)) => detector.announce_departure(departed, ABORT_TIMEOUT),
+            (Some(detector), None) => detector.say_goodbye(Duration::ZERO),
             (None, _) => {}
         }
     }
@@ -462,9 +510,21 @@ impl fmt::Debug for Communicator {
     }
 }
 
-/// The settings of a communicator for those that split off, whose rank 0 may be another: what rank 0 decided for all is
-/// every rank's own there.
-fn inherited(mut hints: Vec<(String, String)>, algorithm: Option<&str>) -> Vec<(String, String)> {
+/// Passes what the failure detector finds on to the communicator's operations.
+fn report_to(driver: &Arc<Driver>) -> impl Fn(&Findings) -> Option<Instant> + use<> {
+    let driver = Arc::downgrade(driver);
+    move |findings| {
+        let driver = driver.upgrade()?;
+        if !findings.heartbeats.is_empty() {
+            driver.heartbeats_arrive(&findings.heartbeats);
+        }
+        driver.departed(&findings.departed)
+    }
+}
+
+/// The hints for a communicator made by `split`. Another rank may be its rank 0, so every rank sets the algorithm that rank 0
+/// has chosen for all.
+fn hints_to_inherit(mut hints: Vec<(String, String)>, algorithm: Option<&str>) -> Vec<(String, String)> {
     hints.extend(algorithm.map(|algorithm| ("algorithm".to_owned(), algorithm.to_owned())));
     hints
 }
@@ -473,17 +533,17 @@ fn millis(timeout: Duration) -> u64 {
     u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// How many turns of progress an asynchronous submission makes itself.
+/// How many turns of progress an asynchronous submission makes in the call.
 const FIRST_STEPS: usize = 4;
 
 /// How long `shutdown` waits for operations in flight.
-const OPERATIONS_GRACE: Duration = Duration::from_secs(10);
+const OPERATIONS_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long `shutdown` waits until those that watch this rank know that it leaves. They may have just begun.
-const GOODBYE_GRACE: Duration = Duration::from_secs(5);
+/// How long `shutdown` waits until its goodbye is sent. A neighbour may have only just joined.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long `abort` does. Connections that are made take news at once; only one that has just begun needs time.
-const ABORT_GRACE: Duration = Duration::from_secs(1);
+/// How long `abort` waits for the same. Open connections take a notice at once; only a new one needs time.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long `shutdown` waits for bytes that no operation waits for, such as news of a failure.
-const PROTOCOL_GRACE: Duration = Duration::from_secs(1);
+/// How long `shutdown` waits for bytes that no operation waits for, such as the report of a failure.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! What the methods of a communicator take: memory with an element type, lent for the time of a call.
+//! The data that a communicator's methods take: memory with an element type, lent for the time of a call.
 
 use std::marker::PhantomData;
 
@@ -10,25 +10,25 @@ use crate::types::Element;
 /// Memory that a communicator's methods read and write: slices, arrays and vectors of an [`Element`], and with the feature
 /// `tch` contiguous tensors on the CPU.
 pub trait Data: Lend {
-    /// What the data of one call have in common. Tensors differ in their element types at run time only.
+    /// The type that all data of one call must share. The element types of tensors are compared at run time.
     type Element;
 }
 
-/// The half of [`Data`] that is not for callers.
+/// The half of [`Data`] that callers do not use.
 pub trait Lend {
-    /// The memory, to be read.
+    /// The memory, which the engine reads.
     fn lend(&self) -> Result<Buffer, Unfit>;
 
-    /// The memory, to be read and written.
+    /// The memory, which the engine reads and writes.
     fn lend_mut(&mut self) -> Result<Buffer, Unfit>;
 }
 
 /// Why data cannot be lent.
 #[derive(Clone, Debug)]
 pub struct Unfit {
-    /// What it should have been.
+    /// What data can be lent.
     pub expected: &'static str,
-    /// What it is.
+    /// What the caller gave.
     pub got: String,
 }
 
@@ -61,12 +61,12 @@ impl<'a> Lent<'a> {
         Lent { buffer: data.lend_mut(), memory: PhantomData }
     }
 
-    /// The number of elements; none where there is an error to come.
+    /// The number of elements; 0 if the data cannot be lent.
     pub(super) fn len(&self) -> usize {
         self.buffer.as_ref().map_or(0, |buffer| buffer.len())
     }
 
-    /// The engine's view of it, which must not be used after `'a`.
+    /// The engine's view of the memory, which must not be used after `'a`.
     pub(super) fn buffer(&self, operation: &OpKind, argument: &'static str) -> Result<Buffer, UsageError> {
         match &self.buffer {
             Ok(buffer) => Ok(*buffer),

@@ -1,4 +1,4 @@
-//! Who this process is among those that a launcher started together: what its environment says.
+//! Launch: this process's rank and the number of processes, from the environment that the launcher set.
 //!
 //! ```
 //! use ncclx_rs::{Launch, Rank};
@@ -23,16 +23,16 @@ use crate::error::{Error, LaunchError};
 use crate::sync::Arc;
 use crate::types::Rank;
 
-/// A process's place among those that were launched together.
+/// A process's rank among those that were launched together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// This process's rank.
     pub rank: Rank,
     /// The number of processes.
     pub size: usize,
-    /// The position among the processes of this host, if the launcher tells.
+    /// The index among the processes of this host, if the launcher sets it.
     pub local_rank: Option<u32>,
-    /// Where the store is served, if the environment tells.
+    /// Where the store is served, if the environment says so.
     pub master: Option<Master>,
 }
 
@@ -43,11 +43,11 @@ pub struct Master {
     pub host: String,
     /// The port.
     pub port: u16,
-    /// Who listens there.
+    /// Which process listens there.
     pub server: StoreServer,
 }
 
-/// Who serves at a [`Master`]'s port.
+/// Which process serves at a [`Master`]'s port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreServer {
     /// Rank 0, which finds the port free.
@@ -56,7 +56,7 @@ pub enum StoreServer {
     Agent,
 }
 
-/// Variables in which a launcher tells a process its place.
+/// The variables in which a launcher passes a process its rank.
 struct Launcher {
     name: &'static str,
     /// The value of [`METHOD`] that asks for it; `auto` asks for each.
@@ -67,18 +67,18 @@ struct Launcher {
     half: Half,
 }
 
-/// What it means that one of rank and size is set without the other.
+/// What it means if only one of rank and size is set.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Half {
     /// A mistake.
     Error,
-    /// Nothing: such processes exist also where this launcher has not started them one by one.
+    /// Nothing: this launcher also sets it in processes that it has not started as ranks.
     Ignored,
 }
 
 const METHOD: &str = "TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD";
 
-/// What stands before any method.
+/// The variables that come before any method.
 const EXPLICIT: Launcher = Launcher {
     name: "set by hand",
     method: "",
@@ -88,8 +88,8 @@ const EXPLICIT: Launcher = Launcher {
     half: Half::Error,
 };
 
-/// In the order of `auto`. Slurm is the last, since within a batch job it sets its variables for every process, whatever
-/// else starts it.
+/// In the order of `auto`. Slurm is the last, since a batch job sets its variables for every process, also for those that
+/// another launcher starts.
 const LAUNCHERS: &[Launcher] = &[
     Launcher {
         name: "Open MPI",
@@ -134,15 +134,15 @@ const LAUNCHERS: &[Launcher] = &[
 ];
 
 impl Launch {
-    /// What this process's environment says.
+    /// The launch that this process's environment describes.
     pub fn from_env() -> Result<Launch, LaunchError> {
         Launch::resolve(&config::variable)
     }
 
-    /// What the variables that `variable` looks up say. An empty value counts as unset.
+    /// The launch that the variables describe, which `variable` looks up. An empty value counts as unset.
     pub fn resolve(variable: &dyn Fn(&str) -> Option<String>) -> Result<Launch, LaunchError> {
         let variables = Variables(variable);
-        let (rank, size, launcher) = variables.place()?;
+        let (rank, size, launcher) = variables.rank_and_size()?;
         let local_rank = launcher.local_rank.iter().find_map(|name| Some((*name, variables.value(name)?)));
         Ok(Launch {
             rank,
@@ -152,10 +152,10 @@ impl Launch {
         })
     }
 
-    /// The store of this launch: rank 0 serves it at the master's port, the others look for it there up to `timeout`.
+    /// The store of this launch: rank 0 serves it at the master's port, and the other ranks try to connect for `timeout`.
     ///
-    /// If `NCCLX_RS_JOB_SECRET` is set, it serves those alone that know it too. It must live until all have done with it,
-    /// and one process can serve it once at a time. Several communicators share it through
+    /// If `NCCLX_RS_JOB_SECRET` is set, each rank must prove that it knows it. Rank 0 must keep the store until no rank uses it
+    /// any more, and can serve it only once at a time. Several communicators share it through
     /// [`PrefixStore`](super::store::PrefixStore).
     pub fn store(&self, timeout: Duration) -> Result<TcpStore, Error> {
         let master = self.master.as_ref().ok_or(LaunchError::NoMaster)?;
@@ -169,8 +169,8 @@ impl Launch {
         })
     }
 
-    /// The communicator `name` of all that were launched, which meet in a store of its own: to be called once. More
-    /// communicators come from [`Communicator::split`] or from [`Launch::store`].
+    /// The communicator `name` of all launched processes, with a store of its own: to be called once. Make more communicators
+    /// with [`Communicator::split`] or with [`Launch::store`].
     pub fn communicator(&self, name: &str) -> Result<Communicator, Error> {
         let store: Arc<dyn Store> = match self.size {
             1 => Arc::new(MemoryStore::default()),
@@ -200,8 +200,8 @@ impl Variables<'_> {
         self.0(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
     }
 
-    /// Rank and size, and who set them.
-    fn place(&self) -> Result<(Rank, usize, &'static Launcher), LaunchError> {
+    /// Rank and size, and the launcher that set them.
+    fn rank_and_size(&self) -> Result<(Rank, usize, &'static Launcher), LaunchError> {
         if let Some((rank, size)) = self.pair(&EXPLICIT, Half::Error)? {
             return Ok((rank, size, &EXPLICIT));
         }

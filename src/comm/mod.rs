@@ -1,4 +1,8 @@
-//! The communicator: what ranks form together, and the door through which every operation goes.
+//! The communicator: the handle on a group of ranks, and what it is made from.
+//!
+//! Floors, of which each uses only those below: `communicator`, with `registry`, `split`, `blocking`, `window` and `launch` on
+//! it; then `wireup` and `failure_detector`; then `bootstrap`; then `store`, `check`, `data`, `address`, `summary` and
+//! `framing`.
 
 pub mod address;
 mod blocking;

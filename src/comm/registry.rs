@@ -1,4 +1,4 @@
-//! The communicators of this process, for those who want all flight recorders: a program, or a signal when a job hangs.
+//! The registry of this process's communicators, from which a program or a signal dumps all flight recorders.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,18 +10,18 @@ use crate::sync::{Arc, Mutex, Weak, lock};
 use crate::sys::fork::PerProcess;
 
 #[derive(Default)]
-struct Live {
+struct Registry {
     drivers: Vec<Weak<Driver>>,
-    /// The signals that a thread listens to.
+    /// The signals that have a listening thread.
     signals: Vec<i32>,
 }
 
-static LIVE: PerProcess<Mutex<Live>> = PerProcess::unset();
+static REGISTRY: PerProcess<Mutex<Registry>> = PerProcess::unset();
 
-/// Adds a communicator. When `signal` comes, all that have a folder for it write their flight recorders there.
+/// Adds a communicator. At `signal`, every communicator with a dump directory writes its flight recorder there.
 pub(super) fn add(driver: &Arc<Driver>, signal: Option<i32>) -> io::Result<()> {
-    let mut live = lock(LIVE.get());
-    if let Some(signal) = signal.filter(|signal| !live.signals.contains(signal)) {
+    let mut registry = lock(REGISTRY.get());
+    if let Some(signal) = signal.filter(|signal| !registry.signals.contains(signal)) {
         let mut signals = Signals::new([signal])?;
         let listen = move || {
             for _ in signals.forever() {
@@ -29,30 +29,29 @@ pub(super) fn add(driver: &Arc<Driver>, signal: Option<i32>) -> io::Result<()> {
             }
         };
         std::thread::Builder::new().name("ncclx_rs_signal".to_owned()).spawn(listen)?;
-        live.signals.push(signal);
+        registry.signals.push(signal);
     }
-    live.drivers.retain(|driver| driver.strong_count() > 0);
-    live.drivers.push(Arc::downgrade(driver));
+    registry.drivers.retain(|driver| driver.strong_count() > 0);
+    registry.drivers.push(Arc::downgrade(driver));
     Ok(())
 }
 
 fn drivers() -> Vec<Arc<Driver>> {
-    lock(LIVE.get()).drivers.iter().filter_map(Weak::upgrade).collect()
+    lock(REGISTRY.get()).drivers.iter().filter_map(Weak::upgrade).collect()
 }
 
-/// What the flight recorders of all communicators of this process that are open remember; see
-/// [`Communicator::dump`](super::Communicator::dump).
+/// The dumps of all open communicators of this process; see [`Communicator::dump`](super::Communicator::dump).
 pub fn dumps(reason: &str) -> Vec<String> {
     let open = drivers().into_iter();
     open.filter_map(|driver| driver.with_engine(|engine| engine.closed.is_none().then(|| engine.dump(reason))))
         .collect()
 }
 
-/// Writes the flight recorders of all communicators of this process that are open; see
+/// Writes the dumps of all open communicators of this process; see
 /// [`Communicator::write_dump`](super::Communicator::write_dump).
 ///
 /// # Errors
-/// What the system says of the folder or of a file.
+/// The system's error if the folder or a file cannot be written.
 pub fn write_dumps(folder: &Path, reason: &str) -> io::Result<Vec<PathBuf>> {
     let open = drivers().into_iter();
     let written = open.filter_map(|driver| {

@@ -1,4 +1,4 @@
-//! A communicator for some ranks of another, which meet through it: no store is needed.
+//! A communicator made of some ranks of another. They bootstrap through the parent, so no store is needed.
 
 use std::time::Duration;
 
@@ -8,12 +8,12 @@ use super::store::Store;
 use crate::error::{Error, UsageError};
 use crate::types::{Rank, Source, Tag};
 
-/// The longest value that ranks tell each other.
-const VALUE_LIMIT: usize = 1 << 20;
+/// The size limit of the value that ranks exchange.
+const VALUE_BYTES_MAX: usize = 1 << 20;
 
 impl Communicator {
-    /// A new communicator of the ranks in `ranks`, each of which calls this with the same list and the same name; the
-    /// others go on. A rank's number in it is its place in the list.
+    /// A new communicator of the ranks in `ranks`. Each of them calls this with the same list and the same name; the other
+    /// ranks do not call it. A rank's number in the new communicator is its index in the list.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -40,17 +40,24 @@ impl Communicator {
     /// # Ok::<(), ncclx_rs::Error>(())
     /// ```
     pub fn split(&self, ranks: &[Rank], name: &str) -> Result<Communicator, Error> {
-        let own = self.place_among(ranks)?;
+        let own = self.rank_among(ranks)?;
         let parent = Parent { comm: self, ranks };
         let timeout = Some(self.timeout());
-        let part = Communicator::meet(name.to_owned(), own, ranks.len(), &parent, timeout, self.origin.hints.clone())?;
+        let part = Communicator::bootstrap_with(
+            name.to_owned(),
+            own,
+            ranks.len(),
+            &parent,
+            timeout,
+            self.inherited.hints.clone(),
+        )?;
         part.set_members(
             self.driver.with_engine(|engine| ranks.iter().map(|rank| engine.members[rank.index()]).collect()),
         );
         Ok(part)
     }
 
-    fn place_among(&self, ranks: &[Rank]) -> Result<Rank, UsageError> {
+    fn rank_among(&self, ranks: &[Rank]) -> Result<Rank, UsageError> {
         let error = |expected: String, got: String| UsageError {
             operation: "split".to_owned(),
             argument: "ranks",
@@ -70,7 +77,7 @@ impl Communicator {
     }
 }
 
-/// The store that a communicator is for those that split off: what the first of them sets, it sends to the others.
+/// A store for the bootstrap of the new communicator: its first rank sends what it sets to the other ranks.
 struct Parent<'a> {
     comm: &'a Communicator,
     ranks: &'a [Rank],
@@ -94,8 +101,8 @@ impl Store for Parent<'_> {
         let mut length = [0; 4];
         hear(&mut length).map_err(|error| error.to_string())?;
         let length = u32::from_le_bytes(length) as usize;
-        if length > VALUE_LIMIT {
-            return Err(format!("rank {} announces {length} bytes, more than {VALUE_LIMIT}", self.ranks[0]));
+        if length > VALUE_BYTES_MAX {
+            return Err(format!("rank {} announces {length} bytes, more than {VALUE_BYTES_MAX}", self.ranks[0]));
         }
         let mut value = vec![0; length];
         hear(&mut value).map_err(|error| error.to_string())?;
@@ -103,6 +110,6 @@ impl Store for Parent<'_> {
     }
 
     fn rendezvous_host(&self) -> Option<String> {
-        self.comm.origin.host.clone()
+        self.comm.inherited.host.clone()
     }
 }

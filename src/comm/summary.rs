@@ -1,4 +1,4 @@
-//! What a communicator runs on, in one line for the log.
+//! A communicator's transports, interfaces, algorithms and memory, in one line for the log.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,7 +9,7 @@ use crate::sys::net::{self, Interface};
 use crate::topo::Topology;
 use crate::types::Rank;
 
-/// What is said of a communicator once all ranks have joined.
+/// The line that is logged once all ranks have joined.
 pub(super) struct Summary<'a> {
     pub(super) name: &'a str,
     pub(super) rank: Rank,
@@ -17,7 +17,7 @@ pub(super) struct Summary<'a> {
     pub(super) config: &'a Config,
     /// For each other rank, the transport that reaches it.
     pub(super) transports: Vec<&'static str>,
-    /// The network's part, as [`network`] finds it.
+    /// The network interfaces, from [`network`].
     pub(super) network: String,
     /// How many rows rank 0's tuning file has.
     pub(super) tuned: usize,
@@ -51,7 +51,7 @@ impl fmt::Display for Summary<'_> {
     }
 }
 
-/// The interfaces and addresses that other hosts are told, as the transports chose them.
+/// The interfaces and addresses that the transports advertise to other hosts.
 pub(super) fn network(config: &Config, rendezvous_host: Option<&str>) -> String {
     if config.transport == TransportChoice::Shm {
         return "none".to_owned();
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn interfaces_are_those_that_the_setting_admits() {
+    fn interfaces_are_those_that_the_setting_allows() {
         let config = |hint: (&str, &str)| Config::resolve_with(&|_| None, &[(hint.0.into(), hint.1.into())]).unwrap();
         assert_eq!(network(&config(("transport", "shm")), None), "none");
         assert!(network(&config(("socket_ifname", "=lo")), None).starts_with("lo 127.0.0.1"));

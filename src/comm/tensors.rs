@@ -40,7 +40,7 @@ fn buffer(tensor: &Tensor) -> Result<Buffer, Unfit> {
     Ok(unsafe { Buffer::from_raw(tensor.data_ptr().cast(), tensor.numel(), dtype) })
 }
 
-/// The element type of a tensor that can be lent; of others, what is in the way.
+/// The element type of a tensor that can be lent. The error says why another cannot.
 fn fit(tensor: &Tensor) -> Result<DType, String> {
     if !tensor.defined() {
         return Err("an undefined one".to_owned());
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kind_has_a_type_of_its_own_and_of_its_size() {
+    fn every_kind_has_its_own_type_of_the_same_size() {
         use Kind::{
             BFloat16, Bool, ComplexDouble, ComplexFloat, ComplexHalf, Double, Float, Float8e4m3fn, Float8e4m3fnuz,
             Float8e5m2, Float8e5m2fnuz, Half, Int, Int8, Int16, Int64, Uint8,

@@ -1,4 +1,4 @@
-//! Chooses and opens the transports of one communicator, and which of them reaches each peer.
+//! Wireup, UCX's word: opens the transports of one communicator and chooses those that reach each peer.
 
 use std::collections::BTreeMap;
 
@@ -23,41 +23,41 @@ use crate::types::Rank;
 pub(crate) enum Purpose {
     /// Operations.
     Data,
-    /// News of ranks that are gone: a few bytes, if any.
-    News,
+    /// Notices of the failure detector: a few bytes, if any.
+    FailureDetector,
 }
 
-/// A transport and where it reaches.
-struct Link {
+/// A transport and which peers it is for.
+struct Entry {
     transport: Box<dyn Transport>,
-    reach: Reach,
+    locality: Locality,
     purpose: Purpose,
 }
 
-impl Link {
-    /// What its address is published under.
+impl Entry {
+    /// The name that its address is published under.
     fn key(&self) -> String {
         match self.purpose {
             Purpose::Data => self.transport.name().to_owned(),
-            Purpose::News => format!("{} news", self.transport.name()),
+            Purpose::FailureDetector => format!("{} failure detector", self.transport.name()),
         }
     }
 }
 
 /// Which peers a transport is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reach {
+enum Locality {
     SameHost,
     Everywhere,
 }
 
 /// The transports of one communicator, the preferred ones first.
 #[derive(Default)]
-pub(crate) struct Links {
-    links: Vec<Link>,
+pub(crate) struct Transports {
+    transports: Vec<Entry>,
 }
 
-impl Links {
+impl Transports {
     /// Opens the transports that the configuration allows.
     pub(crate) fn open(
         name: &str,
@@ -66,22 +66,22 @@ impl Links {
         poller: &Poller,
         rendezvous_host: Option<&str>,
         purpose: Purpose,
-    ) -> Result<Links, InitError> {
+    ) -> Result<Transports, InitError> {
         let os = |what: &str| {
             let (comm, what) = (name.to_owned(), what.to_owned());
             move |cause: std::io::Error| InitError::Os { comm, what, cause: cause.to_string() }
         };
-        let mut links = Vec::new();
+        let mut transports = Vec::new();
         let (ring_bytes, lends, patience) = match purpose {
             Purpose::Data => {
                 (config.shm_ring_bytes.get(), config.single_copy_bytes > 0, Patience::WhileIdle(config.peer_timeout))
             }
-            Purpose::News => (rustix::param::page_size(), false, Patience::Always(config.peer_timeout)),
+            Purpose::FailureDetector => (rustix::param::page_size(), false, Patience::Always(config.peer_timeout)),
         };
         if config.transport != TransportChoice::Tcp {
             let transport = ShmTransport::new(identity.clone(), poller.clone(), ring_bytes, lends)
                 .map_err(os("the shared memory transport"))?;
-            links.push(Link { transport: Box::new(transport), reach: Reach::SameHost, purpose });
+            transports.push(Entry { transport: Box::new(transport), locality: Locality::SameHost, purpose });
         }
         if config.transport != TransportChoice::Shm {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
@@ -90,14 +90,14 @@ impl Links {
             let tls = Tls::new(config, &identity.secret)?;
             let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, patience)
                 .map_err(os("the TCP transport"))?;
-            links.push(Link { transport: Box::new(transport), reach: Reach::Everywhere, purpose });
+            transports.push(Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose });
         }
-        Ok(Links { links })
+        Ok(Transports { transports })
     }
 
     /// The addresses to publish, by transport name.
     pub(crate) fn addresses(&self) -> BTreeMap<String, Vec<u8>> {
-        self.links.iter().map(|link| (link.key(), link.transport.address())).collect()
+        self.transports.iter().map(|entry| (entry.key(), entry.transport.address())).collect()
     }
 
     /// The transports that reach `peer`, of which there is at least one, the preferred one first.
@@ -110,10 +110,11 @@ impl Links {
         config: &Config,
         peer: Rank,
     ) -> Result<Vec<Route>, InitError> {
-        let candidates = self.links.iter().enumerate();
-        let reaching = candidates.filter(|(_, link)| link.reach == Reach::Everywhere || topo.same_host(me, peer));
-        let route = |(transport, link): (usize, &Link)| {
-            let address = ranks[peer.index()].addresses.get(&link.key())?.clone();
+        let candidates = self.transports.iter().enumerate();
+        let reaching =
+            candidates.filter(|(_, entry)| entry.locality == Locality::Everywhere || topo.same_host(me, peer));
+        let route = |(transport, entry): (usize, &Entry)| {
+            let address = ranks[peer.index()].addresses.get(&entry.key())?.clone();
             Some(Route { transport, address })
         };
         let routes: Vec<Route> = reaching.filter_map(route).collect();
@@ -130,11 +131,11 @@ impl Links {
 
     /// The name of a route's transport.
     pub(crate) fn name(&self, transport: usize) -> &'static str {
-        self.links[transport].transport.name()
+        self.transports[transport].transport.name()
     }
 
     /// The transports, in the order that routes count.
     pub(crate) fn into_transports(self) -> Vec<Box<dyn Transport>> {
-        self.links.into_iter().map(|link| link.transport).collect()
+        self.transports.into_iter().map(|entry| entry.transport).collect()
     }
 }

@@ -1,9 +1,9 @@
-//! One rank's connection to one that it watches.
+//! The monitor of one neighbour: the connection to it, and its process.
 
 use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
-use crate::comm::failure_detector::notice::News;
+use crate::comm::failure_detector::notice::Notice;
 use crate::engine::connector::{OPENING_CHECK, Way};
 use crate::error::LinkDown;
 use crate::sys::poller::Registration;
@@ -11,17 +11,17 @@ use crate::sys::process::Process;
 use crate::transport::{RecvStream, SendStream, Transport};
 use crate::types::Rank;
 
-/// What a look at a connection has shown.
+/// What a check of a neighbour has shown.
 #[derive(Debug, Default)]
-pub(super) struct Seen {
-    /// What the other rank told.
-    pub(super) news: Vec<News>,
-    /// The other rank is gone, and did not say goodbye.
+pub(super) struct Observed {
+    /// The notices that have come from it.
+    pub(super) notices: Vec<Notice>,
+    /// Why it counts as lost: it is gone, and did not say goodbye.
     pub(super) loss: Option<String>,
 }
 
-/// A stream in each direction, and the other's process where it can be seen.
-pub(super) struct Edge {
+/// A stream in each direction, and the neighbour's process where it is visible.
+pub(super) struct PeerMonitor {
     pub(super) peer: Rank,
     size: usize,
     process: Option<(Process, Registration)>,
@@ -29,80 +29,80 @@ pub(super) struct Edge {
     send_stream: Option<Box<dyn SendStream>>,
     recv_stream: Option<Box<dyn RecvStream>>,
     outgoing: Vec<u8>,
-    /// What has come of news that are not complete.
+    /// The bytes of a notice that is not complete.
     incoming: Vec<u8>,
-    /// The first sign of the other's end, and when it was seen. Its goodbye may be on its way in the other stream.
-    ending: Option<(String, Instant)>,
+    /// The first sign that the neighbour is gone, and when it was seen. A goodbye may still be in the other stream.
+    end: Option<(String, Instant)>,
 }
 
-impl Edge {
-    /// Begins without a stream, for which there is a way.
-    pub(super) fn new(peer: Rank, size: usize, way: Way, process: Option<(Process, Registration)>) -> Edge {
+impl PeerMonitor {
+    /// A monitor of `peer` without a stream yet.
+    pub(super) fn new(peer: Rank, size: usize, way: Way, process: Option<(Process, Registration)>) -> PeerMonitor {
         let (outgoing, incoming) = (Vec::new(), Vec::new());
-        Edge { peer, size, process, way, send_stream: None, recv_stream: None, outgoing, incoming, ending: None }
+        PeerMonitor { peer, size, process, way, send_stream: None, recv_stream: None, outgoing, incoming, end: None }
     }
 
-    /// Opens the stream, if there is none and there may be one now.
-    pub(super) fn reach(&mut self, transports: &mut [Box<dyn Transport>], now: Instant) {
-        if self.send_stream.is_some() || self.ending.is_some() {
+    /// Opens the stream, if there is none and the next attempt is due.
+    pub(super) fn connect(&mut self, transports: &mut [Box<dyn Transport>], now: Instant) {
+        if self.send_stream.is_some() || self.end.is_some() {
             return;
         }
         match self.way.open(self.peer, transports, now) {
             Ok(send_stream) => self.send_stream = send_stream,
-            Err(down) => self.ending = Some((down.cause, now)),
+            Err(down) => self.end = Some((down.cause, now)),
         }
     }
 
-    /// Takes the stream that the other has opened.
+    /// Takes the stream that the neighbour has opened.
     pub(super) fn accept(&mut self, recv_stream: Box<dyn RecvStream>) {
         self.recv_stream.get_or_insert(recv_stream);
     }
 
-    /// Queues news.
-    pub(super) fn tell(&mut self, news: &News) {
+    /// Queues a notice.
+    pub(super) fn send(&mut self, notice: &Notice) {
         if self.send_stream.is_some() || self.way.due().is_some() {
-            self.outgoing.extend(news.encode());
+            self.outgoing.extend(notice.encode());
         }
     }
 
-    /// Queues news that may be left out, as they are repeated: where the other rank has not read much of what was told.
-    pub(super) fn mention(&mut self, news: &News) {
+    /// Queues a notice that is repeated later; drops it if the neighbour has left much unread.
+    pub(super) fn send_if_room(&mut self, notice: &Notice) {
         if self.outgoing.len() < UNREAD_MAX {
-            self.tell(news);
+            self.send(notice);
         }
     }
 
-    /// Whether what was told has left this process, or never can.
+    /// Whether every notice has left this process, or never can.
     pub(super) fn is_flushed(&mut self) -> bool {
         let flushed =
             |send_stream: &mut Box<dyn SendStream>| send_stream.is_open() && send_stream.flushed().unwrap_or(true);
-        self.ending.is_some() || (self.outgoing.is_empty() && self.send_stream.as_mut().is_none_or(flushed))
+        self.end.is_some() || (self.outgoing.is_empty() && self.send_stream.as_mut().is_none_or(flushed))
     }
 
-    /// Writes what waits, and reads what has come. The other's news are read after the signs of its end were looked for,
-    /// so that a goodbye said before that end is not missed.
-    pub(super) fn look(&mut self, now: Instant) -> Seen {
+    /// Writes and reads without blocking. Notices are read after looking for signs of an end, so that a goodbye before that
+    /// end is not missed.
+    pub(super) fn check(&mut self, now: Instant) -> Observed {
         self.write(now);
         if self.process.as_ref().is_some_and(|(process, _)| process.has_ended()) {
             self.process = None;
-            self.ending = Some(("its process has ended".to_owned(), now));
+            self.end = Some(("its process has ended".to_owned(), now));
         }
-        let mut seen = Seen::default();
-        let read = self.read(&mut seen.news);
+        let mut observed = Observed::default();
+        let read = self.read(&mut observed.notices);
         if let Err(down) = read {
-            seen.loss = Some(self.ending.take().map_or(down.cause, |(cause, _)| cause));
-        } else if let Some((cause, since)) = &self.ending
-            && now.duration_since(*since) >= LINGER
+            observed.loss = Some(self.end.take().map_or(down.cause, |(cause, _)| cause));
+        } else if let Some((cause, since)) = &self.end
+            && now.duration_since(*since) >= LINGER_TIMEOUT
         {
-            seen.loss = Some(cause.clone());
+            observed.loss = Some(cause.clone());
         }
-        seen
+        observed
     }
 
-    /// Writes what waits, as far as there is room.
+    /// Writes queued notices, as far as there is room.
     pub(super) fn write(&mut self, now: Instant) {
         let Some(send_stream) = &mut self.send_stream else { return };
-        // Without bytes, a write notices the end.
+        // A write without bytes notices a broken connection.
         let written = send_stream.write(&[], &[]).and_then(|_| match self.outgoing.as_slice() {
             [] => Ok(0),
             waiting => send_stream.write(&[], &[IoSlice::new(waiting)]),
@@ -112,20 +112,20 @@ impl Edge {
             Err(down) => {
                 self.send_stream = None;
                 if let Err(down) = self.way.ended(down, now) {
-                    self.ending.get_or_insert((down.cause, now));
+                    self.end.get_or_insert((down.cause, now));
                 }
             }
         }
     }
 
-    fn read(&mut self, news: &mut Vec<News>) -> Result<(), LinkDown> {
+    fn read(&mut self, notices: &mut Vec<Notice>) -> Result<(), LinkDown> {
         let Some(recv_stream) = &mut self.recv_stream else { return Ok(()) };
-        let mut bytes = [0; NEWS_BYTES];
+        let mut bytes = [0; READ_BYTES];
         loop {
-            while let Some((next, len)) = News::decode(&self.incoming, self.size)? {
+            while let Some((next, len)) = Notice::decode(&self.incoming, self.size)? {
                 self.incoming.drain(..len);
-                news.push(next);
-                if news.last() == Some(&News::Bye) {
+                notices.push(next);
+                if notices.last() == Some(&Notice::Goodbye) {
                     return Ok(());
                 }
             }
@@ -136,22 +136,22 @@ impl Edge {
         }
     }
 
-    /// When to look again although nothing happens.
-    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
+    /// When to check again although nothing happens.
+    pub(super) fn next_check(&self, now: Instant) -> Option<Instant> {
         let opening =
             self.send_stream.as_ref().filter(|send_stream| !send_stream.is_open()).map(|_| now + OPENING_CHECK);
-        let ending = self.ending.as_ref().map(|(_, since)| *since + LINGER);
-        ending.into_iter().chain(opening).chain(self.way.due()).min()
+        let end = self.end.as_ref().map(|(_, since)| *since + LINGER_TIMEOUT);
+        end.into_iter().chain(opening).chain(self.way.due()).min()
     }
 
-    /// Asks for the poller to wake. True: there is something to look at now.
+    /// Asks the poller to wake. True: something is ready now.
     pub(super) fn arm(&mut self) -> bool {
         let waiting = !self.outgoing.is_empty();
         let writable = self.send_stream.as_mut().is_some_and(|send_stream| waiting && send_stream.arm());
         self.recv_stream.as_mut().is_some_and(|recv_stream| recv_stream.arm()) || writable
     }
 
-    /// Ends what `arm` began.
+    /// Undoes [`PeerMonitor::arm`].
     pub(super) fn disarm(&mut self) {
         if let Some(send_stream) = &mut self.send_stream {
             send_stream.disarm();
@@ -163,10 +163,10 @@ impl Edge {
 }
 
 /// How much is read at a time.
-const NEWS_BYTES: usize = 2048;
+const READ_BYTES: usize = 2048;
 
-/// How much waits at most for a rank that does not read, as one that is stopped.
+/// How many bytes may wait for a neighbour that does not read, such as a stopped process.
 const UNREAD_MAX: usize = 64 << 10;
 
-/// How long a goodbye may be on its way after the first sign of an end.
-const LINGER: Duration = Duration::from_millis(100);
+/// How long a goodbye may take after the first sign of an end.
+const LINGER_TIMEOUT: Duration = Duration::from_millis(100);

@@ -1,4 +1,4 @@
-//! What watchers tell each other.
+//! The messages between ranks that monitor each other.
 
 use crate::engine::failures::{Departed, Departure};
 use crate::engine::frame::Signature;
@@ -6,51 +6,51 @@ use crate::engine::heartbeat::Heartbeat;
 use crate::error::LinkDown;
 use crate::types::Rank;
 
-/// Something that one rank tells another.
+/// A message of the failure detector.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum News {
-    /// The sender leaves, which is no loss.
-    Bye,
+pub(super) enum Notice {
+    /// The sender leaves. That is no loss.
+    Goodbye,
     /// A rank is gone: the sender itself, or another.
     Departed(Departed),
     /// Ranks wait in a collective.
     Heartbeat(Heartbeat),
 }
 
-const BYE: u8 = 1;
+const GOODBYE: u8 = 1;
 const LOST: u8 = 2;
 const LEFT: u8 = 3;
 const HEARTBEAT: u8 = 4;
 
-/// Kind; a rank, or a heartbeat's round; the number of a collective, or of collectives; the length of the body. Little
-/// endian.
+/// Kind; a rank, or a heartbeat's round; a collective's number, or a number of collectives; the length of the body. All
+/// numbers are little endian.
 const HEADER_BYTES: usize = 1 + 4 + 8 + 2;
 
 /// The longest body: the text of a cause, or a heartbeat's interval, signature and ranks.
-const BODY_MAX: usize = 1024;
+const BODY_BYTES_MAX: usize = 1024;
 
 const SIGNATURE_BYTES: usize = 4 + 4 + 8;
 
-/// How many ranks fit into one piece of news.
-pub(super) const RANKS_MAX: usize = (BODY_MAX - size_of::<u64>() - SIGNATURE_BYTES) / size_of::<u32>();
+/// How many ranks fit into one heartbeat.
+pub(super) const RANKS_MAX: usize = (BODY_BYTES_MAX - size_of::<u64>() - SIGNATURE_BYTES) / size_of::<u32>();
 
-impl News {
-    /// The news as bytes.
+impl Notice {
+    /// The notice as bytes.
     pub(super) fn encode(&self) -> Vec<u8> {
         let text = |cause: &str| {
-            let mut end = cause.len().min(BODY_MAX);
+            let mut end = cause.len().min(BODY_BYTES_MAX);
             while !cause.is_char_boundary(end) {
                 end -= 1;
             }
             cause.as_bytes()[..end].to_vec()
         };
         let (kind, number, count, body) = match self {
-            News::Bye => (BYE, 0, 0, Vec::new()),
-            News::Departed(Departed { rank, how: Departure::Lost, cause }) => (LOST, rank.0, 0, text(cause)),
-            News::Departed(Departed { rank, how: Departure::Left { called }, cause }) => {
+            Notice::Goodbye => (GOODBYE, 0, 0, Vec::new()),
+            Notice::Departed(Departed { rank, how: Departure::Lost, cause }) => (LOST, rank.0, 0, text(cause)),
+            Notice::Departed(Departed { rank, how: Departure::Left { called }, cause }) => {
                 (LEFT, rank.0, *called, text(cause))
             }
-            News::Heartbeat(heartbeat) => (HEARTBEAT, heartbeat.round, heartbeat.sequence, encode_body(heartbeat)),
+            Notice::Heartbeat(heartbeat) => (HEARTBEAT, heartbeat.round, heartbeat.sequence, encode_body(heartbeat)),
         };
         let mut bytes = vec![kind];
         bytes.extend_from_slice(&number.to_le_bytes());
@@ -60,36 +60,36 @@ impl News {
         bytes
     }
 
-    /// The first news in `bytes` and its length; nothing while it is not complete.
-    pub(super) fn decode(bytes: &[u8], size: usize) -> Result<Option<(News, usize)>, LinkDown> {
+    /// The first notice in `bytes` and its length; none while it is not complete.
+    pub(super) fn decode(bytes: &[u8], size: usize) -> Result<Option<(Notice, usize)>, LinkDown> {
         let Some((header, body)) = bytes.split_at_checked(HEADER_BYTES) else { return Ok(None) };
         let kind = header[0];
         let number = u32::from_le_bytes(std::array::from_fn(|i| header[1 + i]));
         let count = u64::from_le_bytes(std::array::from_fn(|i| header[5 + i]));
         let len = usize::from(u16::from_le_bytes([header[13], header[14]]));
-        if !(BYE..=HEARTBEAT).contains(&kind) {
+        if !(GOODBYE..=HEARTBEAT).contains(&kind) {
             return Err(LinkDown::new(format!("it sent news of unknown kind {kind}")));
         }
         let names_a_rank = kind != HEARTBEAT;
-        if len > BODY_MAX || (names_a_rank && number as usize >= size) {
+        if len > BODY_BYTES_MAX || (names_a_rank && number as usize >= size) {
             return Err(LinkDown::new(format!("it sent news of rank {number} with {len} bytes")));
         }
         let Some(body) = body.get(..len) else { return Ok(None) };
         let departed = |how| {
-            News::Departed(Departed { rank: Rank(number), how, cause: String::from_utf8_lossy(body).into_owned() })
+            Notice::Departed(Departed { rank: Rank(number), how, cause: String::from_utf8_lossy(body).into_owned() })
         };
-        let news = match kind {
-            BYE => News::Bye,
+        let notice = match kind {
+            GOODBYE => Notice::Goodbye,
             LOST => departed(Departure::Lost),
             LEFT => departed(Departure::Left { called: count }),
             _ => {
                 let heartbeat = decode_body(body, number, count)
                     .filter(|heartbeat| heartbeat.ranks.iter().all(|rank| rank.index() < size));
                 let malformed = || LinkDown::new(format!("it sent a heartbeat of {len} bytes that is none"));
-                News::Heartbeat(heartbeat.ok_or_else(malformed)?)
+                Notice::Heartbeat(heartbeat.ok_or_else(malformed)?)
             }
         };
-        Ok(Some((news, HEADER_BYTES + len)))
+        Ok(Some((notice, HEADER_BYTES + len)))
     }
 }
 
@@ -137,13 +137,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn news_survive_the_wire(rank in 0u32..9, called: Option<u64>, cause in ".{0,40}", behind: Vec<u8>) {
+        fn notices_survive_the_wire(rank in 0u32..9, called: Option<u64>, cause in ".{0,40}", behind: Vec<u8>) {
             let how = called.map_or(Departure::Lost, |called| Departure::Left { called });
-            let news = News::Departed(Departed { rank: Rank(rank), how, cause });
-            let bytes = news.encode();
+            let notice = Notice::Departed(Departed { rank: Rank(rank), how, cause });
+            let bytes = notice.encode();
             let len = bytes.len();
-            prop_assert_eq!(News::decode(&bytes[..len - 1], 9), Ok(None));
-            prop_assert_eq!(News::decode(&[bytes, behind].concat(), 9), Ok(Some((news, len))));
+            prop_assert_eq!(Notice::decode(&bytes[..len - 1], 9), Ok(None));
+            prop_assert_eq!(Notice::decode(&[bytes, behind].concat(), 9), Ok(Some((notice, len))));
         }
 
         #[test]
@@ -154,15 +154,15 @@ mod tests {
             let [operation, dtype, reduction, algorithm] = kinds;
             let signature = Signature { operation, dtype, reduction, algorithm, root, count };
             let ranks = ranks.into_iter().map(Rank).collect();
-            let news = News::Heartbeat(Heartbeat { sequence, signature, round, again_millis, ranks });
-            let bytes = news.encode();
+            let notice = Notice::Heartbeat(Heartbeat { sequence, signature, round, again_millis, ranks });
+            let bytes = notice.encode();
             let len = bytes.len();
-            prop_assert_eq!(News::decode(&bytes, 9), Ok(Some((news, len))));
+            prop_assert_eq!(Notice::decode(&bytes, 9), Ok(Some((notice, len))));
         }
 
         #[test]
-        fn arbitrary_bytes_are_news_or_refused(bytes: Vec<u8>) {
-            if let Ok(Some((_, len))) = News::decode(&bytes, 9) {
+        fn arbitrary_bytes_are_notices_or_refused(bytes: Vec<u8>) {
+            if let Ok(Some((_, len))) = Notice::decode(&bytes, 9) {
                 prop_assert!(len <= bytes.len());
             }
         }
@@ -170,25 +170,25 @@ mod tests {
 
     #[test]
     fn long_causes_are_cut_between_characters() {
-        let cause = "é".repeat(BODY_MAX);
-        let news = News::Departed(Departed { rank: Rank(0), how: Departure::Lost, cause }).encode();
-        let Ok(Some((News::Departed(departed), len))) = News::decode(&news, 1) else { panic!("no news") };
-        assert_eq!((departed.cause.len(), len), (BODY_MAX, news.len()));
-        assert_eq!(News::decode(&News::Bye.encode(), 1), Ok(Some((News::Bye, HEADER_BYTES))));
-        assert!(News::decode(&[9; 64], 1).is_err(), "an unknown kind");
+        let cause = "é".repeat(BODY_BYTES_MAX);
+        let notice = Notice::Departed(Departed { rank: Rank(0), how: Departure::Lost, cause }).encode();
+        let Ok(Some((Notice::Departed(departed), len))) = Notice::decode(&notice, 1) else { panic!("no notice") };
+        assert_eq!((departed.cause.len(), len), (BODY_BYTES_MAX, notice.len()));
+        assert_eq!(Notice::decode(&Notice::Goodbye.encode(), 1), Ok(Some((Notice::Goodbye, HEADER_BYTES))));
+        assert!(Notice::decode(&[9; 64], 1).is_err(), "an unknown kind");
     }
 
     #[test]
-    fn heartbeats_of_ranks_there_are_not_and_of_odd_lengths_are_refused() {
+    fn heartbeats_of_unknown_ranks_and_of_odd_lengths_are_refused() {
         let heartbeat = |ranks: &[u32]| {
             let ranks = ranks.iter().copied().map(Rank).collect();
-            let news = Heartbeat { sequence: 1, signature: Signature::default(), round: 0, again_millis: 500, ranks };
-            News::Heartbeat(news).encode()
+            let notice = Heartbeat { sequence: 1, signature: Signature::default(), round: 0, again_millis: 500, ranks };
+            Notice::Heartbeat(notice).encode()
         };
-        assert!(News::decode(&heartbeat(&[8]), 9).is_ok());
-        assert!(News::decode(&heartbeat(&[9]), 9).is_err(), "there is no rank 9");
+        assert!(Notice::decode(&heartbeat(&[8]), 9).is_ok());
+        assert!(Notice::decode(&heartbeat(&[9]), 9).is_err(), "there is no rank 9");
         let mut odd = heartbeat(&[8]);
         odd[13] -= 1;
-        assert!(News::decode(&odd, 9).is_err(), "three quarters of a rank");
+        assert!(Notice::decode(&odd, 9).is_err(), "three quarters of a rank");
     }
 }
