@@ -1,7 +1,7 @@
 //! The only reader of environment variables and hints.
 //!
-//! Every option stands once in the table below. `NCCLX_RS_<NAME>` in the environment sets it for a process, the hint
-//! `<name>` for one communicator; the hint wins, and an empty value counts as unset.
+//! Every option is one row of the table below. The variable `NCCLX_RS_<NAME>` sets it for a process, the hint `<name>` for one
+//! communicator. The hint wins, and an empty value counts as unset.
 //!
 //! ```
 //! use ncclx_rs::config::{Config, TransportChoice};
@@ -61,48 +61,51 @@ options! {
         "The PEM file of this rank's certificate (X.509 v3), with those that lead to the authority.";
     tls_key: Option<String>, "tls_key", "", &["GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"],
         "The PEM file of the certificate's private key.";
-    tls_authority: Option<String>, "tls_authority", "", &["GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE"],
+    tls_ca_file: Option<String>, "tls_ca_file", "", &["GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE"],
         "The PEM file of the authorities that sign the certificates of all ranks.";
     job_secret: Shared, "job_secret", "", &[],
-        "What all ranks know beside the store and no stranger does; a communicator and the engine's own store then let \
-         nobody else in.";
+        "A secret that all ranks get in another way than from the store. Every connection to a communicator and to the \
+         engine's own store must then prove that it knows it.";
     group_secret: Shared, "group_secret", "", &[],
-        "As `job_secret`, beside it, for one communicator alone; reconfiguration sets it.";
-    host_id: Option<String>, "host_id", "", &[],
-        "The identity of this host; ranks with equal identities count as sharing one.";
+        "Internal: reconfiguration sets it. A secret like `job_secret`, and beside it, for one communicator alone.";
+    host_id: Option<String>, "host_id", "", &["NCCL_HOSTID"],
+        "The identity of this host; ranks with equal identities count as ranks of one host.";
     algorithm: Option<String>, "algorithm", "auto", &[],
         "The algorithm of every collective that it can do; auto takes the fastest known for size and topology. Rank 0's \
          holds for all ranks: another rank is set alike, or to auto.";
     tuning_file: Option<String>, "tuning_file", "", &[],
-        "The file of `ncclx-rs tune` that says which algorithm is the fastest; rank 0 reads it for all ranks.";
+        "The output file of `ncclx-rs tune`, a table of the fastest algorithms; rank 0 reads it for all ranks.";
     timeout: Duration, "timeout_seconds", "1800", &[],
         "How long an operation may take.";
     connect_timeout: Duration, "connect_timeout_seconds", "300", &[],
-        "How long to wait for all ranks to join a communicator.";
+        "Bootstrap timeout: how long to wait for all ranks to join a communicator.";
     peer_timeout: Duration, "peer_timeout_seconds", "30", &[],
-        "How long another host may be silent, its system included, before its ranks count as lost; whole seconds above 2.";
+        "How long another host may be silent, its kernel included, before its ranks count as lost; whole seconds above 2.";
     eager_bytes: EagerBytes, "eager_bytes", "65536", &[],
         "Messages up to this size are sent before the receiver asks for them.";
     single_copy_bytes: usize, "single_copy_bytes", "65536", &[],
-        "Within a host, the receiver may read longer messages out of the sender's memory, where the system lets it \
-         (process_vm_readv) and that is faster; 0 for never.";
-    flight_records: usize, "flight_records", "2048", &["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"],
-        "How many operations the flight recorder remembers, rounded up to a power of two; 0 for none.";
+        "Within a host, the receiver may read longer messages from the sender's memory, where the system allows it \
+         (process_vm_readv) and it is faster; 0 for never.";
+    flight_recorder_size: usize, "flight_recorder_size", "2048", &["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"],
+        "How many operations the flight recorder keeps, rounded up to a power of two; 0 for none.";
     pytorch_recorder: bool, "pytorch_recorder", "false", &[],
-        "Whether PyTorch's own flight recorder, from 2.15 on, records process groups, too; it takes 2 to 5 µs of every call. \
-         Otherwise the engine's writes their failures down where PyTorch's would.";
+        "Whether PyTorch's own flight recorder, from 2.15 on, records process groups too, which takes 2 to 5 µs of every \
+         call. Otherwise the engine's recorder writes its dump after a failure to where PyTorch's would.";
     stack_frames: usize, "stack_frames", "0", &[],
         "How many frames of the caller's Python stack the flight recorder keeps of each operation; 0 for none.";
     dump_directory: Option<String>, "dump_directory", "", &[],
-        "Where the flight recorder is written when an operation fails or the communicator is aborted amid one.";
+        "The folder that the flight recorder is written to when an operation fails, or is in flight at an abort.";
     dump_signal: Option<DumpSignal>, "dump_signal", "", &[],
-        "The signal at which the flight recorder is written to `dump_directory`, too.";
+        "The signal at which the flight recorder is also written to `dump_directory`.";
     shm_ring_bytes: RingBytes, "shm_ring_bytes", "262144", &[],
-        "The shared memory between each pair of ranks that talk on a host.";
+        "The size of the shared memory ring for each direction between two ranks of a host.";
     spin: Spin, "spin_microseconds", "auto", &[],
-        "How long a waiting thread polls before it sleeps; where ranks share a core, it gives the core away after each look. \
+        "How long a waiting thread polls before it sleeps; where ranks share a core, it yields the core after each poll. \
          auto is 50, and 100 where the host has fewer cores than ranks.";
 }
+
+/// Former names of options, which still work as hints and in `NCCLX_RS_<NAME>`: the former name and today's.
+const FORMER_NAMES: &[(&str, &str)] = &[("tls_authority", "tls_ca_file"), ("flight_records", "flight_recorder_size")];
 
 impl Config {
     /// The settings that `hints` and the process's environment make.
@@ -110,10 +113,11 @@ impl Config {
         Config::resolve_with(&variable, hints)
     }
 
-    /// Every option there is, for generated manuals.
+    /// Every option, for generated manuals.
     pub fn describe() -> Vec<Description> {
         let describe = |row: &OptionRow| Description {
             name: row.name,
+            former_names: names(row.name).skip(1).collect(),
             variables: variables(row.name, row.also),
             kind: row.kind,
             default: row.default,
@@ -125,28 +129,28 @@ impl Config {
 
 /// The names among `hints` that no option has.
 pub fn unknown_hints(hints: &[(String, String)]) -> Vec<&str> {
-    let names = hints.iter().map(|(name, _)| name.as_str());
-    names.filter(|name| OPTIONS.iter().all(|row| row.name != *name)).collect()
+    let is_known = |hint: &str| OPTIONS.iter().any(|row| names(row.name).any(|name| name == hint));
+    hints.iter().map(|(name, _)| name.as_str()).filter(|name| !is_known(name)).collect()
 }
 
 /// The target under which [`unknown_hints`] are logged.
 pub const UNKNOWN_HINTS: &str = "ncclx_rs::config::hints";
 
-/// How much a program without a logger of its own, such as one in Python, wants to hear of the engine; nothing if its
-/// environment does not say. `NCCLX_RS_LOG` is a level; without it, `NCCL_DEBUG` counts where it is one.
+/// The log level for a program without a logger of its own, such as one in Python; none if the environment sets none.
+/// `NCCLX_RS_LOG` is a level; without it, `NCCL_DEBUG` counts where it is one.
 pub fn log_level() -> Result<Option<LevelFilter>, InitError> {
     log_level_with(&variable)
 }
 
 fn log_level_with(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<LevelFilter>, InitError> {
-    let told = |name: &str| variable(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
-    if let Some(text) = told("NCCLX_RS_LOG") {
+    let value = |name: &str| variable(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
+    if let Some(text) = value("NCCLX_RS_LOG") {
         let expected = "expected off, error, warn, info, debug or trace";
         let level = text.parse().map_err(|_| InitError::Config(format!("NCCLX_RS_LOG is `{text}`: {expected}")))?;
         return Ok(Some(level));
     }
-    // What else NCCL takes, such as VERSION, asks for nothing that there is here.
-    Ok(told("NCCL_DEBUG").and_then(|text| match text.to_lowercase().as_str() {
+    // NCCL's other values, such as VERSION, have no counterpart here.
+    Ok(value("NCCL_DEBUG").and_then(|text| match text.to_lowercase().as_str() {
         level @ ("warn" | "info" | "trace") => level.parse().ok(),
         _ => None,
     }))
@@ -158,7 +162,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 }
 
 impl Default for Config {
-    /// What holds when neither the environment nor a hint says otherwise.
+    /// The settings when neither the environment nor a hint sets one.
     fn default() -> Self {
         Config::resolve_with(&|_| None, &[]).expect("every default is a valid value")
     }
@@ -169,6 +173,8 @@ impl Default for Config {
 pub struct Description {
     /// The hint.
     pub name: &'static str,
+    /// Former names of the hint, which still work.
+    pub former_names: Vec<&'static str>,
     /// The environment variables, the strongest first.
     pub variables: Vec<String>,
     /// The values it takes.
@@ -186,7 +192,8 @@ pub fn manual() -> String {
         let variables: Vec<String> = row.variables.iter().map(|variable| format!("`{variable}`")).collect();
         let default = if row.default.is_empty() { "none".to_string() } else { format!("`{}`", row.default) };
         let variables = variables.join(", ");
-        writeln!(text, "| `{}` | {variables} | {} | {default} | {} |", row.name, row.kind, row.meaning)
+        let former: String = row.former_names.iter().map(|name| format!(" (formerly `{name}`)")).collect();
+        writeln!(text, "| `{}`{former} | {variables} | {} | {default} | {} |", row.name, row.kind, row.meaning)
             .expect("a string takes any text");
     }
     text
@@ -203,7 +210,7 @@ pub enum TransportChoice {
     Tcp,
 }
 
-/// Whether what travels through TCP is encrypted.
+/// Whether TCP connections are encrypted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tls {
     /// If there is a certificate.
@@ -214,7 +221,7 @@ pub enum Tls {
     Off,
 }
 
-/// A secret that was handed to every rank, or where it lies; never printed.
+/// A secret that every rank was given, or the path of its file; never printed.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Shared(Option<String>);
 
@@ -241,10 +248,10 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// What cannot be tried out by whoever sees a proof.
+/// Shorter secrets could be guessed by an attacker who sees a proof.
 const SECRET_BYTES_MIN: usize = 16;
 
-/// Up to which size messages are sent unasked.
+/// Up to which size messages are sent eagerly: before the receiver asks for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EagerBytes(usize);
 
@@ -283,14 +290,14 @@ impl Spin {
     pub fn duration(self, oversubscribed: bool) -> Duration {
         match self {
             Spin::For(duration) => duration,
-            // Who is waited for may have to wait for the core itself.
+            // The peer that is waited for may itself wait for a core.
             Spin::Auto if oversubscribed => Duration::from_micros(100),
             Spin::Auto => Duration::from_micros(50),
         }
     }
 }
 
-/// A signal that programs keep for their own ends.
+/// A signal that programs may use freely.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DumpSignal {
     /// SIGUSR1.
@@ -317,21 +324,28 @@ struct OptionRow {
     meaning: &'static str,
 }
 
-fn variables(name: &str, also: &[&str]) -> Vec<String> {
-    let own = format!("NCCLX_RS_{}", name.to_uppercase());
-    std::iter::once(own).chain(also.iter().map(ToString::to_string)).collect()
+/// The names of an option: today's, then the former ones.
+fn names(name: &'static str) -> impl Iterator<Item = &'static str> {
+    let former = FORMER_NAMES.iter().filter(move |(_, current)| *current == name).map(|(former, _)| *former);
+    std::iter::once(name).chain(former)
+}
+
+/// The environment variables of an option, the strongest first.
+fn variables(name: &'static str, also: &[&str]) -> Vec<String> {
+    let own = names(name).map(|name| format!("NCCLX_RS_{}", name.to_uppercase()));
+    own.chain(also.iter().map(ToString::to_string)).collect()
 }
 
 fn look_up<T: Value>(
-    name: &str,
+    name: &'static str,
     also: &[&str],
     default: &str,
     variable: &dyn Fn(&str) -> Option<String>,
     hints: &[(String, String)],
 ) -> Result<T, InitError> {
     let hint = || {
-        let (_, value) = hints.iter().rev().find(|(hint, value)| hint == name && !value.trim().is_empty())?;
-        Some((format!("the hint {name}"), value.clone()))
+        let last = |name| hints.iter().rev().find(|(hint, value)| hint == name && !value.trim().is_empty());
+        names(name).find_map(last).map(|(name, value)| (format!("the hint {name}"), value.clone()))
     };
     let environment = || {
         let value = |key: String| variable(&key).map(|value| (key, value));
@@ -494,6 +508,36 @@ mod tests {
     }
 
     #[test]
+    fn former_names_still_work_and_the_names_of_today_win() {
+        let size = |environment: &[(&str, &str)], hints: &[(&str, &str)]| {
+            resolve(environment, hints).unwrap().flight_recorder_size
+        };
+        assert_eq!(size(&[("NCCLX_RS_FLIGHT_RECORDS", "1")], &[]), 1);
+        assert_eq!(size(&[("NCCLX_RS_FLIGHT_RECORDS", "1"), ("TORCH_FR_BUFFER_SIZE", "2")], &[]), 1);
+        assert_eq!(size(&[("NCCLX_RS_FLIGHT_RECORDS", "1"), ("NCCLX_RS_FLIGHT_RECORDER_SIZE", "3")], &[]), 3);
+        assert_eq!(size(&[("NCCLX_RS_FLIGHT_RECORDER_SIZE", "3")], &[("flight_records", "4")]), 4);
+        assert_eq!(size(&[], &[("flight_recorder_size", "5"), ("flight_records", "4")]), 5);
+        assert_eq!(size(&[], &[("flight_recorder_size", ""), ("flight_records", "4")]), 4);
+        let error = resolve(&[], &[("flight_records", "many")]).unwrap_err().to_string();
+        assert_eq!(error, "the hint flight_records is `many`: expected a whole number");
+
+        let file =
+            |environment: &[(&str, &str)], hints: &[(&str, &str)]| resolve(environment, hints).unwrap().tls_ca_file;
+        assert_eq!(file(&[("NCCLX_RS_TLS_AUTHORITY", "a")], &[]).as_deref(), Some("a"));
+        assert_eq!(file(&[("NCCLX_RS_TLS_AUTHORITY", "a")], &[("tls_authority", "b")]).as_deref(), Some("b"));
+        let hints = [("flight_records", "1"), ("tls_authority", "a"), ("flight_record", "1")];
+        let hints = hints.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        assert_eq!(unknown_hints(&hints), ["flight_record"]);
+    }
+
+    #[test]
+    fn the_host_falls_back_to_the_variable_of_nccl() {
+        let both = [("NCCL_HOSTID", "n"), ("NCCLX_RS_HOST_ID", "own")];
+        assert_eq!(resolve(&both[..1], &[]).unwrap().host_id.as_deref(), Some("n"));
+        assert_eq!(resolve(&both, &[]).unwrap().host_id.as_deref(), Some("own"));
+    }
+
+    #[test]
     fn bad_values_name_where_they_stand() {
         let bad =
             |environment: &[(&str, &str)], hints: &[(&str, &str)]| resolve(environment, hints).unwrap_err().to_string();
@@ -560,6 +604,11 @@ mod tests {
     #[test]
     fn the_manual_has_a_row_for_each_option() {
         let manual = manual();
+        assert!(
+            manual.contains(
+                "| `tls_ca_file` (formerly `tls_authority`) | `NCCLX_RS_TLS_CA_FILE`, `NCCLX_RS_TLS_AUTHORITY`"
+            )
+        );
         assert_eq!(manual.lines().count(), 2 + Config::describe().len());
         assert!(manual.contains("| `eager_bytes` | `NCCLX_RS_EAGER_BYTES` | a whole number up to 1048576 | `65536` |"));
         assert!(manual.lines().all(|line| line.matches('|').count() == 6));

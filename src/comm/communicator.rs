@@ -177,7 +177,7 @@ impl Communicator {
         }
         let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), routes);
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
-        engine.recorder = Recorder::new(config.flight_records);
+        engine.recorder = Recorder::new(config.flight_recorder_size);
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
         engine.eager_bytes = config.eager_bytes.get();
         engine.single_copy_bytes = config.single_copy_bytes;

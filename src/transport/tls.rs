@@ -108,7 +108,7 @@ impl Tls {
         let [certificate, key, authority] = files(config).map(|(name, file)| {
             file.ok_or_else(|| {
                 InitError::Config(format!(
-                    "{name} is not set: expected all of tls_certificate, tls_key and tls_authority, or none"
+                    "{name} is not set: expected all of tls_certificate, tls_key and tls_ca_file, or none"
                 ))
             })
         });
@@ -117,13 +117,13 @@ impl Tls {
         let key =
             PrivateKeyDer::from_pem_file(key).map_err(|error| refused("tls_key", &format!("`{key}`: {error}")))?;
         let mut roots = RootCertStore::empty();
-        for root in certificates("tls_authority", authority)? {
-            roots.add(root).map_err(|error| refused("tls_authority", &format!("`{authority}`: {error}")))?;
+        for root in certificates("tls_ca_file", authority)? {
+            roots.add(root).map_err(|error| refused("tls_ca_file", &format!("`{authority}`: {error}")))?;
         }
         let (roots, provider) = (Arc::new(roots), Arc::new(ring::default_provider()));
         let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
             .build()
-            .map_err(|error| refused("tls_authority", &error))?;
+            .map_err(|error| refused("tls_ca_file", &error))?;
         let algorithms = provider.signature_verification_algorithms;
         let own = |error: rustls::Error| refused("tls_certificate with tls_key", &error);
         let client = client(&provider)
@@ -454,7 +454,7 @@ fn files(config: &Config) -> [(&'static str, Option<&str>); 3] {
     [
         ("tls_certificate", config.tls_certificate.as_deref()),
         ("tls_key", config.tls_key.as_deref()),
-        ("tls_authority", config.tls_authority.as_deref()),
+        ("tls_ca_file", config.tls_ca_file.as_deref()),
     ]
 }
 
@@ -477,7 +477,7 @@ fn words(error: &rustls::Error) -> String {
     let text = match error {
         rustls::Error::InvalidCertificate(bad) => match bad {
             Bad::UnknownIssuer | Bad::BadSignature => {
-                "its certificate is not signed by an authority that this rank trusts (tls_authority)"
+                "its certificate is not signed by an authority that this rank trusts (tls_ca_file)"
             }
             Bad::Expired | Bad::ExpiredContext { .. } => "its certificate has expired",
             Bad::NotValidYet | Bad::NotValidYetContext { .. } => "its certificate is not valid yet",

@@ -48,7 +48,7 @@ impl Authority {
         hints(&[
             ("tls_certificate", &file("certificate", &certificate)),
             ("tls_key", &file("key", &key.serialize_pem())),
-            ("tls_authority", &file("authority", &self.certificate)),
+            ("tls_ca_file", &file("authority", &self.certificate)),
         ])
     }
 }
@@ -119,8 +119,8 @@ fn a_certificate_of_another_authority_is_refused_on_both_sides() {
     assert!(guest.contains("rank 0 cannot be reached") && guest.contains("is not signed by an authority"), "{guest}");
     assert!(root.contains("rank 1 failed") && root.contains("is not signed by an authority"), "{root}");
     // It trusts rank 0, but rank 0 does not trust it.
-    stranger.retain(|(name, _)| name != "tls_authority");
-    stranger.extend(own.into_iter().filter(|(name, _)| name == "tls_authority"));
+    stranger.retain(|(name, _)| name != "tls_ca_file");
+    stranger.extend(own.into_iter().filter(|(name, _)| name == "tls_ca_file"));
     for error in refused(&ours.settings(&folder, 0, 4000), &stranger) {
         assert!(error.contains("does not trust the authority of this rank's certificate"), "{error}");
     }

@@ -167,7 +167,7 @@ impl Job {
     fn start(&mut self, rank: usize) {
         let (store, turns, stop) = (self.store.clone(), self.turns.clone(), self.stop.clone());
         let hint = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        let hints = vec![hint("host_id", ["left", "right"][rank * 2 / SIZE]), hint("flight_records", "0")];
+        let hints = vec![hint("host_id", ["left", "right"][rank * 2 / SIZE]), hint("flight_recorder_size", "0")];
         let name = "besieged".to_owned();
         let options = CommOptions { name, rank: Rank::from(rank), size: SIZE, store, timeout: Some(WATCHDOG), hints };
         self.ranks.push(std::thread::spawn(move || {

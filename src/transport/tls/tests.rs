@@ -29,7 +29,7 @@ fn from_files() -> Tls {
     let own = CertificateParams::new(vec!["rank.example".to_owned()]).unwrap();
     let certificate = own.signed_by(&key, &Issuer::new(authority, root)).unwrap().pem();
     let hints =
-        [("tls_certificate", certificate), ("tls_key", key.serialize_pem()), ("tls_authority", authority_certificate)];
+        [("tls_certificate", certificate), ("tls_key", key.serialize_pem()), ("tls_ca_file", authority_certificate)];
     let hints = hints.map(|(name, text)| {
         let path = folder.path().join(name);
         std::fs::write(&path, text).unwrap();
