@@ -6,11 +6,11 @@ use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, Rank};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::diary;
+use crate::log_capture;
 
 /// What a communicator of ranks that are bound to these cores, one each, logs of the cores that it found.
 fn found(name: &str, cores: &[usize]) -> Vec<String> {
-    diary::begin();
+    log_capture::begin();
     let store = Arc::new(MemoryStore::default());
     let join = |rank: usize| {
         let mut alone = CpuSet::new();
@@ -23,7 +23,7 @@ fn found(name: &str, cores: &[usize]) -> Vec<String> {
     let join = &join;
     std::thread::scope(|scope| (0..cores.len()).for_each(|rank| _ = scope.spawn(move || join(rank))));
     let start = format!("communicator `{name}` rank ");
-    let lines = diary::lines().into_iter().filter(|(_, line)| line.starts_with(&start));
+    let lines = log_capture::lines().into_iter().filter(|(_, line)| line.starts_with(&start));
     lines
         .map(|(_, line)| line[line.find("cores: ").expect("cores")..line.rfind(';').expect("memory")].to_owned())
         .collect()

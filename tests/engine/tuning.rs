@@ -9,7 +9,7 @@ use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, Error, InitError, Rank, ReduceOp};
 use tempfile::NamedTempFile;
 
-use crate::diary;
+use crate::log_capture;
 
 fn file(text: &str) -> NamedTempFile {
     let mut file = NamedTempFile::new().expect("a file");
@@ -60,12 +60,12 @@ fn reduce(comm: &Communicator, count: usize) -> Result<(), Error> {
 /// By which algorithms all_reduces of so many floats have run in this process.
 fn algorithms_of(count: usize) -> Vec<String> {
     let start = format!("AllReduce {{ count: {count} }} of elements of 4 bytes runs by ");
-    diary::lines().iter().filter_map(|(_, line)| line.strip_prefix(&start)).map(str::to_owned).collect()
+    log_capture::lines().iter().filter_map(|(_, line)| line.strip_prefix(&start)).map(str::to_owned).collect()
 }
 
 #[test]
 fn rank_0s_file_decides_on_all_ranks() {
-    diary::begin();
+    log_capture::begin();
     // Sizes that no other test has, so that none of its lines counts.
     for (count, algorithm) in [(1237, "rabenseifner"), (1301, "ring"), (1303, "recursive_doubling")] {
         let text = r#"{"version": 1, "rows": [
@@ -102,7 +102,7 @@ fn a_missing_file_is_an_error_on_all_ranks() {
 
 #[test]
 fn rank_0s_algorithm_holds_for_all_ranks_and_where_they_split_off() {
-    diary::begin();
+    log_capture::begin();
     let settings = ["ring", "auto", ""].map(|value| ("algorithm", value.to_owned()));
     let outcomes = world(settings, |comm| {
         reduce(comm, 1409)?;

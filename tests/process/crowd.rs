@@ -8,7 +8,7 @@ use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, Source, Tag};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::alone;
-use crate::strangers::{Door, doors};
+use crate::unauthenticated::{Door, doors};
 use crate::world::{Wire, buffer, op, run, world};
 
 const SHORT: Duration = Duration::from_secs(2);

@@ -8,7 +8,7 @@ mod descriptors;
 mod late_ranks;
 mod rings;
 mod soak;
-mod strangers;
+mod unauthenticated;
 #[path = "../engine/world.rs"]
 mod world;
 

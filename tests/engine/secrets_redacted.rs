@@ -10,7 +10,7 @@ use ncclx_rs::comm::bootstrap::ROOT_KEY;
 use ncclx_rs::comm::store::{MemoryStore, Store};
 use ncclx_rs::{CommOptions, Communicator, Rank, Source, Tag};
 
-use crate::diary;
+use crate::log_capture;
 
 /// What a rank says of a communicator on which rank 0 waits in vain for a message of rank 1, which leaves.
 fn words(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> String {
@@ -38,7 +38,7 @@ fn words(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> Stri
 
 #[test]
 fn secrets_are_in_no_log_dump_or_error() {
-    diary::begin();
+    log_capture::begin();
     let dumps = tempfile::tempdir().unwrap();
     let (job, other) = ("what all ranks were told", "what one rank was told");
     let mut written = String::new();
@@ -65,7 +65,7 @@ fn secrets_are_in_no_log_dump_or_error() {
         assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o777, 0o600);
         written += &std::fs::read_to_string(entry.path()).unwrap();
     }
-    diary::lines().iter().for_each(|(level, line)| written += &format!("{level} {line}\n"));
+    log_capture::lines().iter().for_each(|(level, line)| written += &format!("{level} {line}\n"));
     for expected in ["rank 1 is lost", "\"asked for\"", "WARN dropped the connection", "does not know the secret"] {
         assert!(written.contains(expected), "{expected}: {written}");
     }
