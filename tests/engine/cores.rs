@@ -10,7 +10,7 @@ use crate::log_capture;
 
 /// What a communicator of ranks that are bound to these cores, one each, logs of the cores that it found.
 fn found(name: &str, cores: &[usize]) -> Vec<String> {
-    log_capture::begin();
+    log_capture::start();
     let store = Arc::new(MemoryStore::default());
     let join = |rank: usize| {
         let mut alone = CpuSet::new();

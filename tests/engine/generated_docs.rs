@@ -1,10 +1,10 @@
-//! The manual's tables are those that the code generates.
+//! The tables of docs/configuration.md are those that the code generates.
 
 use std::fs;
 use std::path::Path;
 
 #[test]
-fn the_manual_lists_every_setting_and_launcher() {
+fn the_documentation_lists_every_setting_and_launcher() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md");
     let text = fs::read_to_string(&path).expect("the manual");
     let tables = [("config", ncclx_rs::config::manual()), ("launchers", ncclx_rs::comm::launch::manual())];
@@ -17,6 +17,9 @@ fn the_manual_lists_every_setting_and_launcher() {
     if std::env::var_os("NCCLX_RS_UPDATE_DOCS").is_some() {
         fs::write(&path, updated).expect("the manual, written");
     } else {
-        assert!(text == updated, "docs/configuration.md is stale; run NCCLX_RS_UPDATE_DOCS=1 cargo test manual");
+        assert!(
+            text == updated,
+            "docs/configuration.md is stale; run NCCLX_RS_UPDATE_DOCS=1 cargo test generated_docs"
+        );
     }
 }

@@ -1,12 +1,12 @@
-//! What the engine has logged in this process, where all tests share one logger.
+//! Captures what the engine logs. All tests of this process share one logger.
 
 use std::sync::{Mutex, Once, PoisonError};
 
-struct Diary(Mutex<Vec<(log::Level, String)>>);
+struct LogCapture(Mutex<Vec<(log::Level, String)>>);
 
-static DIARY: Diary = Diary(Mutex::new(Vec::new()));
+static LOG_CAPTURE: LogCapture = LogCapture(Mutex::new(Vec::new()));
 
-impl log::Log for Diary {
+impl log::Log for LogCapture {
     fn enabled(&self, _: &log::Metadata<'_>) -> bool {
         true
     }
@@ -19,16 +19,16 @@ impl log::Log for Diary {
     fn flush(&self) {}
 }
 
-/// Has everything logged from now on.
-pub(crate) fn begin() {
-    static BEGUN: Once = Once::new();
-    BEGUN.call_once(|| {
-        log::set_logger(&DIARY).expect("no other logger in this process");
+/// Captures records of every level from now on.
+pub(crate) fn start() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        log::set_logger(&LOG_CAPTURE).expect("no other logger in this process");
         log::set_max_level(log::LevelFilter::Trace);
     });
 }
 
-/// What was logged, by any test.
+/// The captured records of all tests.
 pub(crate) fn lines() -> Vec<(log::Level, String)> {
-    DIARY.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    LOG_CAPTURE.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }

@@ -1,4 +1,4 @@
-//! Ranks that go while nothing waits for them: all others know, and a goodbye is no loss.
+//! Ranks that are lost or leave while no operation waits for them: all other ranks learn of it, and a goodbye is no loss.
 
 use std::sync::mpsc;
 use std::sync::{Arc, Barrier};
@@ -10,7 +10,7 @@ use crate::world::{WIRES, Wire, buffer, op, run, world};
 
 const WATCHDOG: Duration = Duration::from_secs(50);
 
-/// A receive that nobody sends to, in `data`.
+/// A receive into `data` that no rank sends to.
 fn unanswered(comm: &Communicator, from: u32, data: &mut [i32]) -> Work {
     let kind = OpKind::Recv { from: Source::Rank(Rank(from)), tag: Tag(9) };
     comm.submit(Op { mode: Mode::Async, ..op(kind, vec![], vec![buffer(data)]) }).expect("a receive")

@@ -1,4 +1,4 @@
-//! That secrets are never written down: in logs of no level, in no dump and in no error.
+//! Secrets are redacted: they are in no log, of any level, in no dump and in no error.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests, which clippy does not count as tests")]
 
@@ -12,8 +12,8 @@ use ncclx_rs::{CommOptions, Communicator, Rank, Source, Tag};
 
 use crate::log_capture;
 
-/// What a rank says of a communicator on which rank 0 waits in vain for a message of rank 1, which leaves.
-fn words(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> String {
+/// The errors, debug output and dump of a rank. Rank 0 waits in vain for a message of rank 1, which leaves.
+fn output(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> String {
     let hints = [
         ("transport", "tcp"),
         ("tls", "on"),
@@ -38,7 +38,7 @@ fn words(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> Stri
 
 #[test]
 fn secrets_are_in_no_log_dump_or_error() {
-    log_capture::begin();
+    log_capture::start();
     let dumps = tempfile::tempdir().unwrap();
     let (job, other) = ("what all ranks were told", "what one rank was told");
     let mut written = String::new();
@@ -48,7 +48,7 @@ fn secrets_are_in_no_log_dump_or_error() {
         std::thread::scope(|scope| {
             let ranks = [job, second].into_iter().enumerate().map(|(rank, secret)| {
                 let (store, dumps) = (store.clone(), dumps.path());
-                scope.spawn(move || words(rank, store, secret, dumps))
+                scope.spawn(move || output(rank, store, secret, dumps))
             });
             for rank in ranks.collect::<Vec<_>>() {
                 written += &rank.join().unwrap();

@@ -65,7 +65,7 @@ fn algorithms_of(count: usize) -> Vec<String> {
 
 #[test]
 fn rank_0s_file_decides_on_all_ranks() {
-    log_capture::begin();
+    log_capture::start();
     // Sizes that no other test has, so that none of its lines counts.
     for (count, algorithm) in [(1237, "rabenseifner"), (1301, "ring"), (1303, "recursive_doubling")] {
         let text = r#"{"version": 1, "rows": [
@@ -102,7 +102,7 @@ fn a_missing_file_is_an_error_on_all_ranks() {
 
 #[test]
 fn rank_0s_algorithm_holds_for_all_ranks_and_where_they_split_off() {
-    log_capture::begin();
+    log_capture::start();
     let settings = ["ring", "auto", ""].map(|value| ("algorithm", value.to_owned()));
     let outcomes = world(settings, |comm| {
         reduce(comm, 1409)?;

@@ -1,5 +1,5 @@
-//! A crowd of callers of the same host, so many that none of a rank's listeners has room for another: who calls it waits no
-//! longer than an operation may take, and nobody waits for who calls.
+//! So many connections of the same host that none of a rank's listeners has room for another: an operation that needs one
+//! waits until its timeout, and can be aborted.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, Source, Tag};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::alone;
-use crate::unauthenticated::{Door, doors};
+use crate::unauthenticated::{Listener, listeners};
 use crate::world::{Wire, buffer, op, run, world};
 
 const SHORT: Duration = Duration::from_secs(2);
@@ -17,8 +17,8 @@ const LONG: Duration = Duration::from_secs(250);
 /// Calls every Unix socket that this process listens on until it has no room for more.
 fn fill() -> Vec<OwnedFd> {
     let mut callers = Vec::new();
-    for door in doors() {
-        let Door::Unix(name) = door else { continue };
+    for listener in listeners() {
+        let Listener::Unix(name) = listener else { continue };
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a name");
         loop {
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;

@@ -1,5 +1,5 @@
-//! Strangers at every door of a job: whatever they say or do not say, they are refused, and the job goes on with right
-//! numbers and without a file descriptor more.
+//! Unauthenticated peers at every listener of a job: they are refused whatever they send, and the job goes on with right
+//! results and without an additional file descriptor.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests, which clippy does not count as tests")]
 
@@ -25,23 +25,23 @@ use crate::{Random, alone, entries};
 const SIZE: usize = 4;
 const WATCHDOG: Duration = Duration::from_secs(60);
 
-/// Where something of this process listens.
+/// An address that this process listens on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Door {
+pub(crate) enum Listener {
     Tcp(u16),
     /// In the abstract namespace.
     Unix(String),
 }
 
-impl Door {
-    fn knock(&self) -> File {
+impl Listener {
+    fn connect(&self) -> File {
         match self {
-            Door::Tcp(port) => {
+            Listener::Tcp(port) => {
                 let stream = TcpStream::connect(("127.0.0.1", *port)).unwrap();
                 stream.set_read_timeout(Some(WATCHDOG)).unwrap();
                 File::from(OwnedFd::from(stream))
             }
-            Door::Unix(name) => {
+            Listener::Unix(name) => {
                 let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
                 stream.set_read_timeout(Some(WATCHDOG)).unwrap();
                 File::from(OwnedFd::from(stream))
@@ -51,7 +51,7 @@ impl Door {
 }
 
 /// Everything that this process listens on.
-pub(crate) fn doors() -> HashSet<Door> {
+pub(crate) fn listeners() -> HashSet<Listener> {
     let mine: HashSet<String> = fs::read_dir("/proc/self/fd")
         .unwrap()
         .filter_map(|fd| fs::read_link(fd.unwrap().path()).ok())
@@ -64,13 +64,13 @@ pub(crate) fn doors() -> HashSet<Door> {
         let (local, state, inode) = (fields[1], fields[3], fields[9]);
         if state == "0A" && mine.contains(inode) {
             let port = local.rsplit_once(':').unwrap().1;
-            found.insert(Door::Tcp(u16::from_str_radix(port, 16).unwrap()));
+            found.insert(Listener::Tcp(u16::from_str_radix(port, 16).unwrap()));
         }
     }
     for line in table("unix").lines().skip(1) {
         let fields: Vec<&str> = line.split_whitespace().collect();
         if fields[3] == "00010000" && mine.contains(fields[6]) {
-            found.insert(Door::Unix(fields[7].strip_prefix('@').unwrap().to_owned()));
+            found.insert(Listener::Unix(fields[7].strip_prefix('@').unwrap().to_owned()));
         }
     }
     found
@@ -85,14 +85,14 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Says something to whoever may have hung up already.
+/// Writes to a connection that the other side may have closed already.
 fn say(line: &mut File, bytes: &[u8]) {
     if let Err(error) = line.write_all(bytes) {
         assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error}");
     }
 }
 
-/// Whether the other side has hung up, after whatever it said; else nothing came within the watchdog's time.
+/// Whether the other side has closed the connection. False: it did nothing within the watchdog's time.
 fn is_refused(line: &mut File) -> bool {
     let mut bytes = [0; 256];
     loop {
@@ -104,7 +104,7 @@ fn is_refused(line: &mut File) -> bool {
     }
 }
 
-/// The first messages of those who belong here, with wrong proofs where there are any.
+/// The first messages of ranks and clients, with wrong proofs.
 fn forgeries() -> Vec<Vec<u8>> {
     let answer = [b"ncclx_rs".as_slice(), &1u32.to_le_bytes(), &[7; ANSWER_BYTES - 12]].concat();
     let hello = [b"ncclx_rs".as_slice(), &1u32.to_le_bytes(), &[7; 32], &[7; 32]].concat();
@@ -114,28 +114,28 @@ fn forgeries() -> Vec<Vec<u8>> {
     vec![answer, hello, request(u32::MAX, 1), request(1, u32::MAX)]
 }
 
-/// Comes to `door` in each of the ways that end at once: nobody is left when this returns.
-fn visit(door: &Door, random: &mut Random) {
-    drop(door.knock());
+/// Connects to `listener` and sends garbage, in ways that end at once: no connection is left when this returns.
+fn send_garbage(listener: &Listener, random: &mut Random) {
+    drop(listener.connect());
     for forgery in forgeries() {
         let cut = random.below(forgery.len());
-        say(&mut door.knock(), &forgery[..cut]);
-        say(&mut door.knock(), &[forgery.as_slice(), &[7; 4096]].concat());
+        say(&mut listener.connect(), &forgery[..cut]);
+        say(&mut listener.connect(), &[forgery.as_slice(), &[7; 4096]].concat());
     }
     let garbage: Vec<u8> = (0..random.below(10_000)).map(|_| random.next() as u8).collect();
-    say(&mut door.knock(), &garbage);
-    say(&mut door.knock(), b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n");
-    say(&mut door.knock(), &[b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".as_slice(), &[7; 506]].concat());
+    say(&mut listener.connect(), &garbage);
+    say(&mut listener.connect(), b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n");
+    say(&mut listener.connect(), &[b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".as_slice(), &[7; 506]].concat());
 }
 
-/// Answers a challenge with what a rank said to an earlier one, and with what one says who does not know the secret. Whose
-/// door it is does not show, so each rank is tried.
-fn forge(door: &Door, keys: &Keys) {
+/// Answers a challenge with a proof for an earlier one, and with a proof of a wrong secret. Tries each rank as the acceptor,
+/// since the listener does not show which rank it belongs to.
+fn send_forged_proofs(listener: &Listener, keys: &Keys) {
     let guessed = Secret::new([7; 32]);
     for (acceptor, secret) in (0..SIZE).flat_map(|acceptor| [(acceptor, keys.secret), (acceptor, guessed)]) {
         let me = Rank::from((acceptor + 1) % SIZE);
         let identity = Identity { comm: keys.comm_id, me, size: SIZE, secret };
-        let (mut first, mut second) = (door.knock(), door.knock());
+        let (mut first, mut second) = (listener.connect(), listener.connect());
         let [earlier, now] = [&mut first, &mut second].map(|line| {
             let mut challenge = [0; CHALLENGE_BYTES];
             line.read_exact(&mut challenge).unwrap();
@@ -144,7 +144,7 @@ fn forge(door: &Door, keys: &Keys) {
         let challenge = if secret == guessed { now } else { earlier };
         say(&mut second, &Opener::new(identity, Rank::from(acceptor)).answer(&challenge, &[0; 32]).unwrap());
         let mut reply = Vec::new();
-        assert!(second.read_to_end(&mut reply).is_ok() && reply.is_empty(), "{door:?} took a forged proof");
+        assert!(second.read_to_end(&mut reply).is_ok() && reply.is_empty(), "{listener:?} took a forged proof");
     }
 }
 
@@ -181,18 +181,18 @@ impl Job {
         }));
     }
 
-    /// Sees that it goes on.
-    fn works(&self) {
+    /// Waits until the job has made progress.
+    fn assert_progress(&self) {
         let begun = self.turns.load(Ordering::Relaxed);
         until("progress of the job", || self.turns.load(Ordering::Relaxed) > begun + 10 * SIZE);
     }
 
-    /// The store's own, where there are no proofs.
-    fn store_door(&self) -> Door {
-        Door::Tcp(self.store.address().rsplit_once(':').unwrap().1.parse().unwrap())
+    /// The store's listener, which asks for no proof.
+    fn store_listener(&self) -> Listener {
+        Listener::Tcp(self.store.address().rsplit_once(':').unwrap().1.parse().unwrap())
     }
 
-    /// What rank 0 published for the others.
+    /// The keys that rank 0 has published.
     fn keys(&self) -> Keys {
         let record: serde_json::Value = serde_json::from_slice(&self.store.get(ROOT_KEY, WATCHDOG).unwrap()).unwrap();
         serde_json::from_value(record["root"]["Listening"]["keys"].clone()).unwrap()
@@ -218,59 +218,64 @@ fn operate(comm: &Communicator, turn: usize, stop: bool) -> bool {
     sum[0] == 0
 }
 
-/// How many file descriptors a job of the same shape takes when nobody disturbs it.
+/// How many file descriptors a job of the same shape takes without unauthenticated peers.
 fn undisturbed() -> usize {
     let mut job = Job::begin();
     (1..SIZE).for_each(|rank| job.start(rank));
-    job.works();
+    job.assert_progress();
     let count = entries("fd");
     job.end();
     count
 }
 
 #[test]
-fn strangers_at_every_door_disturb_nobody() {
+fn unauthenticated_peers_at_every_listener_do_not_disturb_a_job() {
     let _alone = alone();
     let mut random = Random(1);
     let before = entries("fd");
     let quiet = undisturbed();
 
-    // Rank 0 waits for the others, and for nobody else.
+    // Rank 0 has started and waits for the other ranks.
     let mut job = Job::begin();
     let keys = job.keys();
-    let first = doors();
+    let first = listeners();
     assert!(first.len() >= 4, "the store, the rendezvous, and rank 0's own for each transport: {first:?}");
-    let silent: Vec<File> = first.iter().flat_map(|door| (0..CROWD).map(|_| door.knock())).collect();
-    let mut slow: Vec<(File, Vec<u8>)> =
-        first.iter().flat_map(|door| forgeries().into_iter().map(|forgery| (door.knock(), forgery))).collect();
-    let lie = |door: &Door, forgery: Vec<u8>| {
-        let mut line = door.knock();
+    let silent: Vec<File> = first.iter().flat_map(|listener| (0..CROWD).map(|_| listener.connect())).collect();
+    let mut slow: Vec<(File, Vec<u8>)> = first
+        .iter()
+        .flat_map(|listener| forgeries().into_iter().map(|forgery| (listener.connect(), forgery)))
+        .collect();
+    let lie = |listener: &Listener, forgery: Vec<u8>| {
+        let mut line = listener.connect();
         say(&mut line, &[forgery, vec![7; ANSWER_BYTES]].concat());
         line
     };
     let liars: Vec<File> =
-        first.iter().flat_map(|door| forgeries().into_iter().map(|forgery| lie(door, forgery))).collect();
+        first.iter().flat_map(|listener| forgeries().into_iter().map(|forgery| lie(listener, forgery))).collect();
     (1..SIZE).for_each(|rank| job.start(rank));
 
-    // Who is slow says a byte now and then, while the others come, work, and get to hear the liars.
+    // The slow peers send a byte now and then, while the ranks join, work and refuse the lying peers.
     for turn in 0..40 {
         slow.iter_mut().for_each(|(line, forgery)| say(line, &forgery[turn..=turn]));
         std::thread::sleep(Duration::from_millis(5));
     }
-    job.works();
+    job.assert_progress();
     for mut liar in liars {
-        assert!(is_refused(&mut liar), "who lies is hung up on");
+        assert!(is_refused(&mut liar), "a connection with a wrong proof is closed");
     }
-    let doors = doors();
-    assert!(doors.len() > 2 * SIZE, "the store, and each rank's own for each transport: {doors:?}");
-    doors.iter().for_each(|door| visit(door, &mut random));
-    doors.iter().filter(|door| **door != job.store_door()).for_each(|door| forge(door, &keys));
+    let listeners = listeners();
+    assert!(listeners.len() > 2 * SIZE, "the store, and each rank's own for each transport: {listeners:?}");
+    listeners.iter().for_each(|listener| send_garbage(listener, &mut random));
+    listeners
+        .iter()
+        .filter(|listener| **listener != job.store_listener())
+        .for_each(|listener| send_forged_proofs(listener, &keys));
     drop((silent, slow));
-    until("no more file descriptors than without strangers", || entries("fd") <= quiet);
-    job.works();
+    until("no more file descriptors than without unauthenticated peers", || entries("fd") <= quiet);
+    job.assert_progress();
     job.end();
     until("no file descriptor left", || entries("fd") <= before);
 }
 
-/// More silent callers than a rank lets in at a time.
+/// More silent connections than a rank accepts at a time.
 const CROWD: usize = 150;
