@@ -5,8 +5,8 @@ use std::os::fd::AsFd;
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::fuzz_input::Input;
-use crate::sys::memory::{RingMemory, before_ring};
 use crate::sys::segment::{self, PeerSegment, SegmentId, SharedMemory};
+use crate::sys::shm_ring::{RingMemory, before_ring};
 use crate::sys::socket;
 
 /// Names and descriptors that a peer has made up.

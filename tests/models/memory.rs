@@ -3,7 +3,7 @@
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use crate::ring::{Mark, Position, RingWords};
+use crate::ring_sync::{Mark, Position, RingWords};
 use crate::sync::{Arc, AtomicU64, Condvar, Mutex, Ordering, lock};
 
 /// The socket beside a ring: a byte that comes wakes until it is taken out.

@@ -6,9 +6,9 @@
 #![allow(clippy::arc_with_non_send_sync, reason = "loom runs one thread at a time")]
 
 mod engine;
-#[path = "../../src/sys/ring.rs"]
+#[path = "../../src/sys/ring_sync.rs"]
 #[allow(unreachable_pub, dead_code, reason = "it is public in the engine, which uses the rest")]
-mod ring;
+mod ring_sync;
 #[path = "../../src/work.rs"]
 #[allow(unreachable_pub, dead_code, reason = "it is public in the engine, which uses the rest")]
 mod work;

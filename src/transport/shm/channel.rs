@@ -5,11 +5,11 @@ use std::io::{self, IoSlice, Read, Write};
 use std::os::unix::net::UnixStream;
 
 use crate::error::LinkDown;
-use crate::sys::memory::{RingMemory, SLOT_BYTES, SLOTS};
-use crate::sys::peer_memory::PeerMemory;
+use crate::sys::cma::PeerMemory;
 use crate::sys::poller::Registration;
-use crate::sys::ring::Position;
+use crate::sys::ring_sync::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
+use crate::sys::shm_ring::{RingMemory, SLOT_BYTES, SLOTS};
 use crate::transport::handshake::is_passing;
 use crate::transport::shm::connect::Introduction;
 use crate::transport::{MemoryAddress, RecvStream, SendStream};

@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use crate::error::{Down, LinkDown};
+use crate::sys::cma::PeerMemory;
 use crate::sys::limits;
-use crate::sys::memory::RingMemory;
-use crate::sys::peer_memory::PeerMemory;
+use crate::sys::shm_ring::RingMemory;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};

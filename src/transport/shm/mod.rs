@@ -15,10 +15,10 @@ use rand::TryRngCore;
 use rand::rngs::OsRng;
 
 use crate::error::LinkDown;
+use crate::sys::cma;
 use crate::sys::limits;
-use crate::sys::memory::RingMemory;
-use crate::sys::peer_memory;
 use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::shm_ring::RingMemory;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
@@ -50,7 +50,7 @@ impl ShmTransport {
         let listener = socket::listen_unix(&name)?;
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         if lends {
-            peer_memory::allow_readers();
+            cma::allow_readers();
         }
         let pending = Pending::new(identity.clone(), poller.clone());
         Ok(ShmTransport { identity, poller, ring_bytes, lends, name, listener, registration, pending })

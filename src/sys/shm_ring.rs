@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::sys::ring::{Mark, RingWords};
+use crate::sys::ring_sync::{Mark, RingWords};
 
 /// A ring's memory, mapped into this process.
 ///
