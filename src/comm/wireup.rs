@@ -9,7 +9,7 @@ use crate::engine::connector::Route;
 use crate::error::InitError;
 use crate::sys::net;
 use crate::sys::poller::Poller;
-use crate::sys::socket::Patience;
+use crate::sys::socket::PeerTimeout;
 use crate::topo::Topology;
 use crate::transport::Transport;
 use crate::transport::auth::Identity;
@@ -72,11 +72,11 @@ impl Transports {
             move |cause: std::io::Error| InitError::Os { comm, what, cause: cause.to_string() }
         };
         let mut transports = Vec::new();
-        let (ring_bytes, lends, patience) = match purpose {
+        let (ring_bytes, lends, timeout) = match purpose {
             Purpose::Data => {
-                (config.shm_ring_bytes.get(), config.single_copy_bytes > 0, Patience::WhileIdle(config.peer_timeout))
+                (config.shm_ring_bytes.get(), config.single_copy_bytes > 0, PeerTimeout::WhileIdle(config.peer_timeout))
             }
-            Purpose::FailureDetector => (rustix::param::page_size(), false, Patience::Always(config.peer_timeout)),
+            Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
         if config.transport != TransportChoice::Tcp {
             let transport = ShmTransport::new(identity.clone(), poller.clone(), ring_bytes, lends)
@@ -88,7 +88,7 @@ impl Transports {
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
             let tls = Tls::new(config, &identity.secret)?;
-            let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, patience)
+            let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, timeout)
                 .map_err(os("the TCP transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose });
         }

@@ -6,7 +6,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::fuzz_input::Input;
 use crate::sys::segment::{self, PeerSegment, SegmentId, SharedMemory};
-use crate::sys::shm_ring::{RingMemory, before_ring};
+use crate::sys::shm_ring::{ShmRing, before_ring};
 use crate::sys::socket;
 
 /// Names and descriptors that a peer has made up.
@@ -47,7 +47,7 @@ fn ring(input: &mut Input<'_>) {
     let sealed = rustix::fs::fcntl_add_seals(&fd, seals).is_ok() && seals.contains(SealFlags::SHRINK);
     let data = length.saturating_sub(before_ring() as u64) as usize;
     let fits = data.is_power_of_two() && data as u64 >= page && odd == 0;
-    let opened = RingMemory::open(fd.as_fd());
+    let opened = ShmRing::open(fd.as_fd());
     assert_eq!(opened.is_ok(), sealed && fits, "{length} bytes, {seals:?}");
     if let Ok(mut ring) = opened {
         let position = input.number();

@@ -1,4 +1,4 @@
-//! Reading another process's memory: cross-memory attach, process_vm_readv(2).
+//! Cross-memory attach (CMA): reading another process's memory, process_vm_readv(2).
 #![allow(unsafe_code, reason = "one system call that rustix does not have")]
 
 use std::io;
@@ -15,8 +15,8 @@ pub struct PeerMemory {
 }
 
 impl PeerMemory {
-    /// The process that opened a Unix socket. The system vouches for it, and an error says that it cannot be named here,
-    /// as in another container.
+    /// The process that opened a Unix socket, as the system reports it. An error if it is not visible from here, as in another
+    /// container.
     pub fn behind(socket: BorrowedFd<'_>) -> io::Result<PeerMemory> {
         let pid = peer_credentials(socket)?.pid;
         if pid <= 0 {
@@ -30,8 +30,8 @@ impl PeerMemory {
         PeerSegment::open(self.pid, id)
     }
 
-    /// Copies the bytes at `address` of the process into `into`, at least one; returns how many. Memory that is not
-    /// there is an error, and so is a process that is gone or that this one may not look into.
+    /// Copies bytes at `address` of the process into `into`. Returns how many, at least one. An error if the memory does not
+    /// exist, the process is gone, or this process may not read it.
     pub fn read(&self, address: u64, into: &mut [u8]) -> io::Result<usize> {
         let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
         let remote = libc::iovec { iov_base: address as usize as *mut libc::c_void, iov_len: into.len() };
@@ -47,8 +47,8 @@ impl PeerMemory {
     }
 }
 
-/// Lets the user's other processes read this one's memory where the security module Yama keeps that to debuggers that
-/// are parents (`ptrace_scope` of 1); where it forbids more, nothing changes. Done once for the process.
+/// Lets the user's other processes read this process's memory, where the security module Yama allows that to parent processes
+/// alone (`ptrace_scope` of 1). Changes nothing where Yama forbids more. Done once per process.
 pub fn allow_readers() {
     static DONE: OnceLock<()> = OnceLock::new();
     DONE.get_or_init(|| {

@@ -1,9 +1,9 @@
-//! What a forked child has of its parent's engine: nothing that could disturb it.
+//! Protects the engine from forks: a forked child can neither keep its parent's connections open nor change its epoll sets.
 //!
-//! A child inherits every file descriptor, so a connection would stay open in it after the parent's death, and what it
-//! did to an epoll set would happen to its parent's. In a child each of the engine's descriptors is therefore replaced by
-//! one of `/dev/null`, under its number, so that whoever owns it still can close it. Threads are not inherited, nor is the
-//! state that they held: what was made before a fork tells by [`Origin`] that it is of no use any more.
+//! A child inherits every file descriptor, so a connection would stay open in it after the parent's death. Its changes to an
+//! epoll set would change the parent's. In a child, each of the engine's descriptors is therefore replaced by one of
+//! `/dev/null` with the same number, so that its owner can still close it. A child does not inherit threads or usable locks:
+//! objects made before a fork recognise by [`Origin`] that they cannot be used.
 #![allow(unsafe_code, reason = "pthread_atfork, and state that must not be locked after a fork")]
 
 use std::cell::RefCell;
@@ -19,7 +19,7 @@ use crate::sync::{AtomicPtr, AtomicU64, Mutex, MutexGuard, Ordering, lock};
 /// How many forks lie between this process and the first one that used the engine.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 
-/// Descriptors, and how often each is kept. In order, so that closing thousands takes no search through all of them for each.
+/// Descriptors, and how often each is registered. Ordered, so that closing thousands needs no search through all for each.
 type Descriptors = BTreeMap<Descriptor, usize>;
 
 /// The descriptors to replace.
@@ -30,7 +30,7 @@ thread_local! {
     static HELD: RefCell<Option<MutexGuard<'static, Descriptors>>> = const { RefCell::new(None) };
 }
 
-/// The process in which something was made.
+/// The process in which an object was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin(u64);
 
@@ -42,27 +42,27 @@ impl Origin {
         Origin(FORKS.load(Ordering::Relaxed))
     }
 
-    /// Whether this is still that process, and not a forked child of it.
+    /// Whether this is still the same process, and not a forked child of it.
     pub fn is_here(self) -> bool {
         self.0 == FORKS.load(Ordering::Relaxed)
     }
 }
 
-/// A file descriptor, and what it stands for: another may get its number.
+/// A file descriptor and its inode, since the number may be reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Descriptor {
     fd: RawFd,
     inode: u64,
 }
 
-/// Sees that forked children do not have a file, until dropped.
+/// Keeps a file from forked children, until dropped.
 #[derive(Debug)]
 pub struct Private {
     descriptor: Descriptor,
 }
 
 impl Private {
-    /// Keeps `fd` from children.
+    /// Keeps `fd` from forked children.
     pub fn new(fd: BorrowedFd<'_>) -> std::io::Result<Private> {
         install();
         let descriptor = Descriptor { fd: fd.as_raw_fd(), inode: rustix::fs::fstat(fd)?.st_ino };
@@ -73,7 +73,7 @@ impl Private {
 
 impl Drop for Private {
     fn drop(&mut self) {
-        // A child has emptied it.
+        // In a child, the list has been emptied.
         if let Entry::Occupied(mut kept) = lock(&DESCRIPTORS).entry(self.descriptor) {
             *kept.get_mut() -= 1;
             if *kept.get() == 0 {
@@ -83,13 +83,13 @@ impl Drop for Private {
     }
 }
 
-/// A value of which every process makes its own at first use, also a forked child.
+/// A value that every process makes for itself at first use, also a forked child.
 pub struct PerProcess<T> {
     current: AtomicPtr<(Origin, T)>,
 }
 
 impl<T: Default> PerProcess<T> {
-    /// One that is not made yet.
+    /// A value that is not made yet.
     pub const fn unset() -> PerProcess<T> {
         PerProcess { current: AtomicPtr::new(std::ptr::null_mut()) }
     }
@@ -118,7 +118,7 @@ impl<T: Default> PerProcess<T> {
     }
 }
 
-/// Has the handlers run at every fork from now on.
+/// Registers the handlers, which run at every fork from now on.
 fn install() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -131,7 +131,7 @@ fn install() {
 }
 
 extern "C" fn before() {
-    // It fails in a thread that ends, which has nothing left to fork for.
+    // It fails in a thread that is ending, which does not fork.
     let _ = HELD.try_with(|held| *held.borrow_mut() = Some(lock(&DESCRIPTORS)));
 }
 

@@ -1,4 +1,4 @@
-//! How many file descriptors this process may have, and what it says when it has no more.
+//! The limit of file descriptors, and the errors when this process lacks resources.
 
 use std::io;
 use std::sync::Once;
@@ -6,7 +6,7 @@ use std::sync::Once;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Whether it is this process, or its host, that lacks what the call takes: it may work later.
+/// Whether this process or its host lacks a resource for the call, which may succeed later.
 pub fn is_shortage(error: &io::Error) -> bool {
     // The last is what epoll_ctl(2) says where the user watches as many files as the system lets, and fallocate(2) where
     // there is no memory for a file in memory.
@@ -20,13 +20,13 @@ pub fn lacks_descriptors(error: &io::Error) -> bool {
     errno.is_some_and(|errno| [Errno::MFILE, Errno::NFILE].contains(&errno))
 }
 
-/// How many file descriptors this process may have; nothing if there is no limit.
+/// How many file descriptors this process may have; none if there is no limit.
 pub fn descriptors() -> Option<u64> {
     getrlimit(Resource::Nofile).current
 }
 
-/// Takes as many file descriptors as the process may take without being root: once, so that a limit that the program sets
-/// later stays. The lower limit is there for programs that call select(2), which these descriptors are no concern of.
+/// Raises the soft limit of file descriptors to the hard limit: once, so that a limit that the program sets later stays. The
+/// soft limit protects programs that pass descriptors to select(2), which the engine never does.
 pub fn raise_descriptors() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_this_process_lacks_is_told_from_what_others_do() {
+    fn a_lack_of_resources_is_told_from_an_error_of_the_peer() {
         let error = |errno: Errno| io::Error::from(errno);
         assert!(is_shortage(&error(Errno::MFILE)) && is_shortage(&error(Errno::NOBUFS)));
         assert!(is_shortage(&error(Errno::NOMEM)) && is_shortage(&error(Errno::NOSPC)));

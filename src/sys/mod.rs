@@ -1,4 +1,4 @@
-//! The fence: operating system calls and the unsafe code they need, behind safe faces.
+//! System calls and the unsafe code that they need, behind safe interfaces.
 
 pub mod cma;
 pub mod fork;

@@ -1,4 +1,4 @@
-//! What this host is called and how it is connected.
+//! This host's identity, network interfaces and listeners.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
@@ -27,9 +27,9 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
     Ok(listed.into_iter().map(interface).collect())
 }
 
-/// The address of this host from which packets to `host` set out; none when there is no way or no such host.
+/// The source address of packets from this host to `host`; none if there is no route or no such host.
 pub fn source_toward(host: &str) -> Option<IpAddr> {
-    // Connecting a datagram socket picks the route and sends nothing, so any port will do.
+    // Connecting a datagram socket chooses the route and sends nothing, so any port will do.
     const DISCARD: u16 = 9;
     let bare = host.trim_start_matches('[').trim_end_matches(']');
     let toward = |to: SocketAddr| {
@@ -41,7 +41,7 @@ pub fn source_toward(host: &str) -> Option<IpAddr> {
     (bare, DISCARD).to_socket_addrs().ok()?.find_map(toward)
 }
 
-/// Names the kernel and its network namespace: processes with the same identity reach each other over loopback.
+/// The identity of the kernel and its network namespace: processes with the same identity reach each other over loopback.
 pub fn host_identity() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map(|id| id.trim().to_string())
@@ -67,7 +67,7 @@ pub fn listen_everywhere(port: u16) -> io::Result<TcpListener> {
 
 /// A listener on `address`, where IPv6's "any" stands for IPv4 too. Accepting from it does not block.
 pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    // A job's ranks may all call at once; the kernel cuts the number down to what it allows.
+    // All ranks of a job may connect at once; the kernel reduces the number to its limit.
     const BACKLOG: i32 = 4096;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
@@ -75,7 +75,7 @@ pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     if address.is_ipv6() {
         sockopt::set_ipv6_v6only(&socket, false)?;
     }
-    // Connections of an earlier job on the same port may still linger in the kernel.
+    // The kernel may still hold connections of an earlier job on the same port.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     rustix::net::bind(&socket, &address)?;
     rustix::net::listen(&socket, BACKLOG)?;

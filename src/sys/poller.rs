@@ -1,7 +1,6 @@
-//! One place to sleep for everything that a communicator waits for.
+//! A poller: threads sleep on it for every file descriptor that a communicator waits for.
 //!
-//! Level triggered: what is ready and not dealt with wakes the next wait at once. Format and semantics: epoll(7),
-//! eventfd(2).
+//! Level triggered: a descriptor that stays ready wakes the next wait at once. Format and semantics: epoll(7), eventfd(2).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,7 +13,7 @@ use rustc_hash::FxHashMap;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
 use crate::sys::fork::Private;
 
-/// What a file descriptor is watched for. Its end and errors are always watched.
+/// What a file descriptor is watched for. A closed peer and errors are always watched for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interest {
     /// Bytes to read.
@@ -69,7 +68,7 @@ impl Poller {
         Ok(Poller { shared: Arc::new(Shared { epoll, wake, watched: Mutex::default(), _private: private }) })
     }
 
-    /// Watches a copy of `fd` until the registration is dropped. Forked children have neither.
+    /// Watches a copy of `fd` until the registration is dropped. Forked children inherit neither.
     pub fn add(&self, fd: BorrowedFd<'_>, interest: Interest) -> io::Result<Registration> {
         let original = Private::new(fd)?;
         let fd = fd.try_clone_to_owned()?;
@@ -87,27 +86,26 @@ impl Poller {
         Ok(registration)
     }
 
-    /// Sleeps until something watched is ready, [`Poller::wake`] is called, or `timeout` has passed. May return for no
-    /// reason.
+    /// Sleeps until a watched descriptor is ready, [`Poller::wake`] is called, or `timeout` has passed. May return early.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
         let timeout = timeout.map(|limit| Timespec {
             tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: limit.subsec_nanos().into(),
         });
         if self.collect(timeout.as_ref())? {
-            // Emptied at once; when another thread was faster there is nothing to read.
+            // Cleared at once. If another thread was faster, there is nothing to read.
             let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
         }
         Ok(())
     }
 
-    /// Notes what is ready now, without sleeping; see [`Registration::was_ready`]. A call of [`Poller::wake`] is left to the
-    /// thread that sleeps.
+    /// Notes which descriptors are ready now, without sleeping; see [`Registration::was_ready`]. A call of [`Poller::wake`] is
+    /// left to the thread that sleeps.
     pub fn look(&self) -> io::Result<()> {
         self.collect(Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).map(drop)
     }
 
-    /// Waits for events and notes which descriptors they are of. True: one is a call of [`Poller::wake`].
+    /// Waits for events and notes their descriptors. True: one event is a call of [`Poller::wake`].
     fn collect(&self, timeout: Option<&Timespec>) -> io::Result<bool> {
         let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
         let count = match epoll::wait(&self.shared.epoll, &mut events, timeout) {
@@ -126,9 +124,9 @@ impl Poller {
         Ok(woken)
     }
 
-    /// Ends a wait that is under way, or the next one.
+    /// Ends the current wait, or the next one.
     pub fn wake(&self) {
-        // The counter cannot overflow into blocking: it is emptied by every wait, and WouldBlock means it is set.
+        // The counter cannot overflow: every wait clears it. WouldBlock would mean that it is set.
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
     }
 }
@@ -145,8 +143,8 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Whether a wait or a look has seen the descriptor ready since this was asked last. One that stays ready is seen by the
-    /// next look again.
+    /// Whether a wait or a look has seen the descriptor ready since the last call. The next look sees a descriptor that stays
+    /// ready again.
     pub fn was_ready(&self) -> bool {
         self.ready.load(Ordering::Acquire) && self.ready.swap(false, Ordering::AcqRel)
     }
@@ -167,13 +165,13 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // It fails only if the descriptor is not in the set any more, which is what is wanted.
+        // It fails only if the descriptor is no longer in the set, which is the aim.
         let _ = epoll::delete(&self.poller.shared.epoll, self.fd.as_fd());
         lock(&self.poller.shared.watched).ready.remove(&self.number);
     }
 }
 
-/// The event data of the descriptor that `wake` writes to; those of watched ones count from one.
+/// The event data of the descriptor that `wake` writes to. The numbers of watched descriptors start at one.
 const WAKE: u64 = 0;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Whether another process lives, by pidfd_open(2), and where this thread runs.
+//! Whether another process is alive, by pidfd_open(2), and on which CPU this thread runs.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,10 +8,10 @@ use rustix::process::{Pid, PidfdFlags};
 use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 
-/// How a process is called, and by whom.
+/// A process's number, and the namespace in which it has that number.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessId {
-    /// The kernel and the namespace in which it has the number.
+    /// The kernel and the process namespace.
     namespace: String,
     number: i32,
 }
@@ -30,7 +30,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process of that name; an error if this one cannot see it, as in another container or on another host.
+    /// The process with this id; an error if it is not visible from here, as in another container or on another host.
     pub fn find(id: &ProcessId) -> io::Result<Process> {
         let number = Pid::from_raw(id.number).filter(|_| id.namespace == namespace());
         let number = number.ok_or(io::ErrorKind::NotFound)?;
@@ -50,12 +50,12 @@ impl AsFd for Process {
     }
 }
 
-/// The number of the CPU that this thread is on.
+/// The number of the CPU that this thread runs on.
 pub fn current_cpu() -> u32 {
     rustix::thread::sched_getcpu() as u32
 }
 
-/// The numbers of the CPUs that this thread may be on, and how many of them the system lets it use at a time, if fewer.
+/// The numbers of the CPUs that this thread may run on, and how many the system lets it use at a time, if fewer.
 pub fn own_cpus() -> (Vec<u32>, Option<u32>) {
     let usable = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let numbers = match rustix::thread::sched_getaffinity(None) {

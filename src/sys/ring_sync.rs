@@ -1,31 +1,30 @@
-//! What the writer and the reader of a ring tell each other: how each learns what the other has done, and wakes it.
+//! The synchronisation of a shared memory ring: how writer and reader learn of each other's progress, and wake each other.
 //!
-//! What is written goes from slot to slot, of which each begins with its [`Mark`]: the number of the lap, once the slot is
-//! complete. A reader that waits looks at the mark of the slot to come, so a short message reaches it with the one cache
-//! line that it lies in.
+//! The writer fills slot after slot. Each slot begins with its [`Mark`]: the number of the lap, once the slot is complete. A
+//! waiting reader polls the mark of the next slot, so a short message reaches it with the one cache line that holds it.
 //!
-//! A mark is set with Release and read with Acquire, and so are the positions up to which the reader is done. Before it
-//! sleeps, a side forgets the rings so far, sets its flag, issues a SeqCst fence and looks once more for what it waits for;
-//! after it has published, a side issues a SeqCst fence, looks at the other's flag, takes it and rings. One of the two sees
-//! the other, so no wake is lost. Rings are forgotten first because the other side may take the flag late, for what has
-//! been seen long ago: the ring that follows must wake, since what comes next finds no flag.
-//! `tests/models` checks that in every interleaving.
+//! A mark is set with Release and read with Acquire, and so are the positions up to which the reader is done. To sleep, a
+//! side drains its doorbell, sets its flag, issues a SeqCst fence and checks once more for what it waits for. After it has
+//! published, a side issues a SeqCst fence, checks the other's flag, clears it and rings. One of the two sees the other, so
+//! no wake is lost. The doorbell is drained first because the other side may clear the flag late, for something that was
+//! seen long ago: that ring must wake, since the next publication finds no flag.
+//! `tests/models` checks this in every interleaving.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Tells that a slot is complete, and what came with it, in a number that the two sides agree on.
+/// Shows that a slot is complete, and describes its content in a number that the two sides agree on.
 #[derive(Debug, Default)]
 #[repr(transparent)]
 pub struct Mark(AtomicU64);
 
 impl Mark {
-    /// Shows the reader what was written in lap `lap`, from one on. [`RingWords::published`] is to be called some time after.
+    /// Publishes the slot of lap `lap`, which counts from one. The writer must call [`RingWords::published`] some time after.
     pub fn set(&self, lap: u32, content: u32) {
         // Release: pairs with the reader's Acquire, so that it sees the bytes.
         self.0.store(u64::from(lap) << 32 | u64::from(content), Ordering::Release);
     }
 
-    /// What came with the slot in lap `lap`; nothing while it is not complete.
+    /// The content of the slot in lap `lap`; none while it is not complete.
     pub fn get(&self, lap: u32) -> Option<u32> {
         // Acquire: pairs with the writer's Release.
         let mark = self.0.load(Ordering::Acquire);
@@ -33,7 +32,7 @@ impl Mark {
     }
 }
 
-/// How far a side has come since the beginning.
+/// How much a side has written or read since the beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Position {
     /// Slots.
@@ -47,65 +46,65 @@ pub struct Position {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct RingWords {
-    done: Apart<[AtomicU64; 2]>,
-    reader_asleep: Apart<AtomicU32>,
-    writer_asleep: Apart<AtomicU32>,
-    invalidations: Apart<AtomicU64>,
+    done: CacheLine<[AtomicU64; 2]>,
+    reader_asleep: CacheLine<AtomicU32>,
+    writer_asleep: CacheLine<AtomicU32>,
+    invalidations: CacheLine<AtomicU64>,
     /// One more than the CPU's number.
-    writer_cpu: Apart<AtomicU32>,
+    writer_cpu: CacheLine<AtomicU32>,
 }
 
-/// On cache lines of its own, two of them because processors fetch lines in pairs.
+/// A value on cache lines of its own: two, because processors fetch lines in pairs.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
-struct Apart<T>(T);
+struct CacheLine<T>(T);
 
 impl RingWords {
     // ---- the writer's side ----
 
-    /// What the reader is done with, which may be overwritten.
+    /// The position up to which the reader is done, so that the writer may overwrite.
     pub fn done(&self) -> Position {
         let [slots, bytes] = &self.done.0;
         // Acquire: pairs with the reader's Release, so that its reads of the room are over.
         Position { slots: slots.load(Ordering::Acquire), bytes: bytes.load(Ordering::Acquire) }
     }
 
-    /// Sees to a reader that sleeps although marks have been set. True: it does, and the caller must ring.
+    /// To be called after marks were set. True: the reader sleeps, and the caller must ring.
     pub fn published(&self) -> bool {
         take(&self.reader_asleep.0)
     }
 
-    /// Asks to be rung for room, after `forget` has forgotten the rings so far. The writer must look for some once more
+    /// Asks the reader to ring when there is room. `drain` empties the doorbell first. The writer must check once more for room
     /// before it sleeps.
-    pub fn arm_writer(&self, forget: impl FnOnce()) {
-        arm(&self.writer_asleep.0, forget);
+    pub fn arm_writer(&self, drain: impl FnOnce()) {
+        arm(&self.writer_asleep.0, drain);
     }
 
-    /// Ends what [`RingWords::arm_writer`] began.
+    /// Undoes [`RingWords::arm_writer`].
     pub fn disarm_writer(&self) {
         self.writer_asleep.0.store(0, Ordering::SeqCst);
     }
 
-    /// Tells on which CPU the writer waits, or waited last.
+    /// Publishes the CPU on which the writer waits, or waited last.
     pub fn publish_cpu(&self, cpu: u32) {
-        // Only news, since the reader looks at it all the time. Relaxed, as in `writer_cpu`: the value stands alone.
+        // Written only when it changes, since the reader polls it. Relaxed, as in `writer_cpu`: the value stands alone.
         if self.writer_cpu() != Some(cpu) {
             self.writer_cpu.0.store(cpu.wrapping_add(1), Ordering::Relaxed);
         }
     }
 
-    /// Counts that the writer takes memory back that it had offered to the reader. To be called before the memory is
-    /// used for something else.
+    /// Counts that the writer invalidates memory that the reader may read. To be called before the memory is used for
+    /// something else.
     pub fn invalidate(&self) {
         self.invalidations.0.fetch_add(1, Ordering::SeqCst);
-        // SeqCst: what is written to the memory from now on is seen by a reader no earlier than the count, which it
-        // looks at after it has read; pairs with the fence in `invalidations`.
+        // SeqCst: a reader sees later writes to the memory no earlier than the count, which it checks after it has read; pairs
+        // with the fence in `invalidations`.
         fence(Ordering::SeqCst);
     }
 
     // ---- the reader's side ----
 
-    /// Lets the writer overwrite what the reader is done with. True: it sleeps, and the caller must ring.
+    /// Lets the writer overwrite everything up to `done`. True: the writer sleeps, and the caller must ring.
     pub fn release(&self, done: Position) -> bool {
         let [slots, bytes] = &self.done.0;
         // Release: pairs with the writer's Acquire, so that it reuses the room only now.
@@ -114,38 +113,38 @@ impl RingWords {
         take(&self.writer_asleep.0)
     }
 
-    /// Asks to be rung for slots, after `forget` has forgotten the rings so far. The reader must look for one once more
-    /// before it sleeps.
-    pub fn arm_reader(&self, forget: impl FnOnce()) {
-        arm(&self.reader_asleep.0, forget);
+    /// Asks the writer to ring when a slot is complete. `drain` empties the doorbell first. The reader must check once more for
+    /// a slot before it sleeps.
+    pub fn arm_reader(&self, drain: impl FnOnce()) {
+        arm(&self.reader_asleep.0, drain);
     }
 
-    /// Ends what [`RingWords::arm_reader`] began.
+    /// Undoes [`RingWords::arm_reader`].
     pub fn disarm_reader(&self) {
         self.reader_asleep.0.store(0, Ordering::SeqCst);
     }
 
-    /// The CPU that the writer waited on last, if it has told.
+    /// The CPU that the writer waited on last, if it has published one.
     pub fn writer_cpu(&self) -> Option<u32> {
         self.writer_cpu.0.load(Ordering::Relaxed).checked_sub(1)
     }
 
-    /// How often the writer has taken memory back, to be asked after the memory was read.
+    /// How often the writer has invalidated memory, to be checked after memory was read.
     pub fn invalidations(&self) -> u64 {
-        // SeqCst: see `withdraw`.
+        // SeqCst: see `invalidate`.
         fence(Ordering::SeqCst);
         self.invalidations.0.load(Ordering::SeqCst)
     }
 }
 
-fn arm(flag: &AtomicU32, forget: impl FnOnce()) {
-    forget();
+fn arm(flag: &AtomicU32, drain: impl FnOnce()) {
+    drain();
     flag.store(1, Ordering::SeqCst);
     // SeqCst: pairs with the fence of the side that moves its position; see the module's text.
     fence(Ordering::SeqCst);
 }
 
-/// Takes a wish to be woken, if there is one.
+/// Clears the flag of a side that sleeps. True: it was set.
 fn take(flag: &AtomicU32) -> bool {
     // SeqCst: pairs with the fence of the side that sets the flag; see the module's text.
     fence(Ordering::SeqCst);

@@ -1,7 +1,7 @@
-//! Memory that other processes of the host can map: made by one, found by its place, read by the others.
+//! Shared memory segments: one process makes a segment, the other processes of its host map it to read.
 //!
 //! A segment is a memfd(2) whose size is sealed. Another process opens it through /proc, which the system allows to
-//! processes of the same user that may inspect each other, and checks the inode, since descriptors are used again.
+//! processes of the same user that may inspect each other. It checks the inode, since descriptors are reused.
 #![allow(unsafe_code, reason = "maps shared memory")]
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::sys::fork::{Origin, PerProcess};
 use crate::types::Element;
 
-/// What names a segment of a process: its file descriptor there, and the low half of its inode. Never zero.
+/// The name of a process's segment: its file descriptor there, and the low half of its inode. Never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SegmentId(u64);
 
@@ -28,7 +28,7 @@ impl SegmentId {
         self.0
     }
 
-    /// The name that a number stands for; none for zero.
+    /// The name from a number; none for zero.
     pub fn from_bits(bits: u64) -> Option<SegmentId> {
         (bits != 0).then_some(SegmentId(bits))
     }
@@ -44,11 +44,11 @@ impl SegmentId {
 
 /// Elements in memory that the other processes of this host can map and read in place, zero at first.
 ///
-/// A communicator uses that by itself when an operation's data lies in such memory. Every instance is a mapping and a
-/// file descriptor of its own, so it is meant for few large buffers that live long.
+/// A communicator does so by itself when an operation's data lies in such memory. Every instance takes a mapping and a file
+/// descriptor, so it is meant for a few large buffers that live long.
 ///
-/// A forked child shares it with the process that made it: what one writes the other reads. To the child it is ordinary
-/// memory, with which its own communicators do nothing special, and it reads zeros there once the owner has dropped it.
+/// A forked child shares the memory with the process that made it. To the child's own communicators it is ordinary memory.
+/// The child reads zeros there once the owner has dropped it.
 ///
 /// ```
 /// let mut memory = ncclx_rs::SharedMemory::<f32>::new(1000)?;
@@ -77,7 +77,7 @@ impl<T: Element> SharedMemory<T> {
     pub fn new(len: usize) -> io::Result<Self> {
         let bytes = len.checked_mul(size_of::<T>()).ok_or(io::ErrorKind::OutOfMemory)?;
         let mapped = bytes.max(1);
-        // The system would take any size, and kill processes once the memory is used.
+        // The system would accept any size, and kill processes once the memory is used.
         let system = rustix::system::sysinfo();
         if mapped as u128 > u128::from(system.totalram) * u128::from(system.mem_unit) {
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, "this machine has less memory"));
@@ -115,10 +115,10 @@ impl<T: Element> DerefMut for SharedMemory<T> {
 impl<T: Element> Drop for SharedMemory<T> {
     fn drop(&mut self) {
         let mapped = (self.len * size_of::<T>()).max(1);
-        // The pages are not a forked child's to give back, nor has it the segment in its list.
+        // A forked child must not free the pages, and does not have the segment in its list.
         if self.origin.is_here() {
             segments().remove(&(self.base.as_ptr() as usize));
-            // They go even while another process still maps them.
+            // Frees the pages even while another process still maps them.
             let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let _ = rustix::fs::fallocate(&self.fd, hole, 0, mapped as u64);
         }
@@ -130,14 +130,14 @@ impl<T: Element> Drop for SharedMemory<T> {
 /// This process's segments by address: length and name.
 type Segments = BTreeMap<usize, (usize, SegmentId)>;
 
-/// A forked child begins with none, whatever lock another thread of its parent held.
+/// A forked child begins with an empty list, whatever lock another thread of its parent held.
 static SEGMENTS: PerProcess<RwLock<Segments>> = PerProcess::unset();
 
 fn segments() -> std::sync::RwLockWriteGuard<'static, Segments> {
     SEGMENTS.get().write().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// The segment of this process in which all `len` bytes from `address` on lie, and where in it.
+/// The segment of this process that contains all `len` bytes from `address` on, and their offset in it.
 pub fn locate(address: u64, len: usize) -> Option<(SegmentId, u64)> {
     let segments = SEGMENTS.get().read().unwrap_or_else(std::sync::PoisonError::into_inner);
     let (base, (size, id)) = segments.range(..=address as usize).next_back()?;
@@ -157,10 +157,10 @@ pub struct PeerSegment {
 unsafe impl Send for PeerSegment {}
 
 impl PeerSegment {
-    /// Maps segment `id` of process `pid`, after checking that it is that and can never shrink.
+    /// Maps segment `id` of process `pid`, after checking its inode and that it can never shrink.
     pub fn open(pid: i32, id: SegmentId) -> io::Result<PeerSegment> {
         let path = format!("/proc/{pid}/fd/{}", id.fd());
-        // What is no segment may be a pipe, which would wait for a writer.
+        // The descriptor may have become a pipe, whose opening would wait for a writer.
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let fd = rustix::fs::open(path, flags, Mode::empty())?;
         let stat = rustix::fs::fstat(&fd)?;
@@ -176,7 +176,7 @@ impl PeerSegment {
         Ok(PeerSegment { base, len, _not_sync: PhantomData })
     }
 
-    /// Copies the bytes from `offset` on. An error where there are none.
+    /// Copies the bytes from `offset` on. An error if they lie beyond the segment's end.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
         let end = offset.checked_add(into.len() as u64).filter(|end| *end <= self.len as u64);
         if end.is_none() {

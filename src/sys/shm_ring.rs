@@ -1,10 +1,10 @@
-//! Memory that two processes share: slots and a ring of bytes, with one writer and one reader.
+//! A shared memory ring: slots and a ring of bytes, with one writer and one reader in different processes.
 //!
-//! The segment is a memfd(2): it has no name, so nobody else can open it and nothing is left behind however the
-//! processes end. Its pages are allocated when it is made, so that a lack of memory is an error then and not a signal
-//! later, and its size is sealed, so that neither side can take pages away from the other.
+//! The memory is a memfd(2). It has no name, so no other process can open it, and nothing is left behind however the
+//! processes end. Its pages are allocated when it is made, so that a lack of memory is an error then and not a signal later.
+//! Its size is sealed, so that neither side can take pages from the other.
 //!
-//! The data pages are mapped twice, back to back: any run of up to `capacity` bytes is contiguous, also across the end.
+//! The ring's pages are mapped twice, back to back: any run of up to `capacity` bytes is contiguous, also across the end.
 #![allow(unsafe_code, reason = "maps shared memory")]
 
 use std::io;
@@ -16,14 +16,14 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::sys::ring_sync::{Mark, RingWords};
 
-/// A ring's memory, mapped into this process.
+/// A ring, mapped into this process.
 ///
-/// Slots and bytes are counted since the beginning. The other process is an authenticated rank of the same job: what it
-/// writes cannot lead to an access outside the mapping, but it can garble its own bytes.
+/// Positions count slots and bytes since the beginning. The other process is an authenticated rank of the same job. Whatever
+/// it writes, no access goes outside the mapping, but it can garble its own bytes.
 #[derive(Debug)]
-pub struct RingMemory {
+pub struct ShmRing {
     base: NonNull<u8>,
-    /// Where the slots begin, behind the words; kept, since the size of a page is a call of libc.
+    /// Where the slots begin, behind the words. Stored, since the page size is a call of libc.
     slots: NonNull<u8>,
     /// Where the ring begins, behind the slots.
     data: NonNull<u8>,
@@ -32,23 +32,23 @@ pub struct RingMemory {
 
 // SAFETY: the mapping is owned and stays at its address until drop; shared words and marks are accessed atomically, and
 // other bytes only by the one reader or the one writer that owns them by the marks and the reader's positions.
-unsafe impl Send for RingMemory {}
+unsafe impl Send for ShmRing {}
 
-impl RingMemory {
-    /// Makes a ring of `capacity` bytes, a power of two of whole pages, and its file descriptor to be handed over.
-    pub fn create(capacity: usize) -> io::Result<(RingMemory, OwnedFd)> {
+impl ShmRing {
+    /// Makes a ring of `capacity` bytes, a power of two of whole pages, and a file descriptor of it for the peer.
+    pub fn create(capacity: usize) -> io::Result<(ShmRing, OwnedFd)> {
         check_capacity(capacity)?;
         let len = (before_ring() + capacity) as u64;
         let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, len)?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let memory = RingMemory::map(fd.as_fd(), capacity)?;
+        let memory = ShmRing::map(fd.as_fd(), capacity)?;
         Ok((memory, fd))
     }
 
     /// Maps a ring that another process made, after checking that it can never shrink.
-    pub fn open(fd: BorrowedFd<'_>) -> io::Result<RingMemory> {
+    pub fn open(fd: BorrowedFd<'_>) -> io::Result<ShmRing> {
         let len = rustix::fs::fstat(fd)?.st_size;
         let capacity = usize::try_from(len).ok().and_then(|len| len.checked_sub(before_ring()));
         let capacity = capacity.ok_or_else(|| io::Error::other("a shared segment without data"))?;
@@ -56,10 +56,10 @@ impl RingMemory {
         if !rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::other("a shared segment whose size is not sealed"));
         }
-        RingMemory::map(fd, capacity)
+        ShmRing::map(fd, capacity)
     }
 
-    fn map(fd: BorrowedFd<'_>, capacity: usize) -> io::Result<RingMemory> {
+    fn map(fd: BorrowedFd<'_>, capacity: usize) -> io::Result<ShmRing> {
         let total = before_ring() + 2 * capacity;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice replaces nothing.
         let base =
@@ -69,7 +69,7 @@ impl RingMemory {
         let slots = unsafe { base.add(rustix::param::page_size()) };
         // SAFETY: what lies before the ring is, too.
         let data = unsafe { base.add(before_ring()) };
-        let memory = RingMemory { base, slots, data, capacity };
+        let memory = ShmRing { base, slots, data, capacity };
         let base = base.as_ptr().cast();
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
@@ -82,12 +82,12 @@ impl RingMemory {
         Ok(memory)
     }
 
-    /// The most bytes the ring holds.
+    /// The size of the ring in bytes.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// What both sides write.
+    /// The words by which both sides synchronise.
     pub fn words(&self) -> &RingWords {
         // SAFETY: the words lie at the beginning of the first page, which lives as long as self; every bit pattern is
         // one of theirs, and they are only accessed atomically.
@@ -167,7 +167,7 @@ impl RingMemory {
     }
 }
 
-impl Drop for RingMemory {
+impl Drop for ShmRing {
     fn drop(&mut self) {
         // SAFETY: the range is the reservation made in `map`, and nothing borrowed from self outlives it.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), before_ring() + 2 * self.capacity) };
@@ -207,8 +207,8 @@ mod tests {
 
     #[test]
     fn a_run_across_the_end_is_contiguous_for_both_sides() {
-        let (mut writer, fd) = RingMemory::create(65536).expect("a ring");
-        let reader = RingMemory::open(fd.as_fd()).expect("the same ring");
+        let (mut writer, fd) = ShmRing::create(65536).expect("a ring");
+        let reader = ShmRing::open(fd.as_fd()).expect("the same ring");
         writer.write(65530, b"hello, world");
         assert_eq!(reader.bytes(65530, 12), b"hello, world");
         writer.write_slot(SLOTS + 3, 2, b"hello");
@@ -223,12 +223,12 @@ mod tests {
     fn segments_that_could_shrink_are_refused() {
         let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("a memfd");
         rustix::fs::ftruncate(&fd, (before_ring() + 65536) as u64).expect("its size");
-        assert!(RingMemory::open(fd.as_fd()).is_err());
+        assert!(ShmRing::open(fd.as_fd()).is_err());
     }
 
     #[test]
     fn odd_sizes_are_refused() {
-        assert!(RingMemory::create(1000).is_err());
-        assert!(RingMemory::create(3 * 65536).is_err());
+        assert!(ShmRing::create(1000).is_err());
+        assert!(ShmRing::create(3 * 65536).is_err());
     }
 }

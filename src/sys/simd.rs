@@ -1,10 +1,10 @@
-//! Loops compiled several times over, of which the processor runs those with the widest instructions that it has.
+//! Loops compiled for several instruction sets; the processor runs the widest that it has.
 //!
-//! The compiler vectorises a loop for the instructions of the function that it ends up in. So everything below
-//! [`Kernel::run`] has to be inlined, with `#[inline(always)]`.
+//! The compiler vectorises a loop for the instruction set of the function that it is inlined into. So every function below
+//! [`Kernel::run`] must be `#[inline(always)]`.
 #![allow(unsafe_code, reason = "calls functions for instructions that not every processor has")]
 
-/// A computation over memory, to be compiled for several instruction sets.
+/// A computation over memory that is compiled for several instruction sets.
 pub trait Kernel {
     /// Computes. Implementations are `#[inline(always)]`.
     fn run(self);

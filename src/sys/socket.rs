@@ -1,4 +1,4 @@
-//! Sockets that never block, and a file descriptor handed over one of them.
+//! Sockets that never block, and the transfer of a file descriptor between processes (`SCM_RIGHTS`).
 #![allow(unsafe_code, reason = "SO_PEERCRED, of which rustix cannot say that the process is not visible from here")]
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -18,15 +18,15 @@ use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
 
 use crate::sys::limits;
 
-/// A listener in the abstract namespace, which vanishes with the process and belongs to its network namespace.
+/// A listener in the abstract namespace of the process's network namespace. Its name vanishes with the process.
 pub fn listen_unix(name: &[u8]) -> io::Result<UnixListener> {
     let listener = UnixListener::bind_addr(&UnixAddr::from_abstract_name(name)?)?;
     listener.set_nonblocking(true)?;
     Ok(listener)
 }
 
-/// A connection to [`listen_unix`]'s listener of that name: within the machine it is made or refused at once.
-/// `WouldBlock` when so many wait to be accepted that there is no room for another.
+/// Connects to the [`listen_unix`] listener of that name, which succeeds or fails at once. `WouldBlock` if the listener's queue
+/// is full.
 pub fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new_abstract_name(name)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -35,8 +35,8 @@ pub fn connect_unix(name: &[u8]) -> io::Result<UnixStream> {
     Ok(socket.into())
 }
 
-/// The process and the user at the other end of a Unix socket, as they were when it connected; the process is 0 where it is
-/// not visible from here, as in another container.
+/// The process and the user at the other end of a Unix socket, as they were when it connected. The process is 0 if it is not
+/// visible from here, as in another container.
 pub fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
     let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of_val(&credentials) as libc::socklen_t;
@@ -52,7 +52,7 @@ pub fn is_of_this_user(socket: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(peer_credentials(socket)?.uid == rustix::process::geteuid().as_raw())
 }
 
-/// Begins a connection; it is made, or has failed, when the socket becomes writable.
+/// Starts a connection. It is made, or has failed, when the socket becomes writable.
 pub fn begin_tcp(address: SocketAddr) -> io::Result<TcpStream> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_nonblocking(true)?;
@@ -64,7 +64,7 @@ pub fn begin_tcp(address: SocketAddr) -> io::Result<TcpStream> {
     Ok(socket.into())
 }
 
-/// Whether a connection that was begun is made; its failure otherwise.
+/// Whether a started connection is made; the error if it has failed.
 pub fn is_connected(stream: &TcpStream) -> io::Result<bool> {
     if let Some(error) = stream.take_error()? {
         return Err(error);
@@ -76,12 +76,12 @@ pub fn is_connected(stream: &TcpStream) -> io::Result<bool> {
     }
 }
 
-/// When a connection is given up whose other end is silent: not even its system acknowledges anything.
+/// When a connection is given up because not even the other host's kernel acknowledges anything (`peer_timeout_seconds`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Patience {
-    /// After so long, if nothing is under way. What is under way may wait for a reader for any time.
+pub enum PeerTimeout {
+    /// After this long, if no bytes are under way. Bytes under way may wait for a reader for any time.
     WhileIdle(Duration),
-    /// After so long, also if bytes are under way, or wait for room.
+    /// After this long, also if bytes are under way or wait for room.
     Always(Duration),
 }
 
@@ -122,11 +122,11 @@ fn is_of_caller(error: &io::Error) -> bool {
 }
 
 /// Sends small messages at once, and notices a silent peer.
-pub fn tune_tcp(stream: &TcpStream, patience: Patience) -> io::Result<()> {
+pub fn tune_tcp(stream: &TcpStream, timeout: PeerTimeout) -> io::Result<()> {
     const PROBES: u32 = 4;
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
-    let (Patience::WhileIdle(limit) | Patience::Always(limit)) = patience;
+    let (PeerTimeout::WhileIdle(limit) | PeerTimeout::Always(limit)) = timeout;
     // A third of the time passes before the first probe. The system counts in seconds, and not further than this.
     let countable = |time: Duration| time.clamp(Duration::from_secs(1), KEEPALIVE_MAX);
     let first = countable(limit / 3);
@@ -134,13 +134,13 @@ pub fn tune_tcp(stream: &TcpStream, patience: Patience) -> io::Result<()> {
     let keepalive = TcpKeepalive::new().with_time(first).with_interval(interval).with_retries(PROBES);
     let socket = socket2::SockRef::from(stream);
     socket.set_tcp_keepalive(&keepalive)?;
-    match patience {
-        Patience::WhileIdle(_) => Ok(()),
-        Patience::Always(limit) => socket.set_tcp_user_timeout(Some(limit.min(USER_TIMEOUT_MAX))),
+    match timeout {
+        PeerTimeout::WhileIdle(_) => Ok(()),
+        PeerTimeout::Always(limit) => socket.set_tcp_user_timeout(Some(limit.min(USER_TIMEOUT_MAX))),
     }
 }
 
-/// Whether the peer has closed its end of a connection on which it sends nothing.
+/// Whether the peer has closed a connection on which it sends nothing.
 pub fn has_ended(fd: BorrowedFd<'_>) -> io::Result<bool> {
     let mut byte = [0u8];
     match rustix::net::recv(fd, &mut byte[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
@@ -156,7 +156,7 @@ pub fn is_hung_up(fd: BorrowedFd<'_>) -> bool {
     rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// Whether somebody waits to be accepted.
+/// Whether a connection waits to be accepted.
 pub fn has_caller(listener: BorrowedFd<'_>) -> bool {
     let mut watched = [PollFd::from_borrowed_fd(listener, PollFlags::IN)];
     rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
@@ -177,8 +177,7 @@ pub fn send_fd(stream: &UnixStream, fd: BorrowedFd<'_>, note: u8) -> io::Result<
 /// while they have not come; where this process has no descriptor left, the error is that, and the next call may get one.
 pub fn look_at_fd(stream: &UnixStream) -> io::Result<(OwnedFd, u8)> {
     let Some(found) = peek_fd(stream)? else {
-        // Either there is no room for another descriptor, or a security module forbids this one. Where there is room now, there
-        // may have been none before.
+        // Either this process has no descriptor left, or a security module forbids this one. One may have become free since.
         drop(stream.try_clone()?);
         let forbidden = "no file descriptor came through: the peer sent none, or the system does not allow it";
         return peek_fd(stream)?.ok_or_else(|| io::Error::other(forbidden));
@@ -192,12 +191,12 @@ pub fn drop_fd(stream: &UnixStream) -> io::Result<()> {
     Ok(())
 }
 
-/// The descriptor that comes next; nothing if it does not come through.
+/// The next descriptor; none if the system has not let it through.
 fn peek_fd(stream: &UnixStream) -> io::Result<Option<(OwnedFd, u8)>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
-    // Peeking leaves what cannot be taken now where it is. The system makes a new descriptor each time.
+    // Peeking leaves a descriptor that cannot be received now in the socket. The system makes a new one each time.
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC | RecvFlags::PEEK;
     let message = rustix::net::recvmsg(stream.as_fd(), &mut [IoSliceMut::new(&mut byte)], &mut control, flags)?;
     let fd = control.drain().find_map(|message| match message {
@@ -248,8 +247,8 @@ mod tests {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         for limit in [Duration::ZERO, Duration::from_secs(60), Duration::from_secs(100_000), Duration::MAX] {
-            for patience in [Patience::WhileIdle(limit), Patience::Always(limit)] {
-                tune_tcp(&stream, patience).unwrap_or_else(|error| panic!("{patience:?}: {error}"));
+            for timeout in [PeerTimeout::WhileIdle(limit), PeerTimeout::Always(limit)] {
+                tune_tcp(&stream, timeout).unwrap_or_else(|error| panic!("{timeout:?}: {error}"));
             }
         }
     }

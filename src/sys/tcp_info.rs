@@ -1,4 +1,4 @@
-//! What the kernel knows of a TCP connection: tcp(7), `TCP_INFO`.
+//! The kernel's statistics of a TCP connection: tcp(7), `TCP_INFO`.
 #![allow(unsafe_code, reason = "a socket option that rustix and socket2 do not have")]
 
 use std::io;
@@ -8,22 +8,22 @@ use std::os::fd::AsRawFd;
 
 use serde::Serialize;
 
-/// How the sending side of a connection has done since it was made.
+/// Statistics of the sending side of a connection since it was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Traffic {
-    /// How long it took at least until the other host acknowledged, in microseconds.
+    /// The shortest time until the other host acknowledged, in microseconds.
     pub round_trip: u32,
     /// Bytes that the other host has acknowledged.
     pub bytes: u64,
-    /// Microseconds in which there was something to send and the receiving process had room for it.
+    /// Microseconds in which there were bytes to send and the receiver had room for them.
     pub sending: u64,
-    /// Segments that were sent.
+    /// Segments sent.
     pub segments: u32,
-    /// Those among them that were sent again.
+    /// Segments sent again.
     pub resent: u32,
 }
 
-/// What the kernel knows of `stream`.
+/// The kernel's statistics of `stream`.
 pub fn traffic(stream: &TcpStream) -> io::Result<Traffic> {
     let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;

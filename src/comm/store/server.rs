@@ -168,7 +168,6 @@ impl Dispatcher {
 
     fn accept(&mut self) {
         for _ in 0..ACCEPTED_AT_ONCE {
-        for _ in 0..ACCEPTED_AT_ONCE {
             match socket::admit(self.listener.accept(), |(stream, from)| Client::admit(stream, from, self.secret)) {
                 Ok(Some(client)) => {
                     self.refusal_logged = false;

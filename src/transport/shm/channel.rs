@@ -9,7 +9,7 @@ use crate::sys::cma::PeerMemory;
 use crate::sys::poller::Registration;
 use crate::sys::ring_sync::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
-use crate::sys::shm_ring::{RingMemory, SLOT_BYTES, SLOTS};
+use crate::sys::shm_ring::{SLOT_BYTES, SLOTS, ShmRing};
 use crate::transport::handshake::is_passing;
 use crate::transport::shm::connect::Introduction;
 use crate::transport::{MemoryAddress, RecvStream, SendStream};
@@ -55,7 +55,7 @@ fn gone() -> LinkDown {
 /// The writing end.
 #[derive(Debug)]
 pub(super) struct ShmOutlet {
-    memory: RingMemory,
+    memory: ShmRing,
     bell: Bell,
     /// How much has been written.
     written: Position,
@@ -65,7 +65,7 @@ pub(super) struct ShmOutlet {
 }
 
 impl ShmOutlet {
-    pub(super) fn new(memory: RingMemory, bell: Bell, introduction: Introduction, lends: bool) -> Self {
+    pub(super) fn new(memory: ShmRing, bell: Bell, introduction: Introduction, lends: bool) -> Self {
         ShmOutlet { memory, bell, written: Position::default(), introduction: Some(introduction), lends }
     }
 
@@ -209,7 +209,7 @@ impl SendStream for ShmOutlet {
 /// The reading end.
 #[derive(Debug)]
 pub(super) struct ShmInlet {
-    memory: RingMemory,
+    memory: ShmRing,
     bell: Bell,
     /// The writer's process, where it is known.
     writer: Option<PeerMemory>,
@@ -228,7 +228,7 @@ pub(super) struct ShmInlet {
 }
 
 impl ShmInlet {
-    pub(super) fn new(memory: RingMemory, bell: Bell, writer: Option<PeerMemory>) -> Self {
+    pub(super) fn new(memory: ShmRing, bell: Bell, writer: Option<PeerMemory>) -> Self {
         ShmInlet {
             memory,
             bell,
@@ -417,13 +417,13 @@ fn aligned(bytes: usize) -> u64 {
 }
 
 /// How much the reader takes before it says so, and the writer writes before it looks for a reader that sleeps.
-fn run(memory: &RingMemory) -> usize {
+fn run(memory: &ShmRing) -> usize {
     memory.capacity() / 8
 }
 
 /// The most of a body that comes with one slot, so that both sides copy at the same time. Bodies are cut at multiples of
 /// this, which no element crosses.
-fn piece(memory: &RingMemory) -> usize {
+fn piece(memory: &ShmRing) -> usize {
     PIECE_BYTES.min(memory.capacity() / 4)
 }
 

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use crate::error::{Down, LinkDown};
 use crate::sys::cma::PeerMemory;
 use crate::sys::limits;
-use crate::sys::shm_ring::RingMemory;
+use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
@@ -73,7 +73,7 @@ pub(super) fn open(
     identity: Identity,
     peer: Rank,
     bell: Bell,
-    memory: RingMemory,
+    memory: ShmRing,
     ring: OwnedFd,
     detour: Detour,
     lends: bool,
@@ -83,7 +83,7 @@ pub(super) fn open(
 }
 
 /// Drives an accepted connection until its ring is here, and says so. `size` is that of the communicator.
-pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Result<Option<RingMemory>, LinkDown> {
+pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Result<Option<ShmRing>, LinkDown> {
     if candidate.rank.is_none() {
         candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
     }
@@ -95,7 +95,7 @@ pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Resu
         Err(error) if is_passing(&error) => return Ok(None),
         Err(error) => return Err(shortage::while_opening(error, size)),
     };
-    let memory = RingMemory::open(fd.as_fd()).map_err(|error| {
+    let memory = ShmRing::open(fd.as_fd()).map_err(|error| {
         let cause = format!("this process has no room for a ring of shared memory: {error}");
         // Who could come in another way is not to wait.
         let waits = said == note(Detour::Impossible) && limits::is_shortage(&error);
@@ -109,7 +109,7 @@ pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Resu
 }
 
 /// The receiving end of a connection whose ring is here.
-pub(super) fn recv_stream(proved: Proved<UnixStream, RingMemory>) -> Accepted {
+pub(super) fn recv_stream(proved: Proved<UnixStream, ShmRing>) -> Accepted {
     let Proved { rank, stream, registration, brought } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
     (rank, Box::new(ShmInlet::new(brought, Bell::new(stream, registration), writer)))
@@ -141,7 +141,7 @@ mod tests {
             let (mut near, far) = UnixStream::pair().unwrap();
             drop(far);
             let opening = Opening::new(identity.clone(), Rank(1)).aged(age);
-            let (_, ring) = RingMemory::create(rustix::param::page_size()).unwrap();
+            let (_, ring) = ShmRing::create(rustix::param::page_size()).unwrap();
             Introduction { opening, stage, ring, detour: Detour::Possible }.drive(&mut near).unwrap_err().kind
         };
         for stage in [Stage::Proving, Stage::Handing, Stage::Waiting] {

@@ -18,7 +18,7 @@ use crate::error::LinkDown;
 use crate::sys::cma;
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
-use crate::sys::shm_ring::RingMemory;
+use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
@@ -85,7 +85,7 @@ impl Transport for ShmTransport {
                 _ => LinkDown::unfit(cause),
             }
         };
-        let (memory, fd) = RingMemory::create(self.ring_bytes).map_err(lacking)?;
+        let (memory, fd) = ShmRing::create(self.ring_bytes).map_err(lacking)?;
         let registration = self.poller.add(stream.as_fd(), Interest::Read);
         let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
         let bell = Bell::new(stream, registration);

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use crate::error::{Down, LinkDown};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
-use crate::sys::socket::{self, Patience};
+use crate::sys::socket::{self, PeerTimeout};
 use crate::sys::tcp_info::{self, Traffic};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
@@ -45,7 +45,7 @@ pub(super) struct Connection {
     stream: Stream,
     registration: Registration,
     stage: Stage,
-    patience: Patience,
+    timeout: PeerTimeout,
 }
 
 impl Connection {
@@ -56,26 +56,14 @@ impl Connection {
         peer: Rank,
         mut targets: VecDeque<SocketAddr>,
         poller: &Poller,
-        patience: Patience,
+        timeout: PeerTimeout,
     ) -> Result<Self, LinkDown> {
         let mut failures = Vec::new();
         let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller, identity.size)?;
         let stream = Stream::open(socket, tls.as_ref());
         let poller = poller.clone();
         let stage = Stage::Connecting { since: Instant::now() };
-        Ok(Connection {
-            identity,
-            tls,
-            peer,
-            poller,
-            targets,
-            failures,
-            current,
-            stream,
-            registration,
-            stage,
-            patience,
-        })
+        Ok(Connection { identity, tls, peer, poller, targets, failures, current, stream, registration, stage, timeout })
     }
 
     /// Goes as far as it can. True: open.
@@ -85,11 +73,11 @@ impl Connection {
                 Stage::Open => return Ok(true),
                 Stage::Connecting { since } => match socket::is_connected(self.stream.socket()) {
                     Ok(true) => {
-                        socket::tune_tcp(self.stream.socket(), self.patience)?;
+                        socket::tune_tcp(self.stream.socket(), self.timeout)?;
                         self.registration.set(Interest::Read)?;
                         self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
                     }
-                    Ok(false) if since.elapsed() < attempt(self.targets.is_empty(), self.patience) => return Ok(false),
+                    Ok(false) if since.elapsed() < attempt(self.targets.is_empty(), self.timeout) => return Ok(false),
                     Ok(false) => self.try_next("no answer".to_owned())?,
                     Err(error) => self.try_next(error.to_string())?,
                 },
@@ -207,8 +195,8 @@ impl SendStream for Connection {
 }
 
 /// How long an address is tried: the last for as long as a connection may be silent.
-fn attempt(is_last: bool, patience: Patience) -> Duration {
-    let (Patience::WhileIdle(limit) | Patience::Always(limit)) = patience;
+fn attempt(is_last: bool, timeout: PeerTimeout) -> Duration {
+    let (PeerTimeout::WhileIdle(limit) | PeerTimeout::Always(limit)) = timeout;
     if is_last { limit.max(ATTEMPT) } else { ATTEMPT }
 }
 
@@ -241,11 +229,11 @@ mod tests {
         }
     }
 
-    fn connection(targets: &[&TcpListener], patience: Duration) -> Connection {
+    fn connection(targets: &[&TcpListener], timeout: Duration) -> Connection {
         let identity = Identity { comm: [1; 16], me: Rank(0), size: 2, secret: Secret::new([5; 32]) };
         let targets = targets.iter().map(|listener| listener.local_addr().unwrap()).collect();
         let poller = Poller::new().unwrap();
-        Connection::begin(identity, None, Rank(1), targets, &poller, Patience::WhileIdle(patience)).unwrap()
+        Connection::begin(identity, None, Rank(1), targets, &poller, PeerTimeout::WhileIdle(timeout)).unwrap()
     }
 
     fn age(connection: &mut Connection, age: Duration) {

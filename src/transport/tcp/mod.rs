@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::LinkDown;
 use crate::sys::net;
 use crate::sys::poller::{Interest, Poller, Registration};
-use crate::sys::socket::{self, Patience};
+use crate::sys::socket::{self, PeerTimeout};
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::channel::{Quiet, TcpInlet};
@@ -37,7 +37,7 @@ pub struct TcpTransport {
     poller: Poller,
     advertise: Vec<IpAddr>,
     port: u16,
-    patience: Patience,
+    timeout: PeerTimeout,
     listener: TcpListener,
     registration: Registration,
     pending: Pending<Stream>,
@@ -51,7 +51,7 @@ impl TcpTransport {
         tls: Option<Tls>,
         poller: Poller,
         advertise: Vec<IpAddr>,
-        patience: Patience,
+        timeout: PeerTimeout,
     ) -> io::Result<Self> {
         let listener = net::listen_anywhere()?;
         let port = listener.local_addr()?.port();
@@ -63,7 +63,7 @@ impl TcpTransport {
             poller,
             advertise,
             port,
-            patience,
+            timeout,
             listener,
             registration,
             pending,
@@ -87,7 +87,7 @@ impl Transport for TcpTransport {
             .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
         let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();
         let connection =
-            Connection::begin(self.identity.clone(), self.tls.clone(), peer, targets, &self.poller, self.patience)?;
+            Connection::begin(self.identity.clone(), self.tls.clone(), peer, targets, &self.poller, self.timeout)?;
         Ok(Box::new(connection))
     }
 
@@ -102,10 +102,10 @@ impl Transport for TcpTransport {
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        let (listener, patience, tls) = (&self.listener, self.patience, self.tls.as_ref());
+        let (listener, timeout, tls) = (&self.listener, self.timeout, self.tls.as_ref());
         self.pending.admit(listener.as_fd(), || {
             socket::admit(listener.accept(), |(stream, _)| {
-                socket::tune_tcp(&stream, patience)?;
+                socket::tune_tcp(&stream, timeout)?;
                 Ok(Stream::accept(stream, tls))
             })
         });

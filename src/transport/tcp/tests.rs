@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::{Address, TcpTransport};
 use crate::config::Config;
 use crate::sys::poller::Poller;
-use crate::sys::socket::Patience;
+use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::{Identity, Secret};
 use crate::transport::tls::Tls;
 use crate::transport::{Detour, RecvStream, Transport};
@@ -43,8 +43,8 @@ fn transport(me: u32, config: &Config) -> TcpTransport {
     let secret = Secret::new([5; 32]);
     let tls = Tls::new(config, &secret).unwrap();
     let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret };
-    let patience = Patience::Always(Duration::from_secs(60));
-    TcpTransport::new(identity, tls, Poller::new().unwrap(), vec![Ipv4Addr::LOCALHOST.into()], patience).unwrap()
+    let timeout = PeerTimeout::Always(Duration::from_secs(60));
+    TcpTransport::new(identity, tls, Poller::new().unwrap(), vec![Ipv4Addr::LOCALHOST.into()], timeout).unwrap()
 }
 
 /// Sends `payload` from one rank to another, of which nobody reads before no more can be written; what a relay overhears.
