@@ -3,8 +3,8 @@
 //! The opener makes the ring and hands it over a Unix socket after both sides have proved themselves. The socket then
 //! carries one byte whenever a sleeping side has to be woken, and its end tells that the other process is gone.
 
-mod channel;
-mod connect;
+mod handover;
+mod ring_stream;
 
 use std::io;
 use std::os::fd::AsFd;
@@ -22,7 +22,7 @@ use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Pending;
-use crate::transport::shm::channel::Bell;
+use crate::transport::shm::ring_stream::Bell;
 use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
 use crate::types::Rank;
 
@@ -89,7 +89,7 @@ impl Transport for ShmTransport {
         let registration = self.poller.add(stream.as_fd(), Interest::Read);
         let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
         let bell = Bell::new(stream, registration);
-        let send_stream = connect::open(self.identity.clone(), peer, bell, memory, fd, detour, self.lends);
+        let send_stream = handover::open(self.identity.clone(), peer, bell, memory, fd, detour, self.lends);
         Ok(Box::new(send_stream))
     }
 
@@ -108,9 +108,9 @@ impl Transport for ShmTransport {
             Ok(caller?.flatten())
         });
         let size = self.identity.size;
-        let accepted = self.pending.drive(|candidate| connect::accept(candidate, size));
+        let accepted = self.pending.drive(|candidate| handover::accept(candidate, size));
         self.pending.watch(&mut self.registration);
-        accepted.into_iter().map(connect::recv_stream).collect()
+        accepted.into_iter().map(handover::recv_stream).collect()
     }
 
     fn shortage(&self) -> Option<String> {

@@ -11,7 +11,7 @@ use crate::sys::ring_sync::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::sys::shm_ring::{SLOT_BYTES, SLOTS, ShmRing};
 use crate::transport::handshake::is_passing;
-use crate::transport::shm::connect::Introduction;
+use crate::transport::shm::handover::Introduction;
 use crate::transport::{MemoryAddress, RecvStream, SendStream};
 
 /// The socket beside a ring.

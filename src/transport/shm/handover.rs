@@ -12,7 +12,7 @@ use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::pending::{Candidate, Proved};
-use crate::transport::shm::channel::{Bell, ShmInlet, ShmOutlet};
+use crate::transport::shm::ring_stream::{Bell, ShmInlet, ShmOutlet};
 use crate::transport::{Accepted, Detour, shortage};
 use crate::types::Rank;
 
