@@ -72,14 +72,14 @@ impl Transports {
             move |cause: std::io::Error| InitError::Os { comm, what, cause: cause.to_string() }
         };
         let mut transports = Vec::new();
-        let (ring_bytes, lends, timeout) = match purpose {
+        let (ring_bytes, peer_can_read, timeout) = match purpose {
             Purpose::Data => {
                 (config.shm_ring_bytes.get(), config.single_copy_bytes > 0, PeerTimeout::WhileIdle(config.peer_timeout))
             }
             Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
         if config.transport != TransportChoice::Tcp {
-            let transport = ShmTransport::new(identity.clone(), poller.clone(), ring_bytes, lends)
+            let transport = ShmTransport::new(identity.clone(), poller.clone(), ring_bytes, peer_can_read)
                 .map_err(os("the shared memory transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::SameHost, purpose });
         }

@@ -1,24 +1,22 @@
-//! How a ring gets from the process that makes it to the one that reads it.
+//! The handover of a ring from the process that makes it to the process that reads it (`SCM_RIGHTS`).
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use crate::error::{Down, LinkDown};
-use crate::sys::cma::PeerMemory;
 use crate::sys::limits;
 use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
-use crate::transport::pending::{Candidate, Proved};
-use crate::transport::shm::ring_stream::{Bell, ShmInlet, ShmOutlet};
-use crate::transport::{Accepted, Detour, shortage};
+use crate::transport::pending::Candidate;
+use crate::transport::{Detour, shortage};
 use crate::types::Rank;
 
-/// What the opener still has to do: prove itself, hand over the ring, and hear that the peer has mapped it.
+/// The opener's side: proves itself, hands the ring over, and waits until the peer has mapped it.
 #[derive(Debug)]
-pub(super) struct Introduction {
+pub(super) struct RingHandover {
     opening: Opening,
     stage: Stage,
     ring: OwnedFd,
@@ -32,17 +30,21 @@ enum Stage {
     Waiting,
 }
 
-impl Introduction {
-    /// Goes as far as it can. True: the peer has the ring. An error tells that shared memory is not the way to the peer, or that
-    /// this process was too slow for it.
+impl RingHandover {
+    pub(super) fn new(identity: Identity, peer: Rank, ring: OwnedFd, detour: Detour) -> Self {
+        RingHandover { opening: Opening::new(identity, peer), stage: Stage::Proving, ring, detour }
+    }
+
+    /// Advances without blocking. True: the peer has the ring. The error says that shared memory does not lead to the peer, or
+    /// that this process was too slow for it.
     pub(super) fn drive(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
-        self.advance(stream).map_err(|down| match self.opening.judge(down) {
+        self.next_stages(stream).map_err(|down| match self.opening.judge(down) {
             slow if slow.kind == Down::Busy => slow,
             down => LinkDown::unfit(format!("shared memory with it fails: {down}")),
         })
     }
 
-    fn advance(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
+    fn next_stages(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
         loop {
             let passed = match self.stage {
                 Stage::Proving => {
@@ -68,21 +70,8 @@ impl Introduction {
     }
 }
 
-/// A stream to send on a fresh connection. It takes bytes once both sides have proved themselves and the peer has the ring.
-pub(super) fn open(
-    identity: Identity,
-    peer: Rank,
-    bell: Bell,
-    memory: ShmRing,
-    ring: OwnedFd,
-    detour: Detour,
-    lends: bool,
-) -> ShmOutlet {
-    let introduction = Introduction { opening: Opening::new(identity, peer), stage: Stage::Proving, ring, detour };
-    ShmOutlet::new(memory, bell, introduction, lends)
-}
-
-/// Drives an accepted connection until its ring is here, and says so. `size` is that of the communicator.
+/// The acceptor's side: advances a connection without blocking until its ring is mapped here, and says so. `size` is that of
+/// the communicator.
 pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Result<Option<ShmRing>, LinkDown> {
     if candidate.rank.is_none() {
         candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
@@ -97,25 +86,18 @@ pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Resu
     };
     let memory = ShmRing::open(fd.as_fd()).map_err(|error| {
         let cause = format!("this process has no room for a ring of shared memory: {error}");
-        // Who could come in another way is not to wait.
+        // An opener that has another route does not wait.
         let waits = said == note(Detour::Impossible) && limits::is_shortage(&error);
         if waits { LinkDown::lacking(cause) } else { LinkDown::new(cause) }
     })?;
     drop(fd);
     socket::drop_fd(&candidate.stream)?;
-    // There is room: whatever was said before has been read, or there would be no ring.
+    // There is room: the opener has read every earlier message, or it would not have sent the ring.
     candidate.stream.write_all(&[TAKEN])?;
     Ok(Some(memory))
 }
 
-/// The receiving end of a connection whose ring is here.
-pub(super) fn recv_stream(proved: Proved<UnixStream, ShmRing>) -> Accepted {
-    let Proved { rank, stream, registration, brought } = proved;
-    let writer = PeerMemory::behind(stream.as_fd()).ok();
-    (rank, Box::new(ShmInlet::new(brought, Bell::new(stream, registration), writer)))
-}
-
-/// What goes with the ring.
+/// The byte that goes with the ring.
 fn note(detour: Detour) -> u8 {
     match detour {
         Detour::Possible => 0,
@@ -123,7 +105,7 @@ fn note(detour: Detour) -> u8 {
     }
 }
 
-/// What the acceptor says once the ring is mapped; nothing depends on its value.
+/// The acceptor's byte once the ring is mapped. Its value has no meaning.
 const TAKEN: u8 = 1;
 
 #[cfg(test)]
@@ -142,7 +124,7 @@ mod tests {
             drop(far);
             let opening = Opening::new(identity.clone(), Rank(1)).aged(age);
             let (_, ring) = ShmRing::create(rustix::param::page_size()).unwrap();
-            Introduction { opening, stage, ring, detour: Detour::Possible }.drive(&mut near).unwrap_err().kind
+            RingHandover { opening, stage, ring, detour: Detour::Possible }.drive(&mut near).unwrap_err().kind
         };
         for stage in [Stage::Proving, Stage::Handing, Stage::Waiting] {
             assert_eq!(end(stage, Duration::ZERO), Down::Unfit, "{stage:?}");

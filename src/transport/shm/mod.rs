@@ -1,8 +1,9 @@
-//! Shared memory within a host: a ring of bytes a direction, and a socket beside it.
+//! Shared memory within a host: a ring for each direction, and a socket beside it.
 //!
-//! The opener makes the ring and hands it over a Unix socket after both sides have proved themselves. The socket then
-//! carries one byte whenever a sleeping side has to be woken, and its end tells that the other process is gone.
+//! The opener makes the ring and hands it over through a Unix socket once both sides have proved themselves. The socket is
+//! then the doorbell: a byte wakes a sleeping side, and its end shows that the other process is gone.
 
+mod doorbell;
 mod handover;
 mod ring_stream;
 
@@ -15,14 +16,16 @@ use rand::TryRngCore;
 use rand::rngs::OsRng;
 
 use crate::error::LinkDown;
-use crate::sys::cma;
+use crate::sys::cma::{self, PeerMemory};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
-use crate::transport::pending::Pending;
-use crate::transport::shm::ring_stream::Bell;
+use crate::transport::pending::{Pending, Proved};
+use crate::transport::shm::doorbell::Doorbell;
+use crate::transport::shm::handover::RingHandover;
+use crate::transport::shm::ring_stream::{ShmRecvStream, ShmSendStream};
 use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
 use crate::types::Rank;
 
@@ -32,7 +35,7 @@ pub struct ShmTransport {
     identity: Identity,
     poller: Poller,
     ring_bytes: usize,
-    lends: bool,
+    peer_can_read: bool,
     name: Vec<u8>,
     listener: UnixListener,
     registration: Registration,
@@ -40,20 +43,20 @@ pub struct ShmTransport {
 }
 
 impl ShmTransport {
-    /// Listens under an unguessable name. Rings that this rank opens have `ring_bytes`, a power of two of whole pages;
-    /// with `lends`, their readers may also read this process's memory.
-    pub fn new(identity: Identity, poller: Poller, ring_bytes: usize, lends: bool) -> io::Result<Self> {
-        // From the system: a forked child's own generator gives the numbers that its parent's gives.
+    /// Listens under an unguessable name. Rings that this rank makes have `ring_bytes`, a power of two of whole pages. With
+    /// `peer_can_read`, their readers may also read this process's memory.
+    pub fn new(identity: Identity, poller: Poller, ring_bytes: usize, peer_can_read: bool) -> io::Result<Self> {
+        // From the system, since a forked child's generator repeats its parent's numbers.
         let mut random = [0; 16];
         OsRng.try_fill_bytes(&mut random).map_err(io::Error::other)?;
         let name = format!("ncclx_rs-{:032x}", u128::from_le_bytes(random)).into_bytes();
         let listener = socket::listen_unix(&name)?;
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
-        if lends {
+        if peer_can_read {
             cma::allow_readers();
         }
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(ShmTransport { identity, poller, ring_bytes, lends, name, listener, registration, pending })
+        Ok(ShmTransport { identity, poller, ring_bytes, peer_can_read, name, listener, registration, pending })
     }
 }
 
@@ -85,12 +88,12 @@ impl Transport for ShmTransport {
                 _ => LinkDown::unfit(cause),
             }
         };
-        let (memory, fd) = ShmRing::create(self.ring_bytes).map_err(lacking)?;
+        let (ring, fd) = ShmRing::create(self.ring_bytes).map_err(lacking)?;
         let registration = self.poller.add(stream.as_fd(), Interest::Read);
         let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
-        let bell = Bell::new(stream, registration);
-        let send_stream = handover::open(self.identity.clone(), peer, bell, memory, fd, detour, self.lends);
-        Ok(Box::new(send_stream))
+        let doorbell = Doorbell::new(stream, registration);
+        let handover = RingHandover::new(self.identity.clone(), peer, fd, detour);
+        Ok(Box::new(ShmSendStream::new(ring, doorbell, handover, self.peer_can_read)))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
@@ -98,7 +101,7 @@ impl Transport for ShmTransport {
         self.pending.admit(listener.as_fd(), || {
             let caller = socket::admit(listener.accept(), |(stream, _)| {
                 if !socket::is_of_this_user(stream.as_fd())? {
-                    // Not worth a warning, of which they could cause any number.
+                    // Not a warning, since another user could cause any number of them.
                     log::debug!("rank {me}: another user's connection was dropped");
                     return Ok(None);
                 }
@@ -110,7 +113,7 @@ impl Transport for ShmTransport {
         let size = self.identity.size;
         let accepted = self.pending.drive(|candidate| handover::accept(candidate, size));
         self.pending.watch(&mut self.registration);
-        accepted.into_iter().map(handover::recv_stream).collect()
+        accepted.into_iter().map(recv_stream).collect()
     }
 
     fn shortage(&self) -> Option<String> {
@@ -120,6 +123,13 @@ impl Transport for ShmTransport {
     fn accepting_until(&self) -> Option<Instant> {
         self.pending.due()
     }
+}
+
+/// The receiving end of a connection whose ring is mapped here.
+fn recv_stream(proved: Proved<UnixStream, ShmRing>) -> Accepted {
+    let Proved { rank, stream, registration, brought: ring } = proved;
+    let writer = PeerMemory::behind(stream.as_fd()).ok();
+    (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream, registration), writer)))
 }
 
 #[cfg(test)]

@@ -1,158 +1,121 @@
-//! The two ends of a ring.
+//! The two ends of a stream through a shared memory ring.
 
 use std::collections::HashMap;
-use std::io::{self, IoSlice, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::io::{self, IoSlice};
 
 use crate::error::LinkDown;
 use crate::sys::cma::PeerMemory;
-use crate::sys::poller::Registration;
 use crate::sys::ring_sync::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::sys::shm_ring::{SLOT_BYTES, SLOTS, ShmRing};
-use crate::transport::handshake::is_passing;
-use crate::transport::shm::handover::Introduction;
+use crate::transport::shm::doorbell::Doorbell;
+use crate::transport::shm::handover::RingHandover;
 use crate::transport::{MemoryAddress, RecvStream, SendStream};
-
-/// The socket beside a ring.
-#[derive(Debug)]
-pub(super) struct Bell {
-    stream: UnixStream,
-    ended: bool,
-    _registration: Registration,
-}
-
-impl Bell {
-    pub(super) fn new(stream: UnixStream, registration: Registration) -> Self {
-        Bell { stream, ended: false, _registration: registration }
-    }
-
-    /// Wakes the other side.
-    fn ring(&mut self) {
-        // A full socket has enough bytes to wake the other side; a broken one is noticed by `drain`.
-        let _ = self.stream.write(&[0]);
-    }
-
-    /// Takes the bytes that rang, and notices the end.
-    fn drain(&mut self) {
-        let mut bytes = [0; 64];
-        loop {
-            match self.stream.read(&mut bytes) {
-                Ok(0) => self.ended = true,
-                Ok(count) if count == bytes.len() => continue,
-                Ok(_) => {}
-                Err(error) => self.ended |= !is_passing(&error),
-            }
-            return;
-        }
-    }
-}
 
 fn gone() -> LinkDown {
     LinkDown::new("it closed the connection: its process ended or its communicator was closed")
 }
 
-/// The writing end.
+/// The sending end.
 #[derive(Debug)]
-pub(super) struct ShmOutlet {
-    memory: ShmRing,
-    bell: Bell,
-    /// How much has been written.
+pub(super) struct ShmSendStream {
+    ring: ShmRing,
+    doorbell: Doorbell,
+    /// The position up to which it has written.
     written: Position,
-    /// What is left to do before the peer has the ring.
-    introduction: Option<Introduction>,
-    lends: bool,
+    /// The rest of the handover, until the peer has the ring.
+    handover: Option<RingHandover>,
+    peer_can_read: bool,
 }
 
-impl ShmOutlet {
-    pub(super) fn new(memory: ShmRing, bell: Bell, introduction: Introduction, lends: bool) -> Self {
-        ShmOutlet { memory, bell, written: Position::default(), introduction: Some(introduction), lends }
+impl ShmSendStream {
+    pub(super) fn new(ring: ShmRing, doorbell: Doorbell, handover: RingHandover, peer_can_read: bool) -> Self {
+        ShmSendStream { ring, doorbell, written: Position::default(), handover: Some(handover), peer_can_read }
     }
 
-    /// Whether there is a slot, and so many bytes of the ring. The peer's positions are checked, since they are the peer's to
-    /// write.
+    /// Whether a slot and that many bytes of the ring are free. The peer's positions are checked, since the peer writes them.
     fn has_room(&self, bytes: usize) -> Result<bool, LinkDown> {
-        let done = self.memory.words().done();
+        let done = self.ring.words().done();
         let (slots, used) = (self.written.slots.wrapping_sub(done.slots), self.written.bytes.wrapping_sub(done.bytes));
-        let capacity = self.memory.capacity() as u64;
+        let capacity = self.ring.capacity() as u64;
         if slots > SLOTS || used > capacity {
             return Err(LinkDown::new("the peer garbled the shared ring"));
         }
         Ok(slots < SLOTS && used + aligned(bytes) <= capacity)
     }
 
-    /// Fills a slot with `head` and the next `len` bytes of `body`, for which there is room: what the slot itself does not
-    /// take is in the ring.
+    /// Fills a slot with `head` and the next `len` bytes of `body`, for which there is room. Bytes that do not fit into the slot
+    /// go to the ring.
     fn fill(&mut self, head: &[u8], body: &mut Bytes<'_>, len: usize) {
         let (slot, in_slot) = (self.written.slots, in_slot(head.len(), len));
-        // The reader looks at the slot all the time, and takes it away from this core each time that it has been written to.
-        // So it is written last and at once.
+        // The reader polls the slot, and each write to it fetches its cache lines back to this core. So it is written last, and
+        // at once.
         let mut at = self.written.bytes;
         if in_slot < head.len() {
-            self.memory.write(at, head);
+            self.ring.write(at, head);
             at += head.len() as u64;
         }
         let mut left = if in_slot > head.len() { 0 } else { len };
         while left > 0 {
             let run = body.take(left);
-            self.memory.write(at, run);
+            self.ring.write(at, run);
             at += run.len() as u64;
             left -= run.len();
         }
         self.written.bytes += aligned((at - self.written.bytes) as usize);
         if in_slot >= head.len() {
-            self.memory.write_slot(slot, 0, head);
+            self.ring.write_slot(slot, 0, head);
         }
         let mut filled = head.len();
         while filled < in_slot {
             let run = body.take(in_slot - filled);
-            self.memory.write_slot(slot, filled, run);
+            self.ring.write_slot(slot, filled, run);
             filled += run.len();
         }
-        let (mark, lap) = self.memory.mark(slot);
+        let (mark, lap) = self.ring.mark(slot);
         mark.set(lap, content(head.len(), len));
         self.written.slots += 1;
     }
 
     /// Wakes the reader if it sleeps.
     fn wake(&mut self) {
-        if self.memory.words().published() {
-            self.bell.ring();
+        if self.ring.words().published() {
+            self.doorbell.ring();
         }
     }
 
-    fn introduce(&mut self) -> Result<(), LinkDown> {
-        if let Some(introduction) = &mut self.introduction
-            && introduction.drive(&mut self.bell.stream)?
+    fn hand_over(&mut self) -> Result<(), LinkDown> {
+        if let Some(handover) = &mut self.handover
+            && handover.drive(&mut self.doorbell.stream)?
         {
-            self.introduction = None;
+            self.handover = None;
         }
         Ok(())
     }
 }
 
-impl SendStream for ShmOutlet {
+impl SendStream for ShmSendStream {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
-        self.introduce()?;
-        if self.bell.ended {
+        self.hand_over()?;
+        if self.doorbell.ended {
             return Err(gone());
         }
         let mut body = Bytes::new(body);
         if head.is_empty() && body.left == 0 {
-            if self.introduction.is_none() {
-                self.bell.drain();
+            if self.handover.is_none() {
+                self.doorbell.drain();
             }
-            return if self.bell.ended { Err(gone()) } else { Ok(0) };
+            return if self.doorbell.ended { Err(gone()) } else { Ok(0) };
         }
-        if self.introduction.is_some() {
-            // Bytes count as sent once they outlive this process, which they do when the peer has the ring.
+        if self.handover.is_some() {
+            // Bytes count as sent once they survive this process, which they do when the peer has the ring.
             return Ok(0);
         }
         let (mut head, all) = (head, head.len() + body.left);
         let mut left = all;
         let mut unannounced = 0;
         while left > 0 {
-            let len = body.left.min(piece(&self.memory));
+            let len = body.left.min(piece(&self.ring));
             if !self.has_room(head.len() + len)? {
                 break;
             }
@@ -160,7 +123,7 @@ impl SendStream for ShmOutlet {
             left -= head.len() + len;
             unannounced += len;
             head = &[];
-            if unannounced >= run(&self.memory) {
+            if unannounced >= run(&self.ring) {
                 self.wake();
                 unannounced = 0;
             }
@@ -172,66 +135,66 @@ impl SendStream for ShmOutlet {
     }
 
     fn arm(&mut self) -> bool {
-        if self.introduction.is_some() {
-            // The socket wakes for the handshake's next message.
+        if self.handover.is_some() {
+            // The socket wakes the poller for the next message of the handover.
             return false;
         }
-        self.memory.words().arm_writer(|| self.bell.drain());
-        self.bell.ended || self.has_room(HEAD_MAX + piece(&self.memory)).unwrap_or(true)
+        self.ring.words().arm_writer(|| self.doorbell.drain());
+        self.doorbell.ended || self.has_room(HEAD_MAX + piece(&self.ring)).unwrap_or(true)
     }
 
     fn disarm(&mut self) {
-        self.memory.words().disarm_writer();
+        self.ring.words().disarm_writer();
     }
 
     fn is_open(&self) -> bool {
-        self.introduction.is_none()
+        self.handover.is_none()
     }
 
     fn peer_can_read(&self) -> bool {
-        self.lends
+        self.peer_can_read
     }
 
     fn invalidate(&mut self) {
-        self.memory.words().invalidate();
+        self.ring.words().invalidate();
     }
 
     fn publish_cpu(&mut self, cpu: u32) {
-        self.memory.words().publish_cpu(cpu);
+        self.ring.words().publish_cpu(cpu);
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
-        // Nothing is taken before the peer has the ring, whose memory then outlives this process.
+        // No byte is taken before the peer has the ring, whose memory then survives this process.
         Ok(true)
     }
 }
 
-/// The reading end.
+/// The receiving end.
 #[derive(Debug)]
-pub(super) struct ShmInlet {
-    memory: ShmRing,
-    bell: Bell,
-    /// The writer's process, where it is known.
+pub(super) struct ShmRecvStream {
+    ring: ShmRing,
+    doorbell: Doorbell,
+    /// The memory of the writer's process, where the process is known.
     writer: Option<PeerMemory>,
-    /// Its segments that are mapped here.
+    /// The writer's segments that are mapped here.
     segments: HashMap<SegmentId, PeerSegment>,
-    /// What has been read.
+    /// The position up to which it has read.
     read: Position,
-    /// What is left of the slot that is read: in the slot itself, of which so many bytes are taken, then in the ring.
+    /// Of the current slot: how many bytes of it are read, how many are left in it, and how many are left in the ring.
     taken: usize,
     in_slot: usize,
     in_ring: usize,
-    /// The positions that the writer knows of.
+    /// The position that the writer knows of.
     released: Position,
-    /// The writer is gone and nothing was taken since the last look.
+    /// The writer is gone, and no byte was consumed since the last look.
     stalled: bool,
 }
 
-impl ShmInlet {
-    pub(super) fn new(memory: ShmRing, bell: Bell, writer: Option<PeerMemory>) -> Self {
-        ShmInlet {
-            memory,
-            bell,
+impl ShmRecvStream {
+    pub(super) fn new(ring: ShmRing, doorbell: Doorbell, writer: Option<PeerMemory>) -> Self {
+        ShmRecvStream {
+            ring,
+            doorbell,
             writer,
             segments: HashMap::new(),
             read: Position::default(),
@@ -243,13 +206,13 @@ impl ShmInlet {
         }
     }
 
-    /// The number of bytes that are there in one run.
+    /// The number of bytes that can be read in one run.
     fn available(&mut self) -> Result<usize, LinkDown> {
         if self.in_slot + self.in_ring == 0 {
-            let (mark, lap) = self.memory.mark(self.read.slots);
+            let (mark, lap) = self.ring.mark(self.read.slots);
             let Some(content) = mark.get(lap) else { return Ok(0) };
             let (in_slot, in_ring) = parts(content);
-            if in_slot + in_ring == 0 || in_slot > SLOT_BYTES || in_ring > self.memory.capacity() {
+            if in_slot + in_ring == 0 || in_slot > SLOT_BYTES || in_ring > self.ring.capacity() {
                 return Err(LinkDown::new("the peer garbled the shared ring"));
             }
             (self.taken, self.in_slot, self.in_ring) = (0, in_slot, in_ring);
@@ -259,7 +222,7 @@ impl ShmInlet {
 
     fn look(&mut self) -> Result<usize, LinkDown> {
         let available = self.available()?;
-        if self.bell.ended {
+        if self.doorbell.ended {
             if self.stalled {
                 return Err(gone());
             }
@@ -268,17 +231,17 @@ impl ShmInlet {
         Ok(available)
     }
 
-    /// The next `count` bytes, which are in one run.
+    /// The next `count` bytes of the current run.
     fn bytes(&self, count: usize) -> &[u8] {
         if self.in_slot > 0 {
-            self.memory.slot_bytes(self.read.slots, self.taken, self.taken + count)
+            self.ring.slot_bytes(self.read.slots, self.taken, self.taken + count)
         } else {
-            self.memory.bytes(self.read.bytes, count)
+            self.ring.bytes(self.read.bytes, count)
         }
     }
 }
 
-impl RecvStream for ShmInlet {
+impl RecvStream for ShmRecvStream {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         let available = self.look()?;
         Ok(self.bytes(available))
@@ -301,13 +264,13 @@ impl RecvStream for ShmInlet {
         }
         self.read.bytes = self.read.bytes.next_multiple_of(ALIGN);
         self.read.slots += 1;
-        // Not for every short message, since a word that both sides touch each time makes them wait for each other. The
-        // writer lacks no more than an eighth of the room, so it never waits for what has been read.
+        // Not after every short message, since a word that both sides touch makes them wait for each other's cache line. The
+        // writer is at most an eighth of the room behind, so it never waits for bytes that were read.
         let (slots, bytes) = (self.read.slots - self.released.slots, self.read.bytes - self.released.bytes);
-        if slots >= SLOTS / 8 || bytes >= run(&self.memory) as u64 {
+        if slots >= SLOTS / 8 || bytes >= run(&self.ring) as u64 {
             self.released = self.read;
-            if self.memory.words().release(self.read) {
-                self.bell.ring();
+            if self.ring.words().release(self.read) {
+                self.doorbell.ring();
             }
         }
     }
@@ -341,33 +304,33 @@ impl RecvStream for ShmInlet {
                 into.len()
             }
         };
-        // Asked afterwards: another process may have got the number of one that is gone.
-        self.bell.drain();
-        if self.bell.ended { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(count) }
+        // Checked afterwards: another process may have got the number of a writer that is gone.
+        self.doorbell.drain();
+        if self.doorbell.ended { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(count) }
     }
 
     fn invalidations(&self) -> u64 {
-        self.memory.words().invalidations()
+        self.ring.words().invalidations()
     }
 
     fn writer_cpu(&self) -> Option<u32> {
-        self.memory.words().writer_cpu()
+        self.ring.words().writer_cpu()
     }
 
     fn arm(&mut self) -> bool {
-        self.memory.words().arm_reader(|| self.bell.drain());
-        self.bell.ended || self.available().is_ok_and(|available| available > 0)
+        self.ring.words().arm_reader(|| self.doorbell.drain());
+        self.doorbell.ended || self.available().is_ok_and(|available| available > 0)
     }
 
     fn disarm(&mut self) {
-        self.memory.words().disarm_reader();
+        self.ring.words().disarm_reader();
     }
 }
 
-/// Bytes in several runs, as they are taken from the front.
+/// Bytes in several runs, taken from the front.
 struct Bytes<'a> {
     runs: &'a [IoSlice<'a>],
-    /// What has been taken of the first run.
+    /// How many bytes of the first run are taken.
     taken: usize,
     left: usize,
 }
@@ -377,7 +340,7 @@ impl<'a> Bytes<'a> {
         Bytes { runs, taken: 0, left: runs.iter().map(|run| run.len()).sum() }
     }
 
-    /// The next bytes of one run, as many as `most`. There must be some.
+    /// The next bytes of one run, at most `most`. At least one must be left.
     fn take(&mut self, most: usize) -> &'a [u8] {
         while self.taken == self.runs[0].len() {
             self.runs = &self.runs[1..];
@@ -391,7 +354,7 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// How many bytes of a head and a body of these lengths are in their slot: all, or the head if it has room, or none.
+/// How many bytes of a head and a body of these lengths go to the slot: all, or the head if it fits, or none.
 fn in_slot(head: usize, body: usize) -> usize {
     match (head + body, head) {
         (both, _) if both <= SLOT_BYTES => both,
@@ -400,7 +363,7 @@ fn in_slot(head: usize, body: usize) -> usize {
     }
 }
 
-/// What a mark says of a slot with a head and a body of these lengths; see [`parts`].
+/// The mark's content for a slot with a head and a body of these lengths; see [`parts`].
 fn content(head: usize, body: usize) -> u32 {
     let in_slot = in_slot(head, body);
     (in_slot as u32) << 24 | (head + body - in_slot) as u32
@@ -411,29 +374,29 @@ fn parts(content: u32) -> (usize, usize) {
     ((content >> 24) as usize, (content & 0xff_ffff) as usize)
 }
 
-/// The room that so many bytes take in the ring.
+/// The room that this many bytes take in the ring.
 fn aligned(bytes: usize) -> u64 {
     (bytes as u64).next_multiple_of(ALIGN)
 }
 
-/// How much the reader takes before it says so, and the writer writes before it looks for a reader that sleeps.
-fn run(memory: &ShmRing) -> usize {
-    memory.capacity() / 8
+/// How many bytes the reader reads before it releases them, and the writer writes before it wakes a sleeping reader.
+fn run(ring: &ShmRing) -> usize {
+    ring.capacity() / 8
 }
 
-/// The most of a body that comes with one slot, so that both sides copy at the same time. Bodies are cut at multiples of
+/// The most bytes of a body that go with one slot, so that both sides copy at the same time. Bodies are cut at multiples of
 /// this, which no element crosses.
-fn piece(memory: &ShmRing) -> usize {
-    PIECE_BYTES.min(memory.capacity() / 4)
+fn piece(ring: &ShmRing) -> usize {
+    PIECE_BYTES.min(ring.capacity() / 4)
 }
 
-/// The same in rings of the usual size.
+/// The same for rings of the default size.
 const PIECE_BYTES: usize = 8192;
 
 /// The longest head.
 const HEAD_MAX: usize = 64;
 
-/// What comes with a slot begins at multiples of this in the ring: cache lines.
+/// The bytes of a slot begin at multiples of this in the ring: cache lines.
 const ALIGN: u64 = 64;
 
 /// How many segments of one peer stay mapped.
