@@ -1,9 +1,9 @@
-//! Proof of the job's secret, before any other byte of a connection is looked at.
+//! Authentication: both sides prove that they know the job's secret, before any other byte of a connection is read.
 //!
-//! The acceptor sends a challenge; the opener answers with a proof and a challenge of its own; the acceptor proves
-//! itself in turn. A proof is HMAC-SHA256 (RFC 2104, FIPS 198-1) under the job's secret over its role, the other side's
-//! nonce, what is unique to the connection's TLS session, the communicator and both ranks, so that it fits one
-//! connection, one direction and one pair of ranks. All messages have a fixed size. Nothing here does I/O.
+//! The acceptor sends a challenge. The opener answers with a proof and its own challenge. The acceptor answers with its
+//! proof. A proof is HMAC-SHA256 (RFC 2104, FIPS 198-1) under the job's secret. It covers the side's role, the other side's
+//! nonce, the TLS session's binding, the communicator and both ranks. So it is valid for one connection, one direction and
+//! one pair of ranks. All messages have a fixed size. Nothing here does I/O.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use sha2::Sha256;
 
 use crate::types::Rank;
 
-/// What every rank of a job knows and nobody else.
+/// A secret that every rank of a job knows, and no other process.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Secret([u8; 32]);
 
@@ -28,7 +28,7 @@ impl Secret {
         &self.0
     }
 
-    /// Another secret, for `purpose`, of which nothing leads back to this one (as in RFC 5869).
+    /// Another secret, for `purpose`, that does not reveal this one (as in RFC 5869).
     pub fn derive(&self, purpose: &str, salt: &[u8]) -> Secret {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
         mac.update(purpose.as_bytes());
@@ -43,10 +43,10 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// What no other TLS session has (RFC 9266); zeros on a connection without TLS.
+/// A value unique to a TLS session (RFC 9266); zeros on a connection without TLS.
 pub type Binding = [u8; 32];
 
-/// Who a rank is, and how it proves it.
+/// A rank's identity, and the secret that proves it.
 #[derive(Clone, Debug)]
 pub struct Identity {
     /// The communicator.
@@ -59,13 +59,13 @@ pub struct Identity {
     pub secret: Secret,
 }
 
-/// Why a handshake failed. Says nothing of the secret.
+/// Why a handshake failed. It reveals nothing about the secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AuthError {
-    /// Not our protocol.
+    /// The other side speaks another protocol.
     #[error("the other side does not speak ncclx_rs protocol version {PROTOCOL_VERSION}")]
     Protocol,
-    /// Another communicator's rank, or none of this one's.
+    /// A rank of another communicator, or no rank of this one.
     #[error("the other side is not a rank of this communicator")]
     Stranger,
     /// The proof is wrong.
@@ -73,7 +73,7 @@ pub enum AuthError {
     Proof,
 }
 
-/// The wire format's version: both sides have the same, or refuse each other.
+/// The version of the wire format. Sides with different versions refuse each other.
 pub const PROTOCOL_VERSION: u32 = 2;
 
 /// The acceptor's first message: magic, version, nonce.
@@ -121,7 +121,7 @@ impl Opener {
         Ok(answer)
     }
 
-    /// Whether the acceptor is who it should be.
+    /// Checks the acceptor's proof.
     pub fn check(&self, theirs: &[u8; PROOF_BYTES], binding: &Binding) -> Result<(), AuthError> {
         let Identity { comm, me, secret, .. } = &self.identity;
         let expected = proof(secret, Role::Acceptor, &self.nonce, binding, comm, *me, self.peer);
@@ -137,7 +137,7 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
-    /// A handshake with whoever opened the connection.
+    /// A handshake with the side that opened the connection.
     pub fn new(identity: Identity) -> Self {
         Acceptor { identity, nonce: rand::random() }
     }
@@ -151,7 +151,7 @@ impl Acceptor {
         challenge
     }
 
-    /// Who the opener is, and this side's proof for it.
+    /// Checks the opener's proof. Returns its rank, and this side's proof for it.
     pub fn check(
         &self,
         answer: &[u8; ANSWER_BYTES],

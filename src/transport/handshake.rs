@@ -1,4 +1,4 @@
-//! Drives [`auth`](super::auth) over a connection that never blocks.
+//! Runs the handshake of [`auth`](super::auth) over a connection that never blocks.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use crate::types::Rank;
 
 /// A connection on which both sides prove themselves.
 pub(crate) trait Channel: Read + Write {
-    /// What the proofs are bound to, known once a byte of the other side has come.
+    /// The TLS session's binding, known once a byte of the other side has come; zeros without TLS.
     fn binding(&self) -> Binding {
         [0; 32]
     }
@@ -18,7 +18,7 @@ pub(crate) trait Channel: Read + Write {
 
 impl Channel for UnixStream {}
 
-/// Bytes that come and go in fixed-size messages.
+/// Sends and receives messages of fixed sizes.
 #[derive(Debug, Default)]
 struct Exchange {
     outgoing: Vec<u8>,
@@ -31,7 +31,7 @@ impl Exchange {
         self.outgoing.extend_from_slice(bytes);
     }
 
-    /// Writes what is queued. True: all of it.
+    /// Writes queued bytes. True: all are written.
     fn flush(&mut self, stream: &mut impl Write) -> Result<bool, LinkDown> {
         while self.sent < self.outgoing.len() {
             match stream.write(&self.outgoing[self.sent..]) {
@@ -44,7 +44,7 @@ impl Exchange {
         Ok(true)
     }
 
-    /// Reads the next message of `N` bytes; nothing while it is not complete.
+    /// Reads the next message of `N` bytes; none while it is not complete.
     fn next<const N: usize>(&mut self, stream: &mut impl Read) -> Result<Option<[u8; N]>, LinkDown> {
         let mut buffer = [0; N];
         while self.incoming.len() < N {
@@ -77,23 +77,23 @@ impl Opening {
         Opening { opener, exchange, answered: false, begun: Instant::now() }
     }
 
-    /// What the end of the handshake tells of the other side, which hangs up on those that are slow. So is a process that was
-    /// stopped meanwhile, which comes again.
-    pub(crate) fn judge(&self, down: LinkDown) -> LinkDown {
+    /// Turns the failure of a handshake that this side was too slow for, as after the process was stopped, into one that is
+    /// tried again: the other side hangs up on slow peers.
+    pub(crate) fn classify(&self, down: LinkDown) -> LinkDown {
         match down.kind {
             Down::HungUp if self.begun.elapsed() >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(down.cause),
             _ => down,
         }
     }
 
-    /// As if it had begun so long ago.
+    /// As if it had begun `age` ago.
     #[cfg(test)]
     pub(crate) fn aged(mut self, age: Duration) -> Opening {
         self.begun = self.begun.checked_sub(age).expect("a clock that is older");
         self
     }
 
-    /// Goes as far as it can. True: both sides have proved themselves.
+    /// Advances without blocking. True: both sides have proved themselves.
     pub(crate) fn drive(&mut self, stream: &mut impl Channel) -> Result<bool, LinkDown> {
         if !self.answered {
             let Some(challenge) = self.exchange.next::<CHALLENGE_BYTES>(stream)? else { return Ok(false) };
@@ -127,7 +127,7 @@ impl Accepting {
         Accepting { acceptor, exchange, opener: None }
     }
 
-    /// Goes as far as it can. A rank: that one has proved itself and has been answered.
+    /// Advances without blocking. Returns the opener's rank once it has proved itself and has this side's proof.
     pub(crate) fn drive(&mut self, stream: &mut impl Channel) -> Result<Option<Rank>, LinkDown> {
         if !self.exchange.flush(stream)? {
             return Ok(None);
@@ -144,9 +144,9 @@ impl Accepting {
 }
 
 /// How long a connection may take to prove itself.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The same while others have to wait for it.
+/// The same while the queue of connections is full.
 pub(crate) const HANDSHAKE_TIMEOUT_FULL: Duration = Duration::from_secs(5);
 
 /// Whether the call may be tried again later.

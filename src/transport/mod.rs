@@ -1,10 +1,10 @@
-//! Byte streams between ranks: the trait, and the ordered table of what implements it.
+//! Byte streams between ranks: the traits that every transport implements.
 //!
-//! A stream goes one way, from the rank that opens it to the rank that accepts it, keeps order and loses nothing until
-//! it is down. It is opened when the first byte goes to a peer, so memory grows with peers that are talked to. Every
-//! stream proves that it knows the job's secret before its first byte reaches the reader ([`auth`]).
+//! A stream goes one way, from the rank that opens it to the rank that accepts it. It keeps order and loses nothing until it
+//! is down. It is opened when the first byte goes to a peer, so memory grows with the peers in use. Both sides of a stream
+//! prove that they know the job's secret before its first byte reaches the reader ([`auth`]).
 //!
-//! Nothing here blocks. A thread that has nothing left to do calls `arm` on every stream, waits on the
+//! Nothing here blocks. A thread without work calls `arm` on every stream, waits on the
 //! [`Poller`](crate::sys::poller::Poller), and calls `disarm`.
 
 pub mod auth;
@@ -23,17 +23,17 @@ use crate::sys::segment::{self, SegmentId};
 use crate::sys::tcp_info::Traffic;
 use crate::types::Rank;
 
-/// Where bytes lie in a process.
+/// The address of bytes in a process's memory (UCX: remote address and key).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryAddress {
-    /// Their address; in a segment, how far they are from its beginning.
+    /// The address; in a segment, the offset from its beginning.
     pub address: u64,
-    /// The segment that they lie in.
+    /// The shared memory segment that contains the bytes, if one does.
     pub segment: Option<SegmentId>,
 }
 
 impl MemoryAddress {
-    /// Where the `len` bytes at `address` of this process lie.
+    /// The address of `len` bytes of this process.
     pub fn of(address: u64, len: usize) -> MemoryAddress {
         match segment::locate(address, len) {
             Some((id, offset)) => MemoryAddress { address: offset, segment: Some(id) },
@@ -41,7 +41,7 @@ impl MemoryAddress {
         }
     }
 
-    /// The place `bytes` further on.
+    /// The address `bytes` further on.
     pub fn plus(self, bytes: usize) -> MemoryAddress {
         MemoryAddress { address: self.address.wrapping_add(bytes as u64), ..self }
     }
@@ -49,18 +49,18 @@ impl MemoryAddress {
 
 /// The sending end of a stream.
 pub trait SendStream: Send {
-    /// Takes as many leading bytes of `head` and then `body` as there is room for, possibly none; they need not outlive the
-    /// call. Without any, it drives a connection that is being made and notices one that broke.
+    /// Takes as many leading bytes of `head` and then `body` as there is room for, possibly none. They need not outlive the call.
+    /// A call without bytes advances a connection that is being made, and notices a broken one.
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown>;
 
-    /// Asks for the poller to wake when there is room (only called while bytes wait). True: there is room now.
+    /// Asks the poller to wake when there is room; only called while bytes wait. True: there is room now.
     fn arm(&mut self) -> bool;
 
-    /// Ends what `arm` began.
+    /// Undoes `arm`.
     fn disarm(&mut self);
 
-    /// Whether the peer has accepted the stream, and no byte waits in this process. Until then somebody must keep driving
-    /// it.
+    /// Whether the peer has accepted the stream, and no byte waits in this process. Until then the caller must keep writing,
+    /// also without bytes.
     fn is_open(&self) -> bool;
 
     /// Whether the peer can read this process's memory ([`RecvStream::read_memory`]).
@@ -68,13 +68,13 @@ pub trait SendStream: Send {
         false
     }
 
-    /// Makes the peer doubt what it reads of this process's memory, at once: before memory is used for something else.
+    /// Invalidates at once what the peer reads of this process's memory. To be called before memory is used for something else.
     fn invalidate(&mut self) {}
 
-    /// Lets the peer know on which CPU this rank waits, if that is a CPU that it may run on, too.
+    /// Publishes the CPU on which this rank waits, if the peer may run on it too.
     fn publish_cpu(&mut self, _cpu: u32) {}
 
-    /// What the kernel knows of how the connection does, where it is one.
+    /// The kernel's statistics of the connection, if the stream is one.
     fn traffic(&self) -> Option<Traffic> {
         None
     }
@@ -85,9 +85,8 @@ pub trait SendStream: Send {
 
 /// The receiving end of a stream.
 pub trait RecvStream: Send {
-    /// Bytes that can be read now, without copying; more may follow. Empty when there are none. They may end within what was
-    /// written at once as its body, but neither within its head nor within an element of up to 64 bytes, unless the rest
-    /// comes to be shown with them.
+    /// Bytes that can be read now, without copying; empty if there are none. More may follow. The bytes may end within the body
+    /// of one write, but not within its head or an element of up to 64 bytes: the rest of that is then shown with them later.
     fn peek(&mut self) -> Result<&[u8], LinkDown>;
 
     /// Drops the first `count` bytes of what `peek` showed.
@@ -96,43 +95,43 @@ pub trait RecvStream: Send {
     /// Moves bytes into `into` and returns how many, possibly none.
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
 
-    /// Whether to read is in vain, as far as the last [`Transport::look`] has seen: nothing has come for a while.
+    /// Whether a read is useless as far as the last [`Transport::look`] has seen: no byte has come for a while.
     fn is_silent(&mut self) -> bool {
         false
     }
 
-    /// Copies bytes of the memory of the process that writes; returns how many, at least one.
+    /// Copies bytes from the memory of the writer's process. Returns how many, at least one.
     fn read_memory(&mut self, _from: MemoryAddress, _into: &mut [u8]) -> io::Result<usize> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// How often the writer has called [`SendStream::invalidate`]. What was read before this is asked is what the memory held
-    /// while that had not happened more often.
+    /// How often the writer has called [`SendStream::invalidate`]. Read memory, then call this: if the count has not grown, the
+    /// bytes read are valid.
     fn invalidations(&self) -> u64 {
         0
     }
 
-    /// The CPU that the writer told last ([`SendStream::publish_cpu`]), if it has.
+    /// The CPU that the writer published last ([`SendStream::publish_cpu`]), if it has.
     fn writer_cpu(&self) -> Option<u32> {
         None
     }
 
-    /// Asks for the poller to wake when bytes come. True: there are some now.
+    /// Asks the poller to wake when bytes come. True: there are bytes now.
     fn arm(&mut self) -> bool;
 
-    /// Ends what `arm` began.
+    /// Undoes `arm`.
     fn disarm(&mut self);
 }
 
-/// A stream that a peer opened, and which rank that is.
+/// A stream that a peer has opened, and the peer's rank.
 pub type Accepted = (Rank, Box<dyn RecvStream>);
 
-/// Whether there is another way to a peer than the one that is tried.
+/// Whether there is another route to a peer than the one that is tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detour {
-    /// It is taken where something stands in the way of this one, be it a lack of memory.
+    /// There is: it is used if this route fails, also for a lack of memory.
     Possible,
-    /// What is lacking has to be waited for.
+    /// There is none: a missing resource is waited for.
     Impossible,
 }
 
@@ -141,17 +140,17 @@ pub trait Transport: Send {
     /// The name in settings and messages.
     fn name(&self) -> &'static str;
 
-    /// What peers need to reach this rank, published through the rendezvous.
+    /// What peers need to reach this rank, published at the bootstrap.
     fn address(&self) -> Vec<u8>;
 
-    /// Begins a stream to `peer`; the stream takes bytes at once or later, and goes down when the connection fails.
+    /// Opens a stream to `peer`. The stream takes bytes at once or later, and goes down when the connection fails.
     fn open(&mut self, peer: Rank, address: &[u8], detour: Detour) -> Result<Box<dyn SendStream>, LinkDown>;
 
-    /// Looks, once for all streams, which have bytes; see [`RecvStream::is_silent`].
+    /// Checks which streams have bytes, once for all streams; see [`RecvStream::is_silent`].
     fn look(&mut self) {}
 
-    /// Streams that peers opened and that have proved who they are, since the last call. Never fails because of what a
-    /// stranger sent: such connections are dropped and logged.
+    /// The streams that peers have opened and authenticated since the last call. Never fails because of unauthenticated peers:
+    /// their connections are dropped and logged.
     fn accept(&mut self) -> Vec<Accepted>;
 
     /// What this process lacks to accept a stream that a peer may be waiting with, if it does.

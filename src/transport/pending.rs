@@ -1,4 +1,4 @@
-//! Accepted connections that have not proved themselves yet: few, and not for long.
+//! Accepted connections that have not proved themselves yet: bounded in number and in time.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -9,7 +9,7 @@ use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket;
 use crate::transport::auth::Identity;
-use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT_FULL, PATIENCE};
+use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT, HANDSHAKE_TIMEOUT_FULL};
 use crate::transport::shortage;
 use crate::types::Rank;
 
@@ -31,8 +31,8 @@ pub(crate) struct Proved<S, T> {
     pub(crate) rank: Rank,
     pub(crate) stream: S,
     pub(crate) registration: Registration,
-    /// What the transport's own part has brought.
-    pub(crate) brought: T,
+    /// What the transport's own part has received.
+    pub(crate) received: T,
 }
 
 /// All connections of one listener that are in their handshake.
@@ -48,8 +48,8 @@ pub(crate) struct Pending<S> {
 #[derive(Debug)]
 struct Shortage {
     cause: String,
-    /// When to try again: until then, who calls waits in the listener's queue.
-    again: Instant,
+    /// When to accept again; until then, connections wait in the listener's queue.
+    retry_at: Instant,
 }
 
 impl<S: AsFd> Pending<S> {
@@ -57,59 +57,59 @@ impl<S: AsFd> Pending<S> {
         Pending { identity, poller, candidates: Vec::new(), shortage: None }
     }
 
-    /// Whether another connection can be taken.
+    /// Whether another connection can be accepted.
     fn has_room(&self) -> bool {
         self.candidates.len() < CANDIDATES_MAX
     }
 
-    /// Whether a connection inside lacks something.
-    fn lacks(&self) -> bool {
+    /// Whether this process lacks a descriptor for an accepted connection.
+    fn has_unregistered(&self) -> bool {
         self.candidates.iter().any(|candidate| candidate.registration.is_none())
     }
 
-    /// Whether it is no time to ask the system again for what it refused.
-    fn rests(&self) -> bool {
-        self.shortage.as_ref().is_some_and(|shortage| shortage.again > Instant::now())
+    /// Whether to wait before the system is asked again for what it refused.
+    fn is_paused(&self) -> bool {
+        self.shortage.as_ref().is_some_and(|shortage| shortage.retry_at > Instant::now())
     }
 
-    /// What this process lacks to let others in, if it does.
+    /// The resource that this process lacks to accept connections, if any.
     pub(crate) fn shortage(&self) -> Option<String> {
         self.shortage.as_ref().map(|shortage| shortage.cause.clone())
     }
 
-    /// Leaves callers waiting for a while, since the system has refused what they take.
-    fn rest(&mut self, cause: String) {
-        let again = Instant::now() + ACCEPT_PAUSE;
+    /// Stops accepting for a while, since the system has refused a resource.
+    fn pause(&mut self, cause: String) {
+        let retry_at = Instant::now() + ACCEPT_PAUSE;
         if self.shortage.is_none() {
             log::warn!("rank {}: connections of other ranks have to wait: {cause}", self.identity.me);
         }
-        self.shortage = Some(Shortage { cause, again });
+        self.shortage = Some(Shortage { cause, retry_at });
     }
 
-    /// Lets callers of `listener` in, as far as there is room. `accept` takes the next one: nothing if it does not belong here,
-    /// or has left.
+    /// Accepts connections of `listener`, as far as there is room. `accept` accepts the next one: none if it is refused, or
+    /// closed already.
     pub(crate) fn admit(&mut self, listener: BorrowedFd<'_>, mut accept: impl FnMut() -> io::Result<Option<S>>) {
-        // Those that stay in the queue wake the poller again.
-        for _ in 0..CALLERS_PER_TURN {
-            if !self.has_room() || self.rests() {
+        // Connections that stay in the queue wake the poller again.
+        for _ in 0..ACCEPTED_PER_TURN {
+            if !self.has_room() || self.is_paused() {
                 return;
             }
             match accept() {
                 Ok(Some(stream)) => self.add(stream),
                 Ok(None) => {}
-                // The system refuses a descriptor before it looks whether anybody is there.
+                // The system refuses a descriptor before it checks whether a connection waits.
                 Err(error) if error.kind() == ErrorKind::WouldBlock || !socket::has_caller(listener) => {
-                    if !self.lacks() {
+                    if !self.has_unregistered() {
                         self.shortage = None;
                     }
                     return;
                 }
-                Err(error) => return self.rest(shortage::describe(&error, self.identity.size)),
+                Err(error) => return self.pause(shortage::describe(&error, self.identity.size)),
             }
         }
     }
 
-    /// Sees that nobody wakes for callers who must wait.
+    /// Stops polling the listener while no further connection can be accepted.
     pub(crate) fn watch(&self, listener: &mut Registration) {
         let interest = if self.has_room() && self.shortage.is_none() { Interest::Read } else { Interest::Nothing };
         if let Err(error) = listener.set(interest) {
@@ -117,17 +117,17 @@ impl<S: AsFd> Pending<S> {
         }
     }
 
-    /// When the next connection must have proved itself, or others may be let in again; nothing if nobody is known to wait.
+    /// When the next handshake must be over, or connections may be accepted again; none if no connection is known to wait.
     pub(crate) fn due(&self) -> Option<Instant> {
         let registered = self.candidates.iter().filter(|candidate| candidate.registration.is_some());
         let oldest = registered.map(|candidate| candidate.since).min();
-        let shortage = self.shortage.as_ref().filter(|_| self.has_room() || self.lacks());
-        let again = shortage.map(|shortage| shortage.again);
-        oldest.map(|oldest| oldest + self.patience()).into_iter().chain(again).min()
+        let shortage = self.shortage.as_ref().filter(|_| self.has_room() || self.has_unregistered());
+        let retry_at = shortage.map(|shortage| shortage.retry_at);
+        oldest.map(|oldest| oldest + self.handshake_timeout()).into_iter().chain(retry_at).min()
     }
 
-    fn patience(&self) -> Duration {
-        if self.has_room() { PATIENCE } else { HANDSHAKE_TIMEOUT_FULL }
+    fn handshake_timeout(&self) -> Duration {
+        if self.has_room() { HANDSHAKE_TIMEOUT } else { HANDSHAKE_TIMEOUT_FULL }
     }
 
     /// Begins the handshake on a connection.
@@ -136,24 +136,24 @@ impl<S: AsFd> Pending<S> {
         let mut candidate = Candidate { stream, accepting, rank: None, registration: None, since };
         match candidate.register(&self.poller) {
             Ok(()) => {}
-            // Whoever it is has come, and would take to be dropped for this rank's end.
-            Err(error) if limits::is_shortage(&error) => self.rest(shortage::describe(&error, self.identity.size)),
+            // Kept: to a peer, a dropped connection would mean that this rank has ended.
+            Err(error) if limits::is_shortage(&error) => self.pause(shortage::describe(&error, self.identity.size)),
             Err(error) => return log::warn!("rank {}: a connection was dropped: {error}", self.identity.me),
         }
         self.candidates.push(candidate);
     }
 
-    /// Drives every handshake by `drive`, which gives what a finished one has brought; drops those that fail or take too long,
+    /// Drives every handshake by `drive`, which gives what a finished one has received; drops those that fail or take too long,
     /// but nobody for what this process lacks.
     pub(crate) fn drive<T>(
         &mut self,
         mut drive: impl FnMut(&mut Candidate<S>) -> Result<Option<T>, LinkDown>,
     ) -> Vec<Proved<S, T>> {
-        let (me, patience, rests) = (self.identity.me, self.patience(), self.rests());
+        let (me, timeout, is_paused) = (self.identity.me, self.handshake_timeout(), self.is_paused());
         let (mut finished, mut refusal) = (Vec::new(), None);
         for mut candidate in std::mem::take(&mut self.candidates) {
             if candidate.registration.is_none() {
-                let registered = if rests { Ok(()) } else { candidate.register(&self.poller) };
+                let registered = if is_paused { Ok(()) } else { candidate.register(&self.poller) };
                 refusal = registered.err().map(|error| shortage::describe(&error, self.identity.size)).or(refusal);
             }
             if candidate.registration.is_none() {
@@ -163,29 +163,29 @@ impl<S: AsFd> Pending<S> {
             let was_known = candidate.rank.is_some();
             let driven = drive(&mut candidate);
             if !was_known && candidate.rank.is_some() {
-                // What is missing now is this side's own doing: nobody may have driven it for a while.
+                // The rest depends on this side alone, which may not have made progress for a while.
                 candidate.since = Instant::now();
             }
             match driven {
-                Ok(Some(brought)) => finished.extend(candidate.prove(brought)),
-                Ok(None) if candidate.since.elapsed() < patience => self.candidates.push(candidate),
+                Ok(Some(received)) => finished.extend(candidate.prove(received)),
+                Ok(None) if candidate.since.elapsed() < timeout => self.candidates.push(candidate),
                 Ok(None) => {
-                    log::warn!("rank {me}: a connection was dropped: it did not prove itself within {patience:?}")
+                    log::warn!("rank {me}: a connection was dropped: it did not prove itself within {timeout:?}")
                 }
                 // What has left is nothing to wait for, although it still shows what it sent before.
                 Err(down) if down.kind == Down::Lacking && !socket::is_hung_up(candidate.stream.as_fd()) => {
                     refusal = Some(down.cause);
-                    // What it has sent would wake the poller all the time.
+                    // Unregistered, since its unread bytes would wake the poller all the time.
                     candidate.registration = None;
                     self.candidates.push(candidate);
                 }
-                // Whoever has changed its mind, a rank that leaves or a stranger.
+                // The peer has closed it: a rank that leaves, or an unauthenticated peer.
                 Err(down) if down.kind == Down::HungUp => log::debug!("rank {me}: a connection was dropped: {down}"),
                 Err(down) => log::warn!("rank {me}: a connection was dropped: {down}"),
             }
         }
         if let Some(cause) = refusal {
-            self.rest(cause);
+            self.pause(cause);
         }
         finished
     }
@@ -194,25 +194,25 @@ impl<S: AsFd> Pending<S> {
 impl<S: AsFd> Candidate<S> {
     fn register(&mut self, poller: &Poller) -> io::Result<()> {
         self.registration = Some(poller.add(self.stream.as_fd(), Interest::Read)?);
-        // While there was none, nobody listened.
+        // Its time begins now: without a registration, this side did not read.
         self.since = Instant::now();
         Ok(())
     }
 
-    /// The connection, once it is known whose it is.
-    fn prove<T>(self, brought: T) -> Option<Proved<S, T>> {
-        Some(Proved { rank: self.rank?, stream: self.stream, registration: self.registration?, brought })
+    /// The connection, once its rank is known.
+    fn prove<T>(self, received: T) -> Option<Proved<S, T>> {
+        Some(Proved { rank: self.rank?, stream: self.stream, registration: self.registration?, received })
     }
 }
 
-/// How many strangers may be at the door: each takes two file descriptors, of which processes often have 1024.
+/// How many connections may be in their handshake: each takes two file descriptors, of which processes often have 1024.
 const CANDIDATES_MAX: usize = 128;
 
-/// How long to leave callers waiting after the system refused to take one in.
+/// How long to stop accepting after the system refused a resource.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How many callers are looked at before the ranks have their turn again.
-const CALLERS_PER_TURN: usize = 256;
+/// How many connections are accepted before operations make progress again.
+const ACCEPTED_PER_TURN: usize = 256;
 
 #[cfg(test)]
 mod tests {
@@ -260,7 +260,7 @@ mod tests {
         let identity = Identity { comm: [0; 16], me: Rank(0), size: 2, secret: Secret::new([0; 32]) };
         let mut pending = Pending::new(identity, Poller::new().expect("a poller"));
         assert_eq!(pending.due(), None);
-        let _late = aged(&mut pending, PATIENCE);
+        let _late = aged(&mut pending, HANDSHAKE_TIMEOUT);
         let _slow = aged(&mut pending, HANDSHAKE_TIMEOUT_FULL);
         assert!(pending.due().is_some_and(|due| due <= Instant::now()));
         assert_eq!(drive(&mut pending), 1, "only who is late goes while there is room");

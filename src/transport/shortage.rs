@@ -1,16 +1,16 @@
-//! What a connection lacks in this process, which is nobody else's end.
+//! Shortages of this process's resources, which are no failure of a peer.
 
 use std::io;
 
 use crate::error::LinkDown;
 use crate::sys::limits;
 
-/// Why a stream is not opened: if this process lacks what it takes, it may be later.
+/// The error of opening a stream. If this process lacks a resource, the stream may be opened later.
 pub(crate) fn while_opening(error: io::Error, size: usize) -> LinkDown {
     if limits::is_shortage(&error) { LinkDown::lacking(describe(&error, size)) } else { error.into() }
 }
 
-/// What is lacking, and how much of it a communicator of `size` ranks takes.
+/// Describes the shortage, and how many descriptors a communicator of `size` ranks takes.
 pub(crate) fn describe(error: &io::Error, size: usize) -> String {
     if !limits::lacks_descriptors(error) {
         return format!("this process lacks resources: {error}");
@@ -28,8 +28,8 @@ pub(crate) fn descriptors(size: usize) -> usize {
     OWN_DESCRIPTORS + size.saturating_sub(1) * PEER_DESCRIPTORS
 }
 
-/// For each other rank: a stream in each direction, each a socket and the poller's copy of it.
+/// For each peer: a stream in each direction, each a socket and the poller's copy of it.
 const PEER_DESCRIPTORS: usize = 4;
 
-/// For the pollers, the listeners, the rendezvous, and the few ranks that the watch looks at.
+/// For the pollers, the listeners, the bootstrap, and the few neighbours of the failure detector.
 const OWN_DESCRIPTORS: usize = 48;

@@ -1,9 +1,9 @@
-//! TLS 1.3 over a connection that may or may not block, and a connection without it that looks the same.
+//! TLS 1.3 over a connection that may or may not block, and a connection without TLS with the same interface.
 //!
-//! Both sides prove who they are: by certificates that an authority has signed, or by a key that is made from the
-//! communicator's secret (a raw public key, RFC 7250), which needs no files. Names in certificates are not looked at,
-//! because ranks are known by their numbers and move between hosts; whoever the authority vouches for must still prove
-//! in the session that it knows the secret ([`auth`](super::auth)).
+//! Both sides authenticate: by certificates that an authority has signed, or by a key made from the communicator's secret (a
+//! raw public key, RFC 7250), which needs no files. Names in certificates are not checked, because ranks are known by their
+//! numbers and move between hosts. A peer with a valid certificate must still prove in the session that it knows the secret
+//! ([`auth`](super::auth)).
 
 use std::fmt;
 use std::io::{self, BufRead, ErrorKind, IoSlice, Read, Write};
@@ -37,10 +37,10 @@ use crate::sys::socket;
 use crate::transport::auth::{Binding, Secret};
 use crate::transport::handshake::{Channel, is_passing};
 
-/// What protects the connections of a communicator: the same for all of its ranks.
+/// The protection of a communicator's connections: the same for all of its ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Protection {
-    /// Nothing: they are authenticated alone.
+    /// No TLS: connections are authenticated only.
     None,
     /// TLS with keys made from the secret.
     Secret,
@@ -49,7 +49,7 @@ pub(crate) enum Protection {
 }
 
 impl Protection {
-    /// What the settings ask for.
+    /// The protection that the settings ask for.
     pub(crate) fn of(config: &Config) -> Protection {
         match config.tls {
             config::Tls::Off => Protection::None,
@@ -70,7 +70,7 @@ impl fmt::Display for Protection {
     }
 }
 
-/// What this process needs for its side of TLS connections.
+/// The configuration of this process's side of TLS connections.
 #[derive(Clone)]
 pub(crate) struct Tls {
     client: Arc<ClientConfig>,
@@ -78,7 +78,7 @@ pub(crate) struct Tls {
 }
 
 impl Tls {
-    /// What the settings ask for; none if that is no TLS. `secret` is the communicator's.
+    /// The configuration that the settings ask for; none for no TLS. `secret` is the communicator's.
     pub(crate) fn new(config: &Config, secret: &Secret) -> Result<Option<Tls>, InitError> {
         match Protection::of(config) {
             Protection::None => Ok(None),
@@ -141,7 +141,7 @@ impl Tls {
 
     fn of(mut client: ClientConfig, mut server: ServerConfig) -> Tls {
         client.enable_sni = false;
-        // No session is taken up again: connections last as long as the communicator.
+        // No session is resumed: connections last as long as the communicator.
         client.resumption = Resumption::disabled();
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
@@ -191,12 +191,12 @@ impl Stream {
         Box::new(server.into())
     }
 
-    /// The connection itself, to watch and to set up.
+    /// The socket, to watch and to configure.
     pub(crate) fn socket(&self) -> &TcpStream {
         &self.socket
     }
 
-    /// Goes on with TLS, as the side that accepted the connection.
+    /// Continues with TLS, as the side that accepted the connection.
     pub(crate) fn protect(&mut self, tls: &Tls) {
         self.tls = Some(Stream::accepting(tls));
     }
@@ -206,17 +206,17 @@ impl Stream {
         self.tls.is_some()
     }
 
-    /// Whether bytes were taken that the socket has not.
+    /// Whether TLS holds bytes that the socket has not taken.
     pub(crate) fn holds_bytes(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.wants_write())
     }
 
-    /// Whether bytes have come that the socket does not know of any more.
+    /// Whether TLS holds received bytes that the socket no longer has.
     pub(crate) fn has_more(&mut self) -> bool {
         self.tls.as_mut().is_some_and(|tls| tls.reader().fill_buf().is_ok_and(|bytes| !bytes.is_empty()))
     }
 
-    /// Whether the other side has closed a connection on which it sends nothing but what TLS itself says.
+    /// Whether the other side has closed a connection on which it sends nothing but TLS's own records.
     pub(crate) fn has_ended(&mut self) -> io::Result<bool> {
         if self.tls.is_none() {
             return socket::has_ended(self.as_fd());
@@ -247,17 +247,17 @@ impl Read for Stream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let Some(tls) = &mut self.tls else { return self.socket.read(into) };
         loop {
-            // Where this fails, reading says why, after what has come before.
+            // If this fails, a read reports why, after the bytes that came before.
             let _ = push(tls, &mut self.socket);
             match tls.reader().read(into) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                // Frames say their lengths and ranks take leave, so that a connection cut short is noticed anyway.
+                // Frames carry their lengths and ranks say goodbye, so a truncated connection is noticed anyway.
                 Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(0),
                 outcome => return outcome,
             }
             tls.read_tls(&mut self.socket)?;
             if let Err(error) = tls.process_new_packets() {
-                // The other side learns why, if the socket takes it.
+                // Sends the alert to the other side, if the socket takes it.
                 let _ = push(tls, &mut self.socket);
                 return Err(io::Error::new(ErrorKind::InvalidData, words(&error)));
             }
@@ -289,7 +289,7 @@ impl Write for Stream {
     }
 }
 
-/// Writes what TLS has to send, as far as the socket takes it.
+/// Writes TLS's bytes, as far as the socket takes them.
 fn push(tls: &mut Connection, socket: &mut TcpStream) -> io::Result<()> {
     while tls.wants_write() {
         match tls.write_tls(socket) {
@@ -302,7 +302,7 @@ fn push(tls: &mut Connection, socket: &mut TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes any certificate that an authority has signed for a server.
+/// Accepts any certificate that an authority has signed for a server.
 #[derive(Debug)]
 struct AnyName {
     roots: Arc<RootCertStore>,
@@ -347,7 +347,7 @@ impl ServerCertVerifier for AnyName {
     }
 }
 
-/// Takes the key that this rank has too, and no other.
+/// Accepts the key that this rank has too, and no other.
 #[derive(Debug)]
 struct SameKey {
     public: SubjectPublicKeyInfoDer<'static>,
@@ -444,12 +444,12 @@ fn server(
     ServerConfig::builder_with_provider(provider.clone()).with_protocol_versions(&[&rustls::version::TLS13])
 }
 
-/// For what no side offers.
+/// The error of versions that no side offers.
 fn only_tls13() -> rustls::Error {
     rustls::Error::General("no other version than TLS 1.3 is spoken".to_owned())
 }
 
-/// The files that certificates need, by option.
+/// The files of certificates, by option.
 fn files(config: &Config) -> [(&'static str, Option<&str>); 3] {
     [
         ("tls_certificate", config.tls_certificate.as_deref()),
@@ -471,7 +471,7 @@ fn refused(option: &str, cause: &dyn fmt::Display) -> InitError {
     InitError::Config(format!("{option}: {cause}"))
 }
 
-/// What is wrong with the other side.
+/// What is wrong with the other side, in words.
 fn words(error: &rustls::Error) -> String {
     use CertificateError as Bad;
     let text = match error {
@@ -496,7 +496,7 @@ fn words(error: &rustls::Error) -> String {
     text.to_owned()
 }
 
-/// What stands before an Ed25519 key in PKCS #8 (RFC 8410, section 7).
+/// The bytes before an Ed25519 key in PKCS #8 (RFC 8410, section 7).
 const ED25519_PKCS8: &[u8] = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
 
 #[cfg(test)]

@@ -127,7 +127,7 @@ impl Transport for ShmTransport {
 
 /// The receiving end of a connection whose ring is mapped here.
 fn recv_stream(proved: Proved<UnixStream, ShmRing>) -> Accepted {
-    let Proved { rank, stream, registration, brought: ring } = proved;
+    let Proved { rank, stream, registration, received: ring } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
     (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream, registration), writer)))
 }

@@ -1,4 +1,4 @@
-//! The receiving end: a buffer for headers and short messages; long ones go straight to their place.
+//! The receiving end: a buffer for headers and short messages. Long messages go directly to the receive buffer.
 
 use std::io::Read;
 
@@ -9,7 +9,7 @@ use crate::transport::RecvStream;
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
 
-/// How many of a transport's streams are quiet: one look at the poller serves them all.
+/// How many of a transport's streams are quiet: one look at the poller serves all of them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Quiet(Arc<AtomicUsize>);
 
@@ -29,27 +29,27 @@ impl Quiet {
 
 /// The receiving end of a connection.
 #[derive(Debug)]
-pub(super) struct TcpInlet {
+pub(super) struct TcpRecvStream {
     stream: Stream,
     registration: Registration,
-    /// How often in a row there was nothing to read.
+    /// How many reads in a row gave nothing.
     fruitless: u32,
     quiet: Quiet,
     buffer: Vec<u8>,
     start: usize,
     end: usize,
     ended: Option<LinkDown>,
-    /// The last bytes went straight to their place. Then the next are likely to, once the header before them is known.
+    /// The last bytes went directly to the receive buffer. The next are likely to, once the header before them is known.
     direct: bool,
-    /// What is buffered has been shown and none of it taken: it is not enough for whoever reads.
+    /// The buffered bytes were shown and none consumed: the reader needs more.
     waiting: bool,
-    /// The stream has ended and nothing was taken since the last look.
+    /// The stream has ended, and no byte was consumed since the last look.
     stalled: bool,
 }
 
-impl TcpInlet {
+impl TcpRecvStream {
     pub(super) fn new(stream: Stream, registration: Registration, quiet: &Quiet) -> Self {
-        TcpInlet {
+        TcpRecvStream {
             stream,
             registration,
             fruitless: 0,
@@ -68,7 +68,7 @@ impl TcpInlet {
         self.end - self.start
     }
 
-    /// Reads more when what is buffered may be too little for the caller to go on with.
+    /// Reads more if the buffered bytes may be too few for the caller.
     fn fill(&mut self) -> Result<(), LinkDown> {
         if self.buffered() >= ENOUGH {
             return Ok(());
@@ -109,12 +109,12 @@ impl TcpInlet {
         0
     }
 
-    /// Whether it has not brought anything for a while.
+    /// Whether no byte has come for a while.
     fn is_quiet(&self) -> bool {
         self.fruitless >= FRUITLESS_MAX
     }
 
-    /// The end of the stream is news once what came before it has been offered.
+    /// Reports the end of the stream once the bytes before it have been shown.
     fn look(&mut self) -> Result<(), LinkDown> {
         match &self.ended {
             Some(down) if self.stalled || self.buffered() == 0 => Err(down.clone()),
@@ -127,7 +127,7 @@ impl TcpInlet {
     }
 }
 
-impl Drop for TcpInlet {
+impl Drop for TcpRecvStream {
     fn drop(&mut self) {
         if self.is_quiet() {
             self.quiet.leave();
@@ -135,7 +135,7 @@ impl Drop for TcpInlet {
     }
 }
 
-impl RecvStream for TcpInlet {
+impl RecvStream for TcpRecvStream {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         self.fill()?;
         self.waiting = true;
@@ -168,7 +168,7 @@ impl RecvStream for TcpInlet {
     }
 
     fn arm(&mut self) -> bool {
-        // The poller watches the socket all the time; what is buffered it does not know of.
+        // The poller always watches the socket, but does not see buffered bytes.
         self.ended.is_some() || (self.buffered() > 0 && !self.waiting) || self.stream.has_more()
     }
 
@@ -177,8 +177,8 @@ impl RecvStream for TcpInlet {
 
 const BUFFER_BYTES: usize = 64 * 1024;
 
-/// At least a frame's header, and more than any element.
+/// At least a frame's header and any element.
 const ENOUGH: usize = 64;
 
-/// After how many reads in a row that gave nothing the poller is asked before the next.
+/// After this many reads in a row that gave nothing, the poller is asked before the next read.
 const FRUITLESS_MAX: u32 = 64;

@@ -1,4 +1,4 @@
-//! The sending end: a connection that is made while bytes already wait for it.
+//! The sending end: a connection that is made while bytes may already wait for it.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, Write};
@@ -19,18 +19,18 @@ use crate::transport::tls::{Stream, Tls};
 use crate::transport::{SendStream, shortage};
 use crate::types::Rank;
 
-/// How far a connection is.
+/// The stage of a connection.
 #[derive(Debug)]
 enum Stage {
     /// The kernel is connecting.
     Connecting { since: Instant },
-    /// Both sides prove themselves.
+    /// Both sides prove that they know the secret.
     Proving(Opening),
     /// Bytes flow.
     Open,
 }
 
-/// A connection to a peer, tried at its addresses one after the other.
+/// A connection to a peer, which tries the peer's addresses one after the other.
 #[derive(Debug)]
 pub(super) struct Connection {
     identity: Identity,
@@ -39,7 +39,7 @@ pub(super) struct Connection {
     poller: Poller,
     /// Addresses not tried yet.
     targets: VecDeque<SocketAddr>,
-    /// What became of those that were.
+    /// Why the tried ones failed.
     failures: Vec<String>,
     current: SocketAddr,
     stream: Stream,
@@ -49,7 +49,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Begins with the first address that the system lets us try.
+    /// Starts with the first address that the system accepts.
     pub(super) fn begin(
         identity: Identity,
         tls: Option<Tls>,
@@ -66,7 +66,7 @@ impl Connection {
         Ok(Connection { identity, tls, peer, poller, targets, failures, current, stream, registration, stage, timeout })
     }
 
-    /// Goes as far as it can. True: open.
+    /// Advances without blocking. True: open.
     fn drive(&mut self) -> Result<bool, LinkDown> {
         loop {
             match &mut self.stage {
@@ -84,7 +84,7 @@ impl Connection {
                 Stage::Proving(opening) => match opening.drive(&mut self.stream) {
                     Ok(true) => self.stage = Stage::Open,
                     Ok(false) => return Ok(false),
-                    Err(down) => match opening.judge(down) {
+                    Err(down) => match opening.classify(down) {
                         slow if slow.kind == Down::Busy => return Err(slow),
                         down => self.try_next(down.cause)?,
                     },
@@ -93,12 +93,12 @@ impl Connection {
         }
     }
 
-    /// Writes what TLS still holds, and looks whether the peer is there.
-    fn probe(&mut self) -> io::Result<usize> {
+    /// Writes the bytes that TLS still holds, and notices a closed connection.
+    fn check_connection(&mut self) -> io::Result<usize> {
         if self.stream.has_ended()? { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(0) }
     }
 
-    /// Has the poller wake when there is room, if bytes of the engine or of TLS wait for it.
+    /// Asks the poller to wake when there is room, if bytes of the engine or of TLS wait.
     fn watch(&mut self, armed: bool) {
         let wanted = if armed || self.stream.holds_bytes() { Interest::ReadWrite } else { Interest::Read };
         if matches!(self.stage, Stage::Open)
@@ -145,7 +145,7 @@ impl SendStream for Connection {
             return Ok(0);
         }
         let outcome = match (head, body) {
-            ([], []) => self.probe(),
+            ([], []) => self.check_connection(),
             ([], body) => self.stream.write_vectored(body),
             (head, []) => self.stream.write(head),
             (head, body) => {
@@ -185,7 +185,7 @@ impl SendStream for Connection {
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
-        // What the kernel has taken it delivers, also after this process's end.
+        // The kernel delivers the bytes that it has taken, also after this process's end.
         match self.stream.flush() {
             Ok(()) => Ok(true),
             Err(error) if is_passing(&error) => Ok(false),

@@ -1,4 +1,4 @@
-//! TCP between hosts, over IPv4 and IPv6, with TLS or without: a connection a direction.
+//! TCP between hosts, over IPv4 and IPv6, with TLS or without: a connection for each direction.
 
 mod channel;
 mod connect;
@@ -16,7 +16,7 @@ use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
-use crate::transport::tcp::channel::{Quiet, TcpInlet};
+use crate::transport::tcp::channel::{Quiet, TcpRecvStream};
 use crate::transport::tcp::connect::Connection;
 use crate::transport::tls::{Stream, Tls};
 use crate::transport::{Accepted, Detour, SendStream, Transport};
@@ -45,7 +45,7 @@ pub struct TcpTransport {
 }
 
 impl TcpTransport {
-    /// Listens on every address; peers are told those of `advertise`, the best first.
+    /// Listens on every address. Peers learn those of `advertise`, the best first.
     pub(crate) fn new(
         identity: Identity,
         tls: Option<Tls>,
@@ -95,9 +95,9 @@ impl Transport for TcpTransport {
         if self.quiet.is_any()
             && let Err(error) = self.poller.look()
         {
-            // The next turn would say it again.
-            static SAID: std::sync::Once = std::sync::Once::new();
-            SAID.call_once(|| log::error!("looking for bytes fails: {error}"));
+            // Logged once: the next turn would log it again.
+            static LOGGED: std::sync::Once = std::sync::Once::new();
+            LOGGED.call_once(|| log::error!("looking for bytes fails: {error}"));
         }
     }
 
@@ -115,7 +115,7 @@ impl Transport for TcpTransport {
         });
         self.pending.watch(&mut self.registration);
         let recv_stream = |proved: Proved<Stream, ()>| -> Accepted {
-            (proved.rank, Box::new(TcpInlet::new(proved.stream, proved.registration, &self.quiet)))
+            (proved.rank, Box::new(TcpRecvStream::new(proved.stream, proved.registration, &self.quiet)))
         };
         accepted.into_iter().map(recv_stream).collect()
     }
