@@ -11,7 +11,7 @@ const ROOTS: &[&str] = &[
     "examples",
     "examples/strategies",
     "src",
-    "src/comm/watch",
+    "src/comm/failure_detector",
     "torch_plugin",
     "torch_plugin/python/ncclx_rs",
 ];
