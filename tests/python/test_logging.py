@@ -49,7 +49,7 @@ class Diary(logging.Handler):
 
 
 def native() -> Any:
-    from ncclx_rs._backend import native
+    from ncclx_rs._load import native
 
     return native()
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import World, fresh_store
 from ncclx_rs import ReduceOp, TorchComm, _backends, _reconfigure
-from ncclx_rs._backend import native
+from ncclx_rs._load import native
 from ncclx_rs._types import CommOptions
 from reference import assert_same, data, reduced
 

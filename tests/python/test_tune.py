@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from harness import BACKEND
-from ncclx_rs._backend import native
+from ncclx_rs._load import native
 from ncclx_rs.bench import tune
 from ncclx_rs.bench.measure import Case, Result, Row
 

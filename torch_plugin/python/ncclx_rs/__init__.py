@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.metadata.version("ncclx_rs")
     if name in ("Backend", "Options"):
-        from ncclx_rs._backend import native
+        from ncclx_rs._load import native
 
         return getattr(native(), name)
     if name in _MODULES:

@@ -10,8 +10,8 @@ from ncclx_rs._backends import (
     is_backend_built,
     register_backend,
 )
-from ncclx_rs._batch import BatchSendRecv, P2POp
-from ncclx_rs._comm import TorchComm
+from ncclx_rs._batch import BatchSendRecv
+from ncclx_rs._comm import SplitPostHookArgs, TorchComm
 from ncclx_rs._dump import dump
 from ncclx_rs._hooks import (
     AllGatherPreHookArgs,
@@ -40,7 +40,6 @@ from ncclx_rs._hooks import (
     RemovableHandle,
     ScatterPreHookArgs,
     SendPreHookArgs,
-    SplitPostHookArgs,
     SplitPreHookArgs,
 )
 from ncclx_rs._memory import MemAllocator
@@ -61,6 +60,7 @@ from ncclx_rs._types import (
     CommOptions,
     GatherOptions,
     OpName,
+    P2POp,
     P2POpType,
     RecvOptions,
     RedOpType,

@@ -24,12 +24,12 @@ def register() -> None:
     try:
         import torch.distributed as dist
 
-        from ncclx_rs import as_torchcomms
+        from ncclx_rs._alias import is_installed
 
         if not dist.is_available():
             return
         _register_as("ncclx_rs")
-        if as_torchcomms.is_installed():
+        if is_installed():
             # What torchcomms calls this engine; its mode of PyTorch takes only names that c10d knows.
             _register_as("ncclx")
         if _has_gpu():

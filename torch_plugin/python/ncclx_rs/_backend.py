@@ -1,53 +1,13 @@
-"""Makes a c10d backend of the native module, which is loaded at the first use."""
+"""Makes the c10d backend of a process group."""
 
 from __future__ import annotations
 
 import atexit
-import importlib
-import importlib.util
-import pathlib
-import re
-import sys
 from datetime import timedelta
 from typing import Any
 
+from ncclx_rs._load import native
 from ncclx_rs._once import once
-
-
-def native() -> Any:
-    """The native module.
-
-    Raises:
-        ImportError: it was built against another minor version of torch, or cannot be loaded.
-    """
-    # The native classes derive from those of torch.distributed.
-    import torch
-    import torch.distributed
-
-    if "ncclx_rs._native" not in sys.modules:
-        _check_built(torch.__version__)
-    # Waits for a thread that loads it.
-    return importlib.import_module("ncclx_rs._native")
-
-
-def _check_built(running: str) -> None:
-    spec = importlib.util.find_spec("ncclx_rs._native")
-    if spec is None or spec.origin is None:
-        raise ImportError(
-            "ncclx_rs has no native module; type `pip install --no-build-isolation .` in its source folder"
-        )
-    built = _built_version(spec.origin)
-    if built is not None and built.split(".")[:2] != running.split(".")[:2]:
-        raise ImportError(
-            f"ncclx_rs was built against torch {built}, and this is torch {running}; "
-            "type `pip install --no-build-isolation --force-reinstall --no-deps .` in its source folder"
-        )
-
-
-def _built_version(path: str) -> str | None:
-    """The torch that the module in ``path`` was built against, read without loading it, which could crash."""
-    found = re.search(rb"NCCLX_RS_TORCH_VERSION=([0-9][^;]*);", pathlib.Path(path).read_bytes())
-    return found.group(1).decode() if found else None
 
 
 def create(options: Any, pg_options: Any = None) -> Any:
@@ -58,7 +18,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         pg_options: ``ncclx_rs.Options``, for a time limit and hints of this group alone; not changed.
 
     Raises:
-        ImportError: see `native`.
+        ImportError: the native module does not load; see `native`.
         ValueError: a setting or option is not valid.
         torch.distributed.DistNetworkError: ranks did not come or cannot be reached.
     """

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _backend as plugin
+from ncclx_rs import _backend
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._library import OWN_VARIABLE, TORCHCOMMS_VARIABLE, find_library
+from ncclx_rs._load import native
 from ncclx_rs._memory import MemAllocator
 from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
 from ncclx_rs._vendor import LIBRARIES, what_is_missing
@@ -65,7 +66,7 @@ class C10dBackend(TorchCommBackend):
         return self._backend_name
 
     def get_backend_version(self) -> str:
-        return str(plugin.native().__version__) if self._make is _make_ncclx else torch.__version__
+        return str(native().__version__) if self._make is _make_ncclx else torch.__version__
 
     def get_mem_allocator(self) -> Any:
         return MemAllocator() if self._make is _make_ncclx else super().get_mem_allocator()
@@ -316,9 +317,8 @@ def make_backend(name: str) -> TorchCommBackend:
 
 
 def _make_ncclx(options: CommOptions) -> Any:
-    native = plugin.native()
-    pg_options = native.Options(options.timeout, dict(options.hints))
-    return plugin.create(_distributed_options(options), pg_options)
+    pg_options = native().Options(options.timeout, dict(options.hints))
+    return _backend.create(_distributed_options(options), pg_options)
 
 
 def _make_gloo(options: CommOptions) -> Any:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from ncclx_rs._types import BatchP2POptions, P2POpType
+from ncclx_rs._types import BatchP2POptions, OpOptions, P2POp, P2POpType
 from ncclx_rs._work import TorchWork
 
-if TYPE_CHECKING:
-    from ncclx_rs._operations import Operations
 
+class BatchIssuer(Protocol):
+    """What a batch needs of its communicator."""
 
-class P2POp:
-    """One send or receive of a batch.
+    def _check_rank(self, parameter: str, rank: int) -> None: ...
 
-    Attributes:
-        type: which of the two.
-        tensor: what is sent or received into.
-        peer: the other rank.
-    """
-
-    def __init__(self, type: P2POpType, tensor: torch.Tensor, peer: int) -> None:
-        self.type = type
-        self.tensor = tensor
-        self.peer = peer
+    def _issue_batch(self, ops: Sequence[P2POp], async_op: bool, options: OpOptions) -> TorchWork: ...
 
 
 class BatchSendRecv:
@@ -34,7 +25,7 @@ class BatchSendRecv:
     Messages between two ranks still match in the order of the batch.
     """
 
-    def __init__(self, comm: Operations) -> None:
+    def __init__(self, comm: BatchIssuer) -> None:
         self._comm = comm
         self.ops: list[P2POp] = []
 

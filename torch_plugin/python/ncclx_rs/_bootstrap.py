@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _backend as plugin
+from ncclx_rs._load import native
 
 
 def place() -> tuple[int, int]:
@@ -18,7 +18,7 @@ def place() -> tuple[int, int]:
     Raises:
         RuntimeError: the variables are missing or are not what they should be.
     """
-    return plugin.native().launch_place()  # type: ignore[no-any-return]
+    return native().launch_place()  # type: ignore[no-any-return]
 
 
 @functools.cache

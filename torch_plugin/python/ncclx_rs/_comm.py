@@ -10,15 +10,17 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _graph_state, _hooks, _logging, _reconfigure, _wrapper
+from ncclx_rs import _graph_state, _hooks, _logging, _reconfigure
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import C10dBackend
+from ncclx_rs._c10d_hook_args import c10d_hook_args
 from ncclx_rs._once import once
 from ncclx_rs._operations import Hints, Operations, op_ids
 from ncclx_rs._tracing import not_in_graphs
@@ -212,11 +214,11 @@ class TorchComm(Operations):
         not_in_graphs("split", "it makes a communicator")
         self._check_usable("split")
         members = self._own_group(ranks)
-        told = _hooks.SplitPreHookArgs(members, name)
+        hook_args = _hooks.SplitPreHookArgs(members, name)
         op_id = next(op_ids)
-        self._pre_hooks(OpName.split, op_id, told)
+        self._pre_hooks(OpName.split, op_id, hook_args)
         child = self._split(members, name, hints, timeout) if members else None
-        self._post_hooks(op_id, _hooks.SplitPostHookArgs(child))
+        self._post_hooks(op_id, SplitPostHookArgs(child))
         return child
 
     def _own_group(self, ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
@@ -375,9 +377,9 @@ class TorchComm(Operations):
         """Calls the pre-hooks for each operation of a c10d call, and gives their ids."""
         self._check_usable(name)
         ids = []
-        for operation, told in _wrapper.told(self, name, args):
+        for operation, hook_args in c10d_hook_args(name, args):
             ids.append(next(op_ids))
-            self._pre_hooks(operation, ids[-1], told)
+            self._pre_hooks(operation, ids[-1], hook_args)
         return ids
 
     def _after_c10d(self, name: str, ids: Sequence[int], work: Any) -> None:
@@ -424,6 +426,13 @@ class TorchComm(Operations):
         """
         if self._registered.pop(tensor.data_ptr(), None) is None:
             raise RuntimeError("tensor_deregister: the tensor is not registered")
+
+
+@dataclass(frozen=True)
+class SplitPostHookArgs:
+    """What a post-hook gets of a split: the caller's new communicator, or None if the caller is in none."""
+
+    comm: TorchComm | None
 
 
 def _digest(ranks: Sequence[int]) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _backend as plugin
 from ncclx_rs import _trace
-from ncclx_rs.as_torchcomms import is_installed
+from ncclx_rs._alias import is_installed
+from ncclx_rs._load import native
 from ncclx_rs.diagnose import dumps, pytorch
 
 
@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def _own() -> list[dumps.Dump]:
-    return [dumps.parse(text) for text in plugin.native().dumps("the debug server")]
+    return [dumps.parse(text) for text in native().dumps("the debug server")]
 
 
 def _fr_trace_json(request: Any, response: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import pathlib
 from typing import Literal
 
-from ncclx_rs import _backend as plugin
+from ncclx_rs._load import native
 
 
 def dump(
@@ -30,11 +30,11 @@ def dump(
         ValueError: there is no such format.
     """
     if format == "json":
-        written: list[pathlib.Path] = plugin.native().write_dumps(folder, reason)
+        written: list[pathlib.Path] = native().write_dumps(folder, reason)
         return written
     if format != "pytorch":
         raise ValueError(f'ncclx_rs.dump: argument `format`: expected "json" or "pytorch", got {format!r}')
     from ncclx_rs.diagnose import dumps, pytorch
 
-    own = [dumps.parse(text) for text in plugin.native().dumps(reason)]
+    own = [dumps.parse(text) for text in native().dumps(reason)]
     return pytorch.write(own, pathlib.Path(folder))

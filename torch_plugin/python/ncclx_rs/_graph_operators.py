@@ -23,8 +23,6 @@ from ncclx_rs._graph_state import InFlight, in_flight
 from ncclx_rs._types import BatchP2POptions, OpOptions, RedOpType, ReduceOp
 
 if TYPE_CHECKING:
-    from ncclx_rs._operations import Operations
-    from ncclx_rs._window import TorchCommWindow
     from ncclx_rs._work import TorchWork
 
 # The operands of each operation, in the order of its method. What is ``out`` is overwritten; what is ``inout`` may be
@@ -114,9 +112,9 @@ def _start(name: str, *values: Any) -> torch.Tensor:
     timeout = timedelta(seconds=limit)
     found = _graph_state.find(handle)
     if name.startswith("window_"):
-        window: TorchCommWindow = found
+        window: _graph_state.Window = found
         work = window._access(name.removeprefix("window_"), OpOptions(timeout), *args, async_op)
-        handle = window._comm._handle
+        handle = window._comm_handle
     else:
         batch = functools.partial(_issue_batch, found)
         method: Callable[..., TorchWork] = batch if name == "batch_op_issue" else getattr(found, name)
@@ -127,7 +125,7 @@ def _start(name: str, *values: Any) -> torch.Tensor:
 
 
 def _issue_batch(
-    comm: Operations,
+    comm: _graph_state.Communicator,
     sent: Sequence[torch.Tensor],
     received: Sequence[torch.Tensor],
     is_send: Sequence[bool],
@@ -170,7 +168,7 @@ def _writes(name: str) -> bool:
 
 
 def _window_read(handle: str, rank: int, *_: Any) -> torch.Tensor:
-    window: TorchCommWindow = _graph_state.find(handle)
+    window: _graph_state.Window = _graph_state.find(handle)
     return window.map_remote_tensor(rank).clone()
 
 

@@ -9,18 +9,39 @@ import itertools
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from ncclx_rs._batch import BatchSendRecv
+    from ncclx_rs._types import OpOptions
     from ncclx_rs._work import TorchWork
+
+
+class Communicator(Protocol):
+    """What graphs call of a communicator, beside the operations that they find by name."""
+
+    def get_size(self) -> int: ...
+
+    def batch_op_create(self) -> BatchSendRecv: ...
+
+
+class Window(Protocol):
+    """What graphs call of a window."""
+
+    _comm_handle: str
+
+    def _access(self, operation: str, options: OpOptions, *args: Any) -> TorchWork: ...
+
+    def map_remote_tensor(self, rank: int) -> torch.Tensor: ...
+
 
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def handle(named: object, name: str) -> str:
+def handle(named: Communicator | Window, name: str) -> str:
     """What graphs call a communicator or window: its name, with a number where another that is in use has the same."""
     with _lock:
         names = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Generic, ParamSpec
 import torch
 
 if TYPE_CHECKING:
-    from ncclx_rs._batch import P2POp
-    from ncclx_rs._comm import TorchComm
-    from ncclx_rs._types import ReduceOp
+    from ncclx_rs._types import P2POp, ReduceOp
     from ncclx_rs._work import TorchWork
 
 P = ParamSpec("P")
@@ -214,13 +212,6 @@ class CollectivePostHookArgs:
     """An operation was issued; done or not is what its work says."""
 
     work: TorchWork
-
-
-@dataclass(frozen=True)
-class SplitPostHookArgs:
-    """A communicator was split; this rank's part is None if it has none."""
-
-    comm: TorchComm | None
 
 
 class NewWindowPostHookArgs:

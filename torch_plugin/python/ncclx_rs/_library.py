@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _backend as plugin
 from ncclx_rs._backend_class import TorchCommBackend
+from ncclx_rs._load import native
 from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def find_library(name: str, *prefixes: str) -> LibraryBackend | None:
 
 @functools.cache
 def _load(path: str) -> Library:
-    return plugin.native().Library(Path(path))  # type: ignore[no-any-return]
+    return native().Library(Path(path))  # type: ignore[no-any-return]
 
 
 class LibraryBackend(TorchCommBackend):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ncclx_rs import _backend as plugin
+from ncclx_rs._load import native
 
 
 class MemAllocator:
@@ -36,5 +36,5 @@ class MemAllocator:
         length = math.prod(size) * dtype.itemsize
         if length >= 1 << 63:
             raise ValueError(f"MemAllocator.empty: argument `size`: expected less than 2**63 bytes, got {length}")
-        memory: torch.Tensor = plugin.native()._shared_memory(length)
+        memory: torch.Tensor = native()._shared_memory(length)
         return memory.view(dtype).view(size)

@@ -14,7 +14,7 @@ import torch
 from ncclx_rs import _hooks
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import accepts_options
-from ncclx_rs._batch import BatchSendRecv, P2POp
+from ncclx_rs._batch import BatchSendRecv
 from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import (
     AllGatherOptions,
@@ -29,6 +29,7 @@ from ncclx_rs._types import (
     GatherOptions,
     OpName,
     OpOptions,
+    P2POp,
     P2POpType,
     RecvOptions,
     ReduceOp,

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ncclx_rs import _backend as plugin
 from ncclx_rs import _trace
+from ncclx_rs._load import native
 from ncclx_rs.diagnose import dumps, pytorch
 
 # What the backend is called in groups.
@@ -30,7 +30,7 @@ def attend(backend: Any, pg_options: Any) -> None:
 
 def takes_pytorchs(hints: Mapping[str, str]) -> bool:
     """Whether a group with these hints has PyTorch's recorder, which PyTorch is told for the group it makes next."""
-    takes: bool = plugin.native().pytorch_recorder(list(hints.items()))
+    takes: bool = native().pytorch_recorder(list(hints.items()))
     # Where PyTorch's own backends stand; there is no public way.
     known: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     known.difference_update(_NAMES) if takes else known.update(_NAMES)
@@ -41,7 +41,7 @@ def _write_down() -> None:
     """Writes what this process's communicators have done last, unless the environment forbids it."""
     if not _trace.dumps_on_failure():
         return
-    own = [dumps.parse(text) for text in plugin.native().dumps("an operation failed")]
+    own = [dumps.parse(text) for text in native().dumps("an operation failed")]
     if not any(dump.records for dump in own):
         return
     path = _trace.path(pytorch.rank(own[0]))

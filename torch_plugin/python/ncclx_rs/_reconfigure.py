@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs._backend import native
+from ncclx_rs._load import native
 
 if TYPE_CHECKING:
     from ncclx_rs._native import SecretStore

@@ -124,6 +124,21 @@ class P2POpType(enum.Enum):
     RECV = enum.auto()
 
 
+class P2POp:
+    """One send or receive of a batch.
+
+    Attributes:
+        type: which of the two.
+        tensor: the tensor to send, or to receive into.
+        peer: the other rank.
+    """
+
+    def __init__(self, type: P2POpType, tensor: torch.Tensor, peer: int) -> None:
+        self.type = type
+        self.tensor = tensor
+        self.peer = peer
+
+
 class CommOptions:
     """What a communicator was made with.
 

@@ -15,7 +15,7 @@ from ncclx_rs._types import OpOptions
 from ncclx_rs._work import TorchWork
 
 if TYPE_CHECKING:
-    from ncclx_rs._comm import TorchComm
+    from ncclx_rs._operations import Operations
 
 
 class TorchCommWinAccessType(enum.Enum):
@@ -43,7 +43,7 @@ class TorchCommWindow:
     Signals between two ranks are counted: each `signal` adds one, each `wait_signal` takes one.
     """
 
-    def __init__(self, comm: TorchComm, c10d: Any) -> None:
+    def __init__(self, comm: Operations, c10d: Any) -> None:
         """Makes a window without a tensor; programs call `TorchComm.new_window`."""
         self._comm = comm
         self._c10d = c10d
@@ -51,6 +51,7 @@ class TorchCommWindow:
         self._id: int | None = None
         self._bytes = 0
         self._meta: tuple[torch.dtype, torch.Size, torch.device] | None = None
+        self._comm_handle = comm._handle
         self._handle = _graph_state.handle(self, f"{comm._handle}/window")
 
     @property
@@ -234,7 +235,7 @@ class TorchCommWindow:
             from ncclx_rs import _graph
 
             return _graph.window_contents(self._handle, rank, meta)
-        if rank != self._comm.get_rank() or self._tensor is None:
+        if rank != self._comm._rank or self._tensor is None:
             raise RuntimeError(f"map_remote_tensor: the part of rank {rank} is not in this process's memory")
         return self._tensor
 
@@ -246,7 +247,7 @@ class TorchCommWindow:
         """
         self._comm._check_rank("peer_rank", peer_rank)
         attr = TorchCommWindowAttr()
-        if peer_rank == self._comm.get_rank():
+        if peer_rank == self._comm._rank:
             attr.access_type = TorchCommWinAccessType.WIN_ACCESS_TYPE_UNIFIED
         return attr
 

@@ -9,44 +9,10 @@ PyTorch looks for torchcomms while it is imported itself, so for its own torchco
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-from collections.abc import Sequence
-from types import ModuleType
 
-# Where upstream's modules are here, where the names differ.
-_RENAMED = {"_comms": "_api", "_backend_wrapper": "_api"}
-
-
-class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds ``torchcomms`` and its modules in this package."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torchcomms" and not name.startswith("torchcomms."):
-            return None
-        ours = self._ours(name)
-        if name != "torchcomms" and importlib.util.find_spec(ours) is None:
-            return None
-        return importlib.machinery.ModuleSpec(name, self)
-
-    @staticmethod
-    def _ours(name: str) -> str:
-        package, *rest = name.split(".")
-        return ".".join(["ncclx_rs", *(_RENAMED.get(part, part) for part in rest)])
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._ours(spec.name))
-        # The import system writes these onto what it gets; the module keeps its own.
-        self._kept = (module.__spec__, module.__loader__)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__, module.__loader__ = self._kept
+from ncclx_rs._alias import AliasFinder, is_installed
+from ncclx_rs._autoload import register
 
 
 def install_as_torchcomms() -> None:
@@ -62,16 +28,9 @@ def install_as_torchcomms() -> None:
         raise RuntimeError("install_as_torchcomms: torchcomms was imported already; call this before")
     if is_installed():
         return
-    sys.meta_path.insert(0, _Alias())
+    sys.meta_path.insert(0, AliasFinder())
     if hasattr(sys.modules.get("torch.distributed"), "Backend"):
-        from ncclx_rs._autoload import register
-
         register()
-
-
-def is_installed() -> bool:
-    """Whether `install_as_torchcomms` was called."""
-    return any(isinstance(finder, _Alias) for finder in sys.meta_path)
 
 
 def main() -> None:
@@ -86,7 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The module of that name: this one is another.
-    from ncclx_rs.as_torchcomms import main as run
-
-    run()
+    main()

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ncclx_rs import _backend as plugin
 from ncclx_rs._comm import TorchComm
+from ncclx_rs._load import native
 from ncclx_rs._wrapper import _BackendWrapper
 
 
@@ -53,7 +53,7 @@ def build(
     """
     size = comm.get_size()
     hosts = [comm.get_backend_impl().host(rank) if by_host else 0 for rank in range(size)]  # type: ignore[attr-defined]
-    ranks, groups = plugin.native().mesh_grid(list(dimensions.items()), hosts, innermost)
+    ranks, groups = native().mesh_grid(list(dimensions.items()), hosts, innermost)
     number = next(_built)
     meshes = _become_world(comm)
     names, children = [], []

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.spawn import ProcessException
 
-from ncclx_rs._backend import native
+from ncclx_rs._load import native
 from ncclx_rs.bench import launch, report
 from ncclx_rs.bench.__main__ import FAILED, above, names_of, parse_size, rank_list, sizes_between
 from ncclx_rs.bench.measure import Plan, Row, compare, measure_row, world

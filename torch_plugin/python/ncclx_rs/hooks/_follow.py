@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from ncclx_rs._comm import TorchComm
-from ncclx_rs._hooks import FinalizePostHookArgs, FinalizePreHookArgs, RemovableHandle, SplitPostHookArgs
+from ncclx_rs._comm import SplitPostHookArgs, TorchComm
+from ncclx_rs._hooks import FinalizePostHookArgs, FinalizePreHookArgs, RemovableHandle
 from ncclx_rs._types import OpName
 from ncclx_rs._work import TorchWork
 

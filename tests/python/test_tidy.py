@@ -1,0 +1,81 @@
+"""The rules of the package's sources that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parents[2] / "torch_plugin"
+Graph = dict[str, set[str]]
+
+
+def python_modules() -> dict[str, Path]:
+    """The package's files by module name; a package is its ``__init__.py``."""
+    root = PLUGIN / "python"
+    names = ((path.relative_to(root).with_suffix("").parts, path) for path in root.rglob("*.py"))
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in names}
+
+
+def imported(module: str, path: Path) -> Iterator[tuple[str, str]]:
+    """What a file imports, wherever it does so, also for type checkers alone: modules, and names in them."""
+    package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((source, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            if isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value), ""
+
+
+def python_imports() -> Graph:
+    modules = python_modules()
+    graph: Graph = {}
+    for module, path in modules.items():
+        found = ((f"{source}.{name}", source) for source, name in imported(module, path))
+        graph[module] = {whole if whole in modules else source for whole, source in found if source in modules}
+    return graph
+
+
+def rust_uses() -> Graph:
+    """By module of the extension, the modules whose items it names; the crate's root is ``lib``."""
+    root = PLUGIN / "src"
+    files = {
+        path.relative_to(root).with_suffix("").as_posix().removesuffix("/mod"): path for path in root.rglob("*.rs")
+    }
+    graph: Graph = {}
+    for module, path in files.items():
+        code = "\n".join(line.split("//")[0] for line in path.read_text().splitlines())
+        own, above = f"{module}/".removeprefix("lib/"), f"{module.rpartition('/')[0]}/".lstrip("/")
+        named = [own + name for name in re.findall(r"^mod (\w+);", code, re.MULTILINE)]
+        for start, group, name in re.findall(r"\b(crate|super)::(?:\{([^}]*)\}|(\w+))", code):
+            names = re.findall(r"\w+", group) or [name]
+            named += [("" if start == "crate" else above) + name for name in names]
+        # What is no file's name is an item of the module itself.
+        graph[module] = {name if name in files else name.rpartition("/")[0] or "lib" for name in named}
+    return graph
+
+
+def test_the_walk_sees_imports() -> None:
+    graph = python_imports()
+    assert "ncclx_rs._api" in graph["ncclx_rs"], "an import by name"
+    assert "ncclx_rs._types" in graph["ncclx_rs._work"]
+    assert rust_uses()["abi"] == {"convert", "logging", "stack"}
+    assert rust_uses()["library/instance"] == {"library/store"}
+
+
+@pytest.mark.parametrize("graph", [python_imports, rust_uses])
+def test_no_file_needs_itself(graph: Callable[[], Graph]) -> None:
+    try:
+        graphlib.TopologicalSorter(graph()).prepare()
+    except graphlib.CycleError as error:
+        # Each is imported by the next one.
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
