@@ -24,8 +24,8 @@ from harness import BACKEND, World, fresh_store, lacking, leaving_together
 from ncclx_rs import ReduceOp, TorchComm
 from ncclx_rs.diagnose import Communicator, Dump, Record, judge, read, report
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
+from ncclx_rs.diagnose.analyze import ranks
 from ncclx_rs.diagnose.dumps import Link, Peer
-from ncclx_rs.diagnose.judge import ranks
 from test_flight_recorder import ANALYSER_KNOWS_US, analyse
 from test_network import Host, connect, hosts
 

@@ -7,7 +7,7 @@ Example::
         print(judge(communicator).findings)
 """
 
+from ncclx_rs.diagnose.analyze import Finding, Verdict, judge
 from ncclx_rs.diagnose.dumps import Communicator, Dump, Record, read
-from ncclx_rs.diagnose.judge import Finding, Verdict, judge
 
 __all__ = ["Communicator", "Dump", "Finding", "Record", "Verdict", "judge", "read"]

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ncclx_rs.diagnose import dumps, pytorch, report
-from ncclx_rs.diagnose.judge import Verdict, judge
+from ncclx_rs.diagnose.analyze import Verdict, judge
 
 # What the process ends with.
 FINE, BLAMED, UNUSABLE, UNCLEAR = range(4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from ncclx_rs.diagnose.analyze import Verdict, ranks
 from ncclx_rs.diagnose.dumps import Communicator, Record
-from ncclx_rs.diagnose.judge import Verdict, ranks
 
 _MOST_DETAILS = 8
 _MOST_FINDINGS = 6

@@ -30,7 +30,7 @@ from ncclx_rs._comm import TorchComm
 from ncclx_rs._hooks import NewWindowPreHookArgs, SplitPreHookArgs
 from ncclx_rs._types import OpName
 from ncclx_rs._work import TorchWork
-from ncclx_rs.hooks._follow import Follower, follow
+from ncclx_rs.hooks._observer import Follower, follow
 from ncclx_rs.hooks._signature import signature
 
 

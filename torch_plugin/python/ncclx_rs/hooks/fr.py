@@ -22,8 +22,8 @@ from ncclx_rs._once import once
 from ncclx_rs._trace import Group
 from ncclx_rs._types import OpName, P2POpType
 from ncclx_rs._work import TorchWork
-from ncclx_rs.hooks._follow import Follower, follow
-from ncclx_rs.hooks._record import Entry, Recorder, shapes, stacked
+from ncclx_rs.hooks._observer import Follower, follow
+from ncclx_rs.hooks._ring_buffer import Entry, Recorder, shapes, stacked
 
 _DEFAULT_ENTRIES = 2000
 # The analyser refuses names that PyTorch has no operation of.

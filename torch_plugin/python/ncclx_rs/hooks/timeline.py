@@ -27,7 +27,7 @@ import torch
 from ncclx_rs._comm import TorchComm
 from ncclx_rs._types import OpName
 from ncclx_rs._work import TorchWork
-from ncclx_rs.hooks._follow import Follower, follow
+from ncclx_rs.hooks._observer import Follower, follow
 
 
 @dataclass(eq=False)
