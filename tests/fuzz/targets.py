@@ -34,7 +34,7 @@ def dumps(data: bytes) -> None:
 
 def init_handles(data: bytes) -> None:
     """Members of a generation, one a line, of which the last is this process: a RuntimeError, or every rank known."""
-    from ncclx_rs._reconfigure import _location, _membership
+    from ncclx_rs._reconfigure import _host_and_port, _membership
 
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     for given in (lines, set(lines)):
@@ -43,7 +43,7 @@ def init_handles(data: bytes) -> None:
         except RuntimeError:
             continue
         assert len(set(members)) == len(members) == len(given) and lines[-1] in members
-        assert all(host and 0 < port < 2**16 for host, port in map(_location, members))
+        assert all(host and 0 < port < 2**16 for host, port in map(_host_and_port, members))
         " ".join(members).encode()
 
 

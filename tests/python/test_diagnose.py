@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from harness import BACKEND, World, fresh_store, lacking, leaving_together
 from ncclx_rs import ReduceOp, TorchComm
-from ncclx_rs.diagnose import Communicator, Dump, Record, judge, read, report
+from ncclx_rs.diagnose import Communicator, Dump, Record, analyze, read, report
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
 from ncclx_rs.diagnose.analyze import ranks
 from ncclx_rs.diagnose.dumps import Link, Peer
@@ -68,54 +68,54 @@ def test_ranks_have_short_names() -> None:
 
 
 def test_nothing_is_wrong_where_all_completed() -> None:
-    verdict = judge(of(2, *(dump(rank, 2, collective(0), collective(1)) for rank in range(2))))
-    assert not verdict.findings and not verdict.culprits and verdict.compared == 2
+    diagnosis = analyze(of(2, *(dump(rank, 2, collective(0), collective(1)) for rank in range(2))))
+    assert not diagnosis.findings and not diagnosis.ranks_at_fault and diagnosis.compared == 2
 
 
 def test_who_did_not_call_is_to_blame() -> None:
     waiting = collective(1, "failed", failure="timed out")
     one, two = (dump(rank, 3, collective(0), waiting, called={2: 1}) for rank in (0, 1))
-    (finding,) = judge(of(3, one, two)).findings
-    assert (finding.kind, finding.ranks) == ("absent", (2,))
+    (finding,) = analyze(of(3, one, two)).findings
+    assert (finding.kind, finding.ranks) == ("missing", (2,))
     assert "rank 2 did not call collective 1, all_reduce(SUM, 4 × float32), which ranks 0-1 did" in finding.text
     assert "left no dump" in finding.details[0]
     busy = dump(2, 3, collective(0), message("recv", 0, 7))
-    absent, unmatched = judge(of(3, one, two, busy)).findings
+    absent, unmatched = analyze(of(3, one, two, busy)).findings
     assert absent.ranks == (2,) and "rank 2 is in recv(16 bytes from rank 0, tag 7) since" in absent.details[0]
     assert unmatched.ranks == (0,) and "rank 0 has called no send" in unmatched.text
 
 
 def test_who_is_known_to_have_called_is_not_to_blame() -> None:
-    verdict = judge(of(2, dump(0, 2, collective(0, "failed"), called={1: 1})))
-    assert [(finding.kind, finding.ranks) for finding in verdict.findings] == [("stuck", ())]
+    diagnosis = analyze(of(2, dump(0, 2, collective(0, "failed"), called={1: 1})))
+    assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("hang", ())]
 
 
 def test_the_dead_are_named_with_what_was_seen() -> None:
-    verdict = judge(of(2, dump(0, 2, collective(0), collective(1, "failed"), rank1="it closed the connection")))
-    died, absent = verdict.findings
+    diagnosis = analyze(of(2, dump(0, 2, collective(0), collective(1, "failed"), rank1="it closed the connection")))
+    died, absent = diagnosis.findings
     assert (died.kind, died.ranks, died.text) == ("died", (1,), "rank 1 died: it closed the connection")
     assert absent.ranks == (1,) and absent.details == ("rank 1 is dead",)
 
 
 def test_a_rank_that_left_after_a_failure_is_not_dead() -> None:
     one = dump(0, 3, collective(0, "failed"), called={1: 1}, rank1="it closed the connection")
-    verdict = judge(of(3, one, dump(1, 3, collective(0, "failed"))))
-    assert verdict.culprits == [2]
+    diagnosis = analyze(of(3, one, dump(1, 3, collective(0, "failed"))))
+    assert diagnosis.ranks_at_fault == [2]
 
 
 def test_the_minority_disagrees() -> None:
     other = "all_reduce(SUM, 5 × float32)"
     dumps = [dump(rank, 3, collective(0, "failed", *([other] if rank == 1 else []))) for rank in range(3)]
-    (finding,) = judge(of(3, *dumps)).findings
-    assert (finding.kind, finding.ranks) == ("disagrees", (1,))
+    (finding,) = analyze(of(3, *dumps)).findings
+    assert (finding.kind, finding.ranks) == ("mismatch", (1,))
     assert finding.details[1] == f"rank 1 called {other}"
-    (finding,) = judge(of(2, *dumps[:2])).findings
-    assert finding.kind == "disagrees" and not finding.ranks, "of two, nobody knows who is right"
+    (finding,) = analyze(of(2, *dumps[:2])).findings
+    assert finding.kind == "mismatch" and not finding.ranks, "of two, nobody knows who is right"
 
 
 def test_messages_that_do_not_meet_are_shown_together() -> None:
     one, two = dump(0, 2, message("recv", 1, 3)), dump(1, 2, message("send", 0, 4))
-    findings = judge(of(2, one, two)).findings
+    findings = analyze(of(2, one, two)).findings
     assert all(finding.kind == "unmatched" and not finding.ranks for finding in findings)
     assert "rank 0 called recv(16 bytes from rank 1, tag 3)" in findings[0].text
     assert findings[0].details == ("rank 1 called send(16 bytes to rank 0, tag 4)",)
@@ -123,18 +123,18 @@ def test_messages_that_do_not_meet_are_shown_together() -> None:
 
 def test_a_message_that_both_are_in_is_nobodys_fault() -> None:
     one, two = dump(0, 2, message("recv", 1, 3)), dump(1, 2, message("send", 0, 3))
-    findings = judge(of(2, one, two)).findings
-    assert [(finding.kind, finding.ranks) for finding in findings] == [("stuck", ())] * 2
+    findings = analyze(of(2, one, two)).findings
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("hang", ())] * 2
 
 
 def test_the_end_of_a_chain_of_waiting_ranks_is_to_blame() -> None:
     waiting = [dump(rank, 5, message("recv", rank - 1)) for rank in range(1, 5)]
-    verdict = judge(of(5, dump(0, 5, collective(0)), *waiting))
-    assert verdict.culprits == [0] and len(verdict.findings) == 4
-    assert verdict.findings[0].text.startswith("rank 1 waits in recv") and not verdict.findings[0].details
-    assert verdict.findings[1].details == ("rank 1 waits itself, in the end for rank 0",)
+    diagnosis = analyze(of(5, dump(0, 5, collective(0)), *waiting))
+    assert diagnosis.ranks_at_fault == [0] and len(diagnosis.findings) == 4
+    assert diagnosis.findings[0].text.startswith("rank 1 waits in recv") and not diagnosis.findings[0].details
+    assert diagnosis.findings[1].details == ("rank 1 waits itself, in the end for rank 0",)
     circle = [dump(rank, 3, message("recv", (rank + 1) % 3)) for rank in range(3)]
-    assert judge(of(3, *circle)).culprits == [0, 1, 2]
+    assert analyze(of(3, *circle)).ranks_at_fault == [0, 1, 2]
 
 
 GOOD = Link(round_trip=120, bytes=80 << 20, sending=100_000, segments=5000, resent=0)
@@ -155,15 +155,15 @@ def test_slow_connections_stand_out() -> None:
         (far, "9.0 ms, others 0.1 ms"),
         (lossy, "5.0 % sent again"),
     ):
-        verdict = judge(world(bad, {(1, 3)}))
-        assert not verdict.findings, "what completed is no failure"
-        assert [(link.sender, link.receiver) for link in verdict.links] == [(1, 3), (3, 1)]
-        assert text in verdict.links[0].text
-    (finding,) = judge(world(slow, {(1, 3)}, "running")).findings
-    assert (finding.kind, finding.ranks) == ("slow", (1, 3))
-    (finding,) = judge(world(slow, {(2, 0), (2, 1), (2, 3)}, "running")).findings
+        diagnosis = analyze(world(bad, {(1, 3)}))
+        assert not diagnosis.findings, "what completed is no failure"
+        assert [(link.sender, link.receiver) for link in diagnosis.links] == [(1, 3), (3, 1)]
+        assert text in diagnosis.links[0].text
+    (finding,) = analyze(world(slow, {(1, 3)}, "running")).findings
+    assert (finding.kind, finding.ranks) == ("slow_link", (1, 3))
+    (finding,) = analyze(world(slow, {(2, 0), (2, 1), (2, 3)}, "running")).findings
     assert finding.ranks == (2,), "all of them are its own"
-    assert not judge(world(replace(slow, bytes=1000), {(1, 3)})).links, "too little to tell"
+    assert not analyze(world(replace(slow, bytes=1000), {(1, 3)})).links, "too little to tell"
 
 
 def test_hundreds_of_ranks_fit_on_a_screen_and_a_page() -> None:
@@ -172,21 +172,21 @@ def test_hundreds_of_ranks_fit_on_a_screen_and_a_page() -> None:
     rest = (
         dump(rank, size, *map(collective, range(120)), collective(120, "running")) for rank in range(size) if rank != 7
     )
-    verdict = judge(of(size, late, *rest))
-    assert verdict.culprits == [7]
+    diagnosis = analyze(of(size, late, *rest))
+    assert diagnosis.ranks_at_fault == [7]
     waiting = (dump(rank, size, message("recv", rank - 1)) for rank in range(1, size))
-    for shown in (verdict, judge(of(size, dump(0, size), *waiting))):
+    for shown in (diagnosis, analyze(of(size, dump(0, size), *waiting))):
         text = report.text(shown)
         assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) < 160, text
-    assert report.page([verdict]).count("<rect") <= 20_000
+    assert report.page([diagnosis]).count("<rect") <= 20_000
 
 
 def test_stragglers_are_measured_where_all_completed() -> None:
     on_time = dump(0, 2, *(collective(s, submitted=1000 * s) for s in range(4)))
     late = dump(1, 2, *(collective(s, submitted=1000 * s + 250) for s in range(3)), collective(3, "running"))
-    verdict = judge(of(2, on_time, late))
-    assert verdict.compared == 3
-    assert [(s.rank, s.mean, s.worst, s.last) for s in verdict.stragglers] == [(0, 0, 0, 0), (1, 250, 250, 3)]
+    diagnosis = analyze(of(2, on_time, late))
+    assert diagnosis.compared == 3
+    assert [(s.rank, s.mean, s.worst, s.last) for s in diagnosis.stragglers] == [(0, 0, 0, 0), (1, 250, 250, 3)]
 
 
 def save(folder: Path, *dumps: Dump) -> None:
@@ -227,8 +227,8 @@ def test_exit_codes_json_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixt
     save(tmp_path, dump(0, 2, failed, called={1: 1}))
     page = tmp_path / "page.html"
     assert main([str(tmp_path), "--json", "--html", str(page)]) == UNCLEAR
-    (told,) = json.loads(capsys.readouterr().out)
-    assert told["culprits"] == [] and told["findings"][0]["kind"] == "stuck" and told["dumps"] == [0]
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert shown["ranks_at_fault"] == [] and shown["findings"][0]["kind"] == "hang" and shown["dumps"] == [0]
     text = page.read_text()
     assert text.count("<rect") == 1 and "&lt;late&gt;" in text and "<late>" not in text
     save(tmp_path, dump(1, 2))

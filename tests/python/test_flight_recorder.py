@@ -195,13 +195,13 @@ def test_recorder(world: World, check) -> None:
 
 def test_the_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "6")
-    assert FlightRecorderHook(isolated=True)._recorder.max_entries == 6
+    assert FlightRecorderHook(isolated=True)._ring_buffer.max_entries == 6
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
-    assert FlightRecorderHook(isolated=True)._recorder.max_entries == 7
+    assert FlightRecorderHook(isolated=True)._ring_buffer.max_entries == 7
     monkeypatch.setenv("TORCHCOMM_FR_BUFFER_SIZE", "8")
-    assert FlightRecorderHook(isolated=True)._recorder.max_entries == 8
+    assert FlightRecorderHook(isolated=True)._ring_buffer.max_entries == 8
     shared = FlightRecorderHook(max_entries=3)
-    assert FlightRecorderHook()._recorder is shared._recorder and shared._recorder.max_entries == 8
+    assert FlightRecorderHook()._ring_buffer is shared._ring_buffer and shared._ring_buffer.max_entries == 8
     monkeypatch.setenv("TORCHCOMM_FR_BUFFER_SIZE", "many")
     with pytest.raises(ValueError, match="TORCHCOMM_FR_BUFFER_SIZE must be a number from zero on, got 'many'"):
         FlightRecorderHook()

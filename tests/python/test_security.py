@@ -79,13 +79,13 @@ def test_secrets_are_in_no_log_and_no_dump(tmp_path: Path) -> None:
 def only_members_get_in(rank: int, size: int) -> None:
     comm, handles = elastic(rank, size)
     if rank == 1:
-        host, port = _reconfigure._location(handles[0])
+        host, port = _reconfigure._host_and_port(handles[0])
         with pytest.raises(RuntimeError, match="does not know the secret|no store answers"):
             native().SecretStore.connect(f"{host}:{port}", bytes(32), timedelta(seconds=5))
         with pytest.raises(RuntimeError):
             dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5)).set("key", "value")
         # A stranger who has seen all that the store holds, but not the handles.
-        seen = _reconfigure._meeting_place(1, handles, timedelta(seconds=60)).get("ncclx_rs/root")
+        seen = _reconfigure._rendezvous_store(1, handles, timedelta(seconds=60)).get("ncclx_rs/root")
         for hints, error in (({}, "has no job secret"), ({"group_secret": "g" * 16}, "does not know the secret")):
             options = CommOptions()
             options.store, options.rank, options.size = dist.HashStore(), 1, size

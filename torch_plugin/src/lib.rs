@@ -28,7 +28,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;
-    module.add_function(wrap_pyfunction!(launch_place, module)?)?;
+    module.add_function(wrap_pyfunction!(launch_rank_and_size, module)?)?;
     module.add_function(wrap_pyfunction!(pytorch_recorder, module)?)?;
     module.add_function(wrap_pyfunction!(algorithms, module)?)?;
     module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
@@ -41,7 +41,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// This process's rank and the number of ranks, as the launcher's environment says.
 #[pyfunction]
-fn launch_place() -> PyResult<(u32, usize)> {
+fn launch_rank_and_size() -> PyResult<(u32, usize)> {
     let launch = ncclx_rs::Launch::from_env().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
     Ok((launch.rank.0, launch.size))
 }

@@ -12,13 +12,13 @@ from torch._C import _distributed_c10d as c10d
 from ncclx_rs._load import native
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks, as the launcher's environment variables say; see `new_comm`.
 
     Raises:
         RuntimeError: the variables are missing or are not what they should be.
     """
-    return native().launch_place()  # type: ignore[no-any-return]
+    return native().launch_rank_and_size()  # type: ignore[no-any-return]
 
 
 @functools.cache

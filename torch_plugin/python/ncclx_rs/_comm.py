@@ -304,8 +304,8 @@ class TorchComm(Operations):
         self._impl.wait_for_hooks()
         options = copy.copy(self._options)
         options.timeout = timeout or self._options.timeout
-        meeting = self._endpoint().meet(uuid, init_handles, options.timeout)
-        options.store, options.rank, options.size, secret = meeting
+        rendezvous = self._endpoint().rendezvous(uuid, init_handles, options.timeout)
+        options.store, options.rank, options.size, secret = rendezvous
         options.hints = {**self._options.hints, **(hints or {}), "group_secret": secret}
         self._state = "not reconfigured yet"
         self._impl.reconfigure(options)

@@ -19,7 +19,7 @@ torch_build_version: str
 def settings() -> list[tuple[str, list[str], str, str, str]]:
     """Every setting: name, environment variables, values, default and meaning."""
 
-def launch_place() -> tuple[int, int]:
+def launch_rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks, as the launcher's environment says."""
 
 def algorithms(collective: str, ranks: int, hosts: int) -> list[str]:

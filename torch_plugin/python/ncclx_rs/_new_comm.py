@@ -81,7 +81,7 @@ def new_comm(
         pass  # members come by `reconfigure`, from whatever places their handles name
     elif isinstance(impl, C10dBackend | LibraryBackend) or rank is not None or size is not None:
         if rank is None or size is None:
-            rank, size = (0, 1) if backend == "fake" else _bootstrap.place()
+            rank, size = (0, 1) if backend == "fake" else _bootstrap.rank_and_size()
         options.rank, options.size = rank, size
         options.store = _bootstrap.store_for(options.name, store, rank, size, options.timeout)
     else:

@@ -69,8 +69,8 @@ class Operations:
             RuntimeError: there is no such rank, it is this one, or the message was not taken in time.
         """
         self._check_rank("dst", dst)
-        told = _hooks.SendPreHookArgs(tensor, dst, async_op)
-        return self._issue(OpName.send, told, SendOptions(timeout, hints), tensor, dst, async_op)
+        hook_args = _hooks.SendPreHookArgs(tensor, dst, async_op)
+        return self._issue(OpName.send, hook_args, SendOptions(timeout, hints), tensor, dst, async_op)
 
     def recv(
         self, tensor: torch.Tensor, src: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
@@ -81,8 +81,8 @@ class Operations:
             RuntimeError: there is no such rank, no message came in time, or it has another size.
         """
         self._check_rank("src", src)
-        told = _hooks.RecvPreHookArgs(tensor, src, async_op)
-        return self._issue(OpName.recv, told, RecvOptions(timeout, hints), tensor, src, async_op)
+        hook_args = _hooks.RecvPreHookArgs(tensor, src, async_op)
+        return self._issue(OpName.recv, hook_args, RecvOptions(timeout, hints), tensor, src, async_op)
 
     def batch_op_create(self) -> BatchSendRecv:
         """An empty batch of sends and receives."""
@@ -118,8 +118,8 @@ class Operations:
             RuntimeError: there is no such root, or a rank did not come or called something else.
         """
         self._check_rank("root", root)
-        told = _hooks.BroadcastPreHookArgs(tensor, root, async_op)
-        return self._issue(OpName.broadcast, told, BroadcastOptions(timeout, hints), tensor, root, async_op)
+        hook_args = _hooks.BroadcastPreHookArgs(tensor, root, async_op)
+        return self._issue(OpName.broadcast, hook_args, BroadcastOptions(timeout, hints), tensor, root, async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
@@ -130,8 +130,8 @@ class Operations:
             ValueError: ``op`` cannot combine that dtype.
             RuntimeError: a rank did not come or called something else.
         """
-        told = _hooks.AllReducePreHookArgs(tensor, op, async_op)
-        return self._issue(OpName.all_reduce, told, AllReduceOptions(timeout, hints), tensor, op, async_op)
+        hook_args = _hooks.AllReducePreHookArgs(tensor, op, async_op)
+        return self._issue(OpName.all_reduce, hook_args, AllReduceOptions(timeout, hints), tensor, op, async_op)
 
     allreduce = all_reduce
 
@@ -146,8 +146,8 @@ class Operations:
     ) -> TorchWork:
         """As `all_reduce`, for the root alone. What others have in ``tensor`` afterwards is undefined."""
         self._check_rank("root", root)
-        told = _hooks.ReducePreHookArgs(tensor, root, op, async_op)
-        return self._issue(OpName.reduce, told, ReduceOptions(timeout, hints), tensor, root, op, async_op)
+        hook_args = _hooks.ReducePreHookArgs(tensor, root, op, async_op)
+        return self._issue(OpName.reduce, hook_args, ReduceOptions(timeout, hints), tensor, root, op, async_op)
 
     def all_gather(
         self,
@@ -164,8 +164,10 @@ class Operations:
             RuntimeError: ``tensor_list`` has not one tensor a rank, or a rank did not come or called something else.
         """
         self._check_length("tensor_list", tensor_list)
-        told = _hooks.AllGatherPreHookArgs(tensor, list(tensor_list), async_op)
-        return self._issue(OpName.all_gather, told, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op)
+        hook_args = _hooks.AllGatherPreHookArgs(tensor, list(tensor_list), async_op)
+        return self._issue(
+            OpName.all_gather, hook_args, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op
+        )
 
     def all_gather_v(
         self,
@@ -177,8 +179,10 @@ class Operations:
     ) -> TorchWork:
         """As `all_gather`, where each rank's tensor may be of its own size, which all give ``tensor_list[r]``."""
         self._check_length("tensor_list", tensor_list)
-        told = _hooks.AllGatherVPreHookArgs(tensor, list(tensor_list), async_op)
-        return self._issue(OpName.all_gather_v, told, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op)
+        hook_args = _hooks.AllGatherVPreHookArgs(tensor, list(tensor_list), async_op)
+        return self._issue(
+            OpName.all_gather_v, hook_args, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op
+        )
 
     def all_gather_single(
         self,
@@ -189,9 +193,9 @@ class Operations:
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """As `all_gather`, into one tensor of ``size`` times the elements of ``input``, rank after rank."""
-        told = _hooks.AllGatherSinglePreHookArgs(input, output, async_op)
+        hook_args = _hooks.AllGatherSinglePreHookArgs(input, output, async_op)
         options = AllGatherSingleOptions(timeout, hints)
-        return self._issue(OpName.all_gather_single, told, options, output, input, async_op)
+        return self._issue(OpName.all_gather_single, hook_args, options, output, input, async_op)
 
     def reduce_scatter(
         self,
@@ -209,9 +213,9 @@ class Operations:
             RuntimeError: ``input_list`` has not one tensor a rank, or a rank did not come or called something else.
         """
         self._check_length("input_list", input_list)
-        told = _hooks.ReduceScatterPreHookArgs(list(input_list), output, op, async_op)
+        hook_args = _hooks.ReduceScatterPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter, told, options, output, input_list, op, async_op)
+        return self._issue(OpName.reduce_scatter, hook_args, options, output, input_list, op, async_op)
 
     def reduce_scatter_v(
         self,
@@ -224,9 +228,9 @@ class Operations:
     ) -> TorchWork:
         """As `reduce_scatter`, where each rank's part may be of its own size: ``input_list[r]`` of all has rank r's."""
         self._check_length("input_list", input_list)
-        told = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, op, async_op)
+        hook_args = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter_v, told, options, output, input_list, op, async_op)
+        return self._issue(OpName.reduce_scatter_v, hook_args, options, output, input_list, op, async_op)
 
     def reduce_scatter_single(
         self,
@@ -238,9 +242,9 @@ class Operations:
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """As `reduce_scatter`, from one tensor of ``size`` times the elements of ``output``."""
-        told = _hooks.ReduceScatterSinglePreHookArgs(input, output, op, async_op)
+        hook_args = _hooks.ReduceScatterSinglePreHookArgs(input, output, op, async_op)
         options = ReduceScatterSingleOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter_single, told, options, output, input, op, async_op)
+        return self._issue(OpName.reduce_scatter_single, hook_args, options, output, input, op, async_op)
 
     def all_to_all_single(
         self,
@@ -258,9 +262,9 @@ class Operations:
             ValueError: the ranks cannot share the tensors equally.
             RuntimeError: a rank did not come or called something else.
         """
-        told = _hooks.AllToAllSinglePreHookArgs(input, output, async_op)
+        hook_args = _hooks.AllToAllSinglePreHookArgs(input, output, async_op)
         options = AllToAllSingleOptions(timeout, hints)
-        return self._issue(OpName.all_to_all_single, told, options, output, input, async_op)
+        return self._issue(OpName.all_to_all_single, hook_args, options, output, input, async_op)
 
     def all_to_all_v_single(
         self,
@@ -281,9 +285,9 @@ class Operations:
             RuntimeError: two ranks do not agree on what they exchange, a rank did not come or called something else.
         """
         outputs, inputs = list(output_split_sizes), list(input_split_sizes)
-        told = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
+        hook_args = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
         options = AllToAllvSingleOptions(timeout, hints)
-        return self._issue(OpName.all_to_all_v_single, told, options, output, input, outputs, inputs, async_op)
+        return self._issue(OpName.all_to_all_v_single, hook_args, options, output, input, outputs, inputs, async_op)
 
     def all_to_all(
         self,
@@ -301,9 +305,9 @@ class Operations:
         """
         self._check_length("output_tensor_list", output_tensor_list)
         self._check_length("input_tensor_list", input_tensor_list)
-        told = _hooks.AllToAllPreHookArgs(list(input_tensor_list), list(output_tensor_list), async_op)
+        hook_args = _hooks.AllToAllPreHookArgs(list(input_tensor_list), list(output_tensor_list), async_op)
         options = AllToAllOptions(timeout, hints)
-        return self._issue(OpName.all_to_all, told, options, output_tensor_list, input_tensor_list, async_op)
+        return self._issue(OpName.all_to_all, hook_args, options, output_tensor_list, input_tensor_list, async_op)
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
         """Is done once every rank has called it.
@@ -333,9 +337,9 @@ class Operations:
         self._check_rank("root", root)
         if self._rank == root:
             self._check_length("input_tensor_list", input_tensor_list)
-        told = _hooks.ScatterPreHookArgs(output_tensor, list(input_tensor_list), root, async_op)
+        hook_args = _hooks.ScatterPreHookArgs(output_tensor, list(input_tensor_list), root, async_op)
         options = ScatterOptions(timeout, hints)
-        return self._issue(OpName.scatter, told, options, output_tensor, input_tensor_list, root, async_op)
+        return self._issue(OpName.scatter, hook_args, options, output_tensor, input_tensor_list, root, async_op)
 
     def gather(
         self,
@@ -357,9 +361,9 @@ class Operations:
         self._check_rank("root", root)
         if self._rank == root:
             self._check_length("output_tensor_list", output_tensor_list)
-        told = _hooks.GatherPreHookArgs(input_tensor, list(output_tensor_list), root, async_op)
+        hook_args = _hooks.GatherPreHookArgs(input_tensor, list(output_tensor_list), root, async_op)
         options = GatherOptions(timeout, hints)
-        return self._issue(OpName.gather, told, options, output_tensor_list, input_tensor, root, async_op)
+        return self._issue(OpName.gather, hook_args, options, output_tensor_list, input_tensor, root, async_op)
 
     def gather_single(
         self,
@@ -375,8 +379,10 @@ class Operations:
         What others than the root pass as ``output`` is left alone.
         """
         self._check_rank("root", root)
-        told = _hooks.GatherSinglePreHookArgs(input, output, root, async_op)
-        return self._issue(OpName.gather_single, told, GatherOptions(timeout, hints), output, input, root, async_op)
+        hook_args = _hooks.GatherSinglePreHookArgs(input, output, root, async_op)
+        return self._issue(
+            OpName.gather_single, hook_args, GatherOptions(timeout, hints), output, input, root, async_op
+        )
 
     # ---- persistent all_gather ----
 
@@ -437,7 +443,7 @@ class Operations:
                 f"got one on {tensor.device}"
             )
 
-    def _issue(self, name: OpName, told: Any, options: OpOptions, *args: Any) -> TorchWork:
+    def _issue(self, name: OpName, hook_args: Any, options: OpOptions, *args: Any) -> TorchWork:
         """Runs the hooks around an operation of the backend, or puts it into the graph that is being traced."""
         if torch.compiler.is_compiling():
             from ncclx_rs import _graph
@@ -447,7 +453,7 @@ class Operations:
             return self._perform(name, options, *args)
         self._check_usable(name.name)
         op_id = next(op_ids)
-        self._pre_hooks(name, op_id, told)
+        self._pre_hooks(name, op_id, hook_args)
         work = self._perform(name, options, *args)
         self._post_hooks(op_id, _hooks.CollectivePostHookArgs(work))
         return work

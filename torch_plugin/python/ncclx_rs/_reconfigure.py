@@ -39,10 +39,10 @@ class Endpoint:
     def __init__(self) -> None:
         token = secrets.token_hex(16)
         self._served = native().SecretStore.serve(_key(token))
-        self._met: c10d.Store | None = None
+        self._rendezvous: c10d.Store | None = None
         self.handle = f"{_VERSION}:{token}:{_address()}:{self._served.port}"
 
-    def meet(
+    def rendezvous(
         self, uuid: int, handles: Sequence[InitHandle] | Set[InitHandle], timeout: timedelta
     ) -> tuple[c10d.Store, int, int, str]:
         """Where the members of one generation find each other, this process's rank, their number, and their secret.
@@ -58,11 +58,11 @@ class Endpoint:
         """
         members = _membership(handles, self.handle)
         # C++ keeps a store, but not what makes it one of Python's.
-        self._met = _meeting_place(uuid, members, timeout)
-        return self._met, members.index(self.handle), len(members), _secret(uuid, members)
+        self._rendezvous = _rendezvous_store(uuid, members, timeout)
+        return self._rendezvous, members.index(self.handle), len(members), _secret(uuid, members)
 
 
-class MeetingStore(c10d.Store):
+class RendezvousStore(c10d.Store):
     """A part of a store that asks for a secret.
 
     Args:
@@ -101,7 +101,7 @@ def _membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle
     """
     members = sorted(handles) if isinstance(handles, Set) else list(handles)
     for handle in members:
-        host, port = _location(handle)
+        host, port = _host_and_port(handle)
         if members.count(handle) > 1:
             raise RuntimeError(f"reconfigure: argument `init_handles`: that of {host}:{port} is there twice")
     if own not in members:
@@ -109,16 +109,16 @@ def _membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle
     return members
 
 
-def _meeting_place(uuid: int, members: Sequence[InitHandle], timeout: timedelta) -> c10d.Store:
+def _rendezvous_store(uuid: int, members: Sequence[InitHandle], timeout: timedelta) -> c10d.Store:
     """Where the members of one generation find each other."""
-    host, port = _location(members[0])
+    host, port = _host_and_port(members[0])
     digest = hashlib.sha256(" ".join(members).encode()).hexdigest()
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         store = native().SecretStore.connect(address, _key(members[0].split(":")[1]), timeout)
     except RuntimeError as error:
         raise dist.DistNetworkError(f"reconfigure: {error}") from None
-    return MeetingStore(store, f"{uuid}/{digest}", timeout)
+    return RendezvousStore(store, f"{uuid}/{digest}", timeout)
 
 
 def _key(token: str) -> bytes:
@@ -131,7 +131,7 @@ def _secret(uuid: int, members: Sequence[InitHandle]) -> str:
     return hashlib.sha256(f"ncclx_rs secret {uuid} {' '.join(members)}".encode()).hexdigest()
 
 
-def _location(handle: InitHandle) -> tuple[str, int]:
+def _host_and_port(handle: InitHandle) -> tuple[str, int]:
     version, _, rest = handle.partition(":")
     _, _, address = rest.partition(":")
     host, _, port = address.rpartition(":")

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ncclx_rs.diagnose import dumps, pytorch, report
-from ncclx_rs.diagnose.analyze import Verdict, judge
+from ncclx_rs.diagnose.analyze import Diagnosis, analyze
 
-# What the process ends with.
+# The exit codes.
 FINE, BLAMED, UNUSABLE, UNCLEAR = range(4)
 
 _EPILOG = """\
@@ -25,7 +25,7 @@ NCCLX_RS_DUMP_SIGNAL names, and where a program calls ncclx_rs.dump(folder). Bri
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="ncclx-rs diagnose",
         description="Says from the flight recorders of all ranks which one is to blame, and for what.",
@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         folder = dumps.read(options.folder)
-        verdicts = [judge(communicator) for communicator in folder.communicators]
+        diagnoses = [analyze(communicator) for communicator in folder.communicators]
         if options.html is not None:
-            options.html.write_text(report.page(verdicts))
+            options.html.write_text(report.page(diagnoses))
         if options.pytorch is not None:
             every = (dump for communicator in folder.communicators for dump in communicator.dumps.values())
             pytorch.write(every, options.pytorch)
@@ -67,30 +67,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNUSABLE
     for file, why in folder.unreadable.items():
         print(f"ncclx-rs diagnose: {file} is left out: {why}", file=sys.stderr)
-    if not verdicts:
+    if not diagnoses:
         print(f"ncclx-rs diagnose: there is no dump in {options.folder}", file=sys.stderr)
         return UNUSABLE
-    print(json.dumps([_plain(verdict) for verdict in verdicts], indent=2) if options.json else _screen(verdicts))
-    if any(verdict.culprits for verdict in verdicts):
+    print(
+        json.dumps([_as_json(diagnosis) for diagnosis in diagnoses], indent=2) if options.json else _as_text(diagnoses)
+    )
+    if any(diagnosis.ranks_at_fault for diagnosis in diagnoses):
         return BLAMED
-    return UNCLEAR if any(verdict.findings for verdict in verdicts) else FINE
+    return UNCLEAR if any(diagnosis.findings for diagnosis in diagnoses) else FINE
 
 
-def _screen(verdicts: Sequence[Verdict]) -> str:
-    return "\n\n".join(report.text(verdict) for verdict in verdicts)
+def _as_text(diagnoses: Sequence[Diagnosis]) -> str:
+    return "\n\n".join(report.text(diagnosis) for diagnosis in diagnoses)
 
 
-def _plain(verdict: Verdict) -> dict[str, object]:
-    communicator = verdict.communicator
+def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
+    communicator = diagnosis.communicator
     return {
         "communicator": communicator.name,
         "id": communicator.id,
         "size": communicator.size,
         "dumps": sorted(communicator.dumps),
-        "culprits": verdict.culprits,
-        "findings": [asdict(finding) for finding in verdict.findings],
-        "stragglers": [asdict(straggler) for straggler in verdict.stragglers],
-        "links": [asdict(link) for link in verdict.links],
+        "ranks_at_fault": diagnosis.ranks_at_fault,
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "stragglers": [asdict(straggler) for straggler in diagnosis.stragglers],
+        "links": [asdict(link) for link in diagnosis.links],
     }
 
 

@@ -1,4 +1,4 @@
-"""Which rank is to blame: the reasoning over all ranks' dumps, without input or output."""
+"""Finds the ranks at fault from all ranks' dumps. Pure: no input or output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ncclx_rs.diagnose.links import SlowLink, slow_links
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that went wrong.
+    """One thing that went wrong.
 
     Attributes:
-        kind: "died", "disagrees", "absent" (did not call what others wait for), "unmatched" (a message that the other
-            side has no part in), "slow" (all have called it, and connections are slow) or "stuck" (all have called it,
-            and nobody is to blame for sure).
-        ranks: who is to blame; empty if that is not known.
-        text: a sentence.
-        details: more of them.
+        kind: "died"; "mismatch", the ranks called different collectives; "missing", a rank did not call a collective
+            that others wait in; "unmatched", a send or receive without its counterpart; "slow_link", all ranks called
+            the collective, and connections are slow; "hang", all ranks called it, and no rank is surely at fault.
+        ranks: the ranks at fault; empty if they are not known.
+        text: one sentence.
+        details: further sentences.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Straggler:
-    """How late a rank came to collectives, in microseconds after the first one."""
+    """How late a rank called collectives, in microseconds after the first rank."""
 
     rank: int
     mean: float
@@ -40,20 +40,20 @@ class Straggler:
 
 
 @dataclass
-class Verdict:
-    """What the dumps of a communicator tell."""
+class Diagnosis:
+    """The findings from a communicator's dumps."""
 
     communicator: Communicator
     findings: list[Finding] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
     compared: int = 0
-    """How many collectives the stragglers are about."""
+    """How many collectives the stragglers were measured on."""
     links: list[SlowLink] = field(default_factory=list)
-    """Connections that are slow, whether or not something went wrong."""
+    """Slow connections, also where nothing went wrong."""
 
     @property
-    def culprits(self) -> list[int]:
-        """The ranks to blame."""
+    def ranks_at_fault(self) -> list[int]:
+        """The ranks of all findings."""
         return sorted({rank for finding in self.findings for rank in finding.ranks})
 
 
@@ -71,40 +71,40 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"rank{'s' if many else ''} {listed}"
 
 
-def judge(communicator: Communicator) -> Verdict:
-    """Looks for what went wrong first: a rank that died, ranks that disagree, one that did not come."""
-    verdict = Verdict(communicator)
+def analyze(communicator: Communicator) -> Diagnosis:
+    """Looks for dead ranks, for the first collective that failed, for unmatched messages and for slow connections."""
+    diagnosis = Diagnosis(communicator)
     dead = _dead(communicator)
-    verdict.findings += [Finding("died", (rank,), f"rank {rank} died: {cause}") for rank, cause in dead.items()]
+    diagnosis.findings += [Finding("died", (rank,), f"rank {rank} died: {cause}") for rank, cause in dead.items()]
     collective = _collective(communicator, dead)
     if collective is not None:
-        verdict.findings.append(collective)
-    verdict.findings += _messages(communicator, dead)
-    _compare_arrivals(verdict)
-    verdict.links = slow_links(communicator)
-    if verdict.links:
-        slow = _ends(verdict.links)
-        verdict.findings = [
-            replace(finding, kind="slow", ranks=slow) if finding.kind == "stuck" and not dead else finding
-            for finding in verdict.findings
+        diagnosis.findings.append(collective)
+    diagnosis.findings += _messages(communicator, dead)
+    _compare_arrivals(diagnosis)
+    diagnosis.links = slow_links(communicator)
+    if diagnosis.links:
+        slow = _ends(diagnosis.links)
+        diagnosis.findings = [
+            replace(finding, kind="slow_link", ranks=slow) if finding.kind == "hang" and not dead else finding
+            for finding in diagnosis.findings
         ]
-    return verdict
+    return diagnosis
 
 
 def _ends(links: list[SlowLink]) -> tuple[int, ...]:
-    """Who is to blame for slow connections: the rank that all of the worst ones share, else both ends of the worst."""
+    """The ranks at fault for slow connections: the rank that all of the worst share, else both ends of the worst."""
     alike = [link for link in links if link.worse * _ALIKE >= links[0].worse]
     pairs = {frozenset((link.sender, link.receiver)) for link in alike}
     common = frozenset.intersection(*pairs)
     return tuple(sorted(common)) if common else tuple(sorted((links[0].sender, links[0].receiver)))
 
 
-# Connections that one rank makes slow are about as slow as each other.
+# Connections that are slow because of the same rank differ by less than this factor.
 _ALIKE = 10
 
 
 def _dead(communicator: Communicator) -> dict[int, str]:
-    """Ranks that others have lost and that left no dump of their own, with how that was seen."""
+    """The ranks that others have lost and that left no dump, each with the reason that another rank recorded."""
     dead: dict[int, str] = {}
     for dump in communicator.dumps.values():
         for peer in dump.peers:
@@ -114,7 +114,7 @@ def _dead(communicator: Communicator) -> dict[int, str]:
 
 
 def _unfinished(dump: Dump) -> Record | None:
-    """The first collective that the rank has called and not completed."""
+    """The first collective that a rank called and did not complete."""
     return min(
         (record for record in dump.records if record.collective and record.state != "completed"),
         key=lambda record: record.sequence,
@@ -123,7 +123,7 @@ def _unfinished(dump: Dump) -> Record | None:
 
 
 def _collective(communicator: Communicator, dead: dict[int, str]) -> Finding | None:
-    """What became of the first collective that some rank did not complete."""
+    """Compares the ranks at the first collective that some rank did not complete."""
     stuck = [record for dump in communicator.dumps.values() if (record := _unfinished(dump))]
     if not stuck:
         return None
@@ -137,24 +137,24 @@ def _collective(communicator: Communicator, dead: dict[int, str]) -> Finding | N
     if len(calls) > 1:
         most = len(calls[0][1])
         minority = [rank for _, called in calls if len(called) < most for rank in called]
-        told = tuple(f"{ranks(called)} called {call}" for call, called in calls)
-        return Finding("disagrees", tuple(sorted(minority)), f"the ranks disagree on collective {sequence}", told)
+        details = tuple(f"{ranks(called)} called {call}" for call, called in calls)
+        return Finding("mismatch", tuple(sorted(minority)), f"the ranks disagree on collective {sequence}", details)
     came = set(calls[0][1]) | {
         peer.rank for dump in communicator.dumps.values() for peer in dump.peers if peer.called > sequence
     }
-    absent = [rank for rank in range(communicator.size) if rank not in came]
-    if absent:
-        details = tuple(_instead(communicator, rank, dead) for rank in absent)
-        text = f"{ranks(absent)} did not call {what}, which {ranks(came)} did"
-        return Finding("absent", tuple(absent), text, details)
+    missing = [rank for rank in range(communicator.size) if rank not in came]
+    if missing:
+        details = tuple(_instead(communicator, rank, dead) for rank in missing)
+        text = f"{ranks(missing)} did not call {what}, which {ranks(came)} did"
+        return Finding("missing", tuple(missing), text, details)
     if dead:
-        return Finding("stuck", (), f"{what}: all ranks have called it; it cannot end without {ranks(dead)}")
+        return Finding("hang", (), f"{what}: all ranks have called it; it cannot end without {ranks(dead)}")
     failures = {record.failure for record in stuck if record.sequence == sequence and record.failure}
-    return Finding("stuck", (), f"{what}: all ranks have called it, and not all could finish", tuple(sorted(failures)))
+    return Finding("hang", (), f"{what}: all ranks have called it, and not all could finish", tuple(sorted(failures)))
 
 
 def _instead(communicator: Communicator, rank: int, dead: dict[int, str]) -> str:
-    """What a rank did that others wait for."""
+    """What a rank did instead of calling the collective."""
     dump = communicator.dumps.get(rank)
     if dump is None:
         return f"rank {rank} {'is dead' if rank in dead else 'left no dump: it may be stopped, or busy elsewhere'}"
@@ -171,9 +171,9 @@ _COUNTERPART = {"send": "recv", "recv": "send"}
 
 
 def _messages(communicator: Communicator, dead: dict[int, str]) -> list[Finding]:
-    """Messages that did not end well and that the other side has no part in.
+    """Sends and receives that did not complete.
 
-    Where that side waits for a message itself, whoever is at the end of such a chain is to blame.
+    If the peer waits for a third rank, the rank at the end of that chain is at fault.
     """
     findings: list[Finding] = []
     waits: dict[int, int] = {}
@@ -184,7 +184,7 @@ def _messages(communicator: Communicator, dead: dict[int, str]) -> list[Finding]
                 continue
             other = communicator.dumps.get(record.peer)
             if other is None and record.peer in dead:
-                continue  # told already
+                continue  # the finding of its death says so
             finding = _unmatched(rank, record, record.peer, wanted, other)
             if finding.ranks:
                 waits.setdefault(rank, record.peer)
@@ -197,7 +197,7 @@ def _messages(communicator: Communicator, dead: dict[int, str]) -> list[Finding]
 
 
 def _last(rank: int, waits: dict[int, int]) -> int:
-    """Who is at the end of the chain of those who wait, from `rank` on; itself if they wait in a circle."""
+    """The rank at the end of the chain of waiting ranks from `rank` on; `rank` itself if the chain is a circle."""
     seen, last = {rank}, rank
     while (after := waits.get(last)) is not None:
         if after in seen:
@@ -216,14 +216,14 @@ def _unmatched(rank: int, record: Record, peer: int, wanted: str, other: Dump | 
         text = f"rank {rank} waits in {record.call}, for which rank {peer} has called no {wanted}"
         return Finding("unmatched", (peer,), text)
     if any(their.tag == record.tag for their in facing):
-        return Finding("stuck", (), f"rank {rank} called {record.call}, as rank {peer} its part, and it did not finish")
+        return Finding("hang", (), f"rank {rank} called {record.call}, as rank {peer} its part, and it did not finish")
     details = tuple(f"rank {peer} called {their.call}" for their in facing)
     return Finding("unmatched", (), f"rank {rank} called {record.call}, which does not meet rank {peer}'s", details)
 
 
-def _compare_arrivals(verdict: Verdict) -> None:
-    """How late each rank came to the collectives that all ranks remember."""
-    dumps = verdict.communicator.dumps
+def _compare_arrivals(diagnosis: Diagnosis) -> None:
+    """Measures how late each rank called the collectives that all dumps hold."""
+    dumps = diagnosis.communicator.dumps
     if len(dumps) < 2:
         return
     arrivals: dict[int, dict[int, int]] = defaultdict(dict)
@@ -232,11 +232,11 @@ def _compare_arrivals(verdict: Verdict) -> None:
             if record.collective and record.state == "completed":
                 arrivals[record.sequence][rank] = record.submitted
     complete = [times for times in arrivals.values() if len(times) == len(dumps)]
-    verdict.compared = len(complete)
+    diagnosis.compared = len(complete)
     if not complete:
         return
     span = [(min(times.values()), max(times.values())) for times in complete]
     for rank in sorted(dumps):
         late = [times[rank] - first for times, (first, _) in zip(complete, span, strict=True)]
         last = sum(times[rank] == latest for times, (_, latest) in zip(complete, span, strict=True))
-        verdict.stragglers.append(Straggler(rank, sum(late) / len(late), max(late), last))
+        diagnosis.stragglers.append(Straggler(rank, sum(late) / len(late), max(late), last))

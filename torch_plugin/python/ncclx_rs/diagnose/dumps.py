@@ -1,4 +1,4 @@
-"""Reads the files in which ranks have left their flight recorders; `src/engine/dump.rs` writes them."""
+"""Reads dumps, the files that hold the ranks' flight recorders; `src/engine/dump.rs` writes them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Record:
 
     Attributes:
         collective: whether every rank calls it, in the same order; `sequence` then means the same on every rank.
-        call: the operation with its arguments, which for collectives are those that all ranks must agree on.
+        call: the operation with its arguments. Those of a collective are the ones that all ranks must agree on.
         dtype: a collective's element type, by PyTorch's name.
-        read: how many elements of the caller's memory it reads; bytes, if there is no `dtype`.
+        read: how many elements of the caller's memory it reads, or how many bytes if there is no `dtype`.
         written: how many it writes.
         state: queued, running, completed or failed.
-        stack: where the program called it, the innermost frame first, each with name, filename and line.
+        stack: the stack of the call, the innermost frame first, each with name, filename and line.
     """
 
     number: int
@@ -49,13 +49,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Link:
-    """What the kernel knows of a TCP connection on which a rank sends to another.
+    """The kernel's statistics of a TCP connection on which a rank sends to another.
 
     Attributes:
-        round_trip: how long it took at least until the other host acknowledged, in microseconds.
-        bytes: how many were acknowledged.
-        sending: microseconds in which there was something to send and the receiving process had room for it.
-        segments: how many were sent.
+        round_trip: the least round-trip time in microseconds.
+        bytes: how many bytes were acknowledged.
+        sending: microseconds during which there was data to send and the receiver had room for it.
+        segments: how many segments were sent.
         resent: how many of them were sent again.
     """
 
@@ -71,9 +71,9 @@ class Peer:
     """What a rank knows of another.
 
     Attributes:
-        called: how many collectives it has called at least.
+        called: how many collectives the peer has called at least.
         lost: why it cannot be reached any more.
-        link: the connection to it, if it is one of TCP.
+        link: the connection to the peer, if it is a TCP connection.
     """
 
     rank: int
@@ -88,8 +88,8 @@ class Dump:
     """What a rank knew of a communicator when it wrote its file.
 
     Attributes:
-        members: what the job calls the communicator's ranks, in their order.
-        operations: how many operations it had called; `records` are the last of them and those in flight.
+        members: the job's numbers of the communicator's ranks, in the communicator's order.
+        operations: how many operations it had called. `records` holds the last of them and those in flight.
         collectives: how many collectives it had called.
     """
 
@@ -108,13 +108,13 @@ class Dump:
     records: list[Record]
 
     def collective(self, sequence: int) -> Record | None:
-        """The collective of that number, if it is remembered."""
+        """The collective of that number, if the dump holds it."""
         return next((r for r in self.records if r.collective and r.sequence == sequence), None)
 
 
 @dataclass
 class Communicator:
-    """The dumps of one communicator by rank; ranks may have left none."""
+    """The dumps of one communicator by rank. A rank may have left none."""
 
     id: str
     name: str
@@ -124,14 +124,14 @@ class Communicator:
 
 @dataclass
 class Folder:
-    """What a folder holds: communicators, and of each file that could not be read, why."""
+    """A folder's communicators, and the reason for each file that could not be read."""
 
     communicators: list[Communicator]
     unreadable: dict[Path, str]
 
 
 def read(folder: str | Path) -> Folder:
-    """Reads the dumps in a folder. Of a rank's several dumps of a communicator, the newest counts.
+    """Reads the dumps in a folder. If a rank has several dumps of a communicator, the newest counts.
 
     Raises:
         OSError: the folder cannot be read.
@@ -155,7 +155,7 @@ def parse(text: str) -> Dump:
     """A dump from its JSON.
 
     Raises:
-        ValueError: it is none, or one of another version.
+        ValueError: the text is no dump, or a dump of another version.
     """
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("version") != _VERSION:
@@ -164,8 +164,8 @@ def parse(text: str) -> Dump:
     records = [_filled(Record, record) for record in content["records"]]
     dump = _filled(Dump, content | {"peers": peers, "records": records})
     ranks = range(len(dump.members))
-    told = [dump.rank, *(r.peer for r in records if r.peer is not None)]
-    if dump.size != len(ranks) or any(rank not in ranks for rank in told) or {*map(type, dump.members)} != {int}:
+    named = [dump.rank, *(r.peer for r in records if r.peer is not None)]
+    if dump.size != len(ranks) or any(rank not in ranks for rank in named) or {*map(type, dump.members)} != {int}:
         raise ValueError(f"it tells of ranks that there are not among {dump.size}")
     if [peer.rank for peer in peers] != [rank for rank in ranks if rank != dump.rank]:
         raise ValueError(f"it does not tell of each of {dump.size} ranks")
@@ -193,4 +193,4 @@ def _check(what: str, value: object, expected: Any) -> None:
     if isinstance(value, int) and not 0 <= value < 2**64:
         raise ValueError(f"{what} is no number of 64 bits")
     if isinstance(value, str):
-        value.encode()  # JSON can spell what is no text
+        value.encode()  # JSON can spell lone surrogates

@@ -1,4 +1,4 @@
-"""Which TCP connections do much worse than the others of a communicator."""
+"""Finds TCP connections that are much worse than the communicator's others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ncclx_rs.diagnose.dumps import Communicator, Link
 
-# Less says nothing about a rate, or about how much is lost.
+# A connection that carried less has no meaningful rate or loss.
 _ENOUGH_BYTES = 1 << 20
 _ENOUGH_SEGMENTS = 100
-# Fewer connections have no usual.
+# Fewer connections do not show what is usual.
 _ENOUGH_LINKS = 3
 
 _TIMES_WORSE = 4
@@ -18,13 +18,13 @@ _TIMES_WORSE = 4
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A connection that stands out.
+    """A connection that is much worse than the others.
 
     Attributes:
         sender: the rank that sends on it.
         receiver: the rank that it sends to.
-        worse: how many times worse than a good quarter of the connections.
-        text: how bad it is, and what that quarter does at least.
+        worse: by which factor it is worse than the best quarter of the connections.
+        text: its values, and the least that the best quarter reaches.
     """
 
     sender: int
@@ -35,12 +35,12 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class _Measure:
-    """Something about a connection that is better when it is less.
+    """A property of connections; less is better.
 
     Attributes:
-        of: the value; None if the connection has carried too little to tell.
-        margin: how much more than the others is not worth telling.
-        text: the value and the others' in words.
+        of: the property's value; None if the connection has carried too little to tell.
+        margin: a difference from the usual value that is never reported.
+        text: the value and the usual one in words.
     """
 
     of: Callable[[Link], float | None]
@@ -68,7 +68,7 @@ _MEASURES = (
 
 
 def slow_links(communicator: Communicator) -> list[SlowLink]:
-    """The connections that are much slower than the others, or lose much more; the worst first."""
+    """The connections that are much slower than the others, or lose much more; the worst comes first."""
     links = {
         (dump.rank, peer.rank): peer.link
         for dump in communicator.dumps.values()

@@ -11,7 +11,7 @@ from typing import Any
 from ncclx_rs import _trace
 from ncclx_rs.diagnose.dumps import Dump, Record
 
-# What the analyser knows by another name, or has no name for.
+# The analyser has another name for the first, and none for the rest.
 _NAMES = {"window_register": "new_window"}
 _UNKNOWN = {"window_deregister", "put", "get", "signal", "wait_signal"}
 _STATES = {"queued": "scheduled", "running": "started", "failed": "started", "completed": "completed"}
@@ -20,7 +20,7 @@ PREFIX = "trace_"
 
 
 def write(dumps: Iterable[Dump], folder: Path) -> list[Path]:
-    """Writes dumps as files ``trace_<rank>`` for ``torch.distributed.flight_recorder.fr_trace``, one a process.
+    """Writes a file ``trace_<rank>`` for each process, for ``torch.distributed.flight_recorder.fr_trace``.
 
     Args:
         dumps: of any number of ranks and communicators.
@@ -42,32 +42,32 @@ def write(dumps: Iterable[Dump], folder: Path) -> list[Path]:
 
 
 def rank(dump: Dump) -> int:
-    """The rank in the job of the process that left a dump."""
+    """The job's rank of the process that left a dump."""
     return dump.members[dump.rank]
 
 
 def trace(dumps: Iterable[Dump], include_completed: bool = True) -> dict[str, Any]:
-    """One process's dumps as PyTorch's recorder tells it.
+    """One process's dumps in the format of PyTorch's recorder.
 
-    Accesses to windows are left out, which the analyser does not know, and receives from any rank that have not got a
-    message. Messages are of bytes.
+    Left out are accesses to windows, which the analyser does not know, and receives from any rank that have no message
+    yet. The dtype of messages is bytes.
 
     Args:
-        dumps: of its communicators.
-        include_completed: whether operations that are done are included.
+        dumps: the dumps of the process's communicators.
+        include_completed: whether completed operations are included.
     """
     dumps = sorted(dumps, key=lambda dump: (dump.communicator, dump.id))
     groups = [_group(number, dump) for number, dump in enumerate(dumps)]
-    told = [
+    operations = [
         (record, group, dump)
         for group, dump in zip(groups, dumps, strict=True)
         for record in dump.records
         if record.operation not in _UNKNOWN and (record.collective or record.peer is not None)
     ]
-    told.sort(key=lambda operation: operation[0].submitted)
-    # What was overwritten counts, since the analyser begins at the first number that all ranks still have.
-    numbers = itertools.count(sum(dump.operations for dump in dumps) - len(told))
-    entries = [_entry(next(numbers), *operation) for operation in told]
+    operations.sort(key=lambda operation: operation[0].submitted)
+    # Overwritten records count too: the analyser begins at the first number that all ranks still have.
+    numbers = itertools.count(sum(dump.operations for dump in dumps) - len(operations))
+    entries = [_entry(next(numbers), *operation) for operation in operations]
     return _trace.trace(groups, [entry for entry in entries if include_completed or entry.state != "completed"])
 
 
@@ -106,7 +106,7 @@ def _entry(number: int, record: Record, group: _trace.Group, dump: Dump) -> _tra
 
 
 def _shapes(record: Record, count: int) -> _trace.Shapes:
-    # Who has no part in reading or writing has no tensor for it, as opposed to one of no elements.
+    # A rank that reads or writes nothing has no tensor there, which is not the same as an empty tensor.
     if count == 0 and record.operation in ("barrier", "gather", "scatter", "send", "recv"):
         return []
     return [([count], _trace.dtype(record.dtype or "uint8"))]

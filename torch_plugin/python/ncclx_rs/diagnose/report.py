@@ -1,11 +1,11 @@
-"""The verdict for people: a screen of text, a page with a timeline."""
+"""A diagnosis as text for a terminal and as an HTML page with a timeline."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
 
-from ncclx_rs.diagnose.analyze import Verdict, ranks
+from ncclx_rs.diagnose.analyze import Diagnosis, ranks
 from ncclx_rs.diagnose.dumps import Communicator, Record
 
 _MOST_DETAILS = 8
@@ -13,41 +13,41 @@ _MOST_FINDINGS = 6
 _MOST_LINKS = 3
 
 
-def text(verdict: Verdict) -> str:
-    """What to print of one communicator."""
-    communicator = verdict.communicator
+def text(diagnosis: Diagnosis) -> str:
+    """One communicator's diagnosis as text."""
+    communicator = diagnosis.communicator
     silent = [rank for rank in range(communicator.size) if rank not in communicator.dumps]
     head = f"communicator `{communicator.name}`, {communicator.size} ranks"
     lines = [head + (f"; no dump of {ranks(silent)}" if silent else "")]
-    if verdict.culprits:
-        lines.append(f"  to blame: {ranks(verdict.culprits)}")
-    elif not verdict.findings:
+    if diagnosis.ranks_at_fault:
+        lines.append(f"  to blame: {ranks(diagnosis.ranks_at_fault)}")
+    elif not diagnosis.findings:
         lines.append("  nothing went wrong")
-    for finding in verdict.findings[:_MOST_FINDINGS]:
+    for finding in diagnosis.findings[:_MOST_FINDINGS]:
         lines.append(f"  {finding.text}")
         lines += _few([f"    {detail}" for detail in finding.details], _MOST_DETAILS, "    ")
-    if len(verdict.findings) > _MOST_FINDINGS:
-        lines.append(f"  and {len(verdict.findings) - _MOST_FINDINGS} findings more: --json tells all")
-    if verdict.links:
+    if len(diagnosis.findings) > _MOST_FINDINGS:
+        lines.append(f"  and {len(diagnosis.findings) - _MOST_FINDINGS} findings more: --json tells all")
+    if diagnosis.links:
         lines.append("  connections that stand out:")
-        shown = [f"    rank {link.sender} to rank {link.receiver}: {link.text}" for link in verdict.links]
+        shown = [f"    rank {link.sender} to rank {link.receiver}: {link.text}" for link in diagnosis.links]
         lines += _few(shown, _MOST_LINKS, "    ")
-    return "\n".join(lines + _stragglers(verdict))
+    return "\n".join(lines + _stragglers(diagnosis))
 
 
 def _few(lines: list[str], most: int, indent: str) -> list[str]:
     return lines if len(lines) <= most else [*lines[:most], f"{indent}and {len(lines) - most} more"]
 
 
-def _stragglers(verdict: Verdict) -> list[str]:
-    late = sorted(verdict.stragglers, key=lambda straggler: -straggler.mean)[:3]
+def _stragglers(diagnosis: Diagnosis) -> list[str]:
+    late = sorted(diagnosis.stragglers, key=lambda straggler: -straggler.mean)[:3]
     if not late:
         return []
-    hosts = {dump.host for dump in verdict.communicator.dumps.values()}
+    hosts = {dump.host for dump in diagnosis.communicator.dumps.values()}
     clocks = ", if the hosts' clocks agree" if len(hosts) > 1 else ""
-    lines = [f"  who came late to the last {verdict.compared} collectives that all completed{clocks}:"]
+    lines = [f"  who came late to the last {diagnosis.compared} collectives that all completed{clocks}:"]
     for straggler in late:
-        share = 100 * straggler.last / verdict.compared
+        share = 100 * straggler.last / diagnosis.compared
         mean, worst = straggler.mean / 1e3, straggler.worst / 1e3
         lines.append(
             f"    rank {straggler.rank}: last in {share:.0f} %, {mean:.2f} ms on average, {worst:.2f} ms at worst"
@@ -71,17 +71,17 @@ when the dump was written. Point at one for its call.</p>
 </html>
 """
 _WIDTH, _LEFT, _ROW = 1200, 60, 24
-# What a browser shows without trouble: of many ranks, the last operations alone.
+# As many as a browser shows without trouble; with many ranks, these are the last operations of each.
 _MOST_SPANS = 20_000
 
 
-def page(verdicts: Sequence[Verdict]) -> str:
+def page(diagnoses: Sequence[Diagnosis]) -> str:
     """An HTML page with each communicator's findings and its operations over time."""
     parts = []
-    for verdict in verdicts:
-        parts.append(f"<h2>{html.escape(verdict.communicator.name)}</h2>")
-        parts.append(f"<pre>{html.escape(text(verdict))}</pre>")
-        parts.append(_chart(verdict.communicator))
+    for diagnosis in diagnoses:
+        parts.append(f"<h2>{html.escape(diagnosis.communicator.name)}</h2>")
+        parts.append(f"<pre>{html.escape(text(diagnosis))}</pre>")
+        parts.append(_chart(diagnosis.communicator))
     return _PAGE.format(body="\n".join(parts))
 
 

@@ -28,7 +28,7 @@ class Entry(_trace.Entry):
     began: int = field(default_factory=time.perf_counter_ns)
 
 
-class Recorder:
+class RingBuffer:
     """The last operations of some communicators. Its memory does not grow with their number."""
 
     def __init__(self, max_entries: int) -> None:
@@ -61,7 +61,7 @@ class Recorder:
         with self._lock:
             self._groups.pop(group.number, None)
 
-    def began(
+    def begin(
         self,
         group: Group,
         op_id: int,
@@ -83,7 +83,7 @@ class Recorder:
             self._entries.append(entry)
             return entry
 
-    def ended(self, entry: Entry) -> None:
+    def complete(self, entry: Entry) -> None:
         """Notes that an operation is done."""
         with self._lock:
             entry.ended = entry.created + time.perf_counter_ns() - entry.began
@@ -91,7 +91,7 @@ class Recorder:
             if entry.route is None:
                 entry.group.completed = max(entry.group.completed, entry.sequence)
 
-    def withdrawn(self, entry: Entry) -> None:
+    def discard(self, entry: Entry) -> None:
         """Forgets the last operation of a group, which other ranks do not see."""
         with self._lock:
             if entry.route is None:

@@ -30,7 +30,7 @@ from ncclx_rs._comm import TorchComm
 from ncclx_rs._hooks import NewWindowPreHookArgs, SplitPreHookArgs
 from ncclx_rs._types import OpName
 from ncclx_rs._work import TorchWork
-from ncclx_rs.hooks._observer import Follower, follow
+from ncclx_rs.hooks._observer import Observer, observe
 from ncclx_rs.hooks._signature import signature
 
 
@@ -98,17 +98,17 @@ class clog:
             raise RuntimeError(f"clog: already registered with comm {comm.get_name()}")
         self._comms.add(comm)
         self._open_comms += 1
-        follow(comm, _Logger(self, comm, announces))
+        observe(comm, _CommLogger(self, comm, announces))
 
     def _write(self, line: str) -> None:
         with self._lock:
             self._file.write(line + "\n")
 
-    def _event(self, call: _Call, event: str, at: float | None = None) -> None:
+    def _write_event(self, call: _Call, event: str, at: float | None = None) -> None:
         since = max(0.0, (time.time() if at is None else at) - self._base)
         self._write(f"C{call.operation}|{event}|+{since:.3f}")
 
-    def _called(self, operation: str, comm_name: str, async_op: bool) -> _Call:
+    def _log_call(self, operation: str, comm_name: str, async_op: bool) -> _Call:
         with self._lock:
             known = len(self._signatures)
             number = self._signatures.setdefault(operation, known + 1)
@@ -116,20 +116,20 @@ class clog:
                 self._write(f"C{number}|sig|{operation}")
             self._calls += 1
             call = _Call(number, self._calls, comm_name, ["S", "E", "W"] if async_op else ["S", "E"])
-            self._event(call, f"Q|work_id={call.work}")
+            self._write_event(call, f"Q|work_id={call.work}")
             if self._lifecycle:
                 self._in_flight[call.work] = call
             return call
 
-    def _happened(self, call: _Call, event: str, at: float | None = None) -> None:
+    def _log_event(self, call: _Call, event: str, at: float | None = None) -> None:
         with self._lock:
             if event in call.pending:
                 call.pending.remove(event)
-                self._event(call, event, at)
+                self._write_event(call, event, at)
             if event == "E":
                 self._in_flight.pop(call.work, None)
 
-    def _finalized(self) -> None:
+    def _log_finalize(self) -> None:
         with self._lock:
             self._open_comms -= 1
             for call in self._in_flight.values() if self._open_comms == 0 else ():
@@ -139,7 +139,7 @@ class clog:
                 )
 
 
-class _Logger(Follower[_Call | None]):
+class _CommLogger(Observer[_Call | None]):
     """Logs one communicator."""
 
     def __init__(self, log: clog, comm: TorchComm, announces: bool) -> None:
@@ -148,7 +148,7 @@ class _Logger(Follower[_Call | None]):
         self._place = None if announces else self._here()
         self._announce()
 
-    def begin(self, name: OpName, op_id: int, args: Any) -> _Call | None:
+    def on_call(self, name: OpName, op_id: int, args: Any) -> _Call | None:
         self._announce()
         comm_name = self._comm.get_name()
         if isinstance(args, SplitPreHookArgs):
@@ -157,21 +157,21 @@ class _Logger(Follower[_Call | None]):
         if isinstance(args, SplitPreHookArgs | NewWindowPreHookArgs):
             return None
         operation = f"{signature(name, args, self._log._buffers)}|comm={comm_name}"
-        return self._log._called(operation, comm_name, args.async_op)
+        return self._log._log_call(operation, comm_name, args.async_op)
 
-    def issued(self, operation: _Call | None, work: TorchWork) -> None:
+    def on_issued(self, operation: _Call | None, work: TorchWork) -> None:
         if operation is None or not self._log._lifecycle:
             return
         log, call = self._log, operation
-        log._happened(call, "S", call.began)
-        work._on_wait(lambda: log._happened(call, "W"))
-        work._on_end(lambda _: log._happened(call, "E"))
+        log._log_event(call, "S", call.began)
+        work._on_wait(lambda: log._log_event(call, "W"))
+        work._on_end(lambda _: log._log_event(call, "E"))
 
-    def split(self, child: TorchComm) -> None:
+    def on_split(self, child: TorchComm) -> None:
         self._log._register(child, announces=False)
 
-    def finalized(self) -> None:
-        self._log._finalized()
+    def on_finalized(self) -> None:
+        self._log._log_finalize()
 
     def _here(self) -> tuple[int, int]:
         return self._comm.get_rank(), self._comm.get_size()

@@ -22,8 +22,8 @@ from ncclx_rs._once import once
 from ncclx_rs._trace import Group
 from ncclx_rs._types import OpName, P2POpType
 from ncclx_rs._work import TorchWork
-from ncclx_rs.hooks._observer import Follower, follow
-from ncclx_rs.hooks._ring_buffer import Entry, Recorder, shapes, stacked
+from ncclx_rs.hooks._observer import Observer, observe
+from ncclx_rs.hooks._ring_buffer import Entry, RingBuffer, shapes, stacked
 
 _DEFAULT_ENTRIES = 2000
 # The analyser refuses names that PyTorch has no operation of.
@@ -63,14 +63,14 @@ class FlightRecorderHook:
         if max_entries < 0:
             raise ValueError(f"FlightRecorderHook: max_entries must not be negative, got {max_entries}")
         self._off = max_entries == 0
-        self._recorder = Recorder(max_entries) if isolated else _shared()
-        self._recorder.grow(max_entries)
+        self._ring_buffer = RingBuffer(max_entries) if isolated else _shared_ring_buffer()
+        self._ring_buffer.grow(max_entries)
         self._enabled = False
 
     def register_with_comm(self, comm: TorchComm) -> None:
         """Records the communicator's operations from now on."""
         if not self._off:
-            follow(comm, _Scribe(self, comm))
+            observe(comm, _CommRecorder(self, comm))
             self._enabled = True
 
     def dump_json(self, include_completed: bool = True) -> str:
@@ -79,7 +79,7 @@ class FlightRecorderHook:
         Args:
             include_completed: whether operations that are done are included.
         """
-        return json.dumps(self._recorder.dump(include_completed))
+        return json.dumps(self._ring_buffer.dump(include_completed))
 
     def dump_file(self, rank: int, include_completed: bool = True) -> str:
         """Writes what is remembered to a file, as a pickle, and returns the file's name.
@@ -96,12 +96,12 @@ class FlightRecorderHook:
             OSError: the file cannot be written.
         """
         path = _trace.path(rank)
-        _trace.write(self._recorder.dump(include_completed), path)
+        _trace.write(self._ring_buffer.dump(include_completed), path)
         return str(path)
 
     def reset(self) -> None:
         """Forgets every operation."""
-        self._recorder.reset()
+        self._ring_buffer.reset()
 
     def is_enabled(self) -> bool:
         """Whether it is registered with a communicator."""
@@ -109,23 +109,23 @@ class FlightRecorderHook:
 
     def size(self) -> int:
         """How many operations are remembered. A batch counts as its messages."""
-        return self._recorder.size()
+        return self._ring_buffer.size()
 
     __len__ = size
 
 
-class _Scribe(Follower[list[Entry]]):
+class _CommRecorder(Observer[list[Entry]]):
     """Records one communicator."""
 
     def __init__(self, hook: FlightRecorderHook, comm: TorchComm) -> None:
         self._hook = hook
-        self._recorder = hook._recorder
+        self._ring_buffer = hook._ring_buffer
         self._comm = weakref.proxy(comm)
         self._group = self._new_group()
 
-    def begin(self, name: OpName, op_id: int, args: Any) -> list[Entry]:
+    def on_call(self, name: OpName, op_id: int, args: Any) -> list[Entry]:
         if self._group.members is not self._comm._members:  # reconfigured: another group, whose count is new
-            self._recorder.drop_group(self._group)
+            self._ring_buffer.drop_group(self._group)
             self._group = self._new_group()
         if name is OpName.batch_op_issue:
             return [self._message(op.type is P2POpType.SEND, op_id, op.tensor, op.peer) for op in args.ops]
@@ -138,25 +138,25 @@ class _Scribe(Follower[list[Entry]]):
             outputs = stacked(args.output)
         elif name is OpName.reduce_scatter:
             inputs = stacked(args.input)
-        return [self._recorder.began(self._group, op_id, _NAMES.get(name, name.name), inputs, outputs)]
+        return [self._ring_buffer.begin(self._group, op_id, _NAMES.get(name, name.name), inputs, outputs)]
 
-    def issued(self, operation: list[Entry], work: TorchWork) -> None:
-        recorder = self._recorder
+    def on_issued(self, operation: list[Entry], work: TorchWork) -> None:
+        ring_buffer = self._ring_buffer
 
         def ended(succeeded: bool) -> None:
             for entry in operation if succeeded else ():
-                recorder.ended(entry)
+                ring_buffer.complete(entry)
 
         work._on_end(ended)
 
-    def withdrawn(self, operation: list[Entry]) -> None:
+    def on_refused(self, operation: list[Entry]) -> None:
         for entry in reversed(operation):
-            self._recorder.withdrawn(entry)
+            self._ring_buffer.discard(entry)
 
-    def split(self, child: TorchComm) -> None:
+    def on_split(self, child: TorchComm) -> None:
         self._hook.register_with_comm(child)
 
-    def aborted(self) -> None:
+    def on_aborted(self) -> None:
         if not _trace.dumps_on_failure():
             return
         rank = self._group.members[self._comm.get_rank()]
@@ -167,24 +167,24 @@ class _Scribe(Follower[list[Entry]]):
         else:
             _say(f"the flight recorder wrote what rank {rank} did last to {path}")
 
-    def finalized(self) -> None:
-        self._recorder.drop_group(self._group)
+    def on_finalized(self) -> None:
+        self._ring_buffer.drop_group(self._group)
 
     def _new_group(self) -> Group:
         comm = self._comm
         timeout_ms = int(comm.get_options().timeout.total_seconds() * 1000)
-        return self._recorder.add_group(comm.get_name(), comm.get_backend(), timeout_ms, comm._members)
+        return self._ring_buffer.add_group(comm.get_name(), comm.get_backend(), timeout_ms, comm._members)
 
     def _message(self, sends: bool, op_id: int, tensor: torch.Tensor, peer: int) -> Entry:
         here, there = self._group.members[self._comm.get_rank()], self._group.members[peer]
         if sends:
-            return self._recorder.began(self._group, op_id, "send", shapes([tensor]), [], (here, there))
-        return self._recorder.began(self._group, op_id, "recv", [], shapes([tensor]), (there, here))
+            return self._ring_buffer.begin(self._group, op_id, "send", shapes([tensor]), [], (here, there))
+        return self._ring_buffer.begin(self._group, op_id, "recv", [], shapes([tensor]), (there, here))
 
 
 @once
-def _shared() -> Recorder:
-    return Recorder(0)
+def _shared_ring_buffer() -> RingBuffer:
+    return RingBuffer(0)
 
 
 def _default_entries() -> int:

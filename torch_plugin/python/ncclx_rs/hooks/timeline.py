@@ -27,7 +27,7 @@ import torch
 from ncclx_rs._comm import TorchComm
 from ncclx_rs._types import OpName
 from ncclx_rs._work import TorchWork
-from ncclx_rs.hooks._observer import Follower, follow
+from ncclx_rs.hooks._observer import Observer, observe
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class TimelineHook:
 
     def register_with_comm(self, comm: TorchComm) -> None:
         """Follows the communicator's operations from now on."""
-        follow(comm, _Rows(self, comm))
+        observe(comm, _CommRows(self, comm))
 
     def events(self) -> list[dict[str, Any]]:
         """The events so far: labels (``"ph": "M"``), operations (``"X"``) and those in flight (``"B"``)."""
@@ -103,11 +103,11 @@ class TimelineHook:
         with self._lock:
             self._labels.append({"name": kind, "ph": "M", "pid": process, "tid": row, "args": args})
 
-    def _began(self, operation: _Operation) -> None:
+    def _begin(self, operation: _Operation) -> None:
         with self._lock:
             self._in_flight.add(operation)
 
-    def _ended(self, operation: _Operation, succeeded: bool) -> None:
+    def _end(self, operation: _Operation, succeeded: bool) -> None:
         event = operation.event(self._epoch)
         event["args"]["succeeded"] = succeeded
         event |= {"ph": "X", "dur": (time.perf_counter_ns() - operation.start) / 1000}
@@ -115,12 +115,12 @@ class TimelineHook:
             self._in_flight.discard(operation)
             self._events.append(event)
 
-    def _withdrawn(self, operation: _Operation) -> None:
+    def _discard(self, operation: _Operation) -> None:
         with self._lock:
             self._in_flight.discard(operation)
 
 
-class _Rows(Follower[_Operation]):
+class _CommRows(Observer[_Operation]):
     """The rows of one communicator. Each operation takes the first row that no other is on."""
 
     def __init__(self, timeline: TimelineHook, comm: TorchComm) -> None:
@@ -130,32 +130,32 @@ class _Rows(Follower[_Operation]):
         self._rows: list[int] = []
         self._free: list[int] = []
 
-    def begin(self, name: OpName, op_id: int, args: Any) -> _Operation:
+    def on_call(self, name: OpName, op_id: int, args: Any) -> _Operation:
         process = self._process()
         with self._lock:
             lane = heapq.heappop(self._free) if self._free else self._new_row(process)
         operation = _Operation(name, op_id, _bytes(args), lane, process, self._rows[lane])
-        self._timeline._began(operation)
+        self._timeline._begin(operation)
         return operation
 
-    def issued(self, operation: _Operation, work: TorchWork) -> None:
+    def on_issued(self, operation: _Operation, work: TorchWork) -> None:
         def ended(succeeded: bool) -> None:
-            self._timeline._ended(operation, succeeded)
+            self._timeline._end(operation, succeeded)
             self._leave_row(operation)
 
         work._on_end(ended)
 
-    def withdrawn(self, operation: _Operation) -> None:
-        self._timeline._withdrawn(operation)
+    def on_refused(self, operation: _Operation) -> None:
+        self._timeline._discard(operation)
         self._leave_row(operation)
 
-    def split(self, child: TorchComm) -> None:
+    def on_split(self, child: TorchComm) -> None:
         self._timeline.register_with_comm(child)
 
-    def aborted(self) -> None:
-        self.finalized()
+    def on_aborted(self) -> None:
+        self.on_finalized()
 
-    def finalized(self) -> None:
+    def on_finalized(self) -> None:
         if self._timeline._path is not None:
             try:
                 self._timeline.save()
