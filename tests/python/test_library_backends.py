@@ -258,7 +258,7 @@ def test_a_tensor_is_held_while_the_library_may_use_it(faulty: Callable[..., Tor
 def test_a_wait_outlasts_a_limit_that_the_library_ignores(
     faulty: Callable[..., TorchComm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_library, "_GRACE_MILLISECONDS", 10)
+    monkeypatch.setattr(_library, "_OVERTIME_MILLISECONDS", 10)
     comm = faulty()
     with pytest.raises(RuntimeError, match=r"^recv: the backend faulty has ignored its time limit of 0\.02 s$"):
         comm.recv(torch.ones(3), 0, False, timeout=timedelta(milliseconds=20))

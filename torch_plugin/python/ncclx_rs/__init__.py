@@ -1,6 +1,6 @@
 """Collective communication for PyTorch, in Rust.
 
-Installed, it needs no import: ``torch.distributed.init_process_group("ncclx_rs")`` finds it by entry point.
+The installed package needs no import: ``torch.distributed.init_process_group("ncclx_rs")`` finds it by entry point.
 
 Example::
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ncclx_rs._autoload import register
 from ncclx_rs._autoload import set_default as set_default
 
-# Nothing here imports torch: torch's own start-up loads this package to register the backend. Where that is switched
-# off, an import after torch's does it.
+# This module does not import torch: torch loads it at its own start to register the backend. If that is switched off,
+# an import of this package after torch registers it.
 if hasattr(sys.modules.get("torch.distributed"), "Backend"):
     register()
 
@@ -46,9 +46,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"ncclx_rs.{name}")
     if name == "install_as_torchcomms":
-        # Without torch: it has to come before torch's import.
+        # Does not load torch: the program calls it before it imports torch.
         return importlib.import_module("ncclx_rs.as_torchcomms").install_as_torchcomms
-    # The object API needs torch, and is loaded at its first use. Submodules are not looked for in it.
+    # The object API needs torch, so it is loaded at its first use. Names of submodules do not load it.
     if not name.startswith("_") or name in ("_BackendWrapper", "_is_backend_registered"):
         api = importlib.import_module("ncclx_rs._api")
         if name in api.__all__:

@@ -6,7 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# The module of each command, whose `main` takes the rest of the line and returns the exit code; and what it does.
+# For each command its module and its description. The module's `main` takes the rest of the line and returns the exit
+# code.
 COMMANDS = {
     "bench": ("ncclx_rs.bench.__main__", "measures collectives, alone or against another backend"),
     "tune": ("ncclx_rs.bench.tune", "finds the fastest algorithms on a machine, and writes them to a file"),
@@ -15,7 +16,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """What to type."""
+    """The text of the usage."""
     listed = "\n".join(f"  {name:<10} {meaning}" for name, (_, meaning) in COMMANDS.items())
     return f"usage: ncclx-rs COMMAND ...\n\n{listed}\n\nncclx-rs COMMAND --help tells more."
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-# Where upstream's modules are here, where the names differ.
+# torchcomms' modules whose names differ here.
 _RENAMED = {"_comms": "_api", "_backend_wrapper": "_api"}
 
 

@@ -1,4 +1,4 @@
-"""The entry point that torch calls: makes the backend's name known, and nothing more."""
+"""The entry point that torch calls at its start. It only registers the backend's name."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 _DEVICES = ("cpu", "cuda")
-# What shows that there is a GPU: NVIDIA's drivers for servers and for Jetson, Windows' for its Linux, AMD's.
+# Device files of GPUs: those of NVIDIA's drivers for servers and for Jetson, of WSL, and of AMD's driver.
 _GPU_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 
 
 def register() -> None:
     """Registers the backend ``ncclx_rs``, for CPU tensors. Idempotent.
 
-    Runs inside ``import torch``, so it loads no native code and never raises: a failure becomes a warning, and the
-    error proper comes when the backend is asked for.
+    It runs inside ``import torch``, so it loads no native code and never raises. A failure becomes a warning; the error
+    is raised when a program asks for the backend.
     """
     try:
         import torch.distributed as dist
@@ -30,7 +30,7 @@ def register() -> None:
             return
         _register_as("ncclx_rs")
         if is_installed():
-            # What torchcomms calls this engine; its mode of PyTorch takes only names that c10d knows.
+            # torchcomms' name of this engine. PyTorch's torchcomms mode takes only names that c10d knows.
             _register_as("ncclx")
         if _has_gpu():
             _check_groups()
@@ -52,16 +52,17 @@ def _has_gpu() -> bool:
 
 
 def set_default(*devices: str) -> None:
-    """Makes ncclx_rs what PyTorch takes for tensors on these devices where a program names no backend.
+    """Makes ncclx_rs PyTorch's default backend for tensors on these devices.
 
-    The environment variable ``NCCLX_RS_DEFAULT``, as in ``cpu,cuda``, does so for programs that are not to be changed.
+    PyTorch takes the default where a program names no backend. The environment variable ``NCCLX_RS_DEFAULT``, as in
+    ``cpu,cuda``, has the same effect without a change of the program.
 
     Args:
-        devices: ``cpu`` or ``cuda``. The latter is for programs that ask for CUDA where there is no GPU. Where there is
-            one, CUDA tensors stay with the backend that they had, with a warning.
+        devices: ``cpu`` or ``cuda``. ``cuda`` is for programs that ask for CUDA on a host without a GPU. On a host with
+            a GPU, CUDA tensors stay with the backend that they had, with a warning.
 
     Raises:
-        ValueError: another device.
+        ValueError: a name is neither ``cpu`` nor ``cuda``.
     """
     import torch.distributed as dist
 
@@ -83,7 +84,7 @@ def set_default(*devices: str) -> None:
         _check_groups()
 
 
-# The devices for whose tensors `set_default` has asked for this backend.
+# The devices that `set_default` was called for.
 _expected: set[str] = set()
 
 
@@ -91,14 +92,14 @@ _NAMES = ("ncclx_rs", "ncclx")
 
 
 def _check_groups() -> None:
-    """Has the functions that make groups look at what serves which device."""
+    """Wraps the functions that make groups, so that they check which backend serves which device."""
     import torch.distributed as dist
 
     for name in ("init_process_group", "new_group"):
         original = getattr(dist, name)
         if not hasattr(original, "_ncclx_rs_checked"):
             checked = _checked(name, original)
-            # Where it is defined, too: pickle looks for a function there.
+            # pickle looks for a function in the module that defines it.
             setattr(dist, name, checked)
             setattr(dist.distributed_c10d, name, checked)
 
@@ -124,7 +125,7 @@ def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_cuda(function: str, backend: str | None, device_id: Any) -> None:
-    """Refuses groups whose CUDA tensors would come here: PyTorch would let the first operation find that out."""
+    """Refuses groups whose CUDA tensors this backend would get: PyTorch itself would fail at the first operation."""
     import torch
 
     names = (backend or "").lower()
@@ -138,7 +139,7 @@ def _refuse_cuda(function: str, backend: str | None, device_id: Any) -> None:
 
 
 def _warn_of_other_backends(function: str, group: Any) -> None:
-    """Warns of a group that a program gives another backend than this default."""
+    """Warns of a group for which the program names another backend than this default."""
     import torch.distributed as dist
 
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -157,5 +158,5 @@ def _create(options: Any, pg_options: Any = None) -> Any:
     from ncclx_rs._backend import create
 
     backend = create(options, pg_options)
-    _pytorch_recorder.attend(backend, pg_options)
+    _pytorch_recorder.configure(backend, pg_options)
     return backend

@@ -15,12 +15,12 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
     Args:
         options: torch's ``DistributedBackendOptions``: store, rank, size, timeout.
-        pg_options: ``ncclx_rs.Options``, for a time limit and hints of this group alone; not changed.
+        pg_options: ``ncclx_rs.Options`` with a timeout and hints for this group alone; not changed.
 
     Raises:
         ImportError: the native module does not load; see `native`.
         ValueError: a setting or option is not valid.
-        torch.distributed.DistNetworkError: ranks did not come or cannot be reached.
+        torch.distributed.DistNetworkError: ranks did not join or cannot be reached.
     """
     module = native()
     if pg_options is not None and not isinstance(pg_options, module.Options):
@@ -32,7 +32,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         _warn_of_two_limits(options.timeout, pg_options._timeout)
     backend = module.create_backend(options, pg_options)
     if getattr(options, "enable_reconfigure", False):
-        # Not before it is needed: it needs all of torch.distributed.
+        # Imported only where it is needed: it imports all of torch.distributed.
         from ncclx_rs._reconfigure import Endpoint
 
         endpoint = Endpoint()
@@ -54,6 +54,6 @@ def _warn_of_two_limits(argument: timedelta, option: timedelta) -> None:
 def _prepare_process() -> None:
     from ncclx_rs import _debug_server
 
-    # Before the interpreter goes, while callbacks can still run.
+    # Runs before the interpreter finalizes, while callbacks can still run.
     atexit.register(native()._end_all)
     _debug_server.register()

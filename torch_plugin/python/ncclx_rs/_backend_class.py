@@ -1,4 +1,4 @@
-"""What a communicator calls: the base class of backends."""
+"""The base class of backends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ncclx_rs._types import CommOptions
 
 
 class TorchCommBackend:
-    """The base of backends: what a communicator calls once it has checked the arguments.
+    """The base class of backends. A communicator calls its methods after it has checked the arguments.
 
-    A backend in Python derives from this class and is made known by `register_backend` or by an entry point in the
-    group ``ncclx_rs.backends``. It defines ``init``, ``finalize``, ``get_rank``, ``get_size``, ``get_backend_name`` and
-    the operations that it has, named as those of `TorchComm`; they return a work (anything with ``wait()``) or None
-    when the operation is done. A method that takes ``options`` is given the call's timeout and hints. It may define
-    ``abort``, ``set_timeout``, ``split``, ``reconfigure`` and ``on_failure`` too; docs/backends.md says what they do.
+    A backend in Python derives from this class. `register_backend`, or an entry point in the group
+    ``ncclx_rs.backends``, gives it a name. It defines ``init``, ``finalize``, ``get_rank``, ``get_size``,
+    ``get_backend_name`` and its operations, which have the names of `TorchComm`'s. An operation returns a work (any
+    object with ``wait()``), or None if it is done. A method with a parameter ``options`` gets the call's timeout and
+    hints. A backend may also define ``abort``, ``set_timeout``, ``split``, ``reconfigure`` and ``on_failure``; see
+    docs/backends.md.
     """
 
     def init(self, device: torch.device, name: str, options: CommOptions) -> None:
@@ -24,14 +25,14 @@ class TorchCommBackend:
         raise NotImplementedError
 
     def finalize(self) -> None:
-        """Leaves it."""
+        """Leaves the communicator."""
 
     def has_failed(self) -> bool:
-        """Whether an operation has timed out or a rank was lost, where this is known before ``on_failure`` tells."""
+        """Whether an operation has timed out or a rank was lost. It may be true before ``on_failure``'s hook runs."""
         return False
 
     def wait_for_hooks(self) -> None:
-        """Waits a while for what ``on_failure`` is about to tell, except when called by that."""
+        """Waits for a limited time until the hook of ``on_failure`` has run; returns at once if called by that hook."""
 
     def get_rank(self) -> int:
         raise NotImplementedError
@@ -46,5 +47,5 @@ class TorchCommBackend:
         return "unknown"
 
     def get_mem_allocator(self) -> Any:
-        """What makes tensors that the backend communicates best."""
+        """The allocator of tensors that the backend communicates fastest."""
         raise RuntimeError(f"get_mem_allocator: the backend {self.get_backend_name()} has no memory allocator")

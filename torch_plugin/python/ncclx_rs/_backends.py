@@ -1,4 +1,4 @@
-"""What communicators run on: the backend classes, by name."""
+"""c10d backends behind the object API, and the registry of backends by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ncclx_rs._vendor import LIBRARIES, what_is_missing
 
 
 class C10dBackend(TorchCommBackend):
-    """A c10d backend, ours or another of PyTorch's, behind the object API."""
+    """A c10d backend, this package's or another, behind the object API."""
 
     def __init__(self, name: str, make: Callable[[CommOptions], Any]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class C10dBackend(TorchCommBackend):
         self._failure_hook: Callable[[], None] | None = None
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ValueError if the backend is ours and does not serve the device."""
+        """Raises ValueError if the backend is this package's and does not serve the device."""
         if self._make is _make_ncclx and device.type != "cpu":
             raise ValueError(
                 f"ncclx_rs: new_comm: argument `device`: expected the CPU, which alone is served yet, got {device}; "
@@ -72,7 +72,7 @@ class C10dBackend(TorchCommBackend):
         return MemAllocator() if self._make is _make_ncclx else super().get_mem_allocator()
 
     def host(self, rank: int) -> int:
-        """A number for a rank's host: ranks of one host have the same. Zero for all where the backend cannot tell."""
+        """The number of a rank's host. Zero for all ranks if the backend does not know the hosts."""
         return int(self.c10d._host(rank)) if hasattr(self.c10d, "_host") else 0
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -81,19 +81,19 @@ class C10dBackend(TorchCommBackend):
             self.c10d.set_timeout(timeout)
 
     def on_failure(self, hook: Callable[[], None]) -> None:
-        """Has ``hook`` called once an operation has timed out or a rank was lost, where the backend can tell."""
+        """Calls ``hook`` once an operation has timed out or a rank was lost, if the backend reports that."""
         self._failure_hook = hook
         self._watch()
 
     def wait_for_hooks(self) -> None:
-        """Waits a while for the hook of a failure, except in it."""
+        """Waits for a limited time until the failure hook has run; returns at once if called by that hook."""
         if hasattr(self.c10d, "_wait_for_hooks"):
             self.c10d._wait_for_hooks()
 
     def _watch(self) -> None:
         if hasattr(self.c10d, "_has_failed"):
-            # Asked at every call, which a function around it would make slower.
-            self.has_failed = self.c10d._has_failed  # type: ignore[method-assign]  # the same, without a call more
+            # Every operation calls it; a wrapper function would make it slower.
+            self.has_failed = self.c10d._has_failed  # type: ignore[method-assign]  # the same function, called directly
         if self._failure_hook is not None and hasattr(self.c10d, "_on_failure"):
             self.c10d._on_failure(self._failure_hook)
 
@@ -106,7 +106,7 @@ class C10dBackend(TorchCommBackend):
         return made
 
     def reconfigure(self, options: CommOptions) -> None:
-        """Leaves the present generation, if there is one, and joins the one that ``options`` describes."""
+        """Leaves the current generation, if there is one, and joins that of ``options``."""
         if self.c10d is not None:
             self.c10d.abort()
         self.c10d = self._make(options)
@@ -239,11 +239,11 @@ _registered: dict[str, Callable[[], TorchCommBackend]] = {}
 
 
 def register_backend(name: str, backend_class: Callable[[], TorchCommBackend]) -> None:
-    """Makes a backend known to `new_comm` by a name.
+    """Registers a backend for `new_comm`.
 
     Args:
-        name: the name; a backend of that name that is known already is replaced.
-        backend_class: makes the backend object; called without arguments, once a communicator.
+        name: the name; replaces a registered backend of the same name.
+        backend_class: makes the backend object; called without arguments, once for each communicator.
     """
     _registered[name] = backend_class
 
@@ -253,7 +253,7 @@ def _is_backend_registered(name: str) -> bool:
 
 
 def built_backends() -> list[str]:
-    """The names that `new_comm` takes without anything being registered first."""
+    """The names of backends that `new_comm` takes without a registration."""
     found = (entry.name for group in _ENTRY_POINTS for entry in entry_points(group=group))
     return sorted({"ncclx", *(("gloo",) if dist.is_gloo_available() else ()), *found})
 
@@ -264,23 +264,23 @@ def is_backend_built(backend: str) -> bool:
 
 
 def get_mem_allocator(backend: str) -> Any:
-    """What makes tensors that a backend communicates best: see `MemAllocator`.
+    """The allocator of tensors that a backend communicates fastest; see `MemAllocator`.
 
     Args:
         backend: the backend's name, as `new_comm` takes it.
 
     Raises:
         ModuleNotFoundError: there is no such backend.
-        RuntimeError: it has no allocator.
+        RuntimeError: the backend has no allocator.
     """
     return make_backend(backend).get_mem_allocator()
 
 
 def make_backend(name: str) -> TorchCommBackend:
-    """A new backend object: of the first place that has the name, as `new_comm` lists them.
+    """A new backend object, of the first source that has the name; `new_comm` lists the sources.
 
     Raises:
-        ModuleNotFoundError: there is none of that name; says where it was looked for.
+        ModuleNotFoundError: there is no backend of that name; the text lists where it was searched.
         ImportError: the shared library of that name cannot be used.
     """
     if name in _registered:
@@ -292,18 +292,18 @@ def make_backend(name: str) -> TorchCommBackend:
     for group in _ENTRY_POINTS:
         for found in entry_points(group=group, name=name):
             loaded = found.load()
-            if name in _registered:  # a module that registers itself
+            if name in _registered:  # the module registers itself
                 return _registered[name]()
             if callable(loaded):
                 return cast(TorchCommBackend, loaded())
     if name == "gloo" and dist.is_gloo_available():
         return C10dBackend("gloo", _make_gloo)
-    if name == "fake":  # PyTorch's, which does nothing, for tests of programs; it registers itself when imported
+    if name == "fake":  # PyTorch's, which does nothing; for tests of programs. It registers itself at its import
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
     if name in dist.Backend.backend_list and name.upper() in dist.Backend._plugins:
         return C10dBackend(name, functools.partial(_make_plugin, name))
-    # Last: who has set torchcomms' variables for its own libraries gets what is there for ncclx_rs. And after the entry
-    # points, whose modules may set variables.
+    # Last, so that backends of ncclx_rs win over libraries that torchcomms' variables name, and after the entry points,
+    # whose modules may set variables.
     if (library := find_library(name, OWN_VARIABLE, TORCHCOMMS_VARIABLE)) is not None:
         return library
     if name in LIBRARIES:
@@ -354,5 +354,5 @@ def _distributed_options(options: CommOptions) -> Any:
 
 @functools.cache
 def accepts_options(method: Callable[..., Any]) -> bool:
-    """Whether a backend's method wants the call's options."""
+    """Whether a backend's method has a parameter for the call's options."""
     return "options" in inspect.signature(method).parameters

@@ -1,4 +1,4 @@
-"""Sends and receives that are issued together."""
+"""Batches of sends and receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ncclx_rs._work import TorchWork
 
 
 class BatchIssuer(Protocol):
-    """What a batch needs of its communicator."""
+    """The methods of a communicator that a batch calls."""
 
     def _check_rank(self, parameter: str, rank: int) -> None: ...
 
@@ -20,9 +20,9 @@ class BatchIssuer(Protocol):
 
 
 class BatchSendRecv:
-    """Sends and receives that run at the same time, whatever their order; made by `TorchComm.batch_op_create`.
+    """Sends and receives that run concurrently; made by `TorchComm.batch_op_create`.
 
-    Messages between two ranks still match in the order of the batch.
+    Messages between two ranks match in the order of the batch.
     """
 
     def __init__(self, comm: BatchIssuer) -> None:
@@ -40,7 +40,7 @@ class BatchSendRecv:
         self.ops.append(P2POp(P2POpType.RECV, tensor, src))
 
     def issue(self, async_op: bool, options: BatchP2POptions | None = None) -> TorchWork:
-        """Starts all of them; the work is done when all are.
+        """Starts all operations of the batch. The work is done when all of them are.
 
         Raises:
             RuntimeError: the batch is empty, or an operation failed.

@@ -1,4 +1,4 @@
-"""Where a communicator's ranks meet, and which of them this process is."""
+"""The bootstrap store of a communicator, and this process's rank and size."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ncclx_rs._load import native
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the launcher's environment variables say; see `new_comm`.
+    """This process's rank and the number of ranks, from the launcher's environment variables; see `new_comm`.
 
     Raises:
-        RuntimeError: the variables are missing or are not what they should be.
+        RuntimeError: the variables are missing or invalid.
     """
     return native().launch_rank_and_size()  # type: ignore[no-any-return]
 
@@ -32,17 +32,17 @@ def _root_store(rank: int, size: int, timeout: timedelta) -> c10d.Store:
             "new_comm: give a store, or set MASTER_ADDR and MASTER_PORT to where rank 0 listens "
             f"({type(error).__name__}: {error})"
         ) from error
-    # Under torchrun its agent listens there.
+    # Under torchrun, its agent serves the store.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return c10d.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
 
 
-# How often this process has made a communicator of each name: the ranks of one come with the same number.
+# How many communicators of each name this process has made. All ranks of a communicator have the same number.
 _made: collections.Counter[str] = collections.Counter()
 
 
 def store_for(name: str, given: c10d.Store | None, rank: int, size: int, timeout: timedelta) -> c10d.Store:
-    """The keys of a new communicator, apart from those of all others."""
+    """A store for a new communicator, whose keys no other communicator uses."""
     _made[name] += 1
     root = _root_store(rank, size, timeout) if given is None else given
     return c10d.PrefixStore(f"ncclx_rs/{name}/{_made[name]}", root)

@@ -1,4 +1,4 @@
-"""Communicators as objects."""
+"""`TorchComm`, the communicator of the object API."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from ncclx_rs._work import TorchWork
 class TorchComm(Operations):
     """A communicator: one rank's handle on a group of ranks; made by `new_comm` and by `split`.
 
-    Operations are issued in the same order on every rank, by one thread at a time. With ``async_op=False`` they are
-    done when the call returns (CUDA tensors: in the order of the current stream); with ``async_op=True`` they return at
-    once, and their tensors must be left alone until the returned work is done. ``timeout`` limits the one operation;
-    ``hints`` are settings of it by name. Tensors are contiguous and on the communicator's device.
+    Every rank issues the same operations in the same order, by one thread at a time. With ``async_op=False`` an
+    operation is done when the call returns (CUDA tensors: in the order of the current stream). With ``async_op=True``
+    the call returns at once, and the program must not touch the tensors until the returned work is done. ``timeout``
+    and ``hints`` apply to the one operation. Tensors must be contiguous and on the communicator's device.
 
-    Every operation raises ValueError or RuntimeError, with the argument and what was expected, if it was called
-    wrongly: nothing is sent then, and the communicator works on. It raises RuntimeError if it failed: the text names
+    An operation that is called wrongly raises ValueError or RuntimeError, which names the argument and the expected
+    value; nothing is sent, and the communicator stays usable. An operation that fails raises RuntimeError, which names
     the operation and the ranks at fault.
     """
 
     def __init__(self, backend: TorchCommBackend, name: str, device: torch.device, options: CommOptions) -> None:
-        """Wraps a backend that has joined; programs call `new_comm`."""
+        """Wraps a backend that has joined. Programs call `new_comm` instead."""
         self._impl = backend
         self._name = name
         self._device = device
         self._options = options
         self._rank = backend.get_rank()
         self._size = backend.get_size()
-        # Its ranks as the communicator that all others were split from numbers them.
+        # The ranks' numbers in the communicator that all others were split from.
         self._members = list(range(self._size))
         self._state = "not reconfigured yet" if options.enable_reconfigure else "ready"
-        self._has_told_of_failure = False
+        self._has_handled_failure = False
         self._splits: Counter[str] = Counter()
         self._pre_hooks: _hooks.HookList[OpName, int, Any] = _hooks.HookList()
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
@@ -63,9 +63,9 @@ class TorchComm(Operations):
         self._handle = _graph_state.handle(self, name)
         if hasattr(backend, "on_failure"):
             itself = weakref.ref(self)
-            backend.on_failure(lambda: _failed(itself))
+            backend.on_failure(lambda: _handle_failure(itself))
 
-    # ---- what it is ----
+    # ---- properties ----
 
     def get_rank(self) -> int:
         """This process's rank."""
@@ -80,11 +80,11 @@ class TorchComm(Operations):
         return self._name
 
     def get_options(self) -> CommOptions:
-        """What it was made with."""
+        """The options that it was made with."""
         return self._options
 
     def get_device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return self._device
 
     def get_backend(self) -> str:
@@ -96,7 +96,7 @@ class TorchComm(Operations):
         return self._impl.get_backend_version()
 
     def get_backend_impl(self) -> TorchCommBackend:
-        """The backend object, with whatever methods of its own it has."""
+        """The backend object, with its own methods."""
         return self._impl
 
     unsafe_get_backend = get_backend_impl
@@ -128,13 +128,13 @@ class TorchComm(Operations):
         place = f"rank {self._rank} of {self._size}"
         return f"TorchComm({self._name!r}, {self.get_backend()}, {place}, {self._device}, {self._state})"
 
-    # ---- its life ----
+    # ---- end, abort and settings ----
 
     def finalize(self) -> None:
-        """Lets what is in flight finish, and leaves.
+        """Waits until the operations in flight have ended, and leaves the communicator.
 
         Raises:
-            RuntimeError: it was finalized before.
+            RuntimeError: it is already finalized.
         """
         not_in_graphs("finalize", "it ends the communicator")
         if self._state == "finalized":
@@ -152,21 +152,21 @@ class TorchComm(Operations):
         self._post_hooks(_FINALIZE_OP_ID, _hooks.FinalizePostHookArgs())
 
     def abort(self) -> None:
-        """Ends every operation in flight on this rank with an error. Does not block; may be called from any thread.
+        """Ends every operation in flight on this rank with an error. Does not block; any thread may call it.
 
         Raises:
-            RuntimeError: the backend cannot.
+            RuntimeError: the backend does not support it.
         """
         if not self.is_abort_supported():
             raise RuntimeError(f"abort: the backend {self.get_backend()} cannot abort")
         if self._state not in ("aborted", "finalized"):
-            # What ends by this is no failure.
-            self._has_told_of_failure = self._has_told_of_failure or not self._impl.has_failed()
+            # Operations that end by this abort are no failure.
+            self._has_handled_failure = self._has_handled_failure or not self._impl.has_failed()
             self._state = "aborted"
             self._impl.abort()  # type: ignore[attr-defined]
 
     def is_abort_supported(self) -> bool:
-        """Whether `abort` works."""
+        """Whether the backend supports `abort`."""
         return callable(getattr(self._impl, "abort", None))
 
     def is_aborted(self) -> bool:
@@ -174,12 +174,12 @@ class TorchComm(Operations):
         return self._state == "aborted" or (self._state == "ready" and self._impl.has_failed())
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of operations issued from now on that have none of their own."""
+        """Sets the timeout of later operations that have none of their own."""
         self._options.timeout = timeout
         self._impl.set_timeout(timeout)  # type: ignore[attr-defined]
 
     def set_hints(self, hints: Mapping[str, str]) -> None:
-        """Adds to the communicator's hints, which its splits inherit."""
+        """Adds hints to the communicator's, which its splits inherit."""
         self._options.hints.update(hints)
 
     def __del__(self) -> None:
@@ -198,18 +198,18 @@ class TorchComm(Operations):
         """Makes a communicator of some of the ranks. Called on all ranks.
 
         Args:
-            ranks: the ranks of the caller's new communicator, which get ranks by their position in this list; empty for
-                a caller that belongs to none. Or a list of such lists, the same on all ranks, of which the caller gets
-                the one that it is in.
+            ranks: the ranks of the caller's new communicator; a rank's position in this list is its new rank. The list
+                is empty for a caller that is in no new communicator. Or a list of such lists, the same on all ranks:
+                the caller gets the communicator of the list that it is in.
             name: the new communicator's name.
-            hints: settings beside those of this communicator.
-            timeout: the new communicator's time limit; this one's if not given.
+            hints: settings in addition to those of this communicator.
+            timeout: the new communicator's timeout; this one's if not given.
 
         Returns:
-            The new communicator, or None for callers in none.
+            The new communicator, or None for a caller in no list.
 
         Raises:
-            RuntimeError: ranks are not of this communicator, are repeated, or leave the caller out.
+            RuntimeError: a rank is not in this communicator or is repeated, or the list lacks the caller.
         """
         not_in_graphs("split", "it makes a communicator")
         self._check_usable("split")
@@ -245,7 +245,7 @@ class TorchComm(Operations):
         options.hints = {**self._options.hints, **(hints or {})}
         options.timeout = timeout or self._options.timeout
         if self._options.store is not None:
-            # By members alone, who have called as often: PyTorch has the others call any number of times.
+            # The key counts the splits of these members alone: PyTorch lets other ranks split any number of times.
             key = _digest(members)
             self._splits[key] += 1
             options.store = c10d.PrefixStore(f"split/{key}/{self._splits[key]}", self._options.store)
@@ -257,13 +257,13 @@ class TorchComm(Operations):
             c10d_backend._name_ranks(child._members)
         return child
 
-    # ---- changing members ----
+    # ---- reconfiguration ----
 
     def get_init_handle(self) -> str:
-        """What other processes need to `reconfigure` with this one, and nobody else may know. The same at every call.
+        """This process's handle, a secret that the other members need for `reconfigure`. The same at every call.
 
         Raises:
-            RuntimeError: the backend cannot be reconfigured.
+            RuntimeError: the backend does not support reconfiguration.
         """
         if not hasattr(self._impl, "reconfigure"):
             raise RuntimeError(f"getInitHandle not implemented by the backend {self.get_backend()}")
@@ -276,23 +276,24 @@ class TorchComm(Operations):
         timeout: timedelta | None = None,
         hints: Hints = None,
     ) -> TorchWork:
-        """Makes the processes of ``init_handles`` the members of this communicator, which joins them.
+        """Makes the processes of ``init_handles`` the members of this communicator.
 
-        Called by all of them, with the same arguments. What was in flight before ends with an error; ranks and size are
-        new. May be called again, with fewer, more or other members, also after an abort or a lost rank.
+        All of them call it with the same arguments. Operations in flight end with an error; ranks and size are new. It
+        may be called again, with fewer, more or other members, also after an abort or the loss of a rank.
 
         Args:
-            uuid: a number that this membership has not been given before.
-            init_handles: every member's `get_init_handle`. A list gives the ranks in its order; a set leaves that open.
-            timeout: the time limit of joining; the communicator's if not given.
-            hints: settings beside the communicator's.
+            uuid: a number that no earlier call with these members had.
+            init_handles: every member's `get_init_handle`. A list has the members in the order of their ranks; a set
+                leaves the order open.
+            timeout: the timeout of joining; the communicator's if not given.
+            hints: settings in addition to the communicator's.
 
         Returns:
-            A work that is done.
+            A completed work.
 
         Raises:
-            RuntimeError: the backend or the communicator cannot be reconfigured, the handles are wrong, or members did
-                not come in time.
+            RuntimeError: the backend or the communicator does not support reconfiguration, the handles are wrong, or
+                members did not join in time.
         """
         not_in_graphs("reconfigure", "it changes the communicator")
         if not hasattr(self._impl, "reconfigure"):
@@ -314,16 +315,16 @@ class TorchComm(Operations):
         self._members = list(range(self._size))
         self._splits.clear()
         self._state = "ready"
-        self._has_told_of_failure = False
+        self._has_handled_failure = False
         return TorchWork()
 
     # ---- windows ----
 
     def new_window(self, tensor: torch.Tensor | None = None) -> TorchCommWindow:
-        """Memory that other ranks write to. Called on all ranks.
+        """A window: memory that other ranks access. Called on all ranks.
 
         Args:
-            tensor: what this rank lends at once; more comes by `TorchCommWindow.tensor_register`.
+            tensor: the tensor to register at once. `TorchCommWindow.tensor_register` registers one later.
 
         Raises:
             RuntimeError: the backend has no windows.
@@ -344,27 +345,27 @@ class TorchComm(Operations):
     # ---- hooks ----
 
     def register_pre_hook(self, callback: Callable[[OpName, int, Any], object]) -> _hooks.RemovableHandle:
-        """Has ``callback(name, op_id, args)`` called before every operation, which is not issued if it raises."""
+        """Calls ``callback(name, op_id, args)`` before every operation. If it raises, the operation is not issued."""
         return self._pre_hooks.add(callback)
 
     def register_post_hook(self, callback: Callable[[int, Any], object]) -> _hooks.RemovableHandle:
-        """Has ``callback(op_id, args)`` called after every operation was issued."""
+        """Calls ``callback(op_id, args)`` after every operation was issued."""
         return self._post_hooks.add(callback)
 
     def register_abort_hook(self, callback: Callable[[], object]) -> _hooks.RemovableHandle:
-        """Has ``callback()`` called when an operation timed out or a rank was lost, before the communicator ends.
+        """Calls ``callback()`` when an operation timed out or a rank was lost, before the communicator is aborted.
 
-        It is called on a thread of its own, once those who wait have their error.
+        The call runs on a thread of its own, after the waiting threads have got their error.
         """
         return self._abort_hooks.add(callback)
 
-    # ---- as a c10d backend: what `_BackendWrapper` calls ----
+    # ---- called by `_BackendWrapper` ----
 
     def _c10d_backend(self) -> Any:
         """The c10d backend that this communicator runs on.
 
         Raises:
-            RuntimeError: it runs on another kind of backend.
+            RuntimeError: its backend is not one of c10d's.
         """
         if not isinstance(self._impl, C10dBackend):
             raise RuntimeError(f"the backend {self.get_backend()} is no c10d backend, which a process group needs")
@@ -374,7 +375,7 @@ class TorchComm(Operations):
         return bool(self._pre_hooks or self._post_hooks)
 
     def _before_c10d(self, name: str, *args: Any) -> list[int]:
-        """Calls the pre-hooks for each operation of a c10d call, and gives their ids."""
+        """Calls the pre-hooks for each operation of a c10d call; returns the operations' ids."""
         self._check_usable(name)
         ids = []
         for operation, hook_args in c10d_hook_args(name, args):
@@ -390,17 +391,17 @@ class TorchComm(Operations):
                 self._post_hooks(op_id, _hooks.CollectivePostHookArgs(TorchWork(work)))
 
     def _split_for_c10d(self, ranks: Sequence[int], timeout: timedelta) -> TorchComm | None:
-        # Not PyTorch's name for the group, which in 2.13 can differ between its ranks.
+        # Not PyTorch's name of the group: in 2.13 it can differ between the ranks.
         name = f"{self._name}/{_digest(ranks)[:8]}"
         return self.split(list(ranks) if self._rank in ranks else [], name, timeout=timeout)
 
     # ---- memory ----
 
     def get_mem_allocator(self) -> Any:
-        """What makes tensors that the backend communicates best: see `MemAllocator`.
+        """The allocator of tensors that the backend communicates fastest; see `MemAllocator`.
 
         Raises:
-            RuntimeError: the backend has none.
+            RuntimeError: the backend has no allocator.
         """
         return self._impl.get_mem_allocator()
 
@@ -409,17 +410,17 @@ class TorchComm(Operations):
         return self.get_mem_allocator()
 
     def tensor_register(self, tensor: torch.Tensor) -> None:
-        """Announces a tensor that will be communicated often.
+        """Registers a tensor that will be communicated often.
 
         Raises:
-            RuntimeError: it is registered already.
+            RuntimeError: it is already registered.
         """
         if tensor.data_ptr() in self._registered:
             raise RuntimeError("tensor_register: the tensor is registered already")
         self._registered[tensor.data_ptr()] = tensor
 
     def tensor_deregister(self, tensor: torch.Tensor) -> None:
-        """Takes `tensor_register` back.
+        """Undoes `tensor_register`.
 
         Raises:
             RuntimeError: it is not registered.
@@ -439,18 +440,18 @@ def _digest(ranks: Sequence[int]) -> str:
     return hashlib.sha256(str(list(ranks)).encode()).hexdigest()
 
 
-def _failed(itself: weakref.ref[TorchComm]) -> None:
-    """Acts on a failure for good, on whatever thread saw it."""
+def _handle_failure(itself: weakref.ref[TorchComm]) -> None:
+    """Aborts a communicator whose backend has failed, on the thread that noticed it."""
     comm = itself()
-    if comm is None or comm._has_told_of_failure or comm._state == "finalized":
+    if comm is None or comm._has_handled_failure or comm._state == "finalized":
         return
-    comm._has_told_of_failure = True
+    comm._has_handled_failure = True
     comm._state = "aborted"
     try:
         comm._abort_hooks()
     finally:
         if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
-            # Without an abort of the communicator, by which this rank would leave: to the others it dies.
+            # The communicator is not aborted first, which would be a goodbye: the other ranks must see a dead rank.
             _abort_process(comm)
         if comm._state == "aborted" and comm.is_abort_supported():  # unless a hook has reconfigured it
             comm._impl.abort()  # type: ignore[attr-defined]
@@ -463,7 +464,7 @@ def _abort_process(comm: TorchComm) -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
-    # What the engine said of it.
+    # Shows what the engine has logged about the failure.
     _logging.flush(1.0)
     os.abort()
 

@@ -1,6 +1,6 @@
-"""The engine's flight recorder behind the worker server of PyTorch's debug server.
+"""Handlers of the worker server that PyTorch's debug server asks for flight recorders.
 
-Its pages "TorchComms FR" and "TorchComms Health" ask every worker by names that torchcomms has given them.
+The pages "TorchComms FR" and "TorchComms Health" call every worker's handlers by torchcomms' names.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ncclx_rs.diagnose import dumps, pytorch
 
 
 def register() -> None:
-    """Has this process's worker server answer, where this PyTorch has one. Called once a process.
+    """Registers the handlers with this process's worker server, if this PyTorch has one. Called once a process.
 
-    Where torchcomms is there, its own recorder answers: it would end the process if somebody else did.
+    If torchcomms is installed, its own handlers stay: it would end the process if their names were taken.
     """
     if not hasattr(c10d, "_register_handler") or (not is_installed() and importlib.util.find_spec("torchcomms")):
         return
@@ -31,25 +31,25 @@ def register() -> None:
         "torchcomms_health_check": _health_check,
     }
     for name, handler in handlers.items():
-        # PyTorch lets go of handlers after the interpreter's end, when nothing of Python's may be freed any more.
+        # PyTorch drops handlers after the interpreter's end, when no Python object may be freed.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))
         c10d._register_handler(name, handler)
 
 
-def _own() -> list[dumps.Dump]:
+def _own_dumps() -> list[dumps.Dump]:
     return [dumps.parse(text) for text in native().dumps("the debug server")]
 
 
 def _fr_trace_json(request: Any, response: Any) -> None:
     only_active = request.get_param("onlyactive") == "true"
-    trace = pytorch.trace(_own(), include_completed=not only_active)
+    trace = pytorch.trace(_own_dumps(), include_completed=not only_active)
     if request.get_param("includecollectives") == "false":
         del trace["entries"]
     _answer(response, trace)
 
 
 def _fr_dump_file(request: Any, response: Any) -> None:
-    own = _own()
+    own = _own_dumps()
     if not own:
         response.set_status(503)
         response.set_content("there is no communicator", "text/plain")
@@ -61,7 +61,7 @@ def _fr_dump_file(request: Any, response: Any) -> None:
 
 
 def _health_check(request: Any, response: Any) -> None:
-    failed = any(record.state == "failed" for dump in _own() for record in dump.records)
+    failed = any(record.state == "failed" for dump in _own_dumps() for record in dump.records)
     _answer(response, {"healthy": not failed})
 
 

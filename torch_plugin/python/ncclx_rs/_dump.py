@@ -1,4 +1,4 @@
-"""Writes the engine's flight recorders of this process down."""
+"""`dump`, which writes this process's flight recorders to files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ncclx_rs._load import native
 def dump(
     folder: str | os.PathLike[str], reason: str = "on demand", format: Literal["json", "pytorch"] = "json"
 ) -> list[pathlib.Path]:
-    """Writes what the engine remembers of this process's communicators.
+    """Writes the flight recorders of this process's communicators to files.
 
-    Call it on every rank. It may be called from any thread, also while another one waits for an operation.
+    Call it on every rank. Any thread may call it, also while another thread waits for an operation.
 
     Args:
-        folder: where to write; made if it is not there.
-        reason: a text that becomes a part of files in JSON.
+        folder: the folder for the files; created if it does not exist.
+        reason: a text that files in JSON contain.
         format: "json" for ``ncclx-rs diagnose``, "pytorch" for ``torch.distributed.flight_recorder.fr_trace``.
 
     Returns:
-        The files' names: in JSON one a communicator that is open, else one for the process. Only their owner can read
-        them.
+        The files' names: in JSON one for each open communicator, else one for the process. Only their owner can read
+        the files.
 
     Raises:
         OSError: a file cannot be written.
-        ValueError: there is no such format.
+        ValueError: the format is unknown.
     """
     if format == "json":
         written: list[pathlib.Path] = native().write_dumps(folder, reason)

@@ -1,7 +1,7 @@
-"""What operations do while torch.compile traces a program: they put operators into its graph.
+"""Operations while torch.compile traces a program: they put operators of `_graph_operators` into its graph.
 
-The operators are those of `_graph_operators`: one starts an operation, one waits for it, and what it wrote is copied
-into the program's tensors where the program waits.
+One operator starts an operation, and one waits for it. Where the program waits, the results are copied into the
+program's tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def issue(handle: str, name: str, options: OpOptions, *args: Any) -> TorchWork:
     """Puts an operation into the graph.
 
     Args:
-        handle: the communicator or window.
-        name: the operation, as the table of operators has it.
+        handle: the handle of the communicator or window.
+        name: the operation's name in the table of operators.
         options: its options.
-        args: those of its method, up to and with ``async_op``.
+        args: the arguments of its method, up to and including ``async_op``.
     """
     *operands, async_op = args
     values: list[Any] = []
@@ -47,14 +47,14 @@ def issue(handle: str, name: str, options: OpOptions, *args: Any) -> TorchWork:
 
 
 def window_contents(handle: str, rank: int, meta: tuple[torch.dtype, torch.Size, torch.device]) -> torch.Tensor:
-    """Puts a copy of this rank's part of a window into the graph, as it is when the program gets there."""
+    """Puts a copy of this rank's part of a window into the graph. The copy is made when the graph runs."""
     dtype, shape, device = meta
     contents: torch.Tensor = window_read(handle, rank, list(shape), dtype, device)
     return contents
 
 
 class GraphWork(TorchWork):
-    """An operation that a graph started. It is waited for in the graph or, if the graph returns it, later."""
+    """An operation that a graph started. The graph waits for it, or returns it to code that waits later."""
 
     def __init__(self, name: str, token: torch.Tensor, values: Sequence[Any], handle: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Gradients of operations in graphs of torch.compile: each is an operation again."""
+"""Gradients of operations in graphs of torch.compile. Each gradient is an operation again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Grads = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Backward:
-    """What a gradient is computed with.
+    """The inputs of a gradient, besides the gradients of the results.
 
     Attributes:
-        run: performs an operation, given the arguments of its operator, and returns what it wrote.
-        values: the operation's operands by name, where tensors are only their shapes.
+        run: runs an operation with the arguments of its operator; returns the tensors that it wrote.
+        values: the operation's operands by name, with shapes in place of tensors.
         size: the number of ranks.
     """
 
@@ -31,11 +31,11 @@ def of(name: str, backward: Backward, grads: Sequence[torch.Tensor]) -> dict[str
 
     Args:
         name: the operation.
-        backward: how to compute.
-        grads: the gradients of what the operation wrote.
+        backward: the other inputs.
+        grads: the gradients of the tensors that the operation wrote.
 
     Raises:
-        NotImplementedError: the operation has none, or has none for this reduction.
+        NotImplementedError: the operation has no gradient, or none for this reduction.
     """
     formula = _FORMULAS.get(name)
     if formula is None:

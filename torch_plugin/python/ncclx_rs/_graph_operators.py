@@ -1,10 +1,10 @@
-"""The custom operators that stand for operations in graphs of torch.compile: two each, made from one table.
+"""The custom operators of operations in graphs of torch.compile: two for each operation, made from one table.
 
-``torch.ops.ncclx_rs.all_reduce`` starts the operation on a copy of what it changes and returns a token;
-``torch.ops.ncclx_rs.all_reduce_wait`` waits for it and returns the copy. So the operators change no tensor that the
-graph knows of. The wait takes all that the start did, so that no compiler reuses the memory in between. They call the
-communicator's own method, hooks and checks included. They count as side effects: none is dropped, and all stay in the
-program's order.
+``torch.ops.ncclx_rs.all_reduce`` copies the tensors that the operation changes, starts it on the copies and returns a
+token; ``torch.ops.ncclx_rs.all_reduce_wait`` waits for it and returns the copies. So the operators change no tensor
+of the graph. The wait takes the arguments of the start too, so that no compiler reuses their memory in between. The
+operators call the communicator's own methods, with hooks and checks. They are registered as side effects: compilers
+drop none of them and keep their order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ncclx_rs._types import BatchP2POptions, OpOptions, RedOpType, ReduceOp
 if TYPE_CHECKING:
     from ncclx_rs._work import TorchWork
 
-# The operands of each operation, in the order of its method. What is ``out`` is overwritten; what is ``inout`` may be
-# read or, on some ranks, left as it is.
+# The operands of each operation, in the order of its method. An ``out`` operand is overwritten. An ``inout`` operand
+# may be read, and some ranks may leave it as it is.
 TABLE = {
     "send": "Tensor tensor, int dst",
     "recv": "out Tensor tensor, int src",
@@ -46,7 +46,7 @@ TABLE = {
     "scatter": "out Tensor output_tensor, Tensor[] input_tensor_list, int root",
     "gather": "inout Tensor[] output_tensor_list, Tensor input_tensor, int root",
     "gather_single": "inout Tensor output, Tensor input, int root",
-    # A batch's messages in their order: whether each is sent, and to or from whom.
+    # The messages of a batch in their order: for each, whether it is a send, and its peer.
     "batch_op_issue": "Tensor[] sent, out Tensor[] received, bool[] is_send, int[] peers",
     # The offset is in bytes.
     "window_put": "Tensor tensor, int dst_rank, SymInt offset",
@@ -57,7 +57,7 @@ TABLE = {
 
 
 class Operand(NamedTuple):
-    """One operand of an operation, as the table has it."""
+    """One operand of an operation in the table."""
 
     access: str
     type: str
@@ -65,7 +65,7 @@ class Operand(NamedTuple):
 
     @property
     def schema(self) -> str:
-        """What operators declare; a reduction is its name and its factor, a number or a tensor."""
+        """The operand in an operator's schema. A reduction is its name and its factor, a number or a tensor."""
         if self.type == "ReduceOp":
             return f"str {self.name}, float? factor, Tensor? factor_tensor"
         return f"{self.type} {self.name}"
@@ -80,8 +80,8 @@ OPERANDS = {name: _parse(operands) for name, operands in TABLE.items()}
 
 
 def written(name: str, values: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that an operation writes to, among its operator's arguments."""
-    # No reduction stands before a tensor, so that operands and arguments are at the same places.
+    """The tensors among an operator's arguments that its operation writes."""
+    # No reduction comes before a tensor, so operands and arguments of tensors have the same positions.
     found: list[torch.Tensor] = []
     for operand, value in zip(OPERANDS[name], values, strict=False):
         if operand.access != "in":
@@ -89,7 +89,7 @@ def written(name: str, values: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-# ---- what the operators do ----
+# ---- implementations of the operators ----
 
 _tokens = itertools.count(1)
 
@@ -182,7 +182,7 @@ def _window_read_fake(
 
 
 def _save(name: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keeps what the gradient is computed from, which is no tensor's content."""
+    """Saves what the gradient needs: shapes and numbers, but no tensor's content."""
     _, *values, ctx.handle = inputs
     rest = iter(values)
     ctx.values = {}
@@ -193,7 +193,7 @@ def _save(name: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         elif operand.type == "Tensor[]":
             value = [t.shape for t in value]
         elif operand.type == "ReduceOp":
-            next(rest), next(rest)  # its factor
+            next(rest), next(rest)  # the reduction's factor
         ctx.values[operand.name] = value
 
 

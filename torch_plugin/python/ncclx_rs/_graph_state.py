@@ -1,6 +1,6 @@
-"""What graphs of torch.compile refer to: communicators and windows by name, and operations in flight.
+"""The registry that graphs of torch.compile refer to: communicators and windows by name, and operations in flight.
 
-Apart from the operators, which take time to register and are loaded when the first operation is traced.
+The operators are in another module: registering them takes time, so they are loaded when the first operation is traced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Communicator(Protocol):
-    """What graphs call of a communicator, beside the operations that they find by name."""
+    """The methods of a communicator that operators call, besides its operations, which they find by name."""
 
     def get_size(self) -> int: ...
 
@@ -28,7 +28,7 @@ class Communicator(Protocol):
 
 
 class Window(Protocol):
-    """What graphs call of a window."""
+    """The members of a window that operators use."""
 
     _comm_handle: str
 
@@ -42,7 +42,7 @@ _lock = threading.Lock()
 
 
 def handle(named: Communicator | Window, name: str) -> str:
-    """What graphs call a communicator or window: its name, with a number where another that is in use has the same."""
+    """Registers a communicator or window under its name, to which a number is added if the name is in use."""
     with _lock:
         names = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
         free = next(name for name in names if name not in _named)
@@ -54,7 +54,7 @@ def find(handle: str) -> Any:
     """The communicator or window of a handle.
 
     Raises:
-        RuntimeError: it is gone.
+        RuntimeError: it no longer exists.
     """
     found = _named.get(handle)
     if found is None:
@@ -67,11 +67,11 @@ class InFlight:
     """An operation that a graph started.
 
     Attributes:
-        work: its work.
-        results: what it writes to.
-        inputs: kept until it is done.
+        work: the operation's work.
+        results: the tensors that it writes.
+        inputs: its arguments, kept until it is done.
         comm: the handle of its communicator.
-        waited: whether somebody has begun to wait for it.
+        waited: whether a wait for it has begun.
     """
 
     work: TorchWork
@@ -81,11 +81,11 @@ class InFlight:
     waited: bool = False
 
 
-# By the number that the graph has in place of the work.
+# By the token that stands for the work in the graph.
 in_flight: dict[int, InFlight] = {}
 
 
 def forget(comm: str) -> int:
-    """Drops what is in flight on a communicator, and says for how many operations nobody has waited."""
+    """Drops a communicator's operations in flight; returns the number of those that no code has waited for."""
     tokens = [token for token, call in list(in_flight.items()) if call.comm == comm]
     return sum(not in_flight.pop(token).waited for token in tokens)

@@ -1,4 +1,4 @@
-"""Hooks on a communicator: what they are told, and how they are removed."""
+"""Hooks of a communicator: their lists, handles and arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 
 
 class RemovableHandle:
-    """Takes a registered hook back. The hook stays when the handle is dropped."""
+    """Removes a registered hook. Dropping the handle does not remove the hook."""
 
     def __init__(self, remove: Callable[[], object]) -> None:
         self._remove = remove
@@ -28,7 +28,7 @@ class RemovableHandle:
 
 
 class HookList(Generic[P]):
-    """The hooks of one kind, called in the order they were registered."""
+    """The hooks of one kind, called in the order of their registration."""
 
     def __init__(self) -> None:
         self._hooks: dict[int, Callable[P, object]] = {}
@@ -47,7 +47,7 @@ class HookList(Generic[P]):
             hook(*args, **kwargs)
 
 
-# ---- what a pre-hook is told, by operation ----
+# ---- arguments of pre-hooks, by operation ----
 
 
 @dataclass(frozen=True)
@@ -197,19 +197,19 @@ class BatchOpIssuePreHookArgs:
 
 
 class NewWindowPreHookArgs:
-    """A window is made."""
+    """A window is about to be made."""
 
 
 class FinalizePreHookArgs:
-    """The communicator is finalized."""
+    """The communicator is about to be finalized."""
 
 
-# ---- what a post-hook is told ----
+# ---- arguments of post-hooks ----
 
 
 @dataclass(frozen=True)
 class CollectivePostHookArgs:
-    """An operation was issued; done or not is what its work says."""
+    """An operation was issued; its work says whether it is done."""
 
     work: TorchWork
 

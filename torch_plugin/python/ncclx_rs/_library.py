@@ -1,4 +1,4 @@
-"""Backends in shared libraries: found by environment variable, called through the native module."""
+"""Backends in shared libraries, which environment variables name; the native module calls them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TORCHCOMMS_VARIABLE = "TORCHCOMMS_BACKEND_LIB_PATH_"
 
 
 def find_library(name: str, *prefixes: str) -> LibraryBackend | None:
-    """The backend in the library that a variable names for ``name``; nothing if none does.
+    """The backend in the library that an environment variable names for ``name``; None if no variable does.
 
     Args:
-        name: the backend's name, which the variables have in upper case.
-        prefixes: what the variables begin with, the first to be looked at first. An empty value counts as unset.
+        name: the backend's name; the variables' names end in it, in upper case.
+        prefixes: the beginnings of the variables' names, in the order of their search. An empty value counts as unset.
 
     Raises:
-        ImportError: the library cannot be loaded, is none, or is of another version; names the variable.
+        ImportError: the library cannot be loaded, has no backend, or has another version; the text names the variable.
     """
     for prefix in prefixes:
         variable = prefix + name.upper()
@@ -57,9 +57,9 @@ def _load(path: str) -> Library:
 class LibraryBackend(TorchCommBackend):
     """A backend in a shared library, which implements the trait of the Rust crate ``ncclx_rs_backend``.
 
-    Methods of the backend's own are attributes: called with tensors by position, which are contiguous and of their own
-    memory, and with what JSON can say by name, they return what JSON can say. They raise ValueError where they were
-    called wrongly and RuntimeError where they failed.
+    The backend's own methods are attributes. They take contiguous tensors by position, which must not overlap,
+    and values that JSON can express by name; they return a value that JSON can express. A wrong call raises
+    ValueError, a failure RuntimeError.
     """
 
     def __init__(self, library: Library) -> None:
@@ -67,7 +67,7 @@ class LibraryBackend(TorchCommBackend):
         self._library = library
         self._native: NativeBackend | None = None
         self._device = torch.device("cpu")
-        self._place = (-1, 0)
+        self._rank_and_size = (-1, 0)
         self._timeout = timedelta(0)
         self._failure_hook: Callable[[], None] | None = None
 
@@ -88,7 +88,7 @@ class LibraryBackend(TorchCommBackend):
             options.store,
             _host(options.store),
         )
-        self._place = (options.rank, options.size)
+        self._rank_and_size = (options.rank, options.size)
 
     def reconfigure(self, options: CommOptions) -> None:
         """Leaves the present generation, if there is one, and joins the one that ``options`` describes."""
@@ -116,14 +116,14 @@ class LibraryBackend(TorchCommBackend):
             self._native.set_timeout(_milliseconds(timeout))
 
     def on_failure(self, hook: Callable[[], None]) -> None:
-        """Has ``hook`` called when a wait tells that an operation has timed out or a rank was lost."""
+        """Calls ``hook`` when a wait reports that an operation has timed out or a rank was lost."""
         self._failure_hook = hook
 
     def get_rank(self) -> int:
-        return self._place[0]
+        return self._rank_and_size[0]
 
     def get_size(self) -> int:
-        return self._place[1]
+        return self._rank_and_size[1]
 
     def get_backend_name(self) -> str:
         return self._library.name
@@ -131,7 +131,7 @@ class LibraryBackend(TorchCommBackend):
     def get_backend_version(self) -> str:
         return self._library.version
 
-    # ---- its own methods ----
+    # ---- the backend's own methods ----
 
     def __getattr__(self, name: str) -> Any:
         library = self.__dict__.get("_library")
@@ -322,15 +322,15 @@ class LibraryWork:
 
         Raises:
             ValueError: the operation was called wrongly.
-            RuntimeError: it failed; the text is the backend's. Or the backend has let its time limit pass by far.
+            RuntimeError: it failed, with the backend's text; or the backend did not end it long after its timeout.
         """
-        if not self._ended_within(_milliseconds(self._timeout) + _GRACE_MILLISECONDS):
+        if not self._ended_within(_milliseconds(self._timeout) + _OVERTIME_MILLISECONDS):
             self._backend._failed()
             limit = f"its time limit of {self._timeout.total_seconds():g} s"
             raise RuntimeError(f"{self._name}: the backend {self._backend.get_backend_name()} has ignored {limit}")
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or badly."""
+        """Whether the operation has ended, with or without an error."""
         try:
             return self._ended_within(0)
         except (ValueError, RuntimeError):
@@ -345,11 +345,11 @@ class LibraryWork:
             raise
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has ended without an error."""
         return self.is_completed() and self._work.failure is None
 
     def timed_out(self) -> bool:
-        """Whether it has ended because its time ran out."""
+        """Whether it has timed out."""
         return self.is_completed() and self._work.failure == "timeout"
 
 
@@ -358,11 +358,11 @@ def _milliseconds(timeout: timedelta) -> int:
 
 
 def _host(store: c10d.Store) -> str:
-    """The host that serves a store, or nothing."""
+    """The host that serves a store; empty if unknown."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, c10d.TCPStore) else os.environ.get("MASTER_ADDR", "")
 
 
-# How long a backend may take to end an operation whose time has run out.
-_GRACE_MILLISECONDS = 30_000
+# How long a backend may take to end an operation that has timed out.
+_OVERTIME_MILLISECONDS = 30_000

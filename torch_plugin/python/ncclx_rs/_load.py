@@ -16,13 +16,13 @@ def native() -> Any:
     Raises:
         ImportError: it was built against another minor version of torch, or cannot be loaded.
     """
-    # The native classes derive from those of torch.distributed.
+    # The native classes derive from classes of torch.distributed.
     import torch
     import torch.distributed
 
     if "ncclx_rs._native" not in sys.modules:
         _check_built(torch.__version__)
-    # Waits for a thread that loads it.
+    # Waits if another thread is loading it.
     return importlib.import_module("ncclx_rs._native")
 
 
@@ -41,6 +41,6 @@ def _check_built(running: str) -> None:
 
 
 def _built_version(path: str) -> str | None:
-    """The torch that the module in ``path`` was built against, read without loading it, which could crash."""
+    """The version of torch that the module was built against, read from its file: loading it could crash."""
     found = re.search(rb"NCCLX_RS_TORCH_VERSION=([0-9][^;]*);", pathlib.Path(path).read_bytes())
     return found.group(1).decode() if found else None

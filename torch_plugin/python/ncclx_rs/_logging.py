@@ -1,4 +1,4 @@
-"""What of the engine's records and warnings is Python's part. The records come by `src/logging.rs`."""
+"""Python's part of logging and warnings. `src/logging.rs` passes the engine's records on to Python's logging."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _OURS = ("ncclx_rs", "torch")
 _at_work: logging.Logger | None = None
 
 
-class _Unheard(logging.Handler):
-    """Writes to the standard error what no other handler gets."""
+class _LastResortHandler(logging.Handler):
+    """Writes records to the standard error that no other handler gets."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if any(handler is not self for handler in _handlers(logging.getLogger(record.name))):
@@ -25,12 +25,12 @@ class _Unheard(logging.Handler):
 
 
 def show(level: int) -> None:
-    """Has records of that level and above seen, also where the program sets no logging up."""
+    """Shows records of that level and above, also if the program does not configure logging."""
     logging.addLevelName(5, "TRACE")
     logger = logging.getLogger(_LOGGER)
     if logger.level == logging.NOTSET:
         logger.setLevel(level)
-    handler = _Unheard()
+    handler = _LastResortHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
 
@@ -68,13 +68,13 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def warn_of_hints(names: list[str]) -> None:
-    """Warns of hints that are not known."""
+    """Warns of unknown hints."""
     for name in names:
         warn(f"the hint `{name}` is not known and has no effect")
 
 
 def warn(text: str) -> None:
-    """Warns at the line by which the program has come here."""
+    """Warns with the location of the program's own line that led to this call."""
     frame, depth = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
         frame, depth = frame.f_back, depth + 1
@@ -82,7 +82,7 @@ def warn(text: str) -> None:
 
 
 def flush(seconds: float) -> None:
-    """Waits until all that the engine has logged is told, for a process that ends without exit handlers."""
+    """Waits until Python's logging has got the engine's records; for processes that end without exit handlers."""
     native = sys.modules.get("ncclx_rs._native")
     if native is not None:
         native.flush_log(seconds)

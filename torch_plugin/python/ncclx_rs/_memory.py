@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host can read in place."""
+"""The allocator of tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from ncclx_rs._load import native
 
 
 class MemAllocator:
-    """Makes CPU tensors in memory that the other processes of this host can map.
+    """Makes CPU tensors in shared memory, which the other processes of this host can map.
 
-    The engine uses that by itself for messages of more than ``single_copy_bytes``: the receiver then needs neither a
-    copy by the sender nor a system call. Each tensor is a mapping and a file descriptor of its own, so this is meant
-    for few large buffers that live long, as of gradients. Forked processes share the memory
-    for as long as the one that made it keeps the tensor.
+    For messages of more than ``single_copy_bytes`` the receiver reads such a tensor in place: the sender copies
+    nothing, and there is no system call. Each tensor takes a mapping and a file descriptor, so this is meant for few
+    large buffers that live long, such as those of gradients. Forked processes share the memory for as long as the
+    process that made the tensor keeps it.
     """
 
     def empty(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor of zeros.
 
         Args:
-            size: its shape.
-            dtype: its element type; by default that of `torch.get_default_dtype`.
+            size: the shape.
+            dtype: the element type. The default is `torch.get_default_dtype`'s.
 
         Raises:
-            ValueError: a dimension is negative, or no memory could be that large.
-            torch.distributed.DistBackendError: the machine has less memory, or the process no file
+            ValueError: a dimension is negative, or the tensor would have 2**63 bytes or more.
+            torch.distributed.DistBackendError: the machine has not enough memory, or the process has no file
                 descriptor left.
         """
         if any(length < 0 for length in size):

@@ -20,22 +20,22 @@ def settings() -> list[tuple[str, list[str], str, str, str]]:
     """Every setting: name, environment variables, values, default and meaning."""
 
 def launch_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the launcher's environment says."""
+    """This process's rank and the number of ranks, from the launcher's environment variables."""
 
 def algorithms(collective: str, ranks: int, hosts: int) -> list[str]:
-    """The names of the algorithms for a collective, such as ``all_reduce``, of so many ranks on so many hosts."""
+    """The names of the algorithms for a collective, such as ``all_reduce``, of ``ranks`` ranks on ``hosts`` hosts."""
 
 def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Path]:
-    """Writes the flight recorders of this process's communicators to a folder, and gives the files' names."""
+    """Writes the flight recorders of this process's communicators to a folder; returns the files' names."""
 
 def pytorch_recorder(hints: list[tuple[str, str]]) -> bool:
-    """Whether PyTorch's own flight recorder is to record a process group with these hints."""
+    """Whether PyTorch's own flight recorder should record a process group with these hints."""
 
 def dumps(reason: str) -> list[str]:
-    """What the flight recorders of this process's communicators remember, each as JSON."""
+    """The flight recorders of this process's communicators, each as JSON."""
 
 def flush_log(seconds: float) -> bool:
-    """Waits until all that was logged has been handed over, but not longer than so many seconds. True: it has."""
+    """Waits up to ``seconds`` until Python's logging has got all records so far; returns whether it has."""
 
 def finish_log() -> bool:
     """Waits a while until all that was logged has been handed over, and prints the rest. False: a handler is stuck."""
@@ -43,27 +43,27 @@ def finish_log() -> bool:
 def mesh_grid(
     dimensions: list[tuple[str, int]], hosts: list[int], innermost: str | None = None
 ) -> tuple[list[int], list[tuple[str, list[list[int]]]]]:
-    """Lays out ranks in a grid; gives them in the grid's order, and the groups along each dimension."""
+    """Lays out ranks in a grid; returns them in the grid's order, and the groups along each dimension."""
 
 @final
 class SecretStore:
-    """A store of this process or of another one, for those alone that prove to know its secret of 32 bytes."""
+    """A store of this or another process. It serves only clients that prove that they know its secret of 32 bytes."""
 
     @staticmethod
     def serve(secret: bytes) -> SecretStore:
-        """Serves one at a free port of all of this host's addresses, until it is dropped."""
+        """Serves a store at a free port of all of this host's addresses, until the store is dropped."""
 
     @staticmethod
     def connect(address: str, secret: bytes, timeout: timedelta) -> SecretStore:
-        """Connects to one at a host or IP address with a port, for which it waits up to ``timeout``."""
+        """Connects to a store at a host or IP address with a port; waits for it up to ``timeout``."""
 
     @property
     def port(self) -> int | None:
-        """The port at which it is served."""
+        """The port of a store that this process serves."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str, timeout: timedelta) -> bytes:
-        """The value of ``key``, for which it waits up to ``timeout``."""
+        """The value of ``key``; waits for it up to ``timeout``."""
 
 def _end_all() -> None: ...
 def _shared_memory(bytes: int) -> torch.Tensor: ...
@@ -72,12 +72,13 @@ class Options(_C10dBackend.Options):
     """A group's own settings, as ``pg_options`` of ``init_process_group`` and ``new_group``.
 
     Args:
-        timeout: the time limit of operations that have none of their own. If not given, what the hint
-            ``timeout_seconds`` or ``NCCLX_RS_TIMEOUT_SECONDS`` says. The ``timeout`` of ``init_process_group`` or
-            ``new_group`` wins, unless it is PyTorch's default, 30 minutes, which a backend cannot tell from none.
-        hints: settings by name; see the manual's table.
+        timeout: the timeout of operations that have none of their own. The default is the value of the hint
+            ``timeout_seconds`` or of ``NCCLX_RS_TIMEOUT_SECONDS``. The ``timeout`` of ``init_process_group`` or
+            ``new_group`` wins, unless it is PyTorch's default, 30 minutes: a backend cannot see whether the program
+            gave it.
+        hints: settings by name; see docs/configuration.md.
 
-    A group takes a copy: the same options can make several groups.
+    A group copies the options, so a program can use them for several groups.
     """
 
     hints: dict[str, str]
@@ -141,14 +142,14 @@ class BackendWrapper(_C10dBackend):
     def perform_nocolor_split(self, device: torch.device) -> None: ...
 
 def create_backend(opts: Any, pg_options: Options | None = None) -> Backend:
-    """The backend of a new process group, once every rank has come."""
+    """The backend of a new process group; returns once every rank has joined."""
 
 @final
 class Library:
     """A shared library with a backend. It stays loaded until the process ends.
 
     Raises:
-        ImportError: it cannot be read or loaded, is no backend's, or has another version of the interface.
+        ImportError: the file cannot be read or loaded, has no backend, or has another version of the interface.
     """
 
     def __new__(cls, path: str | PathLike[str]) -> Library: ...

@@ -1,4 +1,4 @@
-"""Makes communicators."""
+"""`new_comm`, which makes communicators."""
 
 from __future__ import annotations
 
@@ -32,32 +32,33 @@ def new_comm(
     rank: int | None = None,
     size: int | None = None,
 ) -> TorchComm:
-    """Makes a communicator of all ranks. Called on all of them; returns when all have come.
+    """Makes a communicator of all ranks. All ranks call it; it returns once all have joined.
 
     Args:
-        backend: the backend's name. The first that has it counts: a class given to `register_backend`; the library
+        backend: the backend's name. The first of these that has the name is taken: a class given to
+            `register_backend`; the library
             that ``NCCLX_RS_BACKEND_LIB_PATH_<NAME>`` names; ``ncclx``, the engine of this package; an entry point of
             the group ``ncclx_rs.backends``, then ``torchcomms.backends``; ``gloo`` or another backend of the installed
             PyTorch; the library that ``TORCHCOMMS_BACKEND_LIB_PATH_<NAME>`` names.
-        device: where the tensors are; ``ncclx`` takes the CPU alone.
-        name: the name, in messages; the same on every rank. Made up if not given.
+        device: the device of the tensors; ``ncclx`` serves only the CPU.
+        name: the communicator's name in messages, the same on every rank. The default is ``comm`` with a number.
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
-            otherwise the operation raises, and so does every later one. The default is true, or what
-            ``TORCHCOMM_ABORT_ON_ERROR`` says.
-        timeout: the time limit of joining and of operations that have none of their own. The default is 600 s, or what
-            the hint ``timeout_seconds``, ``NCCLX_RS_TIMEOUT_SECONDS`` or ``TORCHCOMM_TIMEOUT_SECONDS`` says.
-        is_high_priority_stream: whether CUDA operations run on a stream of high priority.
-        store: where the ranks meet. The default is a TCP store at ``MASTER_ADDR`` and ``MASTER_PORT``.
-        enable_reconfigure: whether the members may change later.
-        hints: settings by name; unknown ones are warned about.
-        rank: this process's rank. The default is what the launcher's environment says, as for ``size``.
+            otherwise the operation raises, and so does every later one. The default is the value of
+            ``TORCHCOMM_ABORT_ON_ERROR``, else true.
+        timeout: the timeout of joining, and of operations without one of their own. The default is the value of the
+            hint ``timeout_seconds``, of ``NCCLX_RS_TIMEOUT_SECONDS`` or of ``TORCHCOMM_TIMEOUT_SECONDS``, else 600 s.
+        is_high_priority_stream: whether CUDA operations run on a high-priority stream.
+        store: the store for the bootstrap. The default is a TCP store at ``MASTER_ADDR`` and ``MASTER_PORT``.
+        enable_reconfigure: whether `TorchComm.reconfigure` may change the members.
+        hints: settings by name. An unknown name causes a warning.
+        rank: this process's rank. The default comes from the launcher's environment, as for ``size``.
         size: the number of ranks.
 
     Raises:
         ModuleNotFoundError: there is no such backend.
         ImportError: its shared library cannot be used.
         ValueError: the backend does not serve the device, or a hint has no valid value.
-        RuntimeError: rank, size or the meeting place are not known, or ranks did not come in time.
+        RuntimeError: rank, size or the store's address are not known, or ranks did not join in time.
     """
     impl = make_backend(backend)
     device = torch.device(device)
@@ -78,7 +79,7 @@ def new_comm(
     if is_high_priority_stream is not None:
         options.hints.setdefault("is_high_priority_stream", str(is_high_priority_stream).lower())
     if enable_reconfigure:
-        pass  # members come by `reconfigure`, from whatever places their handles name
+        pass  # `reconfigure` gets the members' addresses from their handles
     elif isinstance(impl, C10dBackend | LibraryBackend) or rank is not None or size is not None:
         if rank is None or size is None:
             rank, size = (0, 1) if backend == "fake" else _bootstrap.rank_and_size()
@@ -92,8 +93,8 @@ def new_comm(
 
 def _default_timeout(hints: Mapping[str, str]) -> timedelta:
     variables = (os.environ.get(f"{owner}_TIMEOUT_SECONDS") for owner in ("NCCLX_RS", "TORCHCOMM"))
-    told = (text for text in (hints.get("timeout_seconds"), *variables) if text)
-    return timedelta(seconds=float(next(told, "600")))
+    given = (text for text in (hints.get("timeout_seconds"), *variables) if text)
+    return timedelta(seconds=float(next(given, "600")))
 
 
 def _flag(variable: str, default: bool) -> bool:

@@ -1,6 +1,6 @@
-"""What a process makes at the first use, and once only, whichever of its threads comes first.
+"""Values that a process makes once, at their first use, also if several threads use them at the same time.
 
-`functools.cache` runs a function again for a thread that comes while the first run goes on.
+`functools.cache` is not enough: it runs the function again for a thread that calls it during the first run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
-    """Runs ``make`` at the first call; all calls return its result, and those that come meanwhile wait for it.
+    """Runs ``make`` at the first call. All calls return its result; calls during the run wait for it.
 
-    After an exception, which goes to its caller, the next call runs ``make`` again. ``make`` may not call the result.
+    If ``make`` raises, its caller gets the exception, and the next call runs ``make`` again. ``make`` must not call the
+    function that this returns.
     """
     made = list[T]()
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The operations of a communicator, and what all of them share."""
+"""The operations of a communicator."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Operations:
-    """The operations of `TorchComm`, whose state this is."""
+    """The operations of `TorchComm`, and the part of its state that they use."""
 
     _impl: TorchCommBackend
     _name: str
@@ -63,10 +63,10 @@ class Operations:
     def send(
         self, tensor: torch.Tensor, dst: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Sends ``tensor``, of any shape, to rank ``dst``. Messages between two ranks arrive in their order.
+        """Sends ``tensor``, of any shape, to rank ``dst``. Messages between two ranks arrive in order.
 
         Raises:
-            RuntimeError: there is no such rank, it is this one, or the message was not taken in time.
+            RuntimeError: there is no such rank, it is this rank, or the receiver did not receive in time.
         """
         self._check_rank("dst", dst)
         hook_args = _hooks.SendPreHookArgs(tensor, dst, async_op)
@@ -75,7 +75,7 @@ class Operations:
     def recv(
         self, tensor: torch.Tensor, src: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Receives into ``tensor`` the next message from rank ``src``, of as many bytes; the shapes may differ.
+        """Receives the next message from rank ``src`` into ``tensor``, which has as many bytes; the shapes may differ.
 
         Raises:
             RuntimeError: there is no such rank, no message came in time, or it has another size.
@@ -112,10 +112,10 @@ class Operations:
     def broadcast(
         self, tensor: torch.Tensor, root: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Copies the root's ``tensor`` into everybody's, which has as many elements of the same dtype.
+        """Copies the root's ``tensor`` into every rank's, which has as many elements of the same dtype.
 
         Raises:
-            RuntimeError: there is no such root, or a rank did not come or called something else.
+            RuntimeError: there is no such root, or a rank called something else or nothing.
         """
         self._check_rank("root", root)
         hook_args = _hooks.BroadcastPreHookArgs(tensor, root, async_op)
@@ -128,7 +128,7 @@ class Operations:
 
         Raises:
             ValueError: ``op`` cannot combine that dtype.
-            RuntimeError: a rank did not come or called something else.
+            RuntimeError: a rank called something else or nothing.
         """
         hook_args = _hooks.AllReducePreHookArgs(tensor, op, async_op)
         return self._issue(OpName.all_reduce, hook_args, AllReduceOptions(timeout, hints), tensor, op, async_op)
@@ -144,7 +144,7 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `all_reduce`, for the root alone. What others have in ``tensor`` afterwards is undefined."""
+        """As `all_reduce`, but only the root gets the result. Other ranks' ``tensor`` is undefined afterwards."""
         self._check_rank("root", root)
         hook_args = _hooks.ReducePreHookArgs(tensor, root, op, async_op)
         return self._issue(OpName.reduce, hook_args, ReduceOptions(timeout, hints), tensor, root, op, async_op)
@@ -157,11 +157,11 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Gives everybody each rank's ``tensor``: ``tensor_list[r]`` is that of rank r. All are of one size and dtype.
+        """Gives every rank each rank's ``tensor``: ``tensor_list[r]`` gets that of rank r. All have one size and dtype.
 
         Raises:
             ValueError: an element of ``tensor_list`` has another size or dtype than ``tensor``.
-            RuntimeError: ``tensor_list`` has not one tensor a rank, or a rank did not come or called something else.
+            RuntimeError: ``tensor_list`` has not one tensor for each rank, or a rank called something else or nothing.
         """
         self._check_length("tensor_list", tensor_list)
         hook_args = _hooks.AllGatherPreHookArgs(tensor, list(tensor_list), async_op)
@@ -177,7 +177,7 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `all_gather`, where each rank's tensor may be of its own size, which all give ``tensor_list[r]``."""
+        """As `all_gather`, but the ranks' tensors may differ in size: ``tensor_list[r]`` has the size of rank r's."""
         self._check_length("tensor_list", tensor_list)
         hook_args = _hooks.AllGatherVPreHookArgs(tensor, list(tensor_list), async_op)
         return self._issue(
@@ -192,7 +192,7 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `all_gather`, into one tensor of ``size`` times the elements of ``input``, rank after rank."""
+        """As `all_gather`, into one tensor of ``size`` times the elements of ``input``, in the order of the ranks."""
         hook_args = _hooks.AllGatherSinglePreHookArgs(input, output, async_op)
         options = AllGatherSingleOptions(timeout, hints)
         return self._issue(OpName.all_gather_single, hook_args, options, output, input, async_op)
@@ -206,11 +206,11 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Combines ``input_list[r]`` of all ranks into the ``output`` of rank r. All are of one size and dtype.
+        """Combines ``input_list[r]`` of all ranks into the ``output`` of rank r. All have one size and dtype.
 
         Raises:
             ValueError: an input has another size or dtype than ``output``, or ``op`` cannot combine that dtype.
-            RuntimeError: ``input_list`` has not one tensor a rank, or a rank did not come or called something else.
+            RuntimeError: ``input_list`` has not one tensor for each rank, or a rank called something else or nothing.
         """
         self._check_length("input_list", input_list)
         hook_args = _hooks.ReduceScatterPreHookArgs(list(input_list), output, op, async_op)
@@ -226,7 +226,7 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `reduce_scatter`, where each rank's part may be of its own size: ``input_list[r]`` of all has rank r's."""
+        """As `reduce_scatter`, but the parts may differ in size: ``input_list[r]`` has that of rank r's ``output``."""
         self._check_length("input_list", input_list)
         hook_args = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, op, async_op)
         options = ReduceScatterOptions(timeout, hints)
@@ -260,7 +260,7 @@ class Operations:
 
         Raises:
             ValueError: the ranks cannot share the tensors equally.
-            RuntimeError: a rank did not come or called something else.
+            RuntimeError: a rank called something else or nothing.
         """
         hook_args = _hooks.AllToAllSinglePreHookArgs(input, output, async_op)
         options = AllToAllSingleOptions(timeout, hints)
@@ -276,13 +276,13 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """As `all_to_all_single`, with blocks of the given numbers of rows of the first dimension, one a rank.
+        """As `all_to_all_single`, with one block for each rank, of the given number of rows of the first dimension.
 
-        What rank a sends to rank b has as many elements as b expects of a.
+        The block that rank a sends to rank b has as many elements as the block that b expects from a.
 
         Raises:
-            ValueError: the sizes are not one a rank, or do not add up to the tensor's rows.
-            RuntimeError: two ranks do not agree on what they exchange, a rank did not come or called something else.
+            ValueError: there is not one size for each rank, or the sizes do not add up to the tensor's rows.
+            RuntimeError: two ranks disagree on the size of a message, or a rank called something else or nothing.
         """
         outputs, inputs = list(output_split_sizes), list(input_split_sizes)
         hook_args = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
@@ -297,11 +297,11 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Sends ``input_tensor_list[r]`` to rank r; ``output_tensor_list[r]`` comes from rank r. Each has its own size.
+        """Sends ``input_tensor_list[r]`` to rank r; ``output_tensor_list[r]`` comes from rank r. The sizes may differ.
 
         Raises:
-            RuntimeError: a list has not one tensor a rank, two ranks do not agree on what they exchange, or a rank did
-                not come or called something else.
+            RuntimeError: a list has not one tensor for each rank, two ranks disagree on the size of a message, or a
+                rank called something else or nothing.
         """
         self._check_length("output_tensor_list", output_tensor_list)
         self._check_length("input_tensor_list", input_tensor_list)
@@ -310,10 +310,10 @@ class Operations:
         return self._issue(OpName.all_to_all, hook_args, options, output_tensor_list, input_tensor_list, async_op)
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
-        """Is done once every rank has called it.
+        """Completes once every rank has called it.
 
         Raises:
-            RuntimeError: a rank did not come or called something else.
+            RuntimeError: a rank called something else or nothing.
         """
         return self._issue(
             OpName.barrier, _hooks.BarrierPreHookArgs(async_op), BarrierOptions(timeout, hints), async_op
@@ -332,7 +332,7 @@ class Operations:
 
         Raises:
             ValueError: a tensor of the root's list has another size or dtype than ``output_tensor``.
-            RuntimeError: there is no such root, its list has not one tensor a rank, or a rank did not come.
+            RuntimeError: there is no such root, its list has not one tensor for each rank, or a rank did not call it.
         """
         self._check_rank("root", root)
         if self._rank == root:
@@ -352,11 +352,11 @@ class Operations:
     ) -> TorchWork:
         """Gives the root each rank's ``input_tensor`` in ``output_tensor_list[r]``. Others pass an empty list.
 
-        All tensors are of one size and dtype.
+        All tensors have one size and dtype.
 
         Raises:
             ValueError: a tensor of the root's list has another size or dtype than ``input_tensor``.
-            RuntimeError: there is no such root, its list has not one tensor a rank, or a rank did not come.
+            RuntimeError: there is no such root, its list has not one tensor for each rank, or a rank did not call it.
         """
         self._check_rank("root", root)
         if self._rank == root:
@@ -376,7 +376,7 @@ class Operations:
     ) -> TorchWork:
         """As `gather`, into one tensor, whose first dimension is ``size`` times that of ``input``.
 
-        What others than the root pass as ``output`` is left alone.
+        Other ranks' ``output`` is left unchanged.
         """
         self._check_rank("root", root)
         hook_args = _hooks.GatherSinglePreHookArgs(input, output, root, async_op)
@@ -389,10 +389,10 @@ class Operations:
     def all_gather_p_init(
         self, output: torch.Tensor, hints: Hints = None, timeout: timedelta | None = None
     ) -> AllGatherPHandle:
-        """Prepares an all_gather that is repeated into the same ``output``. Called on all ranks.
+        """Prepares an all_gather that will run repeatedly into the same ``output``. Called on all ranks.
 
         Raises:
-            RuntimeError: the ranks cannot share ``output``'s elements equally, or it is not contiguous.
+            RuntimeError: ``output`` is not contiguous, or its elements cannot be shared equally among the ranks.
         """
         self._check_usable("all_gather_p_init")
         self._check_tensor("all_gather_p_init", output)
@@ -408,7 +408,7 @@ class Operations:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Gathers every rank's ``input`` into the output that the handle was made for."""
+        """Gathers every rank's ``input`` into the handle's output."""
         not_in_graphs("all_gather_p_exec", "the graph does not know the output; all_gather_single can be")
         if handle.output is None:
             raise RuntimeError("all_gather_p_exec: the handle was freed")
@@ -419,7 +419,7 @@ class Operations:
         """Releases a handle of `all_gather_p_init`."""
         handle.output = None
 
-    # ---- what all operations share ----
+    # ---- shared by all operations ----
 
     def _check_usable(self, operation: str) -> None:
         state = "aborted" if self._state == "ready" and self._impl.has_failed() else self._state
@@ -444,7 +444,7 @@ class Operations:
             )
 
     def _issue(self, name: OpName, hook_args: Any, options: OpOptions, *args: Any) -> TorchWork:
-        """Runs the hooks around an operation of the backend, or puts it into the graph that is being traced."""
+        """Runs an operation with its hooks, or puts it into the graph that is being traced."""
         if torch.compiler.is_compiling():
             from ncclx_rs import _graph
 
@@ -496,5 +496,5 @@ def _warn_unknown_hint(name: str) -> None:
     warnings.warn(f"ncclx_rs: the hint {name!r} is not known to any operation and is ignored", stacklevel=4)
 
 
-# One count for the process, so that hooks on several communicators can be put in order.
+# One count for the process, so that the calls of hooks on several communicators have an order.
 op_ids = itertools.count()

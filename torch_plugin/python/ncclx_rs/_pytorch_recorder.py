@@ -1,8 +1,8 @@
-"""PyTorch's own flight recorder, and what stands in for it in process groups.
+"""Replaces PyTorch's own flight recorder in process groups by the engine's.
 
-From 2.15 on PyTorch attaches its recorder to groups whose backends do not record themselves. The engine does, for a
-fortieth of the time, so a group is left out unless the setting `pytorch_recorder` says otherwise, and its failures are
-written down where PyTorch's would be, in the same format.
+From 2.15 on, PyTorch attaches its recorder to groups whose backends do not record themselves. The engine records for a
+fortieth of the time. So a group gets PyTorch's recorder only if the setting `pytorch_recorder` asks for it. When an
+operation of another group fails, the engine's trace is written to PyTorch's file, in PyTorch's format.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from ncclx_rs import _trace
 from ncclx_rs._load import native
 from ncclx_rs.diagnose import dumps, pytorch
 
-# What the backend is called in groups.
+# The names of the backend in groups.
 _NAMES = ("ncclx_rs", "ncclx")
 _log = logging.getLogger("ncclx_rs.recorder")
 
 
-def attend(backend: Any, pg_options: Any) -> None:
-    """Sees to the recorder of a group that is made on ``backend``."""
-    if not takes_pytorchs(pg_options.hints if pg_options is not None else {}):
-        backend._on_failure(_write_down, _NUMBER)
+def configure(backend: Any, pg_options: Any) -> None:
+    """Chooses the recorder of the group that is being made on ``backend``."""
+    if not uses_pytorchs(pg_options.hints if pg_options is not None else {}):
+        backend._on_failure(_write_trace, _HOOK_NUMBER)
 
 
-def takes_pytorchs(hints: Mapping[str, str]) -> bool:
-    """Whether a group with these hints has PyTorch's recorder, which PyTorch is told for the group it makes next."""
-    takes: bool = native().pytorch_recorder(list(hints.items()))
-    # Where PyTorch's own backends stand; there is no public way.
+def uses_pytorchs(hints: Mapping[str, str]) -> bool:
+    """Whether a group with these hints uses PyTorch's recorder. Sets that in PyTorch for the group it makes next."""
+    uses: bool = native().pytorch_recorder(list(hints.items()))
+    # PyTorch's list of backends that record themselves; there is no public interface.
     known: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    known.difference_update(_NAMES) if takes else known.update(_NAMES)
-    return takes
+    known.difference_update(_NAMES) if uses else known.update(_NAMES)
+    return uses
 
 
-def _write_down() -> None:
-    """Writes what this process's communicators have done last, unless the environment forbids it."""
+def _write_trace() -> None:
+    """Writes the last operations of this process's communicators, unless the environment forbids it."""
     if not _trace.dumps_on_failure():
         return
     own = [dumps.parse(text) for text in native().dumps("an operation failed")]
@@ -53,5 +53,5 @@ def _write_down() -> None:
         _log.warning("the flight recorder was written to %s", path)
 
 
-# Of the hook; before that of the object API, which may end the process.
-_NUMBER = -2
+# Hooks run in the order of their numbers. This one precedes the object API's, which may end the process.
+_HOOK_NUMBER = -2

@@ -1,12 +1,11 @@
-"""How processes that know each other by handles alone become a communicator.
+"""The rendezvous of reconfiguration: processes that have only each other's handles become a communicator.
 
-Every process that may be reconfigured runs a small store; its handle says where. The members of a new generation meet
-in the store of the first of them, under keys that only this membership and uuid have, so that neither an older
-generation nor another half of the world is ever met. Members that died take nothing with them that the others need.
+Every process that may be reconfigured serves a small store; its handle contains the address. The members of a new
+generation use the store of the first member. Their keys depend on the members and the uuid, so they never meet
+an older generation or another half of the world. No member depends on a store of a process that has died.
 
-A handle holds a random part that its process has told nobody else. The store serves those alone that know it, and a
-secret made of all members' handles goes into that of the communicator. Handles are therefore kept as passwords are:
-none is printed or logged.
+A handle contains a random token. A store serves only clients that know its token, and the communicator's secret is made
+from the handles of all members. So handles are passwords: they are never printed or logged.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _VERSION = "nrs1"
 
 
 class Endpoint:
-    """This process's end of later rendezvous: a store, and the handle that leads to it."""
+    """This process's store for later rendezvous, and its handle."""
 
     def __init__(self) -> None:
         token = secrets.token_hex(16)
@@ -45,30 +44,30 @@ class Endpoint:
     def rendezvous(
         self, uuid: int, handles: Sequence[InitHandle] | Set[InitHandle], timeout: timedelta
     ) -> tuple[c10d.Store, int, int, str]:
-        """Where the members of one generation find each other, this process's rank, their number, and their secret.
+        """The store of one generation's members, this process's rank, the number of members, and their secret.
 
         Args:
             uuid: the generation.
-            handles: every member's; a list gives the ranks in its order, a set leaves that open.
-            timeout: how long the first member's store may take to answer.
+            handles: the members' handles. A list has them in the order of the ranks; a set leaves the order open.
+            timeout: the timeout of the connection to the first member's store.
 
         Raises:
-            RuntimeError: handles are repeated or are none, or this process is not among them.
+            RuntimeError: a handle is repeated or invalid, or this process's handle is missing.
             torch.distributed.DistNetworkError: the first member's store does not answer.
         """
         members = _membership(handles, self.handle)
-        # C++ keeps a store, but not what makes it one of Python's.
+        # C++ keeps the store alive, but not its Python part.
         self._rendezvous = _rendezvous_store(uuid, members, timeout)
         return self._rendezvous, members.index(self.handle), len(members), _secret(uuid, members)
 
 
 class RendezvousStore(c10d.Store):
-    """A part of a store that asks for a secret.
+    """A c10d store over a part of a `SecretStore`.
 
     Args:
         store: the whole store.
-        prefix: how the part's keys begin.
-        timeout: how long to wait for a key where nothing else is said.
+        prefix: the prefix of the part's keys.
+        timeout: the timeout of calls that have none of their own.
     """
 
     def __init__(self, store: SecretStore, prefix: str, timeout: timedelta) -> None:
@@ -76,11 +75,11 @@ class RendezvousStore(c10d.Store):
         self._store, self._prefix, self._timeout = store, prefix, timeout
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # as C++ calls it
-        """Binds ``key`` to ``value``."""
+        """Sets ``key`` to ``value``."""
         self._store.set(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``, which it waits for."""
+        """The value of ``key``; waits until it is set."""
         return self._store.get(f"{self._prefix}/{key}", self._timeout)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -89,15 +88,15 @@ class RendezvousStore(c10d.Store):
             self._store.get(f"{self._prefix}/{key}", timeout or self._timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Nothing: each generation has keys of its own."""
+        """Deletes nothing: each generation has keys of its own."""
         return False
 
 
 def _membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle) -> list[InitHandle]:
-    """The members in the order of their ranks: that of a list; of a set, the same one everywhere.
+    """The members in the order of their ranks: the order of a list; for a set, the same order on every process.
 
     Raises:
-        RuntimeError: handles are repeated or are none, or this process is not among them.
+        RuntimeError: a handle is repeated or invalid, or this process's handle is missing.
     """
     members = sorted(handles) if isinstance(handles, Set) else list(handles)
     for handle in members:
@@ -110,7 +109,7 @@ def _membership(handles: Sequence[InitHandle] | Set[InitHandle], own: InitHandle
 
 
 def _rendezvous_store(uuid: int, members: Sequence[InitHandle], timeout: timedelta) -> c10d.Store:
-    """Where the members of one generation find each other."""
+    """Connects to the store of one generation's members."""
     host, port = _host_and_port(members[0])
     digest = hashlib.sha256(" ".join(members).encode()).hexdigest()
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -122,12 +121,12 @@ def _rendezvous_store(uuid: int, members: Sequence[InitHandle], timeout: timedel
 
 
 def _key(token: str) -> bytes:
-    """What the store of the process with this token asks for."""
+    """The secret of the store of the process with this token."""
     return hashlib.sha256(f"ncclx_rs store {token}".encode()).digest()
 
 
 def _secret(uuid: int, members: Sequence[InitHandle]) -> str:
-    """What only they know who hold all the handles; the hint ``group_secret``."""
+    """The secret of a generation, which takes all handles to compute; the value of the hint ``group_secret``."""
     return hashlib.sha256(f"ncclx_rs secret {uuid} {' '.join(members)}".encode()).hexdigest()
 
 
@@ -146,7 +145,7 @@ def _host_and_port(handle: InitHandle) -> tuple[str, int]:
 
 @functools.cache
 def _address() -> str:
-    """This host's address as the others see it: the one that its packets to ``MASTER_ADDR`` carry."""
+    """This host's address for other hosts: the source address of its packets to ``MASTER_ADDR``."""
     for target in (os.environ.get("MASTER_ADDR"), socket.gethostname()):
         if not target:
             continue

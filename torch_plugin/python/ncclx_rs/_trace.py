@@ -1,4 +1,4 @@
-"""PyTorch's format of flight recorders, version 2.10, which its analyser reads and its debug server shows."""
+"""PyTorch's format of flight recorders, version 2.10, for PyTorch's analyser and debug server."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Shapes = list[tuple[list[int], str]]
 
 @dataclass(eq=False)
 class Group:
-    """A communicator that is watched.
+    """A recorded communicator.
 
     Attributes:
-        number: tells it from others of its name.
+        number: distinguishes it from others of the same name.
         comm_name: its name.
         backend: its backend's name.
-        timeout_ms: its time limit, if that is known.
-        members: its ranks as the job numbers them.
-        collectives: how many collectives were called.
-        started: how many of them began.
-        completed: the last one that is done; -1 if none is.
-        messages: how many messages there were, by sender and receiver.
+        timeout_ms: its timeout, if known.
+        members: the job's numbers of its ranks.
+        collectives: the number of collectives called.
+        started: the number of collectives that began.
+        completed: the number of the last completed collective; -1 if there is none.
+        messages: the number of messages, by sender and receiver.
     """
 
     number: int
@@ -52,17 +52,17 @@ class Entry:
         record: its number in the recorder.
         group: its communicator.
         op_id: the operation's number.
-        name: what it is.
-        route: a message's sender and receiver, as the job numbers them.
-        sequence: the how-manieth collective of the communicator it is, or message of this route.
-        inputs: what it reads: shape and type of each tensor.
-        outputs: what it writes.
-        created: when it was called.
-        started: when its turn came.
-        ended: when it was over.
+        name: the operation's name.
+        route: a message's sender and receiver, by the job's numbers.
+        sequence: the number of the collective in the communicator, or of the message on its route.
+        inputs: shape and dtype of each tensor that it reads.
+        outputs: shape and dtype of each tensor that it writes.
+        created: the time of the call.
+        started: the time when it began.
+        ended: the time when it ended.
         state: scheduled, started or completed.
-        thread: the calling thread's number and name, if they are known.
-        frames: the stack that it was called from, the innermost frame first: name, filename and line of each.
+        thread: the calling thread's number and name, if known.
+        frames: the stack of the call, the innermost frame first, each with name, filename and line.
     """
 
     record: int
@@ -82,11 +82,10 @@ class Entry:
 
     @property
     def section(self) -> tuple[str, list[int]]:
-        """Name and ranks of what the analyser compares it in.
+        """Name and ranks of the section in which the analyser compares the entry.
 
-        That is the communicator for a collective. The analyser takes the entries of a section by number and wants each
-        from every rank. So messages, which concern two ranks and arrive in order, are a section for each direction
-        between two ranks.
+        For a collective, the section is the communicator. The analyser takes the entries of a section by number, and
+        expects each from every rank. A message concerns two ranks, so each direction between two ranks is a section.
         """
         if self.route is None:
             return self.group.comm_name, self.group.members
@@ -94,7 +93,7 @@ class Entry:
         return f"{self.group.comm_name} {sender}->{receiver}", sorted({sender, receiver})
 
     def as_dict(self) -> dict[str, Any]:
-        """What a trace says of it."""
+        """The entry in a trace."""
         section, ranks = self.section
         name = f"{self.group.backend}:{self.name}"
         if self.route is not None:  # "send 0->1" or "recv 1<-0", by position among the section's ranks
@@ -131,7 +130,7 @@ class Entry:
 
 
 def trace(groups: Iterable[Group], entries: Sequence[Entry]) -> dict[str, Any]:
-    """What a process knows of its communicators, as PyTorch's recorder tells it."""
+    """A process's trace in the format of PyTorch's recorder."""
     known = {group.number: group for group in [*groups, *(entry.group for entry in entries)]}
     sections = [(group.comm_name, group.members, group) for group in known.values()]
     sections += [(*entry.section, entry.group) for entry in entries]
@@ -155,7 +154,7 @@ def trace(groups: Iterable[Group], entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def write(trace: dict[str, Any], path: Path) -> None:
-    """Writes a trace for the analyser, as a pickle that only its owner can read.
+    """Writes a trace for the analyser, as a pickle that only the file's owner can read.
 
     Raises:
         OSError: the file cannot be written.
@@ -169,7 +168,7 @@ def write(trace: dict[str, Any], path: Path) -> None:
 
 
 def path(rank: int) -> Path:
-    """Where a process writes its trace, as the environment's variables of PyTorch and torchcomms say."""
+    """The file of a process's trace, from the environment variables of PyTorch and torchcomms."""
     default = str(Path.home() / ".cache" / "torchcomm_fr_trace_")
     files = ("TORCHCOMM_FR_DUMP_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     prefix = first(*files) or default
@@ -178,22 +177,22 @@ def path(rank: int) -> Path:
 
 
 def dumps_on_failure() -> bool:
-    """Whether a failure is written down, as the environment's variables of PyTorch say."""
+    """Whether a trace is written at a failure, from the environment variables of PyTorch."""
     return is_true(first("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT") or "true")
 
 
 def first(*variables: str) -> str:
-    """What the first of the environment's variables that is set says, or nothing."""
+    """The value of the first environment variable that is set, or an empty text."""
     return next((text for text in map(os.environ.get, variables) if text), "")
 
 
 def is_true(text: str) -> bool:
-    """Whether a variable says yes."""
+    """Whether the value of a variable means yes."""
     return text.lower() in ("1", "true", "yes", "y")
 
 
 def dtype(name: str) -> str:
-    """An element type as PyTorch's C++ side calls it, which is what its analyser knows.
+    """The name of an element type in PyTorch's C++, which the analyser knows.
 
     Args:
         name: PyTorch's name in Python, such as "float32".

@@ -1,4 +1,4 @@
-"""The plain values of the object API: reduce operations, names, options."""
+"""The plain types of the object API: reductions, names, options."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RedOpType(enum.Enum):
 class ReduceOp:
     """How elements of different ranks are combined.
 
-    ``PREMUL_SUM(factor)`` multiplies by a number or a one-element tensor before it adds. ``AVG`` divides the
-    sum by the number of ranks and rounds once: sums of integers are exact, those of 16-bit floats are computed in
-    single precision. Integers truncate.
+    ``PREMUL_SUM(factor)`` multiplies each rank's elements by a number or a one-element tensor, and adds them. ``AVG``
+    divides the sum by the number of ranks and rounds once. Its sums of integers are exact, and its results truncate;
+    its sums of 16-bit floats are computed in single precision.
     """
 
     SUM: ReduceOp
@@ -50,7 +50,7 @@ class ReduceOp:
 
     @staticmethod
     def PREMUL_SUM(factor: float | torch.Tensor) -> ReduceOp:
-        """The sum of all ranks' elements, each multiplied by its rank's ``factor`` before."""
+        """The sum of all ranks' elements, each multiplied by its rank's ``factor``."""
         return ReduceOp(RedOpType.PREMUL_SUM, factor)
 
     @property
@@ -69,7 +69,7 @@ class ReduceOp:
         return f"ReduceOp.{self._type.name}" + ("" if self._factor is None else f"({self._factor})")
 
     def _c10d(self) -> Any:
-        """The same as PyTorch names it."""
+        """The same reduction as PyTorch's type."""
         if self._factor is not None:
             return torch._C._distributed_c10d._make_nccl_premul_sum(self._factor)
         return getattr(dist.ReduceOp, self._type.name)
@@ -81,7 +81,7 @@ for _type in RedOpType:
 
 
 class OpName(enum.Enum):
-    """What a hook is told about."""
+    """The operations that hooks are called for."""
 
     send = enum.auto()
     recv = enum.auto()
@@ -108,7 +108,7 @@ class OpName(enum.Enum):
 
 
 class WorkStatus(enum.Enum):
-    """How far an operation is."""
+    """The state of an operation."""
 
     NOT_STARTED = enum.auto()
     INPROGRESS = enum.auto()
@@ -140,16 +140,16 @@ class P2POp:
 
 
 class CommOptions:
-    """What a communicator was made with.
+    """The options of a communicator.
 
     Attributes:
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost.
-        timeout: the time limit of operations that have none of their own.
-        store: where the ranks meet.
+        timeout: the timeout of operations that have none of their own.
+        store: the store of the bootstrap.
         rank: this process's rank.
         size: the number of ranks.
         name: the communicator's name.
-        enable_reconfigure: whether its members may change.
+        enable_reconfigure: whether `TorchComm.reconfigure` may change its members.
         hints: settings by name.
     """
 
@@ -169,22 +169,22 @@ class CommOptions:
         return f"CommOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
-# torchcomms' name of a time limit.
+# torchcomms' name of the type of timeouts.
 Timeout = timedelta
 
 NO_TIMEOUT = timedelta(0)
 
 
 class OpOptions:
-    """What every operation accepts.
+    """The options of every operation.
 
     Attributes:
-        timeout: its time limit; zero stands for the communicator's.
+        timeout: the timeout; zero stands for the communicator's.
         hints: settings by name.
     """
 
     def __init__(self, timeout: timedelta | None = None, hints: Mapping[str, str] | None = None) -> None:
-        # No `or`: torch.compile cannot tell whether a duration is zero.
+        # Not by `or`: torch.compile cannot trace whether a duration is zero.
         self.timeout = NO_TIMEOUT if timeout is None else timeout
         self.hints = dict(hints or {})
 

@@ -1,4 +1,4 @@
-"""Where the vendors' communication libraries are."""
+"""The search for the vendors' communication libraries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-# Backend: its library, and the package from the registry that has it.
+# For each backend, its library and the folder of the Python package that contains it.
 LIBRARIES = {"nccl": ("libnccl.so.2", "nvidia/nccl/lib"), "rccl": ("librccl.so.1", "_rocm_sdk_libraries/lib")}
 
 
@@ -23,7 +23,7 @@ def _folders(package: str) -> list[Path]:
 
 
 def what_is_missing(backend: str) -> str:
-    """Why there is no communicator over a vendor's library: where it was looked for, or where it is."""
+    """The reason why a vendor's library cannot be used: the folders without it, or the folder that has it."""
     library, package = LIBRARIES[backend]
     folders = _folders(package)
     for folder in folders:

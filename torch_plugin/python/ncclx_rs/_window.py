@@ -1,4 +1,4 @@
-"""Memory that other ranks write to and read from without this one's taking part."""
+"""Windows: memory that other ranks write and read by one-sided operations."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class TorchCommWinAccessType(enum.Enum):
-    """How a rank's part of a window can be reached: as memory of this process, or by operations alone."""
+    """How a rank's part of a window is accessed: as memory of this process, or only by operations."""
 
     WIN_ACCESS_TYPE_UNIFIED = enum.auto()
     WIN_ACCESS_TYPE_SEPARATE = enum.auto()
 
 
 class TorchCommWindowAttr:
-    """What holds for a rank's part of a window.
+    """The attributes of a rank's part of a window.
 
     Attributes:
-        access_type: how it can be reached.
+        access_type: how the part is accessed.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class TorchCommWindowAttr:
 
 
 class TorchCommWindow:
-    """A tensor of each rank, which the others write to and read; made by `TorchComm.new_window`.
+    """A tensor of each rank, which other ranks write and read; made by `TorchComm.new_window`.
 
-    What a rank has put is there for its target once the target has waited for a signal that the rank sent afterwards.
+    A rank that puts data sends a signal afterwards; once the target has waited for that signal, the data is there.
     Signals between two ranks are counted: each `signal` adds one, each `wait_signal` takes one.
     """
 
     def __init__(self, comm: Operations, c10d: Any) -> None:
-        """Makes a window without a tensor; programs call `TorchComm.new_window`."""
+        """Makes a window without a tensor. Programs call `TorchComm.new_window` instead."""
         self._comm = comm
         self._c10d = c10d
         self._tensor: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class TorchCommWindow:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The registered tensor's dtype; a RuntimeError if there is none, as for its shape and device."""
+        """The registered tensor's dtype. This, `shape` and `device` raise RuntimeError if there is no tensor."""
         return self._registered()[0]
 
     @property
@@ -70,24 +70,24 @@ class TorchCommWindow:
         return self._registered()[2]
 
     def get_size(self) -> int:
-        """The number of bytes of this rank's part; none before a tensor is registered."""
+        """The number of bytes of this rank's part; 0 before a tensor is registered."""
         return self._bytes
 
     def get_tensor(self) -> torch.Tensor | None:
-        """The registered tensor, if the window keeps one."""
+        """The registered tensor; None if the window does not keep it."""
         not_in_graphs("get_tensor", "other ranks change it without the graph's knowing; map_remote_tensor can be")
         return self._tensor
 
     def tensor_register(self, tensor: torch.Tensor, owning: bool = True) -> None:
-        """Lends a tensor to the other ranks. Called on all ranks.
+        """Makes a tensor accessible to the other ranks. Called on all ranks.
 
         Args:
-            tensor: of any shape and dtype, contiguous, on the communicator's device.
-            owning: whether the window keeps the tensor alive; otherwise the caller does until `tensor_deregister`.
+            tensor: a contiguous tensor of any shape and dtype, on the communicator's device.
+            owning: whether the window keeps the tensor alive. Otherwise the caller must, until `tensor_deregister`.
 
         Raises:
-            RuntimeError: a tensor is registered already, the tensor is not contiguous or on another device, or a rank
-                did not come.
+            RuntimeError: a tensor is already registered, the tensor is not contiguous or on another device, or a rank
+                did not call it.
         """
         not_in_graphs("tensor_register", "it changes the window")
         if self._id is not None:
@@ -99,10 +99,10 @@ class TorchCommWindow:
         self._meta = (tensor.dtype, tensor.shape, tensor.device)
 
     def tensor_deregister(self) -> None:
-        """Takes the tensor back, once no rank uses it any more. Called on all ranks.
+        """Ends the other ranks' access to the tensor, once no rank uses it. Called on all ranks.
 
         Raises:
-            RuntimeError: no tensor is registered, or a rank did not come.
+            RuntimeError: no tensor is registered, or a rank did not call it.
         """
         not_in_graphs("tensor_deregister", "it changes the window")
         if self._id is None:
@@ -119,18 +119,18 @@ class TorchCommWindow:
         hints: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Writes a tensor into a rank's part. Done when the tensor may be changed again.
+        """Writes a tensor into a rank's part. Once it is done, the program may change the tensor.
 
         Args:
-            tensor: what is written; of any shape.
-            dst_rank: whose part.
-            target_offset_nelems: where, in elements of ``tensor``.
-            async_op: whether the call returns at once.
+            tensor: the tensor to write, of any shape.
+            dst_rank: the rank to write to.
+            target_offset_nelems: the offset in the rank's part, in elements of ``tensor``.
+            async_op: whether the call returns before the operation is done.
             hints: settings by name.
-            timeout: the time limit; the communicator's if not given.
+            timeout: the timeout; the communicator's if not given.
 
         Raises:
-            ValueError: the tensor does not fit there.
+            ValueError: the tensor does not fit into the part at that offset.
             RuntimeError: there is no such rank, no tensor is registered, the tensor is not contiguous, or the operation
                 failed.
         """
@@ -147,21 +147,21 @@ class TorchCommWindow:
         hints: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Reads from a rank's part into a tensor. Done when the tensor holds what was there.
+        """Reads from a rank's part into a tensor. Once it is done, the tensor holds the data.
 
-        It reads what is there when it arrives, so ranks have to agree on when that is: by a signal of who wrote it, or
-        by a barrier. torchcomms has no such method.
+        It reads the data of the moment at which the request arrives. So ranks must synchronize before: by a signal of
+        the rank that wrote the data, or by a barrier. torchcomms has no such method.
 
         Args:
-            tensor: what is filled; of any shape, all of it.
-            src_rank: whose part.
-            source_offset_nelems: from where on, in elements of ``tensor``.
-            async_op: whether the call returns at once.
+            tensor: the tensor to fill completely, of any shape.
+            src_rank: the rank to read from.
+            source_offset_nelems: the offset in the rank's part, in elements of ``tensor``.
+            async_op: whether the call returns before the operation is done.
             hints: settings by name.
-            timeout: the time limit; the communicator's if not given.
+            timeout: the timeout; the communicator's if not given.
 
         Raises:
-            ValueError: the rank's part does not have that much there.
+            ValueError: the rank's part is too short for that offset and tensor.
             RuntimeError: there is no such rank, no tensor is registered, the tensor is not contiguous, or the operation
                 failed.
         """
@@ -178,14 +178,14 @@ class TorchCommWindow:
         *,
         dst_rank: int | None = None,
     ) -> TorchWork:
-        """Tells a rank that what was put into its part so far is there.
+        """Signals a rank that the data put into its part so far is there.
 
         Args:
-            peer_rank: who is told.
-            async_op: whether the call returns at once.
+            peer_rank: the rank to signal.
+            async_op: whether the call returns before the operation is done.
             hints: settings by name.
-            timeout: the time limit; the communicator's if not given.
-            dst_rank: another name of ``peer_rank``.
+            timeout: the timeout; the communicator's if not given.
+            dst_rank: another name for ``peer_rank``.
 
         Raises:
             TypeError: neither ``peer_rank`` nor ``dst_rank`` is given.
@@ -204,13 +204,13 @@ class TorchCommWindow:
         hints: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Waits for a signal of a rank, and takes it.
+        """Waits for a signal from a rank, and consumes it.
 
         Args:
-            peer_rank: whose signal.
-            async_op: whether the call returns at once.
+            peer_rank: the rank that signals.
+            async_op: whether the call returns before the operation is done.
             hints: settings by name.
-            timeout: the time limit; the communicator's if not given.
+            timeout: the timeout; the communicator's if not given.
 
         Raises:
             RuntimeError: there is no such rank, no tensor is registered, no signal came in time, or the rank is lost.
@@ -219,15 +219,15 @@ class TorchCommWindow:
         return self._access("wait_signal", OpOptions(timeout, hints), peer_rank, async_op)
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
-        """This rank's own part, as the tensor that was registered. In a compiled graph it is a copy.
+        """This rank's own part: the registered tensor. In a compiled graph it is a copy.
 
-        Other ranks' parts are not in this process's memory: `get` reads them.
+        Other ranks' parts are not in this process's memory; `get` reads them.
 
         Args:
             rank: this rank.
 
         Raises:
-            RuntimeError: it is another rank's, or the window keeps no tensor.
+            RuntimeError: ``rank`` is another rank, or the window keeps no tensor.
         """
         self._comm._check_rank("rank", rank)
         meta = self._registered()
@@ -240,7 +240,7 @@ class TorchCommWindow:
         return self._tensor
 
     def get_attr(self, peer_rank: int) -> TorchCommWindowAttr:
-        """What holds for a rank's part: one's own is memory of this process, others' are reached by operations.
+        """The attributes of a rank's part. Only this rank's own part is memory of this process.
 
         Raises:
             RuntimeError: there is no such rank.
@@ -282,7 +282,7 @@ class TorchCommWindow:
         return self._access(operation, options, tensor, rank, offset * tensor.element_size(), async_op)
 
     def _access(self, operation: str, options: OpOptions, *args: Any) -> TorchWork:
-        """Runs an operation, or puts it into the graph that is being traced; ``async_op`` is the last of ``args``."""
+        """Runs an operation, or puts it into the graph that is being traced. The last of ``args`` is ``async_op``."""
         if torch.compiler.is_compiling():
             from ncclx_rs import _graph
 

@@ -1,4 +1,4 @@
-"""The handle of an operation in flight."""
+"""`TorchWork`, the handle of an operation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ncclx_rs._types import WorkStatus
 
 
 class TorchWork:
-    """An operation in flight or done. Its tensors must not be touched before it is done.
+    """An operation in flight or done. The program must not touch its tensors before it is done.
 
-    Awaitable: ``await work`` lets other tasks of the running asyncio loop go on meanwhile.
+    It is awaitable: during ``await work``, other tasks of the running asyncio loop run.
     """
 
     def __init__(self, *parts: Any) -> None:
-        """Wraps what backends return: c10d works, anything with a ``wait()``, or None for what is done."""
+        """Wraps the results of a backend: c10d works, objects with a ``wait()``, or None for a completed operation."""
         self._parts = [part for part in parts if part is not None]
         self._waited = not self._parts
         self._forced: WorkStatus | None = None
@@ -29,10 +29,10 @@ class TorchWork:
         self._end_hooks: list[Callable[[bool], object]] = []
 
     def wait(self) -> None:
-        """Waits for the operation: on CPU tensors blocks the thread, on CUDA tensors the current stream.
+        """Waits for the operation: with CPU tensors blocks the thread, with CUDA tensors the current stream.
 
         Raises:
-            RuntimeError: the operation failed; the text names it and the rank at fault.
+            RuntimeError: the operation failed; the text names the operation and the rank at fault.
         """
         not_in_graphs("wait", "the operation was not started in the graph")
         for hook in self._wait_hooks:
@@ -55,7 +55,7 @@ class TorchWork:
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or badly."""
+        """Whether the operation has ended, with or without an error."""
         not_in_graphs("is_completed", "the operation was not started in the graph")
         if self._waited:
             return True
@@ -65,7 +65,7 @@ class TorchWork:
 
     @property
     def status(self) -> WorkStatus:
-        """How far the operation is, and how it ended."""
+        """The operation's state, and how it ended."""
         if self._forced is not None:
             return self._forced
         if not self.is_completed():
@@ -77,7 +77,7 @@ class TorchWork:
         return WorkStatus.TIMEDOUT if timed_out else WorkStatus.ERROR
 
     def exception(self) -> BaseException | None:
-        """Why the operation failed; nothing while it is in flight or if it did not."""
+        """The operation's error; None while it is in flight and after success."""
         for part in self._failed():
             try:
                 part.wait()
@@ -101,20 +101,20 @@ class TorchWork:
         self.wait()
 
     def _set_status(self, status: WorkStatus) -> None:
-        """Sets what `status` says, for backends written in Python."""
+        """Sets `status`, for backends written in Python."""
         self._forced = status
         self._waited = status not in (WorkStatus.NOT_STARTED, WorkStatus.INPROGRESS)
         if self._waited:
             self._end(status is WorkStatus.COMPLETED)
 
     def _on_wait(self, hook: Callable[[], object]) -> None:
-        """Has ``hook()`` called whenever a thread is about to wait."""
+        """Calls ``hook()`` whenever a thread is about to wait."""
         self._wait_hooks.append(hook)
 
     def _on_end(self, hook: Callable[[bool], object]) -> None:
-        """Has ``hook(succeeded)`` called once: now if the operation has ended, else on the thread that ends it.
+        """Calls ``hook(succeeded)`` once: now if the operation has ended, else on the thread that ends it.
 
-        Works that only tell in their ``wait`` call it from there.
+        A work without a future shows its end only in ``wait``, which then calls the hook.
         """
         if self._waited:
             hook(self._forced in (None, WorkStatus.COMPLETED))
@@ -140,7 +140,7 @@ class TorchWork:
 
 
 def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], _: object) -> None:
-    """Resolves a future of another thread's loop, unless its task was cancelled."""
+    """Resolves a future of a loop that another thread runs, unless the future's task was cancelled."""
     loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
 
@@ -155,7 +155,7 @@ def _future(part: Any) -> torch.futures.Future[Any] | None:
         return None
     try:
         return part.get_future()
-    except RuntimeError:  # messages of Gloo have none
+    except RuntimeError:  # Gloo's messages have no future
         return None
 
 

@@ -16,21 +16,21 @@ class _Kind(type):
 
 
 class _BackendWrapper(metaclass=_Kind):
-    """The c10d backend under a communicator, for a ``torch.distributed.ProcessGroup``.
+    """A communicator as a c10d backend, for a ``torch.distributed.ProcessGroup``.
 
-    Its operations call the communicator's hooks; ``get_comm()`` is the communicator. What is made is an object of the
-    native module, which this name does not load: ``torch.distributed`` imports it when it is imported itself.
+    Its operations call the communicator's hooks; ``get_comm()`` returns the communicator. A call makes an object of the
+    native module. Importing this name does not load that module: ``torch.distributed`` imports it at its own import.
 
     Args:
         comm: a communicator over a c10d backend.
 
     Raises:
-        RuntimeError: the communicator's backend is not one of c10d's.
+        RuntimeError: the communicator's backend is no c10d backend.
     """
 
     def __new__(cls, comm: TorchComm) -> Any:
         from ncclx_rs import _pytorch_recorder
 
         if comm.get_backend() == "ncclx":
-            _pytorch_recorder.takes_pytorchs(comm.get_options().hints)
+            _pytorch_recorder.uses_pytorchs(comm.get_options().hints)
         return native().BackendWrapper(comm)

@@ -3,8 +3,8 @@
     python -m ncclx_rs.as_torchcomms train.py --steps 100
     torchrun --nproc-per-node 2 --module ncclx_rs.as_torchcomms train.py --steps 100
 
-PyTorch looks for torchcomms while it is imported itself, so for its own torchcomms mode
-(``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1``) this must come first, as it does here.
+PyTorch looks for torchcomms during its own import. So for PyTorch's torchcomms mode
+(``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1``) the alias must be installed before torch is imported, as it is here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ncclx_rs._autoload import register
 def install_as_torchcomms() -> None:
     """Makes ``import torchcomms`` and its submodules resolve to this package. Idempotent.
 
-    ``torch.distributed`` then knows this package's backend as ``ncclx``, too.
+    ``torch.distributed`` then also knows this package's backend as ``ncclx``.
 
     Raises:
-        RuntimeError: torchcomms itself was imported before.
+        RuntimeError: the program has already imported torchcomms.
     """
     loaded = sys.modules.get("torchcomms")
     if loaded is not None and loaded is not sys.modules.get("ncclx_rs"):

@@ -1,9 +1,9 @@
 """Device meshes over communicators.
 
-`build` makes a mesh of one communicator; `init_device_mesh` makes one of communicators that exist. Both give a
-``torch.distributed.DeviceMesh``: slicing, flattening, DTensor, FSDP2 and everything else that takes one works on it.
-PyTorch has no public way to make process groups of backends that exist, hence the private names of
-``torch.distributed`` below.
+`build` splits one communicator into a mesh; `init_device_mesh` makes a mesh of existing communicators. Both return a
+``torch.distributed.DeviceMesh``, which slicing, flattening, DTensor, FSDP2 and everything else for meshes accept.
+PyTorch has no public interface to make process groups of existing backends, so this module uses private names of
+``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ def build(
 ) -> DeviceMesh:
     """A mesh of all ranks of a communicator, which is split along each dimension. Called on all ranks.
 
-    The communicator becomes PyTorch's default process group if there is none yet, so that what PyTorch makes of the
-    mesh (flattened dimensions, say) runs on it too.
+    The communicator becomes PyTorch's default process group if there is none yet. So groups that PyTorch derives from
+    the mesh, such as those of flattened dimensions, run on it too.
 
     Args:
         comm: the communicator.
-        dimensions: names and sizes, the last of which varies fastest; the product is the number of ranks.
-        innermost: the dimension that talks most, which is kept inside a host where possible; the last if not given.
-        by_host: whether ranks are laid out host by host; otherwise in their own order.
+        dimensions: names and sizes. The last dimension's ranks vary fastest; the product of the sizes is the number of
+            ranks.
+        innermost: the dimension with the most communication, which is kept inside a host where possible. The default is
+            the last dimension.
+        by_host: whether ranks are laid out host by host; otherwise in the order of their numbers.
 
     Returns:
-        The mesh. Its groups are freed with it, or by `close`; a default group made here, with the last mesh on it.
+        The mesh. Its groups are freed with it, or by `close`. A default group made here is freed with its last mesh.
 
     Raises:
-        ValueError: names are repeated or unknown, or the sizes do not make up the number of ranks.
+        ValueError: names are repeated or unknown, or the product of the sizes is not the number of ranks.
         RuntimeError: a default process group of other ranks exists, or splitting failed.
     """
     size = comm.get_size()
@@ -75,10 +77,10 @@ def build(
 
 
 def close(mesh: DeviceMesh) -> None:
-    """Frees the groups of a mesh made by `build`, which must not be used any more. Idempotent.
+    """Frees the groups of a mesh made by `build`. The program must not use the mesh afterwards. Idempotent.
 
     Raises:
-        ValueError: the mesh is not one of `build`'s.
+        ValueError: `build` did not make the mesh.
     """
     closer = _closers.get(id(mesh))
     if closer is None:
@@ -91,16 +93,16 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str],
     _global_comm: TorchComm | None = None,
 ) -> DeviceMesh:
-    """A mesh over communicators that exist, one a dimension, of which the last dimension's ranks vary fastest.
+    """A mesh over existing communicators, one for each dimension. The last dimension's ranks vary fastest.
 
     Args:
         mesh_dim_comms: this rank's communicator along each dimension.
-        mesh_dim_names: the dimensions' names, which their process groups get too.
-        _global_comm: the communicator of all ranks; needed for more than one dimension.
+        mesh_dim_names: the names of the dimensions and of their process groups.
+        _global_comm: the communicator of all ranks, required for more than one dimension.
 
     Raises:
-        RuntimeError: more than one dimension without a communicator of all ranks, or one that does not fit.
-        ValueError: names and communicators are not as many, or names are repeated.
+        RuntimeError: the communicator of all ranks is missing, or does not fit the others.
+        ValueError: the numbers of names and communicators differ, or names are repeated.
     """
     comms, names = tuple(mesh_dim_comms), tuple(mesh_dim_names)
     if not 1 <= len(comms) <= 5 or len(comms) != len(names) or len(set(names)) != len(names):
@@ -131,7 +133,7 @@ def init_device_mesh(
 def _flatten_with_comm(
     mesh: DeviceMesh, mesh_dim_name: str, comm: TorchComm, global_ranks: list[int], layout: Any
 ) -> DeviceMesh:
-    """The one-dimensional mesh over ``comm``, known to ``mesh`` as its flattened dimension ``mesh_dim_name``."""
+    """The one-dimensional mesh over ``comm``, which becomes the flattened dimension ``mesh_dim_name`` of ``mesh``."""
     mapping = {rank: i for i, rank in enumerate(global_ranks)}
     _create_torchcomm_process_group(comm, mesh_dim_name, global_ranks_mapping=mapping)
     if hasattr(layout, "coalesce"):
@@ -161,13 +163,13 @@ def _create_torchcomm_process_group(
     backend_str: str | None = None,
     global_ranks_mapping: dict[int, int] | None = None,
 ) -> dist.ProcessGroup:
-    """A process group of that name over a communicator's backend, known to ``torch.distributed``.
+    """Makes a process group over a communicator's backend, and registers it with ``torch.distributed``.
 
     Args:
         comm: the communicator.
         group_name: the group's name.
-        backend_str: what PyTorch calls the backend; the communicator's if not given.
-        global_ranks_mapping: the group's rank of every global rank in it; the same numbers if not given.
+        backend_str: PyTorch's name of the backend. The default is the communicator's backend.
+        global_ranks_mapping: maps global ranks to ranks in the group. The default maps each rank to itself.
     """
     name: Any = group_name
     backend = dist.Backend(backend_str or _C10D_NAMES.get(comm.get_backend(), comm.get_backend()))
@@ -190,10 +192,10 @@ def _create_torchcomm_process_group(
 
 
 def _become_world(comm: TorchComm) -> set[int] | None:
-    """Makes the communicator the default process group, unless there is one of the same ranks.
+    """Makes the communicator the default process group, unless there is one with the same ranks.
 
     Returns:
-        The numbers of the meshes on the default group; None if it was not made here.
+        The numbers of the meshes on the default group; None if another module made the group.
     """
     if not dist.is_initialized():
         world = _create_torchcomm_process_group(comm, comm.get_name())
@@ -222,8 +224,9 @@ def _device_mesh(ranks: torch.Tensor, dimensions: tuple[str, ...], groups: list[
 
 
 def _forget_shardings() -> None:
-    """Empties DTensor's cache of shardings. To it, a mesh of the same shape and names is the same, whatever its groups
-    are: it would give out meshes that it has seen before, whose groups are gone.
+    """Empties DTensor's cache of shardings.
+
+    The cache identifies a mesh by shape and names. It would return earlier meshes, whose groups no longer exist.
     """
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
@@ -233,7 +236,7 @@ def _free(number: int, names: list[str], children: list[TorchComm], meshes: set[
     world: Any = distributed_c10d._world
     by_name = {name: group for group, name in world.pg_names.items()}
     for name in names:
-        if name in by_name:  # the default group may have been destroyed before, and all others with it
+        if name in by_name:  # with the default group, the program may have destroyed all groups
             dist.destroy_process_group(by_name[name])
     for child in children:
         child.finalize()
@@ -243,11 +246,11 @@ def _free(number: int, names: list[str], children: list[TorchComm], meshes: set[
             dist.destroy_process_group()
 
 
-# What torch.distributed calls backends that have another name here.
+# torch.distributed's names of backends that have another name here.
 _C10D_NAMES = {"ncclx": "ncclx_rs"}
 
 _built = itertools.count()
-# The default groups made here, each with the numbers of the meshes on it: it goes with the last of them.
+# The default groups made here, each with the numbers of its meshes. A group is destroyed with its last mesh.
 _on_own_world: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
-# By the identity of their meshes: meshes of the same ranks and names are equal, whatever their groups are.
+# By the meshes' identity: meshes with the same ranks and names are equal, even with different groups.
 _closers: dict[int, weakref.finalize[Any, DeviceMesh]] = {}

@@ -1,4 +1,4 @@
-"""Whether torch.compile can trace the object API, for programs that ask before they do."""
+"""Checks whether torch.compile can trace the object API, for programs that ask first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_torch_compile_supported(
     """Whether ``torch.compile(fullgraph=True)`` can trace the operations of the object API.
 
     Args:
-        min_version: the oldest PyTorch that will do.
+        min_version: the oldest supported PyTorch.
     """
     return TorchVersion(_current_version or torch.__version__) >= min_version
 
@@ -22,5 +22,5 @@ def is_torch_compile_supported(
 def is_torch_compile_supported_and_enabled(
     min_version: str = MIN_PYTORCH_VERSION_FOR_COMPILE, _current_version: str | None = None
 ) -> bool:
-    """The same: nothing has to be enabled. torchcomms wants ``TORCHCOMMS_PATCH_FOR_COMPILE=1`` in the environment."""
+    """As `is_torch_compile_supported`. Only torchcomms needs ``TORCHCOMMS_PATCH_FOR_COMPILE=1``; here nothing does."""
     return is_torch_compile_supported(min_version, _current_version)

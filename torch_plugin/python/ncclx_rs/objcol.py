@@ -1,9 +1,9 @@
 """Collectives of Python objects.
 
-Objects travel as what ``torch.save`` makes of them. With ``weights_only=True``, the default, only tensors and plain
-containers and values are accepted from other ranks; anything else needs ``weights_only=False``, which unpickles and so
-runs whatever code the sender put there: only among ranks that trust each other. ``TORCHCOMMS_SERIALIZATION=pickle``
-has objects travel as pickles.
+``torch.save`` serializes the objects. With ``weights_only=True``, the default, a rank accepts only tensors, plain
+containers and plain values from other ranks. Other objects need ``weights_only=False``, which unpickles and so runs
+code that the sender chose: use it only among ranks that trust each other. With ``TORCHCOMMS_SERIALIZATION=pickle``,
+``pickle`` serializes the objects.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def all_gather_object(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Gives everybody each rank's object.
+    """Gives every rank each rank's object.
 
     Args:
         comm: the communicator.
-        object_list: a list with a place for every rank, which is filled.
+        object_list: a list with one place for each rank, which is filled.
         obj: this rank's object.
-        timeout: the time limit of each message.
-        weights_only: whether only tensors and plain values are accepted.
+        timeout: the timeout of each operation.
+        weights_only: whether to accept only tensors and plain values.
     """
     _check_length("all_gather_object", "object_list", object_list, comm.get_size())
     mine = _to_bytes(obj, comm)
@@ -57,10 +57,10 @@ def gather_object(
     Args:
         comm: the communicator.
         obj: this rank's object.
-        root: who gets them.
-        object_gather_list: on the root, a list with a place for every rank, which is filled.
-        timeout: the time limit of each message.
-        weights_only: whether only tensors and plain values are accepted.
+        root: the rank that gets the objects.
+        object_gather_list: on the root, a list with one place for each rank, which is filled.
+        timeout: the timeout of each operation.
+        weights_only: whether to accept only tensors and plain values.
     """
     if comm.get_rank() == root:
         if object_gather_list is None:
@@ -68,7 +68,7 @@ def gather_object(
         _check_length("gather_object", "object_gather_list", object_gather_list, comm.get_size())
     mine = _to_bytes(obj, comm)
     sizes = _sizes(comm, mine, timeout)
-    # A gather has blocks of one size.
+    # All blocks of a gather have one size.
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=comm.get_device())
     padded[: mine.numel()] = mine
     everything = [torch.empty_like(padded) for _ in sizes] if comm.get_rank() == root else []
@@ -84,13 +84,13 @@ def send_object_list(
     dst: int,
     timeout: timedelta | None = None,
 ) -> None:
-    """Sends a list of objects to a rank, which receives as many.
+    """Sends a list of objects to a rank, which must receive as many.
 
     Args:
         comm: the communicator.
         object_list: the objects.
-        dst: to whom.
-        timeout: the time limit of each message.
+        dst: the receiving rank.
+        timeout: the timeout of each operation.
     """
     sizes, body = _packed(object_list, comm)
     comm.send(sizes, dst, False, timeout=timeout)
@@ -108,10 +108,10 @@ def recv_object_list(
 
     Args:
         comm: the communicator.
-        object_list: a list of the length that was sent, which is filled.
-        src: from whom.
-        timeout: the time limit of each message.
-        weights_only: whether only tensors and plain values are accepted.
+        object_list: a list as long as the sent one, which is filled.
+        src: the sending rank.
+        timeout: the timeout of each operation.
+        weights_only: whether to accept only tensors and plain values.
     """
     sizes = torch.empty(len(object_list), dtype=torch.long, device=comm.get_device())
     comm.recv(sizes, src, False, timeout=timeout)
@@ -127,14 +127,14 @@ def broadcast_object_list(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Gives everybody the root's objects.
+    """Gives every rank the root's objects.
 
     Args:
         comm: the communicator.
         object_list: on the root, the objects; elsewhere a list of the same length, which is filled.
-        root: whose objects.
-        timeout: the time limit of each message.
-        weights_only: whether only tensors and plain values are accepted.
+        root: the rank that has the objects.
+        timeout: the timeout of each operation.
+        weights_only: whether to accept only tensors and plain values.
     """
     is_root = comm.get_rank() == root
     sizes = torch.empty(len(object_list), dtype=torch.long, device=comm.get_device())
@@ -161,11 +161,11 @@ def scatter_object_list(
 
     Args:
         comm: the communicator.
-        root: whose objects.
-        scatter_object_output_list: a list of at least one element, the first of which becomes this rank's object.
-        scatter_object_input_list: on the root, an object for every rank.
-        timeout: the time limit of each message.
-        weights_only: whether only tensors and plain values are accepted.
+        root: the rank that has the objects.
+        scatter_object_output_list: a list of at least one element; the first is replaced by this rank's object.
+        scatter_object_input_list: on the root, one object for each rank.
+        timeout: the timeout of each operation.
+        weights_only: whether to accept only tensors and plain values.
     """
     if not scatter_object_output_list:
         raise ValueError("scatter_object_list: argument `scatter_object_output_list`: expected a place, got none")
@@ -179,7 +179,7 @@ def scatter_object_list(
         parts = [_to_bytes(obj, comm) for obj in scatter_object_input_list]
         sizes = torch.tensor([part.numel() for part in parts], device=device)
     comm.broadcast(sizes, root, False, timeout=timeout)
-    # A scatter has blocks of one size.
+    # All blocks of a scatter have one size.
     longest = int(sizes.max())
     padded = [torch.nn.functional.pad(part, (0, longest - part.numel())) for part in parts]
     mine = torch.empty(longest, dtype=torch.uint8, device=device)
@@ -211,7 +211,7 @@ def _to_object(part: torch.Tensor, weights_only: bool) -> Any:
 
 
 def _packed(objects: Sequence[Any], comm: TorchComm) -> tuple[torch.Tensor, torch.Tensor]:
-    """The objects' sizes, and the objects one after the other."""
+    """The objects' sizes, and their bytes in one tensor."""
     parts = [_to_bytes(obj, comm) for obj in objects]
     sizes = torch.tensor([part.numel() for part in parts], dtype=torch.long, device=comm.get_device())
     return sizes, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=comm.get_device())
@@ -222,11 +222,11 @@ def _unpacked(sizes: torch.Tensor, body: torch.Tensor, weights_only: bool) -> li
 
 
 def _sizes(comm: TorchComm, mine: torch.Tensor, timeout: timedelta | None) -> list[int]:
-    """The number of bytes that every rank has."""
+    """The number of bytes of each rank."""
     own = torch.tensor([mine.numel()], dtype=torch.long, device=comm.get_device())
-    everybodys = torch.empty(comm.get_size(), dtype=torch.long, device=comm.get_device())
-    comm.all_gather_single(everybodys, own, False, timeout=timeout)
-    return [int(size) for size in everybodys]
+    sizes = torch.empty(comm.get_size(), dtype=torch.long, device=comm.get_device())
+    comm.all_gather_single(sizes, own, False, timeout=timeout)
+    return [int(size) for size in sizes]
 
 
 def _check_length(operation: str, argument: str, objects: Sequence[Any], size: int) -> None:

@@ -1,11 +1,11 @@
-"""The process group of torchft's replicas: one that is made anew whenever the members of the job change.
+"""The process group of torchft's replicas, which is made anew whenever the members of the job change.
 
     from torchft import Manager
     from ncclx_rs.torchft import ProcessGroupNcclxRs
 
     manager = Manager(pg=ProcessGroupNcclxRs(), ...)
 
-torchft is a package of its own (``pip install torchft``), which this module needs and nothing else here does.
+This module alone needs the package torchft (``pip install torchft``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ncclx_rs._types import CommOptions
 class ProcessGroupNcclxRs(ProcessGroupWrapper):
     """A process group over this package's engine whose members torchft's ``Manager`` chooses.
 
-    When they change, what is in flight ends at once with an error, and the new members join each other. A lost member
-    is an error of the operations that need it, and of `errored`.
+    When they change, operations in flight end at once with an error, and the new members join each other. The loss of a
+    member is an error of the operations that need it, and of `errored`.
 
     Args:
-        timeout: the time limit of joining and of operations.
+        timeout: the timeout of joining and of operations.
         hints: settings by name, as those of `ncclx_rs.Options`.
 
     Raises:
-        torch.distributed.DistNetworkError: on joining: members did not come or cannot be reached.
+        torch.distributed.DistNetworkError: at joining: members did not join or cannot be reached.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60), hints: Mapping[str, str] | None = None) -> None:
@@ -52,7 +52,7 @@ class ProcessGroupNcclxRs(ProcessGroupWrapper):
         return group
 
     def abort(self, errored: bool = True) -> None:
-        """Ends what is in flight, and leaves the other members. Does not block."""
+        """Ends operations in flight with an error, and leaves the other members. Does not block."""
         self._backend = None
         super().abort(errored)
 
@@ -61,7 +61,7 @@ class ProcessGroupNcclxRs(ProcessGroupWrapper):
         self.abort(errored=False)
 
     def errored(self) -> Exception | None:
-        """What ended the present membership: a lost member or an operation that timed out."""
+        """The error that ended the current membership: a lost member or a timeout; None if there is none."""
         if self._backend is None:
             return None
         error = self._backend.get_error()
@@ -70,7 +70,7 @@ class ProcessGroupNcclxRs(ProcessGroupWrapper):
         return dist.DistBackendError(f"ncclx_rs: the process group failed: {error.name}")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of joining and of operations from now on."""
+        """Sets the timeout of joining and of later operations."""
         super().set_timeout(timeout)
         if self._backend is not None:
             self._backend.set_timeout(timeout)

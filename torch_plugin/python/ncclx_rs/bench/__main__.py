@@ -17,7 +17,7 @@ from ncclx_rs.bench import launch, measure, plot, report
 from ncclx_rs.bench.measure import DTYPES, MODES, Plan, Row
 from ncclx_rs.bench.operations import OPERATIONS
 
-# What the process ends with.
+# The exit codes.
 FAILED, SLOWER = 1, 3
 
 _EPILOG = """\
@@ -33,10 +33,10 @@ Item = TypeVar("Item")
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from a number with an optional K, M or G, which are powers of 1024.
+    """A number of bytes from a number with an optional K, M or G, which are powers of 1024.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or not above 0.
+        argparse.ArgumentTypeError: the text is no such number, or not above 0.
     """
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
     if not number.isdecimal() or int(number) == 0:
@@ -77,7 +77,7 @@ def above(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """The parser of the command line."""
     made = argparse.ArgumentParser(
         prog="ncclx-rs bench",
         description="Measures the collectives of a c10d backend, alone or against another in the same run.",
@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
-    """Sizes from the least up to the most, each the one before times the factor."""
+    """The sizes from `least` up to `most`; each is the one before times the factor."""
     sizes = [least]
     while sizes[-1] * factor <= most:
         sizes.append(sizes[-1] * factor)
@@ -124,7 +124,7 @@ def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """The plan that options ask for."""
+    """The plan of these options."""
     return Plan(
         backends=(options.backend,) if options.vs is None else (options.backend, options.vs),
         operations=options.ops,
@@ -143,7 +143,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def verdict(rows: Sequence[Row], fail_below: float | None) -> tuple[int, list[str]]:
-    """The exit code for what was measured, and its reasons."""
+    """The exit code for these rows, and its reasons."""
     broken, slow = [], []
     for row in rows:
         label = (
@@ -186,7 +186,7 @@ class Screen:
             self._bar.update()
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank, ranks, rows = launch.run_here(plan, measure.run)
         worlds: Sequence[int] = (ranks,)
         if rank != 0:
-            return sum(1 for _ in rows)  # nothing; rank 0 has them all
+            return sum(1 for _ in rows)  # none: rank 0 has all
     else:
         worlds = options.ranks or (2,)
         rows = _rows(plan, worlds)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a world on this host, or finds the one that a launcher has started."""
+"""Starts the ranks of a world on this host, or joins the world of a launcher."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from ncclx_rs.bench import measure
 
-# How often to look whether a rank has died, in seconds.
-_GLANCE = 0.5
-_JOIN = timedelta(seconds=120)
+# How often to check whether a rank has died, in seconds.
+_CHECK_INTERVAL = 0.5
+_JOIN_TIMEOUT = timedelta(seconds=120)
 
 Found = TypeVar("Found", covariant=True)
 
 
 def launched() -> bool:
-    """Whether torchrun, or whatever sets its variables, has started this process as a rank."""
+    """Whether torchrun, or another launcher that sets its variables, has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 class Run(Protocol[Found]):
-    """What the ranks of a world do: `measure.run`, or another function that gives on rank 0 what it has found."""
+    """What the ranks of a world run: `measure.run`, or another function that yields its results on rank 0."""
 
     def __call__(
         self, plan: measure.Plan, store: c10d.Store, rank: int, ranks: int, *, local_rank: int
@@ -37,22 +37,22 @@ class Run(Protocol[Found]):
 
 
 def run_here(plan: measure.Plan, run: Run[Found]) -> tuple[int, int, Iterator[Found]]:
-    """Takes part in the world of the launcher.
+    """Joins the world of the launcher.
 
     Returns:
-        This rank, the size of the world, and what `run` gives, which is to be exhausted on every rank.
+        This rank, the size of the world, and the iterator of `run`, which every rank must exhaust.
     """
     torch.set_num_threads(1)
-    store, rank, ranks = next(iter(rendezvous("env://", timeout=_JOIN)))
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=_JOIN_TIMEOUT)))
     local = int(os.environ.get("LOCAL_RANK", rank))
     return rank, ranks, run(plan, c10d.PrefixStore("bench", store), rank, ranks, local_rank=local)
 
 
 def run_world(plan: measure.Plan, ranks: int, run: Run[Found]) -> Iterator[Found]:
-    """Starts so many ranks, gives what rank 0 finds as it comes, and ends when all ranks have ended.
+    """Starts the ranks, yields the results of rank 0 as they come, and returns when all ranks have ended.
 
     Raises:
-        torch.multiprocessing.spawn.ProcessException: a rank failed; the others were ended.
+        torch.multiprocessing.spawn.ProcessException: a rank failed; the other ranks were terminated.
     """
     store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Ranks share the cores.
@@ -73,10 +73,10 @@ def run_world(plan: measure.Plan, ranks: int, run: Run[Found]) -> Iterator[Found
             process.join()
 
 
-def _received(connection: Connection, look: Callable[[], Any]) -> Iterator[Any]:
+def _received(connection: Connection, check: Callable[[], Any]) -> Iterator[Any]:
     while True:
-        look()
-        if not connection.poll(_GLANCE):
+        check()
+        if not connection.poll(_CHECK_INTERVAL):
             continue
         try:
             yield connection.recv()
@@ -86,7 +86,7 @@ def _received(connection: Connection, look: Callable[[], Any]) -> Iterator[Any]:
 
 def _rank(rank: int, run: Run[Any], plan: measure.Plan, ranks: int, port: int, found: Connection) -> None:
     torch.set_num_threads(1)
-    store = c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=_JOIN)
+    store = c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=_JOIN_TIMEOUT)
     for item in run(plan, store, rank, ranks, local_rank=rank):
         found.send(item)
     found.close()

@@ -1,10 +1,10 @@
-"""Takes the measurements, on every rank of one world.
+"""Measures the rows of a plan, on every rank of one world.
 
-Machines are noisy, so backends are compared within one run: they are process groups of the same processes, and each
-row is measured in short rounds in which each backend gets its turn, in an order that alternates. What is reported of a
-comparison is the median of the rounds' ratios and their spread.
+Machines are noisy, so backends are compared within one run: they are process groups of the same processes. Each row is
+measured in short rounds. In a round each backend gets a turn, and the order alternates. A comparison reports the median
+of the rounds' ratios and their spread.
 
-The time of a call is that of the slowest rank, the time of a round that of all its calls by their number.
+The time of a call is that of the slowest rank. The time of a round is that of all its calls, divided by their number.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ DTYPES = {
     for name in ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 }
 MODES = ("sync", "async")
-# The most calls of a round, whatever their speed.
+# The most calls of a turn, however fast they are.
 _MOST_CALLS = 2000
 _WARM_TURNS = 3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and how long.
+    """What to measure, and for how long.
 
     Attributes:
-        backends: Names of c10d backends, the one under test first.
+        backends: Names of c10d backends; the first is the one under test.
         operations: Names from `OPERATIONS`.
         sizes: Bytes.
         dtypes: Names from `DTYPES`.
         modes: From `MODES`.
         rounds: Rounds of each row.
-        round_seconds: How long a backend's turn in a round should take.
-        calls: Calls in a turn; None for as many as `round_seconds` has room for.
-        warmup: Calls of each of the turns before the first round.
+        round_seconds: How long a backend's turn should take.
+        calls: Calls in a turn; None for as many as fit into `round_seconds`.
+        warmup: Calls in each of the turns before the first round.
         depth: Operations in flight at once in mode async.
         check: Whether to check results.
-        timeout: The groups' time limit in seconds.
-        pin: Whether each rank's calling thread keeps to one core. Backends' own threads stay free.
+        timeout: The groups' timeout in seconds.
+        pin: Whether each rank's calling thread is pinned to a core. Backends' own threads are not.
     """
 
     backends: tuple[str, ...] = ("ncclx_rs",)
@@ -74,7 +74,7 @@ class Plan:
     pin: bool = False
 
     def rows(self, ranks: int) -> list[Case]:
-        """The rows of a world of `ranks` in the order they are measured; sizes that come to the same are one row."""
+        """The rows of a world of `ranks` in the order of measurement. Sizes that give the same case are one row."""
         found: dict[Case, None] = {}
         for name in self.operations:
             operation = OPERATIONS[name]
@@ -92,7 +92,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Case:
-    """What a row is about. `bytes` is the size, `count` the elements of a tensor or of one block."""
+    """The parameters of a row. `bytes` is the size, `count` the elements of a tensor or of one block."""
 
     operation: str
     mode: str
@@ -104,18 +104,18 @@ class Case:
 
 @dataclass
 class Result:
-    """What was measured of one backend in one row. Times are microseconds of one call, bandwidths gigabytes a second.
+    """One backend's measurements in one row. Times are microseconds of a call, bandwidths gigabytes a second.
 
     Attributes:
         time: The median of the rounds.
-        p50, p95, p99: Percentiles of the calls.
-        algorithm_bandwidth: Size by time.
-        bus_bandwidth: The same, corrected as nccl-tests do.
-        cpu: Processor time of a rank, all its threads together; the mean of the ranks.
+        p50, p95, p99: Percentiles of the calls' times.
+        algorithm_bandwidth: The size divided by the time.
+        bus_bandwidth: The bus bandwidth, as nccl-tests define it.
+        cpu: Processor time of a call, summed over a rank's threads; the mean of the ranks.
         calls: The calls of a round.
         rounds: The time of each round.
-        wrong: Elements of the results that were wrong, on all ranks together; None if unchecked.
-        error: Why there is no measurement; empty if there is.
+        wrong: The number of wrong elements on all ranks; None if unchecked.
+        error: The reason why there is no measurement; empty if there is one.
     """
 
     time: float = 0.0
@@ -137,8 +137,8 @@ class Ratio:
 
     Attributes:
         median, p10, p90: Percentiles of the ratios of the rounds' times.
-        typical: The ratio of the typical calls, those of `Result.p50`; on a loaded machine it hides the stalls that
-            make up part of the other.
+        typical: The ratio of `Result.p50`, the typical calls. On a loaded machine it hides stalls, which the others
+            contain.
     """
 
     median: float
@@ -157,7 +157,7 @@ class Row:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """A percentile, between neighbours by linear interpolation.
+    """A percentile, by linear interpolation between neighbours.
 
     Raises:
         ValueError: there are no values.
@@ -172,7 +172,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def compare(first: Result, second: Result) -> Ratio | None:
-    """The ratio of two backends' rounds; None if one of them was not measured."""
+    """The ratios of two backends' rounds; None if one backend was not measured."""
     if first.error or second.error:
         return None
     ratios = [theirs / ours for ours, theirs in zip(first.rounds, second.rounds, strict=True)]
@@ -186,7 +186,7 @@ def bandwidths(operation: Operation, ranks: int, size_bytes: int, microseconds: 
 
 
 class Control:
-    """Words between the ranks aside from what is measured, through the store. Every rank makes the same calls."""
+    """Exchanges values between the ranks through the store. Every rank must make the same calls."""
 
     def __init__(self, store: c10d.Store, place: Place) -> None:
         self.place = place
@@ -220,12 +220,12 @@ class Control:
         return list(self.from_root(self.gather(value)))
 
     def _put(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes, too, which the stub leaves out
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes too, which the stub omits
 
 
 @dataclass
 class _Turn:
-    """A backend's part of a round on one rank, in nanoseconds: of each call, and of the processor for all."""
+    """A backend's turn in a round on one rank, in nanoseconds: each call, the whole turn, and its processor time."""
 
     calls: array.array[int]
     whole: int
@@ -240,27 +240,27 @@ def run(
     operations: dict[str, Operation] | None = None,
     local_rank: int = 0,
 ) -> Iterator[Row]:
-    """Measures the rows of a plan in this world; every rank of which calls it and exhausts what it gives.
+    """Measures the rows of a plan in this world. Every rank calls it and must exhaust the iterator.
 
     Args:
         plan: What to measure; the same on every rank.
-        store: Where the ranks meet, for this run alone.
+        store: The ranks' store, which no other run uses.
         rank: This rank.
         ranks: The size of the world.
-        operations: What the names in the plan mean; `OPERATIONS` if not given.
+        operations: The operations by the names in the plan; `OPERATIONS` if not given.
         local_rank: The number of this rank on its host, for pinning.
 
     Yields:
-        On rank 0 each row, as soon as it is measured. Nothing elsewhere.
+        On rank 0, each row as soon as it is measured. On other ranks nothing.
 
     Raises:
-        RuntimeError: a backend failed on some ranks only, or while it was measured.
-        ValueError: a backend is not known to PyTorch.
+        RuntimeError: a backend failed on only some ranks, or during the measurement.
+        ValueError: PyTorch does not know a backend.
     """
     known = OPERATIONS if operations is None else operations
     timeout = timedelta(seconds=plan.timeout)
 
-    # Each backend gets a group of its own, so that none has the shorter way of the default group.
+    # Each backend gets a group of its own: calls on the default group take a shorter path in PyTorch.
     def groups() -> dict[str, Any]:
         return {name: dist.new_group(backend=name, timeout=timeout) for name in plan.backends}
 
@@ -273,7 +273,7 @@ def run(
 
 @contextlib.contextmanager
 def on_a_core_of_its_own(local_rank: int) -> Iterator[None]:
-    """Keeps the calling thread on one core, another for each rank of a host as long as there are enough."""
+    """Pins the calling thread to a core. The ranks of a host get different cores as long as there are enough."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(cores)[local_rank % len(cores)]})
     try:
@@ -286,17 +286,17 @@ def on_a_core_of_its_own(local_rank: int) -> Iterator[None]:
 def world(
     plan: Plan, store: c10d.Store, place: Place, local_rank: int, groups: Callable[[], dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], Control]]:
-    """The default group of this rank, and in it the groups that `groups` makes, until the block ends.
+    """Makes the default group and the groups of `groups`; destroys them at the end of the block.
 
     Args:
         plan: What to measure.
-        store: Where the ranks meet, for this run alone.
+        store: The ranks' store, which no other run uses.
         place: This rank and the number of ranks.
         local_rank: The number of this rank on its host, for pinning.
-        groups: Makes the groups that are measured.
+        groups: Makes the groups to measure.
 
     Yields:
-        The groups by name, and words between the ranks.
+        The groups by name, and the `Control`.
     """
     dist.init_process_group(
         plan.backends[0],
@@ -307,7 +307,7 @@ def world(
     )
     try:
         made = groups()
-        # Only now, since backends' threads inherit what their maker may use, and some count it.
+        # Pinned after the groups exist: backends' threads inherit their creator's cores, and some backends count these.
         with on_a_core_of_its_own(local_rank) if plan.pin else contextlib.nullcontext():
             yield made, Control(c10d.PrefixStore("control", store), place)
     finally:
@@ -317,11 +317,11 @@ def world(
 def measure_row(
     plan: Plan, case: Case, operation: Operation, groups: dict[str, dist.ProcessGroup], control: Control
 ) -> Row | None:
-    """Measures a row on the groups in alternating rounds; every rank calls it. The row on rank 0, None elsewhere."""
+    """Measures a row on the groups in alternating rounds. Every rank calls it; returns None on ranks other than 0."""
     place = control.place
     depth = plan.depth if case.mode == "async" else 1
     jobs = [operation.build(place, case.count, DTYPES[case.dtype]) for _ in range(depth)]
-    flying = min(depth, plan.warmup)
+    in_flight = min(depth, plan.warmup)
     results = {name: _check(plan, case, jobs[0], place, group, control) for name, group in groups.items()}
     for job in jobs:
         job.clear()
@@ -331,12 +331,12 @@ def measure_row(
         return _sync_turn(jobs[0], group, calls) if case.mode == "sync" else _async_turn(jobs, group, calls)
 
     for name, group in measured.items():
-        # The best median of some turns, since a stall would leave the rounds with few calls.
+        # The best median of several turns: after a stall in a single one, the rounds would have too few calls.
         medians = [percentile(turn(group, plan.warmup).calls, 50) for _ in range(_WARM_TURNS)]
         typical = max(control.all_gather(min(medians)))
-        fitting = min(max(int(plan.round_seconds * 1e9 * flying / max(typical, 1.0)), 1), _MOST_CALLS)
+        fitting = min(max(int(plan.round_seconds * 1e9 * in_flight / max(typical, 1.0)), 1), _MOST_CALLS)
         results[name].calls = fitting if plan.calls is None else plan.calls
-    # Rank 0 decides who begins; from then on it alternates.
+    # Rank 0 chooses the first backend at random; then the order alternates.
     order = list(measured)
     if control.from_root(random.random()) < 0.5:
         order.reverse()
@@ -358,7 +358,7 @@ def measure_row(
 
 
 def _check(plan: Plan, case: Case, job: Job, place: Place, group: dist.ProcessGroup, control: Control) -> Result:
-    """Makes the first call, which tells whether the backend can do it at all, and looks at what it gives."""
+    """Makes the first call, which shows whether the backend supports it, and checks the result."""
     if plan.check:
         job.fill()
     else:
@@ -374,9 +374,9 @@ def _check(plan: Plan, case: Case, job: Job, place: Place, group: dist.ProcessGr
     outcomes = control.all_gather((error, wrong))
     errors = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text]
     if errors and len(errors) < place.size:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in errors)
+        causes = "; ".join(f"rank {rank}: {text}" for rank, text in errors)
         raise RuntimeError(
-            f"{case.operation} of {case.bytes} bytes failed on {len(errors)} of {place.size} ranks: {told}"
+            f"{case.operation} of {case.bytes} bytes failed on {len(errors)} of {place.size} ranks: {causes}"
         )
     if errors:
         return Result(error=errors[0][1])
@@ -384,7 +384,7 @@ def _check(plan: Plan, case: Case, job: Job, place: Place, group: dist.ProcessGr
 
 
 def _sync_turn(job: Job, group: dist.ProcessGroup, calls: int) -> _Turn:
-    """Calls one after the other."""
+    """Makes the calls one after the other."""
 
     def body() -> array.array[int]:
         call, clock = job.call, time.perf_counter_ns
@@ -399,33 +399,33 @@ def _sync_turn(job: Job, group: dist.ProcessGroup, calls: int) -> _Turn:
 
 
 def _async_turn(jobs: Sequence[Job], group: dist.ProcessGroup, calls: int) -> _Turn:
-    """Keeps as many operations in flight as there are jobs; a call lasts from being issued until its wait returns."""
+    """Keeps one operation in flight for each job. A call lasts from its issue until its wait returns."""
 
     def body() -> array.array[int]:
         clock = time.perf_counter_ns
         lasted = array.array("q")
-        flying: collections.deque[tuple[int, Any]] = collections.deque()
+        in_flight: collections.deque[tuple[int, Any]] = collections.deque()
 
-        def land() -> None:
-            issued, pending = flying.popleft()
+        def wait_for_first() -> None:
+            issued, pending = in_flight.popleft()
             if pending is not None:
                 pending.wait()
             lasted.append(clock() - issued)
 
         for index in range(calls):
-            if len(flying) == len(jobs):
-                land()
+            if len(in_flight) == len(jobs):
+                wait_for_first()
             issued = clock()
-            flying.append((issued, jobs[index % len(jobs)].call(group, True)))
-        while flying:
-            land()
+            in_flight.append((issued, jobs[index % len(jobs)].call(group, True)))
+        while in_flight:
+            wait_for_first()
         return lasted
 
     return _timed(group, body)
 
 
 def _timed(group: dist.ProcessGroup, body: Callable[[], array.array[int]]) -> _Turn:
-    """Runs `body`, which tells how long each call took, after the ranks have met."""
+    """Runs `body`, which returns the time of each call, after a barrier."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -439,7 +439,7 @@ def _timed(group: dist.ProcessGroup, body: Callable[[], array.array[int]]) -> _T
 
 
 def _evaluate(result: Result, case: Case, operation: Operation, by_rank: Sequence[Sequence[_Turn]], trips: int) -> None:
-    """Fills in what the turns of all ranks tell."""
+    """Computes a result from the turns of all ranks."""
     rounds = list(zip(*by_rank, strict=True))
     unit = 1e3 * trips  # nanoseconds of a call to microseconds of a trip
     result.rounds = [max(turn.whole for turn in turns) / result.calls / unit for turns in rounds]

@@ -1,7 +1,7 @@
-"""What is measured: each operation's buffers, its call, what it must give, and how its bandwidth is counted.
+"""The operations to measure: their buffers, calls, expected results and bandwidth factors.
 
 Sizes and factors of the bus bandwidth are those of nccl-tests (its doc/PERFORMANCE.md). The size is the bytes of one
-rank's tensor; for operations that put ranks' blocks together or take them apart, the bytes of all blocks together.
+rank's tensor. For operations that join or divide ranks' blocks, it is the bytes of all blocks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 ROOT = 0
-# Inputs repeat after this many elements: a prime, so that no block of a usual length looks like another.
+# The period of the inputs, in elements: a prime, so that blocks of usual lengths differ.
 _PERIOD = 13
-# What outputs hold before a checked call, so that one that is not written shows: more than nine ranks' sums come to.
+# Fills outputs before a checked call, so that an unwritten one is found: more than the sums of nine ranks.
 _POISON = 113
 _COMPARED = 1 << 18
 
 
 class Pending(Protocol):
-    """What an asynchronous call gives: `torch.distributed.Work`, or several of them."""
+    """The result of an asynchronous call: a `torch.distributed.Work`, or several of them."""
 
     def wait(self) -> Any: ...
 
@@ -40,11 +40,11 @@ class Job:
     """One operation on buffers of one size.
 
     Attributes:
-        call: Calls it on a group; with True asynchronously, where it gives what to wait for, or None where this rank
+        call: Calls it on a group, with True asynchronously. That returns the object to wait for, or None if this rank
             takes no part.
         tensors: All buffers.
-        inputs: Buffers and what they hold before a checked call.
-        results: Buffers and what they must hold after it.
+        inputs: Buffers, each with its content before a checked call.
+        results: Buffers, each with the content that it must have afterwards.
     """
 
     call: Callable[[dist.ProcessGroup, bool], Pending | None]
@@ -53,18 +53,18 @@ class Job:
     results: Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]]
 
     def fill(self) -> None:
-        """Writes the inputs, and poison everywhere else."""
+        """Writes the inputs, and fills all other buffers with poison."""
         for tensor in self.tensors:
             tensor.fill_(_POISON)
         for tensor, content in self.inputs():
             tensor.copy_(content)
 
     def wrong(self, size: int) -> int:
-        """The number of elements of this rank that differ from what they must be, rounding of `size` addends aside."""
+        """The number of this rank's wrong elements; the rounding of a sum of `size` addends is allowed."""
         return sum(count_wrong(got, expected, size) for got, expected in self.results())
 
     def clear(self) -> None:
-        """Zeroes all buffers, so that sums over sums stay numbers."""
+        """Zeroes all buffers, so that repeated sums do not overflow."""
         for tensor in self.tensors:
             tensor.zero_()
 
@@ -76,8 +76,8 @@ class Operation:
     Attributes:
         build: Makes the buffers for a number of elements: of the tensor, or of one block.
         blocks: Whether the size is that of all ranks' blocks.
-        bus_factor: Bus bandwidth by algorithm bandwidth, for a number of ranks.
-        least_ranks: The smallest world in which it means something.
+        bus_factor: Bus bandwidth divided by algorithm bandwidth, for a number of ranks.
+        least_ranks: The size of the smallest world in which it is measured.
         sized: Whether it moves data.
         trips: How many times the data travels in a synchronous call; the time of a call is divided by it.
     """
@@ -90,26 +90,26 @@ class Operation:
     trips: int = 1
 
     def count(self, size_bytes: int, ranks: int, dtype: torch.dtype) -> int:
-        """How many elements `build` is to get for a size: at least one, and so that ranks' blocks are equal."""
+        """The number of elements for `build`: at least one, and such that the ranks' blocks are equal."""
         if not self.sized:
             return 0
         return max(1, size_bytes // dtype.itemsize // (ranks if self.blocks else 1))
 
     def bytes(self, count: int, ranks: int, dtype: torch.dtype) -> int:
-        """The size for a number of elements: the inverse of `count`."""
+        """The size of a number of elements: the inverse of `count`."""
         return count * dtype.itemsize * (ranks if self.blocks else 1)
 
 
 def count_wrong(got: torch.Tensor, expected: torch.Tensor, addends: int = 1) -> int:
-    """The number of elements of `got` that are not those of `expected`.
+    """The number of elements in which `got` differs from `expected`.
 
     Args:
         got: A tensor of one dimension.
         expected: Another of the same length and type.
-        addends: Floating results may differ by the rounding of a sum of so many.
+        addends: Floating-point results may differ by the rounding of a sum of this many addends.
     """
     wrong = 0
-    # In parts, so that large tensors need little memory beside them.
+    # Compares in parts, so that large tensors need little additional memory.
     for start in range(0, got.numel(), _COMPARED):
         part, should_be = (tensor[start : start + _COMPARED] for tensor in (got, expected))
         if part.is_floating_point():
@@ -157,7 +157,7 @@ def _reduce(at: Place, count: int, dtype: torch.dtype) -> Job:
         lambda group, later: dist.reduce(data, ROOT, group=group, async_op=later),
         [data],
         lambda: [(data, pattern(at.rank, 0, count, dtype))],
-        # The others' tensors are the backend's to change.
+        # The backend may change the other ranks' tensors.
         lambda: [(data, total(at.size, 0, count, dtype))] if at.rank == ROOT else [],
     )
 
@@ -173,7 +173,7 @@ def _broadcast(at: Place, count: int, dtype: torch.dtype) -> Job:
 
 
 def _gathering(at: Place, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rank's block, and room for all."""
+    """A rank's block, and a buffer for all blocks."""
     return torch.empty(count, dtype=dtype), torch.empty(at.size * count, dtype=dtype)
 
 
@@ -299,7 +299,7 @@ class _Both:
 
 
 def _send_recv(at: Place, count: int, dtype: torch.dtype) -> Job:
-    """Each even rank and the one after it: ping-pong, or, asynchronously, both directions at once."""
+    """Messages of each even rank and the next one: ping-pong, or both directions at once if asynchronous."""
     sent, received = (torch.empty(count, dtype=dtype) for _ in range(2))
     peer = at.rank ^ 1
     alone = peer >= at.size

@@ -1,4 +1,4 @@
-"""Draws rows with matplotlib, which the extra `bench` brings."""
+"""Draws rows with matplotlib, which the extra `bench` installs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class NoMatplotlib(Exception):
 
 
 def check(path: Path) -> None:
-    """Tells whether `draw` can write this file, before hours of measuring.
+    """Checks, before hours of measuring, that `draw` can write this file.
 
     Raises:
-        NoMatplotlib: it is not installed.
+        NoMatplotlib: matplotlib is not installed.
         ValueError: the file's name does not end in one of `FORMATS`.
     """
     if path.suffix not in FORMATS:
@@ -38,7 +38,7 @@ def _matplotlib() -> Any:
     except ImportError as error:
         raise NoMatplotlib from error
     matplotlib.use("Agg")
-    # Text stays text, its fonts are not listed at every word, and equal rows give equal files.
+    # Text stays text with one short list of fonts, and equal rows give equal files.
     matplotlib.rcParams.update(
         {"svg.fonttype": "none", "svg.hashsalt": "ncclx_rs", "font.sans-serif": ["DejaVu Sans"], "font.size": 8}
     )
@@ -46,14 +46,14 @@ def _matplotlib() -> Any:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the time of a call over its size, a panel for each operation, mode, world and type.
+    """Draws the time of a call over its size, in one panel for each operation, mode, world and type.
 
     Args:
-        rows: What was measured. Those without a size, which are barriers, are not drawn.
-        path: Where to, an SVG or PNG.
+        rows: The measured rows. Rows without a size, which are barriers, are not drawn.
+        path: The file, an SVG or PNG.
 
     Raises:
-        NoMatplotlib: it is not installed.
+        NoMatplotlib: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
     plt = _matplotlib()

@@ -1,4 +1,4 @@
-"""Shows rows: as a table on the terminal, and as JSON."""
+"""Formats rows: as a table on the terminal, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from ncclx_rs.bench.measure import Case, Plan, Result, Row
 
-# Of the JSON; counts up when a reader would have to change.
+# The version of the JSON, raised when a reader would have to change.
 SCHEMA = 1
 
 _COLUMNS = ("bytes", "backend", "time", "p50", "p95", "p99", "alg", "bus", "cpu", "wrong")
@@ -33,7 +33,7 @@ def size_text(size: int) -> str:
 
 
 def heading(case: Case) -> str:
-    """What stands above the rows of one operation."""
+    """The heading above the rows of one operation."""
     title = f"\n# {case.operation}, {case.mode}, {case.ranks} ranks, {case.dtype}"
     legend = "# times in microseconds a call, bandwidths in GB/s, wrong in elements"
     names = " ".join(name.rjust(width) for name, width in zip(_COLUMNS, _WIDTHS, strict=True))
@@ -41,7 +41,7 @@ def heading(case: Case) -> str:
 
 
 def lines(row: Row) -> str:
-    """A row: a line for each backend, and the ratio behind the first."""
+    """A row: one line for each backend, with the ratio at the end of the first."""
     shown = []
     for index, (name, result) in enumerate(row.results.items()):
         line = f"{size_text(row.case.bytes):>10} {name:>10} "
@@ -61,7 +61,7 @@ def _numbers(result: Result) -> str:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The mean to take of ratios.
+    """The geometric mean, which is the mean of ratios.
 
     Raises:
         ValueError: there are no values, or one is not above 0.
@@ -72,7 +72,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def summary(rows: Sequence[Row], backends: Sequence[str]) -> str:
-    """The ratios of all rows as Markdown: a table for each world, mode and type, with a column an operation."""
+    """The ratios of all rows as Markdown: a table for each world, mode and type, with a column for each operation."""
     parts = []
     compared = [row for row in rows if row.ratio is not None]
     worlds = dict.fromkeys((row.case.ranks, row.case.mode, row.case.dtype) for row in compared)
@@ -95,7 +95,7 @@ def summary(rows: Sequence[Row], backends: Sequence[str]) -> str:
 
 
 def document(plan: Plan, rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
-    """All that was measured and where, as JSON has it; the fields are those of `Plan`, `Case`, `Result` and `Ratio`."""
+    """The content of the JSON: machine, plan and rows, with the fields of `Plan`, `Case`, `Result` and `Ratio`."""
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

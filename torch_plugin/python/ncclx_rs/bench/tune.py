@@ -33,7 +33,7 @@ from ncclx_rs.bench.__main__ import FAILED, above, names_of, parse_size, rank_li
 from ncclx_rs.bench.measure import Plan, Row, compare, measure_row, world
 from ncclx_rs.bench.operations import OPERATIONS, Place
 
-# The operation that is measured for each collective of the file. Others have one algorithm only.
+# The operation that is measured for each collective of the file. Other collectives have only one algorithm.
 COLLECTIVES = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather_into_tensor",
@@ -43,9 +43,10 @@ COLLECTIVES = {
     "gather": "gather",
     "scatter": "scatter",
 }
-# Of the file, see src/algo/tuning.rs.
+# The version of the file's format; see src/algo/tuning.rs.
 VERSION = 1
-# How much faster an algorithm must be than the one before it to take over: less may be chance, and makes long files.
+# An algorithm takes over from that of the smaller size only if it is faster by this factor: less may be chance, and
+# makes long files.
 MARGIN = 1.05
 
 
@@ -59,10 +60,10 @@ class Finding:
 
 
 def run(plan: Plan, store: c10d.Store, rank: int, ranks: int, *, local_rank: int) -> Iterator[Finding]:
-    """Measures every algorithm for the collectives of a plan in this world; every rank exhausts what it gives.
+    """Measures every algorithm for the collectives of a plan in this world. Every rank must exhaust the iterator.
 
     Yields:
-        On rank 0 a finding for each collective with several algorithms and each size. Nothing elsewhere.
+        On rank 0, a finding for each size of each collective with several algorithms. On other ranks nothing.
     """
     timeout = timedelta(seconds=plan.timeout)
     algorithms: dict[str, list[str]] = {}
@@ -91,7 +92,7 @@ def run(plan: Plan, store: c10d.Store, rank: int, ranks: int, *, local_rank: int
 
 
 def table(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The rows of the file. The findings of a collective and world are one after the other, by ascending size."""
+    """The rows of the file. The findings of one collective and world must be adjacent, by ascending size."""
     rows: list[dict[str, Any]] = []
     for (collective, ranks, hosts), same in itertools.groupby(findings, _place):
         fastest: list[tuple[str, int]] = []
@@ -116,10 +117,10 @@ def _place(finding: Finding) -> tuple[str, int, int]:
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]], note: str) -> None:
-    """Writes a tuning file, a line a row. Rows of other collectives and worlds that are in the file already stay.
+    """Writes a tuning file, one row a line. The file's rows of other collectives and worlds stay.
 
     Raises:
-        ValueError: what is in the file is no tuning file of this version.
+        ValueError: the file exists and is no tuning file of this version.
     """
     kept: list[dict[str, Any]] = []
     if path.exists():
@@ -137,7 +138,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]], note: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """The parser of the command line."""
     made = argparse.ArgumentParser(
         prog="ncclx-rs tune",
         description="Finds the fastest algorithm for each collective, world and size, and writes a file that the "
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if launch.launched():
         rank, _, found = launch.run_here(plan, run)
         if rank != 0:
-            return sum(1 for _ in found)  # nothing; rank 0 has them all
+            return sum(1 for _ in found)  # none: rank 0 has all
     else:
         worlds = options.ranks or (2,)
         found = (finding for ranks in worlds for finding in launch.run_world(plan, ranks, run))

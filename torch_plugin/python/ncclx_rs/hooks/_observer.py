@@ -1,4 +1,4 @@
-"""What the hooks share: one object that is told of a communicator's operations, from before each to its end."""
+"""The base of the ready-made hooks: an observer of a communicator's operations, from each call to its end."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ T = TypeVar("T")
 
 
 class Observer(Generic[T]):
-    """Is told what happens on one communicator; to be derived from."""
+    """The base class of observers of one communicator."""
 
     def on_call(self, name: OpName, op_id: int, args: Any) -> T:
-        """An operation is about to be issued. What this returns stands for it below."""
+        """An operation is about to be issued. The other methods get what this returns."""
         raise NotImplementedError
 
     def on_issued(self, operation: T, work: TorchWork) -> None:
-        """The operation was issued, and has ended if it was synchronous."""
+        """The operation was issued; a synchronous one has ended."""
 
     def on_refused(self, operation: T) -> None:
-        """The operation raised where it was called: it was refused, or failed and left the communicator usable."""
+        """The call raised: the operation was refused, or failed without aborting the communicator."""
 
     def on_split(self, child: TorchComm) -> None:
-        """The communicator was split, and this is the part that the process is in."""
+        """The communicator was split; ``child`` is the new communicator of this process."""
 
     def on_aborted(self) -> None:
-        """An operation failed for good."""
+        """An operation failed, and the communicator is about to be aborted."""
 
     def on_finalized(self) -> None:
         """The communicator was finalized."""
 
 
 def observe(comm: TorchComm, observer: Observer[T]) -> list[RemovableHandle]:
-    """Has a observer told what happens on a communicator from now on."""
-    # An operation that raises where it is called has no post-hook. Calls come one at a time, so the next one shows that
-    # the one before has none.
+    """Registers an observer with a communicator."""
+    # An operation whose call raises has no post-hook. Calls come one at a time, so the next call shows that the one
+    # before raised.
     open_operation: list[T] = []
 
     def before(name: OpName, op_id: int, args: Any) -> None:

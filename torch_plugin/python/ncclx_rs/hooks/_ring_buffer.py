@@ -1,4 +1,4 @@
-"""The memory of flight recorders: a ring of operations."""
+"""The ring buffer of flight recorders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Entry(_trace.Entry):
     """An operation that the calling thread begins now.
 
     Attributes:
-        began: when, by a clock that nobody sets.
+        began: the time of the call by a monotonic clock.
     """
 
     thread: tuple[int, str] | None = field(default_factory=lambda: _this_thread())
@@ -29,7 +29,7 @@ class Entry(_trace.Entry):
 
 
 class RingBuffer:
-    """The last operations of some communicators. Its memory does not grow with their number."""
+    """The last operations of several communicators, in bounded memory."""
 
     def __init__(self, max_entries: int) -> None:
         self._lock = threading.Lock()
@@ -40,24 +40,24 @@ class RingBuffer:
 
     @property
     def max_entries(self) -> int:
-        """How many operations are remembered."""
+        """How many operations it can hold."""
         return self._entries.maxlen or 0
 
     def grow(self, max_entries: int) -> None:
-        """Remembers at least so many operations from now on."""
+        """Makes room for at least that many operations."""
         with self._lock:
             if max_entries > self.max_entries:
                 self._entries = collections.deque(self._entries, maxlen=max_entries)
 
     def add_group(self, comm_name: str, backend: str, timeout_ms: int, members: list[int]) -> Group:
-        """Starts watching a communicator."""
+        """Adds a communicator."""
         with self._lock:
             group = Group(next(self._numbers), comm_name, backend, timeout_ms, members)
             self._groups[group.number] = group
             return group
 
     def drop_group(self, group: Group) -> None:
-        """Stops watching a communicator. Its entries stay, and so does what dumps say of it while there are some."""
+        """Drops a communicator. Its entries stay, and dumps describe it as long as there are any."""
         with self._lock:
             self._groups.pop(group.number, None)
 
@@ -70,7 +70,7 @@ class RingBuffer:
         outputs: Shapes,
         route: tuple[int, int] | None = None,
     ) -> Entry:
-        """Remembers an operation, or one message of a batch."""
+        """Records the call of an operation, or of one message of a batch."""
         with self._lock:
             if route is None:
                 group.collectives += 1
@@ -84,7 +84,7 @@ class RingBuffer:
             return entry
 
     def complete(self, entry: Entry) -> None:
-        """Notes that an operation is done."""
+        """Records that an operation is done."""
         with self._lock:
             entry.ended = entry.created + time.perf_counter_ns() - entry.began
             entry.state = "completed"
@@ -92,7 +92,7 @@ class RingBuffer:
                 entry.group.completed = max(entry.group.completed, entry.sequence)
 
     def discard(self, entry: Entry) -> None:
-        """Forgets the last operation of a group, which other ranks do not see."""
+        """Removes the last operation of a group, which other ranks do not see."""
         with self._lock:
             if entry.route is None:
                 entry.group.collectives -= 1
@@ -103,29 +103,29 @@ class RingBuffer:
                 self._entries.remove(entry)
 
     def reset(self) -> None:
-        """Forgets every operation."""
+        """Removes every operation."""
         with self._lock:
             self._entries.clear()
             self._records = itertools.count()
 
     def size(self) -> int:
-        """How many operations are remembered."""
+        """How many operations it holds."""
         return len(self._entries)
 
     def dump(self, include_completed: bool) -> dict[str, Any]:
-        """Everything, in the words of PyTorch's recorder."""
+        """The content in the format of PyTorch's recorder."""
         with self._lock:
             entries = [entry for entry in self._entries if include_completed or entry.ended is None]
             return _trace.trace(self._groups.values(), entries)
 
 
 def shapes(tensors: Iterable[torch.Tensor]) -> Shapes:
-    """What is remembered of tensors."""
+    """The recorded properties of tensors."""
     return [(list(tensor.shape), _trace.dtype(str(tensor.dtype).removeprefix("torch."))) for tensor in tensors]
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> Shapes:
-    """What is remembered of tensors of one shape as if they were one."""
+    """The recorded properties of tensors of one shape, as if they were one tensor."""
     return [([len(tensors), *shape], dtype) for shape, dtype in shapes(tensors[:1])]
 
 

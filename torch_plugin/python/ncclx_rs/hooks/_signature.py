@@ -1,4 +1,4 @@
-"""What clog calls an operation: its name and what distinguishes it, such as ``broadcast|in_count=8|...|root=0``."""
+"""The signatures of operations in clog, such as ``broadcast|in_count=8|...|root=0``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def signature(name: OpName, args: Any, buffers: bool) -> str:
 
     Args:
         name: the operation.
-        args: what its pre-hook is told.
-        buffers: whether it includes the tensors' addresses.
+        args: the arguments of its pre-hook.
+        buffers: whether the signature includes the tensors' addresses.
     """
     fields = {**_sizes(name, args), **_numbers(args), "async_op": "t" if args.async_op else "f"}
     if buffers:
@@ -77,7 +77,7 @@ def _counts(side: str, operand: Operand) -> dict[str, object]:
 
 
 def _dtype(*operands: Operand) -> str:
-    """The type of the first tensor that there is."""
+    """The dtype of the first tensor; ``other`` if there is none."""
     listed = ([operand] if isinstance(operand, torch.Tensor) else operand for operand in operands)
     return next((_DTYPES.get(tensor.dtype, "other") for tensors in listed for tensor in tensors), "other")
 

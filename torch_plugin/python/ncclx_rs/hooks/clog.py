@@ -1,17 +1,17 @@
-"""A log of communicators' operations, one short line an event, in the format of torchcomms' clog, version 1.
+"""A log of communicators' operations, one short line for each event, in the format of torchcomms' clog, version 1.
 
     logger = clog(output=f"/tmp/clog{comm.get_rank()}.log", events=["ALL"])
     logger.register_with_comm(comm)
 
-Lines, whose last field is the seconds since the ``base_timestamp`` of the first:
+The lines; the last field of events is the seconds since ``base_timestamp``:
 
     V|1|base_timestamp=1714234567.890
     new_comm|comm=main|rank=0|world_size=2
-    C1|sig|all_reduce|in_count=8|out_count=8|dtype=f32|red_op=sum|async_op=f|comm=main     an operation, once
-    C1|Q|work_id=1|+0.001       each time it is called
+    C1|sig|all_reduce|in_count=8|out_count=8|dtype=f32|red_op=sum|async_op=f|comm=main     an operation's first call
+    C1|Q|work_id=1|+0.001       each call of it
     C1|S|+0.001                 it begins
     C1|E|+0.002                 it has ended
-    C1|W|+0.002                 somebody waits for it, if it is asynchronous
+    C1|W|+0.002                 the program waits for it, if it is asynchronous
     split|parent=main|child=half|ranks=0,1
     WARN|...
 """
@@ -41,7 +41,7 @@ class _Call:
     Attributes:
         operation: the number of its signature.
         work: its own number.
-        pending: the events that are still to come.
+        pending: the events that have not happened yet.
     """
 
     operation: int
@@ -52,19 +52,20 @@ class _Call:
 
 
 class clog:
-    """Logs the operations of the communicators it is registered with, and of those split from them, to a file.
+    """Logs the operations of its communicators, and of those split from them, to a file.
 
-    Each line is in the file before the operation goes on.
+    Each line is in the file before the operation continues.
     """
 
     def __init__(self, output: str | os.PathLike[str], events: Sequence[str], verbose: Sequence[str] = ()) -> None:
         """Begins the log.
 
         Args:
-            output: the file; what was in it is lost.
-            events: ``"LIFECYCLE"`` or ``"ALL"`` for when operations begin, end and are waited for. Calls are logged
-                in any case; other names are ignored.
-            verbose: ``"buffers"`` for the addresses of tensors. They make more signatures, which are all remembered.
+            output: the file, which is overwritten.
+            events: ``"LIFECYCLE"`` or ``"ALL"`` also logs when operations begin, end and are waited for. Calls are
+                always logged; other names are ignored.
+            verbose: ``"buffers"`` adds the addresses of tensors to signatures. That makes more signatures, which are
+                all kept in memory.
 
         Raises:
             RuntimeError: the file cannot be written.
@@ -89,7 +90,7 @@ class clog:
         """Logs the communicator's operations from now on.
 
         Raises:
-            RuntimeError: it is registered with the communicator already.
+            RuntimeError: it is already registered with the communicator.
         """
         self._register(comm, announces=True)
 
@@ -177,7 +178,7 @@ class _CommLogger(Observer[_Call | None]):
         return self._comm.get_rank(), self._comm.get_size()
 
     def _announce(self) -> None:
-        """Writes rank and size once they are known, and when a reconfiguration changes them."""
+        """Writes rank and size once they are known, and again when a reconfiguration changes them."""
         if self._comm.get_size() > 0 and self._here() != self._place:
             self._place = self._here()
             rank, size = self._place

@@ -1,6 +1,6 @@
-"""A flight recorder: the last operations of communicators, for after something went wrong.
+"""A flight recorder: it keeps the last operations of communicators for the analysis of hangs and failures.
 
-The dumps are those of PyTorch's own recorder, version 2.10, so its analyser reads them:
+The dumps have the format of PyTorch's own recorder, version 2.10, so PyTorch's analyser reads them:
 
     python -m torch.distributed.flight_recorder.fr_trace DIRECTORY --prefix PREFIX
     python -m torch.distributed.flight_recorder.fr_trace -j DIRECTORY --prefix PREFIX    # every operation
@@ -26,14 +26,14 @@ from ncclx_rs.hooks._observer import Observer, observe
 from ncclx_rs.hooks._ring_buffer import Entry, RingBuffer, shapes, stacked
 
 _DEFAULT_ENTRIES = 2000
-# The analyser refuses names that PyTorch has no operation of.
+# The analyser refuses names of operations that PyTorch does not have.
 _NAMES = {OpName.gather_single: "gather"}
 
 
 class FlightRecorderHook:
-    """Remembers the last operations of the communicators it is registered with, and of those split from them.
+    """Records the last operations of its communicators, and of those split from them.
 
-    When an operation times out or a rank is lost, it writes what it remembers to the file that
+    When an operation times out or a rank is lost, it writes its records to the file that
     ``TORCHCOMM_FR_DUMP_TEMP_FILE`` names, before the communicator is aborted; not if ``TORCH_FR_DUMP_ON_TIMEOUT`` or
     ``TORCH_NCCL_DUMP_ON_TIMEOUT`` is false.
 
@@ -49,14 +49,14 @@ class FlightRecorderHook:
         """Makes a recorder.
 
         Args:
-            max_entries: how many operations are remembered; none, and nothing is watched, if zero. The default is what
-                ``TORCHCOMM_FR_BUFFER_SIZE``, ``TORCH_FR_BUFFER_SIZE`` or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` says, or
+            max_entries: how many operations are kept; zero turns the recorder off. The default is the value of
+                ``TORCHCOMM_FR_BUFFER_SIZE``, ``TORCH_FR_BUFFER_SIZE`` or ``TORCH_NCCL_TRACE_BUFFER_SIZE``, else
                 2000.
-            isolated: whether the operations are kept apart from those of the process's other recorders. Those share
-                one memory, of the largest size that one of them asked for.
+            isolated: whether the recorder has a ring buffer of its own. The process's other recorders share one, of
+                the largest size that any of them asked for.
 
         Raises:
-            ValueError: the size is not a number from zero on.
+            ValueError: the size is no number, or negative.
         """
         if max_entries is None:
             max_entries = _default_entries()
@@ -74,23 +74,23 @@ class FlightRecorderHook:
             self._enabled = True
 
     def dump_json(self, include_completed: bool = True) -> str:
-        """What is remembered, as JSON.
+        """The records as JSON.
 
         Args:
-            include_completed: whether operations that are done are included.
+            include_completed: whether completed operations are included.
         """
         return json.dumps(self._ring_buffer.dump(include_completed))
 
     def dump_file(self, rank: int, include_completed: bool = True) -> str:
-        """Writes what is remembered to a file, as a pickle, and returns the file's name.
+        """Writes the records to a file, as a pickle, and returns the file's name.
 
         The name is ``TORCHCOMM_FR_DUMP_TEMP_FILE`` (or ``TORCH_FR_DUMP_TEMP_FILE``, or
-        ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``, or ``~/.cache/torchcomm_fr_trace_``) with the rank behind it; without, if
-        ``TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME`` or ``TORCH_FR_DUMP_DYNAMIC_FILE_NAME`` is true.
+        ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``, or ``~/.cache/torchcomm_fr_trace_``) followed by the rank. If
+        ``TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME`` or ``TORCH_FR_DUMP_DYNAMIC_FILE_NAME`` is true, the rank is left out.
 
         Args:
             rank: this process's rank.
-            include_completed: whether operations that are done are included.
+            include_completed: whether completed operations are included.
 
         Raises:
             OSError: the file cannot be written.
@@ -100,7 +100,7 @@ class FlightRecorderHook:
         return str(path)
 
     def reset(self) -> None:
-        """Forgets every operation."""
+        """Removes every record."""
         self._ring_buffer.reset()
 
     def is_enabled(self) -> bool:
@@ -108,7 +108,7 @@ class FlightRecorderHook:
         return self._enabled
 
     def size(self) -> int:
-        """How many operations are remembered. A batch counts as its messages."""
+        """The number of records. A batch has one for each message."""
         return self._ring_buffer.size()
 
     __len__ = size
@@ -124,7 +124,7 @@ class _CommRecorder(Observer[list[Entry]]):
         self._group = self._new_group()
 
     def on_call(self, name: OpName, op_id: int, args: Any) -> list[Entry]:
-        if self._group.members is not self._comm._members:  # reconfigured: another group, whose count is new
+        if self._group.members is not self._comm._members:  # reconfigured: a new group, which counts from zero
             self._ring_buffer.drop_group(self._group)
             self._group = self._new_group()
         if name is OpName.batch_op_issue:
@@ -134,7 +134,7 @@ class _CommRecorder(Observer[list[Entry]]):
         tensors = [args.tensor] if hasattr(args, "tensor") else []
         inputs = shapes(tensors or _listed(getattr(args, "input", None)))
         outputs = shapes(tensors or _listed(getattr(args, "output", None)))
-        if name is OpName.all_gather:  # as PyTorch's backends record it, which analysers before 2.15 insist on
+        if name is OpName.all_gather:  # as PyTorch's backends record it: analysers before 2.15 need it
             outputs = stacked(args.output)
         elif name is OpName.reduce_scatter:
             inputs = stacked(args.input)

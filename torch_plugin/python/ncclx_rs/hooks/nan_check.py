@@ -1,4 +1,4 @@
-"""Finds NaNs before they spread to other ranks.
+"""Finds NaNs before operations spread them to other ranks.
 
 NanCheckHook().register_with_comm(comm)
 """
@@ -19,13 +19,13 @@ _IN_PLACE = (OpName.broadcast, OpName.all_reduce, OpName.reduce)
 
 
 class NanCheckHook:
-    """Refuses operations on tensors that hold a NaN.
+    """Refuses operations on tensors that contain a NaN.
 
-    The check reads every tensor once more before it is sent.
+    The check reads every tensor once before the operation.
     """
 
     def __init__(self, check_inputs: bool = True, check_outputs: bool = False) -> None:
-        """Says what is checked.
+        """Makes a hook.
 
         Args:
             check_inputs: whether tensors are checked before an operation reads them.
@@ -36,7 +36,7 @@ class NanCheckHook:
         self._handles: list[RemovableHandle] = []
 
     def register_with_comm(self, comm: TorchComm) -> None:
-        """Watches a communicator, whose operations then raise RuntimeError if a tensor holds a NaN."""
+        """Checks a communicator's operations from now on: they raise RuntimeError if a tensor contains a NaN."""
         comm_name = comm.get_name()
 
         def check(name: OpName, op_id: int, args: Any) -> None:
@@ -48,11 +48,11 @@ class NanCheckHook:
         self._handles.append(comm.register_pre_hook(check))
 
     def is_enabled(self) -> bool:
-        """Whether it watches a communicator."""
+        """Whether it is registered with a communicator."""
         return bool(self._handles)
 
     def unregister(self) -> None:
-        """Watches nothing any more."""
+        """Removes the hook from all communicators."""
         while self._handles:
             self._handles.pop().remove()
 

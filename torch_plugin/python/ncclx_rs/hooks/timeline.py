@@ -3,8 +3,8 @@
     timeline = TimelineHook(f"rank{comm.get_rank()}.json")
     timeline.register_with_comm(comm)
 
-The format is Chrome's Trace Event Format, JSON object variant: a process is a rank, a row a communicator. Times are the
-host's clock, so the files of ranks of one host fit together.
+The format is the JSON object variant of Chrome's Trace Event Format: a process is a rank, a row is a communicator.
+Times are those of the host's clock, so the files of ranks of one host fit together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Operation:
     start: int = field(default_factory=time.perf_counter_ns)
 
     def event(self, epoch: int) -> dict[str, Any]:
-        """As it is shown while it is in flight."""
+        """The event of the operation while it is in flight."""
         return {
             "name": self.name.name,
             "cat": "collective",
@@ -54,18 +54,18 @@ class _Operation:
 
 
 class TimelineHook:
-    """Collects when operations of communicators, and of those split from them, began and ended.
+    """Records when operations began and ended, on its communicators and on those split from them.
 
-    An asynchronous operation lasts from when it was issued until it is done. Operations that overlap have rows of their
-    own below the communicator's.
+    An asynchronous operation lasts from its issue until it is done. Operations that overlap get additional rows below
+    the communicator's.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, max_events: int = 100_000) -> None:
         """Makes an empty timeline.
 
         Args:
-            path: a file that the timeline is written to whenever a communicator is finalized or fails.
-            max_events: how many of the last operations are kept.
+            path: the file to write whenever a communicator is finalized or fails.
+            max_events: how many operations are kept, the last ones.
         """
         self._path = path
         self._lock = threading.Lock()
@@ -76,11 +76,11 @@ class TimelineHook:
         self._epoch = time.time_ns() - time.perf_counter_ns()
 
     def register_with_comm(self, comm: TorchComm) -> None:
-        """Follows the communicator's operations from now on."""
+        """Records the communicator's operations from now on."""
         observe(comm, _CommRows(self, comm))
 
     def events(self) -> list[dict[str, Any]]:
-        """The events so far: labels (``"ph": "M"``), operations (``"X"``) and those in flight (``"B"``)."""
+        """The events so far: labels (``"ph": "M"``), ended operations (``"X"``) and operations in flight (``"B"``)."""
         with self._lock:
             return [*self._labels, *self._events, *(operation.event(self._epoch) for operation in self._in_flight)]
 
@@ -91,7 +91,7 @@ class TimelineHook:
             path: the file; the hook's own if not given.
 
         Raises:
-            ValueError: there is no path.
+            ValueError: neither the hook nor the call has a path.
             OSError: the file cannot be written.
         """
         chosen = self._path if path is None else path
@@ -121,7 +121,7 @@ class TimelineHook:
 
 
 class _CommRows(Observer[_Operation]):
-    """The rows of one communicator. Each operation takes the first row that no other is on."""
+    """The rows of one communicator. Each operation takes the first row without an operation in flight."""
 
     def __init__(self, timeline: TimelineHook, comm: TorchComm) -> None:
         self._timeline = timeline
@@ -180,7 +180,7 @@ class _CommRows(Observer[_Operation]):
 
 
 def _bytes(args: Any) -> int:
-    """The size of what an operation reads; of what it writes, where it reads nothing."""
+    """The bytes that an operation reads; if it reads none, the bytes that it writes."""
     for name in ("tensor", "input", "output"):
         operand = getattr(args, name, None)
         tensors = [operand] if isinstance(operand, torch.Tensor) else operand
