@@ -1,7 +1,7 @@
-//! A backend that goes wrong in every way, for the tests of who loads it.
+//! A backend that fails in every way, for the tests of the loader.
 //!
-//! The hint `fault` has `join` fail (`error`) or panic (`panic`). Of its operations, all_reduce panics in `submit`, broadcast
-//! in `wait`, send is not there, recv never ends unless aborted, whatever its time limit, reduce times out, and barrier fails.
+//! The hint `fault` makes `join` fail (`error`) or panic (`panic`). all_reduce panics in `submit`, broadcast in `wait`; send
+//! is unsupported; recv ignores its timeout and ends only by an abort; reduce times out, and barrier fails.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

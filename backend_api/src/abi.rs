@@ -1,26 +1,26 @@
-//! What crosses the boundary between a backend's library and the program that loads it: C layouts, and nothing else.
+//! The C layouts that cross the boundary between a backend's library and the program that loads it.
 //!
-//! A backend's author needs none of this; [`export_backend!`](crate::export_backend) makes it.
+//! A backend's author does not need them: [`export_backend!`](crate::export_backend) uses them.
 //!
 //! # Contract
 //! - [`SYMBOL`] is a function without arguments that returns a [`RawTable`] which lives as long as the process. Its first
-//!   two fields stay where they are in every version, so that a loader can refuse the rest.
+//!   two fields are the same in every version, so that a loader can refuse a table.
 //! - Functions return a status: [`OK`], [`PENDING`] (of `work_wait` alone), or the number of an
 //!   [`ErrorKind`](crate::ErrorKind), with a text in the [`RawError`]. None unwinds.
 //! - Arguments live for the call. Texts are UTF-8.
-//! - `join` takes the store over in every case, and calls its `release` once. The other functions of the store may be
-//!   called until then, by any thread.
-//! - What `join` and `submit` put into their last place but one is theirs, and goes back once, to `destroy` and
-//!   `work_release`, in any order. Nothing else is called with it afterwards.
-//! - The memory of an operation is lent from `submit` until `work_wait` has told the end, or until `destroy` returns; not
-//!   at all if `submit` failed. A panic of either function tells nothing: the memory is lent until `destroy` returns.
-//! - The memory of tensors is lent for the length of `call`; they do not overlap.
+//! - `join` always takes ownership of the store, and calls its `release` once. Until then, any thread may call the store's
+//!   other functions.
+//! - `join` and `submit` return an object by their last argument but one. It goes back once, to `destroy` or
+//!   `work_release`, in any order. Nothing is called with it afterwards.
+//! - The library may use an operation's memory from `submit` until `work_wait` has returned its end, or until `destroy`
+//!   returns; not at all if `submit` failed. After a panic of either function, it may use it until `destroy` returns.
+//! - The library may use the memory of tensors during `call`; they do not overlap.
 
 use std::ffi::c_void;
 
 pub use crate::export::table;
 
-/// Counts the versions of these layouts and of their contract that do not fit together.
+/// The version of these layouts and of their contract. Different versions do not work together.
 pub const ABI_VERSION: u32 = 1;
 
 /// The function that a backend's library exports, a [`TableFunction`].
@@ -52,13 +52,13 @@ pub const KINDS: [&str; 11] = [
 /// The reduce operations, by their numbers.
 pub const REDUCE_OPS: [&str; 9] = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];
 
-/// Bytes of a text or of a value; may be null where there are none.
+/// The bytes of a text or of a value; `ptr` may be null if there are none.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct RawBytes {
-    /// The first.
+    /// The address of the first.
     pub ptr: *const u8,
-    /// How many.
+    /// The number of them.
     pub len: u64,
 }
 
@@ -76,7 +76,7 @@ impl RawBytes {
     /// The bytes.
     ///
     /// # Safety
-    /// They live as long as the result.
+    /// The bytes live as long as the result.
     #[allow(unsafe_code, reason = "memory of the other side")]
     pub const unsafe fn bytes<'a>(self) -> &'a [u8] {
         if self.len == 0 {
@@ -97,10 +97,10 @@ impl RawBytes {
     }
 }
 
-/// The room of a [`RawError`].
+/// The size of a [`RawError`].
 pub const ERROR_BYTES: usize = 4096;
 
-/// A place for the text of an error.
+/// A buffer for the text of an error.
 #[repr(C)]
 #[derive(Debug)]
 pub struct RawError {
@@ -109,10 +109,10 @@ pub struct RawError {
 }
 
 impl RawError {
-    /// A place without a text.
+    /// A buffer without a text.
     pub const EMPTY: RawError = RawError { text: [0; ERROR_BYTES] };
 
-    /// Writes a text, cut off where the room ends.
+    /// Writes a text, truncated to the buffer.
     pub fn write(&mut self, text: &str) {
         let mut end = text.len().min(ERROR_BYTES - 1);
         while !text.is_char_boundary(end) {
@@ -129,13 +129,13 @@ impl RawError {
     }
 }
 
-/// Takes bytes that live for the call into what `sink` is.
+/// Appends bytes, which live for the call, to `sink`.
 pub type Take = unsafe extern "C" fn(sink: *mut c_void, bytes: RawBytes);
 
 /// The [`Take`] whose sink is a `Vec<u8>`.
 ///
 /// # Safety
-/// `sink` is one, lent for the call, and the bytes live for the call.
+/// `sink` is a `Vec<u8>` that nothing else uses during the call, and the bytes live for the call.
 #[allow(unsafe_code, reason = "memory of the other side")]
 pub unsafe extern "C" fn take_bytes(sink: *mut c_void, bytes: RawBytes) {
     // SAFETY: the caller's promise.
@@ -148,9 +148,9 @@ pub unsafe extern "C" fn take_bytes(sink: *mut c_void, bytes: RawBytes) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct RawBuffer {
-    /// The first.
+    /// The address of the first.
     pub ptr: *mut u8,
-    /// How many.
+    /// The number of them.
     pub len: u64,
     /// The position in [`DType::ALL`](crate::DType::ALL).
     pub dtype: u32,
@@ -170,37 +170,37 @@ pub struct RawOperation {
     pub reduce: u32,
     /// The factor of PREMUL_SUM.
     pub factor: f64,
-    /// Milliseconds.
+    /// The timeout in milliseconds.
     pub timeout_ms: u64,
     /// The root, receiver or sender.
     pub peer: u32,
     /// Whether the caller waits next: 1 or 0.
     pub blocking: u32,
-    /// Memory that is read.
+    /// The buffers that it reads.
     pub inputs: *const RawBuffer,
-    /// How many.
+    /// The number of them.
     pub inputs_len: u64,
-    /// Memory that is written.
+    /// The buffers that it writes.
     pub outputs: *const RawBuffer,
-    /// How many.
+    /// The number of them.
     pub outputs_len: u64,
-    /// Of all_to_all: elements for each rank.
+    /// For all_to_all, the number of elements for each rank.
     pub send_counts: *const u64,
-    /// Of all_to_all: elements from each rank.
+    /// For all_to_all, the number of elements from each rank.
     pub recv_counts: *const u64,
     /// The length of both.
     pub counts_len: u64,
 }
 
-/// The store in which ranks find each other.
+/// The store for the rendezvous of the ranks.
 #[repr(C)]
 #[derive(Debug)]
 pub struct RawStore {
     /// The first argument of the functions.
     pub context: *mut c_void,
-    /// Binds a key to a value.
+    /// Sets a key to a value.
     pub set: unsafe extern "C" fn(*mut c_void, key: RawBytes, value: RawBytes, *mut RawError) -> i32,
-    /// Gives a key's value, which it waits for.
+    /// Returns a key's value; waits for it.
     pub get: unsafe extern "C" fn(
         *mut c_void,
         key: RawBytes,
@@ -217,47 +217,47 @@ pub struct RawStore {
     pub host: RawBytes,
 }
 
-/// What a backend joins with.
+/// The arguments of a join.
 #[repr(C)]
 #[derive(Debug)]
 pub struct RawJoin {
     /// The communicator's name.
     pub name: RawBytes,
-    /// Where tensors are.
+    /// The device of tensors.
     pub device: RawBytes,
     /// This process's rank.
     pub rank: u32,
     /// The number of ranks.
     pub size: u32,
-    /// Milliseconds.
+    /// The timeout in milliseconds.
     pub timeout_ms: u64,
     /// Names and values in turn.
     pub hints: *const RawBytes,
-    /// How many pairs.
+    /// The number of pairs.
     pub hints_len: u64,
-    /// Where the ranks find each other.
+    /// The ranks' store.
     pub store: RawStore,
 }
 
-/// A backend: its constants, and its functions on what `join` made.
+/// A backend: its constants, and its functions on the object of `join`.
 #[repr(C)]
 #[derive(Debug)]
 pub struct RawTable {
-    /// [`ABI_VERSION`] as the library was built.
+    /// The [`ABI_VERSION`] that the library was built with.
     pub abi_version: u32,
-    /// The table's bytes as the library was built. Later versions of an equal number only append.
+    /// The size of the table that the library was built with. Tables of one version number only grow at the end.
     pub size: u32,
     /// The backend's name.
     pub name: RawBytes,
     /// The backend's version.
     pub version: RawBytes,
-    /// Tells the names of the backend's own methods.
+    /// Returns the names of the backend's own methods.
     pub methods: unsafe extern "C" fn(Take, sink: *mut c_void),
     /// Joins a communicator.
     pub join: unsafe extern "C" fn(*const RawJoin, made: *mut *mut c_void, *mut RawError) -> i32,
-    /// Leaves it.
+    /// Leaves the communicator.
     pub destroy: unsafe extern "C" fn(*mut c_void),
-    /// Begins an operation.
+    /// Starts an operation.
     pub submit: unsafe extern "C" fn(*mut c_void, *const RawOperation, made: *mut *mut c_void, *mut RawError) -> i32,
     /// Runs one of the backend's own methods.
     pub call: unsafe extern "C" fn(
@@ -270,13 +270,13 @@ pub struct RawTable {
         sink: *mut c_void,
         *mut RawError,
     ) -> i32,
-    /// Sets the time limit, in milliseconds.
+    /// Sets the timeout in milliseconds.
     pub set_timeout: unsafe extern "C" fn(*mut c_void, timeout_ms: u64, *mut RawError) -> i32,
-    /// Ends what is in flight.
+    /// Ends the operations in flight.
     pub abort: unsafe extern "C" fn(*mut c_void, reason: RawBytes, *mut RawError) -> i32,
-    /// Finishes.
+    /// Waits until operations in flight have ended, and leaves.
     pub finalize: unsafe extern "C" fn(*mut c_void, *mut RawError) -> i32,
-    /// Waits for an operation, for so many milliseconds.
+    /// Waits for an operation, up to a number of milliseconds.
     pub work_wait: unsafe extern "C" fn(*mut c_void, timeout_ms: u64, *mut RawError) -> i32,
     /// Ends the use of an operation's handle.
     pub work_release: unsafe extern "C" fn(*mut c_void),

@@ -1,4 +1,4 @@
-//! Compares an operation's arguments with each other and with the communicator, so that backends need not.
+//! Checks an operation's arguments against each other and the communicator, so that backends need not.
 
 use crate::error::Error;
 use crate::operation::{Buffer, OpKind, Operation};
@@ -60,7 +60,7 @@ impl Checker<'_> {
         self.expect(other.is_none(), "tensors", || format!("all of one dtype, {}", first.name()), got)
     }
 
-    /// No more bytes than memory can have, so that nothing that is computed from the lengths overflows.
+    /// Checks that no buffer is longer than memory can be, so that computations with lengths do not overflow.
     fn lengths(&self, argument: &str, buffers: &[Buffer]) -> Result<(), Error> {
         let bytes = |buffer: &Buffer| buffer.len.checked_mul(buffer.dtype.size());
         let sum = buffers.iter().try_fold(0, |sum: usize, buffer| sum.checked_add(bytes(buffer)?));
@@ -79,7 +79,7 @@ impl Checker<'_> {
         self.expect(input == output, "output", || format!("{input} elements, as the input has"), || output.to_string())
     }
 
-    /// `all` is one buffer a rank or one of equal blocks; `own` is this rank's.
+    /// `all` is one buffer for each rank, or one of equal blocks; `own` is this rank's.
     fn blocks(&self, argument: &str, all: &[Buffer], own_argument: &str, own: &[Buffer]) -> Result<(), Error> {
         let expected = match all {
             [one] if one.len % self.size == 0 => one.len / self.size,
@@ -129,7 +129,7 @@ impl Checker<'_> {
     }
 }
 
-/// The elements of all buffers together, whose lengths have been checked.
+/// The number of elements of all buffers, whose lengths have been checked.
 fn total(buffers: &[Buffer]) -> usize {
     buffers.iter().map(|buffer| buffer.len).sum()
 }

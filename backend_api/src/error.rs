@@ -1,21 +1,21 @@
-//! What can go wrong in a backend.
+//! The errors of a backend.
 
 use std::fmt;
 
-/// What an error means for the caller.
+/// The kind of an error: what it means for the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The caller's mistake: nothing was begun, and the communicator is as it was. A ValueError in Python.
+    /// The caller's mistake: no operation was started, and the communicator is unchanged. A ValueError in Python.
     Usage = 2,
-    /// The backend does not have it.
+    /// The backend does not have the operation or method.
     Unsupported = 3,
-    /// The operation failed; the communicator works on.
+    /// The operation failed; the communicator stays usable.
     Failure = 4,
-    /// Its time ran out; the communicator is of no more use.
+    /// The operation timed out; the communicator is unusable.
     Timeout = 5,
-    /// A rank is lost or has given up, or the communicator was aborted; it is of no more use.
+    /// A rank is lost or has given up, or the communicator was aborted; the communicator is unusable.
     Lost = 6,
     /// The backend panicked.
     Panic = 7,
@@ -33,12 +33,12 @@ impl ErrorKind {
     ];
 }
 
-/// Why a call failed.
+/// The error of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
-    /// What it means for the caller.
+    /// The kind.
     pub kind: ErrorKind,
-    /// What happened, for people: the operation, and the argument or rank at fault.
+    /// The text for people: it names the operation, and the argument or rank at fault.
     pub text: String,
 }
 
@@ -53,7 +53,7 @@ impl Error {
         Error::new(ErrorKind::Usage, text)
     }
 
-    /// The operation failed, and the communicator works on.
+    /// A failure of the operation; the communicator stays usable.
     pub fn failure(text: impl Into<String>) -> Self {
         Error::new(ErrorKind::Failure, text)
     }

@@ -1,8 +1,8 @@
 //! The library's side of the boundary: the functions of a [`RawTable`] for any [`Backend`].
 //!
 //! # Safety
-//! Every function is called by the loader under the contract in `abi`: arguments are complete and live for the call, and
-//! what `join` and `submit` gave out comes back at most once. No panic leaves a function.
+//! The loader calls every function under the contract in `abi`: arguments are complete and live for the call, and the
+//! objects of `join` and `submit` come back at most once. No panic leaves a function.
 #![allow(unsafe_code, reason = "the C boundary")]
 
 use std::ffi::c_void;
@@ -17,7 +17,7 @@ use crate::store::Store;
 use crate::tensor::Tensor;
 use crate::{Backend, Join, Work};
 
-/// The table of a backend; what [`export_backend!`](crate::export_backend) puts into the library.
+/// The table of a backend, which [`export_backend!`](crate::export_backend) puts into the library.
 pub const fn table<B: Backend>() -> RawTable {
     RawTable {
         abi_version: ABI_VERSION,
@@ -37,7 +37,7 @@ pub const fn table<B: Backend>() -> RawTable {
     }
 }
 
-/// A backend with its place, which the checks need.
+/// A backend with its rank and size, which the checks need.
 struct Member<B> {
     backend: B,
     rank: u32,
@@ -200,7 +200,7 @@ fn guarded(error: *mut RawError, body: impl FnOnce() -> Result<i32, Error>) -> i
     failure.kind as i32
 }
 
-/// Drops a value; if that panics, there is nobody to tell, and what it still had is leaked.
+/// Drops a value. If that panics, the panic is ignored, and the rest of the value is leaked.
 fn discard<T>(value: T) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(value))) {
         std::mem::forget(panic);

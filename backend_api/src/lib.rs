@@ -1,4 +1,4 @@
-//! What a communication backend in a shared library implements, so that ncclx_rs can load it at run time.
+//! The interface of communication backends in shared libraries, which ncclx_rs loads at run time.
 //!
 //! A crate of type `cdylib` implements [`Backend`] and exports it with [`export_backend!`]. Programs name the built file in
 //! `NCCLX_RS_BACKEND_LIB_PATH_<NAME>` and then make communicators with `ncclx_rs.new_comm("<name>", ...)`.
@@ -11,7 +11,7 @@
 //! use std::time::Duration;
 //! use ncclx_rs_backend::{Backend, Error, Join, OpKind, Operation, Tensor, Work, export_backend};
 //!
-//! /// A backend for a single rank, where everybody has come as soon as one has.
+//! /// A backend for a single rank.
 //! struct Alone;
 //!
 //! impl Backend for Alone {
@@ -73,67 +73,67 @@ pub use tensor::{Element, Tensor};
 /// One rank's membership in a communicator.
 ///
 /// Methods may be called from any thread; operations are submitted by one thread at a time, in the same order on every
-/// rank. Dropping it leaves the communicator: from then on it must not touch the memory of any operation.
+/// rank. Dropping it leaves the communicator: afterwards it must not touch the memory of any operation.
 pub trait Backend: Send + Sync + Sized + 'static {
-    /// What `get_backend` answers.
+    /// The result of `get_backend`.
     const NAME: &'static str;
 
-    /// What `get_backend_version` answers.
+    /// The result of `get_backend_version`.
     const VERSION: &'static str;
 
-    /// The methods of its own that [`call`](Backend::call) knows.
+    /// The names of its own methods, for [`call`](Backend::call).
     const METHODS: &'static [&'static str] = &[];
 
-    /// Joins: returns once every rank has come, or fails within the time limit.
+    /// Joins a communicator: returns once every rank has joined, or fails within the timeout.
     fn join(join: Join) -> Result<Self, Error>;
 
-    /// Begins an operation, whose arguments fit together: counts, element types and ranks have been compared.
+    /// Starts an operation. Its arguments are valid: counts, element types and ranks have been checked.
     ///
-    /// An error means that nothing was begun. After success the memory of the operation's buffers is lent until the work
-    /// has ended, or until this object is dropped.
+    /// An error means that no operation was started. After success, the backend may use the memory of the operation's
+    /// buffers until the work has ended, or until this object is dropped.
     fn submit(&self, operation: Operation) -> Result<Box<dyn Work>, Error>;
 
-    /// Runs a method of its own, one of [`METHODS`](Backend::METHODS), and returns when it is done.
+    /// Runs one of its own methods, of [`METHODS`](Backend::METHODS), and returns when it is done.
     ///
-    /// `arguments` is a JSON object of what was passed by name; `tensors` are what was passed by position. The answer is
-    /// JSON too, or empty for none.
+    /// `arguments` is a JSON object of the arguments by name; `tensors` are the arguments by position. The result is JSON
+    /// too, or empty for none.
     fn call(&self, method: &str, _arguments: &str, _tensors: &mut [Tensor<'_>]) -> Result<String, Error> {
         Err(Error::unsupported(method, Self::NAME))
     }
 
-    /// Sets the time limit of calls from now on of its own methods. Operations come with theirs.
+    /// Sets the timeout of later calls of its own methods. Each operation has its own timeout.
     fn set_timeout(&self, _timeout: Duration) {}
 
     /// Ends every operation in flight with an error, soon. Does not block.
     fn abort(&self, reason: &str);
 
-    /// Lets what is in flight finish, and leaves.
+    /// Waits until operations in flight have ended, and leaves the communicator.
     fn finalize(&self) -> Result<(), Error>;
 }
 
-/// An operation in flight or done. Dropped before its end, it goes on.
+/// An operation in flight or done. The operation continues if this is dropped before its end.
 pub trait Work: Send + Sync {
-    /// Waits until the operation has ended, and tells how; nothing if `timeout` has passed before that. With a timeout of
-    /// zero it only looks. May be called again after the end, with the same answer.
+    /// Waits until the operation has ended, and returns its result; `None` if it has not ended within `timeout`. A timeout
+    /// of zero only checks. Later calls return the same result.
     fn wait(&self, timeout: Duration) -> Option<Result<(), Error>>;
 }
 
-/// What a backend joins with.
+/// The arguments of [`Backend::join`].
 #[derive(Debug)]
 pub struct Join {
     /// The communicator's name, the same on every rank.
     pub name: String,
-    /// Where tensors are, as PyTorch writes it: `cpu`, `cuda:0`. Elsewhere than on `cpu`, buffers are not in host memory.
+    /// The device of tensors, as PyTorch writes it: `cpu`, `cuda:0`. Only buffers on `cpu` are in host memory.
     pub device: String,
     /// This process's rank.
     pub rank: u32,
     /// The number of ranks.
     pub size: u32,
-    /// The time limit of joining, and of the backend's own methods.
+    /// The timeout of joining, and of the backend's own methods.
     pub timeout: Duration,
     /// Settings by name.
     pub hints: Vec<(String, String)>,
-    /// Where the ranks find each other; no other communicator sees its keys.
+    /// The ranks' store; no other communicator sees its keys.
     pub store: Store,
 }
 
@@ -144,7 +144,7 @@ macro_rules! export_backend {
         const _: () = {
             static TABLE: $crate::abi::RawTable = $crate::abi::table::<$backend>();
 
-            /// What the loader looks for; the name is that of `abi::SYMBOL`.
+            /// The function that the loader looks for; its name is `abi::SYMBOL`.
             #[allow(unsafe_code, reason = "the one name that the library gives to the loader")]
             #[unsafe(no_mangle)]
             pub extern "C" fn ncclx_rs_backend_table() -> *const $crate::abi::RawTable {

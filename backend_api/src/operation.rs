@@ -1,4 +1,4 @@
-//! What a backend is asked to do.
+//! The operations of a communicator.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ macro_rules! dtypes {
     };
 }
 
-// New ones go to the end: the position is what crosses the boundary.
+// New types go to the end: their position crosses the boundary.
 dtypes! {
     Bool, "bool", 1;
     U8, "uint8", 1;
@@ -78,7 +78,8 @@ pub enum ReduceOp {
     PreMulSum(f64),
 }
 
-/// What is done, with its parameters. `name` in [`Operation`] tells variants of one kind apart, such as `all_gather_v`.
+/// The kind of an operation, with its parameters. `name` in [`Operation`] distinguishes variants of a kind, such as
+/// `all_gather_v`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum OpKind {
     /// The input goes to a rank.
@@ -91,42 +92,45 @@ pub enum OpKind {
         /// The sender.
         from: u32,
     },
-    /// The root's buffer, which is input and output at once, is copied into everybody's.
+    /// The root's buffer is copied into every rank's. The buffer is input and output at once.
     Broadcast {
-        /// Whose data it is.
+        /// The rank whose data it is.
         root: u32,
     },
     /// Every rank's buffer, input and output at once, becomes the reduction of all.
     AllReduce(ReduceOp),
-    /// As AllReduce, for the root alone.
+    /// As AllReduce, but only the root gets the result.
     Reduce {
         /// How elements combine.
         op: ReduceOp,
-        /// Who gets the result.
+        /// The rank that gets the result.
         root: u32,
     },
-    /// Every rank gets all ranks' inputs: in one output a rank, each of its own length, or in one of equal blocks.
+    /// Every rank gets all ranks' inputs: in one output for each rank, which may differ in length, or in one output of
+    /// equal blocks.
     AllGather,
-    /// Rank r gets the reduction of all ranks' r-th block: of the r-th input, or of one input of equal blocks.
+    /// Rank r gets the reduction of all ranks' r-th block, which is the r-th input, or a block of one input of equal
+    /// blocks.
     ReduceScatter(ReduceOp),
-    /// Blocks lie end to end in the inputs and outputs (one each, or one a rank); block r goes to and comes from rank r.
+    /// Block r goes to rank r and comes from rank r. The blocks lie end to end in one input and one output, or in one of
+    /// each for every rank.
     AllToAll {
         /// Elements for each rank.
         send: Vec<usize>,
         /// Elements from each rank.
         recv: Vec<usize>,
     },
-    /// The root gets all ranks' inputs, in one output a rank or in one of equal blocks; others have no output.
+    /// The root gets all ranks' inputs, in one output for each rank or in one of equal blocks. Other ranks have no output.
     Gather {
-        /// Who gets the data.
+        /// The rank that gets the data.
         root: u32,
     },
-    /// Every rank gets its part of the root's inputs, of which there is one a rank; others have none.
+    /// Every rank gets one of the root's inputs, of which there is one for each rank. Other ranks have no input.
     Scatter {
-        /// Whose data it is.
+        /// The rank whose data it is.
         root: u32,
     },
-    /// Ends once every rank has come.
+    /// Ends once every rank has called it.
     Barrier,
 }
 
@@ -143,11 +147,11 @@ pub struct Buffer {
 unsafe impl Send for Buffer {}
 
 #[allow(unsafe_code, reason = "as for Send")]
-// SAFETY: a shared Buffer only gives out its address.
+// SAFETY: a shared Buffer only returns its address.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// The first byte; may dangle where there are no elements. Inputs must not be written to.
+    /// The address of the first byte; it may dangle if there are no elements. Inputs must not be written.
     pub fn ptr(self) -> *mut u8 {
         self.ptr
     }
@@ -170,13 +174,13 @@ impl Buffer {
     /// The number of bytes.
     ///
     /// # Panics
-    /// When a `usize` cannot hold it, which is refused before a backend gets the buffer.
+    /// If a `usize` cannot hold it. No backend gets such a buffer: the operation is refused before.
     pub fn bytes(self) -> usize {
         self.len.checked_mul(self.dtype.size()).expect("a buffer of a length that memory can have")
     }
 }
 
-/// Whether the caller goes on at once or waits for the work next.
+/// Whether the caller continues at once or waits for the work next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The operation makes progress by itself.
@@ -190,13 +194,13 @@ pub enum Mode {
 pub struct Operation {
     /// The method of the communicator that was called, for messages.
     pub name: String,
-    /// What is done.
+    /// The kind, with its parameters.
     pub kind: OpKind,
-    /// Memory that is read.
+    /// The buffers that it reads.
     pub inputs: Vec<Buffer>,
-    /// Memory that is written. For operations in place the same as the inputs.
+    /// The buffers that it writes. For operations in place, they are the inputs.
     pub outputs: Vec<Buffer>,
-    /// The time limit, which begins with `submit`. The caller gives up some time after it, whatever the backend does.
+    /// The timeout, which begins with `submit`. Some time after it, the caller gives up, whatever the backend does.
     pub timeout: Duration,
     /// How the caller waits.
     pub mode: Mode,

@@ -1,4 +1,4 @@
-//! The store in which the ranks of a new communicator find each other.
+//! The store for the rendezvous of a new communicator's ranks.
 #![allow(unsafe_code, reason = "calls the loader's functions")]
 
 use std::fmt;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::abi::{OK, RawBytes, RawError, RawStore, take_bytes};
 
-/// A map that every rank of the communicator sees, and no other communicator. Its methods may be called from any thread,
+/// A map that all ranks of the communicator share, and no other communicator. Its methods may be called from any thread,
 /// until the backend is finalized or dropped.
 pub struct Store {
     raw: RawStore,
@@ -20,12 +20,12 @@ unsafe impl Sync for Store {}
 
 impl Store {
     /// # Safety
-    /// `raw` follows the contract in `abi`, and is given to no other.
+    /// `raw` follows the contract in `abi`, and this object alone uses it.
     pub(crate) unsafe fn new(raw: RawStore, host: Option<String>) -> Store {
         Store { raw, host }
     }
 
-    /// Binds `key` to `value`. An error is what the store says.
+    /// Sets `key` to `value`. An error is the store's text.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
         let mut error = RawError::EMPTY;
         let (key, value) = (RawBytes::of(key), RawBytes::of_bytes(value));
@@ -34,7 +34,7 @@ impl Store {
         outcome(status, &error)
     }
 
-    /// The value of `key`, which it waits for until `timeout` has passed.
+    /// The value of `key`; waits for it up to `timeout`.
     pub fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
         let mut error = RawError::EMPTY;
         let mut value: Vec<u8> = Vec::new();
@@ -45,7 +45,7 @@ impl Store {
         outcome(status, &error).map(|()| value)
     }
 
-    /// Waits until `key` has a value, or fails once `timeout` has passed.
+    /// Waits until `key` has a value; fails after `timeout`.
     pub fn wait(&self, key: &str, timeout: Duration) -> Result<(), String> {
         let mut error = RawError::EMPTY;
         let key = RawBytes::of(key);
@@ -54,7 +54,7 @@ impl Store {
         outcome(status, &error)
     }
 
-    /// The host that serves the store, if there is one: the way to it is a way to the other ranks.
+    /// The host that serves the store, if there is one. The local address of a connection to it can reach the other ranks.
     pub fn host(&self) -> Option<&str> {
         self.host.as_deref()
     }

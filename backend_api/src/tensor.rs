@@ -1,4 +1,4 @@
-//! The tensors that a backend's own methods get: memory lent for the time of the call.
+//! The tensors that a backend's own methods get. Their memory is valid during the call.
 #![allow(unsafe_code, reason = "slices on the caller's memory")]
 
 use std::marker::PhantomData;
@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use crate::error::Error;
 use crate::operation::{Buffer, DType};
 
-/// A contiguous tensor, lent for a call. No two tensors of a call overlap.
+/// A contiguous tensor, valid during a call. The tensors of a call do not overlap.
 #[derive(Debug)]
 pub struct Tensor<'a> {
     buffer: Buffer,
@@ -15,7 +15,7 @@ pub struct Tensor<'a> {
 
 impl<'a> Tensor<'a> {
     /// # Safety
-    /// The buffer's memory is valid and nobody else's for `'a`, and in host memory.
+    /// The buffer is in host memory, which is valid for `'a` and not used by anything else.
     pub(crate) unsafe fn lent(buffer: Buffer) -> Tensor<'a> {
         Tensor { buffer, memory: PhantomData }
     }
@@ -35,14 +35,14 @@ impl<'a> Tensor<'a> {
         self.buffer.dtype
     }
 
-    /// The elements. An error if the tensor has others than `T`.
+    /// The elements; an error if their type is not `T`.
     pub fn as_slice<T: Element>(&self) -> Result<&[T], Error> {
         let data = self.elements::<T>()?;
         // SAFETY: `lent` promises `len` elements there; `elements` has compared their type and alignment.
         Ok(unsafe { std::slice::from_raw_parts(data, self.buffer.len) })
     }
 
-    /// The elements, to be changed. An error if the tensor has others than `T`.
+    /// The elements, mutable; an error if their type is not `T`.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T], Error> {
         let data = self.elements::<T>()?;
         // SAFETY: as in `as_slice`; `lent` promises that nobody else uses the memory, and every bit pattern is a T.

@@ -11,7 +11,7 @@ use ncclx_rs_backend::{Backend, Buffer, DType, Error, ErrorKind, Join, OpKind, O
 
 // ---- the backend ----
 
-/// Halves what it is given to reduce, once somebody waits.
+/// Halves the input of a reduction at the first wait.
 struct Halving {
     store: Store,
     hints: Vec<(String, String)>,
@@ -71,7 +71,7 @@ impl Work for Half {
             return None;
         }
         for buffer in lent.take().into_iter().flatten() {
-            // SAFETY: the memory is lent until the end has been told, and holds so many elements.
+            // SAFETY: the memory is valid until the end has been returned, and holds that many elements.
             let data = unsafe { std::slice::from_raw_parts_mut(buffer.ptr().cast::<f32>(), buffer.len()) };
             data.iter_mut().for_each(|value| *value /= 2.0);
         }

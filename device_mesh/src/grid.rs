@@ -1,28 +1,28 @@
-//! The grid.
+//! `Grid`, ranks in a grid with named dimensions.
 
 use crate::place;
 
 /// A dimension of a grid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dimension {
-    /// What it is called.
+    /// The name.
     pub name: String,
-    /// How many ranks there are along it.
+    /// The number of ranks along it.
     pub size: usize,
-    /// How far apart neighbours along it are in [`Grid::ranks`].
+    /// The distance of neighbours along it in [`Grid::ranks`].
     pub stride: usize,
 }
 
-/// Why a grid cannot be.
+/// The error of a grid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GridError {
-    /// The sizes do not make up the number of ranks.
+    /// The product of the sizes is not the number of ranks.
     #[error("the dimensions {dimensions} make {product} ranks, but there are {ranks}")]
     Product {
         /// The dimensions, as `dp=2, tp=3`.
         dimensions: String,
-        /// What their sizes multiply to.
+        /// The product of their sizes.
         product: usize,
         /// The number of ranks.
         ranks: usize,
@@ -36,12 +36,12 @@ pub enum GridError {
     /// No dimension of that name.
     #[error("there is no dimension `{name}` among {known}")]
     Unknown {
-        /// What was asked for.
+        /// The requested name.
         name: String,
-        /// What there is.
+        /// The existing names.
         known: String,
     },
-    /// Dimensions that cannot become one, because others lie between them or they are in another order.
+    /// Dimensions that cannot be flattened, because they are not adjacent or not in order.
     #[error("dimensions {0} are not neighbours in this order")]
     Apart(String),
     /// A rank that is not in the grid.
@@ -57,13 +57,13 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// Lays out the ranks `0..hosts.len()` by the hosts they are on, so that the last dimension, which is expected to
-    /// talk most, stays inside a host wherever that is possible.
+    /// Lays out the ranks `0..hosts.len()` host by host, so that the last dimension stays inside a host wherever that is
+    /// possible. It should be the dimension with the most communication.
     pub fn new(dimensions: &[(&str, usize)], hosts: &[usize]) -> Result<Grid, GridError> {
         Grid::of(dimensions, place::by_host(hosts))
     }
 
-    /// As [`Grid::new`], with `innermost` as the dimension to keep inside a host, wherever it stands.
+    /// As [`Grid::new`], but the dimension to keep inside a host is `innermost`.
     pub fn with_innermost(dimensions: &[(&str, usize)], innermost: &str, hosts: &[usize]) -> Result<Grid, GridError> {
         let plain = Grid::new(dimensions, hosts)?;
         let moved = plain.position(innermost)?;
@@ -105,13 +105,13 @@ impl Grid {
         &self.ranks
     }
 
-    /// Where `rank` is along each dimension.
+    /// The coordinates of `rank`.
     pub fn coordinates(&self, rank: usize) -> Result<Vec<usize>, GridError> {
         let at = self.ranks.iter().position(|other| *other == rank).ok_or(GridError::NotCovered(rank))?;
         Ok(self.dimensions.iter().map(|dim| at / dim.stride % dim.size).collect())
     }
 
-    /// The groups along a dimension: ranks that differ in that coordinate alone.
+    /// The groups along a dimension. The ranks of a group differ only in that coordinate.
     pub fn groups(&self, name: &str) -> Result<Vec<Vec<usize>>, GridError> {
         let dim = &self.dimensions[self.position(name)?];
         let first = |at: &usize| (at / dim.stride).is_multiple_of(dim.size);
@@ -119,7 +119,7 @@ impl Grid {
         Ok((0..self.ranks.len()).filter(first).map(group).collect())
     }
 
-    /// The grids of the dimensions `names` alone, one for each choice of the other coordinates.
+    /// The grids of the dimensions `names`, one for each choice of the other coordinates.
     pub fn slices(&self, names: &[&str]) -> Result<Vec<Grid>, GridError> {
         let kept: Vec<usize> = names.iter().map(|name| self.position(name)).collect::<Result<_, _>>()?;
         if !kept.is_sorted() {
@@ -138,7 +138,7 @@ impl Grid {
         slices.into_iter().map(|(_, ranks)| Grid::of(&shape, ranks)).collect()
     }
 
-    /// The grid with the neighbouring dimensions `names` as one, called `into`.
+    /// The grid with the adjacent dimensions `names` joined into one, named `into`.
     pub fn flatten(&self, names: &[&str], into: &str) -> Result<Grid, GridError> {
         let merged: Vec<usize> = names.iter().map(|name| self.position(name)).collect::<Result<_, _>>()?;
         if merged.windows(2).any(|pair| pair[1] != pair[0] + 1) {
@@ -170,7 +170,7 @@ impl Grid {
         Grid::of(&shape, self.ranks.clone())
     }
 
-    /// The grid with its dimensions in the order of `names`, which are all of them.
+    /// The grid with its dimensions in the order of `names`, which must name all of them.
     fn transposed(&self, names: &[&str]) -> Result<Grid, GridError> {
         let order: Vec<usize> = names.iter().map(|name| self.position(name)).collect::<Result<_, _>>()?;
         let shape: Vec<(&str, usize)> = names.iter().zip(&order).map(|(name, dim)| (*name, self.size(*dim))).collect();
@@ -206,7 +206,7 @@ mod tests {
 
     const NAMES: [&str; 5] = ["a", "b", "c", "d", "e"];
 
-    /// Up to five dimensions of up to four ranks, and which host each rank is on.
+    /// Up to five dimensions of up to four ranks, and the host of each rank.
     fn worlds() -> impl Strategy<Value = (Vec<(&'static str, usize)>, Vec<usize>)> {
         prop::collection::vec(1usize..=4, 1..=5).prop_flat_map(|sizes| {
             let ranks: usize = sizes.iter().product();
@@ -269,7 +269,7 @@ mod tests {
             let shape: Vec<(&str, usize)> = NAMES.into_iter().zip(sizes.iter().copied()).collect();
             let total: usize = sizes.iter().product();
             let per_host = (total / hosts / sizes[inner]).max(1) * sizes[inner];
-            // Hosts of whole groups, their ranks in no order.
+            // Each host has whole groups, in any order of ranks.
             let mut of_rank: Vec<usize> = (0..total).map(|at| at / per_host).collect();
             let mut state = seed | 1;
             for at in (1..total).rev() {

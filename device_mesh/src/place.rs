@@ -1,8 +1,8 @@
-//! Which rank comes where, so that the groups that talk most stay inside a host.
+//! The order of ranks in a grid that keeps the groups with the most communication inside a host.
 
-/// The ranks, host by host in the order in which the hosts first appear, and in their own order within a host.
+/// The ranks host by host: hosts in the order of their first rank, ranks of a host in the order of their numbers.
 ///
-/// Laid out in this order, a grid's last dimension is inside a host wherever the hosts' sizes allow.
+/// In this order, a grid's last dimension stays inside a host wherever the hosts' sizes allow it.
 pub(crate) fn by_host(hosts: &[usize]) -> Vec<usize> {
     let first = |host: usize| hosts.iter().position(|other| *other == host);
     let mut ranks: Vec<usize> = (0..hosts.len()).collect();

@@ -1,8 +1,8 @@
-//! From the C boundary's numbers to the engine's types. Safe: raw memory is `abi`'s business.
+//! Converts the C boundary's numbers to the engine's types. Safe code only: `abi` handles raw memory.
 
 use ncclx_rs::{Counts, DType, Error, InitError, OpKind, Rank, ReduceOp, Source, Tag, UsageError, WindowId};
 
-/// What became of a call, as the shim counts it.
+/// The status of a call, with the shim's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub(crate) enum Status {
@@ -82,7 +82,7 @@ fn reduce_op(code: u32, factor: f64) -> Result<ReduceOp, UsageError> {
     })
 }
 
-/// The kind of an operation, its numbers parsed.
+/// The kind of an operation, from its numbers.
 pub(crate) fn kind(numbers: Numbers<'_>) -> Result<OpKind, UsageError> {
     let rank = |argument| match u32::try_from(numbers.peer) {
         Ok(rank) => Ok(Rank(rank)),

@@ -1,8 +1,8 @@
 //! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
 //!
-//! `abi` is the C boundary to the C++ shim in csrc/, which knows c10d; everything else is the engine's. `library`
-//! loads backends that others have written, `store` is where members of a reconfigured communicator meet, and `logging`
-//! gives Python what the engine logs.
+//! `abi` is the C boundary to the C++ shim in csrc/, which implements c10d's classes. `library` loads backends from shared
+//! libraries, `store` serves the rendezvous of reconfigured communicators, and `logging` passes the engine's records to
+//! Python's logging.
 
 mod abi;
 mod convert;
@@ -17,11 +17,11 @@ use std::path::PathBuf;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-/// What the package looks for in the module's file, before it dares to load it.
+/// The package reads this version from the module's file before it loads the module.
 #[used]
 static TORCH_VERSION: &str = concat!("NCCLX_RS_TORCH_VERSION=", env!("NCCLX_RS_TORCH_VERSION"), ";");
 
-/// The module. `torch` and `torch.distributed` are imported before it, by the package.
+/// The module. The package imports `torch` and `torch.distributed` before it.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     logging::install(module)?;
@@ -39,21 +39,21 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     abi::register(module)
 }
 
-/// This process's rank and the number of ranks, as the launcher's environment says.
+/// This process's rank and the number of ranks, from the launcher's environment variables.
 #[pyfunction]
 fn launch_rank_and_size() -> PyResult<(u32, usize)> {
     let launch = ncclx_rs::Launch::from_env().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
     Ok((launch.rank.0, launch.size))
 }
 
-/// Whether PyTorch's own flight recorder is to record a process group with these hints.
+/// Whether PyTorch's own flight recorder should record a process group with these hints.
 #[pyfunction]
 fn pytorch_recorder(hints: Vec<(String, String)>) -> PyResult<bool> {
     let config = ncclx_rs::config::Config::resolve(&hints);
     config.map(|config| config.pytorch_recorder).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
-/// The names of the algorithms for a collective, such as `all_reduce`, of so many ranks on so many hosts.
+/// The names of the algorithms for a collective, such as `all_reduce`, of `ranks` ranks on `hosts` hosts.
 #[pyfunction]
 fn algorithms(collective: &str, ranks: usize, hosts: usize) -> PyResult<Vec<&'static str>> {
     let known = ncclx_rs::algo::tuning::algorithms(collective, ranks, hosts);
@@ -65,13 +65,13 @@ fn algorithms(collective: &str, ranks: usize, hosts: usize) -> PyResult<Vec<&'st
     })
 }
 
-/// Writes the flight recorders of this process's communicators to a folder, and gives the files' names.
+/// Writes the flight recorders of this process's communicators to a folder; returns the files' names.
 #[pyfunction]
 fn write_dumps(py: Python<'_>, folder: PathBuf, reason: &str) -> PyResult<Vec<PathBuf>> {
     Ok(py.detach(|| ncclx_rs::comm::write_dumps(&folder, reason))?)
 }
 
-/// What the flight recorders of this process's communicators remember, each as JSON.
+/// The flight recorders of this process's communicators, each as JSON.
 #[pyfunction]
 fn dumps(py: Python<'_>, reason: &str) -> Vec<String> {
     py.detach(|| ncclx_rs::comm::dumps(reason))

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 /// The groups along one dimension, by the dimension's name.
 type Groups = Vec<(String, Vec<Vec<usize>>)>;
 
-/// Lays out ranks in a grid; gives them in the grid's order, and the groups along each dimension.
+/// Lays out ranks in a grid; returns them in the grid's order, and the groups along each dimension.
 #[pyfunction]
 #[pyo3(signature = (dimensions, hosts, innermost=None))]
 pub(crate) fn mesh_grid(

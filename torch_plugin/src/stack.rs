@@ -4,11 +4,11 @@ use ncclx_rs::Frame;
 use pyo3::intern;
 use pyo3::prelude::*;
 
-/// The innermost `most` frames of this thread's Python stack; none where Python does not run, as in autograd's threads
-/// or when the interpreter goes.
+/// The innermost `most` frames of this thread's Python stack. There are none on threads without Python, such as autograd's,
+/// and at the interpreter's end.
 pub(crate) fn capture(most: usize) -> Vec<Frame> {
     let mut frames = Vec::new();
-    // What fails here ends the stack, and not the operation.
+    // An error here cuts the stack short; the operation goes on.
     let _ = Python::try_attach(|py| walk(py, most, &mut frames));
     frames
 }

@@ -1,4 +1,4 @@
-//! The engine's store, for the Python package: it serves those alone that prove to know a secret.
+//! The engine's store for the Python package. It serves only clients that prove that they know its secret.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// A store of this process or of another one.
+/// A store of this process or of another.
 #[pyclass(frozen, module = "ncclx_rs._native")]
 pub(crate) struct SecretStore {
     store: TcpStore,
@@ -17,7 +17,7 @@ pub(crate) struct SecretStore {
 
 #[pymethods]
 impl SecretStore {
-    /// Serves one at a free port of all of this host's addresses, until it is dropped.
+    /// Serves a store at a free port of all of this host's addresses, until the store is dropped.
     #[staticmethod]
     fn serve(secret: [u8; 32]) -> PyResult<Self> {
         let serve = |address| TcpStore::serve_with(address, Some(Secret::new(secret)));
@@ -26,7 +26,7 @@ impl SecretStore {
         Ok(SecretStore { store })
     }
 
-    /// Connects to one at a host or IP address with a port, for which it waits up to `timeout`.
+    /// Connects to a store at a host or IP address with a port; waits for it up to `timeout`.
     #[staticmethod]
     fn connect(py: Python<'_>, address: &str, secret: [u8; 32], timeout: Duration) -> PyResult<Self> {
         let store =
@@ -34,7 +34,7 @@ impl SecretStore {
         Ok(SecretStore { store })
     }
 
-    /// The port at which it is served.
+    /// The port of a store that this process serves.
     #[getter]
     fn port(&self) -> Option<u16> {
         self.store.address().rsplit_once(':').and_then(|(_, port)| port.parse().ok())
@@ -44,7 +44,7 @@ impl SecretStore {
         py.detach(|| self.store.set(key, value)).map_err(PyRuntimeError::new_err)
     }
 
-    /// The value of `key`, for which it waits up to `timeout`.
+    /// The value of `key`; waits for it up to `timeout`.
     fn get<'py>(&self, py: Python<'py>, key: &str, timeout: Duration) -> PyResult<Bound<'py, PyBytes>> {
         let value = py.detach(|| self.store.get(key, timeout)).map_err(PyRuntimeError::new_err)?;
         Ok(PyBytes::new(py, &value))

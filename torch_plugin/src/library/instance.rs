@@ -1,9 +1,9 @@
-//! The program's side of the boundary to a backend's library: calls the functions of its table.
+//! The program's side of the boundary to a backend's library: it calls the functions of the library's table.
 //!
 //! # Safety
 //! The table is that of a library which `load` has checked, and which follows the contract in `ncclx_rs_backend::abi`.
-//! What it gives out, an `Instance` or a `Work` holds and gives back once. Memory that it is lent belongs to tensors that
-//! are held until it cannot be used any more.
+//! An `Instance` or a `Work` holds each object that the library returns, and gives it back once. Memory that the library
+//! gets belongs to tensors that are held until the library can no longer use it.
 #![allow(unsafe_code, reason = "the C boundary")]
 
 use std::ffi::c_void;
@@ -25,7 +25,7 @@ pub(crate) struct Failure {
     pub(crate) text: String,
 }
 
-/// What a backend joins with, beside the store.
+/// The arguments with which a backend joins, besides the store.
 pub(crate) struct Joining<'a> {
     pub(crate) name: &'a str,
     pub(crate) device: &'a str,
@@ -38,15 +38,15 @@ pub(crate) struct Joining<'a> {
 
 /// A tensor's memory.
 #[derive(Clone, Copy)]
-pub(crate) struct Lent {
+pub(crate) struct TensorMemory {
     pub(crate) address: usize,
     pub(crate) len: u64,
     /// The position in `DType::ALL`.
     pub(crate) dtype: usize,
 }
 
-impl Lent {
-    /// The address behind the last byte.
+impl TensorMemory {
+    /// The address after the last byte.
     pub(crate) fn end(self) -> usize {
         let len = usize::try_from(self.len).unwrap_or(usize::MAX);
         self.address.saturating_add(len.saturating_mul(DType::ALL[self.dtype].size()))
@@ -67,13 +67,13 @@ pub(crate) struct Request<'a> {
     pub(crate) peer: u32,
     pub(crate) timeout_ms: u64,
     pub(crate) blocking: bool,
-    pub(crate) inputs: Vec<Lent>,
-    pub(crate) outputs: Vec<Lent>,
+    pub(crate) inputs: Vec<TensorMemory>,
+    pub(crate) outputs: Vec<TensorMemory>,
     pub(crate) send_counts: Vec<u64>,
     pub(crate) recv_counts: Vec<u64>,
 }
 
-/// What the library gave out.
+/// An object of the library.
 #[derive(Clone, Copy)]
 struct Handle(*mut c_void);
 
@@ -88,8 +88,8 @@ unsafe impl Send for Handle {}
 // SAFETY: as for Send.
 unsafe impl Sync for Handle {}
 
-/// Tensors that a library may still use, with the handle of the operation if there is one.
-struct Kept {
+/// Tensors that a library may still use, and the handle of their operation, if there is one.
+struct Held {
     work: Option<Handle>,
     tensors: Vec<Py<PyAny>>,
 }
@@ -98,8 +98,8 @@ struct Kept {
 pub(crate) struct Instance {
     table: &'static RawTable,
     member: Handle,
-    /// Of operations whose works are gone before their end.
-    kept: Mutex<Vec<Kept>>,
+    /// Tensors of operations that outlive their works.
+    held: Mutex<Vec<Held>>,
 }
 
 impl Instance {
@@ -122,12 +122,12 @@ impl Instance {
         };
         let mut made = null_mut();
         // SAFETY: complete, and alive for the call; the store is handed over.
-        told(|error| unsafe { (table.join)(&raw const raw, &raw mut made, error) })?;
-        Ok(Instance { table, member: Handle(made), kept: Mutex::default() })
+        checked(|error| unsafe { (table.join)(&raw const raw, &raw mut made, error) })?;
+        Ok(Instance { table, member: Handle(made), held: Mutex::default() })
     }
 
-    pub(crate) fn call(&self, method: &str, arguments: &str, tensors: &[Lent]) -> Result<String, Failure> {
-        let tensors: Vec<RawBuffer> = tensors.iter().map(|lent| lent.raw()).collect();
+    pub(crate) fn call(&self, method: &str, arguments: &str, tensors: &[TensorMemory]) -> Result<String, Failure> {
+        let tensors: Vec<RawBuffer> = tensors.iter().map(|memory| memory.raw()).collect();
         let mut answer: Vec<u8> = Vec::new();
         let (method, arguments) = (RawBytes::of(method), RawBytes::of(arguments));
         let (list, len, sink) = (tensors.as_ptr(), tensors.len() as u64, (&raw mut answer).cast());
@@ -136,50 +136,50 @@ impl Instance {
             // vector, as `take_bytes` expects.
             unsafe { (self.table.call)(self.member.0, method, arguments, list, len, take_bytes, sink, error) }
         };
-        told(call)?;
+        checked(call)?;
         Ok(String::from_utf8_lossy(&answer).into_owned())
     }
 
     pub(crate) fn set_timeout(&self, timeout_ms: u64) -> Result<(), Failure> {
         // SAFETY: a member that lives.
-        told(|error| unsafe { (self.table.set_timeout)(self.member.0, timeout_ms, error) }).map(drop)
+        checked(|error| unsafe { (self.table.set_timeout)(self.member.0, timeout_ms, error) }).map(drop)
     }
 
     pub(crate) fn abort(&self, reason: &str) -> Result<(), Failure> {
         // SAFETY: a member that lives, and a text that does for the call.
-        told(|error| unsafe { (self.table.abort)(self.member.0, RawBytes::of(reason), error) }).map(drop)
+        checked(|error| unsafe { (self.table.abort)(self.member.0, RawBytes::of(reason), error) }).map(drop)
     }
 
     pub(crate) fn finalize(&self) -> Result<(), Failure> {
         // SAFETY: a member that lives.
-        told(|error| unsafe { (self.table.finalize)(self.member.0, error) }).map(drop)
+        checked(|error| unsafe { (self.table.finalize)(self.member.0, error) }).map(drop)
     }
 
-    fn keep(&self, work: Option<Handle>, tensors: Vec<Py<PyAny>>) {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(Kept { work, tensors });
+    fn hold(&self, work: Option<Handle>, tensors: Vec<Py<PyAny>>) {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).push(Held { work, tensors });
     }
 
-    /// Lets go of kept tensors whose operations have ended since.
-    fn sweep(&self) {
-        // Not under the lock, which threads with the interpreter's lock want, while the library may want that.
-        let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
-        for Kept { work, tensors } in kept {
+    /// Releases held operations that have ended, and their tensors.
+    fn release_completed(&self) {
+        // The lock is dropped first: a thread with the interpreter's lock may want it, and the library the interpreter's.
+        let held = std::mem::take(&mut *self.held.lock().unwrap_or_else(PoisonError::into_inner));
+        for Held { work, tensors } in held {
             match work {
-                Some(work) => self.put_away(work, None, tensors),
-                None => self.keep(None, tensors),
+                Some(work) => self.release(work, None, tensors),
+                None => self.hold(None, tensors),
             }
         }
     }
 
-    /// Lets go of an operation, and of its tensors once nobody uses them.
-    fn put_away(&self, work: Handle, ended: Option<Result<(), Failure>>, tensors: Vec<Py<PyAny>>) {
+    /// Releases an operation and its tensors; holds them if the operation is in flight.
+    fn release(&self, work: Handle, ended: Option<Result<(), Failure>>, tensors: Vec<Py<PyAny>>) {
         match ended.or_else(|| self.wait(work, Duration::ZERO)) {
-            None => self.keep(Some(work), tensors),
+            None => self.hold(Some(work), tensors),
             Some(ended) => {
-                self.release(work);
+                self.release_work(work);
                 if matches!(ended, Err(Failure { kind: ErrorKind::Panic, .. })) {
-                    // Which does not tell that the operation has ended.
-                    self.keep(None, tensors);
+                    // After a panic the operation may still be in flight.
+                    self.hold(None, tensors);
                 }
             }
         }
@@ -188,13 +188,13 @@ impl Instance {
     fn wait(&self, work: Handle, timeout: Duration) -> Option<Result<(), Failure>> {
         let millis = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
         // SAFETY: a work that has not been released.
-        match told(|error| unsafe { (self.table.work_wait)(work.0, millis, error) }) {
+        match checked(|error| unsafe { (self.table.work_wait)(work.0, millis, error) }) {
             Ok(PENDING) => None,
             ended => Some(ended.map(drop)),
         }
     }
 
-    fn release(&self, work: Handle) {
+    fn release_work(&self, work: Handle) {
         // SAFETY: made by `submit`; the callers have no further use of it.
         unsafe { (self.table.work_release)(work.0) };
     }
@@ -202,19 +202,19 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        let kept = std::mem::take(self.kept.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let held = std::mem::take(self.held.get_mut().unwrap_or_else(PoisonError::into_inner));
         let instance = &*self;
         detached(move || {
-            // SAFETY: made by `join`, and gone from here.
+            // SAFETY: made by `join`; the instance is being dropped.
             unsafe { (instance.table.destroy)(instance.member.raw()) };
-            // With their tensors, which are nobody's now.
-            kept.into_iter().filter_map(|kept| kept.work).for_each(|work| instance.release(work));
+            // After `destroy`, the library no longer uses their tensors.
+            held.into_iter().filter_map(|held| held.work).for_each(|work| instance.release_work(work));
         });
     }
 }
 
-/// Runs what may wait for a thread of the library without the interpreter's lock, which that thread may want. Not at all
-/// once the interpreter is gone, and the process about to be: what `run` holds stays as it is then.
+/// Runs `run` without the interpreter's lock: it may wait for a thread of the library, which may need that lock. After the
+/// interpreter's end it does not run, and what it holds leaks until the process ends.
 fn detached(run: impl FnOnce() + Send) {
     let run = ManuallyDrop::new(run);
     Python::try_attach(move |py| py.detach(move || ManuallyDrop::into_inner(run)()));
@@ -229,15 +229,15 @@ pub(crate) struct Work {
 }
 
 impl Work {
-    /// Begins an operation on the memory of `tensors`, which are held until it has ended.
+    /// Starts an operation on the memory of `tensors`, which are held until it has ended.
     pub(crate) fn submit(
         instance: &Arc<Instance>,
         request: &Request<'_>,
         tensors: Vec<Py<PyAny>>,
     ) -> Result<Work, Failure> {
-        instance.sweep();
-        let inputs: Vec<RawBuffer> = request.inputs.iter().map(|lent| lent.raw()).collect();
-        let outputs: Vec<RawBuffer> = request.outputs.iter().map(|lent| lent.raw()).collect();
+        instance.release_completed();
+        let inputs: Vec<RawBuffer> = request.inputs.iter().map(|memory| memory.raw()).collect();
+        let outputs: Vec<RawBuffer> = request.outputs.iter().map(|memory| memory.raw()).collect();
         assert_eq!(request.send_counts.len(), request.recv_counts.len(), "the caller gives both or neither");
         let raw = RawOperation {
             name: RawBytes::of(request.name),
@@ -260,27 +260,27 @@ impl Work {
             // SAFETY: a member that lives, an operation that is complete, and memory that `tensors` hold.
             unsafe { (instance.table.submit)(instance.member.0, &raw const raw, &raw mut made, error) }
         };
-        if let Err(failure) = told(submit) {
+        if let Err(failure) = checked(submit) {
             if failure.kind == ErrorKind::Panic {
-                // It may have begun.
-                instance.keep(None, tensors);
+                // The operation may be in flight.
+                instance.hold(None, tensors);
             }
             return Err(failure);
         }
         Ok(Work { instance: Arc::clone(instance), handle: Handle(made), tensors, ended: OnceLock::new() })
     }
 
-    /// Waits; how the operation ended, or nothing if it is in flight after `timeout`.
+    /// Waits; the operation's result, or `None` if it is in flight after `timeout`.
     pub(crate) fn wait(&self, timeout: Duration) -> Option<Result<(), Failure>> {
         if self.ended.get().is_none() {
             let ended = self.instance.wait(self.handle, timeout)?;
-            // Another thread may have been faster, with the same answer.
+            // Another thread may have set the same result.
             let _ = self.ended.set(ended);
         }
         self.ended.get().cloned()
     }
 
-    /// Why it failed, if it is known to have.
+    /// The kind of its failure, if it is known to have failed.
     pub(crate) fn failure(&self) -> Option<ErrorKind> {
         self.ended.get()?.as_ref().err().map(|failure| failure.kind)
     }
@@ -290,12 +290,12 @@ impl Drop for Work {
     fn drop(&mut self) {
         let (handle, ended, tensors) = (self.handle, self.ended.take(), std::mem::take(&mut self.tensors));
         let instance = &self.instance;
-        detached(move || instance.put_away(handle, ended, tensors));
+        detached(move || instance.release(handle, ended, tensors));
     }
 }
 
-/// Makes a call that may fail; its status.
-fn told(call: impl FnOnce(*mut RawError) -> i32) -> Result<i32, Failure> {
+/// Makes a call that may fail; returns its status.
+fn checked(call: impl FnOnce(*mut RawError) -> i32) -> Result<i32, Failure> {
     let mut error = RawError::EMPTY;
     let status = call(&raw mut error);
     if status == OK || status == PENDING {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use ncclx_rs_backend::abi::{ABI_VERSION, RawBytes, RawTable, SYMBOL, TableFunction};
 
-/// A library that fits.
+/// A loaded library.
 pub(crate) struct Loaded {
     pub(crate) table: &'static RawTable,
     pub(crate) name: String,
@@ -14,7 +14,7 @@ pub(crate) struct Loaded {
     pub(crate) methods: Vec<String>,
 }
 
-/// Why there is no backend.
+/// The reason why a library cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LoadError {
     #[error("{} cannot be read: {cause}", path.display())]
@@ -33,19 +33,20 @@ pub(crate) enum LoadError {
     Size { path: PathBuf, theirs: u32 },
 }
 
-/// What the system says.
+/// The system's error message.
 fn reason(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Loads the library for good: threads and values of it may live as long as the process.
+/// Loads a library and never unloads it: its threads and values may live as long as the process.
 pub(crate) fn open(path: &Path) -> Result<Loaded, LoadError> {
     let path = path.to_path_buf();
     let bytes = match std::fs::read(&path) {
         Ok(bytes) => bytes,
         Err(cause) => return Err(LoadError::Unreadable { path, cause }),
     };
-    // Looked for before it is loaded: another kind of library would run its initialisers, or lack what it belongs to.
+    // Searched before loading: loading another kind of library would run its initialisers, or fail for lack of its own
+    // dependencies.
     if memchr::memmem::find(&bytes, SYMBOL.as_bytes()).is_none() {
         let torchcomms = memchr::memmem::find(&bytes, b"create_dynamic_loader_").is_some();
         return Err(LoadError::NoBackend { path, hint: if torchcomms { TORCHCOMMS } else { "" } });

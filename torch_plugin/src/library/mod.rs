@@ -1,7 +1,7 @@
-//! Backends of others in shared libraries, for the Python package: loads them and calls them.
+//! Backends in shared libraries, for the Python package.
 //!
-//! `load` opens a library, `instance` calls its functions, `store` is what the library calls. This module is their
-//! Python face.
+//! `load` opens a library, `instance` calls its functions, and the library calls `store`. This module has the Python
+//! classes.
 
 mod instance;
 mod load;
@@ -16,7 +16,7 @@ use ncclx_rs_backend::{DType, ErrorKind};
 use pyo3::exceptions::{PyImportError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use self::instance::{Failure, Instance, Joining, Lent, Request, Work};
+use self::instance::{Failure, Instance, Joining, Request, TensorMemory, Work};
 use self::store::PythonStore;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -39,7 +39,7 @@ impl Library {
         Ok(Library { loaded: loaded.map_err(|error| PyImportError::new_err(error.to_string()))? })
     }
 
-    /// What the backend calls itself.
+    /// The backend's name.
     #[getter]
     fn name(&self) -> String {
         self.loaded.name.clone()
@@ -58,7 +58,7 @@ impl Library {
     }
 
     /// Joins a communicator.
-    #[expect(clippy::too_many_arguments, reason = "one for each field of what a backend joins with")]
+    #[expect(clippy::too_many_arguments, reason = "one for each argument of a backend's join")]
     fn join(
         &self,
         py: Python<'_>,
@@ -86,7 +86,7 @@ struct LibraryBackend {
 
 #[pymethods]
 impl LibraryBackend {
-    /// Begins an operation. Its tensors are kept until it has ended.
+    /// Starts an operation. Its tensors are kept until it has ended.
     #[expect(clippy::too_many_arguments, reason = "one for each field of an operation")]
     fn submit(
         &self,
@@ -110,8 +110,8 @@ impl LibraryBackend {
             peer,
             timeout_ms,
             blocking,
-            inputs: lent(name, &inputs)?,
-            outputs: lent(name, &outputs)?,
+            inputs: memory_of(name, &inputs)?,
+            outputs: memory_of(name, &outputs)?,
             send_counts,
             recv_counts,
         };
@@ -122,25 +122,25 @@ impl LibraryBackend {
 
     /// Runs one of the backend's own methods; the answer is JSON, or empty.
     fn call(&self, py: Python<'_>, method: &str, arguments: &str, tensors: Vec<Bound<'_, PyAny>>) -> PyResult<String> {
-        let lent = lent(method, &tensors)?;
-        if let Some((first, second)) = overlapping(&lent) {
+        let memory = memory_of(method, &tensors)?;
+        if let Some((first, second)) = overlapping(&memory) {
             let text = format!("{method}: tensors {first} and {second} share memory; expected each to have its own");
             return Err(PyValueError::new_err(text));
         }
-        py.detach(|| self.instance.call(method, arguments, &lent)).map_err(raised)
+        py.detach(|| self.instance.call(method, arguments, &memory)).map_err(raised)
     }
 
-    /// Sets the time limit of the backend's own methods.
+    /// Sets the timeout of the backend's own methods.
     fn set_timeout(&self, py: Python<'_>, timeout_ms: u64) -> PyResult<()> {
         py.detach(|| self.instance.set_timeout(timeout_ms)).map_err(raised)
     }
 
-    /// Ends what is in flight with errors.
+    /// Ends operations in flight with errors.
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         py.detach(|| self.instance.abort(reason)).map_err(raised)
     }
 
-    /// Lets what is in flight finish, and leaves.
+    /// Waits until operations in flight have ended, and leaves.
     fn finalize(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.instance.finalize()).map_err(raised)
     }
@@ -154,13 +154,13 @@ struct LibraryWork {
 
 #[pymethods]
 impl LibraryWork {
-    /// Waits; whether the operation has ended. Raises why it failed.
+    /// Waits; returns whether the operation has ended. Raises its error.
     fn wait(&self, py: Python<'_>, timeout_ms: u64) -> PyResult<bool> {
         let limit = Duration::from_millis(timeout_ms);
         let began = Instant::now();
         loop {
             let left = limit.saturating_sub(began.elapsed());
-            // In slices, between which a signal's handler may run and raise.
+            // In slices, so that signal handlers can run in between, and raise.
             let slice = left.min(WAIT_SLICE);
             if let Some(ended) = py.detach(|| self.work.wait(slice)) {
                 return ended.map(|()| true).map_err(raised);
@@ -172,8 +172,8 @@ impl LibraryWork {
         }
     }
 
-    /// Why the operation has failed: `usage`, `unsupported`, `failure`, `timeout`, `lost` or `panic`; nothing if it has
-    /// not, or is not known to have ended.
+    /// The kind of the operation's failure: `usage`, `unsupported`, `failure`, `timeout`, `lost` or `panic`; `None` if it
+    /// has not failed, or is not known to have ended.
     #[getter]
     fn failure(&self) -> Option<&'static str> {
         self.work.failure().map(|kind| match kind {
@@ -201,9 +201,9 @@ fn position(known: &[&str], name: &str, argument: &str) -> PyResult<u32> {
 }
 
 /// The memory of contiguous tensors.
-fn lent(operation: &str, tensors: &[Bound<'_, PyAny>]) -> PyResult<Vec<Lent>> {
+fn memory_of(operation: &str, tensors: &[Bound<'_, PyAny>]) -> PyResult<Vec<TensorMemory>> {
     let refused = |what: String| PyValueError::new_err(format!("{operation}: a library's backend takes no {what}"));
-    let lent = |tensor: &Bound<'_, PyAny>| {
+    let memory = |tensor: &Bound<'_, PyAny>| {
         for view in ["conj", "neg"] {
             if tensor.call_method0(format!("is_{view}"))?.is_truthy()? {
                 return Err(refused(format!("views that `resolve_{view}()` would resolve")));
@@ -212,18 +212,19 @@ fn lent(operation: &str, tensors: &[Bound<'_, PyAny>]) -> PyResult<Vec<Lent>> {
         let dtype = tensor.getattr("dtype")?.str()?.to_string();
         let name = dtype.strip_prefix("torch.").unwrap_or(&dtype);
         let position = DType::ALL.iter().position(|known| known.name() == name);
-        Ok(Lent {
+        Ok(TensorMemory {
             address: tensor.call_method0("data_ptr")?.extract()?,
             len: tensor.call_method0("numel")?.extract()?,
             dtype: position.ok_or_else(|| refused(format!("tensors of {dtype}")))?,
         })
     };
-    tensors.iter().map(lent).collect()
+    tensors.iter().map(memory).collect()
 }
 
 /// Two of the tensors that share memory.
-fn overlapping(tensors: &[Lent]) -> Option<(usize, usize)> {
-    let share = |first: Lent, second: Lent| first.address.max(second.address) < first.end().min(second.end());
+fn overlapping(tensors: &[TensorMemory]) -> Option<(usize, usize)> {
+    let share =
+        |first: TensorMemory, second: TensorMemory| first.address.max(second.address) < first.end().min(second.end());
     let mut pairs = (0..tensors.len()).flat_map(|second| (0..second).map(move |first| (first, second)));
     pairs.find(|(first, second)| share(tensors[*first], tensors[*second]))
 }
