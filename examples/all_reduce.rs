@@ -1,5 +1,5 @@
-//! Finds a line of which each process knows one point. All take the same steps towards it, because they average their
-//! gradients: data-parallel training at its smallest.
+//! Finds a line of which each process knows one point. The processes average their gradients, so all take the same steps:
+//! the smallest data-parallel training.
 //!
 //! ```sh
 //! cargo run --example all_reduce    # starts two ranks by itself

@@ -1,16 +1,16 @@
-//! Measures the engine without Python, and prints what it finds in the shape of IMB-MPI1, Intel's MPI benchmarks.
+//! Measures the engine without Python, and prints the results in the format of IMB-MPI1, Intel's MPI benchmarks.
 //!
 //! ```sh
 //! cargo run --release --example bench                                         # two ranks, every operation
 //! cargo run --release --example bench -- --ranks 4 --ops Allreduce,Barrier --max 65536
 //! ```
 //!
-//! `#bytes` is what IMB means by it: a rank's data; one block in Allgather, Alltoall, Gather and Scatter; all blocks
+//! `#bytes` is defined as in IMB: a rank's data; one block in Allgather, Alltoall, Gather and Scatter; all blocks
 //! together in Reduce_scatter. Reductions work in place and add floats. PingPong is between ranks 0 and 1, one way;
-//! Uniband sends from rank 0 to rank 1 only, one message after the other. Memcpy is no communication: every rank copies
-//! so many bytes, all at once, which is what memory allows.
+//! Uniband sends from rank 0 to rank 1 only, one message after the other. Memcpy does not communicate: all ranks copy
+//! that many bytes at the same time, which shows the limit of the memory.
 //!
-//! With `--serve DIRECTORY`, started by a launcher, it measures what it is told to: see `tests/bench/mpi.py`.
+//! With `--serve DIRECTORY`, under a launcher, it takes its measurements from pipes: see `tests/bench/mpi.py`.
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example that shows its result")]
 
@@ -43,7 +43,7 @@ const OPERATIONS: [&str; 12] = [
 const BARRIER: &str = "Barrier";
 const ROOT: Rank = Rank(0);
 
-/// As IMB does: so many calls of a size, or as many as move so many bytes.
+/// The limits of IMB: the calls of a size, and the bytes that they move.
 const MOST_CALLS: usize = 1000;
 const ENOUGH_BYTES: usize = 40 << 20;
 const WARM_UP: usize = 5;
@@ -53,7 +53,7 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 /// One call of an operation, on buffers that it owns.
 type Call = Box<dyn FnMut(&Communicator) -> Result<(), ncclx_rs::Error>>;
 
-// Also what `cargo bench` runs.
+// `cargo bench` runs it too.
 pub(crate) fn main() {
     if let Err(error) = run() {
         eprintln!("{error}");
@@ -76,13 +76,13 @@ fn run() -> Outcome<()> {
     Ok(comm.shutdown()?)
 }
 
-/// Measures the engine without Python, in the shape of IMB-MPI1.
+/// Measures the engine without Python, in the format of IMB-MPI1.
 #[derive(Parser)]
 struct Options {
-    /// How many ranks to start
+    /// The number of ranks to start
     #[arg(long, default_value = "2", value_parser = positive())]
     ranks: u64,
-    /// What to measure
+    /// The operations to measure
     #[arg(long, value_delimiter = ',', default_values = OPERATIONS, value_parser = PossibleValuesParser::new(OPERATIONS))]
     ops: Vec<String>,
     /// The first size in bytes, which is doubled up to the last
@@ -91,10 +91,10 @@ struct Options {
     /// The last size in bytes
     #[arg(long, default_value = "4194304", value_parser = positive())]
     max: u64,
-    /// Do what the pipes in this folder say instead
+    /// Take measurements from the pipes in this folder instead
     #[arg(long, value_name = "DIRECTORY")]
     serve: Option<PathBuf>,
-    /// What `cargo bench` adds
+    /// The option that `cargo bench` adds
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -139,12 +139,12 @@ fn table(comm: &Communicator, operation: &str, options: &Options) -> Outcome<()>
     Ok(())
 }
 
-/// How many messages follow each other in a call.
+/// The number of messages in a call, one after the other.
 fn trips(operation: &str) -> f64 {
     if operation == "PingPong" { 2.0 } else { 1.0 }
 }
 
-/// Seconds that so many calls take on this rank, which all begin together.
+/// The seconds that the calls take on this rank. All ranks begin together.
 fn timed(comm: &Communicator, call: &mut Call, calls: usize) -> Result<f64, ncclx_rs::Error> {
     comm.barrier()?;
     let began = Instant::now();
@@ -154,9 +154,9 @@ fn timed(comm: &Communicator, call: &mut Call, calls: usize) -> Result<f64, nccl
     Ok(began.elapsed().as_secs_f64())
 }
 
-/// Does what the lines of the pipe `in<rank>` say, `Allreduce 1024 100` for a hundred calls of 1 KiB each, and answers
-/// each in the pipe `out<rank>` with the seconds that all calls took on this rank; until the first is closed. The first
-/// answer is the process's id.
+/// Reads measurements from the pipe `in<rank>`, such as `Allreduce 1024 100` for a hundred calls of 1 KiB each, until it is
+/// closed. Answers each in the pipe `out<rank>` with the seconds that all calls took on this rank. The first answer is the
+/// process's id.
 fn serve(comm: &Communicator, directory: &Path) -> Outcome<()> {
     let lines = BufReader::new(File::open(directory.join(format!("in{}", comm.rank())))?).lines();
     let mut answers = OpenOptions::new().write(true).open(directory.join(format!("out{}", comm.rank())))?;
@@ -169,7 +169,7 @@ fn serve(comm: &Communicator, directory: &Path) -> Outcome<()> {
             return Err(format!("expected an operation, bytes and calls, got `{line}`").into());
         };
         let (case, calls) = ((operation.to_owned(), bytes.parse()?), calls.parse()?);
-        // Buffers stay from turn to turn.
+        // Buffers are kept from one measurement to the next.
         if ready.as_ref().is_none_or(|(held, _)| *held != case) {
             ready = Some((case.clone(), call(comm, operation, case.1)?));
         }
@@ -181,7 +181,7 @@ fn serve(comm: &Communicator, directory: &Path) -> Outcome<()> {
 
 fn call(comm: &Communicator, operation: &str, bytes: usize) -> Outcome<Call> {
     let (size, rank) = (comm.size(), comm.rank());
-    // Written to, so that no page is the kernel's page of zeroes.
+    // Written once, so that no page is the kernel's shared page of zeroes.
     let mut data = vec![1_u8; bytes];
     let mut all = vec![1_u8; bytes * size];
     let floats = (bytes / size_of::<f32>()).max(1);

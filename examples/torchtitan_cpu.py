@@ -3,9 +3,9 @@
     pip install torchtitan
     NCCLX_RS_DEFAULT=cpu,cuda torchrun --nproc-per-node 2 examples/torchtitan_cpu.py
 
-The program is torchtitan's own, `torchtitan.train`, as it was installed. What it asks of a GPU is stood in for here:
-the name and memory of its device, and attention, whose kernel has no backward pass on CPUs. Text and tokenizer, which
-the package does not bring along, are made up. Without arguments it trains `llama3_debugmodel` on short sequences;
+The program is torchtitan's own, `torchtitan.train`, unchanged. This module replaces the GPU: the name and memory of the
+device, and attention, whose kernel has no backward pass on CPUs. It also makes a text and a tokenizer, which the
+package does not contain. Without arguments it trains `llama3_debugmodel` on short sequences;
 docs/programs.md has other command lines.
 """
 
@@ -34,7 +34,7 @@ ARGUMENTS = (
 
 
 def have_device() -> None:
-    """The CPU as torchtitan's device: what it asks ``torch.cuda`` for, before torchtitan is imported."""
+    """Makes the CPU torchtitan's device: replaces what it uses of ``torch.cuda``. Called before its import."""
     cpu: Any = torch.cpu
     memory = SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     cpu.get_device_name = lambda device=None: "CPU"

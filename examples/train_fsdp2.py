@@ -3,7 +3,7 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_fsdp2.py --backend ncclx_rs
 
 The program asks `init_process_group` for a backend by name and is otherwise ordinary PyTorch. Everything is seeded: two
-runs on one machine that differ in the backend alone must show the same losses.
+runs on one machine that differ only in the backend must show the same losses.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a feed-forward network, each behind a norm and beside a shortcut."""
+    """One layer: attention and a feed-forward network, each with a norm before it and a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def shard(model: Gpt, mesh: DeviceMesh) -> None:
 
 
 def communication_share(profiler: profile) -> float | None:
-    """The part of the profiled time that FSDP spent in gathering parameters and reducing gradients, waits included."""
+    """The share of the profiled time in which FSDP gathered parameters and reduced gradients, with waits."""
     events = profiler.key_averages()
     # Forward and backward hooks nest these ranges in others, but never in each other.
     ranges = ("FSDP::all_gather", "FSDP::post_backward_reduce")
@@ -153,7 +153,7 @@ def communication_share(profiler: profile) -> float | None:
 
 @dataclass
 class Report:
-    """What a run leaves behind."""
+    """The report of a run."""
 
     backend: str
     world_size: int
@@ -182,7 +182,7 @@ def train(arguments: argparse.Namespace, shape: Shape) -> Report:
     profiler = None
     if arguments.profile and arguments.steps >= PROFILED.stop:
         profiler = profile(activities=[ProfilerActivity.CPU])
-    # Where nobody watches, a bar that moves every few seconds is enough.
+    # Without a terminal, an update every few seconds is enough.
     interval = 0.1 if sys.stderr.isatty() else 5.0
     bar = tqdm(range(arguments.steps), desc=arguments.backend, unit="step", mininterval=interval, disable=rank != 0)
     dist.barrier()

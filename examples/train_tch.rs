@@ -1,4 +1,4 @@
-//! Trains a small network with tch, data-parallel over processes: each has points of its own, and all average their
+//! Trains a small network with tch, data-parallel over processes: each process has its own points, and all average their
 //! gradients. `make test-tch` builds and runs it.
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example that shows its result")]
@@ -53,7 +53,7 @@ fn train(launch: &Launch) -> Result<(), Box<dyn Error>> {
         optimizer.step();
     }
 
-    // Over the whole wave, which no rank has seen.
+    // On the whole wave, of which each rank has seen only a part.
     let xs = Tensor::linspace(-1.0, 1.0, 101, (Kind::Float, Device::Cpu)).unsqueeze(1);
     let loss = network.forward(&xs).mse_loss(&(&xs * 3.0).sin(), tch::Reduction::Mean).double_value(&[]);
     println!("rank {} of {}: loss {loss:.6}", launch.rank, launch.size);
@@ -63,7 +63,7 @@ fn train(launch: &Launch) -> Result<(), Box<dyn Error>> {
     Ok(comm.shutdown()?)
 }
 
-/// All begin with the weights of rank 0.
+/// Gives all ranks the weights of rank 0.
 fn share_weights(comm: &Communicator, store: &VarStore) -> Result<(), ncclx_rs::Error> {
     store.trainable_variables().iter_mut().try_for_each(|weight| comm.broadcast(weight, Rank(0)))
 }

@@ -1,6 +1,6 @@
-"""A backend of one's own in Python, with a collective of its own: an all_reduce that sends 8-bit blocks.
+"""A backend in Python with a collective of its own: an all_reduce that sends 8-bit blocks.
 
-It stands on another backend and passes on to it the operations that it has; a call of any other says that it has none.
+The backend uses another one, to which it forwards its operations. It does not support any further operation.
 
     torchrun --nproc-per-node 2 examples/object_api/quantized_backend.py
 """
@@ -22,7 +22,7 @@ def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class QuantizedBackend(ncclx_rs.TorchCommBackend):
-    """ncclx, with ``quantized_all_reduce`` beside it."""
+    """ncclx with an additional operation, ``quantized_all_reduce``."""
 
     def init(self, device: torch.device, name: str, options: CommOptions) -> None:
         self.inner = ncclx_rs.new_comm("ncclx", device, f"{name}/inner", timeout=options.timeout)
@@ -57,8 +57,8 @@ class QuantizedBackend(ncclx_rs.TorchCommBackend):
     def quantized_all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums over all ranks, in place, with about a quarter of the bytes that a float32 all_reduce sends.
 
-        Each rank adds up one part of the tensor, which the others send it in 8 bits, and sends the sum to all in 8 bits
-        again.
+        Each rank sums one part of the tensor, which it gets from the other ranks in 8 bits, and sends the sum to them
+        in 8 bits.
 
         Args:
             tensor: contiguous float32, of a multiple of ``256 * size`` elements.

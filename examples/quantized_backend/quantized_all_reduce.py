@@ -22,7 +22,7 @@ COUNT = 1 << 20
 
 
 def bytes_sent() -> int:
-    """What this process has sent through TCP so far, as Linux counts it, with all headers of ours."""
+    """The bytes that this process has sent through TCP, as Linux counts them, with the engine's headers."""
     total = 0
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -44,20 +44,20 @@ def main() -> None:
     backend: Any = comm.unsafe_get_backend()
 
     def sent_by(operation: Callable[[], Any]) -> tuple[int, Any]:
-        """The bytes that this rank sends for an operation, and what it returns."""
+        """The bytes that this rank sends for an operation, and the operation's result."""
         comm.barrier(async_op=False)  # as any ordinary operation, one of the library; ranks are connected after it
         before = bytes_sent()
         returned = operation()
-        comm.barrier(async_op=False)  # now others have what was sent
+        comm.barrier(async_op=False)  # the receivers now have all bytes
         sent = bytes_sent() - before
-        comm.barrier(async_op=False)  # nobody leaves, which closes connections, before all have counted
+        comm.barrier(async_op=False)  # no rank leaves, which closes connections, before all have counted
         return sent, returned
 
     torch.manual_seed(rank)
     exact = torch.randn(COUNT)
     approximate = exact.clone()
     plain, _ = sent_by(lambda: comm.all_reduce(exact, ReduceOp.SUM, async_op=False))
-    quantized, told = sent_by(lambda: backend.quantized_all_reduce(approximate, block=256))
+    quantized, result = sent_by(lambda: backend.quantized_all_reduce(approximate, block=256))
 
     error = ((approximate - exact).norm() / exact.norm()).item()
     print(
@@ -66,7 +66,7 @@ def main() -> None:
         end="",
     )
     if size > 1:
-        assert told["bytes_sent"] <= quantized <= 0.3 * plain
+        assert result["bytes_sent"] <= quantized <= 0.3 * plain
     assert error < 0.02
     comm.finalize()
 

@@ -1,4 +1,4 @@
-//! A launcher for examples that are started without one.
+//! A launcher, for examples that run without one.
 
 use std::error::Error;
 use std::net::TcpListener;

@@ -43,7 +43,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, share:
 
 
 def whole(tensors: dict[str, object]) -> dict[str, Tensor]:
-    """Whole tensors of what may be in parts, copied."""
+    """Copies of tensors, whole where they were sharded."""
     return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for k, v in tensors.items()}
 
 
@@ -62,7 +62,7 @@ def work(folder: Path) -> tiny.Result:
     losses = [tiny.mean(step(model, optimizer, 0, dist.get_rank()))]
     before = everything(model, optimizer)
     dcp.save(state_of(model, optimizer), checkpoint_id=folder / "now")
-    # In a group of its own, since its operations come at any time between those of the training.
+    # In a group of its own: its operations come at any time between those of the training.
     saving = dcp.async_save(
         state_of(model, optimizer), checkpoint_id=folder / "background", process_group=dist.new_group()
     )

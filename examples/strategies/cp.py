@@ -2,9 +2,9 @@
 
 torchrun --nproc-per-node 2 examples/strategies/cp.py
 
-The way of Llama 3 (arXiv:2407.21783, section 3.3.2): a sequence is cut into twice as many parts as there are ranks, and
-a rank takes one from its beginning and one from its end, so that under the causal mask all have as much to do.
-PyTorch's own `context_parallel` replaces attention kernels of GPUs alone.
+It follows Llama 3 (arXiv:2407.21783, section 3.3.2): a sequence is cut into twice as many parts as there are ranks.
+Each rank takes one part from the beginning and one from the end, so that the causal mask leaves all equal work.
+PyTorch's own `context_parallel` only replaces attention kernels of GPUs.
 """
 
 import functools
@@ -18,13 +18,13 @@ from torch import Tensor
 
 
 def places_of(rank: int, size: int) -> Tensor:
-    """Which tokens of a sequence a rank holds."""
+    """The positions of the tokens that a rank holds."""
     parts = torch.arange(tiny.LENGTH).chunk(2 * size)
     return torch.cat([parts[rank], parts[2 * size - 1 - rank]])
 
 
 class Gather(torch.autograd.Function):
-    """The parts of all ranks, in their order, along dimension 2; every rank gets the gradients of its part."""
+    """The parts of all ranks in order along dimension 2. Backward, each rank gets the gradients of its part."""
 
     @staticmethod
     def forward(context: Any, part: Tensor) -> Tensor:

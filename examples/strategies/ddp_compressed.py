@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/strategies/ddp_compressed.py
 
-PowerSGD (arXiv:1905.13727) starts operations from the callbacks of others. It gets one bucket here: on the CPU, the
-callbacks of several come in no fixed order, on any backend.
+PowerSGD (arXiv:1905.13727) starts operations in the callbacks of other operations. It gets a single bucket here: on the
+CPU, callbacks of several buckets have no fixed order, on any backend.
 """
 
 import tiny

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 --max-restarts 1 examples/strategies/elastic.py
 
-The last rank kills itself in the middle of a step. The others learn of it from the operation that they wait in.
+The last rank kills itself in the middle of a step. The other ranks notice it in the operation that they wait for.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/strategies/ep.py
 
-How many tokens go where differs from step to step and from rank to rank.
+The number of tokens for each expert differs between steps and between ranks.
 """
 
 import tiny

@@ -18,7 +18,7 @@ PLACEMENTS = (Replicate(), Shard(0), Shard(1), Partial("sum"), Partial("avg"), P
 
 
 def placed(mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dtype) -> DTensor:
-    """A tensor of 7 x 5 on the mesh; where it is partial, ranks hold different parts of it."""
+    """A tensor of 7 x 5 on the mesh. Where it is partial, the ranks hold different addends."""
     torch.manual_seed(0)
     whole = torch.randn(7, 5).to(dtype) if dtype.is_floating_point else torch.randint(-9, 9, (7, 5), dtype=dtype)
     copies = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
@@ -29,7 +29,7 @@ def placed(mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dty
 
 
 def every_pair(mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What this rank holds after each change."""
+    """This rank's part of the tensor after each change."""
     choices = [p for p in PLACEMENTS if dtype.is_floating_point or p != Partial("avg")]
     # DTensor mixes no reductions.
     every = [p for p in itertools.product(choices, repeat=mesh.ndim) if len({x for x in p if x.is_partial()}) <= 1]

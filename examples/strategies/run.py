@@ -1,9 +1,9 @@
-"""Runs every example of this folder on ncclx_rs and on gloo, and prints how far their numbers are apart.
+"""Runs every example of this folder on ncclx_rs and on gloo, and prints the differences of their numbers.
 
     python examples/strategies/run.py --ranks 2 4 8
 
 The table is that of docs/parallelism.md. Exits with 1 when an example fails, when losses or weights differ by more than
-the tolerance, or when an operation was served by another backend than it should be.
+the tolerance, or when another backend than the requested one served an operation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parent
 
 
 def launch(ranks: int, *arguments: str) -> None:
-    """Runs a program of this folder under torchrun; its failure ends this one."""
+    """Runs a program of this folder under torchrun; exits if it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     quiet = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
     finished = subprocess.run([*command, *arguments], env=quiet | os.environ, check=False)
@@ -41,7 +41,7 @@ def launch(ranks: int, *arguments: str) -> None:
 
 
 def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """The largest difference between numbers of the same name; infinite where they have not the same shape."""
+    """The largest difference between numbers of the same name; infinite if their shapes differ."""
     if [(k, v.shape) for k, v in ours.items()] != [(k, v.shape) for k, v in theirs.items()]:
         return float("inf")
     apart = [(ours[name].double() - theirs[name].double()).abs() for name in ours if ours[name].numel() > 0]
@@ -49,7 +49,7 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 
 def work(programs: list[str], folder: Path) -> None:
-    """On each rank: runs programs on both backends one after the other, and leaves how they compare in `folder`."""
+    """Runs programs on this rank, on one backend after the other, and writes the comparison to `folder`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     # torchrun's own store, in which every group gets a place of its own.
@@ -70,7 +70,7 @@ def work(programs: list[str], folder: Path) -> None:
 
 
 def report(name: str, backend: str, store: dist.Store, rank: int, size: int) -> tiny.Report:
-    """What a program does in a default group of that backend."""
+    """The report of a program that runs in a default group of that backend."""
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         return tiny.perform(importlib.import_module(name).main, backend)
@@ -85,13 +85,13 @@ def compare(programs: list[str], ranks: int) -> dict[str, tuple[float, int]]:
             launch(ranks, "--max-restarts", "1", str(FOLDER / "elastic.py"), "--out", folder)
         launch(ranks, str(FOLDER / "run.py"), "--programs", *programs, "--worker", folder)
         parts = [torch.load(Path(folder) / f"compared{rank}.pt") for rank in range(ranks)]
-    # Not Python's `max`, which may overlook what is not a number.
+    # Not Python's `max`, which may ignore NaN.
     largest = {name: torch.tensor([part[name][0] for part in parts], dtype=torch.double).max() for name in programs}
     return {name: (float(largest[name]), parts[0][name][1]) for name in programs}
 
 
 def what(name: str) -> str:
-    """What a program shows: how its docstring begins."""
+    """A program's subject: the beginning of its docstring."""
     first = (importlib.import_module(name).__doc__ or "").splitlines()[0]
     return first.split(":")[0].rstrip(".")
 

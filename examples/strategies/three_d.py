@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 8 examples/strategies/three_d.py
 
-With ncclx_rs the mesh is built by splitting one communicator; ranks that talk most share a host.
+With ncclx_rs, one communicator is split into the mesh, and the ranks with the most communication share a host.
 """
 
 from collections.abc import Iterator

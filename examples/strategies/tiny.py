@@ -1,4 +1,4 @@
-"""What the examples beside this file share: a tiny transformer, data for it, and the beginning and end of a run."""
+"""A tiny transformer and its data, and the beginning and end of a run, for the examples of this folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = tuple[str, dict[str, Tensor]]
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the number of heads follows from what the projections give, so that they can be cut."""
+    """Causal self-attention. The number of heads follows from the projections' outputs, so that heads can be cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each behind a norm and beside a shortcut."""
+    """Attention and a feed-forward network, each with a norm before it and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder with the same weights on every rank; a stage of a pipeline has `None` for what belongs to others."""
+    """A decoder with the same weights on every rank. A stage of a pipeline has `None` for the parts of other stages."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def stage(index: int, stages: int) -> Transformer:
 
 
 def batch(step: int, share: int = 0) -> tuple[Tensor, Tensor]:
-    """Sequences that count upwards, and the same one token later; each step and each share has others."""
+    """Sequences that count upwards, and the same sequences one token later; they differ by step and share."""
     generator = torch.Generator().manual_seed(1000 * step + share)
     starts, strides = torch.randint(1, VOCABULARY, (2, SEQUENCES, 1), generator=generator)
     tokens = (starts + strides % 3 * torch.arange(LENGTH + 1)) % VOCABULARY
@@ -111,7 +111,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def descent(parameters: object) -> torch.optim.Optimizer:
-    """Plain descent: other optimizers divide by gradients and make much of a difference in their last bit."""
+    """Plain gradient descent: other optimizers divide by gradients, which enlarges a difference in the last bit."""
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)  # type: ignore[arg-type]
 
 
@@ -123,13 +123,13 @@ def mean(value: Tensor) -> Tensor:
 
 
 def learned(losses: list[Tensor]) -> str:
-    """What a training run says at its end."""
+    """The last line of a training run."""
     return f"loss {losses[0].item():.4f} -> {losses[-1].item():.4f}"
 
 
 @dataclass
 class Report:
-    """What an example did: its line and its numbers, and how often its backend served which operation."""
+    """An example's report: its line, its numbers, and how often its backend served each operation."""
 
     line: str
     numbers: dict[str, Tensor]
@@ -140,21 +140,21 @@ def perform(main: Callable[[], Result], backend: str) -> Report:
     """Runs an example in the default process group, and makes sure that `backend` served all of its operations.
 
     Raises:
-        RuntimeError: another backend served an operation, or nobody says who did, or there was none.
+        RuntimeError: another or an unknown backend served an operation, or there was no operation.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # above the highest level of messages that the profiler has
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         line, numbers = main()
-    # What `profile.events()` is made of; that takes longer than the training.
+    # The source of `profile.events()`, which itself takes longer than the training.
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     return Report(line, numbers, served([event.name() for event in events], backend))
 
 
 def served(events: list[str], backend: str) -> dict[str, int]:
-    """How often `backend` served which operation, by what the profiler saw; see `perform`.
+    """How often `backend` served each operation, from the profiler's events; see `perform`.
 
-    It sees two things of an operation: PyTorch's dispatcher hands it over (`c10d::allreduce_`), and the backend that
-    takes it makes a work of it (`ncclx_rs:all_reduce`).
+    The profiler has two events of an operation: PyTorch's dispatcher passes it on (`c10d::allreduce_`), and the backend
+    that takes it makes a work (`ncclx_rs:all_reduce`).
     """
     handed_over = sum(event.startswith("c10d::") for event in events)
     works = Counter(match.groups() for event in events if (match := re.fullmatch(r"([a-z_]+):(\w+)", event)))

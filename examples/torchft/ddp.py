@@ -4,7 +4,7 @@
     python examples/torchft/ddp.py
 
 Starts torchft's lighthouse and two replicas, each a process that trains the same small model on data of its own; see
-replicas.py for what happens to them.
+replicas.py for the failures that they survive.
 """
 
 from __future__ import annotations

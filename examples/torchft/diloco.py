@@ -1,11 +1,11 @@
-"""Replicas that train on their own and seldom talk, after DiLoCo (arXiv:2311.08105) or as local SGD, on ncclx_rs.
+"""Replicas that train alone and rarely communicate, after DiLoCo (arXiv:2311.08105) or as local SGD, on ncclx_rs.
 
     pip install torchft
     python examples/torchft/diloco.py
     python examples/torchft/diloco.py --local-sgd
 
-Every few steps, the two replicas average what they have learned: with DiLoCo as a gradient for an optimizer of its own,
-with local SGD the parameters themselves. One is killed meanwhile and comes back; see replicas.py.
+Every few steps, the two replicas average: with DiLoCo the changes of parameters, which a second optimizer takes as
+gradients; with local SGD the parameters themselves. One replica is killed and comes back; see replicas.py.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     pip install torchft
     python examples/torchft/hsdp.py
 
-Each of the two replicas has two processes, which shard the model. What FSDP2 reduces over the replica is averaged over
-the replicas by the manager. One process is killed: the other one of its replica loses its peer and ends, while the
-other replica goes on; see replicas.py.
+Each of the two replicas has two processes, which shard the model. FSDP2 reduces gradients within a replica, and the
+manager averages them between the replicas. One process is killed: its peer in the replica ends too, and the other
+replica continues; see replicas.py.
 """
 
 from __future__ import annotations

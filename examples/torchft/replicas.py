@@ -1,8 +1,8 @@
 """A job of two replicas that torchft keeps alive: one is killed during training, and comes back.
 
-What a replica does is a function of the program that imports this: see ddp.py, hsdp.py and diloco.py beside it. The
-replica that is left goes on alone. The other one is started anew, gets model and optimizer from the first, and both go
-on together. At the end their models are the same.
+The program that imports this module has the function of a replica: see ddp.py, hsdp.py and diloco.py. The surviving
+replica continues alone. The other one is started again, gets model and optimizer from the first, and both continue
+together. At the end their models are the same.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ TIMEOUT = timedelta(seconds=30)
 
 @dataclass
 class Seat:
-    """What one process of a replica is told.
+    """The parameters of one process of a replica.
 
     Attributes:
-        replica: which replica it belongs to.
+        replica: the number of its replica.
         rank: its rank in the replica.
-        ranks: how many processes the replica has.
-        store_port: of the store that the replica's processes share.
-        lighthouse: where torchft's lighthouse listens.
-        last: the step to train until, which may still change, however many steps the replica took part in.
-        pace: seconds that a step takes at least.
+        ranks: the number of processes in the replica.
+        store_port: the port of the store that the replica's processes share.
+        lighthouse: the address of torchft's lighthouse.
+        last: the last step, which may still change; it does not depend on the replica's own number of steps.
+        pace: the least duration of a step in seconds.
         process_group: the kind of process group between replicas.
-        report: takes what the process reports.
+        report: takes the process's reports.
     """
 
     replica: int
@@ -88,7 +88,7 @@ class Seat:
 
 
 class Regression:
-    """Something to learn: a small model, and data that every process draws for itself."""
+    """A small model, and data that every process draws for itself."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(0)
@@ -122,24 +122,24 @@ def process_group(kind: str) -> Any:
 
 
 def run(train: Callable[[Seat], None], seat: Seat) -> None:
-    """A process of a replica, which ends at once when it fails, as when it has lost its peer."""
+    """Runs a process of a replica, which exits at once when it fails, for example after the loss of its peer."""
     try:
         train(seat)
     except BaseException:
         traceback.print_exc()
-        # An orderly end would wait for torchft's threads, whose heartbeats keep the replica alive for the others.
+        # An orderly exit would wait for torchft's threads, whose heartbeats make the replica look alive.
         os._exit(1)
 
 
 class Job:
-    """The replicas, as seen from outside."""
+    """The replicas, from the launcher's side."""
 
     def __init__(self, train: Callable[[Seat], None], ranks: int, pace: float, kind: str) -> None:
         self.lighthouse = LighthouseServer(
             bind="[::]:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=1000
         )
         self._train, self._ranks, self._pace, self._kind = train, ranks, pace, kind
-        # The server imports for all replicas, also what optimizers import when they are made.
+        # The server imports for all replicas, including the imports of optimizers' constructors.
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(["torch._dynamo", "torchft"])
         self.last = self._processes.Value("q", sys.maxsize)
@@ -162,14 +162,14 @@ class Job:
             self._running[replica, rank], self._reports[replica, rank] = process, ours
 
     def kill(self, replica: int) -> None:
-        """Kills one process of a replica. The others cannot go on without it, and end by themselves."""
+        """Kills one process of a replica. The replica's other processes cannot continue without it, and exit."""
         os.kill(self._running[replica, self._ranks - 1].pid, signal.SIGKILL)
         for rank in range(self._ranks):
             self._running[replica, rank].join()
             self._reports.pop((replica, rank)).close()
 
     def events(self) -> Any:
-        """What processes report, as ``(replica, rank, report)``, until all are done."""
+        """The processes' reports as ``(replica, rank, report)``, until all are done."""
         while self._reports:
             for ready in wait(list(self._reports.values())):
                 place = next((place for place, pipe in self._reports.items() if pipe is ready), None)
@@ -197,7 +197,7 @@ def main(train: Callable[[Seat], None], options: argparse.Namespace, ranks: int 
     """Runs the job.
 
     Args:
-        train: what every process of a replica does.
+        train: the function of every process of a replica.
         options: the command line.
         ranks: how many processes a replica has.
     """

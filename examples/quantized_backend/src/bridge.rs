@@ -1,4 +1,4 @@
-//! From the words of the backend's interface to those of the engine.
+//! Converts between the types of the backend's interface and those of the engine.
 
 use std::time::Duration;
 
@@ -8,9 +8,9 @@ use ncclx_rs_backend as api;
 use ncclx_rs_backend::{Error, ErrorKind, Operation, Store, Work};
 
 /// The store of the interface, as the engine uses one.
-pub(crate) struct Meeting(pub(crate) Store);
+pub(crate) struct EngineStore(pub(crate) Store);
 
-impl store::Store for Meeting {
+impl store::Store for EngineStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
         self.0.set(key, value)
     }
@@ -30,12 +30,12 @@ pub(crate) struct InFlight(pub(crate) ncclx_rs::Work);
 impl Work for InFlight {
     fn wait(&self, timeout: Duration) -> Option<Result<(), Error>> {
         let outcome = self.0.wait(Some(timeout));
-        self.0.is_done().then(|| self.0.result().unwrap_or(outcome).map_err(|error| told(&error)))
+        self.0.is_done().then(|| self.0.result().unwrap_or(outcome).map_err(|error| api_error(&error)))
     }
 }
 
 /// The engine's error.
-pub(crate) fn told(error: &ncclx_rs::Error) -> Error {
+pub(crate) fn api_error(error: &ncclx_rs::Error) -> Error {
     let kind = match error {
         ncclx_rs::Error::Usage(_) => ErrorKind::Usage,
         ncclx_rs::Error::Timeout { .. } => ErrorKind::Timeout,
@@ -67,8 +67,8 @@ fn buffer(buffer: api::Buffer) -> Result<Buffer, Error> {
     let name = buffer.dtype().name();
     let dtype = DType::ALL.iter().copied().find(|dtype| dtype.name() == name);
     let dtype = dtype.ok_or_else(|| Error::usage(format!("the engine has no element type {name}")))?;
-    // SAFETY: the memory is lent until the work of this submission has ended or the backend is dropped, which closes the
-    // communicator: both interfaces promise their users the same.
+    // SAFETY: the memory is valid until the work of this submission has ended, or until the backend is dropped, which
+    // closes the communicator: both interfaces have the same contract.
     Ok(unsafe { Buffer::from_raw(buffer.ptr(), buffer.len(), dtype) })
 }
 

@@ -1,4 +1,4 @@
-//! A backend of one's own in a shared library: ncclx's engine for all ordinary operations, and beside it
+//! A backend in a shared library: it has ncclx's engine for all ordinary operations, and an additional one,
 //! `quantized_all_reduce`, which sends blocks of 8-bit numbers.
 //!
 //!     cargo build --release --package quantized_backend
@@ -15,13 +15,13 @@ use ncclx_rs::{CommOptions, Communicator, Rank};
 use ncclx_rs_backend::{Backend, Error, Join, Operation, Tensor, Work, export_backend};
 use serde::{Deserialize, Serialize};
 
-use crate::bridge::{InFlight, Meeting, told};
+use crate::bridge::{EngineStore, InFlight, api_error};
 
 struct Quantized {
     comm: Communicator,
 }
 
-/// What `quantized_all_reduce` takes by name.
+/// The arguments of `quantized_all_reduce` by name.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct Arguments {
@@ -35,7 +35,7 @@ impl Default for Arguments {
     }
 }
 
-/// What it answers.
+/// The result of `quantized_all_reduce`.
 #[derive(Serialize)]
 struct Answer {
     /// The bytes that went to other ranks.
@@ -57,14 +57,14 @@ impl Backend for Quantized {
             size: join.size as usize,
             timeout: Some(join.timeout),
             hints: join.hints,
-            store: Arc::new(Meeting(join.store)),
+            store: Arc::new(EngineStore(join.store)),
         };
-        let comm = Communicator::new(options).map_err(|error| told(&error.into()))?;
+        let comm = Communicator::new(options).map_err(|error| api_error(&error.into()))?;
         Ok(Quantized { comm })
     }
 
     fn submit(&self, operation: Operation) -> Result<Box<dyn Work>, Error> {
-        let work = self.comm.submit(bridge::op(operation)?).map_err(|error| told(&error))?;
+        let work = self.comm.submit(bridge::op(operation)?).map_err(|error| api_error(&error))?;
         Ok(Box::new(InFlight(work)))
     }
 
@@ -76,7 +76,7 @@ impl Backend for Quantized {
         }
         let [tensor] = tensors else { return Err(wrong(format!("expected one tensor, got {}", tensors.len()))) };
         let data = tensor.as_mut_slice::<f32>().map_err(|error| wrong(error.text))?;
-        let bytes_sent = quantized::all_reduce(&self.comm, data, block).map_err(|error| told(&error))?;
+        let bytes_sent = quantized::all_reduce(&self.comm, data, block).map_err(|error| api_error(&error))?;
         serde_json::to_string(&Answer { bytes_sent }).map_err(|error| Error::failure(error.to_string()))
     }
 
@@ -89,7 +89,7 @@ impl Backend for Quantized {
     }
 
     fn finalize(&self) -> Result<(), Error> {
-        self.comm.shutdown().map_err(|error| told(&error))
+        self.comm.shutdown().map_err(|error| api_error(&error))
     }
 }
 

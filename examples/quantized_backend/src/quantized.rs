@@ -1,20 +1,20 @@
 //! An all_reduce whose messages are blocks of 8-bit numbers, each block with a scale.
 //!
-//! Each rank adds up one part of the data, which the others send it in 8 bits, and sends the sum to all in 8 bits again: a
-//! reduce_scatter and an all_gather, as in every all_reduce that sends 2 N (n-1)/n.
+//! Each rank sums one part of the data, which it gets from the other ranks in 8 bits, and sends the sum to them in 8 bits:
+//! a reduce_scatter and an all_gather, as in every all_reduce that sends 2 N (n-1)/n.
 
 use ncclx_rs::{Communicator, Error};
 
 /// The scale before each block.
 const SCALE_BYTES: usize = size_of::<f32>();
 
-/// Replaces `data` by the sum over all ranks, which have as many elements; returns how many bytes went to other ranks.
+/// Replaces `data` by the sum over all ranks, whose data have the same length; returns the bytes sent to other ranks.
 ///
 /// An element is off by at most half a scale of each rank's block and of the sum's, where a scale is the block's greatest
 /// magnitude / 127. A block with an element that is not finite becomes NaN.
 pub(crate) fn all_reduce(comm: &Communicator, data: &mut [f32], block: usize) -> Result<usize, Error> {
     let size = comm.size();
-    // The last part is filled up with zeros, so that all are of one length.
+    // The last part is padded with zeros, so that all parts have one length.
     let part = data.len().div_ceil(size).next_multiple_of(block);
     let mut padded = vec![0.0; size * part];
     padded[..data.len()].copy_from_slice(data);
@@ -52,7 +52,7 @@ fn encode(values: &[f32], block: usize, bytes: &mut Vec<u8>) {
         let scale = if finite { greatest / 127.0 } else { f32::NAN };
         bytes.extend_from_slice(&scale.to_le_bytes());
         let factor = if scale > 0.0 { scale.recip() } else { 0.0 };
-        // `as` keeps what is rounded beyond the ends, and what an infinite factor makes of it, within 8 bits.
+        // `as` saturates: rounding beyond the ends and infinite factors stay within 8 bits.
         bytes.extend(values.iter().map(|value| ((value * factor).round() as i8).cast_unsigned()));
     }
 }
