@@ -40,33 +40,33 @@ import torch.distributed as dist
 BACKEND = os.environ.get("NCCLX_RS_TEST_BACKEND", "ncclx_rs")
 GROUP_TIMEOUT = 30.0
 WATCHDOG_SECONDS = float(os.environ.get("NCCLX_RS_TEST_WATCHDOG", "240"))
-# How long the other ranks may take to report once one of them has failed.
+# How long the other ranks may take to report after one of them has failed.
 GRACE_SECONDS = 3.0
 
 PR_SET_PDEATHSIG = 1
 
 MODES = ("shm", "tcp", "hier")
-# Which pretended host each rank sits on in mode "hier"; with three ranks the hosts are not contiguous.
+# The pretended host of each rank in mode "hier". With three ranks, the hosts' ranks are not contiguous.
 HOSTS = {2: "ab", 3: "aba", 4: "aabb", 5: "aabbb", 6: "aaabbb", 7: "aaabbbb", 8: "aaaabbbb"}
 
 
 def lacking(what: str) -> NoReturn:
-    """Skips a test for want of something that the machine should have; in CI (``NCCLX_RS_CI``) it fails."""
+    """Skips a test because the machine lacks something; in CI (``NCCLX_RS_CI``) the test fails instead."""
     if os.environ.get("NCCLX_RS_CI") == "1":
         pytest.fail(f"CI lacks what the test needs: {what}")
     pytest.skip(what, allow_module_level=True)
 
 
 def needs(module: str, why: str) -> None:
-    """Goes on with the test or its file only if a module can be imported; see ``lacking``."""
+    """Skips the test or its file unless a module can be imported; see ``lacking``."""
     if importlib.util.find_spec(module) is None:
         lacking(why)
 
 
 def environment(mode: str, rank: int, size: int) -> dict[str, str]:
-    """The variables that put a worker in a transport mode."""
+    """The environment variables that put a worker into a transport mode."""
     if mode == "hier":
-        # Without single copies, so that long messages take the other way within a host too.
+        # Without single copies: long messages go through the ring within a host too.
         return {"NCCLX_RS_HOST_ID": HOSTS[size][rank], "NCCLX_RS_SINGLE_COPY_BYTES": "0"}
     return {"NCCLX_RS_TRANSPORT": mode}
 
@@ -85,7 +85,7 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What became of one rank in a run."""
+    """The outcome of one rank's part of a run."""
 
     kind: str = "hung"  # hung, died, failed, skipped, done
     detail: str = ""
@@ -94,7 +94,7 @@ class Outcome:
 
 @dataclass
 class Seat:
-    """What a worker knows about itself."""
+    """A worker's rank, world and stores."""
 
     rank: int
     size: int
@@ -108,7 +108,7 @@ seat: Seat | None = None
 
 
 def fresh_store() -> dist.Store:
-    """A store that the ranks of this run share; the n-th call on each rank gives the same store."""
+    """A store that the ranks of this run share. The n-th call on each rank returns the same store."""
     assert seat is not None and seat.task is not None, "only workers have a store"
     seat.groups += 1
     store = connected_store()
@@ -117,11 +117,11 @@ def fresh_store() -> dist.Store:
 
 
 def connected_store() -> dist.TCPStore:
-    """This worker's connection to the store of all runs; a worker that goes to another network must have it before."""
+    """This worker's connection to the store of all runs. A worker must make it before it moves to another network."""
     assert seat is not None
     if seat.store is None:
-        # One connection for all runs: for each, PyTorch looks up the name of its other end, and some networks take
-        # seconds to say that it has none.
+        # One connection for all runs: PyTorch looks up the name of each connection's peer, and some networks take
+        # seconds to answer that there is none.
         seat.store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
     return seat.store
 
@@ -130,15 +130,15 @@ def join(
     timeout: float | None = None,
     backend: str | None = None,
     store: dist.Store | None = None,
-    patience: float = GROUP_TIMEOUT,
+    join_timeout: float = GROUP_TIMEOUT,
 ) -> None:
     """Makes the default group of this run on the backend under test.
 
     Args:
-        timeout: the time limit of operations in seconds; the run's if not given.
+        timeout: the timeout of operations in seconds; the run's if not given.
         backend: another backend.
-        store: where the ranks meet; a fresh store if not given.
-        patience: how long ranks wait for each other here, which takes seconds on a loaded machine.
+        store: the store of the ranks; a fresh store if not given.
+        join_timeout: the timeout of joining, which takes seconds on a loaded machine.
     """
     assert seat is not None and seat.task is not None, "only workers join groups"
     limit = seat.task.timeout if timeout is None else timeout
@@ -147,14 +147,14 @@ def join(
         store=fresh_store() if store is None else store,
         rank=seat.rank,
         world_size=seat.size,
-        timeout=datetime.timedelta(seconds=patience),
+        timeout=datetime.timedelta(seconds=join_timeout),
     )
-    if limit != patience:
+    if limit != join_timeout:
         set_timeout(dist.group.WORLD, limit)
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Sets a group's time limit for operations."""
+    """Sets a group's timeout for operations."""
     limit = datetime.timedelta(seconds=seconds)
     if hasattr(dist, "set_timeout"):
         dist.set_timeout(limit, group)
@@ -164,7 +164,7 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 @contextmanager
 def joined(timeout: float | None = None, backend: str | None = None, store: dist.Store | None = None) -> Iterator[None]:
-    """The default group for the length of a block."""
+    """The default group during a block."""
     join(timeout, backend, store)
     try:
         yield
@@ -175,7 +175,7 @@ def joined(timeout: float | None = None, backend: str | None = None, store: dist
 
 @contextmanager
 def leaving_together(ranks: Collection[int] | None = None) -> Iterator[None]:
-    """Keeps each of `ranks` (default: all) alive and in its group until all of them are through the block."""
+    """Keeps each of `ranks` (default: all) alive and in its group until all of them have left the block."""
     assert seat is not None
     store = fresh_store()
     everyone = range(seat.size) if ranks is None else ranks
@@ -189,7 +189,7 @@ def leaving_together(ranks: Collection[int] | None = None) -> Iterator[None]:
 def _perform(task: Task) -> Outcome:
     assert seat is not None
     seat.task, seat.groups = task, 0
-    # PyTorch names a group by how many a rank has begun; one that a rank alone failed to make would part their names.
+    # PyTorch numbers a rank's groups. After a failure on one rank alone, the ranks' numbers would differ.
     dist.distributed_c10d._world.group_count = 0
     try:
         function = getattr(importlib.import_module(task.module), task.function)
@@ -231,7 +231,7 @@ def _serve(
     faulthandler.enable(sys.stderr, all_threads=True)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     os.environ.update(variables)
-    gc.freeze()  # what the server loaded stays: a collection that looks through it takes 0.2 s
+    gc.freeze()  # the server's objects stay: a collection that examines them takes 0.2 s
     torch.set_num_threads(1)
     seat = Seat(rank, size, store_port)
     if setup is not None:
@@ -247,7 +247,7 @@ def _serve(
 @functools.cache
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    # What many tests load, and each worker would load anew: PyTorch's compiler alone takes seconds.
+    # Loaded once for all workers: PyTorch's compiler alone takes seconds.
     context.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "pytest"])
     return context
 
@@ -261,7 +261,7 @@ _run_numbers = itertools.count()
 
 
 class World:
-    """A set of worker processes, one a rank."""
+    """A set of worker processes, one for each rank."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What every rank holds and what collectives ought to make of it, computed without communicating."""
+"""The ranks' data and the expected results of collectives, computed without communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-# Around every boundary that an engine may have: nothing, one element, odd counts, a page and a bit, many chunks.
+# Around every boundary of an engine: no element, one, odd counts, slightly more than a page, many chunks.
 SIZES = (0, 1, 3, 1023, 65537)
 LARGE = 3_000_001
 
@@ -49,7 +49,7 @@ def data(
 
 
 def any_bits(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """A tensor of random bits, for operations that only move elements."""
+    """A tensor of random bits, for operations that only copy elements."""
     generator = torch.Generator().manual_seed(7_000_003 * (salt + 1) + rank)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -58,7 +58,7 @@ def any_bits(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes: NaNs and dtypes without arithmetic compare by them."""
+    """The tensor's bytes, to compare NaNs and dtypes without arithmetic."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What the backend tells about itself: its error state, hooks, pending works; and that it is faster than gloo."""
+"""The backend's error state, hooks and pending works; and it is faster than gloo."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def a_timeout_is_the_groups_error(rank: int, size: int) -> None:
         if rank != 0:
             with pytest.raises(dist.DistBackendError):
                 dist.all_reduce(torch.ones(3))
-            # Who times out first tells the others.
+            # The first rank that times out notifies the others.
             assert error_state() in ("TIMEOUT", "REMOTE_ERROR")
 
 
@@ -62,7 +62,7 @@ def a_store_ends_with_its_group(rank: int, size: int) -> None:
         dist.destroy_process_group()
         del store
         counts.append(descriptors())
-    deadline = time.monotonic() + 10  # the server's end of a connection takes a moment
+    deadline = time.monotonic() + 10  # the server takes a moment to close a connection
     while descriptors() > counts[0] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert descriptors() <= counts[0], counts
@@ -80,7 +80,7 @@ def completion_hooks_are_told_of_every_work(rank: int, size: int) -> None:
     assert [work.is_completed() for work in works] == [True] * 5
     assert [str(kind).rpartition(".")[2] for kind, *_ in seen].count("ALLREDUCE") == 5
     assert len(seen) == 6 and all(duration.total_seconds() >= 0 for *_, duration in seen)
-    sequences = sorted(sequence for _, sequence, _ in seen)  # told by several threads
+    sequences = sorted(sequence for _, sequence, _ in seen)  # several threads call the hook
     assert sequences == list(range(sequences[0], sequences[0] + 6))
 
 
@@ -102,7 +102,7 @@ def abort_hooks_are_called_once_a_rank_is_lost(rank: int, size: int) -> None:
 
 def sparse_tensors_are_summed(rank: int, size: int) -> None:
     def sparse(r: int) -> torch.Tensor:
-        # Another number of entries on every rank, none on the last; some meet.
+        # The number of entries differs by rank, and is zero on the last; some have equal indices.
         entries = [(i * (r + 1)) % 7 for i in range(size - 1 - r)]
         values = torch.arange(2 * len(entries), dtype=torch.float32).reshape(len(entries), 2) + r
         return torch.sparse_coo_tensor(torch.tensor([entries], dtype=torch.long), values, (7, 2))
@@ -141,7 +141,7 @@ def medians_of(groups: dict[str, dist.ProcessGroup], count: int) -> dict[str, fl
 def all_reduce_beats_gloo(rank: int, size: int) -> None:
     groups = {"ours": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     for count in (1, 1024, 16384):
-        # Linux tends to leave ranks on one core after calls of gloo, which is then what takes most of the time.
+        # After calls of gloo, Linux tends to leave several ranks on one core, which would dominate the time.
         with on_a_core_of_its_own(rank):
             medians = medians_of(groups, count)
         ratio = torch.tensor([medians["gloo"] / medians["ours"]])
@@ -180,8 +180,8 @@ def failures_are_written_down_without_pytorchs_recorder(rank: int, size: int, fo
     dist.destroy_process_group()
     if rank == 0:
         content = pickle.loads(Path(f"{folder}/trace_0").read_bytes())
-        told = [(entry["profiling_name"], entry["state"]) for entry in content["entries"]]
-        assert told == [("ncclx:barrier", "completed"), ("ncclx:broadcast", "started")]
+        shown = [(entry["profiling_name"], entry["state"]) for entry in content["entries"]]
+        assert shown == [("ncclx:barrier", "completed"), ("ncclx:broadcast", "started")]
 
 
 @pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the engine's recorder")

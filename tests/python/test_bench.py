@@ -1,4 +1,4 @@
-"""The benchmark: what it computes, that it sees wrong results, and its command line."""
+"""The benchmark: its computations, its check of results, and its command line."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_times_are_those_of_the_slowest_rank() -> None:
     second = [turn([6000, 2000], 8000, 6000), turn([2000, 4000], 6000, 6000)]
     result = Result(calls=2)
     measure._evaluate(result, case, OPERATIONS["send_recv"], [first, second], trips=2)
-    assert result.rounds == [3.0, 1.5]  # (12, 6) microseconds for two calls of two ways
+    assert result.rounds == [3.0, 1.5]  # (12, 6) microseconds for two calls of two trips
     assert result.p50 == percentile([3.0, 4.0, 1.0, 2.0], 50)
     assert result.cpu == 1.0
     assert result.algorithm_bandwidth == pytest.approx(10 / 2.25 / 1e3)
@@ -84,7 +84,7 @@ def test_sizes_are_what_ranks_can_share() -> None:
     plan = Plan(operations=("all_reduce", "all_gather", "send_recv", "barrier"), sizes=(8, 16, 64))
     rows = [(case.operation, case.bytes, case.count) for case in plan.rows(3)]
     assert rows[:3] == [("all_reduce", 8, 2), ("all_reduce", 16, 4), ("all_reduce", 64, 16)]
-    assert rows[3:5] == [("all_gather", 12, 1), ("all_gather", 60, 5)]  # 8 and 16 bytes both come to 12
+    assert rows[3:5] == [("all_gather", 12, 1), ("all_gather", 60, 5)]  # 8 and 16 bytes both give 12
     assert rows[-1] == ("barrier", 0, 0)
     assert not any(case.operation == "send_recv" for case in plan.rows(1))
 
@@ -122,7 +122,7 @@ def measures_all_operations(rank: int, size: int) -> None:
     for row in rows:
         for name, result in row.results.items():
             if name == "gloo" and result.error:
-                continue  # what it cannot do
+                continue  # an unsupported operation
             assert not result.error, f"{row.case} on {name}: {result.error}"
             assert result.wrong == 0, f"{row.case} on {name}: {result.wrong} wrong"
             assert len(result.rounds) == 2 and result.calls == 2
@@ -138,7 +138,7 @@ def measures_all_operations(rank: int, size: int) -> None:
 def a_spoilt_operation(at: Place, count: int, dtype: torch.dtype, name: str) -> Job:
     """An operation whose result has one wrong element on one rank."""
     job = OPERATIONS[name].build(at, count, dtype)
-    # The last rank that gets a result: only the root does, or the last has nobody to talk to.
+    # The last rank with a result: in some operations only the root has one, or the last rank has no partner.
     culprit = {"reduce": 0, "gather": 0, "send_recv": 1}.get(name, at.size - 1)
 
     def call(group: dist.ProcessGroup, later: bool) -> Any:

@@ -1,7 +1,7 @@
 """Random operations while ranks are killed, stopped, aborted or leave, stores die and networks are cut, at any stage.
 
-The survivors know whose fault it was, hold nothing more than before, and go on without the lost. Every run prints its
-seed. `NCCLX_RS_CHAOS_FAULTS=1000 pytest tests/python/test_chaos.py` makes more of them (`make chaos`), and
+The survivors name the rank at fault, hold no more resources than before, and continue without the lost ranks. Every run
+prints its seed. `NCCLX_RS_CHAOS_FAULTS=1000 pytest tests/python/test_chaos.py` makes more of them (`make chaos`), and
 `NCCLX_RS_CHAOS_SEED` begins with another seed.
 """
 
@@ -41,7 +41,7 @@ from test_network import V4, Host, bring_up, ip, two_hosts
 
 FAULTS = int(os.environ.get("NCCLX_RS_CHAOS_FAULTS", "50"))
 SEED = int(os.environ.get("NCCLX_RS_CHAOS_SEED", "1"))
-# How long ranks wait for each other, where one may never come, and for an operation, which a stopped one never ends.
+# Timeouts of joining, when a rank may never join, and of operations, which a stopped rank never ends.
 JOINING, OPERATION = timedelta(seconds=8), timedelta(seconds=4)
 LARGEST = 300_000
 
@@ -104,7 +104,7 @@ OPERATIONS: list[Callable[[int, int, int, int], bool]] = [
 
 
 def operate(choice: random.Random, me: int, size: int, most: int | None) -> None:
-    """The same random operations on every rank, without end if `most` says nothing else."""
+    """The same random operations on every rank: `most` of them, or an endless number."""
     for _ in itertools.count() if most is None else range(most):
         operation, count = choice.choice(OPERATIONS), min(int(10 ** choice.uniform(0, 5.5)), LARGEST // size)
         assert operation(me, size, count, choice.randrange(size)), f"{operation.__name__} of {count}: wrong numbers"
@@ -133,13 +133,13 @@ def abort() -> None:
 
 
 def random_stage(choice: random.Random) -> str:
-    """Faults while ranks join are the rarest, since those that have come wait for the others."""
+    """A random stage. Faults while ranks join are the rarest: the joined ranks then wait for the others."""
     return choice.choices(("joining", "operating", "leaving"), (1, 10, 2))[0]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to whom, and when: while ranks join, amid operations, or while they leave."""
+    """A fault, its rank and its stage: while ranks join, during operations, or while they leave."""
 
     victim: int
     happen: Callable[[], None]
@@ -155,7 +155,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Generation:
-    """Ranks that meet twice: they may lose the store in which they meet, and then lose one of them."""
+    """Ranks that join twice: they may lose the store of the bootstrap, and then one of the ranks."""
 
     members: list[int]
     store: tuple[str, float] | None
@@ -169,7 +169,7 @@ class Generation:
 
 
 def generations(size: int, seed: int) -> Iterator[Generation]:
-    """What happens to a world until one rank is left."""
+    """The generations of a world until one rank is left."""
     choice = random.Random(seed)
     members = list(range(size))
     while len(members) > 1:
@@ -180,7 +180,7 @@ def generations(size: int, seed: int) -> Iterator[Generation]:
 
 
 def one_generation(members: list[int], rank: int, fault: Fault, choice: random.Random) -> None:
-    """The members join and operate until they have lost one, and those that are left know who it was."""
+    """The members join and operate until they have lost one; the survivors name the lost rank."""
     me, size, lost = members.index(rank), len(members), members.index(fault.victim)
     pids = fresh_store()
     pids.set(str(rank), str(os.getpid()))
@@ -197,7 +197,7 @@ def one_generation(members: list[int], rank: int, fault: Fault, choice: random.R
         told = f"{fault.happen.__name__} of rank {lost} of {size} while {fault.stage}: {error}"
         if rank == fault.victim:
             timer.join()
-        # A message's time runs out on its peer, which may wait for the stopped rank in a collective.
+        # A message times out because its peer may wait for the stopped rank in a collective.
         waits = fault.happen is stop and re.search("did not (send|receive) it", str(error))
         assert waits or re.search(names(lost), str(error)), told
     if rank == fault.victim:
@@ -210,7 +210,7 @@ def one_generation(members: list[int], rank: int, fault: Fault, choice: random.R
 
 
 def serve_store(port: int) -> None:
-    """Serves a store, whose port it writes to the descriptor `port`, until it is killed. The process is a fork."""
+    """Serves a store in a forked process until it is killed; writes its port to the descriptor `port`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(port, 3)
     os.closerange(4, 65536)
@@ -220,7 +220,7 @@ def serve_store(port: int) -> None:
 
 
 def mortal_store(me: int, size: int) -> tuple[dist.Store, Callable[[], None]]:
-    """A store of all ranks, and how rank 0 ends the process that serves it."""
+    """A store of all ranks, and the function by which rank 0 kills the process that serves it."""
     meeting = fresh_store()
 
     def end() -> None:
@@ -242,7 +242,7 @@ def mortal_store(me: int, size: int) -> tuple[dist.Store, Callable[[], None]]:
 
 
 def lose_store(members: list[int], rank: int, stage: str, delay: float, choice: random.Random) -> None:
-    """The members lose the store in which they meet. Once they have met, nothing depends on it."""
+    """The members lose the store of the bootstrap. After they have joined, nothing depends on it."""
     me, size = members.index(rank), len(members)
     store, end = mortal_store(me, size)
     timer = threading.Timer(delay, end)
@@ -256,7 +256,7 @@ def lose_store(members: list[int], rank: int, stage: str, delay: float, choice: 
         operate(choice, me, size, 100)
     except dist.DistError as error:
         told = f"loss of the store while {stage}, {size} ranks: {error}"
-        # Who has been to the store in time waits for those who have not.
+        # The ranks that reached the store in time wait for the others.
         assert stage == "joining" and re.search(r"(?i)store|rank", str(error)), told
     with leaving_together(members):
         if me == 0 and stage == "leaving":
@@ -268,8 +268,8 @@ def lose_store(members: list[int], rank: int, stage: str, delay: float, choice: 
 
 
 def resources() -> tuple[int, int]:
-    """How many file descriptors and threads this process has."""
-    gc.collect()  # tracebacks hold works, and these the communicator's event poller
+    """The numbers of this process's file descriptors and threads."""
+    gc.collect()  # tracebacks hold works, and works hold the communicator's event poller
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
@@ -294,7 +294,7 @@ KEPT_THREADS = 3
 
 
 def check_resources(before: tuple[int, int]) -> None:
-    """Fails unless this process soon has no more than `before`."""
+    """Fails unless this process soon has no more resources than `before`."""
     deadline = time.monotonic() + 10
     while resources()[0] > before[0] and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -307,7 +307,7 @@ CUTS = max(2, FAULTS // 25)
 
 
 def runs() -> Iterator[Any]:
-    """Worlds and seeds, until there are enough faults."""
+    """Worlds and seeds for enough faults."""
     choice, left, modes = random.Random(SEED), FAULTS - CUTS, itertools.cycle(MODES)
     while left > 0:
         size, mode, seed = min(choice.randint(2, 8), left + 1), next(modes), choice.randrange(10**6)
@@ -327,7 +327,7 @@ def test_survivors_go_on(size: int, mode: str, seed: int, tmp_path: Path) -> Non
 
 
 def lose_each_other(rank: int, size: int, namespaces: tuple[str, ...], seed: int, cuts: int) -> None:
-    """Even and odd ranks are cut off from each other: each side knows whom it lost, goes on, and meets it again."""
+    """Cuts even ranks off from odd ones: each side names the lost ranks, continues, and joins them again."""
     choice = random.Random(seed)
     sides = [[r for r in range(size) if r % 2 == side] for side in (0, 1)]
     own, other = sides[rank % 2], sides[1 - rank % 2]
@@ -368,7 +368,7 @@ def lose_each_other(rank: int, size: int, namespaces: tuple[str, ...], seed: int
 
 
 def cut_runs() -> Iterator[Any]:
-    """Worlds, numbers of cuts and seeds, until there are enough cuts."""
+    """Worlds, numbers of cuts and seeds for enough cuts."""
     choice = random.Random(SEED)
     for done in range(0, CUTS, 5):
         size, cuts, seed = choice.randint(2, 8), min(5, CUTS - done), choice.randrange(10**6)

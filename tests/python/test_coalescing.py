@@ -13,7 +13,7 @@ from reference import assert_same, data, reduced
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 CPU = torch.device("cpu")
-# Sizes far apart: were the Work to end with the first operation, the last would not be reduced yet.
+# Sizes far apart: if the Work ended with the first operation, the last would not be reduced yet.
 COUNTS = (1, 500_000, 0, 3, 200_000)
 
 
@@ -56,15 +56,15 @@ def gathers_and_scatters_coalesce(rank: int, size: int, device: torch.device | N
 
 
 def different_operations_coalesce(rank: int, size: int) -> None:
-    total, told = data(rank, 100_000), data(rank, 1000)
+    total, copied = data(rank, 100_000), data(rank, 1000)
     gathered = [torch.empty(10) for _ in range(size)]
     with _coalescing_manager(device=CPU, async_ops=True) as manager:
         dist.all_reduce(total)
-        dist.broadcast(told, src=size - 1)
+        dist.broadcast(copied, src=size - 1)
         dist.all_gather(gathered, data(rank, 10))
     manager.wait()
     assert_same(total, reduced([data(r, 100_000) for r in range(size)]), "all_reduce")
-    assert_same(told, data(size - 1, 1000), "broadcast")
+    assert_same(copied, data(size - 1, 1000), "broadcast")
     assert_same(torch.cat(gathered), torch.cat([data(r, 10) for r in range(size)]), "all_gather")
 
 
@@ -97,7 +97,7 @@ def an_exception_leaves_nothing_behind(rank: int, size: int) -> None:
     with pytest.raises(KeyError):
         broken_off()
     kept = [lent() for _ in range(20)]
-    deadline = time.monotonic() + WATCHDOG_SECONDS  # the thread that ends an operation lets go of it a little later
+    deadline = time.monotonic() + WATCHDOG_SECONDS  # the thread that ends an operation drops it a little later
     while any(tensor() is not None for tensor in kept):
         assert time.monotonic() < deadline, "tensors are kept"
         time.sleep(0.005)

@@ -174,9 +174,9 @@ def objects_travel(rank: int, size: int) -> None:
     gathered: list[object] = [None] * size
     dist.all_gather_object(gathered, thing(rank))
     assert gathered == [thing(r) for r in range(size)]
-    told = [thing(rank), rank]
-    dist.broadcast_object_list(told, src=root)
-    assert told == [thing(root), root]
+    copied = [thing(rank), rank]
+    dist.broadcast_object_list(copied, src=root)
+    assert copied == [thing(root), root]
     received: list[object] = [None]
     dist.scatter_object_list(received, [thing(r) for r in range(size)] if rank == root else None, src=root)
     assert received == [thing(rank)]
@@ -196,17 +196,17 @@ def many_async_operations_complete(rank: int, size: int) -> None:
 
 
 def different_async_operations_overlap(rank: int, size: int) -> None:
-    total, told, gathered = data(rank, 5000), data(rank, 5000), torch.empty(5000 * size)
+    total, copied, gathered = data(rank, 5000), data(rank, 5000), torch.empty(5000 * size)
     works = [
         dist.all_reduce(total, async_op=True),
-        dist.broadcast(told, src=size - 1, async_op=True),
+        dist.broadcast(copied, src=size - 1, async_op=True),
         dist.all_gather_into_tensor(gathered, data(rank, 5000), async_op=True),
         dist.barrier(async_op=True),
     ]
     for work in works:
         work.wait()
     assert_same(total, reduced([data(r, 5000) for r in range(size)]), "all_reduce")
-    assert_same(told, data(size - 1, 5000), "broadcast")
+    assert_same(copied, data(size - 1, 5000), "broadcast")
     assert_same(gathered, torch.cat([data(r, 5000) for r in range(size)]), "all_gather_into_tensor")
 
 

@@ -20,7 +20,7 @@ from test_frameworks import assert_parameters_close, model, train
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-LIMIT = timedelta(seconds=20)  # torch.compile cannot make durations
+LIMIT = timedelta(seconds=20)  # torch.compile cannot construct durations
 
 Fn = Callable[..., Any]
 
@@ -35,7 +35,7 @@ def communicator(rank: int, size: int, backend: str = "ncclx", name: str = "comp
 
 
 def quick_inductor() -> contextlib.AbstractContextManager[None]:
-    """Without what takes long before the first kernel: worker processes, trials of the compiler, prepared headers."""
+    """Turns off what is slow before the first kernel: worker processes, trials of the compiler, prepared headers."""
     import torch._inductor.config
 
     settings = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
@@ -51,7 +51,7 @@ def compiled(fn: Fn, backend: str = "aot_eager", fullgraph: bool = True) -> Fn:
 
 
 class Tensors:
-    """What `every_operation` works on."""
+    """The tensors of `every_operation`."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.changed = [data(rank, (3, 4), salt=salt) for salt in range(5)]
@@ -72,7 +72,7 @@ class Tensors:
 
 
 def every_operation(comm: TorchComm, t: Tensors, rank: int, size: int, async_op: bool) -> torch.Tensor:
-    """Calls every operation once; what it returns depends on values between and after them."""
+    """Calls every operation once; the result depends on values between and after them."""
     works: list[TorchWork] = []
 
     def done(work: TorchWork) -> None:
@@ -152,7 +152,7 @@ def shapes_may_vary(rank: int, size: int) -> None:
 
 
 def windows_are_as_without(rank: int, size: int) -> None:
-    """What a rank has put is there after its signal, also where the graph has nothing else that orders them."""
+    """Data that a rank has put is there after its signal, also if nothing else in the graph orders the two."""
     right, left = (rank + 1) % size, (rank - 1) % size
 
     def program(window: TorchCommWindow, x: torch.Tensor, async_op: bool) -> torch.Tensor:
@@ -231,7 +231,7 @@ def gloo_is_as_without(rank: int, size: int) -> None:
 
 
 def operations_keep_their_order(rank: int, size: int) -> None:
-    """Also where no data orders them, and where results are not used."""
+    """The order is kept also without dependencies, and for unused results."""
 
     def program(first: TorchComm, second: TorchComm, tensors: list[torch.Tensor]) -> torch.Tensor:
         works = [
@@ -267,7 +267,7 @@ def operations_keep_their_order(rank: int, size: int) -> None:
 
 
 def graphs_find_their_communicator(rank: int, size: int) -> None:
-    """By name: another of the same name gets another graph, one made anew takes the old graph."""
+    """By name: a second communicator of that name gets its own graph; a later one reuses the first graph."""
     graphs = 0
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Fn:
@@ -508,7 +508,7 @@ def wrong_calls_raise(rank: int, size: int) -> None:
 
 
 def functional(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Many collectives in flight, waited for in another order, with computation between that passes may move."""
+    """Many collectives in flight, waited for in another order; compiler passes may move the computation between."""
     group = dist.group.WORLD
     total = funcol.all_reduce(tensor * 2, "sum", group)
     gathered = funcol.all_gather_tensor(tensor + 1, gather_dim=0, group=group)
@@ -549,7 +549,7 @@ def collectives_equal_those_of_gloo(rank: int, size: int) -> None:
 
 
 def compiled_models_train_in_wrappers(rank: int, size: int) -> None:
-    """PyTorch's wrappers end graphs themselves, whatever the backend; what they wrap is one graph."""
+    """PyTorch's wrappers break graphs themselves, with any backend; the wrapped model is one graph."""
     from torch.distributed.fsdp import fully_shard
 
     def parameters(net: nn.Module) -> dict[str, torch.Tensor]:
@@ -569,20 +569,20 @@ def compiled_models_train_in_wrappers(rank: int, size: int) -> None:
 
 
 def memory_in_flight_is_left_alone(rank: int, size: int) -> None:
-    """Inductor reuses memory as soon as its graph does not need it any more."""
+    """Inductor reuses memory as soon as its graph no longer needs it."""
     store = fresh_store()
 
     def program(comm: TorchComm, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         whole = torch.empty(size * x.shape[0], x.shape[1])
         gather = comm.all_gather_single(whole, x * 2, True)
-        product = x @ x  # takes the memory of x * 2 if nobody holds it
+        product = x @ x  # takes the memory of x * 2 unless it is held
         reduce = comm.all_reduce(product, ReduceOp.SUM, True)
         gather.wait()
         reduce.wait()
         return whole, product
 
     def let_the_first_go_ahead(op: OpName, *_: Any) -> None:
-        """Has the others gather only once rank 0 has its product."""
+        """Makes the other ranks gather only after rank 0 has its product."""
         if rank == 0 and op is OpName.all_reduce:
             store.set("product", "there")
         if rank != 0 and op is OpName.all_gather_single:
@@ -597,14 +597,14 @@ def memory_in_flight_is_left_alone(rank: int, size: int) -> None:
 
 
 class Gathered(nn.Module):
-    """Makes the whole of a sharded parameter; its gradients are averaged over the ranks."""
+    """Gathers a sharded parameter; its gradients are averaged over the ranks."""
 
     def forward(self, parameter: DTensor) -> torch.Tensor:
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
 
 def sharded_parameters_get_their_gradients(rank: int, size: int) -> None:
-    """FSDP as functional collectives in one graph: all_gather on the way there, reduce_scatter on the way back."""
+    """FSDP as functional collectives in one graph: all_gather forward, reduce_scatter backward."""
     inputs = [data(r, (3, 6)) for r in range(size)]
     alone = nn.Linear(6, 2 * size)
     with joined():

@@ -1,4 +1,4 @@
-"""Meshes over communicators: their groups, what PyTorch makes of them, and models trained on them."""
+"""Meshes over communicators: their groups, the groups that PyTorch derives, and models trained on them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def every_dimension_has_its_groups(rank: int, size: int) -> None:
 
 
 def meshes_of_one_shape_follow_each_other(rank: int, size: int) -> None:
-    """DTensor remembers what operations gave on an equal mesh, whose groups are gone."""
+    """DTensor caches results of operations on an equal mesh, whose groups no longer exist."""
     with communicator(rank, size) as comm:
         for _ in range(2):
             mesh = device_mesh.build(comm, {"dp": 2, "tp": size // 2})

@@ -1,4 +1,4 @@
-"""What `ncclx-rs diagnose` says of dumps: of written ones, and of those that ranks leave."""
+"""`ncclx-rs diagnose` on dumps written by hand and on dumps of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def message(operation: str, peer: int | None, tag: int = 0, state: str = "runnin
 
 
 def dump(rank: int, size: int, *records: Record, called: dict[int, int] | None = None, **lost: str) -> Dump:
-    """`called` and `lost` (as rank2="why") are what it knows of others."""
+    """A dump; `called` and `lost` (as rank2="reason") are its knowledge of other ranks."""
     peers = [Peer(r, 0, (called or {}).get(r, 0), lost.get(f"rank{r}"), None) for r in range(size) if r != rank]
     collectives, members = sum(record.collective for record in records), list(range(size))
     told = (len(records), collectives, peers, list(records))
@@ -284,7 +284,7 @@ def one_calls_another_size(rank: int, size: int, folder: str) -> None:
 
 
 def tags_differ(rank: int, size: int, folder: str) -> None:
-    """All ranks are still in it when a signal asks what they do."""
+    """A signal makes the ranks dump while all of them wait."""
     with recorded(rank, size, folder, dump_signal="USR2") as comm, leaving_together():
         backend = comm.unsafe_get_backend().c10d if rank < 2 else None
         tensor = torch.ones(100_000)
@@ -330,7 +330,7 @@ def test_the_culprit_is_found(fresh_world: World, case, tmp_path: Path, capsys: 
 
 
 def a_wire_is_slow(rank: int, size: int, folder: str) -> None:
-    # Rank 0's address as each of the others reaches it.
+    # Rank 0's address on the network of each other rank.
     method = f"tcp://10.214.{max(rank, 1)}.1:29612"
     hints = {"dump_directory": folder, "algorithm": "ring"}
     options = ncclx_rs.Options(timeout=timedelta(seconds=60), hints=hints)

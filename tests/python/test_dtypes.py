@@ -21,7 +21,7 @@ from reference import (
 )
 
 COUNT = 1023
-# Elements of any type in more than one message.
+# More elements than fit into one message, for any type.
 LONG = 600_001
 ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
 BITWISE = ("BAND", "BOR", "BXOR")
@@ -37,9 +37,9 @@ def every_dtype_moves_bit_for_bit(rank: int, size: int) -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
     for dtype in MOVABLE:
         mine = any_bits(rank, COUNT, dtype)
-        told = mine.clone()
-        dist.broadcast(told, src=size - 1)
-        assert_same(told, any_bits(size - 1, COUNT, dtype), f"broadcast of {dtype}")
+        copied = mine.clone()
+        dist.broadcast(copied, src=size - 1)
+        assert_same(copied, any_bits(size - 1, COUNT, dtype), f"broadcast of {dtype}")
         gathered = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(gathered, mine)
         flat = torch.empty(size * COUNT, dtype=dtype)
@@ -92,7 +92,7 @@ def parts(tensor: torch.Tensor) -> torch.Tensor:
 def rounding_is_the_same_on_every_rank(rank: int, size: int) -> list[str]:
     digests = []
     for dtype in (*FLOATS, *COMPLEX, torch.complex32):
-        # What one rounding of a number of size one is off, at most, and how precisely averages are summed.
+        # The largest error of rounding a number of size one, and the precision in which averages are summed.
         unit = torch.finfo(dtype).eps / 2
         sums = min(unit, torch.finfo(torch.float32).eps / 2)
         for count in (1, 1023, 65537, LONG):
@@ -105,13 +105,13 @@ def rounding_is_the_same_on_every_rank(rank: int, size: int) -> list[str]:
             terms = torch.stack([parts(operand) for operand in operands])
             exact, magnitude = terms.sum(0), terms.abs().sum(0)
             for op, expected, bound in [
-                # Each of the partial sums is rounded; with an average, in the type of its sums, and the result once.
+                # Each partial sum is rounded; for an average in the type of its sums, and the result once more.
                 ("SUM", exact, (size - 1) * unit * magnitude),
                 ("AVG", exact / size, (size - 1) * sums * magnitude / size + unit * exact.abs() / size),
             ]:
                 tensor = operands[rank].clone()
                 dist.all_reduce(tensor, op=operation(op))
-                # What the reference itself rounds in double precision, and what is too small for the type.
+                # The reference's own rounding in double precision, and results too small for the type.
                 slack = (
                     0.01 * bound
                     + size * torch.finfo(torch.float64).eps * magnitude
@@ -143,7 +143,7 @@ def the_lesser_zero_is_the_negative_one(rank: int, size: int) -> list[str]:
     digests = []
     for dtype in FLOATS:
         for op, expected in ("MIN", -0.0), ("MAX", 0.0):
-            # Both zeros at every rank, one of them at each element of one rank alone.
+            # Positive and negative zeros on every rank; at each element, one rank alone has the other zero.
             tensor = torch.full((100,), -expected, dtype=dtype)
             tensor[rank::size] = expected
             dist.all_reduce(tensor, op=operation(op))
@@ -243,7 +243,7 @@ def tensors_live_as_long_as_their_works(rank: int, size: int) -> None:
     works, gathered = [], [torch.empty(size * 50_000) for _ in range(10)]
     for i, output in enumerate(gathered):
         works.append(dist.all_gather_into_tensor(output, data(rank, 50_000, salt=i), async_op=True))
-        torch.full((50_000,), float("nan"))  # takes the memory of an input that was freed too early
+        torch.full((50_000,), float("nan"))  # takes the memory of an input if it was freed too early
     dropped = [dist.all_reduce(data(rank, 50_000), async_op=True) for _ in range(10)]
     del dropped
     for work in works:

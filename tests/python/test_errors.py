@@ -1,4 +1,4 @@
-"""Misuse found before anything is sent: a ValueError that names the argument, and a group that works on."""
+"""Misuse is found before anything is sent: a ValueError names the argument, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def splits_that_do_not_add_up_are_refused(rank: int, size: int) -> None:
     if size > 1:
         negative = [-4, 12] + [4] * (size - 2)
         assert_refused("(?i)split", lambda: dist.all_to_all_single(output, whole, even, negative))
-        # From three ranks on, 64 bits hold of this sum what is right.
+        # From three ranks on, this sum overflows 64 bits to the expected value.
         wraps = [2**63 - 1, 2**63 - 1] + [0] * (size - 3) + [2 + size * 4][: size - 2]
         for splits in (wraps, even), (even, wraps):
             assert_refused("(?i)split", lambda splits=splits: dist.all_to_all_single(output, whole, *splits))
@@ -62,7 +62,7 @@ def splits_that_do_not_add_up_are_refused(rank: int, size: int) -> None:
 def mixed_dtypes_are_refused(rank: int, size: int) -> None:
     ints, floats = torch.ones(10, dtype=torch.int64), torch.ones(10)
     many = torch.ones(size * 10, dtype=torch.int64)
-    # torch itself refuses some of these before they reach a backend; what it raises is its own affair.
+    # torch itself refuses some of these before they reach a backend, with exceptions of its own.
     for call in [
         lambda: dist.all_gather([torch.empty(10) for _ in range(size)], ints),
         lambda: dist.all_gather_into_tensor(many, floats),

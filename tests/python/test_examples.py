@@ -1,4 +1,4 @@
-"""Every example runs, as its own text says it is run."""
+"""Every example runs with the command line in its own text."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_a_gpt_trains_as_on_gloo() -> None:
 
 @names_its_backend
 def test_torchrun_runs_an_example() -> None:
-    ranks, arguments = told(OBJECT_API / "all_reduce.py")
+    ranks, arguments = command_of(OBJECT_API / "all_reduce.py")
     assert_every_rank_prints(run(sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments), ranks)
 
 
 def runs_an_example(rank: int, size: int, script: str, port: int) -> str:
-    """What it prints as one of torchrun's ranks; a test that starts torchrun waits for PyTorch once a process."""
+    """Runs an example as a rank in the worker: with torchrun, each process would load PyTorch first."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
@@ -52,7 +52,7 @@ def runs_an_example(rank: int, size: int, script: str, port: int) -> str:
 @names_its_backend
 @pytest.mark.parametrize("script", sorted(OBJECT_API.glob("*.py")), ids=lambda script: script.stem)
 def test_object_api_example(script: Path) -> None:
-    ranks, arguments = told(script)
+    ranks, arguments = command_of(script)
     assert arguments == ["--nproc-per-node", str(ranks), str(script.relative_to(EXAMPLES.parent))]
     world = World(ranks, "shm")
     try:
@@ -62,8 +62,8 @@ def test_object_api_example(script: Path) -> None:
     assert_every_rank_prints("".join(printed), ranks)
 
 
-def told(script: Path) -> tuple[int, list[str]]:
-    """How an example says that it is run: the number of ranks, and torchrun's arguments."""
+def command_of(script: Path) -> tuple[int, list[str]]:
+    """The command line in an example's text: the number of ranks, and torchrun's arguments."""
     command = re.search(r"^ *torchrun (.*)$", script.read_text(), re.MULTILINE)
     assert command, f"{script.name} does not say how it is run"
     arguments = shlex.split(command.group(1))

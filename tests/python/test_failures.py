@@ -1,4 +1,4 @@
-"""Late, lost and aborted ranks: the others get an error that names the operation and the rank."""
+"""Late, lost and aborted ranks: the other ranks get an error that names the operation and the rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SHORT = 2.0
 
 
 def names(rank: int) -> str:
-    """A pattern for "rank 3" and for lists of ranks with 3 among them, unless those did their part."""
+    """A pattern for "rank 3" and for lists of ranks that contain 3, except lists of ranks without fault."""
     return rf"(?s)\brank(s|\(s\))? \[?(\d+, )*{rank}\b(?!(, \d+)* did\b(?! not))"
 
 
 def who_called(message: str) -> tuple[list[int], list[int]]:
-    """The ranks that have not called a collective and those that have, as the text of its time-out lists them."""
+    """The ranks that have not called a collective and those that have, from the text of its timeout."""
     found = re.search(r"collective \d+: rank\(s\) ([\d, ]+) did not call it; rank\(s\) ([\d, ]+) did\b", message)
     assert found, message
     missing, came = ([int(rank) for rank in ranks.split(", ")] for ranks in found.groups())
@@ -48,7 +48,7 @@ def late_rank_is_named(rank: int, size: int, name: str, late: int, count: int) -
 
 
 def rooted_waits_for_members(rank: int, size: int) -> None:
-    """A root that needs everybody names the one who is late; nobody else has to fail."""
+    """A root that needs all ranks names the late one; other ranks need not fail."""
     join(timeout=SHORT)
     dist.barrier()
     with leaving_together():
@@ -87,8 +87,8 @@ def absent_rank_is_named_at_init(rank: int, size: int) -> None:
         if rank == absent:
             return
         with pytest.raises(dist.DistBackendError, match=rf"ranks \[{absent}\] did not join"):
-            join(patience=SHORT)
-            dist.all_reduce(torch.ones(1))  # a backend may meet its peers with the first operation
+            join(join_timeout=SHORT)
+            dist.all_reduce(torch.ones(1))  # a backend may connect to its peers at the first operation
 
 
 def killed_rank_is_named(rank: int, size: int, how: str, count: int) -> None:
@@ -103,7 +103,7 @@ def killed_rank_is_named(rank: int, size: int, how: str, count: int) -> None:
     survivors = range(victim)
     with leaving_together(survivors):
         with pytest.raises(dist.DistBackendError) as raised:
-            while True:  # the first may still complete with what the victim had sent
+            while True:  # the first may still complete with data that the victim had sent
                 dist.all_reduce(tensor)
         message = str(raised.value)
         assert re.search(rf"all_reduce(.|\n)*rank {victim} is lost", message), message
@@ -122,7 +122,7 @@ def rank_killed_amid_a_collective_is_named(rank: int, size: int) -> None:
 
 
 def stopped_rank_is_named_by_who_waits_for_another(rank: int, size: int) -> None:
-    """In a barrier of five, rank 0 waits for rank 1, which waits for rank 4, and rank 2 for nobody."""
+    """In a barrier of five, rank 0 waits for rank 1, which waits for rank 4; rank 2 waits for no rank."""
     victim = size - 1
     join(timeout=60)
     dist.barrier()
@@ -131,7 +131,7 @@ def stopped_rank_is_named_by_who_waits_for_another(rank: int, size: int) -> None
         pids.set("victim", str(os.getpid()))
         threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     if rank == victim - 1:
-        time.sleep(1.6)  # the barrier is not over before the victim stops
+        time.sleep(1.6)  # the barrier must not end before the victim stops
     set_timeout(dist.group.WORLD, 5 if rank == 0 else 8)
     with leaving_together(range(victim)):
         with pytest.raises(dist.DistBackendError) as raised:
@@ -194,7 +194,7 @@ def abort_ends_a_blocked_call(rank: int, size: int) -> None:
             return
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         threading.Timer(0.5, backend.abort).start()
-        # Several ranks abort at about the same time: each ends by its own abort or by another's leaving.
+        # Several ranks abort at about the same time: each operation ends by its rank's abort or by another rank's.
         with pytest.raises(dist.DistBackendError, match="all_reduce(.|\n)*(abort|is lost)"):
             dist.all_reduce(torch.ones(100))
         backend.abort()

@@ -51,13 +51,13 @@ def entries(recorder: FlightRecorderHook, include_completed: bool = True) -> lis
     return json.loads(recorder.dump_json(include_completed))["entries"]
 
 
-# Earlier ones know no backends but NCCL and XCCL.
+# Earlier analysers only know the backends NCCL and XCCL.
 ANALYSER_KNOWS_US = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 needs_analyser = pytest.mark.skipif(not ANALYSER_KNOWS_US, reason="this PyTorch's analyser does not know ours")
 
 
 def analyse(folder: Path, *flags: str) -> str:
-    """What the analyser says of the dumps in a folder."""
+    """The analyser's output for the dumps in a folder."""
     from torch.distributed.flight_recorder import fr_trace
 
     said = io.StringIO()
@@ -125,11 +125,13 @@ def messages_are_numbered_by_route(rank: int, size: int) -> None:
             batch.send(torch.ones(7), other)
             batch.recv(torch.empty(7), other)
             batch.issue(True).wait()
-        told = [(e["process_group"][0], e["profiling_name"], e["p2p_seq_id"]) for e in entries(recorder) if e["is_p2p"]]
+        listed = [
+            (e["process_group"][0], e["profiling_name"], e["p2p_seq_id"]) for e in entries(recorder) if e["is_p2p"]
+        ]
         if size == 2:
             out, back = f"watched {rank}->{other}", f"watched {other}->{rank}"
             send, recv = f"ncclx:send {rank}->{other}", f"ncclx:recv {rank}<-{other}"
-            assert told == [(out, send, 1), (back, recv, 1), (out, send, 2), (back, recv, 2)]
+            assert listed == [(out, send, 1), (back, recv, 1), (out, send, 2), (back, recv, 2)]
             assert json.loads(recorder.dump_json())["pg_config"][out]["ranks"] == "[0,1]"
         assert [entry["op_id"] for entry in entries(recorder)][1] == [entry["op_id"] for entry in entries(recorder)][2]
 
@@ -144,8 +146,8 @@ def a_refused_operation_is_not_remembered(rank: int, size: int) -> None:
         with pytest.raises(RuntimeError, match="contiguous"):
             comm.broadcast(torch.ones(4, 4).t(), 0, True)
         comm.all_reduce(torch.ones(1), ReduceOp.SUM, False)
-        told = [(entry["profiling_name"], entry["collective_seq_id"]) for entry in entries(recorder)]
-        assert told == [("ncclx:barrier", 1), ("ncclx:all_reduce", 2)]
+        listed = [(entry["profiling_name"], entry["collective_seq_id"]) for entry in entries(recorder)]
+        assert listed == [("ncclx:barrier", 1), ("ncclx:all_reduce", 2)]
 
 
 def memory_does_not_grow_with_communicators(rank: int, size: int) -> None:
@@ -223,7 +225,7 @@ def test_a_recorder_of_no_size_is_off() -> None:
 
 def failures_are_dumped_to(name: str) -> None:
     os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] = name
-    del os.environ["TORCH_FR_DUMP_ON_TIMEOUT"]  # as it is outside of tests
+    del os.environ["TORCH_FR_DUMP_ON_TIMEOUT"]  # the default outside of tests
 
 
 def a_timeout_leaves_a_dump(rank: int, size: int, folder: str) -> None:
@@ -291,7 +293,7 @@ def every_operation_is_dumped(rank: int, size: int, folder: str) -> None:
         one, some = torch.ones(2), [torch.ones(2) for _ in range(size)]
         at_root = some if rank == 0 else []
         comm.all_reduce(one, ReduceOp.SUM, False)
-        if rank < 2:  # the third has no part in it
+        if rank < 2:  # the third rank takes no part
             works = [comm.send(one, 1 - rank, True), comm.recv(one.clone(), 1 - rank, True)]
             for work in works:
                 work.wait()
@@ -384,9 +386,9 @@ def subgroups_are_told_by_the_jobs_ranks(rank: int, size: int, folder: str) -> N
     content = pickle.loads(file.read_bytes())
     members = {config["ranks"] for config in content["pg_config"].values()}
     assert file.name == f"trace_{rank}" and members == ({"[0,1,2]", "[0,2]"} if rank != 1 else {"[0,1,2]"})
-    told = [(entry["profiling_name"], entry["input_sizes"], entry["output_dtypes"]) for entry in content["entries"]]
-    if rank == 2:  # from any rank, but whose message it got is known by then
-        assert told[:2] == [("ncclx:all_reduce", [[3]], ["Float"]), ("ncclx:recv 1<-0", [], ["Byte"])]
+    listed = [(entry["profiling_name"], entry["input_sizes"], entry["output_dtypes"]) for entry in content["entries"]]
+    if rank == 2:  # a receive from any rank, whose sender is known by then
+        assert listed[:2] == [("ncclx:all_reduce", [[3]], ["Float"]), ("ncclx:recv 1<-0", [], ["Byte"])]
     times = [entry["time_created_ns"] for entry in content["entries"]]
     assert times == sorted(times) and all(entry["duration_ms"] >= 0 for entry in content["entries"])
     with pytest.raises(ValueError, match="argument `format`"):
@@ -444,7 +446,7 @@ def the_debug_server_shows_the_recorder(rank: int, size: int, folder: str) -> No
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(seat.store_port)}
     dist.barrier()
     work = dist.all_reduce(torch.ones(5), async_op=True) if rank == 0 else None
-    # As start_debug_server does it, without a process of its own, which a daemon like this one must not have.
+    # As start_debug_server does it, but without a process of its own: a daemon like this one must not start any.
     server = _WorkerServer("::", 0)
     tcpstore_client().set(f"rank{rank}", f"http://localhost:{server.port}")
     with leaving_together():

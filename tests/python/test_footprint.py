@@ -1,4 +1,4 @@
-"""What a communicator costs besides its operations: memory, and time of the processor while nothing moves."""
+"""The costs of a communicator besides its operations: memory, and processor time while it is idle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness import BACKEND, World
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="other backends make no such promise")
 
-# How long to watch the processor, in seconds.
+# How long to measure the processor time, in seconds.
 WATCHED = 1.0
 
 
@@ -48,7 +48,7 @@ def talk_to_all(groups: Sequence[Any], size: int) -> None:
 
 
 def memory_is_bounded(rank: int, size: int) -> None:
-    talk_to_all([dist.group.WORLD], size)  # what is made once a process
+    talk_to_all([dist.group.WORLD], size)  # what each process makes once
     gc.collect()
     dist.barrier()
     before = own_memory()
@@ -66,7 +66,7 @@ def memory_is_bounded(rank: int, size: int) -> None:
 def idle_ranks_use_no_processor(rank: int, size: int) -> None:
     dist.all_reduce(torch.ones(100), async_op=True).wait()
     talk_to_all([dist.group.WORLD], size)
-    # A window that is open is no operation in flight.
+    # An open window is no operation in flight.
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
     window = backend._window_register(torch.zeros(1000))
     backend._window_put(window, torch.ones(1000), (rank + 1) % size, 0)
@@ -87,7 +87,7 @@ def waiting_ranks_sleep(rank: int, size: int, later: bool) -> None:
             work.wait()
 
     talk_to_all([dist.group.WORLD], size)
-    reduce()  # what a first call loads takes a slow machine longer than waiting may
+    reduce()  # loading at a first call would take a slow machine longer than the limit
     dist.barrier()
     if rank == 0:
         time.sleep(WATCHED)  # the rank that is late
@@ -106,7 +106,7 @@ def test_memory(world: World) -> None:
 
 @pytest.mark.worlds(sizes=(2,), modes=("shm", "tcp"))
 def test_idle(fresh_world: World) -> None:
-    # In ranks that have had tests of groups of gloo, its thread looks for work a hundred times a second for ever.
+    # Fresh workers: after a test of gloo groups, a thread of gloo polls a hundred times a second for ever.
     fresh_world.run(idle_ranks_use_no_processor)
 
 

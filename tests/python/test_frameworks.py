@@ -1,4 +1,4 @@
-"""What PyTorch builds on a backend: DDP, FSDP2, DTensor, functional collectives, compile, futures, the profiler."""
+"""PyTorch's features on top of a backend: DDP, FSDP2, DTensor, functional collectives, compile, futures, profiler."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def ddp_takes_the_future_of_a_communication_hook(rank: int, size: int) -> None:
 
 
 def ddp_synchronizes_batch_statistics(rank: int, size: int) -> None:
-    torch.manual_seed(rank)  # the ranks start apart; DDP must bring them together
+    torch.manual_seed(rank)  # the ranks start with different weights; DDP must make them equal
     net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     for _ in range(2):
         net(torch.randn(8, 4)).sum().backward()
@@ -94,7 +94,7 @@ def distributed_tensors_redistribute(rank: int, size: int) -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     mesh = dist.init_device_mesh("cpu", (size,))
-    whole = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)  # uneven over every size
+    whole = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)  # not divisible by any number of ranks
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     assert_same(sharded.full_tensor(), whole, "full_tensor")
     assert_same(sharded.redistribute(mesh, [Shard(1)]).full_tensor(), whole, "Shard(0) to Shard(1)")
@@ -138,7 +138,7 @@ def functional_collectives_compile(rank: int, size: int) -> None:
 def temporaries_of_functional_collectives_live(rank: int, size: int) -> None:
     for i in range(20):
         gathered = funcol.all_gather_tensor(data(rank, 10_000, salt=i) + 0, 0, dist.group.WORLD)
-        torch.full((10_000,), float("nan"))  # takes the memory of the input if nobody held it
+        torch.full((10_000,), float("nan"))  # takes the memory of the input unless it is held
         assert_same(gathered + 0, torch.cat([data(r, 10_000, salt=i) for r in range(size)]), f"round {i}")
 
 
@@ -153,7 +153,7 @@ def futures_chain(rank: int, size: int) -> None:
 
 
 def callbacks_may_wait_for_other_futures(rank: int, size: int) -> None:
-    """As PowerSGD's do; here for messages, which may go at any time beside collectives."""
+    """As PowerSGD's callbacks do; here for messages, which may run at any time beside collectives."""
 
     def passed_on(tag: int, future: torch.futures.Future) -> torch.Tensor:
         total, other = future.value()[0], torch.empty(10)

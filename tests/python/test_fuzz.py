@@ -1,4 +1,4 @@
-"""What the fuzzer has found worth keeping, read once more; tests/fuzz finds it."""
+"""Replays the inputs that the fuzzer in tests/fuzz has kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sub-groups: members and strangers, overlap, splitting, life and death."""
+"""Sub-groups: members and other ranks, overlap, splitting, creation and destruction."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def operations_of_two_groups_interleave(rank: int, size: int) -> None:
     other = dist.new_group(list(range(size)))
     tensors = [data(rank, 10_000, salt=i) for i in range(20)]
     works = [dist.all_reduce(t, group=other if i % 2 else None, async_op=True) for i, t in enumerate(tensors)]
-    # Waits in another order on odd ranks: neither group's progress may depend on the other's waits.
+    # Odd ranks wait in another order: no group's progress may depend on another group's waits.
     for work in works if rank % 2 else works[::-1]:
         work.wait()
     for i, tensor in enumerate(tensors):
@@ -137,7 +137,7 @@ def groups_give_their_resources_back(rank: int, size: int) -> None:
             dist.destroy_process_group(group)
             del group
             counts.append(_resources())
-    # Threads may take a moment to end, so a late excess of one or two is no leak; one a group is.
+    # Threads may take a moment to end, so an excess of one or two is no leak; one for each group is.
     for what, first, last in zip(("file descriptors", "threads"), counts[10], counts[-1], strict=True):
         assert last <= first + 10, f"{what} grew from {first} to {last} over 20 groups: {counts}"
 
@@ -161,7 +161,7 @@ def destroying_twice_is_refused_clearly(rank: int, size: int) -> None:
 def destroying_with_pending_work_returns(rank: int, size: int) -> None:
     with joined(timeout=10):
         works = []
-        if rank != 0:  # rank 0 never comes: the operation can only be cut off
+        if rank != 0:  # rank 0 never calls it: the operation can only be aborted
             works.append(dist.all_reduce(torch.ones(1000), async_op=True))
         dist.group.WORLD._get_backend(torch.device("cpu")).abort()
         for work in works:

@@ -1,4 +1,4 @@
-"""Hooks: what they are told, and those that come with the object API. The flight recorder has tests of its own."""
+"""Hooks: their arguments, and the ready-made ones of the object API, except the flight recorder."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def everything(comm: TorchComm) -> dict[OpName, Callable[[bool], Any]]:
     }
 
 
-# ---- what hooks are told ----
+# ---- arguments of hooks ----
 
 
 def arguments_have_types(rank: int, size: int) -> None:
-    told: list[tuple[OpName, int, Any]] = []
+    called: list[tuple[OpName, int, Any]] = []
     ended: list[tuple[int, Any]] = []
     with communicator(rank, size) as comm:
-        comm.register_pre_hook(lambda name, op_id, args: told.append((name, op_id, args)))
+        comm.register_pre_hook(lambda name, op_id, args: called.append((name, op_id, args)))
         comm.register_post_hook(lambda op_id, args: ended.append((op_id, args)))
         operations = everything(comm)
         for operation in operations.values():
@@ -92,18 +92,18 @@ def arguments_have_types(rank: int, size: int) -> None:
         assert child is not None
         child.finalize()
     messages = [OpName.send, OpName.recv] if size > 1 else []
-    assert [name for name, *_ in told] == [*operations, *messages, OpName.split, OpName.finalize]
-    for name, _, args in told:
+    assert [name for name, *_ in called] == [*operations, *messages, OpName.split, OpName.finalize]
+    for name, _, args in called:
         expected = "".join(word.capitalize() for word in name.name.split("_")) + "PreHookArgs"
         assert type(args) is getattr(ncclx_rs, expected)
         assert getattr(args, "async_op", True) is True
-    by_name = {name: args for name, _, args in told}
+    by_name = {name: args for name, _, args in called}
     assert by_name[OpName.reduce].op == ReduceOp.SUM and by_name[OpName.reduce].root == 0
     assert by_name[OpName.all_to_all_v_single].input_split_sizes == [2] * size
     assert by_name[OpName.batch_op_issue].num_ops == len(by_name[OpName.batch_op_issue].ops) == 2 * size
     assert by_name[OpName.split].ranks == list(range(size)) and by_name[OpName.split].name == "child"
-    assert [op_id for _, op_id, _ in told] == [op_id for op_id, _ in ended]
-    assert sorted({op_id for op_id, _ in ended}) == [op_id for op_id, _ in ended] and told[-1][1] == FINALIZE_OP_ID
+    assert [op_id for _, op_id, _ in called] == [op_id for op_id, _ in ended]
+    assert sorted({op_id for op_id, _ in ended}) == [op_id for op_id, _ in ended] and called[-1][1] == FINALIZE_OP_ID
     assert all(args.work.is_completed() for _, args in ended[: len(operations)])
     assert ended[-2][1].comm is child
 
@@ -185,7 +185,7 @@ def nans_are_found_before_they_are_sent(rank: int, size: int) -> None:
         comm.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.SUM, False)
         comm.all_reduce(torch.tensor([float("inf")]), ReduceOp.SUM, False)
         comm.barrier(False)
-        comm.all_gather_single(torch.full((4 * size,), float("nan")), good, False)  # an output may hold anything
+        comm.all_gather_single(torch.full((4 * size,), float("nan")), good, False)  # an output may contain anything
         hook.unregister()
         comm.all_reduce(bad, ReduceOp.SUM, False)
 
@@ -199,7 +199,7 @@ def nans_in_outputs_are_found_if_asked_for(rank: int, size: int) -> None:
         ):
             comm.all_gather_single(bad, torch.ones(2), False)
         with pytest.raises(RuntimeError, match="NaN detected in input tensor for 'all_reduce'"):
-            comm.all_reduce(bad, ReduceOp.SUM, False)  # it is both
+            comm.all_reduce(bad, ReduceOp.SUM, False)  # it is input and output
         comm.reduce_scatter_single(torch.ones(2), bad, ReduceOp.SUM, False)
 
 
@@ -241,9 +241,9 @@ def the_log_has_a_line_an_event(rank: int, size: int) -> None:
         "C3|S",
         "C3|E",
     ]
-    told = [re.sub(r"\|\+[\d.]+$", "", line) for line in lines[1:]]
-    # Sorted: the end comes from another thread than the wait.
-    for line, start in zip(sorted(told), sorted(expected), strict=True):
+    called = [re.sub(r"\|\+[\d.]+$", "", line) for line in lines[1:]]
+    # Sorted: end and wait are logged by different threads.
+    for line, start in zip(sorted(called), sorted(expected), strict=True):
         assert line.startswith(start), lines
 
 

@@ -1,4 +1,4 @@
-"""Backends in shared libraries, written in Rust: the example does all that ours does, and every failure is told."""
+"""Backends in shared libraries, written in Rust: the example passes our own tests, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ VARIABLE = "NCCLX_RS_BACKEND_LIB_PATH_"
 
 @functools.cache
 def libraries() -> dict[str, str]:
-    """The paths of this workspace's shared libraries by their names, once cargo has built them."""
+    """Builds this workspace's shared libraries with cargo; returns their paths by name."""
     if shutil.which("cargo") is None:
         lacking("there is no cargo to build the libraries with")
-    # Of the packages, profile and features that `cargo test` takes, whose build of the engine then serves again.
+    # With the packages, profile and features of `cargo test`, so that the engine is not built again.
     command = ["cargo", "build", "--locked", "--profile", "test", "--lib", "--example", "faulty_backend"]
     command += ["--message-format", "json-render-diagnostics"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
@@ -64,7 +64,7 @@ def quantized_world() -> Iterator[World]:
 
 
 def on_quantized(rank: int, size: int, check: str) -> None:
-    """Runs a check of the object API with the example in place of our own backend."""
+    """Runs a check of the object API on the example in place of our own backend."""
     make = ncclx_rs.new_comm
 
     def new_comm(backend: str, *args: Any, **kwargs: Any) -> TorchComm:
@@ -143,7 +143,7 @@ def forgotten_works_keep_their_tensors(rank: int, size: int) -> None:
     comm.send(data(rank, 100_000), after, True)
     work.wait()
     assert_same(received, data(before, 100_000), "recv")
-    comm.recv(torch.empty(5), before, True)  # nobody sends to it
+    comm.recv(torch.empty(5), before, True)  # no rank sends to it
     comm.barrier(False)
     comm.abort()
 
@@ -242,7 +242,7 @@ def test_a_tensor_is_held_while_the_library_may_use_it(faulty: Callable[..., Tor
     received, reduced = torch.ones(3), torch.ones(3)
     held = [weakref.ref(received), weakref.ref(reduced)]
     comm.recv(received, 0, True)  # the work is dropped in flight
-    with pytest.raises(RuntimeError, match="submit fell over"):  # and so may have begun
+    with pytest.raises(RuntimeError, match="submit fell over"):  # and so it may have started
         comm.all_reduce(reduced, ReduceOp.SUM, True)
     del received, reduced
     with pytest.raises(RuntimeError, match="it went wrong"):
@@ -294,7 +294,7 @@ def test_methods_take_tensors_and_json(faulty: Callable[..., TorchComm]) -> None
 
 
 def library_of(folder: Path, source: str) -> str:
-    """A shared library of Rust source text."""
+    """Compiles Rust source text to a shared library."""
     if shutil.which("rustc") is None:
         lacking("there is no rustc to build the libraries with")
     code, library = folder / "source.rs", folder / "library.so"
@@ -356,7 +356,7 @@ def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, t
 
 
 def install(folder: Path, distribution: str, group: str, target: str, source: str) -> None:
-    """What pip would leave of a package with one module and one entry point, `shared`."""
+    """Writes the files that pip would install for a package with one module and one entry point, `shared`."""
     info = folder / f"{distribution}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
@@ -382,7 +382,7 @@ def name_of_shared() -> str:
 
 
 def test_the_first_place_that_has_a_name_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In the order of `new_comm`'s text, from its end to its beginning."""
+    """Adds sources from the last to the first in the order of `new_comm`'s docstring."""
     monkeypatch.setenv("TORCHCOMMS_BACKEND_LIB_PATH_SHARED", faulty_library())
     assert name_of_shared() == "faulty"
 

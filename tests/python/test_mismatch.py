@@ -1,4 +1,4 @@
-"""Ranks that disagree about an operation: every rank is told what the others called, and the group works on."""
+"""Ranks that disagree about an operation: every rank's error has the other ranks' calls, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F32, I32 = torch.float32, torch.int32
 
 
 def call(name: str, size: int, count: int = 10, dtype: torch.dtype = F32, op: str = "SUM", root: int = 0) -> None:
-    """Runs one collective, described by plain data."""
+    """Runs one collective, which plain data describes."""
     tensor = torch.ones(count, dtype=dtype)
     if name == "all_reduce":
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
@@ -37,7 +37,7 @@ def call(name: str, size: int, count: int = 10, dtype: torch.dtype = F32, op: st
 Call = tuple[str, dict[str, object]]
 # Counts of 7 and 1000, of one rank's part or of the whole on 2 to 4 ranks.
 WHOLE = ["(7|14|21|28)", "[1-4]000"]
-# What the last rank calls, what the others call, and the words (patterns) that the message on every rank must have.
+# The call of the last rank, the call of the others, and the patterns that the message on every rank must match.
 CASES: dict[str, tuple[Call, Call, list[str]]] = {
     "all_reduce_counts": (("all_reduce", {"count": 10}), ("all_reduce", {"count": 20}), ["all_reduce", "10", "20"]),
     "large_counts": (
@@ -108,7 +108,7 @@ def message_longer_than_the_receive_is_an_error(rank: int, size: int) -> None:
             with pytest.raises(dist.DistBackendError, match=r"(?s)recv(?=.*\b(10|40)\b)(?=.*\b(20|80)\b)"):
                 dist.recv(torch.empty(10), src=1)
         elif rank == 1:
-            # Only the receiver is sure to see it; the sender's bytes may have left long ago.
+            # Only the receiver is sure to notice; the sender's bytes may have left before.
             with contextlib.suppress(dist.DistBackendError):
                 dist.send(torch.ones(20), dst=0)
 

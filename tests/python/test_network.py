@@ -1,4 +1,4 @@
-"""Addresses: two network namespaces pose as two hosts, joined by one virtual cable."""
+"""Addresses: two network namespaces act as two hosts, connected by one virtual cable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ V6 = ("fd13:7::1/64", "fd13:7::2/64")
 
 @dataclass(frozen=True)
 class Host:
-    """Puts a worker on one of the pretended hosts before its first run; it reaches the tests' store all the same."""
+    """Moves a worker to one of the pretended hosts before its first run. It still reaches the tests' store."""
 
     namespaces: tuple[str, ...]
     hosts_file: str | None = None
@@ -58,7 +58,7 @@ def ip(*arguments: str) -> str:
 
 
 def bring_up(interface: str, namespaces: Sequence[str]) -> None:
-    """Sets an interface up in each namespace, and waits until the kernel says so of all: it can take a second."""
+    """Sets an interface up in each namespace, and waits until the kernel reports all as up, which can take a second."""
     for name in namespaces:
         ip("-n", name, "link", "set", interface, "up")
     while not all("state UP" in ip("-n", name, "link", "show", interface) for name in namespaces):
@@ -66,7 +66,7 @@ def bring_up(interface: str, namespaces: Sequence[str]) -> None:
 
 
 def add_dead_end(namespace: str, interface: str, address: str) -> None:
-    """An interface that is up, has an address, and leads nowhere."""
+    """Adds an interface that is up, has an address, and reaches no host."""
     ip("-n", namespace, "link", "add", interface, "type", "veth", "peer", "name", f"{interface}x")
     ip("-n", namespace, "link", "set", f"{interface}x", "up")
     ip("-n", namespace, "link", "set", interface, "up")
@@ -75,7 +75,7 @@ def add_dead_end(namespace: str, interface: str, address: str) -> None:
 
 @contextmanager
 def hosts(letters: str) -> Iterator[tuple[str, ...]]:
-    """A namespace a letter, with no connections."""
+    """Makes a namespace for each letter, without connections."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         lacking("network namespaces need root and the ip command")
     names = tuple(f"ncclxrs{os.getpid()}{letter}" for letter in letters)
@@ -93,7 +93,7 @@ def hosts(letters: str) -> Iterator[tuple[str, ...]]:
 
 
 def connect(wire: str, names: tuple[str, str], *addresses: tuple[str, str]) -> None:
-    """Joins two namespaces by interfaces of that name with the given pairs of addresses."""
+    """Connects two namespaces by interfaces of that name with the given pairs of addresses."""
     ip("link", "add", wire, "netns", names[0], "type", "veth", "peer", "name", wire, "netns", names[1])
     bring_up(wire, names)
     for pair in addresses:
@@ -120,7 +120,7 @@ def collectives_cross_the_wire(rank: int, size: int, master: str) -> None:
 
 
 def algorithms_cross_the_wire(rank: int, size: int, master: str) -> list[str]:
-    """Each of the all_reduce's algorithms in turn: their names."""
+    """Runs each algorithm of all_reduce; returns their names."""
     dist.init_process_group(BACKEND, init_method=f"tcp://{master}:{PORT}", rank=rank, world_size=size)
     names = ncclx_rs._native.algorithms("all_reduce", size, 2)
     for name in names:
@@ -138,7 +138,7 @@ def algorithms_cross_the_wire(rank: int, size: int, master: str) -> list[str]:
 
 
 def failure_to_join(rank: int, size: int, master: str) -> str:
-    # Rank 0 serves the store in which the other finds its host.
+    # Rank 0 serves the store, from which the other rank gets rank 0's host.
     with pytest.raises((ValueError, RuntimeError)) as refused, leaving_together():
         collectives_cross_the_wire(rank, size, master)
     return str(refused.value)
@@ -168,7 +168,7 @@ def run_on_two_hosts(
     mode: str = "tcp",
     **variables: str,
 ) -> list:
-    if BACKEND == "gloo":  # which takes what the host name resolves to unless it is told the interface
+    if BACKEND == "gloo":  # gloo takes the address of the host name unless the interface is given
         variables = {"GLOO_SOCKET_IFNAME": "wire0"} | variables
     world = World(size, mode, variables, Host(namespaces, str(hosts) if hosts else None))
     try:
@@ -243,6 +243,6 @@ def test_unknown_interface_is_named() -> None:
 def test_addresses_that_lead_nowhere_are_not_the_only_ones_tried() -> None:
     with two_hosts(V4) as namespaces:
         for name in namespaces:
-            # The same address on both sides, as container bridges have it: reaching it means reaching oneself.
+            # The same address on both sides, as with container bridges: a rank that connects to it reaches itself.
             add_dead_end(name, "bridge0", "10.0.17.1/16")
         run_on_two_hosts(collectives_cross_the_wire, namespaces, master(V4))

@@ -1,4 +1,4 @@
-"""The object API: every operation of a communicator, split, batches, errors, the life of a communicator."""
+"""The object API: every operation of a communicator, split, batches, errors, finalize and abort."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def communicator(rank: int, size: int, backend: str = "ncclx", **options: Any) -
 
 
 def both_ways(run: Callable[[bool], ncclx_rs.TorchWork], check: Callable[[], None]) -> None:
-    """Issues an operation synchronously, which needs no wait, then asynchronously."""
+    """Issues an operation synchronously, which needs no wait, and then asynchronously."""
     for async_op in (False, True):
         work = run(async_op)
         if async_op:
@@ -255,7 +255,7 @@ def objects_travel(rank: int, size: int) -> None:
 
 
 class Unsafe:
-    """What only an unpickler makes."""
+    """An object that only an unpickler can make."""
 
 
 def objects_of_any_class_need_consent(rank: int, size: int) -> None:
@@ -287,7 +287,7 @@ def windows_are_written_by_others(rank: int, size: int) -> None:
         with pytest.raises((RuntimeError, ValueError), match=r"Requested size .* exceeds the window size"):
             window.put(torch.ones(100), after, 100 * size - 50, False)
         for source in range(size):
-            # What the rank before that one put there in the last turn, without the first 20 elements.
+            # Put there in the last turn by the rank before that one, without the first 20 elements.
             writer, read = (source - 1) % size, torch.zeros(4, 20)
             window.get(read, source, 100 * writer + 20, async_op=source % 2 == 0).wait()
             assert_same(read.flatten(), data(writer, 100, salt=2)[20:], f"the part of rank {source}")
@@ -529,7 +529,7 @@ def a_timeout_ends_the_process_by_default(rank: int, size: int) -> None:
             time.sleep(0.05)
         comm.finalize()
         return
-    comm.all_reduce(torch.ones(1), ReduceOp.SUM, True)  # nobody waits for it
+    comm.all_reduce(torch.ones(1), ReduceOp.SUM, True)  # the program does not wait for it
     time.sleep(60)
 
 
@@ -623,7 +623,7 @@ def gloo_is_bridged(rank: int, size: int) -> None:
 
 
 class Doubling(ncclx_rs.TorchCommBackend):
-    """A backend of one rank whose all_reduce doubles."""
+    """A backend of one rank whose all_reduce doubles the tensor."""
 
     def init(self, device: torch.device, name: str, options: ncclx_rs.CommOptions) -> None:
         self.name = name
@@ -758,7 +758,7 @@ def survivors_go_on_without_a_killed_member(rank: int, size: int) -> None:
     handles = handles_of_all(comm, store, rank, size)
     comm.reconfigure(1, handles)
     comm.barrier(False)
-    if rank == 0:  # the first is also where the first generation met
+    if rank == 0:  # the first member's store also served the first generation
         os.kill(os.getpid(), signal.SIGKILL)
     with leaving_together(range(1, size)):
         with pytest.raises(RuntimeError, match="all_reduce"):

@@ -1,4 +1,4 @@
-"""What a program tells a process group: its time limit, and options, which stay the program's own."""
+"""The timeout and options that a program gives a process group, which does not change them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def what_is_nearest_to_the_call_limits_it(rank: int, size: int) -> None:
 
 
 def half_an_hour_in_options_is_a_limit(rank: int, size: int) -> None:
-    # The environment says a second.
+    # The environment variable is one second.
     options = copy.deepcopy(Options(DEFAULT))
     store = fresh_store()
     dist.init_process_group("ncclx_rs", store=store, rank=rank, world_size=size, pg_options=options)

@@ -1,4 +1,4 @@
-"""Operands that share memory: results are what gloo makes of them, on all ranks, or all ranks get an error."""
+"""Operands that share memory: the results on all ranks equal gloo's, or all ranks get an error."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 pytestmark = pytest.mark.worlds(sizes=(2, 3))
 
 CPU = torch.device("cpu")
-# One message, and many chunks, whose reads and writes the engine interleaves.
+# One message; and many chunks, whose reads and writes the engine interleaves.
 COUNTS = (8, 100_000)
 
 
 class Ranks:
-    """What a case needs to know, and how it passes inputs that share memory with outputs."""
+    """The ranks of a case, and its way to pass inputs that share memory with outputs."""
 
     def __init__(self, rank: int, size: int, count: int, group: dist.ProcessGroup, shares: bool) -> None:
         self.rank, self.size, self.count, self.group = rank, size, count, group
-        # Gloo itself mixes up some operands of one operation: it gets copies, which are what the result means.
+        # Gloo itself mixes up some operands of one operation. It gets copies, whose results are the expected ones.
         self.read: Callable[[torch.Tensor], torch.Tensor] = (lambda tensor: tensor) if shares else torch.clone
 
     def part(self, salt: int = 0) -> torch.Tensor:
@@ -213,7 +213,7 @@ def test_operands_share_memory_as_with_gloo(world: World) -> None:
 
 
 def coalesced_operations_take_their_order(rank: int, size: int) -> None:
-    """Gloo has no such thing; what the operations say one after the other counts."""
+    """Gloo does not coalesce; the expected results are those of the operations one after the other."""
     for count in COUNTS:
         tensor = torch.stack([data(rank, count), data(rank, count, salt=1)], 1)
         reduced = torch.zeros(count)

@@ -1,4 +1,4 @@
-"""Point-to-point: matching, order, both sides sending first, and traffic beside collectives."""
+"""Point-to-point: matching, order, two ranks that both send first, and messages beside collectives."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def batch_of_sends_and_receives_is_concurrent(rank: int, size: int) -> None:
     after, before = neighbours(rank, size)
     for count in (0, 1, 65537, 1_000_000):
         from_before, from_after = torch.empty(count), torch.empty(count)
-        # Receives first on every rank: run one after the other, they would never end.
+        # Receives come first on every rank: if they ran one after the other, they would never end.
         batch = [
             dist.P2POp(dist.irecv, from_before, before, tag=1),
             dist.P2POp(dist.irecv, from_after, after, tag=2),

@@ -1,4 +1,4 @@
-"""No thread waits for Python's lock while it has a lock of the backend: whoever has Python's lock may want that one."""
+"""No thread waits for Python's lock while it holds a lock of the backend: the holder of Python's may want that one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from test_losses import backend, run_ranks, until
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
 
-# One rank, whose message to itself runs out of time while this thread has Python's lock, and keeps it into the call of
-# an entry. One that hangs never lets go of it, so the process is ended by a timer that does without.
+# One rank sends itself a message, which times out while this thread has Python's lock and calls the backend. A call
+# that hangs never releases the lock, so a timer that does not need the lock ends the process.
 HOLDER = """
 import ctypes, faulthandler, sys
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Process groups whose members change, through the interface that PyTorch has for that from version 2.14 on."""
+"""Process groups whose members change, by PyTorch's interface for that, which exists from version 2.14 on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def members_change(rank: int, size: int) -> None:
     dist._reconfigure(2, everyone[::-1], timeout=timedelta(seconds=10), hints={"transport": "tcp"}).wait()
     assert backend.rank() == size - 1 - rank
     assert_sum(size)
-    if rank < 2:  # without the last one, which has a group of its own meanwhile
+    if rank < 2:  # without the last one, which makes a group of its own
         dist._reconfigure(3, set(everyone[:2])).wait()
         assert_sum(2)
     else:

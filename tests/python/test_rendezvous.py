@@ -1,4 +1,4 @@
-"""How ranks find each other: every kind of store, and how much they ask of it."""
+"""The rendezvous of ranks: every kind of store, and the number of calls on it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment_variables_rendezvous(rank: int, size: int, port: int) -> None:
     try:
         dist.init_process_group(BACKEND)
         assert_group_works(rank, size)
-        # The default store must outlive every rank's destroy.
+        # The default store must outlive the destruction of every rank's group.
         dist.destroy_process_group()
     finally:
         for name in variables:
@@ -87,7 +87,7 @@ def a_store_that_has_ended_is_named(rank: int, size: int) -> None:
 
 
 class CountingStore(dist.Store):
-    """Passes everything on and remembers what was asked."""
+    """Forwards every call, and records it."""
 
     def __init__(self, inner: dist.Store) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class CountingStore(dist.Store):
 
 
 def calls_on_the_store(rank: int, size: int) -> list[list[str]]:
-    """The calls for: the default group with its first operations, a second group, everything after."""
+    """The calls of the default group with its first operations, of a second group, and of everything after."""
     store = CountingStore(fresh_store())
     join(store=store)
     dist.barrier()
@@ -210,6 +210,6 @@ def test_store_calls_of_a_rank_do_not_grow_with_the_world(mode: str) -> None:
     for phase, what in enumerate(("the default group", "a second group", "operations after that")):
         most = {size: max(len(phases[phase]) for phases in ranks) for size, ranks in counts.items()}
         example = counts[8][1][phase]
-        # The library asks the backend's store a few things itself; that, too, does not depend on the size.
+        # The library itself makes a few calls on the backend's store, whose number does not depend on the size either.
         assert most[8] <= most[2] + 1, f"{what}: most calls of one rank by world size {most}; rank 1 of 8: {example}"
     assert not any(phases[2] for phases in counts[8]), f"operations use the store: {counts[8]}"

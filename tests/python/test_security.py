@@ -1,4 +1,4 @@
-"""Who is kept out, what travels in the clear, and what is never written down."""
+"""Strangers are refused, data is encrypted where asked for, and secrets are never written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ncclx_rs._load import native
 from ncclx_rs._types import CommOptions
 from reference import assert_same, data, reduced
 
-SECRET = "what nobody else was ever told"
+SECRET = "a secret of the ranks alone"
 PROTECTED = {"NCCLX_RS_TLS": "on", "NCCLX_RS_JOB_SECRET": SECRET}
 
 
@@ -30,7 +30,7 @@ def assert_works(comm: TorchComm, rank: int, size: int) -> None:
 
 
 def elastic(rank: int, size: int) -> tuple[TorchComm, list[str]]:
-    """A communicator without members yet, and everyone's handle."""
+    """A communicator without members, and every rank's handle."""
     store = fresh_store()
     comm = ncclx_rs.new_comm("ncclx", "cpu", "elastic", enable_reconfigure=True, timeout=timedelta(seconds=60))
     store.set(f"handle{rank}", comm.get_init_handle())
@@ -38,7 +38,7 @@ def elastic(rank: int, size: int) -> tuple[TorchComm, list[str]]:
 
 
 def everything_works_protected(rank: int, size: int) -> Sequence[str]:
-    """What was told to nobody but the ranks."""
+    """Runs operations of all kinds; returns the secrets that only the ranks know."""
     print("begins", file=sys.stderr)
     with pytest.raises(dist.DistBackendError, match="timed out"):
         dist.recv(torch.empty(1), (rank + 1) % size)
@@ -66,7 +66,7 @@ def test_secrets_are_in_no_log_and_no_dump(tmp_path: Path) -> None:
     verbose = {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_INCLUDE_STACK_TRACE": "0"}
     world = World(2, "hier", PROTECTED | verbose | {"NCCLX_RS_DUMP_DIRECTORY": str(tmp_path)})
     try:
-        secrets = {secret for told in world.run(everything_works_protected, timeout=3.0) for secret in told}
+        secrets = {secret for known in world.run(everything_works_protected, timeout=3.0) for secret in known}
         logs = "".join(log.read_text() for log in world._logs)
     finally:
         world.close()
@@ -84,7 +84,7 @@ def only_members_get_in(rank: int, size: int) -> None:
             native().SecretStore.connect(f"{host}:{port}", bytes(32), timedelta(seconds=5))
         with pytest.raises(RuntimeError):
             dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5)).set("key", "value")
-        # A stranger who has seen all that the store holds, but not the handles.
+        # A stranger that knows the store's content, but not the handles.
         seen = _reconfigure._rendezvous_store(1, handles, timedelta(seconds=60)).get("ncclx_rs/root")
         for hints, error in (({}, "has no job secret"), ({"group_secret": "g" * 16}, "does not know the secret")):
             options = CommOptions()

@@ -1,4 +1,4 @@
-"""The programs of examples/strategies: same numbers as on gloo, and a proof of who served their operations."""
+"""The programs of examples/strategies: their numbers equal gloo's, and the right backend served their operations."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ import tiny  # noqa: E402
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the programs name their backend")
 
-# What needs processes of its own is run by the command below.
+# A program that needs processes of its own runs by the command below.
 PROGRAMS = [name for name in run.PROGRAMS if name != "elastic"]
 
 
 def program_equals_reference(rank: int, size: int, name: str) -> None:
-    """Runs a program on both backends; its communicators meet in the store of the tests."""
+    """Runs a program on both backends; its communicators use the store of the tests."""
     new_comm = functools.partial(ncclx_rs.new_comm, store=fresh_store(), rank=rank, size=size)
     theirs = run.report(name, run.REFERENCE, fresh_store(), rank, size)
     with mock.patch.object(ncclx_rs, "new_comm", new_comm):
@@ -44,7 +44,7 @@ def test_program_equals_gloo(world: World, name: str) -> None:
     world.run(program_equals_reference, name, join=False)
 
 
-# Those that do something else on four ranks than on two.
+# The programs that behave differently on four ranks than on two.
 @pytest.mark.worlds(sizes=(4,), modes=("shm",))
 @pytest.mark.parametrize("name", ["hsdp", "tp", "redistribute", "pp", "ep", "cp", "three_d"])
 def test_program_equals_gloo_on_four_ranks(world: World, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Surroundings that take something away: rights, shared memory's file system, address space; and very long messages."""
+"""Restricted processes: without rights, shared memory's file system or address space; and very long messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def must(result: int, what: str) -> None:
 
 
 def hide_memory(rank: int) -> None:
-    """No process reads this one's memory, not even one of the same user; see ptrace(2), the access mode checks."""
+    """Forbids all other processes to read this one's memory; see ptrace(2), access mode checks."""
     must(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then their high halves
@@ -43,14 +43,14 @@ def hide_memory(rank: int) -> None:
 
 
 def shrink_shared_memory(rank: int) -> None:
-    """The file system of POSIX's shared memory has a page, as in containers that nobody has given more."""
+    """Limits the file system of POSIX shared memory to a page, as in containers with the least memory for it."""
     must(LIBC.unshare(CLONE_NEWNS), "unshare")
     must(LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
     must(LIBC.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=4k"), "mount /dev/shm")
 
 
 def limit_address_space(rank: int) -> None:
-    """Only so much more than PyTorch takes by itself."""
+    """Limits the address space to slightly more than PyTorch itself takes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -78,7 +78,7 @@ def run_in(surroundings: Callable[[int], None], mode: str) -> None:
 
 
 def memory_cannot_be_read(rank: int, size: int) -> bool:
-    """Whether the other rank's memory is out of reach, as the test wants it."""
+    """Whether the other rank's memory is unreadable, which the test requires."""
     pids: list[int | None] = [None] * size
     dist.all_gather_object(pids, os.getpid())
     byte = ctypes.create_string_buffer(1)

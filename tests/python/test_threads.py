@@ -1,4 +1,4 @@
-"""Threads of one process that use the package for the first time together."""
+"""Several threads of a process use the package for the first time at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness import BACKEND
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
 
-# What a process makes once is made by the first of several threads; the interpreter changes between them all the time.
+# The first of several threads makes what a process makes once; the interpreter switches between them all the time.
 THREADS = """
 import sys
 import threading

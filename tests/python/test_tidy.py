@@ -22,7 +22,7 @@ def python_modules() -> dict[str, Path]:
 
 
 def imported(module: str, path: Path) -> Iterator[tuple[str, str]]:
-    """What a file imports, wherever it does so, also for type checkers alone: modules, and names in them."""
+    """The modules and names that a file imports, also inside functions and only for type checkers."""
     package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -46,7 +46,7 @@ def python_imports() -> Graph:
 
 
 def rust_uses() -> Graph:
-    """By module of the extension, the modules whose items it names; the crate's root is ``lib``."""
+    """For each module of the extension, the modules whose items it names; the crate's root is ``lib``."""
     root = PLUGIN / "src"
     files = {
         path.relative_to(root).with_suffix("").as_posix().removesuffix("/mod"): path for path in root.rglob("*.rs")
@@ -59,7 +59,7 @@ def rust_uses() -> Graph:
         for start, group, name in re.findall(r"\b(crate|super)::(?:\{([^}]*)\}|(\w+))", code):
             names = re.findall(r"\w+", group) or [name]
             named += [("" if start == "crate" else above) + name for name in names]
-        # What is no file's name is an item of the module itself.
+        # A name of no file is an item of the module itself.
         graph[module] = {name if name in files else name.rpartition("/")[0] or "lib" for name in named}
     return graph
 
@@ -77,5 +77,5 @@ def test_no_file_needs_itself(graph: Callable[[], Graph]) -> None:
     try:
         graphlib.TopologicalSorter(graph()).prepare()
     except graphlib.CycleError as error:
-        # Each is imported by the next one.
+        # The next module imports the one before.
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")

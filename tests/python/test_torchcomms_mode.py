@@ -18,7 +18,7 @@ MINOR = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the mode of this package's backend")
 
-# What any program does, on the default group, groups of some ranks, and what is built on them.
+# Operations of ordinary programs: on the default group, on groups of some ranks, and of libraries on top.
 PROGRAM = """
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""Replicas that torchft's manager reconfigures; requirements-programs.txt installs it, without it these are skipped."""
+"""Replicas that torchft's manager reconfigures. Skipped without torchft, which requirements-programs.txt installs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchtitan's training program, which requirements-programs.txt installs; without it these are skipped."""
+"""torchtitan's training program. Skipped without torchtitan, which requirements-programs.txt installs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "torchtitan_cpu.py")
 
 
 def train(*arguments: str, module: tuple[str, ...] = ()) -> tuple[str, list[float]]:
-    """Two ranks train two steps; what they wrote, and the losses of rank 0."""
+    """Trains two steps on two ranks; returns their output, and the losses of rank 0."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, *module, EXAMPLE, "--training.steps", "2", "--metrics.disable_color_printing", *arguments],

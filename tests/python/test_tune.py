@@ -1,4 +1,4 @@
-"""The tuning file: how it is made of measurements, and that the engine reads what the command writes."""
+"""The tuning file: the command computes it from measurements, and the engine reads it."""
 
 from __future__ import annotations
 

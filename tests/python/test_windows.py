@@ -1,4 +1,4 @@
-"""One-sided windows: what is put is there after the signal, whatever the target does meanwhile."""
+"""One-sided windows: data is there after the signal, whatever the target does meanwhile."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tensors_live_as_long_as_they_are_needed(rank: int, size: int) -> None:
     window = backend()._window_register(torch.zeros(LARGE))
     put = backend()._window_put(window, torch.full((LARGE,), float(rank)), after, 0, True)
     gc.collect()
-    decoys = [torch.full((LARGE,), -1.0) for _ in range(3)]  # they would take freed memory
+    decoys = [torch.full((LARGE,), -1.0) for _ in range(3)]  # these tensors would take freed memory
     backend()._window_signal(window, after, True)
     backend()._window_wait_signal(window, (rank - 1) % size)
     put.wait()
@@ -107,7 +107,7 @@ def waiting_for_a_signal_leaves_python_to_others(rank: int, size: int) -> None:
 
     sender = threading.Thread(target=send)
     sender.start()
-    backend()._window_wait_signal(window, rank, timeout_ms=600_000)  # who misses the signal hangs
+    backend()._window_wait_signal(window, rank, timeout_ms=600_000)  # a rank that misses the signal hangs
     sender.join()
     backend()._window_deregister(window)
 
@@ -129,11 +129,11 @@ def a_put_that_fails_takes_the_signal_after_it(rank: int, size: int) -> None:
         os.kill(processes[1], signal.SIGSTOP)
         try:
             put = backend()._window_put(window, torch.ones(10 * LARGE), 1, 0, True, 300)
-            told = backend()._window_signal(window, 1, True, 60_000)
+            signalled = backend()._window_signal(window, 1, True, 60_000)
             with pytest.raises(dist.DistBackendError, match="rank 1 did not take it"):
                 put.wait()
             with pytest.raises(dist.DistBackendError, match="a put to rank 1 before it failed"):
-                told.wait()
+                signalled.wait()
         finally:
             os.kill(processes[1], signal.SIGCONT)
     dist.barrier()
