@@ -129,15 +129,15 @@ impl RawError {
     }
 }
 
-/// Appends bytes, which live for the call, to `sink`.
-pub type Take = unsafe extern "C" fn(sink: *mut c_void, bytes: RawBytes);
+/// Writes bytes, which live for the call, to `sink`.
+pub type WriteBytes = unsafe extern "C" fn(sink: *mut c_void, bytes: RawBytes);
 
-/// The [`Take`] whose sink is a `Vec<u8>`.
+/// The [`WriteBytes`] that appends to a `Vec<u8>`, its sink.
 ///
 /// # Safety
 /// `sink` is a `Vec<u8>` that nothing else uses during the call, and the bytes live for the call.
 #[allow(unsafe_code, reason = "memory of the other side")]
-pub unsafe extern "C" fn take_bytes(sink: *mut c_void, bytes: RawBytes) {
+pub unsafe extern "C" fn append_bytes(sink: *mut c_void, bytes: RawBytes) {
     // SAFETY: the caller's promise.
     let sink = unsafe { &mut *sink.cast::<Vec<u8>>() };
     // SAFETY: the caller's promise.
@@ -205,7 +205,7 @@ pub struct RawStore {
         *mut c_void,
         key: RawBytes,
         timeout_ms: u64,
-        Take,
+        WriteBytes,
         sink: *mut c_void,
         *mut RawError,
     ) -> i32,
@@ -252,7 +252,7 @@ pub struct RawTable {
     /// The backend's version.
     pub version: RawBytes,
     /// Returns the names of the backend's own methods.
-    pub methods: unsafe extern "C" fn(Take, sink: *mut c_void),
+    pub methods: unsafe extern "C" fn(WriteBytes, sink: *mut c_void),
     /// Joins a communicator.
     pub join: unsafe extern "C" fn(*const RawJoin, made: *mut *mut c_void, *mut RawError) -> i32,
     /// Leaves the communicator.
@@ -266,7 +266,7 @@ pub struct RawTable {
         arguments: RawBytes,
         tensors: *const RawBuffer,
         tensors_len: u64,
-        Take,
+        WriteBytes,
         sink: *mut c_void,
         *mut RawError,
     ) -> i32,

@@ -9,7 +9,9 @@ use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use crate::abi::{ABI_VERSION, OK, PENDING, RawBuffer, RawBytes, RawError, RawJoin, RawOperation, RawTable, Take};
+use crate::abi::{
+    ABI_VERSION, OK, PENDING, RawBuffer, RawBytes, RawError, RawJoin, RawOperation, RawTable, WriteBytes,
+};
 use crate::check::check;
 use crate::error::{Error, ErrorKind};
 use crate::operation::{Buffer, DType, Mode, OpKind, Operation, ReduceOp};
@@ -48,10 +50,10 @@ type AnyWork = Box<dyn Work>;
 
 // ---- the table's functions ----
 
-unsafe extern "C" fn methods<B: Backend>(take: Take, sink: *mut c_void) {
+unsafe extern "C" fn methods<B: Backend>(write: WriteBytes, sink: *mut c_void) {
     for method in B::METHODS {
         // SAFETY: the loader's function with its sink.
-        unsafe { take(sink, RawBytes::of(method)) };
+        unsafe { write(sink, RawBytes::of(method)) };
     }
 }
 
@@ -118,7 +120,7 @@ unsafe extern "C" fn call<B: Backend>(
     arguments: RawBytes,
     tensors: *const RawBuffer,
     tensors_len: u64,
-    take: Take,
+    write: WriteBytes,
     sink: *mut c_void,
     error: *mut RawError,
 ) -> i32 {
@@ -136,7 +138,7 @@ unsafe extern "C" fn call<B: Backend>(
         let mut tensors: Vec<Tensor<'_>> = buffers.into_iter().map(lend).collect();
         let answer = member.backend.call(&method, &arguments, &mut tensors)?;
         // SAFETY: the loader's function with its sink.
-        unsafe { take(sink, RawBytes::of(&answer)) };
+        unsafe { write(sink, RawBytes::of(&answer)) };
         Ok(OK)
     })
 }

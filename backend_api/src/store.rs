@@ -4,7 +4,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::abi::{OK, RawBytes, RawError, RawStore, take_bytes};
+use crate::abi::{OK, RawBytes, RawError, RawStore, append_bytes};
 
 /// A map that all ranks of the communicator share, and no other communicator. Its methods may be called from any thread,
 /// until the backend is finalized or dropped.
@@ -39,9 +39,9 @@ impl Store {
         let mut error = RawError::EMPTY;
         let mut value: Vec<u8> = Vec::new();
         let (key, sink) = (RawBytes::of(key), (&raw mut value).cast());
-        // SAFETY: as in `set`; `sink` is a vector, as `take_bytes` expects.
+        // SAFETY: as in `set`; `sink` is a vector, as `append_bytes` expects.
         let status =
-            unsafe { (self.raw.get)(self.raw.context, key, millis(timeout), take_bytes, sink, &raw mut error) };
+            unsafe { (self.raw.get)(self.raw.context, key, millis(timeout), append_bytes, sink, &raw mut error) };
         outcome(status, &error).map(|()| value)
     }
 

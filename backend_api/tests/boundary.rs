@@ -23,7 +23,7 @@ impl Backend for Halving {
     const METHODS: &'static [&'static str] = &["negate", "remember"];
 
     fn join(join: Join) -> Result<Self, Error> {
-        assert_ne!(join.name, "panic", "it was told to");
+        assert_ne!(join.name, "panic", "it was checked to");
         if join.device != "cpu" {
             return Err(Error::usage("halving: expected the device cpu"));
         }
@@ -98,14 +98,14 @@ unsafe extern "C" fn get(
     shelf: *mut c_void,
     _key: RawBytes,
     _timeout_ms: u64,
-    take: abi::Take,
+    write: abi::WriteBytes,
     sink: *mut c_void,
     _: *mut RawError,
 ) -> i32 {
     // SAFETY: the shelf of `join`, which is not yet released.
     let shelf = unsafe { &*shelf.cast::<Shelf>() };
     // SAFETY: the library's function with its sink.
-    unsafe { take(sink, RawBytes::of_bytes(&shelf.joined.lock().expect("no panic"))) };
+    unsafe { write(sink, RawBytes::of_bytes(&shelf.joined.lock().expect("no panic"))) };
     OK
 }
 
@@ -142,7 +142,7 @@ fn join(name: &str, device: &str) -> Result<*mut c_void, (i32, String)> {
     };
     let mut made = null_mut();
     // SAFETY: complete, and alive for the call; the store is handed over.
-    told(|error| unsafe { (TABLE.join)(&raw const raw, &raw mut made, error) }).map(|_| made)
+    checked(|error| unsafe { (TABLE.join)(&raw const raw, &raw mut made, error) }).map(|_| made)
 }
 
 fn operation(kind: &str, inputs: &[RawBuffer], outputs: &[RawBuffer]) -> RawOperation {
@@ -167,7 +167,7 @@ fn operation(kind: &str, inputs: &[RawBuffer], outputs: &[RawBuffer]) -> RawOper
 fn submit(member: *mut c_void, raw: &RawOperation) -> Result<*mut c_void, (i32, String)> {
     let mut made = null_mut();
     // SAFETY: a member that lives, and an operation that is complete.
-    told(|error| unsafe { (TABLE.submit)(member, raw, &raw mut made, error) }).map(|_| made)
+    checked(|error| unsafe { (TABLE.submit)(member, raw, &raw mut made, error) }).map(|_| made)
 }
 
 fn call(member: *mut c_void, method: &str, tensors: &[RawBuffer]) -> Result<String, (i32, String)> {
@@ -175,11 +175,11 @@ fn call(member: *mut c_void, method: &str, tensors: &[RawBuffer]) -> Result<Stri
     let (method, arguments, sink) = (RawBytes::of(method), RawBytes::of("{}"), (&raw mut answer).cast());
     let (list, len) = (tensors.as_ptr(), tensors.len() as u64);
     // SAFETY: a member that lives, memory that is lent, and the function that fits the sink.
-    told(|error| unsafe { (TABLE.call)(member, method, arguments, list, len, abi::take_bytes, sink, error) })?;
+    checked(|error| unsafe { (TABLE.call)(member, method, arguments, list, len, abi::append_bytes, sink, error) })?;
     Ok(String::from_utf8(answer).expect("a text"))
 }
 
-fn told(call: impl FnOnce(*mut RawError) -> i32) -> Result<i32, (i32, String)> {
+fn checked(call: impl FnOnce(*mut RawError) -> i32) -> Result<i32, (i32, String)> {
     let mut error = RawError::EMPTY;
     match call(&raw mut error) {
         status @ (OK | PENDING) => Ok(status),
@@ -201,10 +201,10 @@ fn operations_and_methods_reach_the_lent_memory() {
     let lent = [buffer(&mut data)];
     let work = submit(member, &operation("all_reduce", &lent, &lent)).expect("it begins");
     // SAFETY: a work that lives.
-    assert_eq!(told(|error| unsafe { (TABLE.work_wait)(work, 0, error) }), Ok(PENDING));
+    assert_eq!(checked(|error| unsafe { (TABLE.work_wait)(work, 0, error) }), Ok(PENDING));
     for _ in 0..2 {
         // SAFETY: a work that lives.
-        assert_eq!(told(|error| unsafe { (TABLE.work_wait)(work, 1000, error) }), Ok(OK));
+        assert_eq!(checked(|error| unsafe { (TABLE.work_wait)(work, 1000, error) }), Ok(OK));
     }
     // SAFETY: given back once.
     unsafe { (TABLE.work_release)(work) };
@@ -218,7 +218,7 @@ fn operations_and_methods_reach_the_lent_memory() {
 
     let mut methods = Vec::<u8>::new();
     // SAFETY: the function that fits the sink.
-    unsafe { (TABLE.methods)(abi::take_bytes, (&raw mut methods).cast()) };
+    unsafe { (TABLE.methods)(abi::append_bytes, (&raw mut methods).cast()) };
     assert_eq!(methods, b"negateremember");
     // SAFETY: given back once.
     unsafe { (TABLE.destroy)(member) };
@@ -240,7 +240,7 @@ fn failures_come_with_their_kind_and_text() {
         failed(ErrorKind::Unsupported, "element type 99 is not known")
     );
     // SAFETY: a member that lives.
-    let finalized = told(|error| unsafe { (TABLE.finalize)(member, error) }).map(drop);
+    let finalized = checked(|error| unsafe { (TABLE.finalize)(member, error) }).map(drop);
     assert_eq!(finalized, failed(ErrorKind::Timeout, "no key nothing after 5 ms"));
     // SAFETY: given back once.
     unsafe { (TABLE.destroy)(member) };
@@ -249,10 +249,10 @@ fn failures_come_with_their_kind_and_text() {
 #[test]
 fn panics_stay_on_their_side() {
     let (status, text) = join("panic", "cpu").expect_err("it panics");
-    assert_eq!((status, text.contains("it was told to")), (ErrorKind::Panic as i32, true), "{text}");
+    assert_eq!((status, text.contains("it was checked to")), (ErrorKind::Panic as i32, true), "{text}");
     let member = join("main", "cpu").expect("it joins");
     // SAFETY: a member that lives.
-    let aborted = told(|error| unsafe { (TABLE.abort)(member, RawBytes::of("the test"), error) });
+    let aborted = checked(|error| unsafe { (TABLE.abort)(member, RawBytes::of("the test"), error) });
     assert_eq!(aborted, Err((ErrorKind::Panic as i32, "the backend panicked: aborted: the test".to_owned())));
     // SAFETY: given back once.
     unsafe { (TABLE.destroy)(member) };

@@ -1,4 +1,4 @@
-// Engine status to C++ exceptions, which pybind11 turns into Python's.
+// Converts the engine's status to C++ exceptions, which pybind11 converts to Python's.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -30,13 +30,13 @@ inline std::exception_ptr exception(int32_t status, const std::string& text) {
   }
 }
 
-// What an exception says, without the C++ frames that PyTorch adds to its own, and takes seconds to name.
+// The text of an exception, without the C++ frames that PyTorch adds: naming them takes seconds.
 inline const char* text_of(const std::exception& exception) {
   const auto* error = dynamic_cast<const c10::Error*>(&exception);
   return error != nullptr ? error->what_without_backtrace() : exception.what();
 }
 
-// A caller's mistake that only this side can see.
+// A caller's mistake that only the shim can see.
 [[noreturn]] inline void refuse(const char* operation, const char* argument, const std::string& expected,
                                 const std::string& got) {
   raise(NCCLX_USAGE, std::string(operation) + ": argument `" + argument + "`: expected " + expected + ", got " + got);

@@ -1,4 +1,4 @@
-// Tensors in memory that the other processes of the host can map.
+// Tensors in shared memory, which the other processes of the host can map.
 #include <ATen/ATen.h>
 
 #include "errors.h"
@@ -6,7 +6,7 @@
 
 namespace ncclx {
 
-// `bytes` zeros, which live as long as the tensor's storage.
+// A tensor of `bytes` zeros. The memory lives as long as the tensor's storage.
 inline at::Tensor shared_memory(const NcclxEngine* engine, int64_t bytes) {
   NcclxMemory* memory = nullptr;
   void* ptr = nullptr;

@@ -8,8 +8,8 @@
 
 namespace ncclx {
 
-// Replaces a COO tensor by the sum over all ranks. Blocks also where the caller asked for an asynchronous operation: how
-// long the later messages are is known only once the first, each rank's number of entries, has come.
+// Replaces a COO tensor by the sum over all ranks. It blocks, also for asynchronous calls: the lengths of the later
+// messages depend on the first one, each rank's number of entries.
 inline void sum_sparse(c10d::Backend& group, at::Tensor& tensor, std::chrono::milliseconds timeout) {
   const at::Tensor mine = tensor.coalesce();
   const at::Tensor indices = mine.indices().contiguous();

@@ -1,4 +1,4 @@
-// A c10d::Store as the engine uses one: one value written, one read.
+// A c10d::Store for the engine, which writes one value and reads one.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -24,7 +24,7 @@ class StoreAdapter {
 
   NcclxStore view() { return {this, &StoreAdapter::set, &StoreAdapter::get, host_.empty() ? nullptr : host_.c_str()}; }
 
-  // Takes back what was written once every rank has read it, so that the store can serve another communicator.
+  // Deletes the written key once every rank has read it, so that the store can serve another communicator.
   void forget() noexcept {
     try {
       if (!written_.empty()) store_->deleteKey(written_);
@@ -42,13 +42,13 @@ class StoreAdapter {
     });
   }
 
-  static int32_t get(void* context, const char* key, int64_t timeout_ms, void (*take)(void*, const uint8_t*, uint64_t),
+  static int32_t get(void* context, const char* key, int64_t timeout_ms, void (*write)(void*, const uint8_t*, uint64_t),
                      void* sink, NcclxError* error) {
     auto* self = static_cast<StoreAdapter*>(context);
     return guarded(error, [&] {
       self->store_->wait({key}, std::chrono::milliseconds(timeout_ms));
       const std::vector<uint8_t> value = self->store_->get(key);
-      take(sink, value.data(), value.size());
+      write(sink, value.data(), value.size());
     });
   }
 
@@ -66,7 +66,7 @@ class StoreAdapter {
   }
 
   static std::string host(c10::intrusive_ptr<c10d::Store> store) {
-    // c10::dynamic_intrusive_pointer_cast never lets go of what it cannot cast.
+    // c10::dynamic_intrusive_pointer_cast leaks a pointer that it cannot cast.
     while (auto* prefix = dynamic_cast<c10d::PrefixStore*>(store.get())) {
       store = prefix->getUnderlyingStore();
     }

@@ -1,4 +1,4 @@
-// Tensors as the engine sees them: contiguous host memory with an element type.
+// Converts tensors to the engine's buffers: contiguous host memory with an element type.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,7 +13,7 @@
 
 namespace ncclx {
 
-// Positions in the engine's list of element types (`DType::ALL`); checked against it when the module is loaded.
+// The positions in the engine's list of element types (`DType::ALL`).
 inline int32_t dtype_code(at::ScalarType type, const char* operation) {
   switch (type) {
     case at::kBool: return 0;
@@ -40,7 +40,7 @@ inline int32_t dtype_code(at::ScalarType type, const char* operation) {
     case at::kFloat4_e2m1fn_x2: return 21;
     default: break;
   }
-  // Types that are only moved.
+  // Types without arithmetic, which are only copied.
   switch (c10::elementSize(type)) {
     case 1: return 22;
     case 2: return 23;
@@ -51,15 +51,15 @@ inline int32_t dtype_code(at::ScalarType type, const char* operation) {
   }
 }
 
-// The bytes between the first and the last element of a tensor, with what lies between them.
+// The memory from the first to the last element of a tensor, with any gaps.
 struct Extent {
   const char* begin = nullptr;
   const char* end = nullptr;
 
   bool is_empty() const { return begin == end; }
   uint64_t length() const { return static_cast<uint64_t>(end - begin); }
-  bool meets(const Extent& other) const { return begin < other.end && other.begin < end; }
-  // Both, with what lies between them.
+  bool overlaps(const Extent& other) const { return begin < other.end && other.begin < end; }
+  // The smallest extent that contains both.
   Extent with(const Extent& other) const {
     if (is_empty()) return other;
     if (other.is_empty()) return *this;
@@ -76,13 +76,13 @@ inline Extent extent_of(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * tensor.element_size()};
 }
 
-// What the operations of one call write.
+// The memory that the operations of one call write.
 class Written {
  public:
-  bool meets(const Extent& extent) const {
-    // Parts of one tensor in their order, the common case, are told apart by the first comparison.
-    return !extent.is_empty() && all_.meets(extent) &&
-           std::any_of(each_.begin(), each_.end(), [&](const Extent& other) { return other.meets(extent); });
+  bool overlaps(const Extent& extent) const {
+    // In the common case, parts of one tensor in their order, the first comparison decides.
+    return !extent.is_empty() && all_.overlaps(extent) &&
+           std::any_of(each_.begin(), each_.end(), [&](const Extent& other) { return other.overlaps(extent); });
   }
 
   void add(const Extent& extent) {
@@ -96,11 +96,12 @@ class Written {
   std::vector<Extent> each_;
 };
 
-// The memory of one operation: what the engine reads and writes, and what must be kept and copied back.
+// The memory of one operation: the buffers that the engine reads and writes, the tensors to keep, and the copies to write
+// back.
 //
-// To the caller, a call reads all that it takes before it writes anything, and then writes its results one after the
-// other, as gloo does. The engine reads and writes in whatever order suits it, so that operands which share memory are
-// replaced by copies. `written` is what the operations of the same call write; they are filled in their order.
+// To the caller, a call reads all inputs before it writes anything, and then writes its results one after the other, as
+// gloo does. The engine reads and writes in any order, so operands that share memory are replaced by copies. `written` is
+// the memory that the operations of the same call write; they are filled in their order.
 class Operands {
  public:
   Operands(const char* operation, Written& written) : operation_(operation), written_(written) {}
@@ -108,7 +109,7 @@ class Operands {
   void input(const at::Tensor& tensor, const char* argument) {
     check(tensor, argument);
     const Extent extent = extent_of(tensor);
-    if (!is_plain(tensor) || written_.meets(extent)) {
+    if (!is_plain(tensor) || written_.overlaps(extent)) {
       push(inputs_, copy_of(tensor));
       input_extents_.emplace_back();
       return;
@@ -118,13 +119,13 @@ class Operands {
     all_inputs_ = all_inputs_.with(extent);
   }
 
-  // An input may lie at `own_part`, where the operation puts it anyway.
+  // An input may lie at `own_part`, where the operation writes the same data.
   void output(const at::Tensor& tensor, const char* argument, const char* own_part = nullptr) {
     check(tensor, argument);
     check_writable(tensor, argument);
     const Extent extent = extent_of(tensor);
-    // Of results that share memory the last one has to win.
-    const bool direct = is_plain(tensor) && !written_.meets(extent) && free_of_inputs(extent, own_part);
+    // Of results that share memory, the last one must win.
+    const bool direct = is_plain(tensor) && !written_.overlaps(extent) && free_of_inputs(extent, own_part);
     written_.add(extent);
     push(outputs_, direct ? tensor : temporary(tensor, at::empty(tensor.sizes(), tensor.options())));
   }
@@ -133,14 +134,14 @@ class Operands {
     check(tensor, argument);
     check_writable(tensor, argument);
     const Extent extent = extent_of(tensor);
-    const bool direct = is_plain(tensor) && !written_.meets(extent);
+    const bool direct = is_plain(tensor) && !written_.overlaps(extent);
     written_.add(extent);
     const at::Tensor plain = direct ? tensor : temporary(tensor, copy_of(tensor));
     push(inputs_, plain);
     push(outputs_, plain);
   }
 
-  // Memory that others may access at any time, so that nothing can stand in for it.
+  // Memory that other ranks may access at any time, so that no copy can replace it.
   void lend(const at::Tensor& tensor, const char* argument) {
     check(tensor, argument);
     check_writable(tensor, argument);
@@ -151,9 +152,9 @@ class Operands {
   const std::vector<NcclxBuffer>& inputs() const { return inputs_; }
   const std::vector<NcclxBuffer>& outputs() const { return outputs_; }
 
-  // Copies temporaries to the tensors that they stand for.
+  // Copies temporaries to the tensors that they replace.
   void finish() {
-    // Values of the engine's making have no gradient, also where the target is a parameter.
+    // The engine's results have no gradient, also if the target is a parameter.
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (auto& [target, source] : copies_) target.copy_(source);
   }
@@ -188,18 +189,18 @@ class Operands {
     return tensor.clone(at::MemoryFormat::Contiguous).resolve_conj().resolve_neg();
   }
 
-  // Whether an output there leaves the inputs alone, of which those that are in its way and not longer get copied.
+  // Whether the output can be written there without harm to the inputs. Copies inputs that overlap it and are not longer.
   bool free_of_inputs(const Extent& output, const char* own_part) {
-    if (!all_inputs_.meets(output)) return true;
+    if (!all_inputs_.overlaps(output)) return true;
     bool is_free = true;
     for (size_t i = 0; i < inputs_.size(); ++i) {
       const Extent& input = input_extents_[i];
-      if (!input.meets(output) || input.begin == own_part) continue;
+      if (!input.overlaps(output) || input.begin == own_part) continue;
       if (input.length() > output.length()) {
         is_free = false;
         continue;
       }
-      kept_.push_back(copy_of(kept_[i]));  // the inputs come first there
+      kept_.push_back(copy_of(kept_[i]));  // the inputs come first in `kept_`
       inputs_[i].ptr = kept_.back().data_ptr();
       input_extents_[i] = {};
     }
@@ -219,7 +220,7 @@ class Operands {
 
   const char* operation_;
   Written& written_;
-  std::vector<Extent> input_extents_;  // empty where a copy is read
+  std::vector<Extent> input_extents_;  // empty for inputs that were copied
   Extent all_inputs_;
   std::vector<NcclxBuffer> inputs_;
   std::vector<NcclxBuffer> outputs_;

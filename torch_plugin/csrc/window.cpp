@@ -12,7 +12,7 @@ uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
   const int32_t status = engine_->window_register(comm()->get(), operands.outputs().data(), &window, &error);
   if (status != NCCLX_OK) raise(status, error.text);
   if (owning) {
-    at::Tensor kept = tensor;  // copied without the lock, as its Python object takes Python's
+    at::Tensor kept = tensor;  // copied without the lock: its Python object takes Python's lock
     std::lock_guard<std::mutex> lock(windows_mutex_);
     windows_.emplace(window, std::move(kept));
   }
@@ -67,7 +67,7 @@ class NcclxWindow : public c10d::Window {
   void tensor_register(const at::Tensor& tensor, bool owning = true) override {
     TORCH_CHECK(!id_, "ncclx_rs: window_register: Double registration error: the window has a tensor already");
     id_ = backend_->register_window(tensor, owning);
-    // Without ownership, a view of the memory that keeps nothing alive.
+    // Without ownership, the view does not keep the memory alive.
     tensor_ = owning ? tensor : at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options());
   }
 
@@ -95,7 +95,7 @@ class NcclxWindow : public c10d::Window {
                                    opts.timeout);
   }
 
-  // Another rank's memory is only reached by messages.
+  // Only operations reach another rank's memory.
   at::Tensor map_remote_tensor(int64_t rank) override {
     id();
     if (rank != backend_->getRank()) refuse("map_remote_tensor", "rank", "this rank itself", std::to_string(rank));

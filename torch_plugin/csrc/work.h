@@ -21,20 +21,20 @@ namespace ncclx {
 
 using Milliseconds = std::chrono::milliseconds;
 
-// The works between startCoalescing and endCoalescing, of which an exception skips the second. So it has works only while
-// they are in flight, and of those that have ended the first error.
+// The works between startCoalescing and endCoalescing. An exception skips endCoalescing, so a batch holds works only while
+// they are in flight, and of ended works only the first error.
 class Batch {
  public:
   using InFlight = std::map<const void*, c10::intrusive_ptr<c10d::Work>>;
 
-  void began(c10::intrusive_ptr<c10d::Work> work) {
+  void add(c10::intrusive_ptr<c10d::Work> work) {
     const void* key = work.get();
     std::lock_guard<std::mutex> lock(mutex_);
     in_flight_.emplace(key, std::move(work));
   }
 
-  void ended(const c10d::Work* work, const std::exception_ptr& error) {
-    InFlight::node_type dropped;  // without the lock: it has tensors
+  void remove(const c10d::Work* work, const std::exception_ptr& error) {
+    InFlight::node_type dropped;  // dropped after the lock: it holds tensors
     std::lock_guard<std::mutex> lock(mutex_);
     dropped = in_flight_.extract(work);
     if (!first_error_) first_error_ = error;
@@ -47,7 +47,7 @@ class Batch {
     return works;
   }
 
-  // Gives away what it has.
+  // The works in flight and the first error; the batch is empty afterwards.
   std::pair<InFlight, std::exception_ptr> take() {
     std::lock_guard<std::mutex> lock(mutex_);
     return {std::exchange(in_flight_, {}), first_error_};
@@ -72,32 +72,32 @@ class NcclxWork : public c10d::Work {
     for (NcclxHandle* handle : handles_) engine_->release(handle);
   }
 
-  // Memory for one operation, kept until all are done.
+  // The operands of a further operation, kept until all operations are done.
   Operands& operands(const char* operation) { return operands_.emplace_back(operation, written_); }
 
-  // Whether the operations write there.
-  bool writes(const Extent& extent) const { return written_.meets(extent); }
+  // Whether the operations write to that memory.
+  bool writes(const Extent& extent) const { return written_.overlaps(extent); }
 
-  // Takes over an operation that was submitted.
+  // Takes ownership of a submitted operation.
   void add(NcclxHandle* handle) { handles_.push_back(handle); }
 
-  // Tells a batch when it begins and ends. To be called before it is followed.
+  // Adds this work to a batch until it ends. Called before `follow`.
   void join(std::shared_ptr<Batch> batch) {
     batch_ = std::move(batch);
-    batch_->began(c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this));
+    batch_->add(c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this));
   }
 
-  // Stands for a batch, which has no more works to come.
+  // Makes this the work of a batch, to which no more works are added.
   void add(Batch& batch) {
     auto [in_flight, error] = batch.take();
     for (auto& [_, work] : in_flight) members_.push_back(std::move(work));
     if (error) note(error);
   }
 
-  // Ends with `error` once what was added so far is done.
+  // Makes this work end with `error` once the operations added so far are done.
   void fail(std::exception_ptr error) { note(error); }
 
-  // Follows what was added. To be called once, when all is added.
+  // Waits for the added operations in the background. Called once, after the last was added.
   void follow() {
     group_->began();
     pending_ = 1 + handles_.size() + members_.size();
@@ -113,7 +113,7 @@ class NcclxWork : public c10d::Work {
     one_done(nullptr);
   }
 
-  // The same, but drives the engine on this thread until the operations are done; their errors wait for `wait`.
+  // The same, but this thread makes the engine's progress until the operations are done. `wait` raises their errors.
   void drive() {
     group_->began();
     pending_ = 1;
@@ -153,7 +153,7 @@ class NcclxWork : public c10d::Work {
 
   std::vector<at::Tensor> result() override { return results_; }
 
-  // Made when it is first asked for: who calls an operation and waits for it mostly never does.
+  // Made at the first call: most callers only wait for the work.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
     {
@@ -170,7 +170,7 @@ class NcclxWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return handles_.empty() ? 0 : engine_->sequence(handles_.front()); }
 
 #if NCCLX_TORCH_GE(2, 15)
-  // Addresses are used again.
+  // Not the address, which a later work may have again.
   uint64_t getCompletionKey() const override { return key_; }
 #endif
 
@@ -234,17 +234,17 @@ class NcclxWork : public c10d::Work {
     }
     for (Operands& operands : operands_) operands.release();
     finished_ = std::chrono::steady_clock::now();
-    // The future first: whoever waits for this work may then use it at once.
+    // The future is completed first, so that a thread that waits for this work finds it completed.
     const auto future = [this] {
       std::lock_guard<std::mutex> lock(outcome_);
       has_ended_ = true;
       return future_;
     }();
     if (future) settle(*future);
-    // What the profiler wants to know holds Python objects, and `finish` would call and drop it under c10d's lock.
+    // The profiler's callback holds Python objects; `finish` would call and drop it under c10d's lock.
     if (const auto profiled = std::exchange(recordFunctionEndCallback_, nullptr)) profiled();
     finish(first_error_);
-    if (batch_) batch_->ended(this, first_error_);
+    if (batch_) batch_->remove(this, first_error_);
 #if NCCLX_TORCH_GE(2, 15)
     if (!first_error_) group_->succeeded(key_, finished_ - started_);
 #endif
@@ -274,11 +274,11 @@ class NcclxWork : public c10d::Work {
   std::list<Operands> operands_;
   std::vector<at::Tensor> results_;
   std::vector<NcclxHandle*> handles_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> members_;  // works that this one stands for
+  std::vector<c10::intrusive_ptr<c10d::Work>> members_;  // the works of a batch
   std::shared_ptr<Batch> batch_;
   std::atomic<size_t> pending_{0};
-  // Guards the three that follow; the error does not change any more once the work has ended. No tensor is copied or
-  // dropped under it, whose Python object would take Python's lock.
+  // Guards the next three fields; the error is final once the work has ended. No tensor is copied or dropped under it:
+  // the tensor's Python object would take Python's lock.
   std::mutex outcome_;
   std::exception_ptr first_error_;
   bool has_ended_ = false;

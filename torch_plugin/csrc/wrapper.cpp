@@ -1,4 +1,4 @@
-// A communicator of the object API as a c10d backend: its hooks are called around what its backend does.
+// A communicator of the object API as a c10d backend: it calls the communicator's hooks around each operation.
 // Included by register.cpp.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -59,7 +59,7 @@ class BackendWrapper : public c10d::Backend {
                 outputs, inputs, opts);
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
-    // In its torchcomms mode torch gives one empty list where the rank is not the root, which gloo refuses.
+    // In its torchcomms mode, torch passes one empty list on ranks other than the root, which gloo refuses.
     std::vector<Tensors> none;
     auto& lists = getRank() == opts.rootRank ? outputs : none;
     return call("gather", [&] { return inner_->gather(lists, inputs, opts); }, lists, inputs, opts);
@@ -121,7 +121,7 @@ class BackendWrapper : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
   void enableCollectivesTiming() override { inner_->enableCollectivesTiming(); }
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
-    onCompletionHook_ = hook;  // says that there is one
+    onCompletionHook_ = hook;  // c10d checks whether there is one
     inner_->registerOnCompletionHook(std::move(hook));
   }
   void waitForPendingWorks() override { inner_->waitForPendingWorks(); }
@@ -152,7 +152,7 @@ class BackendWrapper : public c10d::Backend {
   }
 #endif
 
-  // Of all ranks: a communicator split off `comm`, or nothing on ranks outside it. It has a store of its own.
+  // Called on all ranks. A communicator split from `comm`, with a store of its own; none on ranks outside it.
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override {
     py::gil_scoped_acquire lock;
@@ -164,7 +164,7 @@ class BackendWrapper : public c10d::Backend {
   }
 
  private:
-  // Tells the hooks of an operation, has it done, and tells them of its work.
+  // Calls the pre-hooks, runs the operation, and calls the post-hooks with its work.
   template <typename Do, typename... Args>
   WorkPtr call(const char* name, Do&& work, const Args&... args) {
     std::vector<uint64_t> ids;

@@ -12,7 +12,9 @@ use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use ncclx_rs_backend::abi::{OK, PENDING, RawBuffer, RawBytes, RawError, RawJoin, RawOperation, RawTable, take_bytes};
+use ncclx_rs_backend::abi::{
+    OK, PENDING, RawBuffer, RawBytes, RawError, RawJoin, RawOperation, RawTable, append_bytes,
+};
 use ncclx_rs_backend::{DType, ErrorKind};
 use pyo3::prelude::*;
 
@@ -133,8 +135,8 @@ impl Instance {
         let (list, len, sink) = (tensors.as_ptr(), tensors.len() as u64, (&raw mut answer).cast());
         let call = |error| {
             // SAFETY: a member that lives; the caller holds the tensors, which do not overlap, for the call; `sink` is a
-            // vector, as `take_bytes` expects.
-            unsafe { (self.table.call)(self.member.0, method, arguments, list, len, take_bytes, sink, error) }
+            // vector, as `append_bytes` expects.
+            unsafe { (self.table.call)(self.member.0, method, arguments, list, len, append_bytes, sink, error) }
         };
         checked(call)?;
         Ok(String::from_utf8_lossy(&answer).into_owned())

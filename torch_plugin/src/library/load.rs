@@ -79,7 +79,7 @@ pub(crate) fn open(path: &Path) -> Result<Loaded, LoadError> {
 }
 
 fn methods(table: &RawTable) -> Vec<String> {
-    unsafe extern "C" fn take(sink: *mut c_void, bytes: RawBytes) {
+    unsafe extern "C" fn append(sink: *mut c_void, bytes: RawBytes) {
         // SAFETY: `sink` is the vector below, lent for the call.
         let methods = unsafe { &mut *sink.cast::<Vec<String>>() };
         // SAFETY: the library passes bytes that live for the call.
@@ -87,7 +87,7 @@ fn methods(table: &RawTable) -> Vec<String> {
     }
     let mut methods: Vec<String> = Vec::new();
     // SAFETY: the library's function, with a function and a sink that belong together.
-    unsafe { (table.methods)(take, (&raw mut methods).cast()) };
+    unsafe { (table.methods)(append, (&raw mut methods).cast()) };
     methods
 }
 

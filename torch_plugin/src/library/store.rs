@@ -1,12 +1,12 @@
-//! A c10d store as a backend's library uses one.
-#![allow(unsafe_code, reason = "what the library calls")]
+//! A c10d store for a backend's library.
+#![allow(unsafe_code, reason = "the library calls these functions")]
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use ncclx_rs_backend::ErrorKind;
-use ncclx_rs_backend::abi::{OK, RawBytes, RawError, RawStore, Take};
+use ncclx_rs_backend::abi::{OK, RawBytes, RawError, RawStore, WriteBytes};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -20,7 +20,7 @@ impl PythonStore {
         PythonStore { store }
     }
 
-    /// What the library gets, and gives back by `release`.
+    /// The store for the library, which gives it back by `release`.
     pub(crate) fn into_raw(self, host: RawBytes) -> RawStore {
         RawStore { context: Box::into_raw(Box::new(self)).cast(), set, get, wait, release, host }
     }
@@ -34,7 +34,7 @@ impl PythonStore {
 }
 
 unsafe extern "C" fn set(context: *mut c_void, key: RawBytes, value: RawBytes, error: *mut RawError) -> i32 {
-    // SAFETY: the library passes on what it was given.
+    // SAFETY: the library passes the context of `into_raw`.
     let store = unsafe { store(context) };
     // SAFETY: alive for the call.
     let key = unsafe { key.text() };
@@ -47,11 +47,11 @@ unsafe extern "C" fn get(
     context: *mut c_void,
     key: RawBytes,
     timeout_ms: u64,
-    take: Take,
+    write: WriteBytes,
     sink: *mut c_void,
     error: *mut RawError,
 ) -> i32 {
-    // SAFETY: the library passes on what it was given.
+    // SAFETY: the library passes the context of `into_raw`.
     let store = unsafe { store(context) };
     // SAFETY: alive for the call.
     let key = unsafe { key.text() };
@@ -59,13 +59,13 @@ unsafe extern "C" fn get(
         let value = store.waited(py, &key, timeout_ms)?.call_method1("get", (&key,))?;
         let value: &[u8] = value.extract()?;
         // SAFETY: the library's function with its sink.
-        unsafe { take(sink, RawBytes::of_bytes(value)) };
+        unsafe { write(sink, RawBytes::of_bytes(value)) };
         Ok(())
     })
 }
 
 unsafe extern "C" fn wait(context: *mut c_void, key: RawBytes, timeout_ms: u64, error: *mut RawError) -> i32 {
-    // SAFETY: the library passes on what it was given.
+    // SAFETY: the library passes the context of `into_raw`.
     let store = unsafe { store(context) };
     // SAFETY: alive for the call.
     let key = unsafe { key.text() };
@@ -73,7 +73,7 @@ unsafe extern "C" fn wait(context: *mut c_void, key: RawBytes, timeout_ms: u64, 
 }
 
 unsafe extern "C" fn release(context: *mut c_void) {
-    // SAFETY: made by `into_raw`, given back once. Its reference is dropped when the interpreter allows.
+    // SAFETY: made by `into_raw`, given back once. PyO3 drops the reference later if this thread has no interpreter lock.
     drop(unsafe { Box::from_raw(context.cast::<PythonStore>()) });
 }
 
@@ -100,5 +100,5 @@ unsafe fn store<'a>(context: *mut c_void) -> &'a PythonStore {
     unsafe { &*context.cast() }
 }
 
-/// As long as a timedelta and a store's clock can take.
+/// The longest timeout that a timedelta and a store's clock can hold.
 const LONGEST_MS: u64 = 1_000_000_000_000;
