@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from harness import BACKEND, WATCHDOG_SECONDS, World, join, leaving_together
-from test_losses import backend, run_ranks, until
+from test_peer_loss import backend, run_ranks, until
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "errors.h"
-#include "group.h"
+#include "group_state.h"
 #include "tensors.h"
 
 namespace ncclx {
