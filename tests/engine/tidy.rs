@@ -38,6 +38,7 @@ const UNSAFE: &[&str] = &[
     "torch_plugin/src/library/instance.rs",
     "torch_plugin/src/library/load.rs",
     "torch_plugin/src/library/store.rs",
+    "torch_plugin/src/python.rs",
 ];
 
 /// The folders of the workspace's sources.

@@ -1,5 +1,5 @@
-// Every virtual of c10d::Backend, as a call of the engine. Included by register.cpp: one translation unit, because
-// torch's headers cost more than all of this.
+// The virtual functions of c10d::Backend as calls of the engine. Included by register.cpp: one translation unit, because
+// torch's headers take longer to compile than all of this.
 #include "backend.h"
 
 #include <Python.h>
@@ -14,7 +14,7 @@ using c10d::OpType;
 
 namespace {
 
-// Lets go of Python's lock, if this thread has it: what follows may wait for callbacks that need it.
+// Releases Python's lock, if this thread has it: the following calls may wait for callbacks that need it.
 class WithoutGil {
  public:
   WithoutGil() : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
@@ -47,20 +47,20 @@ struct NcclxBackend::Call {
   uint64_t offset = 0;
   std::vector<uint64_t> in_counts{};
   std::vector<uint64_t> out_counts{};
-  // Fills the operands of the i-th of `count` operations, inputs first. Lives no longer than the call of `launch`.
+  // Fills the operands of the i-th of `count` operations, inputs first. Valid during `launch`.
   c10::function_ref<void(Operands&, size_t)> fill;
   size_t count = 1;
 };
 
 namespace {
 
-// The only tensor of a list, where c10d passes lists of one.
-at::Tensor& only(Tensors& list, const char* operation, const char* argument) {
+// The single tensor of a list: c10d passes lists of one.
+at::Tensor& single(Tensors& list, const char* operation, const char* argument) {
   if (list.size() != 1) refuse(operation, argument, "one tensor", std::to_string(list.size()));
   return list.front();
 }
 
-Tensors& only(std::vector<Tensors>& lists, const char* operation, const char* argument) {
+Tensors& single(std::vector<Tensors>& lists, const char* operation, const char* argument) {
   if (lists.size() != 1) refuse(operation, argument, "one list of tensors", std::to_string(lists.size()));
   return lists.front();
 }
@@ -100,7 +100,7 @@ Communicator::Communicator(const NcclxEngine* engine, const c10::intrusive_ptr<c
   const NcclxInit init{name.c_str(), rank, size, timeout.count(), pairs.data(), pairs.size() / 2, adapter.view()};
   NcclxError error;
   const int32_t status = engine_->create(&init, &comm_, &error);
-  // A failure stays in the store for the ranks that have not read it yet.
+  // After a failure, the key stays in the store for the ranks that have not read it yet.
   if (status != NCCLX_OK) raise(status, error.text);
   adapter.forget();
 }
@@ -110,21 +110,21 @@ Communicator::~Communicator() {
   engine_->destroy(comm_);
 }
 
-void Communicator::watch(const std::shared_ptr<Group>& group) {
-  struct Listener {
-    std::weak_ptr<Group> group;
+void Communicator::watch(const std::shared_ptr<GroupState>& group) {
+  struct LossCallback {
+    std::weak_ptr<GroupState> group;
     uint64_t generation;
     const NcclxEngine* engine;
   };
   const auto done = [](void* context, int32_t status, const char*) {
-    const std::unique_ptr<Listener> listener(static_cast<Listener*>(context));
-    // That there was no loss may be told under the engine's lock, where the group, with its hooks, must not be dropped.
+    const std::unique_ptr<LossCallback> callback(static_cast<LossCallback*>(context));
+    // Without a loss, this may run under the engine's lock, where the group with its hooks must not be dropped.
     if (status == NCCLX_OK) return;
-    if (const auto group = listener->group.lock()) {
-      Group::tell(listener->engine, group->note_of(listener->generation, status));
+    if (const auto group = callback->group.lock()) {
+      GroupState::call_failure_hooks(callback->engine, group->record_failure_of(callback->generation, status));
     }
   };
-  engine_->on_loss(comm_, done, new Listener{group, group->generation(), engine_});
+  engine_->on_loss(comm_, done, new LossCallback{group, group->generation(), engine_});
 }
 
 NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -133,7 +133,7 @@ NcclxBackend::NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c
   if (joins) {
     comm_ = std::make_shared<Communicator>(engine_, store, rank, size, name_, limit(), options_->hints);
     comm_->watch(group_);
-    group_->runs_on(comm_);
+    group_->set_comm(comm_);
     const auto& members = options_->global_ranks_in_group;
     name_ranks(std::vector<int64_t>(members.begin(), members.end()));
   }
@@ -173,7 +173,7 @@ WorkPtr NcclxBackend::launch(Call&& call) {
   const auto comm = this->comm();
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, call.title,
                                              std::optional<Tensors>(std::move(call.profiled)), std::move(call.results));
-  // All of them before the first begins: none reads what another has written.
+  // All are filled before the first starts: none reads what another has written.
   std::vector<const Operands*> filled;
   for (size_t i = 0; i < call.count; ++i) {
     Operands& operands = work->operands(call.operation);
@@ -221,16 +221,16 @@ WorkPtr NcclxBackend::launch(Call&& call) {
 
 void NcclxBackend::wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written) {
   for (const auto& work : batch.in_flight()) {
-    const auto& writer = static_cast<const NcclxWork&>(*work);  // nothing else joins a batch
-    const auto meets = [&](const at::Tensor& tensor) { return writer.writes(extent_of(tensor)); };
-    if (std::any_of(read.begin(), read.end(), meets) || std::any_of(written.begin(), written.end(), meets)) {
+    const auto& writer = static_cast<const NcclxWork&>(*work);  // a batch has no other works
+    const auto overlaps = [&](const at::Tensor& tensor) { return writer.writes(extent_of(tensor)); };
+    if (std::any_of(read.begin(), read.end(), overlaps) || std::any_of(written.begin(), written.end(), overlaps)) {
       work->wait();
     }
   }
 }
 
 WorkPtr NcclxBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  at::Tensor tensor = only(tensors, "broadcast", "tensors");
+  at::Tensor tensor = single(tensors, "broadcast", "tensors");
   return launch({.kind = NCCLX_BROADCAST, .operation = "broadcast", .title = "ncclx_rs:broadcast",
                  .type = OpType::BROADCAST, .timeout = opts.timeout, .async = opts.asyncOp, .results = tensors,
                  .profiled = tensors, .peer = static_cast<int>(opts.rootRank),
@@ -238,7 +238,7 @@ WorkPtr NcclxBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& 
 }
 
 WorkPtr NcclxBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  at::Tensor tensor = only(tensors, "all_reduce", "tensors");
+  at::Tensor tensor = single(tensors, "all_reduce", "tensors");
   if (tensor.is_sparse()) return allreduce_sparse(tensors, opts);
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_ALL_REDUCE, .operation = "all_reduce", .title = "ncclx_rs:all_reduce",
@@ -248,7 +248,7 @@ WorkPtr NcclxBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
 }
 
 WorkPtr NcclxBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  at::Tensor tensor = only(tensors, "all_reduce", "tensors");
+  at::Tensor tensor = single(tensors, "all_reduce", "tensors");
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) refuse("all_reduce", "op", "SUM for a sparse tensor", "another");
   sum_sparse(*this, tensor, opts.timeout);
   auto work =
@@ -269,7 +269,7 @@ WorkPtr NcclxBackend::allreduce_coalesced(Tensors& tensors, const c10d::Allreduc
 }
 
 WorkPtr NcclxBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  at::Tensor tensor = only(tensors, "reduce", "tensors");
+  at::Tensor tensor = single(tensors, "reduce", "tensors");
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_REDUCE, .operation = "reduce", .title = "ncclx_rs:reduce", .type = OpType::REDUCE,
                  .timeout = opts.timeout, .async = opts.asyncOp, .results = tensors, .profiled = tensors,
@@ -278,8 +278,8 @@ WorkPtr NcclxBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) 
 }
 
 WorkPtr NcclxBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  at::Tensor input = only(inputs, "all_gather", "tensor");
-  const Tensors& list = only(outputs, "all_gather", "tensor_list");
+  at::Tensor input = single(inputs, "all_gather", "tensor");
+  const Tensors& list = single(outputs, "all_gather", "tensor_list");
   if (list.size() != static_cast<size_t>(getSize())) {
     refuse("all_gather", "tensor_list", "a list of " + std::to_string(getSize()) + " tensors",
            std::to_string(list.size()));
@@ -297,7 +297,7 @@ WorkPtr NcclxBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, 
 
 namespace {
 
-// Where the output of an all_gather has what the rank itself gives.
+// The part of an all_gather's output that has this rank's own input.
 const char* own_part(const at::Tensor& output, const at::Tensor& input, int rank) {
   const Extent whole = extent_of(output);
   return whole.is_empty() ? nullptr : whole.begin + rank * extent_of(input).length();
@@ -314,7 +314,7 @@ WorkPtr NcclxBackend::_allgather_base(at::Tensor& output, at::Tensor& input, con
                  }});
 }
 
-// One operation a tensor: outputs[rank][i] is what `rank` has as inputs[i].
+// One operation for each tensor: outputs[rank][i] gets inputs[i] of `rank`.
 WorkPtr NcclxBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& opts) {
   const char* operation = "all_gather_coalesced";
@@ -357,12 +357,12 @@ WorkPtr NcclxBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors&
 }
 
 WorkPtr NcclxBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
-  at::Tensor input = only(inputs, "gather", "tensor");
+  at::Tensor input = single(inputs, "gather", "tensor");
   const bool root = opts.rootRank == getRank();
   if (!root && !outputs.empty() && !outputs.front().empty()) {
     refuse("gather", "gather_list", "none on a rank that is not the root", "a list");
   }
-  const Tensors list = root ? only(outputs, "gather", "gather_list") : Tensors{};
+  const Tensors list = root ? single(outputs, "gather", "gather_list") : Tensors{};
   return launch({.kind = NCCLX_GATHER, .operation = "gather", .title = "ncclx_rs:gather", .type = OpType::GATHER,
                  .timeout = opts.timeout, .async = opts.asyncOp, .results = list, .profiled = inputs,
                  .peer = static_cast<int>(opts.rootRank), .fill = [&](Operands& o, size_t) {
@@ -385,12 +385,12 @@ WorkPtr NcclxBackend::gather_single(at::Tensor& output, at::Tensor& input, const
 #endif
 
 WorkPtr NcclxBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
-  at::Tensor output = only(outputs, "scatter", "tensor");
+  at::Tensor output = single(outputs, "scatter", "tensor");
   const bool root = opts.rootRank == getRank();
   if (!root && !inputs.empty() && !inputs.front().empty()) {
     refuse("scatter", "scatter_list", "none on a rank that is not the root", "a list");
   }
-  const Tensors list = root ? only(inputs, "scatter", "scatter_list") : Tensors{};
+  const Tensors list = root ? single(inputs, "scatter", "scatter_list") : Tensors{};
   return launch({.kind = NCCLX_SCATTER, .operation = "scatter", .title = "ncclx_rs:scatter", .type = OpType::SCATTER,
                  .timeout = opts.timeout, .async = opts.asyncOp, .results = outputs, .profiled = list,
                  .peer = static_cast<int>(opts.rootRank), .fill = [&](Operands& o, size_t) {
@@ -401,8 +401,8 @@ WorkPtr NcclxBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, co
 
 WorkPtr NcclxBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                      const c10d::ReduceScatterOptions& opts) {
-  at::Tensor output = only(outputs, "reduce_scatter", "output");
-  const Tensors& list = only(inputs, "reduce_scatter", "input_list");
+  at::Tensor output = single(outputs, "reduce_scatter", "output");
+  const Tensors& list = single(inputs, "reduce_scatter", "input_list");
   if (list.size() != static_cast<size_t>(getSize())) {
     refuse("reduce_scatter", "input_list", "a list of " + std::to_string(getSize()) + " tensors",
            std::to_string(list.size()));
@@ -448,7 +448,7 @@ WorkPtr NcclxBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
 
 namespace {
 
-// Split sizes count rows of the first dimension; none means equal shares.
+// Split sizes are numbers of rows of the first dimension; no sizes mean equal shares.
 std::vector<uint64_t> element_counts(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size,
                                      const char* argument) {
   const char* operation = "all_to_all_single";
@@ -470,7 +470,7 @@ std::vector<uint64_t> element_counts(const at::Tensor& tensor, const std::vector
   for (int64_t split : splits) {
     if (split < 0) refuse(operation, argument, "sizes of at least 0", std::to_string(split));
     is_countable = is_countable && !__builtin_add_overflow(sum, split, &sum);
-    // Where the sum is right, no part of it is longer than the tensor.
+    // If the sum is right, no part is longer than the tensor, so that this does not overflow.
     counts.push_back(static_cast<uint64_t>(split) * row);
   }
   if (!is_countable || sum != rows) {
@@ -524,7 +524,7 @@ WorkPtr NcclxBackend::barrier(const c10d::BarrierOptions& opts) {
 WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout) {
   const bool sends = kind == NCCLX_SEND;
   const char* operation = sends ? "send" : "recv";
-  at::Tensor tensor = only(tensors, operation, "tensors");
+  at::Tensor tensor = single(tensors, operation, "tensors");
   if (tag < 0) refuse(operation, "tag", "a number of at least 0", std::to_string(tag));
   const bool any = peer < 0;
   return launch({.kind = kind, .operation = operation,
@@ -550,14 +550,14 @@ WorkPtr NcclxBackend::recvAnysource(Tensors& tensors, int tag) {
   return message(NCCLX_RECV, tensors, -1, tag, c10d::kUnsetTimeout);
 }
 
-// As gloo's, messages included: every rank reports to rank 0, which lets them go once all have, and names those that did
-// not come.
+// As gloo's, with the same error messages: every rank reports to rank 0, which releases them once all have reported, and
+// names the missing ranks.
 void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  // Programs have no tags from 2^31 on. Each call has its own, so that a rank that came too late for one cannot pass for
-  // having come to the next.
+  // Programs cannot use tags from 2^31 on. Each call has its own tags, so that a late report is not taken for one of the
+  // next call.
   const uint32_t report = 0x8000'0000 | comm()->next_monitored_barrier() << 1;
   const uint32_t release = report | 1;
-  // PyTorch passes its default where the program has said nothing.
+  // PyTorch passes its default if the program has given no timeout.
   const bool is_limited = opts.timeout != c10d::kUnsetTimeout && opts.timeout != kBackendDefaultTimeout;
   const Milliseconds timeout = is_limited ? opts.timeout : Milliseconds(engine_->timeout(comm()->get()));
   const std::string limit = std::to_string(timeout.count()) + " ms";
@@ -619,7 +619,7 @@ WorkPtr NcclxBackend::endCoalescing() {
 }
 
 void NcclxBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
-  onCompletionHook_ = hook;  // says that there is one
+  onCompletionHook_ = hook;  // c10d checks whether there is one
   group_->on_completion(std::move(hook));
 }
 
@@ -630,24 +630,24 @@ void NcclxBackend::abort() {
 
 void NcclxBackend::shutdown() {
   const WithoutGil released;
-  // What they look at goes with the communicator.
+  // Hooks may look at the communicator's state, which ends with it.
   group_->wait_for_hooks();
   group_->leave();
   if (const auto comm = comm_or_none()) engine_->shutdown(comm->get());
 }
 
 void NcclxBackend::end_all(const NcclxEngine* engine) {
-  const auto groups = Groups::alive();
-  // What they look at goes with the abort.
-  auto until = Group::patience();
-  for (const auto& group : groups) group->wait_for_hooks(until);
+  const auto groups = GroupRegistry::alive();
+  // Hooks may look at the communicators' state, which ends with the abort.
+  auto deadline = GroupState::default_deadline();
+  for (const auto& group : groups) group->wait_for_hooks(deadline);
   for (const auto& group : groups) {
     group->leave();
     if (const auto comm = group->comm()) engine->abort(comm->get(), "the process group was aborted");
   }
-  // Of the hooks, those that still run had their time.
-  until = Group::patience();
-  for (const auto& group : groups) group->wait_for_works(until);
+  // Hooks have had their time; only works are waited for.
+  deadline = GroupState::default_deadline();
+  for (const auto& group : groups) group->wait_for_works(deadline);
 }
 
 void NcclxBackend::setTimeout(Milliseconds timeout) {
@@ -657,25 +657,25 @@ void NcclxBackend::setTimeout(Milliseconds timeout) {
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 
-void NcclxBackend::members_meet(std::string handle, Meet meet) {
+void NcclxBackend::set_rendezvous(std::string handle, Rendezvous rendezvous) {
   handle_ = std::move(handle);
-  meet_ = std::move(meet);
+  rendezvous_ = std::move(rendezvous);
 }
 
 c10d::ReconfigureHandle NcclxBackend::get_reconfigure_handle() const {
-  TORCH_CHECK(meet_, "ncclx_rs: get_reconfigure_handle: the process group was made without enable_reconfigure=True");
+  TORCH_CHECK(rendezvous_, "ncclx_rs: get_reconfigure_handle: the process group was made without enable_reconfigure=True");
   return handle_;
 }
 
 WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
-  TORCH_CHECK(meet_, "ncclx_rs: reconfigure: the process group was made without enable_reconfigure=True");
+  TORCH_CHECK(rendezvous_, "ncclx_rs: reconfigure: the process group was made without enable_reconfigure=True");
   const Milliseconds timeout = opts.timeout.value_or(options_->timeout);
-  const auto [store, rank, size, secret] = meet_(opts.uuid, opts.handles, timeout);
+  const auto [store, rank, size, secret] = rendezvous_(opts.uuid, opts.handles, timeout);
   Hints hints = options_->hints;
   for (const auto& [name, value] : opts.hints) hints[name] = value;
   hints["group_secret"] = secret;
   const WithoutGil released;
-  // The old generation has ended before the new one begins. That its operations end with it is no failure.
+  // The old generation ends before the new one begins. The errors of its operations are no failure of the group.
   group_->pause();
   if (const auto old = exchange_comm(nullptr)) engine_->abort(old->get(), "the process group was reconfigured");
   group_->wait_for_all();
@@ -685,12 +685,12 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
     lent.swap(windows_);
   }
   auto comm = std::make_shared<Communicator>(engine_, store, rank, size, name_, timeout, hints);
-  engine_->set_timeout(comm->get(), limit().count());  // `timeout` was for joining
+  engine_->set_timeout(comm->get(), limit().count());  // `timeout` was that of joining
   rank_ = rank;
   size_ = size;
   group_->resume();
   comm->watch(group_);
-  group_->runs_on(comm);
+  group_->set_comm(comm);
   exchange_comm(std::move(comm));
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::UNKNOWN, nullptr, std::nullopt,
                                              Tensors{});
@@ -705,7 +705,7 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c
                                                       const c10::intrusive_ptr<Options>& opts) {
   const auto position = std::find(ranks.begin(), ranks.end(), getRank());
   if (position == ranks.end()) return nullptr;
-  // Groups that are split off at once may have one name, and with it one store; their first ranks differ.
+  // Groups of one split may have the same name, and so the same store; their first ranks differ.
   const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(ranks.front()), store);
   return merge(own, opts, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()));
 }
@@ -714,7 +714,7 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c
                                                       const c10::intrusive_ptr<Options>& opts, const int& rank,
                                                       const int& size) {
   const auto* given = dynamic_cast<NcclxOptions*>(opts.get());
-  // A copy in any case: the caller may use its own for other groups.
+  // Always a copy: the caller may use its options for other groups.
   auto options = c10::make_intrusive<NcclxOptions>(given ? *given : *options_);
   if (given) {
     if (const auto limit = given->limit()) options->limit(*limit);

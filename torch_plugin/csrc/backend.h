@@ -1,4 +1,4 @@
-// c10d::Backend over a communicator of the engine. Translates and forwards; the engine checks and decides.
+// c10d::Backend over a communicator of the engine. It translates and forwards; the engine checks and decides.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -36,8 +36,8 @@ struct NcclxOptions : c10d::Backend::Options {
     own_limit_ = time;
   }
 
-  // The time limit that a program has set, here or through torch's class; else the configuration says it. In the latter,
-  // torch puts its default where the program has said nothing.
+  // The timeout that the program has set, here or through torch's class. Torch's class has torch's default if the program
+  // has set none, and then the configuration's timeout holds.
   std::optional<Milliseconds> limit() const {
     return timeout != kBackendDefaultTimeout ? std::optional(timeout) : own_limit_;
   }
@@ -48,7 +48,7 @@ struct NcclxOptions : c10d::Backend::Options {
   std::optional<Milliseconds> own_limit_;
 };
 
-// The engine's communicator, which lives as long as its backend or a call that uses it.
+// The engine's communicator. It lives as long as its backend, and as any call that uses it.
 class Communicator {
  public:
   Communicator(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -59,11 +59,12 @@ class Communicator {
 
   NcclxComm* get() const { return comm_; }
 
-  // The how-manieth this rank calls, which all ranks count alike; so many are never in flight that it could repeat itself.
+  // The number of this rank's next monitored barrier, which all ranks count alike. It wraps around after more calls than
+  // can be in flight.
   uint32_t next_monitored_barrier() { return monitored_barriers_++ & 0x3fff'ffff; }
 
-  // Has the group note a lost rank, also while nothing is in flight.
-  void watch(const std::shared_ptr<Group>& group);
+  // Makes the group record a lost rank, also while no operation is in flight.
+  void watch(const std::shared_ptr<GroupState>& group);
 
  private:
   const NcclxEngine* engine_;
@@ -73,7 +74,7 @@ class Communicator {
 
 class NcclxBackend : public c10d::Backend {
  public:
-  // Joins at once or, where members may change, when they are known.
+  // Joins at once; with `joins` false, in `reconfigure`.
   NcclxBackend(const NcclxEngine* engine, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                std::string name, c10::intrusive_ptr<NcclxOptions> options, bool joins = true);
 
@@ -130,30 +131,30 @@ class NcclxBackend : public c10d::Backend {
   void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
     group_->on_success(id, std::move(hook));
   }
-  void unregisterCompletionHook(int64_t id) override { group_->forget_success_hook(id); }
+  void unregisterCompletionHook(int64_t id) override { group_->remove_success_hook(id); }
 #endif
 #ifdef C10D_BACKEND_HAS_HOOKS
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override { onFailure(std::move(hook), id); }
-  void unregisterAbortHook(int64_t id) override { group_->forget_failure_hook(id); }
+  void unregisterAbortHook(int64_t id) override { group_->remove_failure_hook(id); }
 #endif
 
-  // For the object API, in every version of torch.
+  // ---- for the object API, in every version of torch ----
   int host(int rank) { return engine_->host(comm()->get(), rank); }
-  // Waits, but not for ever, for what callbacks and hooks still do.
+  // Waits for callbacks and hooks, up to a deadline.
   void settle() { group_->settle(); }
-  // Ends what is in flight in all groups of the process, and waits a while for callbacks and hooks.
+  // Ends operations in flight in all groups of the process; waits for callbacks and hooks, up to a deadline.
   static void end_all(const NcclxEngine* engine);
   void wait_for_hooks() { group_->wait_for_hooks(); }
   bool has_failed() const { return group_->error() != c10d::ErrorType::SUCCESS; }
-  // `members` are what the job calls this group's ranks.
+  // Sets the job's numbers of this group's ranks.
   void name_ranks(const std::vector<int64_t>& members) const;
-  void onFailure(Group::FailureHook hook, int64_t id) { group_->on_failure(id, stoppable(std::move(hook))); }
+  void onFailure(GroupState::FailureHook hook, int64_t id) { group_->on_failure(id, stoppable(std::move(hook))); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
 
-  // Windows, by the engine's ids. Without `owning` the caller keeps the tensor until the window is deregistered.
+  // Windows by the engine's ids. Without `owning`, the caller keeps the tensor until the window is deregistered.
   uint64_t register_window(const at::Tensor& tensor, bool owning);
   void deregister_window(uint64_t window);
-  // A put (reads the tensor), get (fills it), signal or wait_signal (without one); the offset counts bytes.
+  // A put (reads the tensor), get (fills it), signal or wait_signal (without a tensor); the offset is in bytes.
   WorkPtr access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
                         int64_t offset, bool async, Milliseconds timeout);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
@@ -161,11 +162,11 @@ class NcclxBackend : public c10d::Backend {
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
   WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
 
-  // How the handles of processes lead to a store, this process's rank, the size, and a secret of the members.
+  // From the members' handles to a store, this process's rank, the size, and the members' secret.
   using Handles = decltype(c10d::ReconfigureOptions::handles);
-  using Meeting = std::tuple<c10::intrusive_ptr<c10d::Store>, int, int, std::string>;
-  using Meet = std::function<Meeting(int64_t uuid, const Handles& handles, Milliseconds timeout)>;
-  void members_meet(std::string handle, Meet meet);
+  using RendezvousResult = std::tuple<c10::intrusive_ptr<c10d::Store>, int, int, std::string>;
+  using Rendezvous = std::function<RendezvousResult(int64_t uuid, const Handles& handles, Milliseconds timeout)>;
+  void set_rendezvous(std::string handle, Rendezvous rendezvous);
 #endif
 #ifdef C10D_BACKEND_HAS_WINDOW
   bool supportsWindow() const override { return true; }
@@ -173,15 +174,15 @@ class NcclxBackend : public c10d::Backend {
 #endif
 
  private:
-  // What all operations share: a work with its operands, submitted once per entry of `ops`.
+  // The arguments of an operation; `launch` submits `count` operations of them as one work.
   struct Call;
   WorkPtr launch(Call&& call);
-  // Waits for those coalesced operations that write what the next one reads or writes: it may have to copy that.
+  // Waits for coalesced operations that write memory which the next one reads or writes: it may have to copy it.
   static void wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written);
-  // The time limit of operations, or -1 if the engine's configuration says it.
+  // The timeout of operations, or -1 for the engine's configuration.
   Milliseconds limit() const;
   std::shared_ptr<Communicator> comm_or_none() const;
-  // The communicator; an error if it has no members yet.
+  // The communicator; throws if the group has no members yet.
   std::shared_ptr<Communicator> comm() const;
   std::shared_ptr<Communicator> exchange_comm(std::shared_ptr<Communicator> comm);
 
@@ -191,16 +192,16 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<Communicator> comm_;
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   std::string handle_;
-  Meet meet_;
+  Rendezvous rendezvous_;
 #endif
   c10::intrusive_ptr<NcclxOptions> options_;
-  std::shared_ptr<Group> group_ = Groups::make();
-  // Nothing outside of startCoalescing and endCoalescing.
+  std::shared_ptr<GroupState> group_ = GroupRegistry::make();
+  // Null outside of startCoalescing and endCoalescing.
   std::shared_ptr<Batch> exchange_batch(std::shared_ptr<Batch> batch);
   std::mutex batch_mutex_;
   std::shared_ptr<Batch> batch_;
   std::mutex windows_mutex_;
-  std::map<uint64_t, at::Tensor> windows_;  // what they lend
+  std::map<uint64_t, at::Tensor> windows_;  // tensors that open windows own
 };
 
 }  // namespace ncclx

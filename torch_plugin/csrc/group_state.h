@@ -1,4 +1,4 @@
-// What a backend and its works share: who is still in flight, how the group fares, who wants to know of completions.
+// The state that a backend shares with its works: works in flight, the group's error, and hooks.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -26,41 +26,41 @@ namespace ncclx {
 
 class Communicator;
 
-// Only what is behind pointers is copied and dropped under this lock: a function from Python takes Python's lock when it
-// is copied or dropped, and who has that may be waiting for this one.
-class Group : public std::enable_shared_from_this<Group> {
-  // By their ids.
+// Under its lock, only pointers to functions are copied and dropped: to copy or drop a function from Python takes Python's
+// lock, whose holder may be waiting for this one.
+class GroupState : public std::enable_shared_from_this<GroupState> {
+  // Hooks by their ids.
   template <typename F>
   using Hooks = std::map<int64_t, std::shared_ptr<const F>>;
 
  public:
   using FailureHook = std::function<void()>;
-  using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+  using WorkInfoHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  // A failure of the group whose hooks are still to be called.
-  struct News {
-    std::shared_ptr<Group> group;
+  // A failure of the group, with the hooks to call.
+  struct FailureCall {
+    std::shared_ptr<GroupState> group;
     Hooks<FailureHook> hooks;
   };
 
-  void on_completion(Hook hook) {
-    auto behind = std::make_shared<const Hook>(std::move(hook));
+  void on_completion(WorkInfoHook hook) {
+    auto shared = std::make_shared<const WorkInfoHook>(std::move(hook));
     std::lock_guard<std::mutex> lock(mutex_);
-    hook_.swap(behind);
+    work_info_hook_.swap(shared);
   }
 
-  void began() {
+  void work_started() {
     std::lock_guard<std::mutex> lock(mutex_);
     ++in_flight_;
   }
 
-  // Tells the hook, then those who wait for works. `info` is made only if there is a hook.
+  // Calls the hook, then wakes the threads that wait for works. `info` is only called if there is a hook.
   template <typename Info>
-  void ended(Info&& info) {
+  void work_ended(Info&& info) {
     const auto hook = [this] {
       std::lock_guard<std::mutex> lock(mutex_);
-      return hook_;
+      return work_info_hook_;
     }();
     try {
       if (hook) (*hook)(info());
@@ -76,9 +76,9 @@ class Group : public std::enable_shared_from_this<Group> {
     all_ended_.wait(lock, [this] { return in_flight_ == 0; });
   }
 
-  // Remembers failures after which the group may not work any more; the first one stays. What comes back is to be given to
-  // `tell` once the error stands where it is looked for: hooks may take their time.
-  std::unique_ptr<News> note(int32_t status) {
+  // Records the first failure after which the group may be unusable. The caller passes the result to `call_failure_hooks`
+  // once the work has its error: hooks may take long.
+  std::unique_ptr<FailureCall> record_failure(int32_t status) {
     using c10d::ErrorType;
     const ErrorType error = status == NCCLX_TIMEOUT  ? ErrorType::TIMEOUT
                             : status == NCCLX_REMOTE ? ErrorType::REMOTE_ERROR
@@ -88,47 +88,47 @@ class Group : public std::enable_shared_from_this<Group> {
     if (paused_ || error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return nullptr;
     error_ = error;
     if (failure_hooks_.empty()) return nullptr;
-    ++telling_;
-    return std::make_unique<News>(shared_from_this(), failure_hooks_);
+    ++hook_calls_;
+    return std::make_unique<FailureCall>(shared_from_this(), failure_hooks_);
   }
 
-  // Has the hooks called, on the thread for callbacks.
-  static void tell(const NcclxEngine* engine, std::unique_ptr<News> news) {
+  // Calls the hooks on the thread for callbacks.
+  static void call_failure_hooks(const NcclxEngine* engine, std::unique_ptr<FailureCall> failure_call) {
     const auto job = [](void* context) {
-      const std::unique_ptr<News> news(static_cast<News*>(context));
-      news->group->call(news->hooks);
+      const std::unique_ptr<FailureCall> failure_call(static_cast<FailureCall*>(context));
+      failure_call->group->call(failure_call->hooks);
     };
-    if (news) engine->call_elsewhere(job, news.release());
+    if (failure_call) engine->call_elsewhere(job, failure_call.release());
   }
 
-  // How long works and hooks, which cannot end when the interpreter has, are waited for from now on.
-  static TimePoint patience() { return std::chrono::steady_clock::now() + std::chrono::seconds(20); }
+  // The deadline of waits for works and hooks, which cannot end after the interpreter's end.
+  static TimePoint default_deadline() { return std::chrono::steady_clock::now() + std::chrono::seconds(20); }
 
-  // Waits a while for failure hooks to end. A hook waits for none.
-  void wait_for_hooks(TimePoint until = patience()) {
+  // Waits for failure hooks to end, but returns at once in a hook.
+  void wait_for_hooks(TimePoint deadline = default_deadline()) {
     std::unique_lock<std::mutex> lock(mutex_);
-    all_ended_.wait_until(lock, until, [this] { return is_told(); });
+    all_ended_.wait_until(lock, deadline, [this] { return hooks_have_ended(); });
   }
 
-  // The same for works.
-  void wait_for_works(TimePoint until) {
+  // Waits for works to end.
+  void wait_for_works(TimePoint deadline) {
     std::unique_lock<std::mutex> lock(mutex_);
-    all_ended_.wait_until(lock, until, [this] { return in_flight_ == 0; });
+    all_ended_.wait_until(lock, deadline, [this] { return in_flight_ == 0; });
   }
 
-  // The same for both.
-  void settle(TimePoint until = patience()) {
-    wait_for_works(until);
-    wait_for_hooks(until);
+  // Waits for works and failure hooks to end.
+  void settle(TimePoint deadline = default_deadline()) {
+    wait_for_works(deadline);
+    wait_for_hooks(deadline);
   }
 
   void on_failure(int64_t id, FailureHook hook) {
-    auto behind = std::make_shared<const FailureHook>(std::move(hook));
+    auto shared = std::make_shared<const FailureHook>(std::move(hook));
     std::lock_guard<std::mutex> lock(mutex_);
-    failure_hooks_[id].swap(behind);
+    failure_hooks_[id].swap(shared);
   }
 
-  void forget_failure_hook(int64_t id) {
+  void remove_failure_hook(int64_t id) {
     std::shared_ptr<const FailureHook> hook;
     std::lock_guard<std::mutex> lock(mutex_);
     hook.swap(failure_hooks_[id]);
@@ -137,16 +137,16 @@ class Group : public std::enable_shared_from_this<Group> {
 
 #if NCCLX_TORCH_GE(2, 15)
   void on_success(int64_t id, c10d::CompletionHook hook) {
-    auto behind = std::make_shared<const c10d::CompletionHook>(std::move(hook));
-    change_success_hooks([&](SuccessHooks& hooks) { hooks[id] = std::move(behind); });
+    auto shared = std::make_shared<const c10d::CompletionHook>(std::move(hook));
+    change_success_hooks([&](SuccessHooks& hooks) { hooks[id] = std::move(shared); });
   }
 
-  void forget_success_hook(int64_t id) {
+  void remove_success_hook(int64_t id) {
     change_success_hooks([&](SuccessHooks& hooks) { hooks.erase(id); });
   }
 
-  // Tells of an operation that ended well.
-  void succeeded(uint64_t key, std::chrono::steady_clock::duration duration) {
+  // Calls the hooks of an operation that has succeeded.
+  void call_success_hooks(uint64_t key, std::chrono::steady_clock::duration duration) {
     std::shared_ptr<const SuccessHooks> hooks;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -162,14 +162,14 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 #endif
 
-  // This rank leaves: what ends from now on is no failure of the group.
+  // This rank leaves: errors of works from now on are no failure of the group.
   void leave() {
     Hooks<FailureHook> hooks;
     std::lock_guard<std::mutex> lock(mutex_);
     hooks.swap(failure_hooks_);
   }
 
-  // Between two generations of members nothing is a failure of the group.
+  // Errors between two generations of members are no failure of the group.
   void pause() {
     std::lock_guard<std::mutex> lock(mutex_);
     paused_ = true;
@@ -181,9 +181,9 @@ class Group : public std::enable_shared_from_this<Group> {
     return generation_;
   }
 
-  // Notes what befell the members of a generation, unless they are the members no more.
-  std::unique_ptr<News> note_of(uint64_t generation, int32_t status) {
-    return generation == this->generation() ? note(status) : nullptr;
+  // Records a failure of the members of a generation, unless there is a newer generation.
+  std::unique_ptr<FailureCall> record_failure_of(uint64_t generation, int32_t status) {
+    return generation == this->generation() ? record_failure(status) : nullptr;
   }
 
   void resume() {
@@ -194,8 +194,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   c10d::ErrorType error() const { return error_; }
 
-  // What the group runs on now.
-  void runs_on(const std::shared_ptr<Communicator>& comm) {
+  // Sets the current communicator.
+  void set_comm(const std::shared_ptr<Communicator>& comm) {
     std::lock_guard<std::mutex> lock(mutex_);
     comm_ = comm;
   }
@@ -206,7 +206,7 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
  private:
-  // This thread is calling the failure hooks of a group.
+  // Whether this thread is calling failure hooks of a group.
   static inline thread_local bool in_hook_ = false;
 
   void call(const Hooks<FailureHook>& hooks) {
@@ -220,19 +220,19 @@ class Group : public std::enable_shared_from_this<Group> {
     }
     in_hook_ = before;
     std::lock_guard<std::mutex> lock(mutex_);
-    --telling_;
+    --hook_calls_;
     all_ended_.notify_all();
   }
 
-  // Who waits for hooks in one may be what those wait for, also of another group.
-  bool is_told() const { return in_hook_ || telling_ == 0; }
+  // A hook never waits for hooks, also of another group: those may wait for it.
+  bool hooks_have_ended() const { return in_hook_ || hook_calls_ == 0; }
 
 #if NCCLX_TORCH_GE(2, 15)
   using SuccessHooks = Hooks<c10d::CompletionHook>;
 
   template <typename Change>
   void change_success_hooks(Change&& change) {
-    std::shared_ptr<const SuccessHooks> before;  // lives longer than the lock
+    std::shared_ptr<const SuccessHooks> before;  // dropped after the lock
     std::lock_guard<std::mutex> lock(mutex_);
     auto hooks = std::make_shared<SuccessHooks>(*success_hooks_);
     change(*hooks);
@@ -243,35 +243,35 @@ class Group : public std::enable_shared_from_this<Group> {
   std::mutex mutex_;
   std::condition_variable all_ended_;
   size_t in_flight_ = 0;
-  size_t telling_ = 0;  // failures whose hooks have not ended
+  size_t hook_calls_ = 0;  // failures whose hooks have not ended
   bool paused_ = false;
   uint64_t generation_ = 0;
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
-  std::shared_ptr<const Hook> hook_;
+  std::shared_ptr<const WorkInfoHook> work_info_hook_;
   Hooks<FailureHook> failure_hooks_;
   std::weak_ptr<Communicator> comm_;
 #if NCCLX_TORCH_GE(2, 15)
-  // Never changed but replaced, so that each operation need not copy it.
+  // Immutable and replaced at a change, so that operations need not copy it.
   std::shared_ptr<const SuccessHooks> success_hooks_ = std::make_shared<SuccessHooks>();
 #endif
 };
 
-// The groups of this process, for its end. They are not found by what Python has of them: PyTorch keeps their backends in
-// C++, and what it splits off has never been in Python.
-class Groups {
+// The groups of this process, for its end. Python does not know all of them: PyTorch keeps backends in C++, and those of
+// split groups may never have been in Python.
+class GroupRegistry {
  public:
-  static std::shared_ptr<Group> make() {
-    auto group = std::make_shared<Group>();
-    Groups& all = of_process();
+  static std::shared_ptr<GroupState> make() {
+    auto group = std::make_shared<GroupState>();
+    GroupRegistry& all = of_process();
     std::lock_guard<std::mutex> lock(all.mutex_);
     std::erase_if(all.groups_, [](const auto& known) { return known.expired(); });
     all.groups_.push_back(group);
     return group;
   }
 
-  static std::vector<std::shared_ptr<Group>> alive() {
-    std::vector<std::shared_ptr<Group>> found;
-    Groups& all = of_process();
+  static std::vector<std::shared_ptr<GroupState>> alive() {
+    std::vector<std::shared_ptr<GroupState>> found;
+    GroupRegistry& all = of_process();
     std::lock_guard<std::mutex> lock(all.mutex_);
     for (const auto& known : all.groups_) {
       if (auto group = known.lock()) found.push_back(std::move(group));
@@ -280,21 +280,21 @@ class Groups {
   }
 
  private:
-  static Groups& of_process() {
-    static Groups* const all = [] {
-      // A forked child leaves its parent's alone, and finds the lock free.
+  static GroupRegistry& of_process() {
+    static GroupRegistry* const all = [] {
+      // A forked child forgets its parent's groups, and finds the lock free.
       pthread_atfork([] { of_process().mutex_.lock(); }, [] { of_process().mutex_.unlock(); },
                      [] {
                        of_process().groups_.clear();
                        of_process().mutex_.unlock();
                      });
-      return new Groups;  // also for what ends after static objects
+      return new GroupRegistry;  // never destroyed: groups may outlive static objects
     }();
     return *all;
   }
 
   std::mutex mutex_;
-  std::vector<std::weak_ptr<Group>> groups_;
+  std::vector<std::weak_ptr<GroupState>> groups_;
 };
 
 }  // namespace ncclx

@@ -1,7 +1,7 @@
-// The whole boundary between the C++ shim and the Rust engine: plain data and a table of functions.
+// The boundary between the C++ shim and the Rust engine: plain data and a table of functions.
 //
-// Nothing throws or panics across it: a panic where the engine may have memory of tensors ends the process. Every
-// function may be called from any thread, without Python's lock.
+// No exception or panic crosses it. A panic ends the process where the engine may use memory of tensors. Any thread may
+// call any function, without Python's lock.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,12 @@ extern "C" {
 enum NcclxStatus : int32_t {
   NCCLX_OK = 0,
   NCCLX_USAGE = 1,    // the caller's mistake
-  NCCLX_FAILURE = 2,  // the operation failed, and the next one can work
+  NCCLX_FAILURE = 2,  // the operation failed; the communicator stays usable
   NCCLX_NETWORK = 3,  // the communicator could not be made
-  NCCLX_PENDING = 4,  // the time to wait is over, the operation is still in flight
-  NCCLX_TIMEOUT = 5,  // the operation's time ran out
-  NCCLX_REMOTE = 6,   // another rank gave the operation up
-  NCCLX_LOST = 7,     // a rank is gone, or this one has left
+  NCCLX_PENDING = 4,  // the wait timed out; the operation is still in flight
+  NCCLX_TIMEOUT = 5,  // the operation timed out
+  NCCLX_REMOTE = 6,   // another rank gave up the operation
+  NCCLX_LOST = 7,     // a rank is lost, or this rank has left
 };
 
 struct NcclxError {
@@ -52,7 +52,7 @@ struct NcclxBuffer {
 struct NcclxOp {
   uint32_t kind;
   uint32_t reduce;  // c10d's RedOpType
-  double factor;    // of PREMUL_SUM
+  double factor;    // for PREMUL_SUM
   int64_t timeout_ms;  // negative: the communicator's
   int32_t peer;     // root, destination or source; -1 for any source
   uint32_t tag;
@@ -62,20 +62,20 @@ struct NcclxOp {
   uint64_t n_in;
   const NcclxBuffer* out;
   uint64_t n_out;
-  const uint64_t* in_counts;  // all_to_all: elements for each rank
+  const uint64_t* in_counts;  // for all_to_all: elements for each rank
   const uint64_t* out_counts;
   uint64_t n_counts;
-  uint64_t window;  // of the accesses to windows
+  uint64_t window;  // for accesses to windows
   uint64_t offset;  // in bytes
 };
 
 struct NcclxStore {
   void* context;
   int32_t (*set)(void* context, const char* key, const uint8_t* value, uint64_t len, NcclxError* error);
-  // Calls `take(sink, value, len)` once on success.
-  int32_t (*get)(void* context, const char* key, int64_t timeout_ms, void (*take)(void*, const uint8_t*, uint64_t),
+  // Calls `write(sink, value, len)` once on success.
+  int32_t (*get)(void* context, const char* key, int64_t timeout_ms, void (*write)(void*, const uint8_t*, uint64_t),
                  void* sink, NcclxError* error);
-  const char* host;  // of the rendezvous, or null
+  const char* host;  // the host of the rendezvous, or null
 };
 
 struct NcclxInit {
@@ -83,9 +83,9 @@ struct NcclxInit {
   int32_t rank;
   int32_t size;
   int64_t timeout_ms;  // negative: the configuration's
-  const char* const* hints;  // names and values in turn
-  uint64_t n_hints;          // pairs
-  NcclxStore store;          // used during `create` alone
+  const char* const* hints;  // names and values alternate
+  uint64_t n_hints;          // the number of pairs
+  NcclxStore store;          // used only during `create`
 };
 
 struct NcclxComm;
@@ -111,24 +111,24 @@ struct NcclxEngine {
   // Calls `done(context, status, text)` exactly once, from any thread: with NCCLX_LOST once a rank is lost, with NCCLX_OK
   // when the communicator ends before that.
   void (*on_loss)(NcclxComm* comm, void (*done)(void* context, int32_t status, const char* text), void* context);
-  int32_t (*host)(NcclxComm* comm, int32_t rank);  // a number that ranks of one host share; -1: no such rank
-  // Both are collective and block. The memory is lent until it is deregistered or the communicator ends.
+  int32_t (*host)(NcclxComm* comm, int32_t rank);  // the number of the rank's host; -1: no such rank
+  // Both are collective and block. The engine may use the memory until it is deregistered or the communicator ends.
   int32_t (*window_register)(NcclxComm* comm, const NcclxBuffer* memory, uint64_t* window, NcclxError* error);
   int32_t (*window_deregister)(NcclxComm* comm, uint64_t window, NcclxError* error);
-  // Zeroed memory that other processes of the host can map, until it is given back.
+  // Zeroed shared memory, valid until `memory_free`.
   int32_t (*memory_new)(uint64_t bytes, NcclxMemory** memory, void** ptr, NcclxError* error);
   void (*memory_free)(NcclxMemory* memory);
-  // What the flight recorder calls the communicator's ranks: their numbers in the job. `n` is their number.
+  // Sets the job's numbers of the communicator's `n` ranks, for the flight recorder.
   void (*set_members)(NcclxComm* comm, const int64_t* ranks, uint64_t n);
-  // Calls `job(context)` once, on a thread that is kept for callbacks.
+  // Calls `job(context)` once, on a thread for callbacks.
   void (*call_elsewhere)(void (*job)(void* context), void* context);
 };
 
-// Adds the backend's classes to the Python module. 0, or -1 with a Python exception set.
+// Adds the backend's classes to the Python module. Returns 0, or -1 with a Python exception set.
 int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine);
 
-// With Python's lock, on a thread of the engine's: calls a Python function, whose exceptions Python is told of. Does not
-// return if the interpreter ends meanwhile.
+// Calls a Python function, with Python's lock, on a thread of the engine. `sys.unraisablehook` gets its exceptions. Does
+// not return if the interpreter ends during the call.
 void ncclx_shim_call(void* function, void* arguments);
 
 }  // extern "C"

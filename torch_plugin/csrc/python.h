@@ -1,4 +1,4 @@
-// Calls of Python from the engine's threads, which may be inside one when the interpreter ends.
+// Calls of Python from the engine's threads, during which the interpreter may end.
 #pragma once
 
 #include <Python.h>
@@ -12,9 +12,9 @@
 
 namespace ncclx {
 
-// Before 3.14, Python ends each thread that wants the lock of an interpreter which has ended: it unwinds its stack, through
-// destructors that need the lock, and through Rust, which aborts the process. Such a thread stops for good instead, as
-// later Pythons have it. `body` keeps nothing that has a destructor while it is in Python.
+// After the interpreter's end, Python before 3.14 ends each thread that takes its lock: it unwinds the stack, through
+// destructors that need the lock, and through Rust, which aborts the process. Here such a thread stops for good instead,
+// as with later Pythons. `body` holds no object with a destructor while it calls Python.
 template <typename F>
 void or_stop(F&& body) {
   try {
@@ -24,7 +24,7 @@ void or_stop(F&& body) {
   }
 }
 
-// Runs `body`, of which the same is true, with Python's lock, unless there is no interpreter any more.
+// Runs `body`, under the same condition, with Python's lock; does nothing after the interpreter's end.
 template <typename F>
 void with_python(F&& body) {
   or_stop([&] {
@@ -35,7 +35,7 @@ void with_python(F&& body) {
   });
 }
 
-// With Python's lock: calls a function. Whoever hears of exceptions that nobody catches is told of its own.
+// Calls a function, with Python's lock. `sys.unraisablehook` gets its exceptions.
 inline void call_python(PyObject* function, PyObject* arguments) {
   or_stop([&] {
     PyObject* result = PyObject_CallObject(function, arguments);
@@ -44,8 +44,8 @@ inline void call_python(PyObject* function, PyObject* arguments) {
   });
 }
 
-// A hook that is the same, called in this way if it is a Python function, which PyTorch's binding has put behind frames
-// that a thread cannot stop in.
+// The same hook; if it is a Python function, it is called by `call_python`. PyTorch's binding of it has frames in which a
+// thread cannot stop.
 inline std::function<void()> stoppable(std::function<void()> hook) {
   using FromPython = pybind11::detail::type_caster_std_function_specializations::func_wrapper<void>;
   const auto* found = hook.target<FromPython>();

@@ -1,4 +1,4 @@
-// The classes that Python sees.
+// The Python classes of the extension.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -18,10 +18,10 @@ const NcclxEngine* g_engine = nullptr;
 
 c10::intrusive_ptr<NcclxBackend> create_backend(const c10d::DistributedBackendOptions& opts,
                                                 const c10::intrusive_ptr<NcclxOptions>& given) {
-  // The caller's own stay as they are: other groups may be made with them.
+  // The caller's options are not changed: it may use them for other groups.
   auto options = given ? c10::make_intrusive<NcclxOptions>(*given) : c10::make_intrusive<NcclxOptions>();
   const auto timeout = std::chrono::duration_cast<Milliseconds>(opts.timeout);
-  // PyTorch's default says nothing about what the program wants.
+  // PyTorch passes its default if the program has given no timeout.
   if (timeout != kBackendDefaultTimeout) options->limit(timeout);
   options->group_name = opts.group_id;
   options->global_ranks_in_group.assign(opts.global_ranks_in_group.begin(), opts.global_ranks_in_group.end());
@@ -57,7 +57,7 @@ void define(py::module_& m) {
       .def_property_readonly("options", &NcclxBackend::getBackendOptions)
       .def("_set_default_timeout", &NcclxBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
-      // Torch has it from 2.14 on.
+      // Torch binds it from 2.14 on.
       .def("_settle", &NcclxBackend::settle, py::call_guard<py::gil_scoped_release>())
       .def("get_error", &NcclxBackend::getError, py::call_guard<py::gil_scoped_release>())
       .def("_has_failed", &NcclxBackend::has_failed)
@@ -67,7 +67,7 @@ void define(py::module_& m) {
       .def("_on_failure", &NcclxBackend::onFailure, py::arg("hook"), py::arg("number") = -1,
            py::call_guard<py::gil_scoped_release>())
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
-      .def("_members_meet", &NcclxBackend::members_meet, py::arg("handle"), py::arg("meet"))
+      .def("_set_rendezvous", &NcclxBackend::set_rendezvous, py::arg("handle"), py::arg("rendezvous"))
 #endif
       .def("_message",
            [](NcclxBackend& self, bool sends, at::Tensor tensor, int peer, int tag, Milliseconds timeout) {
@@ -90,7 +90,7 @@ void define(py::module_& m) {
            py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
       .def("_window_wait_signal", &access_without_tensor<NCCLX_WAIT_SIGNAL>, py::arg("window"), py::arg("src"),
            py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
-      // Ranks outside a group that is split off have nothing to do.
+      // Ranks in no new group of a split have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
   m.def("_end_all", [] { NcclxBackend::end_all(g_engine); }, py::call_guard<py::gil_scoped_release>());
   m.def("_shared_memory", [](int64_t bytes) { return shared_memory(g_engine, bytes); }, py::arg("bytes"),

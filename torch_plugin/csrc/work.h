@@ -61,7 +61,7 @@ class Batch {
 
 class NcclxWork : public c10d::Work {
  public:
-  NcclxWork(const NcclxEngine* engine, std::shared_ptr<Group> group, int rank, c10d::OpType type, const char* title,
+  NcclxWork(const NcclxEngine* engine, std::shared_ptr<GroupState> group, int rank, c10d::OpType type, const char* title,
             const std::optional<std::vector<at::Tensor>>& inputs, std::vector<at::Tensor> results)
       : c10d::Work(rank, type, title, inputs),
         engine_(engine),
@@ -99,7 +99,7 @@ class NcclxWork : public c10d::Work {
 
   // Waits for the added operations in the background. Called once, after the last was added.
   void follow() {
-    group_->began();
+    group_->work_started();
     pending_ = 1 + handles_.size() + members_.size();
     for (NcclxHandle* handle : handles_) {
       engine_->on_complete(handle, &NcclxWork::completed, retained());
@@ -115,17 +115,17 @@ class NcclxWork : public c10d::Work {
 
   // The same, but this thread makes the engine's progress until the operations are done. `wait` raises their errors.
   void drive() {
-    group_->began();
+    group_->work_started();
     pending_ = 1;
-    std::unique_ptr<Group::News> news;
+    std::unique_ptr<GroupState::FailureCall> call;
     for (NcclxHandle* handle : handles_) {
       NcclxError error;
       const int32_t status = engine_->wait(handle, -1, &error);
       if (status == NCCLX_OK) continue;
-      if (auto first = failed(status, error.text)) news = std::move(first);
+      if (auto first = failed(status, error.text)) call = std::move(first);
     }
     one_done(nullptr);
-    Group::tell(engine_, std::move(news));
+    GroupState::call_failure_hooks(engine_, std::move(call));
   }
 
   bool isSuccess() const override {
@@ -203,15 +203,15 @@ class NcclxWork : public c10d::Work {
 
   static void completed(void* context, int32_t status, const char* text) {
     auto self = c10::intrusive_ptr<NcclxWork>::reclaim(static_cast<NcclxWork*>(context));
-    auto news = status == NCCLX_OK ? nullptr : self->failed(status, text);
+    auto call = status == NCCLX_OK ? nullptr : self->failed(status, text);
     self->one_done(nullptr);
-    Group::tell(self->engine_, std::move(news));
+    GroupState::call_failure_hooks(self->engine_, std::move(call));
   }
 
-  std::unique_ptr<Group::News> failed(int32_t status, const char* text) {
+  std::unique_ptr<GroupState::FailureCall> failed(int32_t status, const char* text) {
     status_ = status;
     note(ncclx::exception(status, text));
-    return group_->note(status);
+    return group_->record_failure(status);
   }
 
   void note(std::exception_ptr error) {
@@ -246,9 +246,9 @@ class NcclxWork : public c10d::Work {
     finish(first_error_);
     if (batch_) batch_->remove(this, first_error_);
 #if NCCLX_TORCH_GE(2, 15)
-    if (!first_error_) group_->succeeded(key_, finished_ - started_);
+    if (!first_error_) group_->call_success_hooks(key_, finished_ - started_);
 #endif
-    group_->ended([this] {
+    group_->work_ended([this] {
       return std::make_shared<c10d::WorkInfo>(opType_, getSequencenumber(), started_, finished_,
                                               finished_ - started_);
     });
@@ -269,7 +269,7 @@ class NcclxWork : public c10d::Work {
 
   const uint64_t key_ = next_key();
   const NcclxEngine* engine_;
-  std::shared_ptr<Group> group_;
+  std::shared_ptr<GroupState> group_;
   Written written_;
   std::list<Operands> operands_;
   std::vector<at::Tensor> results_;

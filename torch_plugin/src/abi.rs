@@ -1,14 +1,14 @@
-//! The C boundary of csrc/ncclx_abi.h: the engine's functions as the shim calls them.
+//! The C boundary of csrc/ncclx_abi.h: the engine's functions for the shim.
 //!
 //! # Safety
-//! All raw pointers here come from the shim, which this crate's build script compiles from csrc/, and the two are
-//! checked against each other by size when the module is loaded. Of every pointer the shim guarantees what the header
-//! says: arguments live for the call; a communicator and a handle are ours, given out once and given back once, through
-//! `destroy` and `release`; and the memory that buffers describe is kept by the shim's work until the completion
-//! callback, which is the contract of `Buffer::from_raw`; that of a window, until it is deregistered.
+//! All raw pointers here come from the shim, which this crate's build script compiles from csrc/. The two check each
+//! other's size when the module is loaded. The shim guarantees the contract of the header: arguments live for the call. A
+//! communicator and a handle are ours; each comes back once, through `destroy` and `release`. The shim's work keeps the
+//! memory of buffers until the completion callback, which is the contract of `Buffer::from_raw`. It keeps that of a window
+//! until the window is deregistered.
 //!
-//! No panic leaves this module. Where the engine may have memory of tensors, one ends the process: an error would have the
-//! shim free what the engine still uses. Elsewhere it becomes an error.
+//! No panic leaves this module. Where the engine may use memory of tensors, a panic ends the process: after an error, the
+//! shim would free that memory. Elsewhere a panic becomes an error.
 #![allow(unsafe_code, reason = "the C boundary")]
 
 use std::any::Any;
@@ -21,7 +21,6 @@ use std::time::Duration;
 use ncclx_rs::comm::store::Store;
 use ncclx_rs::{Buffer, Buffers, CommOptions, Communicator, Error, Mode, Op, Rank, SharedMemory, WindowId, Work};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
 use crate::convert::{self, Numbers, Status};
 use crate::{logging, stack};
@@ -63,14 +62,14 @@ struct RawOp {
     offset: u64,
 }
 
-type Take = unsafe extern "C" fn(*mut c_void, *const u8, u64);
+type WriteBytes = unsafe extern "C" fn(*mut c_void, *const u8, u64);
 
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RawStore {
     context: *mut c_void,
     set: unsafe extern "C" fn(*mut c_void, *const c_char, *const u8, u64, *mut RawError) -> i32,
-    get: unsafe extern "C" fn(*mut c_void, *const c_char, i64, Take, *mut c_void, *mut RawError) -> i32,
+    get: unsafe extern "C" fn(*mut c_void, *const c_char, i64, WriteBytes, *mut c_void, *mut RawError) -> i32,
     host: *const c_char,
 }
 
@@ -147,7 +146,6 @@ static ENGINE: RawEngine = RawEngine {
 
 unsafe extern "C" {
     fn ncclx_shim_init(module: *mut c_void, engine: *const RawEngine) -> i32;
-    fn ncclx_shim_call(function: *mut c_void, arguments: *mut c_void);
 }
 
 /// Adds the backend's classes to the module.
@@ -157,29 +155,23 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     if status == 0 { Ok(()) } else { Err(PyErr::fetch(module.py())) }
 }
 
-/// Calls a Python function on a thread of ours; Python is told of its exceptions. Does not return if the interpreter ends
-/// meanwhile: before 3.14 Python unwinds the stacks of threads that are inside it then, which Rust does not survive.
-pub(crate) fn call_python(function: &Bound<'_, PyAny>, arguments: &Bound<'_, PyTuple>) {
-    // SAFETY: both are alive and the GIL is held by their lifetimes. The shim lets no unwinding out.
-    unsafe { ncclx_shim_call(function.as_ptr().cast(), arguments.as_ptr().cast()) }
-}
-
 // ---- helpers ----
 
 /// Runs the body of an entry; a panic ends the process.
 fn guarded(error: *mut RawError, body: impl FnOnce() -> Result<(), (Status, String)>) -> i32 {
-    told(error, or_end(body))
+    write_error(error, or_end(body))
 }
 
-/// Runs the body of an entry that has no tensors; a panic becomes a failure with its text.
+/// Runs the body of an entry without tensors; a panic becomes a failure with its text.
 fn without_tensors(error: *mut RawError, body: impl FnOnce() -> Result<(), (Status, String)>) -> i32 {
     let ended = catch_unwind(AssertUnwindSafe(body));
     let internal =
         |panic: Box<dyn Any + Send>| Err((Status::Failure, format!("internal error: {}", panic_text(panic.as_ref()))));
-    told(error, ended.unwrap_or_else(internal))
+    write_error(error, ended.unwrap_or_else(internal))
 }
 
-fn told(error: *mut RawError, result: Result<(), (Status, String)>) -> i32 {
+/// Writes the error of a result; returns its status.
+fn write_error(error: *mut RawError, result: Result<(), (Status, String)>) -> i32 {
     let Err((status, text)) = result else { return Status::Ok as i32 };
     // SAFETY: the shim passes a writable NcclxError that lives for the call.
     let error = unsafe { &mut *error };
@@ -192,10 +184,10 @@ fn told(error: *mut RawError, result: Result<(), (Status, String)>) -> i32 {
     status as i32
 }
 
-/// Runs the body of an entry that cannot fail, or whose errors are its own; a panic ends the process.
+/// Runs the body of an entry that returns no error; a panic ends the process.
 fn or_end<T>(body: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
-        // Not logged: the record would wait for Python's lock while the process ends.
+        // Not logged: the record would have to wait for Python's lock.
         let _ = writeln!(
             std::io::stderr(),
             "ncclx_rs: internal error: {}; the process ends, since the engine may still use memory of tensors",
@@ -270,8 +262,8 @@ impl Store for ShimStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
-        unsafe extern "C" fn take(sink: *mut c_void, value: *const u8, len: u64) {
-            // SAFETY: `sink` is the Vec below, which `get` has lent for the call.
+        unsafe extern "C" fn append(sink: *mut c_void, value: *const u8, len: u64) {
+            // SAFETY: `sink` is the Vec below, which nothing else uses during the call.
             let sink = unsafe { &mut *sink.cast::<Vec<u8>>() };
             // SAFETY: the shim passes the value's bytes, alive for the call.
             sink.extend_from_slice(unsafe { slice(value, len) });
@@ -281,8 +273,8 @@ impl Store for ShimStore {
         let mut value: Vec<u8> = Vec::new();
         let millis = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
         let sink = (&raw mut value).cast();
-        // SAFETY: as in `set`; `take` and `sink` fit together.
-        let status = unsafe { (self.0.get)(self.0.context, key.as_ptr(), millis, take, sink, &raw mut error) };
+        // SAFETY: as in `set`; `append` and `sink` belong together.
+        let status = unsafe { (self.0.get)(self.0.context, key.as_ptr(), millis, append, sink, &raw mut error) };
         if status == 0 { Ok(value) } else { Err(text_of(&error)) }
     }
 
@@ -442,7 +434,7 @@ extern "C" fn shutdown(comm: *const Communicator) {
     or_end(|| {
         // SAFETY: given out by `create` and not yet given back.
         let comm = unsafe { &*comm };
-        // It fails only by leaving operations with errors, which their works tell.
+        // It only fails if operations end with errors, which their works have.
         let _ = comm.shutdown();
     });
 }
@@ -465,16 +457,16 @@ extern "C" fn collectives(comm: *const Communicator) -> u64 {
     or_end(|| unsafe { &*comm }.sequence())
 }
 
-/// Who wants to know of a loss; told, at the latest when dropped, that there was none.
-struct Listener {
+/// A loss callback of the shim. Dropped without a call, it reports that there was no loss.
+struct LossCallback {
     done: Done,
     context: Context,
-    is_told: bool,
+    was_called: bool,
 }
 
-impl Listener {
-    fn tell(&mut self, status: Status, text: &str) {
-        if !std::mem::replace(&mut self.is_told, true) {
+impl LossCallback {
+    fn call(&mut self, status: Status, text: &str) {
+        if !std::mem::replace(&mut self.was_called, true) {
             let text = std::ffi::CString::new(text.replace('\0', " ")).unwrap_or_default();
             // SAFETY: `done` and `context` belong together, and this runs once.
             unsafe { (self.done)(self.context.get(), status as i32, text.as_ptr()) };
@@ -482,18 +474,18 @@ impl Listener {
     }
 }
 
-impl Drop for Listener {
+impl Drop for LossCallback {
     fn drop(&mut self) {
-        self.tell(Status::Ok, "");
+        self.call(Status::Ok, "");
     }
 }
 
 extern "C" fn on_loss(comm: *const Communicator, done: Done, context: *mut c_void) {
-    let mut listener = Listener { done, context: Context(context), is_told: false };
+    let mut callback = LossCallback { done, context: Context(context), was_called: false };
     or_end(|| {
         // SAFETY: given out by `create` and not yet given back.
         let comm = unsafe { &*comm };
-        comm.on_loss(move |error| listener.tell(Status::of(&error), &error.to_string()));
+        comm.on_loss(move |error| callback.call(Status::of(&error), &error.to_string()));
     });
 }
 

@@ -9,6 +9,7 @@ mod convert;
 mod library;
 mod logging;
 mod mesh;
+mod python;
 mod stack;
 mod store;
 

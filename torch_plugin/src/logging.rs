@@ -1,9 +1,8 @@
-//! What the engine logs, for Python's logging.
+//! Passes the engine's log records on to Python's logging.
 //!
-//! Python takes a record only with its global lock, for which no thread that makes progress may wait. Such a thread puts
-//! the record into a queue with room for [`ROOM`] of them and goes on; a thread of our own hands them over. Records that
-//! find the queue full are counted, and their number is told. From the interpreter's end on, when Python must not be
-//! touched any more, records go to the standard error.
+//! Python takes a record only under its global lock, and no progress thread may wait for that. Such a thread puts the
+//! record into a queue of up to [`QUEUE_MAX`] records and continues; a delivery thread passes them on. Records are counted
+//! while the queue is full, and their number is logged. After the interpreter's end, records go to the standard error.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -17,9 +16,9 @@ use ncclx_rs::sys::fork::PerProcess;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::abi;
+use crate::python;
 
-/// Has Python's logging told of what the engine logs from now on, as far as the environment asks for it.
+/// Connects the engine's log to Python's logging, at the level of the environment.
 pub(crate) fn install(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     let asked = config::log_level().map_err(|error| PyValueError::new_err(error.to_string()))?;
@@ -27,10 +26,10 @@ pub(crate) fn install(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let own = py.import("ncclx_rs._logging")?;
     module.add_function(wrap_pyfunction!(flush_log, module)?)?;
     module.add_function(wrap_pyfunction!(finish_log, module)?)?;
-    // Before there is a logger: it makes itself at home in this process, which may have something to log.
+    // Before the logger is set: the first access registers for forks, which may log.
     QUEUE.get();
-    // An import that failed is repeated.
-    if HAND_OVER.set(own.getattr("hand_over")?.unbind()).is_ok() && log::set_logger(&Bridge).is_ok() {
+    // A program may repeat an import that failed.
+    if DELIVER.set(own.getattr("deliver")?.unbind()).is_ok() && log::set_logger(&Bridge).is_ok() {
         log::set_max_level(level);
         py.import("atexit")?.call_method1("register", (own.getattr("finish")?,))?;
         if asked.is_some() {
@@ -40,20 +39,20 @@ pub(crate) fn install(module: &Bound<'_, PyModule>) -> PyResult<()> {
     Ok(())
 }
 
-/// Waits until all that was logged has been handed over, but not longer than so many seconds. True: it has.
+/// Waits up to `seconds` until all records so far are delivered; returns whether they are.
 #[pyfunction]
 fn flush_log(py: Python<'_>, seconds: f64) -> bool {
-    let patience = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::ZERO);
-    py.detach(|| QUEUE.get().flush(patience))
+    let timeout = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::ZERO);
+    py.detach(|| QUEUE.get().flush(timeout))
 }
 
-/// Hands over what was logged, and nothing afterwards. False: a handler was not done in time.
+/// Delivers the records so far, and none afterwards. Returns false if a handler did not return in time.
 #[pyfunction]
 fn finish_log(py: Python<'_>) -> bool {
-    py.detach(|| QUEUE.get().finish(EXIT_PATIENCE))
+    py.detach(|| QUEUE.get().finish(EXIT_TIMEOUT))
 }
 
-/// Warns of hints that are not known, by Python's warnings; the error is one that such a warning was made into.
+/// Warns of unknown hints by Python's warnings. An error is a warning that Python's filters turned into an exception.
 pub(crate) fn warn_of_unknown(hints: &[(String, String)]) -> Result<(), String> {
     let unknown = config::unknown_hints(hints);
     if unknown.is_empty() {
@@ -65,7 +64,7 @@ pub(crate) fn warn_of_unknown(hints: &[(String, String)]) -> Result<(), String> 
     })
 }
 
-/// What the engine's records come to.
+/// The engine's logger.
 struct Bridge;
 
 impl Log for Bridge {
@@ -74,7 +73,7 @@ impl Log for Bridge {
     }
 
     fn log(&self, record: &Record<'_>) {
-        // Python programs are warned of these in another way: see `warn_of_unknown`.
+        // `warn_of_unknown` warns Python programs of these.
         if record.target() != UNKNOWN_HINTS {
             QUEUE.get().push(Entry::of(record));
         }
@@ -83,7 +82,7 @@ impl Log for Bridge {
     fn flush(&self) {}
 }
 
-/// A record that owns what it says.
+/// A record that owns its text.
 struct Entry {
     level: Level,
     target: String,
@@ -103,31 +102,31 @@ impl Entry {
         }
     }
 
-    /// That so many records found no room.
+    /// The record of a number of dropped records.
     fn of_lost(count: u64) -> Entry {
         let text = format!("{count} records were dropped: more came than Python's logging takes");
         Entry { level: Level::Warn, target: "ncclx_rs::log".to_owned(), text, file: None, line: None }
     }
 
-    /// Gives it to Python. False: the interpreter has ended.
+    /// Passes it to Python. Returns false if the interpreter has ended.
     fn deliver(&self) -> bool {
-        let Some(hand_over) = HAND_OVER.get() else { return false };
-        // Not the file's own name: a program may have set its logger up, and files are renamed.
+        let Some(deliver) = DELIVER.get() else { return false };
+        // Without the file's own name: programs configure loggers by name, and files may be renamed.
         let name = self.target.split("::").take(2).collect::<Vec<_>>().join(".");
         let level = number(self.level.to_level_filter());
-        let told = Python::try_attach(|py| {
+        let delivered = Python::try_attach(|py| {
             let record = (name, level, self.file.unwrap_or(""), self.line.unwrap_or(0), &self.text);
             match record.into_pyobject(py) {
-                Ok(record) => abi::call_python(hand_over.bind(py), &record),
+                Ok(record) => python::call(deliver.bind(py), &record),
                 Err(error) => error.write_unraisable(py, None),
             }
         });
-        told.is_some()
+        delivered.is_some()
     }
 
     /// Writes it to the standard error.
     fn print(&self) {
-        // There is nobody left to tell of a failure.
+        // A failure cannot be reported anywhere.
         let _ = writeln!(std::io::stderr(), "{} {}: {}", self.level, self.target, self.text);
     }
 }
@@ -141,13 +140,13 @@ struct Queue {
 #[derive(Default)]
 struct State {
     entries: VecDeque<Entry>,
-    /// How many found no room.
+    /// The number of records that were dropped.
     lost: u64,
-    /// There is a thread that hands over.
+    /// Whether there is a delivery thread.
     is_served: bool,
-    /// That thread is at one that stands in the queue no more.
+    /// Whether that thread is delivering a record, which it has taken from the queue.
     is_busy: bool,
-    /// The interpreter ends: nothing is handed over any more.
+    /// Whether the interpreter ends: nothing more is delivered.
     is_over: bool,
 }
 
@@ -158,24 +157,24 @@ impl State {
 
     fn next(&mut self) -> Option<Entry> {
         let entry = self.entries.pop_front();
-        // Told behind those that came before.
+        // The number comes after the records before it.
         entry.or_else(|| (self.lost > 0).then(|| Entry::of_lost(std::mem::take(&mut self.lost))))
     }
 }
 
 impl Queue {
-    /// Takes a record without waiting for anybody.
+    /// Takes a record without waiting.
     fn push(&'static self, entry: Entry) {
         let mut state = lock(&self.state);
         if !state.is_over && !state.is_served {
-            // The first in this process, which may be a forked child.
+            // The first record in this process, which may be a forked child.
             let thread = std::thread::Builder::new().name("ncclx_rs_log".to_owned());
             state.is_served = thread.spawn(|| self.serve()).is_ok();
         }
         if state.is_over || !state.is_served {
             drop(state);
             entry.print();
-        } else if state.entries.len() < ROOM {
+        } else if state.entries.len() < QUEUE_MAX {
             state.entries.push_back(entry);
             self.changed.notify_all();
         } else {
@@ -184,7 +183,7 @@ impl Queue {
     }
 
     fn serve(&self) {
-        SERVES.set(true);
+        IS_DELIVERY_THREAD.set(true);
         let mut state = lock(&self.state);
         while !state.is_over {
             let Some(entry) = state.next() else {
@@ -202,13 +201,13 @@ impl Queue {
         }
     }
 
-    /// Waits until all has been handed over. The thread that hands over does not wait for itself.
-    fn flush(&self, patience: Duration) -> bool {
-        let deadline = Instant::now() + patience;
+    /// Waits until all records are delivered. The delivery thread does not wait for itself.
+    fn flush(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
         let mut state = lock(&self.state);
         while !state.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || SERVES.get() {
+            if left.is_zero() || IS_DELIVERY_THREAD.get() {
                 return false;
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -216,9 +215,9 @@ impl Queue {
         true
     }
 
-    /// Hands over what there is, and prints what is left when its time is over. True: nothing was.
-    fn finish(&self, patience: Duration) -> bool {
-        let is_told = self.flush(patience);
+    /// Delivers the records, and prints those that are left after `timeout`. Returns whether none were left.
+    fn finish(&self, timeout: Duration) -> bool {
+        let is_delivered = self.flush(timeout);
         let mut left = Vec::new();
         let mut state = lock(&self.state);
         state.is_over = true;
@@ -226,7 +225,7 @@ impl Queue {
         drop(state);
         self.changed.notify_all();
         left.iter().for_each(Entry::print);
-        is_told
+        is_delivered
     }
 }
 
@@ -242,17 +241,17 @@ fn number(level: LevelFilter) -> u32 {
     }
 }
 
-/// How many records wait for Python at most.
-const ROOM: usize = 1024;
+/// The most records that wait for Python.
+const QUEUE_MAX: usize = 1024;
 
-/// How long the interpreter's end waits for a handler that takes its time.
-const EXIT_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the interpreter's end waits for a slow handler.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// `ncclx_rs._logging.hand_over`.
-static HAND_OVER: OnceLock<Py<PyAny>> = OnceLock::new();
+/// `ncclx_rs._logging.deliver`.
+static DELIVER: OnceLock<Py<PyAny>> = OnceLock::new();
 static QUEUE: PerProcess<Queue> = PerProcess::unset();
 
 thread_local! {
-    /// This thread hands records over.
-    static SERVES: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    /// Whether this is the delivery thread.
+    static IS_DELIVERY_THREAD: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }

@@ -36,7 +36,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         from ncclx_rs._reconfigure import Endpoint
 
         endpoint = Endpoint()
-        backend._members_meet(endpoint.handle, endpoint.rendezvous)
+        backend._set_rendezvous(endpoint.handle, endpoint.rendezvous)
     _prepare_process()
     return backend
 

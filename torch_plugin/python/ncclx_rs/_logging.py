@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 _LOGGER = "ncclx_rs"
 _OURS = ("ncclx_rs", "torch")
-_at_work: logging.Logger | None = None
+_delivering_to: logging.Logger | None = None
 
 
 class _LastResortHandler(logging.Handler):
@@ -35,25 +35,25 @@ def show(level: int) -> None:
     logger.addHandler(handler)
 
 
-def hand_over(name: str, level: int, path: str, line: int, text: str) -> None:
-    """Gives Python's logging a record of the engine's."""
-    global _at_work
+def deliver(name: str, level: int, path: str, line: int, text: str) -> None:
+    """Passes a record of the engine to Python's logging."""
+    global _delivering_to
     logger = logging.getLogger(name)
     if not logger.isEnabledFor(level):
         return
-    _at_work = logger
+    _delivering_to = logger
     try:
         logger.handle(logger.makeRecord(name, level, path, line, text, (), None))
     finally:
-        _at_work = None
+        _delivering_to = None
 
 
 def finish() -> None:
-    """Has all handed over at the interpreter's end, which waits a while for a handler, and not for its lock."""
+    """Delivers all records at the interpreter's end; waits for a slow handler up to a timeout."""
     if sys.modules["ncclx_rs._native"].finish_log():
         return
-    for handler in _handlers(_at_work):
-        # The handler that takes so long has it, and `logging.shutdown` would wait for it.
+    for handler in _handlers(_delivering_to):
+        # The slow handler holds its lock, for which `logging.shutdown` would wait.
         if handler.lock is not None and not handler.lock.acquire(blocking=False):
             handler.createLock()
         elif handler.lock is not None:
@@ -61,7 +61,7 @@ def finish() -> None:
 
 
 def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
-    """Those that get a record of this logger."""
+    """The handlers that get a record of this logger."""
     while logger is not None:
         yield from logger.handlers
         logger = logger.parent if logger.propagate else None

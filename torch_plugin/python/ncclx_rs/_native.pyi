@@ -38,7 +38,7 @@ def flush_log(seconds: float) -> bool:
     """Waits up to ``seconds`` until Python's logging has got all records so far; returns whether it has."""
 
 def finish_log() -> bool:
-    """Waits a while until all that was logged has been handed over, and prints the rest. False: a handler is stuck."""
+    """Delivers the records so far up to a timeout, and prints the rest; returns whether none were left."""
 
 def mesh_grid(
     dimensions: list[tuple[str, int]], hosts: list[int], innermost: str | None = None
@@ -98,8 +98,8 @@ class Backend(_C10dBackend):
     def _settle(self) -> None: ...
     def _has_failed(self) -> bool: ...
     def _wait_for_hooks(self) -> None: ...
-    def _members_meet(
-        self, handle: str, meet: Callable[[int, set[str] | list[str], timedelta], tuple[_Store, int, int, str]]
+    def _set_rendezvous(
+        self, handle: str, rendezvous: Callable[[int, set[str] | list[str], timedelta], tuple[_Store, int, int, str]]
     ) -> None: ...
     def _message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, timeout: timedelta) -> dist.Work: ...
     def _window_register(self, tensor: torch.Tensor, owning: bool = True) -> int: ...
