@@ -1,7 +1,7 @@
 """Fixtures: the worlds that tests run in.
 
 A test that takes `world` runs once for every world size and transport mode; `@pytest.mark.worlds(sizes=..., modes=...)`
-narrows that. Tests that kill ranks or leave a broken group behind take `fresh_world`, whose workers are theirs alone.
+narrows that. Tests that kill ranks or leave a broken group behind take `fresh_world`, whose workers no other test uses.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 # Ranks share the cores; set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# PyTorch's TCP store looks up the name of who connects; where the answer gets lost, that takes as long as this says.
+# PyTorch's TCP store looks up the name of each client. If the answer gets lost, the lookup takes this timeout.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# Failures are written down in the home folder; tests of that ask for it.
+# A failure writes a trace to the home folder; only tests of that turn it on.
 os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
 
 import pytest
@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("worlds")
     chosen = marker.kwargs if marker else {}
     sizes, modes = chosen.get("sizes", SIZES), chosen.get("modes", MODES)
-    # One rank talks to nobody: it has no transport to vary.
+    # A single rank has no transport to vary.
     worlds = [(size, mode) for size in sizes for mode in (modes if size > 1 else modes[:1])]
     for fixture, scope in (("world", "session"), ("fresh_world", "function")):
         if fixture in metafunc.fixturenames:
@@ -58,7 +58,7 @@ def fresh_world(request: pytest.FixtureRequest) -> Iterator[World]:
     world.close()
 
 
-# What every supported PyTorch must do: each subject's tests, in one small world.
+# The tests that every supported PyTorch must pass: one file for each subject, in one small world.
 SMOKE_FILES = (
     "test_autoload",
     "test_backend",
@@ -73,7 +73,7 @@ SMOKE_FILES = (
 SMOKE_WORLD = "2-shm"
 
 
-# Which of them show again what another does, and start programs or worlds for it: `make quick` leaves them out.
+# Tests that repeat another one's coverage and start programs or worlds: `make quick` leaves them out.
 REPEATS = (
     "another_backend_than_the_default_are_warned_about[(None",
     "an_operation_in_flight_ends_with_the_interpreter[split]",
@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if item.path.stem in SMOKE_FILES and ("world" not in fixtures or SMOKE_WORLD in item.name):
             item.add_marker(pytest.mark.smoke)
-        # What fails does so over shared memory as over the others.
+        # A failure shows over shared memory as over the other transports.
         elsewhere = "fresh_world" in fixtures and any(f"-{mode}" in item.name for mode in MODES if mode != "shm")
         if elsewhere or any(name in item.name for name in REPEATS):
             item.add_marker(pytest.mark.repeats)

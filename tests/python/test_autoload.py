@@ -1,4 +1,4 @@
-"""Loading: `import torch` finds the backend, and a broken build hurts nobody who does not use it."""
+"""Loading: `import torch` finds the backend, and a broken build harms no program that does not use it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def printed(code: str, *arguments: str, **variables: str) -> str:
 
 
 def with_broken_native(tmp_path: Path) -> str:
-    """A directory that holds a copy of the package whose native module the loader refuses."""
+    """A directory with a copy of the package whose native module the loader refuses."""
     assert PACKAGE is not None and PACKAGE.submodule_search_locations
     copy = tmp_path / "ncclx_rs"
     shutil.copytree(PACKAGE.submodule_search_locations[0], copy)
@@ -62,7 +62,7 @@ def with_broken_native(tmp_path: Path) -> str:
 
 @functools.cache
 def after_importing_torch(**variables: str) -> dict[str, Any]:
-    """What a process that imports torch, and nothing else, finds there."""
+    """The output of a process that imports only torch."""
     code = """
 import json, sys, torch
 native = "ncclx_rs._native" in sys.modules
@@ -129,7 +129,7 @@ def test_broken_native_module_fails_only_when_used(tmp_path: Path) -> None:
 
 
 def test_other_torch_version_is_a_clear_import_error() -> None:
-    # The check compares what the extension was built for with torch.__version__; either side may be faked.
+    # The check compares torch.__version__ with the version that the extension was built for; a test may fake either.
     pretend = "import torch, ncclx_rs\ntorch.__version__ = torch.torch_version.TorchVersion('1.99.0')\n"
     used = python(pretend + USE)
     assert used.returncode != 0
@@ -190,7 +190,7 @@ def test_a_variable_makes_it_the_default() -> None:
     assert printed(DEFAULT + called + DEFAULT).splitlines() == ["gloo", "ncclx_rs"]
 
 
-# A GPU as `import torch` looks for it, on any machine.
+# Makes `import torch` find a GPU, on any machine.
 WITH_GPU = """
 import glob
 found = glob.glob

@@ -1,4 +1,4 @@
-"""Ends of programs whose own functions are still running on threads of the engine."""
+"""Exits of programs whose functions still run on threads of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import BACKEND, WATCHDOG_SECONDS
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="of this engine's threads")
 
-# The end takes a while once Python lets no other thread in any more: time for these to try.
+# `Last` delays the exit once no other thread can take Python's lock: the threads have time to try.
 BUSY = """
 import sys, threading, time
 from datetime import timedelta
@@ -76,7 +76,7 @@ if code:
 
 
 def check_ends(script: str, *cases: tuple[str, str, int], **variables: str) -> None:
-    """Runs a script beside itself, with the arguments of each case; it ends as the last one says."""
+    """Runs a script at once with the arguments of each case, the last of which is the expected exit code."""
     command = [sys.executable, "-c", textwrap.dedent(script)]
     running = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What the engine says of itself: through Python's logging, as warnings, and nothing where all is well."""
+"""The engine's records in Python's logging, its warnings, and its silence without a problem."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TWO = pytest.mark.worlds(sizes=(2,), modes=("shm",))
 THREE = pytest.mark.worlds(sizes=(3,), modes=("tcp",))
 
 
-class Diary(logging.Handler):
-    """Keeps what it is given."""
+class LogCapture(logging.Handler):
+    """Keeps the records that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,15 +54,15 @@ def native() -> Any:
     return native()
 
 
-def diary() -> Diary:
-    """A new one that hears of the engine."""
-    listener = Diary()
-    logging.getLogger("ncclx_rs").addHandler(listener)
-    return listener
+def start_capture() -> LogCapture:
+    """A new capture of the engine's records."""
+    capture = LogCapture()
+    logging.getLogger("ncclx_rs").addHandler(capture)
+    return capture
 
 
 def run_at_info(size: int, function: Callable[[int, int], None]) -> None:
-    """Runs it in workers that hear of all that is said at that level."""
+    """Runs a check in workers that capture all records of that level."""
     world = World(size, "shm", variables={"NCCLX_RS_LOG": "info"})
     try:
         world.run(function, join=False)
@@ -74,19 +74,19 @@ def run_at_info(size: int, function: Callable[[int, int], None]) -> None:
 
 
 def each_lost_rank_is_told_of_once(rank: int, size: int) -> None:
-    listener = diary()
+    capture = start_capture()
     join(timeout=300)
     dist.barrier()
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with leaving_together(range(size - 1)):
-        record = listener.next()
+        record = capture.next()
         with pytest.raises(dist.DistBackendError, match=f"rank {size - 1} is lost"):
             dist.barrier()
     assert (record.levelname, record.name) == ("WARNING", "ncclx_rs.engine")
     assert re.match(rf"communicator `.+` rank {rank}: rank {size - 1} is lost: .+", record.getMessage())
     dist.destroy_process_group()
-    assert listener.rest() == []
+    assert capture.rest() == []
 
 
 @THREE
@@ -95,7 +95,7 @@ def test_each_lost_rank_is_told_of_once(fresh_world: World) -> None:
 
 
 def ranks_that_leave_in_any_order_are_no_loss(rank: int, size: int) -> None:
-    listener = diary()
+    capture = start_capture()
     for last in range(size):
         join()
         tensors = [torch.full((3,), float(rank)) for _ in range(size)]
@@ -103,7 +103,7 @@ def ranks_that_leave_in_any_order_are_no_loss(rank: int, size: int) -> None:
         if rank == last:
             time.sleep(0.1)
         dist.destroy_process_group()
-    assert listener.rest() == []
+    assert capture.rest() == []
 
 
 @pytest.mark.worlds(sizes=(3,))
@@ -124,7 +124,7 @@ def a_handler_that_blocks_holds_nobody_up(rank: int, size: int) -> None:
 
     logging.getLogger("ncclx_rs").addHandler(Stuck())
     with joined():
-        # Each rank says a line of the new group.
+        # Each rank logs a line about the new group.
         assert inside.wait(WATCHDOG_SECONDS)
         for _ in range(100):
             tensor = torch.ones(100_000)
@@ -142,7 +142,7 @@ def test_a_handler_that_blocks_holds_nobody_up() -> None:
 
 
 def a_full_queue_drops_and_counts(rank: int, size: int) -> None:
-    inside, released, heard = threading.Event(), threading.Event(), Diary()
+    inside, released, heard = threading.Event(), threading.Event(), LogCapture()
 
     class Slow(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -153,7 +153,7 @@ def a_full_queue_drops_and_counts(rank: int, size: int) -> None:
     with joined():
         logging.getLogger("ncclx_rs").addHandler(Slow())
         for number in range(3000):
-            # Each says one line, at level INFO.
+            # Each logs one line at level INFO.
             _alone(f"alone{number}").finalize()
         assert inside.wait(WATCHDOG_SECONDS)
         released.set()
@@ -177,9 +177,9 @@ def a_child_tells_of_its_own(rank: int, size: int) -> None:
     assert native().flush_log(WATCHDOG_SECONDS)
     child = os.fork()
     if child == 0:
-        listener = diary()
+        capture = start_capture()
         _alone("child").finalize()
-        told = native().flush_log(WATCHDOG_SECONDS) and "communicator `child`" in "".join(listener.rest())
+        told = native().flush_log(WATCHDOG_SECONDS) and "communicator `child`" in "".join(capture.rest())
         os._exit(0 if told else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -201,7 +201,7 @@ def unknown_hints_are_warned_about(rank: int, size: int) -> None:
         return [(each.category, str(each.message), each.filename) for each in caught if "hint" in str(each.message)]
 
     expected = [(UserWarning, "ncclx_rs: the hint `eager_byte` is not known and has no effect", __file__)]
-    hints, listener = {"eager_byte": "8", "eager_bytes": "8"}, diary()
+    hints, capture = {"eager_byte": "8", "eager_bytes": "8"}, start_capture()
     store = fresh_store()
     assert expected == warned_of(
         lambda: dist.init_process_group(
@@ -214,7 +214,7 @@ def unknown_hints_are_warned_about(rank: int, size: int) -> None:
     assert expected == warned_of(lambda: whole.split(list(range(size)), "part", hints).finalize())
     whole.finalize()
     dist.destroy_process_group()
-    assert listener.rest() == []
+    assert capture.rest() == []
 
 
 @TWO
@@ -232,7 +232,7 @@ PROGRAM = """
 
 
 def program(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program without an environment of its own for logs."""
+    """Runs a program without the environment's settings for logs."""
     environment = {name: value for name, value in os.environ.items() if name not in ("NCCLX_RS_LOG", "NCCL_DEBUG")}
     command = [sys.executable, "-c", textwrap.dedent(code)]
     environment |= variables
@@ -301,7 +301,7 @@ def test_a_handler_that_never_returns_does_not_keep_a_program() -> None:
     more = "dist.new_group([0])\n"
     done = program(textwrap.dedent(stuck) + textwrap.dedent(PROGRAM) + more, NCCLX_RS_LOG="info")
     assert done.returncode == 0
-    # The first is with the handler; what stood behind it is not lost.
+    # The handler holds the first record; those behind it are not lost.
     assert re.search(r"^INFO ncclx_rs::comm::communicator: communicator `1` rank 0 of 1", done.stderr, re.M), (
         done.stderr
     )

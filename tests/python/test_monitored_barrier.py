@@ -1,4 +1,4 @@
-"""The monitored barrier: rank 0 names who did not come, and who comes too late has not come to the next one."""
+"""The monitored barrier: rank 0 names the missing ranks, and a late call does not count for the next barrier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def late_ranks_have_not_come_to_the_next(rank: int, size: int) -> None:
     with leaving_together():
         dist.monitored_barrier(timeout=PATIENT)
         for turn in ("first", "second"):
-            # Each time, the late rank's report arrives when the others have given up, and before they try again.
+            # Each time, the late rank's report arrives after the other ranks have given up, and before they try again.
             if rank != late:
                 others_fail()
                 store.set(f"{turn} {rank}", "failed")

@@ -1,4 +1,4 @@
-"""Ranks that go while nothing waits for them, forks, exits in any order, and time limits."""
+"""Ranks that end while no operation waits for them, forks, exits in any order, and timeouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def backend() -> dist.Backend:
 
 
 def error_state() -> str:
-    """The group's error state; what it is without an error where this torch does not show it."""
+    """The group's error state; that of no error if this torch does not have it."""
     return backend().get_error().name if hasattr(backend(), "get_error") else "SUCCESS"
 
 
@@ -46,14 +46,14 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def idle_ranks_learn_of_a_death(rank: int, size: int, how: str) -> float:
-    """Even ranks wait for a rank that lives, odd ones for nothing. Gives the seconds until the death was known."""
+    """Even ranks wait for a live rank, odd ones for nothing. Returns the seconds until the death was noticed."""
     victim = size - 1
     join(timeout=300)
     store = fresh_store()
     if rank == victim:
         store.wait([f"ready{r}" for r in range(victim)], PATIENCE)
         child = os.fork() if how == "forked" else -1
-        if child == 0:  # has inherited every connection, and lives on
+        if child == 0:  # the child has inherited every connection, and lives on
             time.sleep(10 * WATCHDOG_SECONDS)
             os._exit(0)
         store.set("child", str(child))
@@ -85,10 +85,10 @@ def leaving_is_no_loss(rank: int, size: int) -> None:
     dist.barrier()
     if rank > 0:
         store.wait([f"left{rank - 1}"], PATIENCE)
-    time.sleep(0.2)  # in which a loss would be noticed
+    time.sleep(0.2)  # time in which a loss would be noticed
     assert error_state() == "SUCCESS"
     tensor = torch.full((3,), float(rank))
-    if rank == size - 2:  # the last two can still talk
+    if rank == size - 2:  # the last two can still communicate
         dist.send(tensor, dst=rank + 1)
     elif rank == size - 1:
         dist.recv(tensor, src=rank - 1)
@@ -106,7 +106,7 @@ def test_idle_ranks_learn_of_a_death(fresh_world: World, how: str) -> None:
 
 @pytest.mark.worlds(sizes=(9,), modes=("shm", "tcp"))
 def test_idle_ranks_that_do_not_watch_a_rank_learn_of_its_death(fresh_world: World) -> None:
-    """Of nine ranks, 0, 2, 5 and 7 watch rank 8, and the others hear of it before any time limit is over."""
+    """Of nine ranks, 0, 2, 5 and 7 monitor rank 8; the others get the notice before any timeout."""
     took = fresh_world.run(idle_ranks_learn_of_a_death, "sigkill", join=False, dies={8})
     assert [rank for rank, seconds in enumerate(took) if seconds is None] == [8]
     print(f"known after {max(seconds for seconds in took if seconds is not None):.3f} s")
@@ -121,7 +121,7 @@ def test_leaving_is_no_loss(fresh_world: World) -> None:
 
 
 def in_a_child(check: Callable[[], None]) -> None:
-    """Runs `check` in a forked child, which must end well."""
+    """Runs `check` in a forked child, which must succeed."""
     child = os.fork()
     if child == 0:
         try:
@@ -226,7 +226,7 @@ def test_children_do_not_disturb(mode: str) -> None:
 
 
 def abort_is_quick(rank: int, size: int) -> float:
-    """Aborts while threads are blocked in calls of several kinds. Gives the seconds until the last has ended."""
+    """Aborts while threads are blocked in calls of several kinds. Returns the seconds until the last has ended."""
     join(timeout=300)
     store = fresh_store()
     dist.barrier()
@@ -269,7 +269,7 @@ def test_abort_is_quick(fresh_world: World) -> None:
 
 
 def run_ranks(script: str, size: int, folder: Path, **variables: str) -> list[tuple[int, str]]:
-    """Runs a script once a rank, to its very end; exit code and output of each."""
+    """Runs a script as each rank, to its exit; returns the exit code and output of each."""
     (folder / "script.py").write_text(textwrap.dedent(script))
     ranks = [
         subprocess.Popen(
@@ -314,7 +314,7 @@ def test_ranks_end_without_a_word_in_any_order(tmp_path: Path, transport: str) -
         assert code == 0, output
 
 
-# Ends with a message in flight that has a callback in Python, in a group that Python may know nothing of.
+# Exits with a message in flight that has a callback in Python, in a group that Python may not know.
 IN_FLIGHT = """
 dist.init_process_group("ncclx_rs", init_method=f"file://{folder}/store", rank=rank, world_size=size)
 group = dist.group.WORLD
@@ -364,7 +364,7 @@ def test_an_idle_process_ends_after_its_hooks_and_the_dump(tmp_path: Path) -> No
     assert re.search(r"the hook finds \['.*idle.*'\](.|\n)*Aborting process", output), output
 
 
-# PyO3 makes a panic of this exception, here when the recorder asks for the stack of an operation that is under way.
+# PyO3 turns this exception into a panic, here when the recorder captures the stack of an operation in flight.
 PANIC = """
 import sys
 import ncclx_rs, torch
@@ -400,7 +400,7 @@ LIMIT = 0.6
 
 
 def limit_is_kept(rank: int, size: int, kind: str, waits: bool) -> float:
-    """Of an operation whose peer is late, also where nobody waits for it. Gives the seconds it ended too late."""
+    """An operation whose peer is late ends in time, also without a waiting thread. Returns the seconds it was late."""
     hints = {"timeout_seconds": str(LIMIT)} if kind == "hint" else {}
     if kind == "variable":
         os.environ["NCCLX_RS_TIMEOUT_SECONDS"] = str(LIMIT)
