@@ -256,7 +256,7 @@ LINE = (
 def test_a_line_says_what_a_communicator_runs_on(variable: tuple[str, str]) -> None:
     done = program(PROGRAM + "    dist.destroy_process_group()\n", **dict([variable]))
     assert done.returncode == 0
-    assert re.fullmatch(r"\S+ \S+ INFO ncclx_rs\.comm\.communicator: " + LINE, done.stderr), done.stderr
+    assert re.fullmatch(r"\S+ \S+ INFO ncclx_rs\.comm: " + LINE, done.stderr), done.stderr
 
 
 def test_logging_that_the_program_sets_up_is_the_only_one() -> None:
