@@ -4,18 +4,18 @@ use smallvec::SmallVec;
 
 use crate::types::DType;
 
-/// The memory on one side of an operation: mostly one run.
+/// The inputs or outputs of an operation: mostly one buffer.
 pub type Buffers = SmallVec<[Buffer; 1]>;
 
-/// A run of elements in host memory that somebody else owns.
+/// A run of elements in host memory that the caller owns.
 ///
 /// # Lifetime
 /// The engine reads and writes the memory between [`Communicator::submit`](crate::Communicator::submit) and the
-/// completion of the [`Work`](crate::Work) it returns, and never after. The owner keeps it allocated that long, does
-/// not write to inputs and does not touch outputs.
+/// completion of the [`Work`](crate::Work) it returns, and never after. Until then the owner keeps it allocated, does not
+/// write to inputs, and neither reads nor writes outputs.
 ///
-/// The memory of a [`Window`](crate::Window) is lent from its registration to the end of its deregistration. Meanwhile
-/// its owner reads what signals have told it of, and nobody touches what a put may be writing.
+/// The memory of a [`Window`](crate::Window) is exposed from its registration to the end of its deregistration. Meanwhile
+/// its owner reads only what a signal has announced, and no thread accesses memory that a put may be writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
     ptr: *mut u8,
@@ -23,8 +23,8 @@ pub struct Buffer {
     dtype: DType,
 }
 
-// SAFETY: a Buffer is an address with a length; whoever dereferences it relies on the contract of `from_raw`, which
-// does not depend on the thread.
+// SAFETY: a Buffer is an address with a length. Code that dereferences it relies on the contract of `from_raw`, which does
+// not depend on the thread.
 #[allow(unsafe_code, reason = "raw memory handle: the contract is stated at from_raw")]
 unsafe impl Send for Buffer {}
 
@@ -36,8 +36,8 @@ impl Buffer {
     /// Describes `len` elements of `dtype` at `ptr`.
     ///
     /// # Safety
-    /// From submission to completion of every operation that the buffer is used in, the memory is valid for reads and
-    /// writes of `len * dtype.size()` bytes (reads alone where it is only an input) and is not written by anyone else.
+    /// From submission to completion of every operation that uses the buffer, the memory is valid for reads and writes of
+    /// `len * dtype.size()` bytes (for reads, if it is only an input), and only the engine writes it.
     /// `ptr` may dangle when `len` is zero.
     #[allow(unsafe_code, reason = "raw memory handle: the contract is stated here")]
     pub unsafe fn from_raw(ptr: *mut u8, len: usize, dtype: DType) -> Self {
@@ -67,7 +67,7 @@ impl Buffer {
     /// The number of bytes.
     ///
     /// # Panics
-    /// When a `usize` cannot hold it: no memory is valid for so many, so every operation refuses the buffer.
+    /// When a `usize` cannot hold it. No memory has that many bytes, so every operation refuses the buffer.
     pub fn bytes(self) -> usize {
         self.checked_bytes().expect("a buffer of a length that memory can have")
     }
@@ -77,18 +77,18 @@ impl Buffer {
     }
 }
 
-/// The bytes of all buffers together; nothing if memory cannot have so many. Up to there, no sum or product of lengths and
-/// offsets within them overflows.
+/// The bytes of all buffers together; none if they are more than [`BYTES_MAX`]. Up to there, no sum or product of lengths
+/// and offsets within them overflows.
 pub(crate) fn bytes(buffers: &[Buffer]) -> Option<usize> {
     let sum = match buffers {
-        // Nearly always.
+        // The usual case.
         [one] => one.checked_bytes(),
         _ => buffers.iter().try_fold(0, |sum: usize, buffer| sum.checked_add(buffer.checked_bytes()?)),
     };
     sum.filter(|sum| *sum <= BYTES_MAX)
 }
 
-/// The most bytes that memory can have: what the language allows an object.
+/// The most bytes that memory can have: the language's limit for an object.
 pub(crate) const BYTES_MAX: usize = isize::MAX as usize;
 
 #[cfg(test)]
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    #[allow(unsafe_code, reason = "makes buffers whose memory nobody touches")]
+    #[allow(unsafe_code, reason = "makes buffers whose memory is never accessed")]
     fn more_bytes_than_memory_can_have_are_none() {
         let of = |len, dtype| {
             // SAFETY: no operation uses the buffer.

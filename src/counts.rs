@@ -1,8 +1,8 @@
-//! Numbers of elements, one a rank.
+//! Numbers of elements, one for each rank.
 
 use std::ops::Index;
 
-/// How many elements each rank has. Equal numbers, however they were given, take no memory of their own.
+/// How many elements each rank has. Equal numbers take no memory of their own, however they were made.
 ///
 /// ```
 /// use ncclx_rs::Counts;
@@ -19,7 +19,7 @@ enum Kind {
         each: usize,
         ranks: usize,
     },
-    /// Of which two differ.
+    /// Numbers of which at least two differ.
     Unequal(Box<[usize]>),
 }
 
@@ -47,7 +47,7 @@ impl Counts {
         matches!(self.0, Kind::Equal { .. })
     }
 
-    /// How much memory they take, beside their own size.
+    /// The bytes of heap memory that they take.
     pub(crate) fn bytes(&self) -> usize {
         match &self.0 {
             Kind::Equal { .. } => 0,
@@ -58,12 +58,12 @@ impl Counts {
     /// The elements of all ranks together.
     ///
     /// # Panics
-    /// When they are more than [`Counts::checked_total`] can tell.
+    /// When a `usize` cannot hold their number.
     pub fn total(&self) -> usize {
         self.checked_total().expect("counts whose sum was checked when they came in")
     }
 
-    /// The elements of all ranks together; nothing if a `usize` cannot hold their number.
+    /// The elements of all ranks together; none if a `usize` cannot hold their number.
     pub fn checked_total(&self) -> Option<usize> {
         match &self.0 {
             Kind::Equal { each, ranks } => each.checked_mul(*ranks),
@@ -71,10 +71,10 @@ impl Counts {
         }
     }
 
-    /// A number that other counts are unlikely to have; zero for equal ones, of which the sum tells.
+    /// A number that other counts are unlikely to have; zero for equal counts, which their sum identifies.
     pub(crate) fn fingerprint(&self) -> u32 {
         let Kind::Unequal(counts) = &self.0 else { return 0 };
-        // FNV-1a of whole numbers: any change of one changes the result, and so does their order.
+        // FNV-1a over whole numbers: a change of any number or of their order changes the result.
         let mix = |hash: u64, count: &usize| (hash ^ *count as u64).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
         let hash = counts.iter().fold(0xcbf2_9ce4_8422_2325, mix);
         ((hash ^ (hash >> 32)) as u32).max(1)

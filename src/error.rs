@@ -1,10 +1,10 @@
-//! What can go wrong, told apart by whose doing it is.
+//! Errors, told apart by their cause: the caller, the system, or another rank.
 
 use std::time::Duration;
 
 use crate::types::Rank;
 
-/// A call that could not have worked: found before anything is sent, and the communicator is as it was.
+/// A call that cannot work. It is refused before anything is sent, and the communicator is as before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{operation}: argument `{argument}`: expected {expected}, got {got}")]
 pub struct UsageError {
@@ -12,13 +12,13 @@ pub struct UsageError {
     pub operation: String,
     /// The argument at fault.
     pub argument: &'static str,
-    /// What it should have been.
+    /// What the argument must be.
     pub expected: String,
-    /// What it was.
+    /// What it is.
     pub got: String,
 }
 
-/// Why a communicator did not come to be.
+/// Why a communicator could not be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InitError {
@@ -32,15 +32,15 @@ pub enum InitError {
         comm: String,
         /// The key that was asked for.
         key: String,
-        /// What the store said.
+        /// The store's error.
         cause: String,
     },
-    /// Ranks did not come within the time allowed.
+    /// Ranks did not join within the bootstrap timeout.
     #[error("communicator `{comm}`: ranks {missing:?} did not join within {waited:?}")]
     Missing {
         /// The communicator's name.
         comm: String,
-        /// The ranks that are not there.
+        /// The ranks that did not join.
         missing: Vec<u32>,
         /// How long they were waited for.
         waited: Duration,
@@ -50,9 +50,9 @@ pub enum InitError {
     Unreachable {
         /// The communicator's name.
         comm: String,
-        /// The rank that was called.
+        /// The unreachable rank.
         rank: u32,
-        /// Each address that was tried, with what it answered.
+        /// Each address that was tried, and how it failed.
         cause: String,
     },
     /// The operating system refused a resource.
@@ -67,25 +67,25 @@ pub enum InitError {
     },
 }
 
-/// Why a process does not know its place among those launched with it.
+/// Why a process does not know its rank among those launched with it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// No launcher has told.
+    /// No launcher has set rank and size.
     #[error("no launcher has told this process its rank and the number of ranks in {variables}")]
     Absent {
         /// The pairs of variables that were looked for.
         variables: String,
     },
-    /// Of two variables that belong together, one is missing.
+    /// Of a pair of variables, one is not set.
     #[error("{set} is set, but {unset} is not")]
     Half {
-        /// The one that is there.
+        /// The variable that is set.
         set: &'static str,
-        /// The one that is not.
+        /// The variable that is not set.
         unset: &'static str,
     },
-    /// A variable has no sensible value.
+    /// A variable has an invalid value.
     #[error("{variable} is `{value}`: expected {expected}")]
     Value {
         /// The variable.
@@ -95,10 +95,10 @@ pub enum LaunchError {
         /// What it should have been.
         expected: String,
     },
-    /// Nobody has told where the ranks can meet.
+    /// The environment names no master, whose store the ranks need.
     #[error("MASTER_ADDR and MASTER_PORT are not set: rank 0's host, and a port that is free there")]
     NoMaster,
-    /// PyTorch's own store listens where the ranks should meet.
+    /// torchrun's agent serves PyTorch's own store at the master's port.
     #[error(
         "torchrun serves a store of its own at MASTER_PORT {port}; with --standalone or --rdzv-backend c10d and \
          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment it leaves the ranks a free port"
@@ -109,26 +109,26 @@ pub enum LaunchError {
     },
 }
 
-/// Why there is no store.
+/// Why a store could not be served or reached.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// It cannot be served here.
+    /// The store cannot be served here.
     #[error("a store cannot be served at `{address}`: {cause}")]
     Listen {
-        /// Where it was to listen.
+        /// The address to listen on.
         address: String,
         /// What the system said.
         cause: String,
     },
-    /// It does not answer.
+    /// The store does not answer.
     #[error("no store answers at `{address}` within {waited:?}: {cause}")]
     Absent {
-        /// Where it was looked for.
+        /// The address of the store.
         address: String,
         /// How long.
         waited: Duration,
-        /// What came of the last attempt.
+        /// The error of the last attempt.
         cause: String,
     },
 }
@@ -143,21 +143,21 @@ pub enum Error {
     /// The communicator could not be made.
     #[error(transparent)]
     Init(#[from] InitError),
-    /// The launcher's environment does not say what is needed.
+    /// The launcher's environment lacks something.
     #[error(transparent)]
     Launch(#[from] LaunchError),
     /// The rendezvous store could not be served or reached.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The ranks disagree about the operation. It failed on all of them; the communicator works on.
+    /// The ranks disagree about the operation. It has failed on all of them; the communicator still works.
     #[error("{operation}: {detail}")]
     Mismatch {
         /// The operation as this rank called it.
         operation: String,
-        /// What each of the two ranks called.
+        /// The calls of the two ranks.
         detail: String,
     },
-    /// The operation's time ran out.
+    /// The operation has timed out.
     #[error("{operation} timed out after a timeout of {waited:.1?}: {detail}")]
     Timeout {
         /// The operation.
@@ -167,41 +167,41 @@ pub enum Error {
         /// Which ranks it waited for.
         detail: String,
     },
-    /// The operation's time ran out while this process lacked what it takes, such as file descriptors. No rank is to blame;
-    /// the communicator works on.
+    /// The operation has timed out while this process lacked a resource, such as file descriptors. No rank is at fault; the
+    /// communicator still works.
     #[error("{operation} timed out after a timeout of {waited:.1?} for want of a resource: {detail}")]
     Resource {
         /// The operation.
         operation: String,
         /// How long it ran.
         waited: Duration,
-        /// What is lacking, and how much of it is needed.
+        /// The missing resource, and how much of it is needed.
         detail: String,
     },
-    /// Another rank gave the operation up.
+    /// The operation has failed on another rank.
     #[error("{operation}: rank {rank} reported: {cause}")]
     Remote {
         /// The operation as this rank called it.
         operation: String,
-        /// The rank that gave up first.
+        /// The rank on which it failed first.
         rank: u32,
         /// Its reason.
         cause: String,
     },
-    /// A rank died or cannot be reached any more.
+    /// A rank has died or can no longer be reached.
     #[error("{operation}: rank {rank} is lost: {cause}")]
     PeerLost {
         /// The operation that noticed.
         operation: String,
-        /// The rank that is gone.
+        /// The lost rank.
         rank: u32,
-        /// How that was seen.
+        /// How the loss was noticed.
         cause: String,
     },
     /// The communicator was aborted or shut down.
     #[error("{operation}: communicator `{comm}` was {how}")]
     Closed {
-        /// The operation that was called or cut off.
+        /// The operation that was refused or ended.
         operation: String,
         /// The communicator's name.
         comm: String,
@@ -210,27 +210,27 @@ pub enum Error {
     },
 }
 
-/// A lost connection, or one that is not made, as a transport sees it.
+/// A broken connection, or one that could not be made, as a transport sees it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{cause}")]
 pub struct LinkDown {
-    /// What the system or the peer said.
+    /// The reason, from the system or the peer.
     pub cause: String,
     pub(crate) kind: Down,
 }
 
-/// What a [`LinkDown`] tells of the other side.
+/// What a [`LinkDown`] shows about the other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Down {
-    /// It cannot be reached any more.
+    /// It can no longer be reached.
     Broken,
-    /// It has gone, as ranks that leave do too.
+    /// It has closed the connection, as ranks that leave do too.
     HungUp,
-    /// It has no room for a caller now: the connection may be made later.
+    /// It has no room for a connection now: another attempt may succeed.
     Busy,
-    /// It cannot be reached in this way, whether it has gone or something stands between. It may be in another.
+    /// It cannot be reached by this transport. Another transport may reach it.
     Unfit,
-    /// Nothing: it is this process that lacks what a connection takes. It may be made later.
+    /// Nothing: this process lacks a resource for the connection. Another attempt may succeed.
     Lacking,
 }
 
@@ -240,17 +240,17 @@ impl LinkDown {
         LinkDown { cause: cause.into(), kind: Down::Broken }
     }
 
-    /// A loss because the other side has gone.
+    /// A loss because the other side has closed the connection.
     pub(crate) fn hung_up(cause: impl Into<String>) -> Self {
         LinkDown { cause: cause.into(), kind: Down::HungUp }
     }
 
-    /// A connection that cannot be made in this way.
+    /// A connection that cannot be made by this transport.
     pub(crate) fn unfit(cause: impl Into<String>) -> Self {
         LinkDown { cause: cause.into(), kind: Down::Unfit }
     }
 
-    /// A connection for which this process lacks something now.
+    /// A connection for which this process lacks a resource now.
     pub(crate) fn lacking(cause: impl Into<String>) -> Self {
         LinkDown { cause: cause.into(), kind: Down::Lacking }
     }
@@ -269,7 +269,7 @@ impl From<std::io::Error> for LinkDown {
     }
 }
 
-/// A list of ranks, for messages: the first of them where there are very many.
+/// A list of ranks, for messages; of very many ranks, only the first.
 pub(crate) fn rank_list(ranks: &[Rank]) -> String {
     const MANY: usize = 64;
     let named = ranks.iter().take(MANY).map(Rank::to_string).collect::<Vec<_>>().join(", ");

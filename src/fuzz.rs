@@ -1,7 +1,6 @@
-//! The parsers of bytes from outside, as the fuzzer drives them (`make fuzz`, tests/fuzz). `cargo test` replays the inputs
-//! that the fuzzer has found worth keeping.
+//! Fuzz targets of the parsers of bytes from outside (`make fuzz`, tests/fuzz). `cargo test` replays the corpus.
 //!
-//! A target takes any bytes. It fails by a panic: the parser's own, or that of a check which no input may break.
+//! A target takes any bytes. It fails by a panic: the parser's own, or that of a check that must hold for every input.
 
 mod handles;
 mod handshake;

@@ -1,4 +1,4 @@
-//! Decisions and data out of the fuzzer's bytes.
+//! Decisions and data from the fuzzer's bytes.
 
 use std::io::{self, Read, Write};
 
@@ -14,7 +14,7 @@ impl<'a> Input<'a> {
         self.0.is_empty()
     }
 
-    /// At most `count` bytes: what is left of them.
+    /// The next `count` bytes, or as many as are left.
     pub(crate) fn take(&mut self, count: usize) -> &'a [u8] {
         let (taken, rest) = self.0.split_at(count.min(self.0.len()));
         self.0 = rest;
@@ -46,7 +46,7 @@ impl<'a> Input<'a> {
     }
 }
 
-/// A connection to the fuzzer, that does not block: it brings the input in pieces and takes a few bytes at a time.
+/// A connection to the fuzzer that does not block: reads give the input in pieces, writes take a few bytes at a time.
 pub(crate) struct Wire<'a> {
     input: Input<'a>,
     pub(crate) sent: Vec<u8>,

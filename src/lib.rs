@@ -1,6 +1,6 @@
 //! Collective communication between processes: shared memory within a host, TCP between hosts.
 //!
-//! The way of an operation: [`Communicator::submit`] takes an [`Op`], plans a [`schedule`], drives it over the
+//! The path of an operation: [`Communicator::submit`] takes an [`Op`], plans a [`schedule`], runs it over the
 //! [`transport`]s and completes the [`Work`].
 
 pub mod algo;

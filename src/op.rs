@@ -1,4 +1,4 @@
-//! What a caller asks for: a plain description, checked once against the communicator before anything is sent.
+//! Operations: a plain description of a call, checked once against the communicator before anything is sent.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use crate::counts::Counts;
 use crate::types::{Rank, ReduceOp, Source, Tag};
 use crate::window::WindowId;
 
-/// Whether the caller goes on at once or will wait for the result next.
+/// Whether the caller goes on at once or waits for the result next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Progress is made in the background; submitting never blocks.
+    /// The progress thread completes the operation; submitting never blocks.
     Async,
-    /// The caller waits next, and drives the operation itself.
+    /// The caller waits next, and makes progress itself.
     Blocking,
 }
 
@@ -27,7 +27,7 @@ pub enum OpKind {
     Reduce {
         /// How elements combine.
         op: ReduceOp,
-        /// Who gets the result.
+        /// The rank that gets the result.
         root: Rank,
     },
     /// The root's outputs are copied to every rank's.
@@ -40,7 +40,7 @@ pub enum OpKind {
     /// Rank r ends with the reduction of all ranks' r-th block: of one input of `size` equal blocks, or of the r-th
     /// input.
     ReduceScatter(ReduceOp),
-    /// Rank r's i-th block goes to rank i's r-th place. Counts in elements, one a rank.
+    /// Rank r's i-th block becomes rank i's r-th block. Counts are in elements, one for each rank.
     AllToAll {
         /// Elements for each rank, in the order they lie in the inputs.
         send: Counts,
@@ -49,7 +49,7 @@ pub enum OpKind {
     },
     /// The root ends with all ranks' inputs, one output a rank or one of `size` equal blocks; others have no output.
     Gather {
-        /// Who gets the data.
+        /// The rank that gets the data.
         root: Rank,
     },
     /// Every rank gets its block of the root's inputs (one a rank, or one of `size` equal blocks); others have none.
@@ -57,7 +57,7 @@ pub enum OpKind {
         /// Whose data it is.
         root: Rank,
     },
-    /// Nobody leaves before everybody came.
+    /// No rank's barrier completes before all ranks have called it.
     Barrier,
     /// One message to one rank. The inputs are sent end to end.
     Send {
@@ -73,8 +73,8 @@ pub enum OpKind {
         /// Must equal the sender's.
         tag: Tag,
     },
-    /// The inputs are written, end to end, into another rank's part of a window. Done when they may be reused; the
-    /// other rank knows of them by a later [`OpKind::Signal`].
+    /// Writes the inputs, end to end, to another rank's part of a window. Complete when the inputs may be reused. A later
+    /// [`OpKind::Signal`] tells the other rank that the data is there.
     Put {
         /// Which window.
         window: WindowId,
@@ -83,7 +83,7 @@ pub enum OpKind {
         /// The first byte written.
         offset: usize,
     },
-    /// The outputs are filled, end to end, from another rank's part of a window.
+    /// Reads another rank's part of a window into the outputs, end to end.
     Get {
         /// Which window.
         window: WindowId,
@@ -92,14 +92,14 @@ pub enum OpKind {
         /// The first byte read.
         offset: usize,
     },
-    /// Tells another rank that what this one has put so far is there. Signals are counted.
+    /// Tells another rank that everything put before is there. Signals are counted.
     Signal {
         /// Which window.
         window: WindowId,
-        /// Who is told.
+        /// The rank that gets the signal.
         to: Rank,
     },
-    /// Takes one signal of another rank, now or when it comes.
+    /// Waits for one signal of another rank and takes it.
     WaitSignal {
         /// Which window.
         window: WindowId,
@@ -139,7 +139,7 @@ impl OpKind {
     }
 }
 
-/// What all ranks call together, by the number that stands for it in messages and by the name it has in tuning files.
+/// The kinds of collectives, with their numbers on the wire and their names in tuning files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[repr(u8)]
@@ -160,7 +160,7 @@ pub(crate) enum CollectiveKind {
 }
 
 impl CollectiveKind {
-    /// By their numbers, from 1 on.
+    /// All kinds, by their numbers from 1 on.
     const ALL: [CollectiveKind; 11] = [
         CollectiveKind::AllReduce,
         CollectiveKind::Reduce,
@@ -175,13 +175,13 @@ impl CollectiveKind {
         CollectiveKind::WindowDeregister,
     ];
 
-    /// The one with a number, if there is one.
+    /// The kind with a number, if there is one.
     pub(crate) fn numbered(number: u8) -> Option<CollectiveKind> {
         let place = usize::from(number).checked_sub(1)?;
         CollectiveKind::ALL.get(place).copied()
     }
 
-    /// The name in messages to people.
+    /// The name in errors and logs.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             CollectiveKind::AllReduce => "all_reduce",
@@ -202,11 +202,11 @@ impl CollectiveKind {
 /// An operation: its kind, its memory, and how long it may take.
 #[derive(Clone, Debug)]
 pub struct Op {
-    /// What is done.
+    /// The kind, with its parameters.
     pub kind: OpKind,
-    /// Memory that is read. For in-place operations (all_reduce, reduce, broadcast) the same as `outputs`.
+    /// Memory to read. For in-place operations (all_reduce, reduce, broadcast) the same as `outputs`.
     pub inputs: Buffers,
-    /// Memory that is written.
+    /// Memory to write.
     pub outputs: Buffers,
     /// The time limit; the communicator's when absent.
     pub timeout: Option<Duration>,

@@ -3,12 +3,12 @@
 pub use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 
-/// Locks `mutex`; a panic of an earlier holder does not take the communicator down with it.
+/// Locks `mutex`, also after a panic of an earlier holder, which must not end the communicator.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Starts a thread that nobody joins.
+/// Starts a detached thread.
 pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     std::thread::Builder::new().name(name.to_owned()).spawn(run).map(|_| ())
 }

@@ -1,10 +1,10 @@
-//! Which ranks share a host, and which of its CPUs. Plain data, so that one machine can pose as many.
+//! Topology: which ranks share a host, and which CPUs. Plain data, so that one machine can stand for several hosts.
 
 use serde::{Deserialize, Serialize};
 
 use crate::types::Rank;
 
-/// Where every rank of a communicator runs.
+/// The host of every rank of a communicator.
 ///
 /// ```
 /// use ncclx_rs::{Rank, Topology};
@@ -77,14 +77,14 @@ pub struct Cpus {
 }
 
 impl Cpus {
-    /// The CPUs with these numbers, of which the system lets the rank use no more than `quota` at a time.
+    /// The CPUs with these numbers. The system lets the rank use at most `quota` of them at a time.
     pub fn new(numbers: impl IntoIterator<Item = u32>, quota: Option<u32>) -> Self {
         let runs = merged(numbers.into_iter().map(|number| (number, number)).collect());
         Cpus { runs, quota }
     }
 
-    /// How many CPUs the ranks of one host, which may run on these, share: what any of them may run on counts, once. A quota
-    /// counts where all have one: it is mostly that of the container they are all in.
+    /// How many CPUs the ranks of one host share: each CPU that any of them may run on counts once. A quota counts if all
+    /// ranks have one, since that is usually the quota of their common container.
     pub fn shared_by<'a>(ranks: impl IntoIterator<Item = &'a Cpus>) -> usize {
         let (mut runs, mut quotas) = (Vec::new(), Vec::new());
         for Cpus { runs: own, quota } in ranks {
@@ -97,7 +97,7 @@ impl Cpus {
     }
 }
 
-/// Runs that neither overlap nor touch, in order. What ends before it begins is none.
+/// Merges runs into runs that neither overlap nor touch, in order. A run that ends before it begins is dropped.
 fn merged(mut runs: Vec<(u32, u32)>) -> Vec<(u32, u32)> {
     runs.retain(|(first, last)| first <= last);
     runs.sort_unstable();

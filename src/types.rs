@@ -1,4 +1,4 @@
-//! The vocabulary: ranks, tags, element types, reduce operations.
+//! Basic types: ranks, tags, element types, reduce operations.
 
 use std::fmt;
 
@@ -29,17 +29,17 @@ impl fmt::Display for Rank {
     }
 }
 
-/// Tells point-to-point messages between the same two ranks apart. The greatest is kept for
+/// The tag of a point-to-point message: a receive matches messages with an equal tag. The greatest is reserved for
 /// [`Communicator::split`](crate::Communicator::split).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
 
 impl Tag {
-    /// Carries what ranks tell each other when they split.
+    /// The tag of the messages of a split.
     pub(crate) const SPLIT: Tag = Tag(u32::MAX);
 }
 
-/// A line of a program: a frame of the stack that a call came from.
+/// A frame of the stack that a call came from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Frame {
     /// The function.
@@ -55,7 +55,7 @@ pub struct Frame {
 pub enum Source {
     /// Only those of this rank.
     Rank(Rank),
-    /// The first that arrives, from whichever rank.
+    /// The first that arrives, from any rank.
     Any,
 }
 
@@ -65,7 +65,7 @@ impl From<Rank> for Source {
     }
 }
 
-/// What arithmetic a [`DType`] takes part in.
+/// The arithmetic that a [`DType`] supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arithmetic {
     /// Two's complement integers: every reduce operation.
@@ -74,9 +74,9 @@ pub enum Arithmetic {
     Float,
     /// Complex numbers: sums only.
     Complex,
-    /// Truth values: logical operations, with SUM as "or" and PRODUCT as "and".
+    /// Booleans: logical operations, with SUM as "or" and PRODUCT as "and".
     Bool,
-    /// Bytes that are moved, never reduced.
+    /// Types that are moved, never reduced.
     None,
 }
 
@@ -103,7 +103,7 @@ macro_rules! dtypes {
                 match self { $(DType::$variant => $size,)* }
             }
 
-            /// The arithmetic the type takes part in.
+            /// The arithmetic that the type supports.
             pub fn arithmetic(self) -> Arithmetic {
                 match self { $(DType::$variant => Arithmetic::$kind,)* }
             }
@@ -147,9 +147,9 @@ impl fmt::Display for DType {
     }
 }
 
-/// A Rust type that slices of the safe methods are made of, such as [`Communicator::all_reduce`].
+/// A Rust type of the elements of safe methods, such as [`Communicator::all_reduce`].
 ///
-/// Every bit pattern is a value of each of these types, so that what another rank sends is never an invalid one.
+/// Every bit pattern is a value of each of these types, so received bytes are always valid.
 ///
 /// [`Communicator::all_reduce`]: crate::Communicator::all_reduce
 pub trait Element: Copy + Send + Sync + sealed::Sealed + 'static {
@@ -188,9 +188,9 @@ pub enum ReduceOp {
     Avg,
     /// The product.
     Product,
-    /// The least; -0 is less than 0, and a NaN wins.
+    /// The minimum; -0 is less than 0, and a NaN wins.
     Min,
-    /// The greatest; 0 is greater than -0, and a NaN wins.
+    /// The maximum; 0 is greater than -0, and a NaN wins.
     Max,
     /// Bitwise and.
     BitAnd,
@@ -212,7 +212,7 @@ impl ReduceOp {
     pub(crate) const NAMES: [&'static str; 9] =
         ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];
 
-    /// A number for the operation, whatever its factor.
+    /// A number for the operation, independent of its factor.
     pub(crate) fn index(self) -> usize {
         match self {
             ReduceOp::Sum => 0,

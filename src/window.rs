@@ -1,9 +1,9 @@
-//! Windows: memory that a rank lends to the others, who write and read it without its taking part.
+//! Windows: memory that a rank exposes to the other ranks, which read and write it without its taking part (MPI's RMA).
 //!
-//! [`Communicator::window_register`](crate::Communicator::window_register) makes one on every rank. After that a rank
-//! that wants to write submits [`OpKind::Put`](crate::OpKind::Put) and then [`OpKind::Signal`](crate::OpKind::Signal);
-//! the owner submits [`OpKind::WaitSignal`](crate::OpKind::WaitSignal), after which it sees all that the signalling
-//! rank had put before. A put alone tells its target nothing. [`OpKind::Get`](crate::OpKind::Get) reads what is there.
+//! [`Communicator::window_register`](crate::Communicator::window_register) makes one on every rank. To write, a rank
+//! submits [`OpKind::Put`](crate::OpKind::Put) and then [`OpKind::Signal`](crate::OpKind::Signal). The owner submits
+//! [`OpKind::WaitSignal`](crate::OpKind::WaitSignal); then it sees everything that the signalling rank had put before. A put
+//! alone notifies its target of nothing. [`OpKind::Get`](crate::OpKind::Get) reads the current content.
 //!
 //! ```
 //! # use std::sync::Arc;
@@ -19,7 +19,7 @@
 //! # };
 //! # let comm = Communicator::new(options)?;
 //! let (mut memory, mut data) = ([0u8; 4], [7u8; 2]);
-//! // SAFETY: both outlive the window, and nobody touches them while they are written.
+//! // SAFETY: both outlive the window, and no code accesses them while they are written.
 //! let lent = unsafe { Buffer::from_raw(memory.as_mut_ptr(), 4, DType::U8) };
 //! let source = unsafe { Buffer::from_raw(data.as_mut_ptr(), 2, DType::U8) };
 //! let window = comm.window_register(lent)?.id();
@@ -43,7 +43,7 @@ use std::fmt;
 
 use crate::types::Rank;
 
-/// Names a window: the how-manieth of its communicator, the same on every rank.
+/// The id of a window: its number in its communicator, the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WindowId(pub u64);
 
@@ -53,7 +53,7 @@ impl fmt::Display for WindowId {
     }
 }
 
-/// A registered window. It refers to no memory itself: that is lent until the window is deregistered or the communicator
+/// A registered window. It does not own memory: each rank's is exposed until the window is deregistered or the communicator
 /// closes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
@@ -62,22 +62,22 @@ pub struct Window {
 }
 
 impl Window {
-    /// Describes the window `id`, of which every rank lends as many bytes as `sizes` says.
+    /// Describes the window `id`; `sizes` are the bytes that each rank exposes.
     pub(crate) fn new(id: WindowId, sizes: Vec<usize>) -> Window {
         Window { id, sizes }
     }
 
-    /// Its name in operations.
+    /// The id that operations take.
     pub fn id(&self) -> WindowId {
         self.id
     }
 
-    /// The number of bytes that `rank` lends; none for ranks there are not.
+    /// The number of bytes that `rank` exposes; none if there is no such rank.
     pub fn bytes(&self, rank: Rank) -> usize {
         self.sizes.get(rank.index()).copied().unwrap_or(0)
     }
 
-    /// Refuses `len` bytes from `offset` on that are not all inside the memory of `rank`.
+    /// Refuses `len` bytes from `offset` on if they are not all inside the memory of `rank`.
     pub(crate) fn check(&self, rank: Rank, offset: usize, len: usize) -> Result<(), String> {
         match (offset.checked_add(len), self.bytes(rank)) {
             (Some(end), bytes) if end <= bytes => Ok(()),

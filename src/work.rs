@@ -1,7 +1,7 @@
-//! The handle of an operation in flight: whether it is done, how it ended, who wants to know.
+//! The handle of an operation in flight: whether it is done, its result, and its callbacks.
 //!
-//! A [`Work`] is completed once, by the engine. A thread that waits for it drives the engine meanwhile, through
-//! `Drive`, so that no other thread has to be woken for an operation that its caller waits for.
+//! A [`Work`] is completed once, by the engine. A thread that waits for it makes progress meanwhile, through `Drive`, so
+//! that no other thread must be woken for an operation that its caller waits for.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::types::Rank;
 
 /// Makes progress on behalf of a waiting thread.
 pub(crate) trait Drive: Send + Sync {
-    /// Drives until `work` is done or `deadline` has passed.
+    /// Makes progress until `work` is done or `deadline` has passed.
     fn drive(&self, work: &Work, deadline: Option<Instant>);
 }
 
@@ -25,7 +25,7 @@ struct State {
     callbacks: Vec<Callback>,
 }
 
-/// What an operation is known by from its submission on.
+/// The identity of a submitted operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     /// Its name.
@@ -38,16 +38,16 @@ pub(crate) struct Entry {
     pub(crate) began: Instant,
 }
 
-/// An operation as its submission leaves it.
+/// The outcome of a submission.
 #[derive(Debug)]
 pub(crate) enum Submitted {
     Pending(Work),
-    /// It has ended well, and needs no handle unless somebody wants one. A receive got its message from the rank.
+    /// The operation has succeeded; a handle is made only on request. A receive got its message from the rank.
     Completed(Entry, Option<Rank>),
 }
 
 impl Submitted {
-    /// Blocks until the operation has ended. The rank whose message a receive got.
+    /// Blocks until the operation has ended. Returns the sender of a received message.
     pub(crate) fn wait(self) -> Result<Option<Rank>, Error> {
         match self {
             Submitted::Pending(work) => work.wait(None).map(|()| work.source()),
@@ -97,12 +97,12 @@ impl Work {
         self.inner.done.load(Ordering::Acquire)
     }
 
-    /// How the operation ended; nothing while it is in flight.
+    /// The result; none while the operation is in flight.
     pub fn result(&self) -> Option<Result<(), Error>> {
         lock(&self.inner.state).result.clone()
     }
 
-    /// Blocks until the operation has ended, or until `timeout` has passed, which is an error and leaves it in flight.
+    /// Blocks until the operation has ended. If `timeout` passes before, that is an error, and the operation stays in flight.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<(), Error> {
         if !self.is_done() {
             let deadline = timeout.and_then(|limit| Instant::now().checked_add(limit));
@@ -120,8 +120,8 @@ impl Work {
         })
     }
 
-    /// Calls `callback` with the result: now if the operation has ended, else once it does, on a thread that waits for
-    /// it or on one that the engine keeps for such calls.
+    /// Calls `callback` with the result: now if the operation has ended, else once it does, on a thread that waits for it or
+    /// on the engine's thread for callbacks.
     pub fn on_complete(&self, callback: impl FnOnce(Result<(), Error>) + Send + 'static) {
         let mut state = lock(&self.inner.state);
         match state.result.clone() {
@@ -133,7 +133,7 @@ impl Work {
         }
     }
 
-    /// The rank whose message a receive got.
+    /// The sender of a received message.
     pub fn source(&self) -> Option<Rank> {
         lock(&self.inner.state).source
     }
@@ -153,7 +153,7 @@ impl Work {
         self.inner.entry.operation
     }
 
-    /// Whether both are handles of one operation.
+    /// Whether both are handles of the same operation.
     pub(crate) fn is(&self, other: &Work) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
@@ -168,7 +168,7 @@ impl Work {
         self.inner.entry.began.elapsed()
     }
 
-    /// Ends the operation; callbacks wait for [`Work::run_callbacks`]. The first result stays.
+    /// Completes the operation; callbacks wait for [`Work::run_callbacks`]. The first result stays.
     pub(crate) fn complete(&self, result: Result<(), Error>, source: Option<Rank>) {
         let mut state = lock(&self.inner.state);
         if state.result.is_none() {
@@ -179,8 +179,8 @@ impl Work {
         }
     }
 
-    /// Runs the callbacks of an ended operation that nobody has run yet, and returns how it ended; nothing while it is in
-    /// flight. Must be called without an engine lock.
+    /// Runs the callbacks of an ended operation that have not run yet, and returns its result; none while it is in flight.
+    /// Must be called without an engine lock.
     pub(crate) fn run_callbacks(&self) -> Option<Result<(), Error>> {
         let mut state = lock(&self.inner.state);
         let result = state.result.clone()?;

@@ -392,17 +392,17 @@ impl Communicator {
                     }
                 }
             }
-            // Also when the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
-            let is_left_alone = op.mode == Mode::Async && engine.is_busy();
+            // Also if the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
+            let needs_progress = op.mode == Mode::Async && engine.is_busy();
             let mut finished = std::mem::take(&mut engine.finished);
-            // Nobody can know of this one yet.
+            // The caller does not have this one yet.
             finished.retain(|other| !other.is(work));
-            Ok((begun, Some((finished, is_left_alone))))
+            Ok((begun, Some((finished, needs_progress))))
         })?;
-        let Some((finished, is_left_alone)) = left else { return Ok(begun) };
-        // Who has nothing to wait for drives nothing, so threads whose operations have ended with this one are told here.
+        let Some((finished, needs_progress)) = left else { return Ok(begun) };
+        // This caller may never wait, so the waiters of operations that have completed in this call are notified here.
         self.driver.tell(finished);
-        if is_left_alone {
+        if needs_progress {
             self.driver.hand_over().map_err(|cause| InitError::Os {
                 comm: self.name.clone(),
                 what: "the background thread".to_owned(),

@@ -260,7 +260,7 @@ impl Variables<'_> {
                 let server = if agent { StoreServer::Agent } else { StoreServer::RankZero };
                 let expected = || "a port from 1 to 65535".to_owned();
                 match value.parse() {
-                    // One rank has nobody who would have to know which port it gets.
+                    // With one rank, no other rank must know the port.
                     Ok(port) if port != 0 || size == 1 => Ok(Some(Master { host, port, server })),
                     _ => Err(LaunchError::Value { variable: port, value, expected: expected() }),
                 }

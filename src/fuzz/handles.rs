@@ -1,4 +1,4 @@
-//! What names memory of another process: segments, rings, and the sockets over which these are handed.
+//! Fuzz targets of the handles of another process's memory: segments, rings, and the sockets that hand rings over.
 
 use std::os::fd::AsFd;
 
@@ -9,7 +9,7 @@ use crate::sys::segment::{self, PeerSegment, SegmentId, SharedMemory};
 use crate::sys::shm_ring::{ShmRing, before_ring};
 use crate::sys::socket;
 
-/// Names and descriptors that a peer has made up.
+/// Arbitrary names and descriptors of a peer.
 pub(super) fn handles(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     match input.byte() % 3 {
@@ -19,7 +19,7 @@ pub(super) fn handles(bytes: &[u8]) {
     }
 }
 
-/// Another name, place or length than those of a segment.
+/// Arbitrary names, offsets and lengths instead of those of a segment.
 fn segments(input: &mut Input<'_>) {
     let mut memory = SharedMemory::<u8>::new(5000).expect("memory");
     memory.iter_mut().enumerate().for_each(|(index, byte)| *byte = index as u8);
@@ -34,7 +34,7 @@ fn segments(input: &mut Input<'_>) {
     assert_eq!(segment.read(offset, &mut into).is_ok(), end.is_some_and(|end| end <= 5000));
 }
 
-/// A descriptor that may be no ring.
+/// A descriptor that may not be a ring.
 fn ring(input: &mut Input<'_>) {
     let page = rustix::param::page_size() as u64;
     let (pages, odd) = (input.byte(), input.byte());

@@ -1,4 +1,4 @@
-//! What the environment says, and hints.
+//! Fuzz target of settings: the environment and hints.
 
 use std::net::IpAddr;
 use std::time::Instant;
@@ -25,7 +25,7 @@ pub(super) fn config(bytes: &[u8]) {
     }
 }
 
-/// What the rest of the engine takes for granted.
+/// What the rest of the engine relies on.
 fn check(config: &Config) {
     let now = Instant::now();
     assert!(now.checked_add(config.timeout).is_some() && now.checked_add(config.connect_timeout).is_some());

@@ -85,8 +85,8 @@ pub enum PeerTimeout {
     Always(Duration),
 }
 
-/// The caller that a call of accept(2) has brought, as `prepare` makes it; nothing if that one has hung up before it was its
-/// turn. An error concerns all callers: `WouldBlock` when there is none, else what the system refuses.
+/// The result of accept(2), passed through `prepare`; none if the peer has closed the connection before. An error concerns all
+/// connections: `WouldBlock` if none waits, else a resource that the system refuses.
 pub fn admit<C, S>(accepted: io::Result<C>, prepare: impl FnOnce(C) -> io::Result<S>) -> io::Result<Option<S>> {
     let gone = |error: io::Error| {
         log::debug!("a connection ended before it was accepted: {error}");
@@ -100,8 +100,8 @@ pub fn admit<C, S>(accepted: io::Result<C>, prepare: impl FnOnce(C) -> io::Resul
     }
 }
 
-/// Whether accept(2) has failed for the next caller alone, which it takes off the queue: what had become of the connection
-/// is told as accept's own error; or for nobody.
+/// Whether accept(2) has failed for one connection alone, which it takes off the queue. Linux reports that connection's error
+/// as accept's own.
 fn is_of_caller(error: &io::Error) -> bool {
     use rustix::io::Errno;
     const ENDS: [Errno; 12] = [

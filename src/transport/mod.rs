@@ -158,7 +158,6 @@ pub trait Transport: Send {
         None
     }
 
-    /// When [`Transport::accept`] must be called at the latest, since a connection is in its handshake, which a peer or a
-    /// stranger may have opened; nothing if none is.
+    /// When [`Transport::accept`] must be called at the latest, because a connection is in its handshake; none if none is.
     fn accepting_until(&self) -> Option<Instant>;
 }

@@ -44,7 +44,7 @@ pub(crate) struct Pending<S> {
     shortage: Option<Shortage>,
 }
 
-/// The system refuses what it takes to let others in.
+/// The system refuses a resource that accepting takes.
 #[derive(Debug)]
 struct Shortage {
     cause: String,
@@ -143,8 +143,8 @@ impl<S: AsFd> Pending<S> {
         self.candidates.push(candidate);
     }
 
-    /// Drives every handshake by `drive`, which gives what a finished one has received; drops those that fail or take too long,
-    /// but nobody for what this process lacks.
+    /// Advances every handshake by `drive`, which returns what a complete one has received. Drops connections that fail or take
+    /// too long, but none because of a shortage of this process.
     pub(crate) fn drive<T>(
         &mut self,
         mut drive: impl FnMut(&mut Candidate<S>) -> Result<Option<T>, LinkDown>,
@@ -263,7 +263,7 @@ mod tests {
         let _late = aged(&mut pending, HANDSHAKE_TIMEOUT);
         let _slow = aged(&mut pending, HANDSHAKE_TIMEOUT_FULL);
         assert!(pending.due().is_some_and(|due| due <= Instant::now()));
-        assert_eq!(drive(&mut pending), 1, "only who is late goes while there is room");
+        assert_eq!(drive(&mut pending), 1, "only the late connection is dropped while there is room");
         let _others: Vec<_> = (1..CANDIDATES_MAX).map(|_| aged(&mut pending, Duration::ZERO)).collect();
         assert!(!pending.has_room() && pending.due().is_some_and(|due| due <= Instant::now()));
         assert_eq!(drive(&mut pending), CANDIDATES_MAX - 1);

@@ -211,7 +211,7 @@ mod tests {
     use crate::transport::auth::Secret;
     use crate::transport::handshake::HANDSHAKE_TIMEOUT_FULL;
 
-    /// A listener that lets nobody in, so that the system answers no more calls; and those that fill its queue.
+    /// A listener that accepts nothing, with connections that fill its queue, so that its host does not answer more.
     fn silent() -> (TcpListener, Vec<TcpStream>) {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         // To listen again shortens the queue.
