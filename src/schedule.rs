@@ -1,4 +1,4 @@
-//! A collective as data: the steps one rank takes, and which of them must wait for which.
+//! Schedules: a collective as data, the steps of one rank and their dependencies.
 //!
 //! Offsets and lengths count elements. The spaces `Input` and `Output` are the operation's tensors laid end to end;
 //! `Scratch` and `Sums` are memory that the engine lends for the operation.
@@ -18,86 +18,16 @@ use smallvec::SmallVec;
 
 use crate::types::Rank;
 
+mod slice;
 mod uses;
 
+pub use slice::{Slice, Space, StepId};
 use uses::{After, Uses};
 
-/// The memory that a [`Slice`] lies in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Space {
-    /// The operation's input tensors, end to end; never written.
-    Input,
-    /// The operation's output tensors, end to end.
-    Output,
-    /// Memory of the engine, undefined at the start.
-    Scratch,
-    /// As `Scratch`, for sums in an AVG of elements too narrow for them: of the type that such sums are computed in.
-    Sums,
-}
-
-/// A run of elements in one space.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Slice {
-    /// Where the elements lie.
-    pub space: Space,
-    /// The first element.
-    pub offset: usize,
-    /// The number of elements.
-    pub len: usize,
-}
-
-impl Slice {
-    /// The elements from `offset` to `offset + len`.
-    pub fn new(space: Space, offset: usize, len: usize) -> Self {
-        Slice { space, offset, len }
-    }
-
-    /// A message without content: a signal that the sender got this far.
-    pub fn empty() -> Self {
-        Slice::new(Space::Scratch, 0, 0)
-    }
-
-    /// `len` elements from the `offset`-th of this slice on.
-    ///
-    /// # Panics
-    /// When they do not lie inside this slice.
-    pub fn part(self, offset: usize, len: usize) -> Self {
-        let is_inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(is_inside, "{self:?} has no part of {len} elements at {offset}");
-        Slice::new(self.space, self.offset + offset, len)
-    }
-
-    /// The `index`-th of `parts` nearly equal pieces; earlier pieces are the longer ones.
-    pub fn piece(self, index: usize, parts: usize) -> Self {
-        let (whole, rest) = (self.len / parts, self.len % parts);
-        self.part(index * whole + index.min(rest), whole + usize::from(index < rest))
-    }
-
-    fn end(self) -> usize {
-        self.offset.saturating_add(self.len)
-    }
-
-    /// Whether every element of `other` is one of these.
-    pub(crate) fn contains(self, other: Slice) -> bool {
-        self.space == other.space && self.offset <= other.offset && other.end() <= self.end()
-    }
-
-    /// Whether some element is in both.
-    pub(crate) fn overlaps(self, other: Slice) -> bool {
-        let is_apart = self.end() <= other.offset || other.end() <= self.offset;
-        self.space == other.space && !is_apart && self.len > 0 && other.len > 0
-    }
-
-    /// Whether `next` begins where this one ends.
-    pub(crate) fn is_followed_by(self, next: Slice) -> bool {
-        self.space == next.space && self.end() == next.offset
-    }
-}
-
-/// What one step does.
+/// The action of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Sends a message. The k-th send to a peer meets the peer's k-th receive from this rank, in schedule order.
+    /// Sends a message. The k-th send to a peer matches the peer's k-th receive from this rank, in schedule order.
     Send {
         /// The receiving rank.
         to: Rank,
@@ -118,7 +48,7 @@ pub enum Action {
         /// The accumulator.
         into: Slice,
     },
-    /// Copies, and widens elements that become sums; a copy of memory onto itself is nothing.
+    /// Copies, and widens elements that become sums. A copy of memory onto itself does nothing.
     Copy {
         /// The source.
         from: Slice,
@@ -132,8 +62,8 @@ pub enum Action {
         /// The left operand and the result.
         into: Slice,
     },
-    /// `into = block₀ ⊕ block₁ ⊕ …` over blocks of `into.len` elements, rounded once. One of them is what `into` holds
-    /// before; `from` consists of the others.
+    /// `into = block₀ ⊕ block₁ ⊕ …` over blocks of `into.len` elements, rounded once. One block is the old content of `into`;
+    /// `from` consists of the others.
     Fold {
         /// The other blocks, in order; as long as `into` times a whole number.
         from: Slice,
@@ -173,20 +103,17 @@ impl Action {
     }
 }
 
-/// The position of a step in its schedule.
-pub type StepId = u32;
-
 /// An action and the earlier steps that it must wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
     /// What is done.
     pub action: Action,
-    /// The steps that must be complete before, ascending, each with a smaller id, so that no cycle is possible. Those that
-    /// one of them waits for itself are mostly left out.
+    /// The steps that must be complete before, ascending. Each has a smaller id, so no cycle is possible. Most indirect
+    /// dependencies are left out.
     pub after: SmallVec<[StepId; 4]>,
 }
 
-/// All that one rank does in one collective.
+/// All steps of one rank in one collective.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// The algorithm, for traces and tests.
@@ -201,14 +128,14 @@ pub struct Schedule {
 
 /// Writes a schedule in program order and derives the dependencies from the memory that the steps touch.
 ///
-/// Ranks try the steps in this order first, so what does not depend on a message is to be sent before that is received.
+/// Ranks try the steps in this order first, so a send that does not depend on a receive must come before it.
 #[derive(Debug)]
 pub struct Builder {
     name: &'static str,
     steps: Vec<Step>,
     scratch: usize,
     sums: usize,
-    /// What the steps after the fence use.
+    /// The memory that the steps after the fence use.
     uses: Uses,
     /// Steps before this one are waited for by every later step.
     fence: Option<StepId>,
@@ -245,7 +172,7 @@ impl Builder {
         Builder::reserve(Space::Sums, &mut self.sums, len)
     }
 
-    /// Reserves memory for `len` elements of the type that those of `like` have.
+    /// Reserves memory for `len` elements of the type of the elements of `like`.
     ///
     /// # Panics
     /// As [`Builder::scratch`].
@@ -262,7 +189,7 @@ impl Builder {
         slice
     }
 
-    /// Appends a step. It waits for every earlier step that wrote what it touches or read what it writes.
+    /// Appends a step. It waits for every earlier step that wrote memory that it uses, or read memory that it writes.
     pub fn push(&mut self, action: Action) -> StepId {
         let id = self.steps.len() as StepId;
         let mut after: After = self.fence.into_iter().collect();
@@ -279,7 +206,7 @@ impl Builder {
         id
     }
 
-    /// Makes the next step wait for all before it, and all later steps wait for that one.
+    /// Makes the next step wait for all before it, and all later steps wait for the next step.
     pub fn barrier(&mut self) {
         self.fence_pending = !self.steps.is_empty();
     }
@@ -329,7 +256,7 @@ pub struct Mismatch {
     pub what: String,
 }
 
-/// Checks that every send of every rank has a receive of the same length at its peer, and the other way around.
+/// Checks that every send of every rank matches a receive of the same length at its peer, and every receive a send.
 pub fn check(all_ranks: &[Schedule]) -> Result<(), Mismatch> {
     let size = all_ranks.len();
     let mut sends = vec![Vec::new(); size * size];

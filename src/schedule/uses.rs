@@ -1,15 +1,15 @@
-//! Which steps used which memory last, so that a step need not be compared with all steps before it.
+//! Which steps used which memory last, so that a new step is not compared with all steps before it.
 //!
-//! A space is kept as runs of elements that the same steps have used: the last that wrote them, and those that have read
-//! them since. Who reads waits for the writer. Who writes waits for the readers, which have waited for the writer
-//! themselves, or for the writer if there are none. So a step is found by the runs that it touches, of which there are at
-//! most two more with every step.
+//! A space is kept as runs of elements with the same users: the last step that wrote them, and the steps that have read them
+//! since. A reader waits for the writer. A writer waits for the readers, which have themselves waited for the last writer; or
+//! for the last writer if there are no readers. A step is compared only with the runs that it touches, and each step adds at
+//! most two runs.
 
 use std::collections::BTreeMap;
 
 use smallvec::SmallVec;
 
-use crate::schedule::{Slice, Space, StepId};
+use super::slice::{Slice, Space, StepId};
 
 /// The steps that a step waits for.
 pub(super) type After = SmallVec<[StepId; 4]>;
@@ -34,7 +34,7 @@ struct Run {
 }
 
 impl Run {
-    /// The steps that who writes here waits for.
+    /// The steps that a writer of this run waits for.
     fn users(&self) -> impl Iterator<Item = StepId> {
         let writer = self.writer.filter(|_| self.readers.is_empty());
         self.readers.iter().copied().chain(writer)
@@ -57,7 +57,7 @@ impl Uses {
         }
     }
 
-    /// Counts every step up as if so many had been before it.
+    /// Adds `count` to every step's number.
     pub(super) fn shift(&mut self, steps: StepId) {
         for run in self.spaces.iter_mut().flat_map(BTreeMap::values_mut) {
             run.readers.iter_mut().chain(&mut run.writer).for_each(|step| *step += steps);
