@@ -205,7 +205,6 @@ pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> 
 }
 
 /// The error of an operation on a window that is not registered.
-
 pub(crate) fn unknown_window(operation: &str, window: WindowId) -> UsageError {
     UsageError {
         operation: operation.to_owned(),
