@@ -19,6 +19,7 @@ pub mod fuzz;
 mod fuzz_input;
 pub mod op;
 pub mod schedule;
+mod signature;
 pub mod sync;
 pub mod sys;
 pub mod topo;

@@ -3,9 +3,9 @@
 use crate::algo::Collective;
 use crate::buffer::{self, BYTES_MAX, Buffer};
 use crate::counts::Counts;
-use crate::engine::frame::Signature;
 use crate::error::UsageError;
 use crate::op::{CollectiveKind, Op, OpKind};
+use crate::signature::Signature;
 use crate::types::{DType, Rank};
 use crate::window::WindowId;
 

@@ -11,15 +11,12 @@
 //! their turn. They are given back piece by piece as they are sent, and a communicator has a limited number of bytes in them.
 
 use std::collections::VecDeque;
-use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
+use crate::engine::body::{Body, Copied};
+use crate::engine::completion::{Completion, OpId};
 use crate::engine::frame::Header;
-use crate::engine::outbox::{Body, Completion, OpId};
-use crate::engine::progress::{Engine, deadline};
-use crate::engine::region::Region;
+use crate::engine::progress::Engine;
 use crate::types::Rank;
 
 /// A long message that waits for its receiver's grant.
@@ -49,58 +46,6 @@ impl PendingSend {
             OpId::Message(id) if self.copy.is_none() => Some(id),
             _ => None,
         }
-    }
-}
-
-/// Bytes of a message, copied in pieces, which are given back one by one.
-#[derive(Debug, Default)]
-pub(crate) struct Copied {
-    /// All but the last of `PIECE_BYTES`; those given back are empty.
-    pieces: Vec<Vec<u8>>,
-    len: usize,
-    given_back: usize,
-}
-
-impl From<&[u8]> for Copied {
-    fn from(bytes: &[u8]) -> Copied {
-        Copied { pieces: bytes.chunks(PIECE_BYTES).map(<[u8]>::to_vec).collect(), len: bytes.len(), given_back: 0 }
-    }
-}
-
-impl Copied {
-    /// Copies one more piece of `all`.
-    fn copy_on(&mut self, all: &Region) {
-        let end = all.len().min(self.len + PIECE_BYTES);
-        self.pieces.push(all.to_vec(self.len, end));
-        self.len = end;
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    /// The bytes from `from` to `end`, none of which has been given back.
-    pub(crate) fn io_slices<'a>(&'a self, from: usize, end: usize, slices: &mut SmallVec<[IoSlice<'a>; 4]>) {
-        let mut at = from;
-        while at < end {
-            let (index, begin) = (at / PIECE_BYTES, at % PIECE_BYTES);
-            let stop = PIECE_BYTES.min(begin + end - at);
-            slices.push(IoSlice::new(&self.pieces[index][begin..stop]));
-            at += stop - begin;
-        }
-    }
-
-    /// Gives back what lies before `end`, as far as it is whole pieces.
-    pub(crate) fn give_back(&mut self, end: usize) {
-        while self.given_back < end / PIECE_BYTES {
-            self.pieces[self.given_back] = Vec::new();
-            self.given_back += 1;
-        }
-    }
-
-    /// The bytes that it takes.
-    pub(crate) fn held(&self) -> usize {
-        self.pieces.iter().map(Vec::capacity).sum()
     }
 }
 
@@ -147,7 +92,7 @@ impl Engine {
             let held = self.bytes_in_copies();
             let Some(pending) = self.pending_sends.get_mut(&token) else { continue };
             if held > 0 && held.saturating_add(pending.body.len()) > self.detaching.most {
-                self.detaching.retry = deadline(now, SEND_PATIENCE);
+                self.detaching.retry = now.checked_add(SEND_PATIENCE);
                 return;
             }
             pending.copy = Some(Copied::default());
@@ -183,7 +128,7 @@ impl Engine {
     pub(crate) fn next_detaching(&self) -> Option<Instant> {
         let patience = patience(self.me, self.messages.waiting_senders())?;
         let waiting = self.pending_sends.values().filter_map(PendingSend::waiting_message);
-        let first = waiting.filter_map(|id| deadline(self.messages.since(id)?, patience)).min()?;
+        let first = waiting.filter_map(|id| self.messages.since(id)?.checked_add(patience)).min()?;
         Some(self.detaching.retry.map_or(first, |retry| retry.max(first)))
     }
 
@@ -212,19 +157,17 @@ const SEND_PATIENCE: Duration = Duration::from_millis(20);
 /// How long another rank may take to copy a byte into memory that it has to get from the system first.
 const COPY_NANOS_PER_BYTE: u64 = 4;
 
-/// How much is copied before other messages get their turn.
-const PIECE_BYTES: usize = 1 << 20;
-
 /// The most bytes that a communicator has in copies. A longer message is copied alone.
 const HELD_MAX_BYTES: usize = 1 << 30;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, MatchSpace};
+    use crate::engine::body::PIECE_BYTES;
+    use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, MatchSpace};
     use crate::engine::message::{Direction, MessageRequest};
     use crate::engine::mock_peer::Harness;
-    use crate::engine::progress::control;
+    use crate::engine::region::Region;
     use crate::engine::region::Words;
     use crate::types::Tag;
     use crate::work::Work;
@@ -239,7 +182,7 @@ mod tests {
     fn harness() -> Harness {
         let mut harness = Harness::new();
         harness.settle();
-        let announce = control(FrameKind::Rts, MatchSpace::PointToPoint, 9, 7, 1000).encode();
+        let announce = Header::control(FrameKind::Rts, MatchSpace::PointToPoint, 9, 7, 1000).encode();
         harness.send(&announce);
         harness
     }
@@ -261,7 +204,7 @@ mod tests {
     }
 
     fn send_rtr(harness: &mut Harness, token: u64, from: usize) {
-        harness.send(&control(FrameKind::Rtr, MatchSpace::PointToPoint, 0, token, from as u64).encode());
+        harness.send(&Header::control(FrameKind::Rtr, MatchSpace::PointToPoint, 0, token, from as u64).encode());
     }
 
     #[test]

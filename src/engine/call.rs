@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::engine::frame::Signature;
+use crate::signature::Signature;
 use crate::types::{DType, Rank, Source, Tag};
 use crate::window::WindowId;
 

@@ -6,17 +6,18 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use crate::algo::{Chunking, Collective, Scaling, Setting};
-use crate::engine::frame::{FrameKind, Header, MatchSpace, Scope, Signature};
+use crate::engine::body::Body;
+use crate::engine::completion::{Completion, OpId};
+use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo, Scope};
 use crate::engine::heartbeat::{Heartbeat, Pulse};
-use crate::engine::inbox::{RecvAction, RecvBuffer, Sink};
-use crate::engine::outbox::{Body, Completion, OpId};
-use crate::engine::plan::{Plan, PlanCache};
-use crate::engine::progress::{Engine, Failed, control, deadline};
+use crate::engine::plan::{Executed, Plan, PlanCache};
+use crate::engine::progress::Engine;
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::reduce::{self, Operands};
 use crate::engine::region::{Region, Scratch, Spaces};
-use crate::engine::single_copy::RtsInfo;
 use crate::error::{Error, rank_list};
 use crate::schedule::{Action, Slice, Space, StepId};
+use crate::signature::Signature;
 use crate::sync::Arc;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::Work;
@@ -29,15 +30,6 @@ pub(crate) struct Request {
     pub(crate) dtype: DType,
     pub(crate) spaces: Spaces,
     pub(crate) timeout: Duration,
-}
-
-/// How far a collective has come before its state is kept.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Taken {
-    /// The first so many steps of the schedule are done.
-    pub(crate) steps: usize,
-    /// The next one has begun.
-    pub(crate) one_more_begun: bool,
 }
 
 impl Request {
@@ -96,7 +88,7 @@ impl Request {
         Header {
             signature,
             index: message,
-            ..control(FrameKind::Eager, MatchSpace::Collective, sequence, 0, len as u64)
+            ..Header::control(FrameKind::Eager, MatchSpace::Collective, sequence, 0, len as u64)
         }
     }
 
@@ -218,7 +210,7 @@ impl Collectives {
 
 impl Engine {
     /// Begins a collective: now, or once those before it have ended. One of which steps are taken comes first.
-    pub(crate) fn submit_collective(&mut self, request: Request, taken: Taken, work: Work) {
+    pub(crate) fn submit_collective(&mut self, request: Request, taken: Executed, work: Work) {
         let is_first = self.collectives.is_idle();
         self.collectives.next += 1;
         if is_first {
@@ -253,7 +245,7 @@ impl Engine {
     fn start_next(&mut self) -> bool {
         let Some((request, work)) = self.collectives.queue.pop_front() else { return false };
         let sequence = self.collectives.next - self.collectives.queue.len() as u64 - 1;
-        self.start(sequence, request, Taken::default(), work, Instant::now());
+        self.start(sequence, request, Executed::default(), work, Instant::now());
         true
     }
 
@@ -280,12 +272,12 @@ impl Engine {
         plan
     }
 
-    fn start(&mut self, sequence: u64, mut request: Request, taken: Taken, work: Work, now: Instant) {
+    fn start(&mut self, sequence: u64, mut request: Request, taken: Executed, work: Work, now: Instant) {
         let plan = self.prepare(&mut request);
         let (mut blocked, mut ready) = std::mem::take(&mut self.collectives.spare);
         plan.after(taken, &mut blocked, &mut ready);
         self.recorder.started(work.number(), now);
-        let deadline = deadline(now, request.timeout);
+        let deadline = now.checked_add(request.timeout);
         let pulse = Pulse::new(now, request.timeout);
         let left = blocked.len() - taken.steps;
         self.collectives.active =
@@ -584,7 +576,7 @@ impl Engine {
         if is_explained {
             return self.fail_active_lost(rank, cause);
         }
-        let until = deadline(Instant::now(), NEWS_PATIENCE);
+        let until = Instant::now().checked_add(NEWS_PATIENCE);
         active.suspect.get_or_insert(Suspect { rank, cause, until });
         self.resolve_suspect();
     }

@@ -8,9 +8,11 @@
 use std::time::{Duration, Instant};
 
 use crate::engine::callbacks;
+use crate::engine::completion::Finished;
 use crate::engine::failures::{Departed, OnLoss};
 use crate::engine::heartbeat::Heartbeat;
-use crate::engine::progress::{Engine, Finished};
+use crate::engine::progress::Engine;
+use crate::engine::wait_policy::Wait;
 use crate::error::Error;
 use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
 use crate::sys::fork::Origin;
@@ -27,17 +29,6 @@ pub(crate) struct Polling {
     /// Elsewhere it does so while another rank is on its core. To sleep and to be woken for each message takes several
     /// times as long.
     pub(crate) yields: bool,
-}
-
-/// What a thread that waits does next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wait {
-    /// Polls again: no other rank needs its CPU.
-    Spin,
-    /// Gives its CPU away first: another rank waited there last, and may wait for the CPU now.
-    Yield,
-    /// Sleeps, for the same reason: a thread that is woken is mostly given another CPU, if one is free.
-    Sleep,
 }
 
 #[derive(Default)]

@@ -175,12 +175,14 @@ mod tests {
     use super::*;
     use crate::algo::Collective;
     use crate::engine::call::Call;
-    use crate::engine::collective::{Request, Taken};
+    use crate::engine::collective::Request;
     use crate::engine::flight_recorder::Bytes;
-    use crate::engine::frame::{FrameKind, Header, Signature};
+    use crate::engine::frame::{FrameKind, Header};
     use crate::engine::message::{Direction, message_header};
     use crate::engine::mock_peer::Harness;
+    use crate::engine::plan::Executed;
     use crate::engine::region::{Region, Spaces, Words};
+    use crate::signature::Signature;
     use crate::types::{DType, Source, Tag};
     use crate::work::Work;
 
@@ -203,7 +205,7 @@ mod tests {
             spaces: Spaces::new(region.clone(), region, 8),
             timeout: Duration::from_secs(60),
         };
-        harness.engine.submit_collective(request, Taken::default(), work.clone());
+        harness.engine.submit_collective(request, Executed::default(), work.clone());
         harness.engine.lose(Rank(1), &LinkDown::new("it closed the connection"));
         work
     }

@@ -7,14 +7,17 @@
 
 use std::time::{Duration, Instant};
 
+use crate::engine::body::Body;
 use crate::engine::call::Call;
-use crate::engine::collective::{Request, Taken};
+use crate::engine::collective::Request;
+use crate::engine::completion::{Completion, OpId};
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::Header;
-use crate::engine::inbox::{Next, RecvAction, RecvBuffer};
+use crate::engine::inbox::Next;
 use crate::engine::message::{Direction, MessageRequest, message_header};
-use crate::engine::outbox::{Body, Completion, OpId};
+use crate::engine::plan::Executed;
 use crate::engine::progress::Engine;
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer};
 use crate::engine::region::Region;
 use crate::schedule::{Action, StepId};
 use crate::sync::Arc;
@@ -38,7 +41,7 @@ impl Engine {
         waits: bool,
         driver: &Arc<impl Drive + 'static>,
     ) -> Submitted {
-        let (mut taken, mut recorded) = (Taken::default(), None);
+        let (mut taken, mut recorded) = (Executed::default(), None);
         let has_ended = waits && self.is_quiet() && self.take_steps(&mut request, &mut taken, &mut recorded);
         let waited = recorded.is_some();
         let entry = recorded.unwrap_or_else(|| self.note_collective(&request));
@@ -111,7 +114,7 @@ impl Engine {
 
     /// Takes steps of a collective. True: all of them. It is recorded when it first has to wait: what it sends before that
     /// leaves first, since somebody waits for it.
-    fn take_steps(&mut self, request: &mut Request, taken: &mut Taken, recorded: &mut Option<Entry>) -> bool {
+    fn take_steps(&mut self, request: &mut Request, taken: &mut Executed, recorded: &mut Option<Entry>) -> bool {
         let plan = self.prepare(request);
         let sequence = self.collectives.next_sequence();
         while let Some(step) = plan.schedule.steps.get(taken.steps) {
@@ -142,7 +145,7 @@ impl Engine {
             match progress {
                 Progress::Done => taken.steps += 1,
                 Progress::UnderWay => {
-                    taken.one_more_begun = true;
+                    taken.next_has_begun = true;
                     return false;
                 }
                 Progress::NotBegun => return false,
@@ -261,10 +264,11 @@ mod tests {
     use super::*;
     use crate::algo::{Collective, select};
     use crate::engine::flight_recorder::Recorder;
-    use crate::engine::frame::{FrameKind, Signature};
+    use crate::engine::frame::FrameKind;
     use crate::engine::mock_peer::Harness;
     use crate::engine::region::{Region, Spaces, Words};
     use crate::error::Error;
+    use crate::signature::Signature;
     use crate::types::{DType, ReduceOp, Tag};
 
     const LIMIT: Duration = Duration::from_secs(60);

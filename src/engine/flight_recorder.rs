@@ -148,7 +148,7 @@ const CAPACITY_MAX: usize = 1 << (usize::BITS - 1);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::frame::Signature;
+    use crate::signature::Signature;
     use crate::types::Tag;
 
     const COLLECTIVE: Call =

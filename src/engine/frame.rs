@@ -5,17 +5,14 @@
 //! announcement says where the message lies, the receiver may read it there instead (`Taken`).
 //! All integers are little endian.
 
-use std::fmt;
 use std::ops::Deref;
 
-use crate::algo::select;
 use crate::config::EagerBytes;
-use crate::engine::single_copy::RtsInfo;
 use crate::error::LinkDown;
-use crate::op::CollectiveKind;
+use crate::signature::Signature;
 use crate::sys::segment::SegmentId;
 use crate::transport::MemoryAddress;
-use crate::types::{DType, ReduceOp};
+use crate::types::Rank;
 
 /// The size of the longest header.
 pub(crate) const HEADER_MAX: usize = 64;
@@ -116,70 +113,24 @@ pub(crate) enum MatchSpace {
     PointToPoint = 1,
 }
 
-/// What every rank must agree on in one collective. Travels with every message, so that the first one tells.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Signature {
-    /// The operation's [`CollectiveKind`]; zero for none.
-    pub(crate) operation: u8,
-    /// The element type's discriminant.
-    pub(crate) dtype: u8,
-    /// One more than the reduce operation's [`ReduceOp::index`]; zero for none.
-    pub(crate) reduction: u8,
-    /// What runs it, once that is chosen: the number of the algorithm.
-    pub(crate) algorithm: u8,
-    /// The root; where the ranks' blocks may differ in length, what tells these lengths from others; or zero.
-    pub(crate) root: u32,
-    /// The number of elements, where all ranks must have the same, or zero.
-    pub(crate) count: u64,
+/// What an RTS says of a message.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RtsInfo {
+    pub(crate) token: u64,
+    pub(crate) len: u64,
+    /// Where it lies in the sender's memory, if it may be read there.
+    pub(crate) address: Option<MemoryAddress>,
+    /// Whether the sender moves other data meanwhile.
+    pub(crate) is_busy: bool,
 }
 
-impl Signature {
-    /// The operation's name.
-    pub(crate) fn operation(&self) -> &'static str {
-        CollectiveKind::numbered(self.operation).map_or("unknown", CollectiveKind::name)
-    }
-
-    /// The name of the algorithm.
-    pub(crate) fn algorithm(&self) -> &'static str {
-        select::numbered(self.algorithm).unwrap_or("an unknown algorithm")
-    }
-
-    /// Whether another rank has called the same, however it runs that.
-    pub(crate) fn calls_as(&self, theirs: &Signature) -> bool {
-        Signature { algorithm: theirs.algorithm, ..*self } == *theirs
-    }
-
-    /// Whether another rank has called the same with as many elements, but divides them among the ranks otherwise.
-    pub(crate) fn divides_otherwise(&self, theirs: &Signature) -> bool {
-        use CollectiveKind::{AllGather, ReduceScatter};
-        let has_blocks = matches!(CollectiveKind::numbered(self.operation), Some(AllGather | ReduceScatter));
-        has_blocks && self.root != theirs.root && self.calls_as(&Signature { root: self.root, ..*theirs })
-    }
-
-    fn reduction(&self) -> &'static str {
-        let index = usize::from(self.reduction).checked_sub(1);
-        index.and_then(|index| ReduceOp::NAMES.get(index)).copied().unwrap_or("unknown")
-    }
-}
-
-/// The operation in words, as `all_reduce(SUM, 20 × float32)`.
-impl fmt::Display for Signature {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use CollectiveKind as Kind;
-        let (operation, reduction) = (self.operation(), self.reduction());
-        let Signature { count, root, .. } = self;
-        let dtype = DType::ALL.get(usize::from(self.dtype)).map_or("unknown", |dtype| dtype.name());
-        match Kind::numbered(self.operation) {
-            Some(Kind::Barrier | Kind::WindowRegister | Kind::WindowDeregister) => write!(f, "{operation}()"),
-            Some(Kind::AllToAll) => write!(f, "{operation}({dtype})"),
-            Some(Kind::AllReduce | Kind::ReduceScatter) => write!(f, "{operation}({reduction}, {count} × {dtype})"),
-            Some(Kind::Reduce) => write!(f, "{operation}({reduction}, {count} × {dtype}, root {root})"),
-            Some(Kind::Broadcast | Kind::Gather | Kind::Scatter) => {
-                write!(f, "{operation}({count} × {dtype}, root {root})")
-            }
-            Some(Kind::AllGather) | None => write!(f, "{operation}({count} × {dtype})"),
-        }
-    }
+/// An operation as two ranks know it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Failed {
+    /// A collective by its sequence number, perhaps because a rank is lost.
+    Collective { sequence: u64, scope: Scope, lost: Option<Rank> },
+    /// By its sender's token.
+    Message(u64),
 }
 
 /// A header as bytes.
@@ -218,6 +169,21 @@ pub(crate) struct Header {
 }
 
 impl Header {
+    /// The header of a frame that carries no message.
+    pub(crate) fn control(kind: FrameKind, match_space: MatchSpace, key: u64, token: u64, len: u64) -> Header {
+        Header {
+            kind,
+            match_space,
+            signature: Signature::default(),
+            key,
+            index: 0,
+            token,
+            len,
+            address: None,
+            is_busy: false,
+        }
+    }
+
     /// The header as bytes.
     #[inline]
     pub(crate) fn encode(&self) -> Encoded {

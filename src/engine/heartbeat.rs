@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::engine::frame::Signature;
-use crate::engine::progress::{Engine, deadline};
+use crate::engine::progress::Engine;
+use crate::signature::Signature;
 use crate::types::Rank;
 
 /// Ranks that wait in a collective.
@@ -36,7 +36,7 @@ pub(crate) struct Pulse {
 impl Pulse {
     /// Of a collective that starts now and may take `timeout`.
     pub(crate) fn new(now: Instant, timeout: Duration) -> Pulse {
-        let due = deadline(now, FIRST_AFTER.min(timeout / 4));
+        let due = now.checked_add(FIRST_AFTER.min(timeout / 4));
         Pulse { due, interval: FIRST_AFTER.max(timeout / 8), round: 0 }
     }
 
@@ -45,7 +45,7 @@ impl Pulse {
         self.due.filter(|due| *due <= now)?;
         let round = self.round;
         self.round = round.saturating_add(1);
-        self.due = deadline(now, self.interval);
+        self.due = now.checked_add(self.interval);
         Some((round, self.interval))
     }
 }
@@ -57,7 +57,7 @@ impl Engine {
             return;
         }
         // Twice the time that it takes until the next one comes, which may be late.
-        let until = deadline(now, Duration::from_millis(heartbeat.again_millis.saturating_mul(2)));
+        let until = now.checked_add(Duration::from_millis(heartbeat.again_millis.saturating_mul(2)));
         for rank in heartbeat.ranks.iter().filter(|rank| **rank != self.me) {
             let peer = &mut self.peers[rank.index()];
             peer.called = peer.called.max(heartbeat.sequence.saturating_add(1));
@@ -77,9 +77,10 @@ mod tests {
     use super::*;
     use crate::algo::Collective;
     use crate::engine::call::Call;
-    use crate::engine::collective::{Request, Taken};
+    use crate::engine::collective::Request;
     use crate::engine::flight_recorder::Bytes;
     use crate::engine::mock_peer::Harness;
+    use crate::engine::plan::Executed;
     use crate::engine::region::{Region, Spaces, Words};
     use crate::error::Error;
     use crate::types::DType;
@@ -101,7 +102,7 @@ mod tests {
             spaces: Spaces::new(region.clone(), region, 8),
             timeout: Duration::from_secs(1),
         };
-        harness.engine.submit_collective(request, Taken::default(), work.clone());
+        harness.engine.submit_collective(request, Executed::default(), work.clone());
         let signature = harness.engine.collectives.signature().expect("it runs");
         (harness, work, signature)
     }

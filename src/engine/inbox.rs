@@ -2,91 +2,11 @@
 
 use std::io;
 
+use crate::engine::completion::OpId;
 use crate::engine::frame::{Encoded, Header};
-use crate::engine::outbox::{Completion, OpId};
-use crate::engine::reduce::{self, Operands};
-use crate::engine::region::Region;
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::error::LinkDown;
 use crate::transport::{MemoryAddress, RecvStream};
-
-/// What happens to received elements.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum RecvAction {
-    /// They replace what is there.
-    Store,
-    /// They are combined with what is there.
-    Reduce(Operands),
-}
-
-/// Where a message goes.
-#[derive(Debug)]
-pub(crate) struct RecvBuffer {
-    pub(crate) region: Region,
-    pub(crate) action: RecvAction,
-    pub(crate) completion: Completion,
-    /// Bytes that have come.
-    pub(crate) received: usize,
-}
-
-impl RecvBuffer {
-    /// Whether the whole message has come.
-    pub(crate) fn is_full(&self) -> bool {
-        self.received == self.region.len()
-    }
-
-    /// Whether this can take the next `len` bytes: some, no more than are missing, and whole elements to be combined.
-    pub(crate) fn fits(&self, len: usize) -> bool {
-        let element = match self.action {
-            RecvAction::Store => 1,
-            RecvAction::Reduce(operands) => operands.size(),
-        };
-        len > 0 && len <= self.region.len() - self.received && len.is_multiple_of(element)
-    }
-
-    /// Takes bytes that have come, as many as make whole elements; returns how many.
-    pub(crate) fn take(&mut self, bytes: &[u8]) -> usize {
-        match self.action {
-            RecvAction::Store => {
-                self.region.write(self.received, bytes);
-                self.received += bytes.len();
-                bytes.len()
-            }
-            RecvAction::Reduce(operands) => {
-                let mut done = 0;
-                let whole = bytes.len() - bytes.len() % operands.size();
-                while done < whole {
-                    let run = self.region.run_mut(self.received);
-                    let take = run.len().min(whole - done);
-                    reduce::combine(operands, &mut run[..take], &bytes[done..done + take]);
-                    done += take;
-                    self.received += take;
-                }
-                whole
-            }
-        }
-    }
-}
-
-/// Where a frame's payload goes.
-#[derive(Debug)]
-pub(crate) enum Sink {
-    Buffer(RecvBuffer),
-    /// Kept until somebody wants it.
-    Heap(Vec<u8>),
-    /// Read and forgotten: its operation is over.
-    Discard,
-}
-
-impl Sink {
-    /// Takes a whole payload.
-    fn take(&mut self, payload: &[u8]) {
-        match self {
-            Sink::Buffer(buffer) => _ = buffer.take(payload),
-            Sink::Heap(bytes) => bytes.extend_from_slice(payload),
-            Sink::Discard => {}
-        }
-    }
-}
 
 /// What comes next in a stream for whom expects a certain frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

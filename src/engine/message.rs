@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
+use crate::engine::body::Body;
 use crate::engine::call::Call;
+use crate::engine::completion::{Completion, OpId};
 use crate::engine::flight_recorder::Bytes;
-use crate::engine::frame::{FrameKind, Header, MatchSpace};
-use crate::engine::inbox::{RecvAction, RecvBuffer, Sink};
-use crate::engine::outbox::{Body, Completion, OpId};
-use crate::engine::progress::{Engine, Failed, control, deadline};
+use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo};
+use crate::engine::progress::Engine;
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
-use crate::engine::single_copy::RtsInfo;
 use crate::error::Error;
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
@@ -156,7 +156,7 @@ impl Engine {
         let MessageRequest { direction, tag, ref region, timeout } = *request;
         let call = direction.call(tag, region.len());
         let since = work.began();
-        let deadline = deadline(since, timeout);
+        let deadline = since.checked_add(timeout);
         self.messages.in_flight.insert(id, InFlight { call, direction, since, deadline, work });
         id
     }
@@ -316,7 +316,7 @@ impl Engine {
         *taken += eager_cost(bytes);
         if *taken >= EAGER_WINDOW / 4 {
             let credit = std::mem::take(taken);
-            let header = control(FrameKind::Credit, MatchSpace::PointToPoint, 0, 0, credit);
+            let header = Header::control(FrameKind::Credit, MatchSpace::PointToPoint, 0, 0, credit);
             self.send(from, header, Body::Empty, Completion::NONE);
         }
     }
@@ -417,7 +417,7 @@ fn accepts(wanted: Source, from: Rank) -> bool {
 
 /// The header of a message that is sent before it is asked for.
 pub(crate) fn message_header(tag: Tag, len: usize) -> Header {
-    control(FrameKind::Eager, MatchSpace::PointToPoint, u64::from(tag.0), 0, len as u64)
+    Header::control(FrameKind::Eager, MatchSpace::PointToPoint, u64::from(tag.0), 0, len as u64)
 }
 
 fn tag_of(header: Header) -> Tag {

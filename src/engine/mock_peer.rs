@@ -253,10 +253,10 @@ impl RecvStream for Receiving {
 mod tests {
     use super::*;
     use crate::config::EagerBytes;
-    use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, MatchSpace};
+    use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Header, MatchSpace};
     use crate::engine::inbox::Inbox;
-    use crate::engine::progress::control;
     use crate::engine::reach::DRAIN_TIMEOUT;
+    use crate::engine::wait_policy::Wait;
     use crate::types::Source;
 
     #[test]
@@ -270,7 +270,7 @@ mod tests {
             for len in [limit as u64 + 1, u64::MAX] {
                 let mut harness = Harness::new();
                 harness.settle();
-                harness.send(&control(kind, MatchSpace::PointToPoint, 0, 0, len).encode());
+                harness.send(&Header::control(kind, MatchSpace::PointToPoint, 0, 0, len).encode());
                 let lost = harness.engine.lost(Rank(1)).unwrap_or_default().to_owned();
                 assert!(lost.contains(&format!("{kind:?} frame of {len} bytes")), "{lost}");
             }
@@ -285,7 +285,7 @@ mod tests {
         harness.link().broken = true;
         harness.settle();
         std::thread::sleep(DRAIN_TIMEOUT); // as if this process had no core to run on
-        let header = control(FrameKind::Eager, MatchSpace::PointToPoint, 0, 0, 8).encode();
+        let header = Header::control(FrameKind::Eager, MatchSpace::PointToPoint, 0, 0, 8).encode();
         harness.send(&[&*header, &7u64.to_ne_bytes()].concat());
         assert_eq!((receive.result(), words.get()), (Some(Ok(())), [7].as_slice()));
         assert!(harness.engine.lost(Rank(1)).is_some());
@@ -351,9 +351,22 @@ mod tests {
     }
 
     #[test]
+    fn ranks_know_with_whom_they_share_a_cpu() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![0]));
+        let began = Instant::now();
+        assert_eq!(harness.engine.next_wait(3, began), Wait::Spin, "no stream is there yet");
+        let _send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        assert_eq!(harness.engine.next_wait(3, began), Wait::Spin, "the other rank has not told");
+        harness.link().cpu = Some(3);
+        assert_eq!(harness.engine.next_wait(3, began), Wait::Sleep);
+        assert_eq!(harness.engine.next_wait(4, began), Wait::Spin);
+        assert_eq!(harness.link().engine_cpu, Some(4));
+    }
+
+    #[test]
     fn an_announcement_of_any_length_takes_no_memory() {
         let mut harness = Harness::new();
-        harness.send(&control(FrameKind::Rts, MatchSpace::PointToPoint, 0, 7, u64::MAX).encode());
+        harness.send(&Header::control(FrameKind::Rts, MatchSpace::PointToPoint, 0, 7, u64::MAX).encode());
         let mut words = Words::new(vec![0; 2]);
         let receive = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
         let error = receive.result().expect("an end").expect_err("another length");

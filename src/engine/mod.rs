@@ -8,10 +8,12 @@
 //! lets a receiver read long messages out of the sender's memory, and `buffered_send` ends sends that wait for each other.
 //! `frame` is the format on the wire. `flight_recorder` remembers the last operations, and `dump` writes them down.
 
+pub(crate) mod body;
 pub(crate) mod buffered_send;
 pub(crate) mod call;
 pub(crate) mod callbacks;
 pub(crate) mod collective;
+pub(crate) mod completion;
 pub(crate) mod connector;
 pub(crate) mod driver;
 pub(crate) mod dump;
@@ -30,6 +32,7 @@ pub(crate) mod outbox;
 pub(crate) mod plan;
 pub(crate) mod progress;
 pub(crate) mod reach;
+pub(crate) mod recv_buffer;
 pub mod reduce;
 pub(crate) mod region;
 pub(crate) mod single_copy;

@@ -1,108 +1,13 @@
 //! What waits to be written to one peer.
 
 use std::collections::VecDeque;
-use std::io::IoSlice;
 
-use smallvec::SmallVec;
-
-use crate::engine::buffered_send::Copied;
+use crate::engine::body::{Body, Slices};
+use crate::engine::completion::{Completion, OpId};
 use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
-use crate::engine::region::Region;
 use crate::error::LinkDown;
-use crate::schedule::StepId;
 use crate::sys::tcp_info::Traffic;
 use crate::transport::SendStream;
-
-/// The operation that a message belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OpId {
-    /// The collective with this sequence number.
-    Collective(u64),
-    /// The point-to-point operation with this id.
-    Message(u64),
-    /// The access to a window with this id.
-    RmaOp(u64),
-    /// Other ranks' accesses to this rank's part of the window with this id.
-    Window(u64),
-    /// The protocol itself.
-    Protocol,
-}
-
-/// Who is told when a message has been written or received: an operation, and for a collective its step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Completion {
-    pub(crate) op: OpId,
-    pub(crate) step: StepId,
-}
-
-impl Completion {
-    /// Nobody.
-    pub(crate) const NONE: Completion = Completion { op: OpId::Protocol, step: 0 };
-}
-
-/// The payload of a message.
-#[derive(Debug)]
-pub(crate) enum Body {
-    Empty,
-    /// The operation's memory, read when it is written out.
-    Memory(Region),
-    /// Bytes of the engine, given back as they are written. Boxed, since nearly all bodies are others.
-    Copied(Box<Copied>),
-}
-
-impl Body {
-    pub(crate) fn len(&self) -> usize {
-        match self {
-            Body::Empty => 0,
-            Body::Memory(region) => region.len(),
-            Body::Copied(copied) => copied.len(),
-        }
-    }
-
-    /// Bytes of the engine.
-    pub(crate) fn of_bytes(bytes: &[u8]) -> Body {
-        Body::Copied(Box::new(Copied::from(bytes)))
-    }
-
-    /// A copy of the bytes from `from` to `end`.
-    fn copy(&self, from: usize, end: usize) -> Body {
-        let mut slices = Slices::new();
-        self.io_slices(from, end, &mut slices);
-        Body::of_bytes(&slices.iter().map(|slice| &**slice).collect::<Vec<_>>().concat())
-    }
-
-    /// The bytes of the engine that it has.
-    pub(crate) fn held(&self) -> usize {
-        match self {
-            Body::Copied(copied) => copied.held(),
-            Body::Empty | Body::Memory(_) => 0,
-        }
-    }
-
-    /// Gives back what lies before `end`, if it is the engine's and can be.
-    fn give_back(&mut self, end: usize) {
-        if let Body::Copied(copied) = self {
-            copied.give_back(end);
-        }
-    }
-
-    /// An operation's memory, if there is any.
-    pub(crate) fn of(region: Region) -> Body {
-        if region.len() == 0 { Body::Empty } else { Body::Memory(region) }
-    }
-
-    /// The bytes from `from` to `end`.
-    fn io_slices<'a>(&'a self, from: usize, end: usize, slices: &mut Slices<'a>) {
-        match self {
-            Body::Empty => {}
-            Body::Memory(region) => region.io_slices(from, end, slices),
-            Body::Copied(copied) => copied.io_slices(from, end, slices),
-        }
-    }
-}
-
-/// What is written in one go.
-type Slices<'a> = SmallVec<[IoSlice<'a>; 4]>;
 
 /// A message on its way: one frame, or as many `Data` or `Put` frames as its body needs.
 #[derive(Debug)]

@@ -6,7 +6,6 @@ use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use crate::algo::{self, Collective, Scaling, Setting, Tuning};
-use crate::engine::collective::Taken;
 use crate::engine::region::Spaces;
 use crate::schedule::{Action, Schedule, Slice, Step, StepId};
 use crate::sync::Arc;
@@ -33,6 +32,15 @@ pub(crate) struct Plan {
     is_busy: bool,
     /// Its first copy, which is none in place.
     copy: Option<(Slice, Slice)>,
+}
+
+/// How far a collective has come before its state is kept.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Executed {
+    /// The first so many steps of the schedule are done.
+    pub(crate) steps: usize,
+    /// The next one has begun.
+    pub(crate) next_has_begun: bool,
 }
 
 impl Plan {
@@ -82,16 +90,16 @@ impl Plan {
     }
 
     /// Sets, for a collective that has come so far, how many others each step still waits for, and which wait for none.
-    pub(crate) fn after(&self, taken: Taken, blocked: &mut Vec<u32>, ready: &mut VecDeque<StepId>) {
+    pub(crate) fn after(&self, taken: Executed, blocked: &mut Vec<u32>, ready: &mut VecDeque<StepId>) {
         blocked.clone_from(&self.blocked);
         ready.clear();
-        if taken.steps == 0 && !taken.one_more_begun {
+        if taken.steps == 0 && !taken.next_has_begun {
             return ready.extend(&self.ready);
         }
         for &dependent in self.dependents[..taken.steps].iter().flatten() {
             blocked[dependent as usize] -= 1;
         }
-        let next = taken.steps + usize::from(taken.one_more_begun);
+        let next = taken.steps + usize::from(taken.next_has_begun);
         ready.extend((next..blocked.len()).filter(|&step| blocked[step] == 0).map(|step| step as StepId));
     }
 }

@@ -2,25 +2,27 @@
 
 use std::collections::hash_map;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustc_hash::FxHashMap;
-use smallvec::SmallVec;
 
+use crate::engine::body::Body;
 use crate::engine::buffered_send::{Detaching, PendingSend};
 use crate::engine::call::Call;
 use crate::engine::collective::Collectives;
+use crate::engine::completion::{Completion, Finished, OpId};
 use crate::engine::connector::{OPENING_CHECK, Route, Way};
 use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
-use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Header, MatchSpace, RtrReason, Scope, Signature};
+use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace, RtrReason, Scope};
 use crate::engine::heartbeat::SendHeartbeat;
-use crate::engine::inbox::{Inbox, RecvBuffer, Sink};
+use crate::engine::inbox::Inbox;
 use crate::engine::message::{Messages, credits_for};
-use crate::engine::outbox::{Body, Completion, OpId, Outbox};
+use crate::engine::outbox::Outbox;
 use crate::engine::reach::DRAIN_TIMEOUT;
+use crate::engine::recv_buffer::{RecvBuffer, Sink};
 use crate::engine::single_copy::Readings;
-use crate::engine::wait_policy::Cpu;
+use crate::engine::wait_policy::{Cpu, Wait};
 use crate::engine::window::Windows;
 use crate::error::{Error, LinkDown};
 use crate::sys::tcp_info::Traffic;
@@ -58,18 +60,6 @@ pub(crate) struct Peer {
     /// Bytes of its eager messages that were taken since it was told.
     pub(crate) taken: u64,
 }
-
-/// An operation as two ranks know it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Failed {
-    /// A collective by its sequence number, perhaps because a rank is lost.
-    Collective { sequence: u64, scope: Scope, lost: Option<Rank> },
-    /// By its sender's token.
-    Message(u64),
-}
-
-/// Works that ended: mostly one a turn.
-pub(crate) type Finished = SmallVec<[Work; 1]>;
 
 /// What a communicator's operations share.
 pub(crate) struct Engine {
@@ -280,6 +270,16 @@ impl Engine {
         }
     }
 
+    /// Publishes that this rank waits on `cpu`, and says how it waits next.
+    pub(crate) fn next_wait(&mut self, cpu: u32, now: Instant) -> Wait {
+        let mut is_shared = false;
+        for peer in &mut self.peers {
+            peer.outbox.publish_cpu(cpu);
+            is_shared |= peer.inbox.as_ref().is_some_and(|inbox| inbox.peer_cpu() == Some(cpu));
+        }
+        self.cpu.next_wait(is_shared, now)
+    }
+
     /// When something is due at the latest, such as the end of the next operation's time.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let ending = self.peers.iter().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
@@ -415,8 +415,10 @@ impl Engine {
         buffer: RecvBuffer,
         why: RtrReason,
     ) {
-        let header =
-            Header { index: why as u32, ..control(FrameKind::Rtr, match_space, 0, token, buffer.received as u64) };
+        let header = Header {
+            index: why as u32,
+            ..Header::control(FrameKind::Rtr, match_space, 0, token, buffer.received as u64)
+        };
         self.expect(from, token, buffer);
         self.send(from, header, Body::Empty, Completion::NONE);
     }
@@ -438,7 +440,8 @@ impl Engine {
             }
             Failed::Message(token) => (MatchSpace::PointToPoint, 0, token, Scope::Operation),
         };
-        let header = Header { index: scope as u32, ..control(FrameKind::Fail, match_space, key, token, end as u64) };
+        let header =
+            Header { index: scope as u32, ..Header::control(FrameKind::Fail, match_space, key, token, end as u64) };
         self.send(to, header, Body::of_bytes(&text.as_bytes()[..end]), Completion::NONE);
     }
 
@@ -726,26 +729,6 @@ impl Engine {
         self.check_rma_deadlines(now);
         self.choose_blocked_sends(now);
     }
-}
-
-/// A frame that carries no message.
-pub(crate) fn control(kind: FrameKind, match_space: MatchSpace, key: u64, token: u64, len: u64) -> Header {
-    Header {
-        kind,
-        match_space,
-        signature: Signature::default(),
-        key,
-        index: 0,
-        token,
-        len,
-        address: None,
-        is_busy: false,
-    }
-}
-
-/// The end of `start + limit`; nothing for limits beyond the clock's range.
-pub(crate) fn deadline(start: Instant, limit: Duration) -> Option<Instant> {
-    start.checked_add(limit)
 }
 
 /// How many turns pass between checks for new connections, broken ones, and time. They are system calls, which would take

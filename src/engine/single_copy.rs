@@ -11,24 +11,15 @@
 use std::io;
 
 use crate::config::EagerBytes;
+use crate::engine::body::Body;
 use crate::engine::buffered_send::PendingSend;
-use crate::engine::frame::{FrameKind, MatchSpace, RtrReason};
-use crate::engine::inbox::{Inbox, RecvAction, RecvBuffer};
-use crate::engine::outbox::{Body, Completion, OpId};
-use crate::engine::progress::{Engine, control};
+use crate::engine::completion::{Completion, OpId};
+use crate::engine::frame::{FrameKind, Header, MatchSpace, RtrReason, RtsInfo};
+use crate::engine::inbox::Inbox;
+use crate::engine::progress::Engine;
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer};
 use crate::transport::MemoryAddress;
 use crate::types::Rank;
-
-/// What an RTS says of a message.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct RtsInfo {
-    pub(crate) token: u64,
-    pub(crate) len: u64,
-    /// Where it lies in the sender's memory, if it may be read there.
-    pub(crate) address: Option<MemoryAddress>,
-    /// Whether the sender moves other data meanwhile.
-    pub(crate) is_busy: bool,
-}
 
 /// A message that is being read.
 #[derive(Debug)]
@@ -129,7 +120,8 @@ impl Engine {
     pub(crate) fn invalidate(&mut self, pending: &mut PendingSend) {
         if pending.header.address.take().is_some() {
             self.mark_reads_stale(pending.to);
-            let header = control(FrameKind::Invalidated, pending.header.match_space, 0, pending.header.token, 0);
+            let header =
+                Header::control(FrameKind::Invalidated, pending.header.match_space, 0, pending.header.token, 0);
             self.send(pending.to, header, Body::Empty, Completion::NONE);
         }
     }
@@ -233,7 +225,7 @@ impl Engine {
     }
 
     fn acknowledge(&mut self, reading: &Reading) {
-        let header = control(FrameKind::Ats, reading.match_space, 0, reading.token, 0);
+        let header = Header::control(FrameKind::Ats, reading.match_space, 0, reading.token, 0);
         self.send(reading.from, header, Body::Empty, Completion::NONE);
     }
 }

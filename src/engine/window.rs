@@ -8,14 +8,16 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use crate::engine::body::Body;
 use crate::engine::call::Call;
+use crate::engine::completion::{Completion, OpId};
 use crate::engine::flight_recorder::Bytes;
-use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, MatchSpace, Signature};
-use crate::engine::inbox::{RecvAction, RecvBuffer, Sink};
-use crate::engine::outbox::{Body, Completion, OpId};
-use crate::engine::progress::{Engine, Failed, control, deadline};
+use crate::engine::frame::{FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace};
+use crate::engine::progress::Engine;
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
 use crate::error::Error;
+use crate::signature::Signature;
 use crate::types::Rank;
 use crate::window::{Window, WindowId};
 use crate::work::Work;
@@ -176,7 +178,7 @@ impl Engine {
         self.windows.next += 1;
         let RmaRequest { window, peer, access, timeout, work } = request;
         let call = access.call(peer, window);
-        let deadline = deadline(work.began(), timeout);
+        let deadline = work.began().checked_add(timeout);
         self.windows.in_flight.insert(id, InFlight { call, window, peer, deadline, work });
         if matches!(access, RmaOp::WaitSignal) {
             self.wait_for_signal(id, window, peer);
@@ -206,7 +208,8 @@ impl Engine {
             return self.fail_rma_lost(id, to, &cause);
         }
         let completion = Completion { op: OpId::RmaOp(id), step: 0 };
-        let frame = |kind, token, len: usize| control(kind, MatchSpace::PointToPoint, window.0, token, len as u64);
+        let frame =
+            |kind, token, len: usize| Header::control(kind, MatchSpace::PointToPoint, window.0, token, len as u64);
         let queued = match access {
             RmaOp::Put { from, .. } if from.len() == 0 => return self.rma_done(id),
             RmaOp::Get { into, .. } if into.len() == 0 => return self.rma_done(id),
@@ -301,7 +304,8 @@ impl Engine {
     pub(crate) fn get_arrives(&mut self, from: Rank, header: Header) -> Sink {
         match self.exposed_part(from, header, header.signature.count) {
             Some(region) => {
-                let data = control(FrameKind::Data, MatchSpace::PointToPoint, header.key, header.token, header.len);
+                let data =
+                    Header::control(FrameKind::Data, MatchSpace::PointToPoint, header.key, header.token, header.len);
                 let completion = Completion { op: OpId::Window(header.key), step: 0 };
                 self.send(from, data, Body::Memory(region), completion);
             }

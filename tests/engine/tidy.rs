@@ -8,7 +8,7 @@ const LAYERS: &[&[&str]] = &[
     &["sync", "error", "types", "counts", "config", "deadline", "fuzz_input"],
     &["sys", "buffer"],
     &["op", "topo", "schedule", "window", "work"],
-    &["algo"],
+    &["algo", "signature"],
     &["device"],
     &["transport"],
     &["engine"],

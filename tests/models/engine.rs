@@ -7,14 +7,13 @@ pub(crate) mod driver;
 pub(crate) mod progress {
     use std::time::Instant;
 
-    use crate::engine::driver::Wait;
+    use crate::engine::completion::Finished;
     use crate::engine::failures::{Departed, OnLoss};
     use crate::engine::heartbeat::Heartbeat;
+    use crate::engine::wait_policy::Wait;
     use crate::error::Error;
     use crate::sys::poller::Poller;
     use crate::work::Work;
-
-    pub(crate) type Finished = Vec<Work>;
 
     #[derive(Default)]
     pub(crate) struct Engine {
@@ -75,6 +74,15 @@ pub(crate) mod progress {
         }
     }
 }
+
+pub(crate) mod completion {
+    use crate::work::Work;
+
+    pub(crate) type Finished = Vec<Work>;
+}
+
+#[path = "../../src/engine/wait_policy.rs"]
+pub(crate) mod wait_policy;
 
 pub(crate) mod heartbeat {
     pub(crate) struct Heartbeat;

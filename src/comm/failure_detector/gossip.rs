@@ -45,7 +45,7 @@ fn is_alike(one: &Heartbeat, other: &Heartbeat) -> bool {
 mod tests {
     use super::*;
     use crate::comm::failure_detector::neighbours::neighbours;
-    use crate::engine::frame::Signature;
+    use crate::signature::Signature;
 
     fn heartbeat(sequence: u64, round: u32, ranks: &[u32]) -> Heartbeat {
         let ranks = ranks.iter().copied().map(Rank).collect();

@@ -1,9 +1,9 @@
 //! The messages between ranks that monitor each other.
 
 use crate::engine::failures::{Departed, Departure};
-use crate::engine::frame::Signature;
 use crate::engine::heartbeat::Heartbeat;
 use crate::error::LinkDown;
+use crate::signature::Signature;
 use crate::types::Rank;
 
 /// A message of the failure detector.

@@ -78,7 +78,9 @@ fn what_is_unread_fills_the_window_and_never_exceeds_it() {
             let mut free = WINDOW;
             for credit in [0, 4 * cost([len]), WINDOW / 2] {
                 if credit > 0 {
-                    harness.send(&control(FrameKind::Credit, MatchSpace::PointToPoint, 0, 0, credit as u64).encode());
+                    harness.send(
+                        &Header::control(FrameKind::Credit, MatchSpace::PointToPoint, 0, 0, credit as u64).encode(),
+                    );
                 }
                 free += credit;
                 send_more_than(&mut harness, free);

@@ -25,14 +25,14 @@ impl Harness {
 
     fn offer_while(&mut self, is_busy: bool, memory: &[u64], len: usize) {
         self.link().memory = memory.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        let announce = control(FrameKind::Rts, MatchSpace::PointToPoint, 0, TOKEN, 8 * len as u64);
+        let announce = Header::control(FrameKind::Rts, MatchSpace::PointToPoint, 0, TOKEN, 8 * len as u64);
         let address = Some(MemoryAddress { address: 1, segment: None });
         self.send(&Header { address, is_busy, ..announce }.encode());
     }
 
     fn tell(&mut self, kind: FrameKind, token: u64, payload: &[u64]) {
         let payload: Vec<u8> = payload.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        let header = control(kind, MatchSpace::PointToPoint, 0, token, payload.len() as u64).encode();
+        let header = Header::control(kind, MatchSpace::PointToPoint, 0, token, payload.len() as u64).encode();
         self.send(&[&*header, &payload].concat());
     }
 
@@ -150,7 +150,7 @@ fn a_peer_that_cannot_read_is_offered_nothing_more() {
         let (mut harness, mut words) = (Harness::new(), Words::new(vec![7, 8]));
         harness.engine.eager_bytes = 0;
         let work = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
-        let grant = control(FrameKind::Rtr, MatchSpace::PointToPoint, 0, harness.sent()[0].token, 8);
+        let grant = Header::control(FrameKind::Rtr, MatchSpace::PointToPoint, 0, harness.sent()[0].token, 8);
         harness.send(&Header { index: why as u32, ..grant }.encode());
         assert!(work.is_done());
         let data = std::mem::take(&mut harness.link().from_engine);

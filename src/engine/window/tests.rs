@@ -22,7 +22,7 @@ impl Harness {
     }
 
     fn header(kind: FrameKind, window: u64, token: u64, len: u64) -> Vec<u8> {
-        control(kind, MatchSpace::PointToPoint, window, token, len).encode().to_vec()
+        Header::control(kind, MatchSpace::PointToPoint, window, token, len).encode().to_vec()
     }
 
     fn send(&mut self, bytes: &[u8]) {
@@ -63,7 +63,7 @@ fn the_greatest_numbers_are_numbers_like_others() {
     let mut harness = Harness::new();
     for kind in [FrameKind::Rts, FrameKind::Rtr, FrameKind::Get, FrameKind::Credit] {
         for match_space in [MatchSpace::Collective, MatchSpace::PointToPoint] {
-            harness.send(&control(kind, match_space, u64::MAX, u64::MAX, u64::MAX).encode());
+            harness.send(&Header::control(kind, match_space, u64::MAX, u64::MAX, u64::MAX).encode());
         }
     }
     assert!(harness.by_hand.engine.lost(Rank(1)).is_none());

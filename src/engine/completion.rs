@@ -1,0 +1,36 @@
+//! What is completed when bytes have left or come: a step of an operation, and at last its work.
+
+use smallvec::SmallVec;
+
+use crate::schedule::StepId;
+use crate::work::Work;
+
+/// The operation that a message belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OpId {
+    /// The collective with this sequence number.
+    Collective(u64),
+    /// The point-to-point operation with this id.
+    Message(u64),
+    /// The access to a window with this id.
+    RmaOp(u64),
+    /// Other ranks' accesses to this rank's part of the window with this id.
+    Window(u64),
+    /// The protocol itself.
+    Protocol,
+}
+
+/// Who is told when a message has been written or received: an operation, and for a collective its step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Completion {
+    pub(crate) op: OpId,
+    pub(crate) step: StepId,
+}
+
+impl Completion {
+    /// Nobody.
+    pub(crate) const NONE: Completion = Completion { op: OpId::Protocol, step: 0 };
+}
+
+/// Works that ended: mostly one a turn.
+pub(crate) type Finished = SmallVec<[Work; 1]>;

@@ -1,0 +1,73 @@
+//! What every rank must agree on in one collective; PyTorch calls it a fingerprint.
+
+use std::fmt;
+
+use crate::algo::select;
+use crate::op::CollectiveKind;
+use crate::types::{DType, ReduceOp};
+
+/// What every rank must agree on in one collective. Travels with every message, so that the first one tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Signature {
+    /// The operation's [`CollectiveKind`]; zero for none.
+    pub(crate) operation: u8,
+    /// The element type's discriminant.
+    pub(crate) dtype: u8,
+    /// One more than the reduce operation's [`ReduceOp::index`]; zero for none.
+    pub(crate) reduction: u8,
+    /// What runs it, once that is chosen: the number of the algorithm.
+    pub(crate) algorithm: u8,
+    /// The root; where the ranks' blocks may differ in length, what tells these lengths from others; or zero.
+    pub(crate) root: u32,
+    /// The number of elements, where all ranks must have the same, or zero.
+    pub(crate) count: u64,
+}
+
+impl Signature {
+    /// The operation's name.
+    pub(crate) fn operation(&self) -> &'static str {
+        CollectiveKind::numbered(self.operation).map_or("unknown", CollectiveKind::name)
+    }
+
+    /// The name of the algorithm.
+    pub(crate) fn algorithm(&self) -> &'static str {
+        select::numbered(self.algorithm).unwrap_or("an unknown algorithm")
+    }
+
+    /// Whether another rank has called the same, however it runs that.
+    pub(crate) fn calls_as(&self, theirs: &Signature) -> bool {
+        Signature { algorithm: theirs.algorithm, ..*self } == *theirs
+    }
+
+    /// Whether another rank has called the same with as many elements, but divides them among the ranks otherwise.
+    pub(crate) fn divides_otherwise(&self, theirs: &Signature) -> bool {
+        use CollectiveKind::{AllGather, ReduceScatter};
+        let has_blocks = matches!(CollectiveKind::numbered(self.operation), Some(AllGather | ReduceScatter));
+        has_blocks && self.root != theirs.root && self.calls_as(&Signature { root: self.root, ..*theirs })
+    }
+
+    fn reduction(&self) -> &'static str {
+        let index = usize::from(self.reduction).checked_sub(1);
+        index.and_then(|index| ReduceOp::NAMES.get(index)).copied().unwrap_or("unknown")
+    }
+}
+
+/// The operation in words, as `all_reduce(SUM, 20 × float32)`.
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use CollectiveKind as Kind;
+        let (operation, reduction) = (self.operation(), self.reduction());
+        let Signature { count, root, .. } = self;
+        let dtype = DType::ALL.get(usize::from(self.dtype)).map_or("unknown", |dtype| dtype.name());
+        match Kind::numbered(self.operation) {
+            Some(Kind::Barrier | Kind::WindowRegister | Kind::WindowDeregister) => write!(f, "{operation}()"),
+            Some(Kind::AllToAll) => write!(f, "{operation}({dtype})"),
+            Some(Kind::AllReduce | Kind::ReduceScatter) => write!(f, "{operation}({reduction}, {count} × {dtype})"),
+            Some(Kind::Reduce) => write!(f, "{operation}({reduction}, {count} × {dtype}, root {root})"),
+            Some(Kind::Broadcast | Kind::Gather | Kind::Scatter) => {
+                write!(f, "{operation}({count} × {dtype}, root {root})")
+            }
+            Some(Kind::AllGather) | None => write!(f, "{operation}({count} × {dtype})"),
+        }
+    }
+}
