@@ -177,15 +177,15 @@ impl Communicator {
         }
         let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), routes);
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
-        engine.recorder = Recorder::new(config.flight_recorder_size);
+        engine.context.recorder = Recorder::new(config.flight_recorder_size);
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
-        engine.eager_bytes = config.eager_bytes.get();
-        engine.single_copy_bytes = config.single_copy_bytes;
-        engine.oversubscribed = oversubscribed || polling.time.is_zero();
-        engine.algorithm.clone_from(&config.algorithm);
+        engine.context.rndv.eager_bytes = config.eager_bytes.get();
+        engine.context.rndv.single_copy_bytes = config.single_copy_bytes;
+        engine.context.rndv.oversubscribed = oversubscribed || polling.time.is_zero();
+        engine.collectives.algorithm.clone_from(&config.algorithm);
         engine.collectives.plans.tuning = tuning;
         // With two ranks, each notices by itself that the other is gone.
-        engine.is_watched = size > 2;
+        engine.context.failures.is_watched = size > 2;
         let driver = Driver::new(engine, poller, polling);
         let start_detector = || {
             let transports = detector_transports.into_transports();
@@ -195,7 +195,7 @@ impl Communicator {
         let detector = detector.map_err(|cause| os("the thread that watches for lost ranks", cause))?;
         if let Some(detector) = &detector {
             let send_heartbeat = detector.heartbeat_sender();
-            driver.with_engine(|engine| engine.send_heartbeat = Some(Box::new(send_heartbeat)));
+            driver.with_engine(|engine| engine.collectives.send_heartbeat = Some(Box::new(send_heartbeat)));
         }
         let signal = config.dump_signal.map(DumpSignal::number);
         registry::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
@@ -225,7 +225,7 @@ impl Communicator {
 
     /// A number for the host of `rank`: ranks of one host have the same. None if there is no such rank.
     pub fn host_of(&self, rank: Rank) -> Option<usize> {
-        (rank.index() < self.place.size).then(|| self.driver.with_engine(|engine| engine.topo.host_of(rank)))
+        (rank.index() < self.place.size).then(|| self.driver.with_engine(|engine| engine.context.topo.host_of(rank)))
     }
 
     /// The number of collectives submitted so far.
@@ -376,7 +376,7 @@ impl Communicator {
             return Err(self.driver.forked_error(op.kind.name()));
         }
         let (begun, left) = self.driver.with_engine(|engine| {
-            if let Some(how) = &engine.closed {
+            if let Some(how) = engine.closed() {
                 return Err(engine.closed_error(op.kind.name(), how));
             }
             if let Some(error) = engine.loss_of(op.kind.name()) {
@@ -384,7 +384,7 @@ impl Communicator {
             }
             let begun = begin(engine, &self.driver)?;
             let Submitted::Pending(work) = &begun else { return Ok((begun, None)) };
-            engine.dump_due();
+            engine.write_due_dump();
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {
                     if work.is_done() || !engine.progress(false) {
@@ -394,7 +394,7 @@ impl Communicator {
             }
             // Also if the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
             let needs_progress = op.mode == Mode::Async && engine.is_busy();
-            let mut finished = std::mem::take(&mut engine.finished);
+            let mut finished = engine.take_finished();
             // The caller does not have this one yet.
             finished.retain(|other| !other.is(work));
             Ok((begun, Some((finished, needs_progress))))
@@ -427,7 +427,7 @@ impl Communicator {
 
     /// Tells the flight recorder where the program called an operation: frames with the innermost first.
     pub fn called_from(&self, work: &Work, stack: Vec<Frame>) {
-        self.driver.with_engine(|engine| engine.recorder.called_from(work.number(), stack));
+        self.driver.with_engine(|engine| engine.context.recorder.called_from(work.number(), stack));
     }
 
     /// The flight recorder's operations and what this rank knows of its peers, as JSON with `reason`. `ncclx-rs diagnose`
@@ -453,7 +453,7 @@ impl Communicator {
         }
         let how = format!("aborted: {reason}");
         self.driver.with_engine(|engine| {
-            if engine.closed.is_none() && !engine.is_settled() {
+            if engine.closed().is_none() && !engine.is_settled() {
                 engine.dump_failure(&how);
             }
         });
@@ -466,10 +466,10 @@ impl Communicator {
             return Ok(());
         }
         let now = Instant::now();
-        let settled = |engine: &mut Engine| engine.closed.is_some() || engine.is_settled();
+        let settled = |engine: &mut Engine| engine.closed().is_some() || engine.is_settled();
         self.driver.drive_until(|driver| driver.with_engine(settled), now.checked_add(OPERATIONS_TIMEOUT));
         self.driver.with_engine(Engine::announce_failure);
-        let flushed = |engine: &mut Engine| engine.closed.is_some() || engine.flushed();
+        let flushed = |engine: &mut Engine| engine.closed().is_some() || engine.flushed();
         self.driver.drive_until(|driver| driver.with_engine(flushed), Instant::now().checked_add(FLUSH_TIMEOUT));
         if let Some(detector) = lock(&self.detector).take() {
             let has_loss = self.driver.with_engine(|engine| engine.loss().is_some());

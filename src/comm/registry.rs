@@ -43,7 +43,7 @@ fn drivers() -> Vec<Arc<Driver>> {
 /// The dumps of all open communicators of this process; see [`Communicator::dump`](super::Communicator::dump).
 pub fn dumps(reason: &str) -> Vec<String> {
     let open = drivers().into_iter();
-    open.filter_map(|driver| driver.with_engine(|engine| engine.closed.is_none().then(|| engine.dump(reason))))
+    open.filter_map(|driver| driver.with_engine(|engine| engine.closed().is_none().then(|| engine.dump(reason))))
         .collect()
 }
 
@@ -55,7 +55,7 @@ pub fn dumps(reason: &str) -> Vec<String> {
 pub fn write_dumps(folder: &Path, reason: &str) -> io::Result<Vec<PathBuf>> {
     let open = drivers().into_iter();
     let written = open.filter_map(|driver| {
-        driver.with_engine(|engine| engine.closed.is_none().then(|| engine.write_dump(folder, reason)))
+        driver.with_engine(|engine| engine.closed().is_none().then(|| engine.write_dump(folder, reason)))
     });
     written.collect()
 }

@@ -17,7 +17,7 @@ impl Communicator {
     /// The memory stays exposed until [`Communicator::window_deregister`] returns or the communicator closes; see [`Buffer`].
     pub fn window_register(&self, memory: Buffer) -> Result<Window, Error> {
         check::lengths(REGISTER, "memory", &[memory])?;
-        let id = self.driver.with_engine(|engine| match &engine.closed {
+        let id = self.driver.with_engine(|engine| match engine.closed() {
             Some(how) => Err(engine.closed_error(REGISTER, how)),
             // Exposed before another rank can learn that this rank has called.
             None => Ok(engine.windows.expose(Region::of(&[memory]))),
@@ -35,7 +35,7 @@ impl Communicator {
     ///
     /// Also after an error, no rank accesses this rank's memory any more.
     pub fn window_deregister(&self, window: WindowId) -> Result<(), Error> {
-        let known = self.driver.with_engine(|engine| match &engine.closed {
+        let known = self.driver.with_engine(|engine| match engine.closed() {
             Some(how) => Err(engine.closed_error(DEREGISTER, how)),
             None => engine
                 .windows

@@ -8,10 +8,10 @@ use rustc_hash::FxHashMap;
 use crate::algo::{Chunking, Collective, Scaling, Setting};
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
+use crate::engine::context::OpContext;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo, Scope};
-use crate::engine::heartbeat::{Heartbeat, Pulse};
+use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
 use crate::engine::plan::{Executed, Plan, PlanCache};
-use crate::engine::progress::Engine;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::reduce::{self, Operands};
 use crate::engine::region::{Region, Scratch, Spaces};
@@ -142,9 +142,23 @@ struct Suspect {
     until: Option<Instant>,
 }
 
+/// What another rank is known to have called.
+#[derive(Clone, Copy, Default)]
+struct Caller {
+    /// One more than the last collective that it is known to have called.
+    called: u64,
+    /// Until when its last heartbeat tells that it waits in a collective.
+    heartbeat_deadline: Option<Instant>,
+}
+
 /// The collectives of one communicator.
-#[derive(Default)]
 pub(crate) struct Collectives {
+    /// The algorithm that the configuration forces, where it has one for the shape.
+    pub(crate) algorithm: Option<String>,
+    /// None where no rank is to be told.
+    pub(crate) send_heartbeat: Option<SendHeartbeat>,
+    /// By rank.
+    callers: Vec<Caller>,
     next: u64,
     queue: VecDeque<(Request, Work)>,
     active: Option<Active>,
@@ -160,12 +174,30 @@ pub(crate) struct Collectives {
 }
 
 impl Collectives {
+    /// Of a communicator of so many ranks.
+    pub(crate) fn new(size: usize) -> Collectives {
+        Collectives {
+            algorithm: None,
+            send_heartbeat: None,
+            callers: vec![Caller::default(); size],
+            next: 0,
+            queue: VecDeque::new(),
+            active: None,
+            posted: FxHashMap::default(),
+            unexpected: FxHashMap::default(),
+            failed: BTreeMap::new(),
+            plans: PlanCache::default(),
+            scratch: Scratch::default(),
+            spare: (Vec::new(), VecDeque::new()),
+        }
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         self.active.is_none() && self.queue.is_empty()
     }
 
     /// Whether nothing has come of collectives that this rank has not called.
-    pub(crate) fn has_no_news(&self) -> bool {
+    pub(crate) fn has_no_unexpected(&self) -> bool {
         self.unexpected.is_empty() && self.failed.is_empty()
     }
 
@@ -206,35 +238,64 @@ impl Collectives {
     pub(crate) fn current(&self) -> u64 {
         self.next - self.queue.len() as u64 - u64::from(self.active.is_some())
     }
-}
 
-impl Engine {
+    // ---- other ranks ----
+
+    /// Notes how many collectives `rank` has called at least.
+    #[inline]
+    pub(crate) fn note_called(&mut self, rank: Rank, called: u64) {
+        let caller = &mut self.callers[rank.index()];
+        caller.called = caller.called.max(called);
+    }
+
+    /// How many collectives `rank` is known to have called.
+    pub(crate) fn called(&self, rank: Rank) -> u64 {
+        self.callers[rank.index()].called
+    }
+
+    /// Notes that ranks wait in a collective, and compares what they called with what this rank did.
+    pub(crate) fn heartbeat_arrives(&mut self, ctx: &mut OpContext, heartbeat: &Heartbeat, now: Instant) {
+        // Twice the time that it takes until the next one comes, which may be late.
+        let until = now.checked_add(Duration::from_millis(heartbeat.again_millis.saturating_mul(2)));
+        for rank in heartbeat.ranks.iter().filter(|rank| **rank != ctx.me) {
+            self.note_called(*rank, heartbeat.sequence.saturating_add(1));
+            self.callers[rank.index()].heartbeat_deadline = until;
+        }
+        if let Some(from) = heartbeat.ranks.iter().find(|rank| **rank != ctx.me)
+            && self.active.as_ref().is_some_and(|active| active.sequence == heartbeat.sequence)
+        {
+            self.check_signature(ctx, *from, heartbeat.signature);
+        }
+    }
+
+    // ---- steps ----
+
     /// Begins a collective: now, or once those before it have ended. One of which steps are taken comes first.
-    pub(crate) fn submit_collective(&mut self, request: Request, taken: Executed, work: Work) {
-        let is_first = self.collectives.is_idle();
-        self.collectives.next += 1;
+    pub(crate) fn submit(&mut self, ctx: &mut OpContext, request: Request, taken: Executed, work: Work) {
+        let is_first = self.is_idle();
+        self.next += 1;
         if is_first {
             let now = work.began();
-            self.start(self.collectives.next - 1, request, taken, work, now);
-            self.progress_collectives();
+            self.start(ctx, self.next - 1, request, taken, work, now);
+            self.progress(ctx);
         } else {
-            self.collectives.queue.push_back((request, work));
+            self.queue.push_back((request, work));
         }
     }
 
     /// Starts, advances and completes collectives as far as they go. True: something moved.
-    pub(crate) fn progress_collectives(&mut self) -> bool {
+    pub(crate) fn progress(&mut self, ctx: &mut OpContext) -> bool {
         let mut moved = false;
         loop {
-            if self.collectives.active.is_none() && !self.start_next() {
+            if self.active.is_none() && !self.start_next(ctx) {
                 return moved;
             }
-            while let Some(step) = self.collectives.active.as_mut().and_then(|active| active.ready.pop_front()) {
+            while let Some(step) = self.active.as_mut().and_then(|active| active.ready.pop_front()) {
                 moved = true;
-                self.run_step(step);
+                self.run_step(ctx, step);
             }
-            match &self.collectives.active {
-                Some(active) if active.left == 0 => self.finish_active(Ok(())),
+            match &self.active {
+                Some(active) if active.left == 0 => self.finish_active(ctx, Ok(())),
                 Some(_) => return moved,
                 None => {}
             }
@@ -242,74 +303,82 @@ impl Engine {
         }
     }
 
-    fn start_next(&mut self) -> bool {
-        let Some((request, work)) = self.collectives.queue.pop_front() else { return false };
-        let sequence = self.collectives.next - self.collectives.queue.len() as u64 - 1;
-        self.start(sequence, request, Executed::default(), work, Instant::now());
+    fn start_next(&mut self, ctx: &mut OpContext) -> bool {
+        let Some((request, work)) = self.queue.pop_front() else { return false };
+        let sequence = self.next - self.queue.len() as u64 - 1;
+        self.start(ctx, sequence, request, Executed::default(), work, Instant::now());
         true
     }
 
     /// The collective's plan, which becomes a part of what the ranks must agree on, and its scratch memory.
-    pub(crate) fn prepare(&mut self, request: &mut Request) -> Arc<Plan> {
+    pub(crate) fn prepare(&mut self, ctx: &OpContext, request: &mut Request) -> Arc<Plan> {
         let element = request.dtype.size();
         let scaling = match request.reduce {
             Some(ReduceOp::PreMulSum(_)) => Scaling::Inputs,
             // The average of one is that one, with all its bits.
-            Some(ReduceOp::Avg) if self.peers.len() > 1 => {
+            Some(ReduceOp::Avg) if ctx.size() > 1 => {
                 request.spaces.sum = Operands::Sums(request.dtype).size();
                 Scaling::Sum { bytes: request.spaces.sum }
             }
             _ => Scaling::Nothing,
         };
-        let setting = Setting { me: self.me, topo: &self.topo, element, scaling, chunking: Chunking::Chunks };
+        let setting = Setting { me: ctx.me, topo: &ctx.topo, element, scaling, chunking: Chunking::Chunks };
         let forced = self.algorithm.as_deref();
-        let plan = self.collectives.plans.plan(&request.collective, setting, forced);
+        let plan = self.plans.plan(&request.collective, setting, forced);
         request.signature.algorithm = plan.algorithm;
         let (scratch, sums) = ((plan.schedule.scratch, element), (plan.schedule.sums, request.spaces.sum));
         if scratch.0 > 0 || sums.0 > 0 {
-            (request.spaces.scratch, request.spaces.sums) = self.collectives.scratch.regions(scratch, sums);
+            (request.spaces.scratch, request.spaces.sums) = self.scratch.regions(scratch, sums);
         }
         plan
     }
 
-    fn start(&mut self, sequence: u64, mut request: Request, taken: Executed, work: Work, now: Instant) {
-        let plan = self.prepare(&mut request);
-        let (mut blocked, mut ready) = std::mem::take(&mut self.collectives.spare);
+    fn start(
+        &mut self,
+        ctx: &mut OpContext,
+        sequence: u64,
+        mut request: Request,
+        taken: Executed,
+        work: Work,
+        now: Instant,
+    ) {
+        let plan = self.prepare(ctx, &mut request);
+        let (mut blocked, mut ready) = std::mem::take(&mut self.spare);
         plan.after(taken, &mut blocked, &mut ready);
-        self.recorder.started(work.number(), now);
+        ctx.recorder.started(work.number(), now);
         let deadline = now.checked_add(request.timeout);
         let pulse = Pulse::new(now, request.timeout);
         let left = blocked.len() - taken.steps;
-        self.collectives.active =
+        self.active =
             Some(Active { sequence, request, work, plan, blocked, ready, left, deadline, pulse, suspect: None });
-        if let Some(failure) = self.collectives.failed.remove(&sequence) {
-            self.fail_active_remotely(failure);
-        } else if let Some((rank, cause)) = self.left_before(sequence) {
-            self.fail_active_lost(rank, cause);
+        if let Some(failure) = self.failed.remove(&sequence) {
+            self.fail_active_remotely(ctx, failure);
+        } else if let Some((rank, cause)) = ctx.failures.left_before(sequence) {
+            self.fail_active_lost(ctx, rank, cause);
         } else {
-            self.check_arrived_signatures(sequence);
+            self.check_unexpected_signatures(ctx, sequence);
         }
     }
 
     /// Compares what came early with what this rank called.
-    fn check_arrived_signatures(&mut self, sequence: u64) {
-        let early = self.collectives.unexpected.iter().filter(|((_, key, _), _)| *key == sequence);
+    fn check_unexpected_signatures(&mut self, ctx: &mut OpContext, sequence: u64) {
+        let early = self.unexpected.iter().filter(|((_, key, _), _)| *key == sequence);
         let early: Vec<(Rank, Signature)> = early.map(|((from, ..), (signature, _))| (*from, *signature)).collect();
         for (from, signature) in early {
-            if !self.check_signature(from, signature) {
+            if !self.check_signature(ctx, from, signature) {
                 return;
             }
         }
     }
 
     /// Fails the active collective if `from` called another. True: they agree.
-    fn check_signature(&mut self, from: Rank, theirs: Signature) -> bool {
-        let Some(active) = &self.collectives.active else { return true };
+    fn check_signature(&mut self, ctx: &mut OpContext, from: Rank, theirs: Signature) -> bool {
+        let Some(active) = &self.active else { return true };
         let ours = active.request.signature;
         if ours == theirs {
             return true;
         }
-        let (sequence, me) = (active.sequence, self.me);
+        let (sequence, me) = (active.sequence, ctx.me);
         let detail = if ours.calls_as(&theirs) {
             let (ours, theirs) = (ours.algorithm(), theirs.algorithm());
             format!(
@@ -323,67 +392,69 @@ impl Engine {
         } else {
             format!("the ranks disagree on collective {sequence}: rank {me} called {ours}, rank {from} called {theirs}")
         };
-        self.fail_active_with(|operation| Error::Mismatch { operation, detail });
+        self.fail_active_with(ctx, |operation| Error::Mismatch { operation, detail });
         false
     }
 
-    fn run_step(&mut self, step: StepId) {
-        let Some(active) = &mut self.collectives.active else { return };
+    fn run_step(&mut self, ctx: &mut OpContext, step: StepId) {
+        let Some(active) = &mut self.active else { return };
         let (action, message) = (active.plan.schedule.steps[step as usize].action, active.plan.message[step as usize]);
         match action {
             Action::Send { to, from } => {
                 let region = active.request.spaces.region(from);
-                self.start_send(step, to, region, message);
+                self.start_send(ctx, step, to, region, message);
             }
-            Action::Recv { from, .. } | Action::RecvReduce { from, .. } => self.start_receive(step, from, message),
+            Action::Recv { from, .. } | Action::RecvReduce { from, .. } => self.start_receive(ctx, step, from, message),
             _ => {
                 let sequence = active.sequence;
-                active.request.compute(action, self.peers.len());
+                active.request.compute(action, ctx.size());
                 self.step_done(sequence, step);
             }
         }
     }
 
-    fn start_send(&mut self, step: StepId, to: Rank, region: Region, message: u32) {
-        if let Some(cause) = self.lost(to).map(str::to_owned) {
-            return self.suspect(to, cause);
+    fn start_send(&mut self, ctx: &mut OpContext, step: StepId, to: Rank, region: Region, message: u32) {
+        if let Some(cause) = ctx.lost(to) {
+            return self.suspect(ctx, to, cause);
         }
-        let Some(active) = &self.collectives.active else { return };
-        let len = region.len();
+        let Some(active) = &self.active else { return };
+        let (sequence, len) = (active.sequence, region.len());
         let is_busy = active.plan.is_busy(&active.request.spaces);
-        let header = Header { is_busy, ..active.request.header(active.sequence, message, len) };
+        let header = Header { is_busy, ..active.request.header(sequence, message, len) };
         let is_cache_hot = active.request.sends_cache_hot();
-        let completion = Completion { op: OpId::Collective(active.sequence), step };
-        let eager = self.is_eager(to, len, is_cache_hot);
-        self.send_message(to, header, Body::of(region), completion, eager);
-        if let Some(cause) = self.lost(to).map(str::to_owned) {
-            self.suspect(to, cause);
+        let completion = Completion { op: OpId::Collective(sequence), step };
+        let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_cache_hot);
+        if ctx.rndv.send_message(&mut ctx.endpoints, to, header, Body::of(region), completion, eager) {
+            self.step_done(sequence, step);
+        }
+        if let Some(cause) = ctx.lost(to) {
+            self.suspect(ctx, to, cause);
         }
     }
 
-    fn start_receive(&mut self, step: StepId, from: Rank, message: u32) {
-        let Some(active) = &self.collectives.active else { return };
+    fn start_receive(&mut self, ctx: &mut OpContext, step: StepId, from: Rank, message: u32) {
+        let Some(active) = &self.active else { return };
         let sequence = active.sequence;
         let key = (from, sequence, message);
-        let early = self.collectives.unexpected.remove(&key);
+        let early = self.unexpected.remove(&key);
         match early {
             Some((_, Unexpected::Whole(bytes))) => {
-                if let Some(mut buffer) = self.buffer(step, from, bytes.len() as u64) {
+                if let Some(mut buffer) = self.buffer(ctx, step, from, bytes.len() as u64) {
                     buffer.take(&bytes);
                     self.step_done(sequence, step);
                 }
             }
             Some((_, Unexpected::Rts(rts))) => {
-                if let Some(buffer) = self.buffer(step, from, rts.len) {
-                    self.take_up(from, rts, MatchSpace::Collective, buffer);
+                if let Some(buffer) = self.buffer(ctx, step, from, rts.len) {
+                    ctx.receive(from, rts, MatchSpace::Collective, buffer);
                 }
             }
             None => {
-                self.connect(from);
-                match self.lost(from).map(str::to_owned) {
-                    Some(cause) => self.suspect(from, cause),
+                ctx.endpoints.connect(from);
+                match ctx.lost(from) {
+                    Some(cause) => self.suspect(ctx, from, cause),
                     None => {
-                        self.collectives.posted.insert(key, step);
+                        self.posted.insert(key, step);
                     }
                 }
             }
@@ -391,8 +462,8 @@ impl Engine {
     }
 
     /// The place that `step` receives into, if it is of the length that arrives; else the collective fails.
-    fn buffer(&mut self, step: StepId, from: Rank, len: u64) -> Option<RecvBuffer> {
-        let active = self.collectives.active.as_ref()?;
+    fn buffer(&mut self, ctx: &mut OpContext, step: StepId, from: Rank, len: u64) -> Option<RecvBuffer> {
+        let active = self.active.as_ref()?;
         let completion = Completion { op: OpId::Collective(active.sequence), step };
         let buffer = active.request.buffer(active.plan.schedule.steps[step as usize].action, completion)?;
         let region = &buffer.region;
@@ -400,10 +471,10 @@ impl Engine {
             let detail = format!(
                 "the ranks disagree on the sizes of collective {}: rank {} expected {} bytes from rank {from}, which sent {len}",
                 active.sequence,
-                self.me,
+                ctx.me,
                 region.len()
             );
-            self.fail_active_with(|operation| Error::Mismatch { operation, detail });
+            self.fail_active_with(ctx, |operation| Error::Mismatch { operation, detail });
             return None;
         }
         Some(buffer)
@@ -412,36 +483,36 @@ impl Engine {
     // ---- arrivals ----
 
     /// The step that waits for `header`, if the message is for the active collective and the ranks agree on it.
-    fn posted_step(&mut self, from: Rank, header: Header) -> Result<Option<StepId>, Stale> {
-        if header.key < self.collectives.current() {
+    fn posted_step(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Result<Option<StepId>, Stale> {
+        if header.key < self.current() {
             return Err(Stale);
         }
-        let is_active = self.collectives.active.as_ref().is_some_and(|active| active.sequence == header.key);
-        if is_active && !self.check_signature(from, header.signature) {
+        let is_active = self.active.as_ref().is_some_and(|active| active.sequence == header.key);
+        if is_active && !self.check_signature(ctx, from, header.signature) {
             return Err(Stale);
         }
-        Ok(self.collectives.posted.remove(&(from, header.key, header.index)))
+        Ok(self.posted.remove(&(from, header.key, header.index)))
     }
 
-    pub(crate) fn collective_arrives(&mut self, from: Rank, header: Header) -> Sink {
-        match self.posted_step(from, header) {
+    pub(crate) fn arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Sink {
+        match self.posted_step(ctx, from, header) {
             Err(Stale) => Sink::Discard,
             Ok(None) => Sink::Heap(Vec::new()),
-            Ok(Some(step)) => self.buffer(step, from, header.len).map_or(Sink::Discard, Sink::Buffer),
+            Ok(Some(step)) => self.buffer(ctx, step, from, header.len).map_or(Sink::Discard, Sink::Buffer),
         }
     }
 
     /// A message that nobody waited for when its header came is complete.
-    pub(crate) fn collective_unexpected_complete(&mut self, from: Rank, header: Header, bytes: Vec<u8>) {
+    pub(crate) fn unexpected_complete(&mut self, ctx: &mut OpContext, from: Rank, header: Header, bytes: Vec<u8>) {
         let sequence = header.key;
-        match self.posted_step(from, header) {
+        match self.posted_step(ctx, from, header) {
             Err(Stale) => {}
             Ok(None) => {
                 let key = (from, header.key, header.index);
-                self.collectives.unexpected.insert(key, (header.signature, Unexpected::Whole(bytes)));
+                self.unexpected.insert(key, (header.signature, Unexpected::Whole(bytes)));
             }
             Ok(Some(step)) => {
-                if let Some(mut buffer) = self.buffer(step, from, header.len) {
+                if let Some(mut buffer) = self.buffer(ctx, step, from, header.len) {
                     buffer.take(&bytes);
                     self.step_done(sequence, step);
                 }
@@ -449,46 +520,38 @@ impl Engine {
         }
     }
 
-    pub(crate) fn collective_rts_arrives(&mut self, from: Rank, header: Header) -> Sink {
-        match self.posted_step(from, header) {
+    pub(crate) fn rts_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
+        match self.posted_step(ctx, from, header) {
             Err(Stale) => {}
             Ok(None) => {
                 let unexpected = Unexpected::Rts(header.rts());
                 let key = (from, header.key, header.index);
-                self.collectives.unexpected.insert(key, (header.signature, unexpected));
+                self.unexpected.insert(key, (header.signature, unexpected));
             }
             Ok(Some(step)) => {
-                if let Some(buffer) = self.buffer(step, from, header.len) {
-                    self.take_up(from, header.rts(), MatchSpace::Collective, buffer);
+                if let Some(buffer) = self.buffer(ctx, step, from, header.len) {
+                    ctx.receive(from, header.rts(), MatchSpace::Collective, buffer);
                 }
             }
         }
-        Sink::Discard
     }
 
-    /// Fails the active collective if it is `sequence`, which `from` called otherwise.
-    pub(crate) fn compare_call(&mut self, from: Rank, sequence: u64, theirs: Signature) {
-        if self.collectives.active.as_ref().is_some_and(|active| active.sequence == sequence) {
-            self.check_signature(from, theirs);
-        }
-    }
-
-    pub(crate) fn collective_failed_elsewhere(&mut self, from: Rank, header: Header, text: String) {
-        let current = self.collectives.current();
+    pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, from: Rank, header: Header, text: String) {
+        let current = self.current();
         let sequence = if header.index == Scope::Communicator as u32 { header.key.max(current) } else { header.key };
         let lost = header.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
-        let failure = Failure { reporter: from, lost: lost.filter(|rank| rank.index() < self.size()), text };
-        match &self.collectives.active {
-            Some(active) if active.sequence == sequence => self.fail_active_remotely(failure),
+        let failure = Failure { reporter: from, lost: lost.filter(|rank| rank.index() < ctx.size()), text };
+        match &self.active {
+            Some(active) if active.sequence == sequence => self.fail_active_remotely(ctx, failure),
             _ if sequence >= current => {
-                self.collectives.failed.entry(sequence).or_insert(failure);
+                self.failed.entry(sequence).or_insert(failure);
             }
             _ => {}
         }
     }
 
     pub(crate) fn step_done(&mut self, sequence: u64, step: StepId) {
-        let Some(active) = self.collectives.active.as_mut().filter(|active| active.sequence == sequence) else {
+        let Some(active) = self.active.as_mut().filter(|active| active.sequence == sequence) else {
             return;
         };
         active.left -= 1;
@@ -503,23 +566,23 @@ impl Engine {
 
     // ---- ends ----
 
-    fn finish_active(&mut self, result: Result<(), Error>) {
-        let Some(active) = &mut self.collectives.active else { return };
+    fn finish_active(&mut self, ctx: &mut OpContext, result: Result<(), Error>) {
+        let Some(active) = &mut self.active else { return };
         let (sequence, work) = (active.sequence, active.work.clone());
         active.ready.clear();
-        self.collectives.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
-        self.collectives.active = None;
+        self.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
+        self.active = None;
         if result.is_err() {
-            self.cancel(OpId::Collective(sequence));
-            self.collectives.posted.clear();
-            self.collectives.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
+            ctx.cancel(OpId::Collective(sequence), |_, _| ());
+            self.posted.clear();
+            self.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
         }
-        self.finish(work, result, None);
+        ctx.finish(work, result, None);
     }
 
     /// Ends the active collective with an error found here, and tells every other rank.
-    fn fail_active_with(&mut self, error: impl FnOnce(String) -> Error) {
-        let Some(active) = &self.collectives.active else { return };
+    fn fail_active_with(&mut self, ctx: &mut OpContext, error: impl FnOnce(String) -> Error) {
+        let Some(active) = &self.active else { return };
         let sequence = active.sequence;
         let error = error(active.request.signature.to_string());
         let text = error.to_string();
@@ -527,127 +590,121 @@ impl Engine {
             Error::PeerLost { rank, .. } => (Scope::Communicator, Some(Rank(rank))),
             _ => (Scope::Operation, None),
         };
-        self.finish_active(Err(error));
-        for peer in self.other_ranks() {
-            self.send_failure(peer, Failed::Collective { sequence, scope, lost }, &text);
+        self.finish_active(ctx, Err(error));
+        for peer in ctx.endpoints.others() {
+            ctx.endpoints.send_failure(peer, Failed::Collective { sequence, scope, lost }, &text);
         }
     }
 
-    fn fail_active_remotely(&mut self, failure: Failure) {
-        let Some(active) = &self.collectives.active else { return };
+    fn fail_active_remotely(&mut self, ctx: &mut OpContext, failure: Failure) {
+        let Some(active) = &self.active else { return };
         let operation = active.request.signature.to_string();
         let Failure { reporter, lost, text } = failure;
-        self.finish_active(Err(match lost {
-            Some(rank) => {
-                Error::PeerLost { operation, rank: rank.0, cause: format!("rank {reporter} reported: {text}") }
-            }
-            None => Error::Remote { operation, rank: reporter.0, cause: text },
-        }));
+        self.finish_active(
+            ctx,
+            Err(match lost {
+                Some(rank) => {
+                    Error::PeerLost { operation, rank: rank.0, cause: format!("rank {reporter} reported: {text}") }
+                }
+                None => Error::Remote { operation, rank: reporter.0, cause: text },
+            }),
+        );
     }
 
-    fn fail_active_lost(&mut self, rank: Rank, cause: String) {
-        self.fail_active_with(|operation| Error::PeerLost { operation, rank: rank.0, cause });
-    }
-
-    pub(crate) fn other_ranks(&self) -> Vec<Rank> {
-        let all = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
-        if self.size() <= NOTIFY_MAX_RANKS {
-            all.collect()
-        } else {
-            all.filter(|rank| self.lost(*rank).is_none()).take(NOTIFY_MAX_RANKS).collect()
-        }
+    fn fail_active_lost(&mut self, ctx: &mut OpContext, rank: Rank, cause: String) {
+        self.fail_active_with(ctx, |operation| Error::PeerLost { operation, rank: rank.0, cause });
     }
 
     /// Ends the active collective if it cannot do without `peer`.
-    pub(crate) fn lose_collectives(&mut self, peer: Rank, cause: &str) {
-        let Some(active) = &self.collectives.active else { return };
-        let waits = self.collectives.posted.keys().any(|(from, ..)| *from == peer)
-            || self.exchanges(OpId::Collective(active.sequence), peer);
+    pub(crate) fn lose(&mut self, ctx: &mut OpContext, peer: Rank, cause: &str) {
+        let Some(active) = &self.active else { return };
+        let waits = self.posted.keys().any(|(from, ..)| *from == peer)
+            || ctx.exchanges(OpId::Collective(active.sequence), peer);
         if waits {
-            self.suspect(peer, cause.to_owned());
+            self.suspect(ctx, peer, cause.to_owned());
         }
     }
 
     /// Ends the active collective, which cannot do without `rank`: now if it is known why that is gone, else when this rank
     /// has been told of another one's loss, or has not been for a while.
-    fn suspect(&mut self, rank: Rank, cause: String) {
-        let is_explained = !self.is_watched || self.peers[rank.index()].reported.is_some();
-        let Some(active) = &mut self.collectives.active else { return };
+    fn suspect(&mut self, ctx: &mut OpContext, rank: Rank, cause: String) {
+        let is_explained = !ctx.failures.is_watched || ctx.endpoints.has_reported(rank);
+        let Some(active) = &mut self.active else { return };
         if is_explained {
-            return self.fail_active_lost(rank, cause);
+            return self.fail_active_lost(ctx, rank, cause);
         }
-        let until = Instant::now().checked_add(NEWS_PATIENCE);
+        let until = Instant::now().checked_add(NOTICE_TIMEOUT);
         active.suspect.get_or_insert(Suspect { rank, cause, until });
-        self.resolve_suspect();
+        self.resolve_suspect(ctx);
     }
 
     /// Ends the active collective if it waits for a rank that is gone and another one's loss is known.
-    pub(crate) fn resolve_suspect(&mut self) {
-        let suspects = self.collectives.active.as_ref().is_some_and(|active| active.suspect.is_some());
-        if suspects && let Some((rank, cause)) = self.failures.lost() {
-            self.fail_active_lost(rank, cause);
+    pub(crate) fn resolve_suspect(&mut self, ctx: &mut OpContext) {
+        let suspects = self.active.as_ref().is_some_and(|active| active.suspect.is_some());
+        if suspects && let Some((rank, cause)) = ctx.failures.lost() {
+            self.fail_active_lost(ctx, rank, cause);
         }
     }
 
     /// Ends the active collective if a rank left before it came to that; others fail when their turn comes.
-    pub(crate) fn end_collectives_after_leave(&mut self) {
-        let active = self.collectives.active.as_ref().map(|active| active.sequence);
-        if let Some((rank, cause)) = active.and_then(|sequence| self.left_before(sequence)) {
-            self.fail_active_lost(rank, cause);
+    pub(crate) fn end_after_leave(&mut self, ctx: &mut OpContext) {
+        let active = self.active.as_ref().map(|active| active.sequence);
+        if let Some((rank, cause)) = active.and_then(|sequence| ctx.failures.left_before(sequence)) {
+            self.fail_active_lost(ctx, rank, cause);
         }
     }
 
-    pub(crate) fn end_collectives(&mut self, error: &dyn Fn(String) -> Error) {
-        if let Some(active) = &self.collectives.active {
+    pub(crate) fn end(&mut self, ctx: &mut OpContext, error: &dyn Fn(String) -> Error) {
+        if let Some(active) = &self.active {
             let error = error(active.request.signature.to_string());
-            self.finish_active(Err(error));
+            self.finish_active(ctx, Err(error));
         }
-        while let Some((request, work)) = self.collectives.queue.pop_front() {
+        while let Some((request, work)) = self.queue.pop_front() {
             let error = error(request.signature.to_string());
             drop(request);
-            self.finish(work, Err(error), None);
+            ctx.finish(work, Err(error), None);
         }
-        self.collectives.unexpected.clear();
+        self.unexpected.clear();
     }
 
-    pub(crate) fn check_collective_deadline(&mut self, now: Instant) {
-        let Some(active) = &mut self.collectives.active else { return };
+    pub(crate) fn check_deadline(&mut self, ctx: &mut OpContext, now: Instant) {
+        let Some(active) = &mut self.active else { return };
         let sequence = active.sequence;
         if let Some((round, interval)) = active.pulse.beat(now)
             && let Some(send) = &self.send_heartbeat
         {
             let signature = active.request.signature;
             let again_millis = interval.as_millis().try_into().unwrap_or(u64::MAX);
-            send(Heartbeat { sequence, signature, round, again_millis, ranks: vec![self.me] });
+            send(Heartbeat { sequence, signature, round, again_millis, ranks: vec![ctx.me] });
         }
         if let Some(suspect) = active.suspect.take_if(|suspect| suspect.until.is_some_and(|until| until <= now)) {
-            return self.fail_active_lost(suspect.rank, suspect.cause);
+            return self.fail_active_lost(ctx, suspect.rank, suspect.cause);
         }
         if active.deadline.is_some_and(|deadline| deadline <= now) {
             let waited = active.work.age();
-            let error = self.timeout(0..self.size(), waited, self.describe_missing(sequence, now));
-            self.fail_active_with(error);
+            let error = ctx.endpoints.timeout(0..ctx.size(), waited, self.describe_missing(ctx, sequence, now));
+            self.fail_active_with(ctx, error);
         }
     }
 
     /// Says which ranks have not called collective `sequence`, or, if all have, which ones this rank waits for, and which
     /// one those may wait for.
-    fn describe_missing(&self, sequence: u64, now: Instant) -> String {
+    fn describe_missing(&self, ctx: &OpContext, sequence: u64, now: Instant) -> String {
         let (came, missing): (Vec<Rank>, Vec<Rank>) =
-            (0..self.size()).map(Rank::from).partition(|rank| *rank == self.me || self.has_called(*rank, sequence));
+            (0..ctx.size()).map(Rank::from).partition(|rank| *rank == ctx.me || self.called(*rank) > sequence);
         if !missing.is_empty() {
             let (missing, came) = (rank_list(&missing), rank_list(&came));
             return format!("collective {sequence}: rank(s) {missing} did not call it; rank(s) {came} did");
         }
-        let posted: HashSet<Rank> = self.collectives.posted.keys().map(|(from, ..)| *from).collect();
+        let posted: HashSet<Rank> = self.posted.keys().map(|(from, ..)| *from).collect();
         let op = OpId::Collective(sequence);
         let slow: Vec<Rank> =
-            came.iter().copied().filter(|rank| posted.contains(rank) || self.exchanges(op, *rank)).collect();
+            came.iter().copied().filter(|rank| posted.contains(rank) || ctx.exchanges(op, *rank)).collect();
         let slow = format!(
             "collective {sequence}: all ranks called it; rank(s) {} did not finish their part",
             rank_list(&slow)
         );
-        let others = came.into_iter().filter(|rank| *rank != self.me);
+        let others = came.into_iter().filter(|rank| *rank != ctx.me);
         let silent: Vec<Rank> = others.filter(|rank| self.is_silent(*rank, sequence, now)).collect();
         if silent.is_empty() {
             slow
@@ -658,8 +715,8 @@ impl Engine {
 
     /// Whether `rank` has called collective `sequence` and no later one, and no longer says that it waits.
     fn is_silent(&self, rank: Rank, sequence: u64, now: Instant) -> bool {
-        let peer = &self.peers[rank.index()];
-        peer.called == sequence + 1 && peer.heard_until.is_none_or(|until| until <= now)
+        let caller = &self.callers[rank.index()];
+        caller.called == sequence + 1 && caller.heartbeat_deadline.is_none_or(|until| until <= now)
     }
 }
 
@@ -669,8 +726,5 @@ struct Stale;
 /// How much data a collective may have to find in the cache what it wrote.
 const HOT_MAX_BYTES: usize = 512 * 1024;
 
-/// In larger worlds, failures are told to this many ranks, and they time out on the others.
-const NOTIFY_MAX_RANKS: usize = 128;
-
-/// How long a rank that is gone may owe that to another one's loss, of which this rank has not heard.
-const NEWS_PATIENCE: Duration = Duration::from_millis(300);
+/// How long to wait for news of an earlier loss before blaming the rank that left.
+const NOTICE_TIMEOUT: Duration = Duration::from_millis(300);

@@ -62,7 +62,7 @@ impl Driver {
     pub(crate) fn new(engine: Engine, poller: Poller, polling: Polling) -> Arc<Driver> {
         Arc::new_cyclic(|this| Driver {
             this: Weak::clone(this),
-            name: engine.name.clone(),
+            name: engine.name().to_owned(),
             origin: Origin::here(),
             engine: Mutex::new(engine),
             poller,
@@ -84,7 +84,7 @@ impl Driver {
     fn step(&self, woke: bool) -> bool {
         let (moved, finished) = {
             let mut engine = lock(&self.engine);
-            (engine.progress(woke), std::mem::take(&mut engine.finished))
+            (engine.progress(woke), engine.take_finished())
         };
         self.announce(&finished, 1);
         hand_to_callers(finished);
@@ -114,7 +114,7 @@ impl Driver {
 
     /// Tells everyone about works that ended outside `step`, as by an abort.
     pub(crate) fn flush_finished(&self) {
-        self.tell(self.with_engine(|engine| std::mem::take(&mut engine.finished)));
+        self.tell(self.with_engine(|engine| engine.take_finished()));
     }
 
     /// Tells everyone about works that have ended, and runs their callbacks. Must be called without an engine lock.
@@ -136,8 +136,8 @@ impl Driver {
             }
             departed.iter().for_each(|departed| engine.departed(departed));
             let due = engine.end_after_loss(Instant::now());
-            engine.dump_due();
-            (std::mem::take(&mut engine.finished), due, engine.is_busy())
+            engine.write_due_dump();
+            (engine.take_finished(), due, engine.is_busy())
         };
         // What moved here may need what a thread that sleeps did not ask the poller for, such as room to write.
         self.wake();
@@ -161,8 +161,8 @@ impl Driver {
             engine.progress(true);
             let now = Instant::now();
             heartbeats.iter().for_each(|heartbeat| engine.heartbeat_arrives(heartbeat, now));
-            engine.dump_due();
-            (std::mem::take(&mut engine.finished), engine.is_busy())
+            engine.write_due_dump();
+            (engine.take_finished(), engine.is_busy())
         };
         // A collective that failed has others to tell, which takes streams and somebody who drives them.
         let hands_over = is_busy && !finished.is_empty();
@@ -359,7 +359,7 @@ impl Driver {
         loop {
             let (moved, finished, busy) = {
                 let mut engine = lock(&self.engine);
-                (engine.progress(true), std::mem::take(&mut engine.finished), engine.is_busy())
+                (engine.progress(true), engine.take_finished(), engine.is_busy())
             };
             self.announce(&finished, 0);
             hand_to_callers(finished);

@@ -132,32 +132,40 @@ impl Engine {
     /// What this rank knows, as JSON; `reason` says why it is asked.
     pub(crate) fn dump(&self, reason: &str) -> String {
         let clock = Clock::now();
-        let others = (0..self.size()).map(Rank::from).filter(|rank| *rank != self.me);
+        let others = (0..self.context.size()).map(Rank::from).filter(|rank| *rank != self.context.me);
         let dump = Dump {
             version: VERSION,
             id: &self.id,
-            communicator: &self.name,
-            rank: self.me.0,
-            size: self.size(),
+            communicator: self.name(),
+            rank: self.context.me.0,
+            size: self.context.size(),
             members: self.members.iter().map(|rank| rank.0).collect(),
-            host: self.topo.host_of(self.me),
+            host: self.context.topo.host_of(self.context.me),
             process: std::process::id(),
             reason,
             time: clock.micros(clock.instant),
-            operations: self.recorder.count(),
+            operations: self.context.recorder.count(),
             collectives: self.collectives.next_sequence(),
             peers: others
                 .map(|rank| Peer {
                     rank: rank.index(),
-                    host: self.topo.host_of(rank),
-                    called: self.peers[rank.index()].called,
-                    lost: self.lost(rank),
-                    link: self.traffic(rank),
+                    host: self.context.topo.host_of(rank),
+                    called: self.collectives.called(rank),
+                    lost: self.context.endpoints.lost(rank),
+                    link: self.context.endpoints.traffic(rank),
                 })
                 .collect(),
-            records: self.recorder.records().into_iter().map(|record| Entry::new(record, &clock)).collect(),
+            records: self.context.recorder.records().into_iter().map(|record| Entry::new(record, &clock)).collect(),
         };
         serde_json::to_string(&dump).expect("numbers and texts are JSON")
+    }
+
+    /// Writes the flight recorder down after a failure. The others are told of it first, since a folder may be slow.
+    pub(crate) fn write_due_dump(&mut self) {
+        if let Some(reason) = self.context.dump_due.take() {
+            self.progress_sends();
+            self.dump_failure(&reason);
+        }
     }
 
     /// Writes what this rank knows to the configured folder, if there is one and the last time was long enough ago.
@@ -172,11 +180,13 @@ impl Engine {
     pub(crate) fn dump_configured(&self, reason: &str) {
         let Some(folder) = &self.dump_directory else { return };
         match self.write_dump(folder, reason) {
-            Ok(file) => log::error!("communicator `{}` rank {}: {reason}: see {}", self.name, self.me, file.display()),
+            Ok(file) => {
+                log::error!("communicator `{}` rank {}: {reason}: see {}", self.name(), self.context.me, file.display())
+            }
             Err(error) => log::error!(
                 "communicator `{}` rank {}: {reason}; the flight recorder could not be written to {}: {error}",
-                self.name,
-                self.me,
+                self.name(),
+                self.context.me,
                 folder.display()
             ),
         }
@@ -186,8 +196,8 @@ impl Engine {
     pub(crate) fn write_dump(&self, folder: &Path, reason: &str) -> io::Result<PathBuf> {
         std::fs::create_dir_all(folder)?;
         let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };
-        let name: String = self.name.chars().map(plain).take(64).collect();
-        let file = folder.join(format!("ncclx_rs-{name}-{}-rank{}.json", &self.id[..8], self.me));
+        let name: String = self.name().chars().map(plain).take(64).collect();
+        let file = folder.join(format!("ncclx_rs-{name}-{}-rank{}.json", &self.id[..8], self.context.me));
         // Whole or not at all, for whoever reads meanwhile.
         let partial = file.with_extension(format!("{}.partial", std::process::id()));
         let mut options = OpenOptions::new();
@@ -225,7 +235,7 @@ mod tests {
 
     fn recording(folder: &Path) -> Harness {
         let mut harness = Harness::new();
-        harness.engine.recorder = crate::engine::flight_recorder::Recorder::new(10);
+        harness.engine.context.recorder = crate::engine::flight_recorder::Recorder::new(10);
         harness.engine.dump_directory = Some(folder.to_owned());
         harness
     }

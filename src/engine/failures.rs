@@ -1,13 +1,13 @@
-//! What the departure of a rank ends.
+//! What is known of failures, and what follows from it: ranks that are gone for good, and the last error.
 //!
-//! An operation that finds a peer gone fails by itself. What comes here was noticed without one, and holds for all ranks
-//! alike: after a loss nothing new begins, and what is in flight ends, by itself within [`GRACE`] or with an error.
+//! An operation that finds a peer gone fails by itself. This module handles departures that the failure detector reports;
+//! every rank sees the same ones. After a loss nothing new begins. What is in flight ends, by itself within
+//! [`DRAIN_TIMEOUT`] or with an error.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use crate::engine::progress::Engine;
-use crate::error::{Error, LinkDown};
+use crate::error::Error;
 use crate::types::Rank;
 
 /// How a rank went.
@@ -27,28 +27,52 @@ pub(crate) struct Departed {
     pub(crate) cause: String,
 }
 
-/// Wants to know of a loss.
+/// The loss callback.
 pub(crate) type OnLoss = Box<dyn FnOnce(Error) + Send>;
 
-/// What a core knows of ranks that are gone for good.
+/// What a rank knows of failures in its communicator.
 #[derive(Default)]
 pub(crate) struct Failures {
-    /// The first that was lost.
+    /// A failure detector reports ranks that are gone, also those that no operation waits for.
+    pub(crate) is_watched: bool,
+    /// Why the operation that ended last failed, if it did.
+    pub(crate) last_operation: Option<String>,
+    /// The first rank that was lost.
     lost: Option<Lost>,
-    /// Of those that left, the one that had gone through the fewest collectives.
+    /// Of the ranks that left, the one that had gone through the fewest collectives.
     left: Option<(u64, Rank, String)>,
     on_loss: Option<OnLoss>,
-    /// Those whose loss has been logged.
-    told: BTreeSet<Rank>,
+    /// Ranks whose loss has been logged.
+    logged: BTreeSet<Rank>,
+    /// Ranks whose loss the other ranks have been told of.
+    reported: BTreeSet<Rank>,
 }
 
+/// A rank that is lost.
 #[derive(Clone)]
-struct Lost {
+pub(crate) struct Lost {
     rank: Rank,
     cause: String,
     since: Instant,
     /// What was in flight has ended.
     has_drained: bool,
+}
+
+impl Lost {
+    /// The error of an operation that ends because of it.
+    pub(crate) fn error(&self, operation: String) -> Error {
+        Error::PeerLost { operation, rank: self.rank.0, cause: self.cause.clone() }
+    }
+}
+
+/// What a loss means for operations in flight.
+pub(crate) enum Drain {
+    /// There is no loss, or they have ended.
+    Idle,
+    /// They may end by themselves until then.
+    Until(Instant),
+    /// They end now.
+    Over(Lost),
 }
 
 impl Failures {
@@ -61,114 +85,82 @@ impl Failures {
     pub(crate) fn lost(&self) -> Option<(Rank, String)> {
         self.lost.as_ref().map(|lost| (lost.rank, lost.cause.clone()))
     }
-}
-
-impl Engine {
-    /// Ends what `departed` makes impossible; see [`Engine::end_after_loss`] for the rest.
-    pub(crate) fn departed(&mut self, departed: &Departed) {
-        let Departed { rank, how, cause } = departed;
-        if self.closed.is_some() {
-            return;
-        }
-        match *how {
-            Departure::Lost => self.break_off(*rank, cause),
-            Departure::Left { called } => {
-                log::info!("communicator `{}` rank {}: rank {rank} has left: {cause}", self.name, self.me);
-                if self.failures.left.as_ref().is_none_or(|(least, ..)| called < *least) {
-                    self.failures.left = Some((called, *rank, cause.clone()));
-                }
-                self.end_collectives_after_leave();
-            }
-        }
-    }
-
-    fn break_off(&mut self, rank: Rank, cause: &str) {
-        self.warn_of_loss(rank, cause);
-        if self.failures.lost.is_none() {
-            let lost = Lost { rank, cause: cause.to_owned(), since: Instant::now(), has_drained: false };
-            self.failures.lost = Some(lost);
-        }
-        self.lose(rank, &LinkDown::new(cause));
-        self.resolve_suspect();
-    }
-
-    /// Logs that `rank` is lost, once.
-    pub(crate) fn warn_of_loss(&mut self, rank: Rank, cause: &str) {
-        if self.closed.is_none() && self.failures.told.insert(rank) {
-            log::warn!("communicator `{}` rank {}: rank {rank} is lost: {cause}", self.name, self.me);
-        }
-    }
 
     /// The error of `operation` because a rank is lost, if one is.
     pub(crate) fn loss_of(&self, operation: &str) -> Option<Error> {
-        self.failures.lost.as_ref().map(|lost| lost.error(operation.to_owned()))
+        self.lost.as_ref().map(|lost| lost.error(operation.to_owned()))
     }
 
-    /// The same for all operations.
-    pub(crate) fn loss(&self) -> Option<Error> {
-        self.loss_of(&format!("communicator `{}`", self.name))
+    /// Notes that a rank is lost. Only the first counts.
+    pub(crate) fn record_loss(&mut self, rank: Rank, cause: &str) {
+        let lost = || Lost { rank, cause: cause.to_owned(), since: Instant::now(), has_drained: false };
+        self.lost.get_or_insert_with(lost);
     }
 
-    /// Ends every operation if a rank is lost and they have had their time. When that will be, if it is not now.
-    pub(crate) fn end_after_loss(&mut self, now: Instant) -> Option<Instant> {
-        let (is_settled, is_closed) = (self.is_settled(), self.closed.is_some());
-        let lost = self.failures.lost.as_mut().filter(|lost| !lost.has_drained && !is_closed)?;
-        let due = lost.since + GRACE;
-        if now < due && !is_settled {
-            return Some(due);
+    /// Notes that a rank has left after it had called so many collectives.
+    pub(crate) fn record_left(&mut self, rank: Rank, called: u64, cause: &str) {
+        if self.left.as_ref().is_none_or(|(least, ..)| called < *least) {
+            self.left = Some((called, rank, cause.to_owned()));
         }
-        lost.has_drained = true;
-        let lost = lost.clone();
-        self.end_all(&|operation| lost.error(operation));
-        let reason = lost.error(format!("communicator `{}`", self.name)).to_string();
-        self.dump_due.get_or_insert(reason);
-        None
-    }
-
-    /// How the others have to take it if this rank leaves now; nothing if all are at the end already, because of a loss.
-    pub(crate) fn departure(&self, how: &str) -> Option<Departed> {
-        if self.failures.lost.is_some() {
-            return None;
-        }
-        let cause = match &self.failure {
-            Some(failure) => format!("{how}, after it had failed: {failure}"),
-            None => how.to_owned(),
-        };
-        let how = Departure::Left { called: self.collectives.current() };
-        Some(Departed { rank: self.me, how, cause })
     }
 
     /// Why collective `sequence` can never complete, if a rank left before it.
     pub(crate) fn left_before(&self, sequence: u64) -> Option<(Rank, String)> {
-        let (called, rank, cause) = self.failures.left.as_ref()?;
+        let (called, rank, cause) = self.left.as_ref()?;
         (sequence >= *called).then(|| (*rank, format!("it has left: {cause}")))
     }
 
-    /// Keeps who wants to know of a loss; see [`Engine::take_on_loss`].
+    /// Whether the loss of `rank` has not been logged. It is, after this.
+    pub(crate) fn is_first_warning(&mut self, rank: Rank) -> bool {
+        self.logged.insert(rank)
+    }
+
+    /// Whether the other ranks have not been told of the loss of `rank`. They are, after this.
+    pub(crate) fn is_first_report(&mut self, rank: Rank) -> bool {
+        self.reported.insert(rank)
+    }
+
+    /// What a loss means at `now` for what is in flight, if anything is. `Over` comes once.
+    pub(crate) fn drain(&mut self, is_settled: bool, now: Instant) -> Drain {
+        let Some(lost) = self.lost.as_mut().filter(|lost| !lost.has_drained) else { return Drain::Idle };
+        let due = lost.since + DRAIN_TIMEOUT;
+        if now < due && !is_settled {
+            return Drain::Until(due);
+        }
+        lost.has_drained = true;
+        Drain::Over(lost.clone())
+    }
+
+    /// Why this rank leaves, which is `how` ("aborted: …"); nothing after a loss, of which every rank knows.
+    pub(crate) fn cause_to_leave(&self, how: &str) -> Option<String> {
+        if self.lost.is_some() {
+            return None;
+        }
+        Some(match &self.last_operation {
+            Some(failure) => format!("{how}, after it had failed: {failure}"),
+            None => how.to_owned(),
+        })
+    }
+
+    /// Stores the loss callback; see [`Failures::take_on_loss`].
     pub(crate) fn set_on_loss(&mut self, on_loss: OnLoss) {
-        self.failures.on_loss = self.closed.is_none().then_some(on_loss);
+        self.on_loss = Some(on_loss);
     }
 
-    /// Forgets who wants to know of a loss.
+    /// Drops the loss callback.
     pub(crate) fn forget_on_loss(&mut self) {
-        self.failures.on_loss = None;
+        self.on_loss = None;
     }
 
-    /// Who wants to know of the loss, once it has ended everything; to be called without an engine lock.
-    pub(crate) fn take_on_loss(&mut self) -> Option<(OnLoss, Error)> {
-        let error = self.loss().filter(|_| self.failures.lost.as_ref().is_some_and(|lost| lost.has_drained))?;
-        Some((self.failures.on_loss.take()?, error))
-    }
-}
-
-impl Lost {
-    fn error(&self, operation: String) -> Error {
-        Error::PeerLost { operation, rank: self.rank.0, cause: self.cause.clone() }
+    /// The loss callback, and the error of `operation`, once a loss has ended everything.
+    pub(crate) fn take_on_loss(&mut self, operation: &str) -> Option<(OnLoss, Error)> {
+        let error = self.lost.as_ref().filter(|lost| lost.has_drained)?.error(operation.to_owned());
+        Some((self.on_loss.take()?, error))
     }
 }
 
 /// How long operations that the lost rank may have done its part of can still end well.
-const GRACE: Duration = Duration::from_millis(200);
+const DRAIN_TIMEOUT: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
 mod tests {
@@ -182,6 +174,7 @@ mod tests {
     use crate::engine::mock_peer::Harness;
     use crate::engine::plan::Executed;
     use crate::engine::region::{Region, Spaces, Words};
+    use crate::error::LinkDown;
     use crate::signature::Signature;
     use crate::types::{DType, Source, Tag};
     use crate::work::Work;
@@ -192,7 +185,7 @@ mod tests {
 
     /// A broadcast that waits for rank 1, which is gone.
     fn deserted(harness: &mut Harness, words: &mut Words) -> Work {
-        harness.engine.is_watched = true;
+        harness.engine.context.failures.is_watched = true;
         let signature = Signature { operation: 3, root: 1, count: 1, ..Signature::default() };
         let entry = harness.engine.begin(Call::Collective(signature), Bytes::default());
         let work = Work::new(Harness::nobody(), entry);

@@ -1,9 +1,9 @@
 //! Operations that end in the call that submits them.
 //!
-//! Where the caller waits anyway and nothing else is in flight, the operation's steps are taken right here, in the order
-//! of its schedule, for as long as each can be taken at once. For short messages that is mostly until the end, and none of
-//! the state that an operation in flight has is ever made. At the first step that has to wait the operation goes on as any
-//! other, from there. What is sent is the same either way, so the ranks need not do alike.
+//! Where the caller waits anyway and nothing else is in flight, the operation's steps are executed right here, in the order
+//! of its schedule, for as long as no step has to wait. For short messages that is mostly until the end, and the state that
+//! an operation in flight has is never made. At the first step that has to wait, the operation goes on as any other, from
+//! there. Both paths send the same bytes, so each rank may choose on its own.
 
 use std::time::{Duration, Instant};
 
@@ -24,9 +24,9 @@ use crate::sync::Arc;
 use crate::types::{Rank, Source};
 use crate::work::{Drive, Entry, Submitted, Work};
 
-/// How far a message has come.
+/// How far a step has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Progress {
+enum StepState {
     Done,
     /// Its completion is told when it is done.
     UnderWay,
@@ -41,8 +41,8 @@ impl Engine {
         waits: bool,
         driver: &Arc<impl Drive + 'static>,
     ) -> Submitted {
-        let (mut taken, mut recorded) = (Executed::default(), None);
-        let has_ended = waits && self.is_quiet() && self.take_steps(&mut request, &mut taken, &mut recorded);
+        let (mut executed, mut recorded) = (Executed::default(), None);
+        let has_ended = waits && self.can_take_fast_path() && self.execute(&mut request, &mut executed, &mut recorded);
         let waited = recorded.is_some();
         let entry = recorded.unwrap_or_else(|| self.note_collective(&request));
         if has_ended {
@@ -51,7 +51,7 @@ impl Engine {
             return Submitted::Completed(entry, None);
         }
         let work = Work::new(driver.clone(), entry);
-        self.submit_collective(request, taken, work.clone());
+        self.submit_collective(request, executed, work.clone());
         Submitted::Pending(work)
     }
 
@@ -69,11 +69,11 @@ impl Engine {
         driver: &Arc<impl Drive + 'static>,
     ) -> Submitted {
         let mut recorded = None;
-        let tries = waits && self.is_quiet();
-        let progress = if tries { self.take_message(&request, &mut recorded) } else { Progress::NotBegun };
+        let tries = waits && self.can_take_fast_path();
+        let state = if tries { self.execute_message(&request, &mut recorded) } else { StepState::NotBegun };
         let waited = recorded.is_some();
         let entry = recorded.unwrap_or_else(|| self.note_message(&request));
-        if progress == Progress::Done {
+        if state == StepState::Done {
             let source = match request.direction {
                 Direction::Receive(Source::Rank(from)) => Some(from),
                 _ => None,
@@ -83,8 +83,8 @@ impl Engine {
             return Submitted::Completed(entry, source);
         }
         let work = Work::new(driver.clone(), entry);
-        match progress {
-            Progress::UnderWay => _ = self.keep_message(&request, work.clone()),
+        match state {
+            StepState::UnderWay => _ = self.messages.keep(&request, work.clone()),
             _ => self.submit_message(request, work.clone()),
         }
         Submitted::Pending(work)
@@ -99,163 +99,169 @@ impl Engine {
     /// Ends an operation that has no handle. One that never waited is recorded as it ends, and reads the clock once.
     fn completed_inline(&mut self, entry: &Entry, waited: bool, source: Option<Rank>) {
         let now = if waited { Instant::now() } else { entry.began };
-        self.ended(entry.number, now, &Ok(()), source);
+        self.context.ended(entry.number, now, &Ok(()), source);
     }
 
     /// Whether nothing is in flight and nothing is known that an operation would have to heed.
-    fn is_quiet(&mut self) -> bool {
+    fn can_take_fast_path(&mut self) -> bool {
         if self.slow_path_due() {
             // Whatever else comes must not wait for ever.
             self.progress(true);
             return false;
         }
-        self.is_settled() && !self.windows.is_open() && self.collectives.has_no_news() && !self.failures.has_left()
+        self.is_settled()
+            && !self.windows.is_open()
+            && self.collectives.has_no_unexpected()
+            && !self.context.failures.has_left()
     }
 
-    /// Takes steps of a collective. True: all of them. It is recorded when it first has to wait: what it sends before that
-    /// leaves first, since somebody waits for it.
-    fn take_steps(&mut self, request: &mut Request, taken: &mut Executed, recorded: &mut Option<Entry>) -> bool {
-        let plan = self.prepare(request);
+    /// Executes steps of a collective. True: all of them. It is recorded when it first has to wait: what it sends before that
+    /// leaves first, since another rank waits for it.
+    fn execute(&mut self, request: &mut Request, executed: &mut Executed, recorded: &mut Option<Entry>) -> bool {
+        let plan = self.collectives.prepare(&self.context, request);
         let sequence = self.collectives.next_sequence();
-        while let Some(step) = plan.schedule.steps.get(taken.steps) {
-            let message = plan.message[taken.steps];
-            let completion = Completion { op: OpId::Collective(sequence), step: taken.steps as StepId };
-            let progress = match step.action {
+        while let Some(step) = plan.schedule.steps.get(executed.steps) {
+            let message = plan.message[executed.steps];
+            let completion = Completion { op: OpId::Collective(sequence), step: executed.steps as StepId };
+            let state = match step.action {
                 Action::Send { to, from } => {
                     let region = request.spaces.region(from);
                     let header = request.header(sequence, message, region.len());
-                    if self.is_eager(to, region.len(), request.sends_cache_hot()) {
+                    let ctx = &mut self.context;
+                    if ctx.rndv.is_eager(&mut ctx.endpoints, to, region.len(), request.sends_cache_hot()) {
                         self.send_now(to, header, region, completion)
                     } else {
-                        Progress::NotBegun
+                        StepState::NotBegun
                     }
                 }
                 Action::Recv { from, into } | Action::RecvReduce { from, into } => {
                     let header = request.header(sequence, message, request.spaces.bytes(into));
-                    let place = || request.buffer(step.action, completion).expect("a step that receives");
-                    self.receive_now(from, header, &place, |engine| {
+                    let buffer = || request.buffer(step.action, completion).expect("a step that receives");
+                    self.receive_now(from, header, &buffer, |engine| {
                         recorded.get_or_insert_with(|| engine.note_collective(request));
                     })
                 }
                 action => {
-                    request.compute(action, self.peers.len());
-                    Progress::Done
+                    request.compute(action, self.context.size());
+                    StepState::Done
                 }
             };
-            match progress {
-                Progress::Done => taken.steps += 1,
-                Progress::UnderWay => {
-                    taken.next_has_begun = true;
+            match state {
+                StepState::Done => executed.steps += 1,
+                StepState::UnderWay => {
+                    executed.next_has_begun = true;
                     return false;
                 }
-                Progress::NotBegun => return false,
+                StepState::NotBegun => return false,
             }
         }
         true
     }
 
     /// Sends or receives a message. It is recorded as a collective is, when it first has to wait.
-    fn take_message(&mut self, request: &MessageRequest, recorded: &mut Option<Entry>) -> Progress {
+    fn execute_message(&mut self, request: &MessageRequest, recorded: &mut Option<Entry>) -> StepState {
         let len = request.region.len();
         let header = message_header(request.tag, len);
         let completion = Completion { op: OpId::Message(self.messages.next_id()), step: 0 };
         match request.direction {
-            Direction::Send(to) if to != self.me && self.may_send_eagerly(to, len) => {
-                let progress = self.send_now(to, header, request.region.clone(), completion);
-                if progress != Progress::NotBegun {
-                    self.sent_eagerly(to, len);
+            Direction::Send(to)
+                if to != self.context.me && self.messages.may_send_eagerly(&mut self.context, to, len) =>
+            {
+                let state = self.send_now(to, header, request.region.clone(), completion);
+                if state != StepState::NotBegun {
+                    self.messages.use_credits(to, len);
                 }
-                progress
+                state
             }
-            Direction::Receive(Source::Rank(from)) if self.messages.has_no_news() => {
+            Direction::Receive(Source::Rank(from)) if self.messages.has_no_unexpected() => {
                 let action = RecvAction::Store;
-                let place = || RecvBuffer { region: request.region.clone(), action, completion, received: 0 };
-                let progress = self.receive_now(from, header, &place, |engine| {
+                let buffer = || RecvBuffer { region: request.region.clone(), action, completion, received: 0 };
+                let state = self.receive_now(from, header, &buffer, |engine| {
                     recorded.get_or_insert_with(|| engine.note_message(request));
                 });
-                if progress != Progress::NotBegun {
-                    self.eager_taken(from, len);
+                if state != StepState::NotBegun {
+                    self.messages.return_credits(&mut self.context, from, len);
                 }
-                progress
+                state
             }
-            _ => Progress::NotBegun,
+            _ => StepState::NotBegun,
         }
     }
 
     /// Sends a message of one frame.
-    fn send_now(&mut self, to: Rank, header: Header, region: Region, completion: Completion) -> Progress {
-        if self.lost(to).is_some() {
-            Progress::NotBegun
-        } else if self.write(to, header, Body::of(region), completion) {
-            Progress::Done
+    fn send_now(&mut self, to: Rank, header: Header, region: Region, completion: Completion) -> StepState {
+        if self.context.endpoints.lost(to).is_some() {
+            StepState::NotBegun
+        } else if self.context.endpoints.write(to, header, Body::of(region), completion) {
+            StepState::Done
         } else {
-            Progress::UnderWay
+            StepState::UnderWay
         }
     }
 
-    /// Receives the message with this header if it is the next, and comes soon. `place` is where it goes; `note` is called
+    /// Receives the message with this header if it is the next, and comes soon. `buffer` is where it goes; `note` is called
     /// whenever it is not there yet.
     fn receive_now(
         &mut self,
         from: Rank,
         header: Header,
-        place: &impl Fn() -> RecvBuffer,
+        buffer: &impl Fn() -> RecvBuffer,
         mut note: impl FnMut(&mut Engine),
-    ) -> Progress {
-        let mut patience = Patience { is_none: self.oversubscribed || self.cpu.is_shared, ..Patience::default() };
+    ) -> StepState {
+        let is_none = self.context.rndv.oversubscribed || self.cpu.is_shared;
+        let mut budget = SpinBudget { is_none, ..SpinBudget::default() };
         let head = header.encode();
         loop {
-            let Some(inbox) = &mut self.peers[from.index()].inbox else { return Progress::NotBegun };
-            match inbox.expect(header, &head, place) {
+            let Some(inbox) = self.context.endpoints.inbox(from) else { return StepState::NotBegun };
+            match inbox.expect(header, &head, buffer) {
                 Next::Expected => break,
                 Next::Nothing => note(self),
-                Next::Other => return Progress::NotBegun,
+                Next::Other => return StepState::NotBegun,
             }
-            if !patience.lasts() {
-                return Progress::NotBegun;
+            if !budget.spins_again() {
+                return StepState::NotBegun;
             }
         }
-        let peer = &mut self.peers[from.index()];
-        peer.called = peer.called.max(header.called());
-        while let Some(inbox) = self.peers[from.index()].inbox.as_mut().filter(|inbox| inbox.has_begun()) {
+        self.collectives.note_called(from, header.called());
+        while let Some(inbox) = self.context.endpoints.inbox(from).filter(|inbox| inbox.has_begun()) {
             // The end of a stream is for the next turn to tell.
             if inbox.poll_body().is_err() {
-                return Progress::UnderWay;
+                return StepState::UnderWay;
             }
             if inbox.has_begun() {
                 note(self);
-                if !patience.lasts() {
-                    return Progress::UnderWay;
+                if !budget.spins_again() {
+                    return StepState::UnderWay;
                 }
             }
         }
-        Progress::Done
+        StepState::Done
     }
 }
 
 /// How long a stream is looked at for a message that is expected.
 #[derive(Default)]
-struct Patience {
+struct SpinBudget {
     is_none: bool,
     looks: u32,
     since: Option<Instant>,
 }
 
-impl Patience {
+impl SpinBudget {
     /// Whether to look once more.
-    fn lasts(&mut self) -> bool {
+    fn spins_again(&mut self) -> bool {
         self.looks += 1;
         // Reading the clock takes longer than looking into shared memory.
         if self.is_none || !self.looks.is_multiple_of(LOOKS_PER_TIME) {
             return !self.is_none;
         }
         let now = Instant::now();
-        now - *self.since.get_or_insert(now) < PATIENCE
+        now - *self.since.get_or_insert(now) < SPIN_LIMIT
     }
 }
 
-/// Other threads wait for the communicator meanwhile.
-const PATIENCE: Duration = Duration::from_micros(10);
+/// How long one operation polls: other threads wait for the communicator meanwhile.
+const SPIN_LIMIT: Duration = Duration::from_micros(10);
 
 const LOOKS_PER_TIME: u32 = 32;
 
@@ -307,8 +313,8 @@ mod tests {
 
     fn harness() -> Harness {
         let mut harness = Harness::new();
-        harness.engine.single_copy_bytes = harness.engine.eager_bytes;
-        harness.engine.recorder = Recorder::new(8);
+        harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
+        harness.engine.context.recorder = Recorder::new(8);
         harness.settle();
         harness
     }
@@ -331,9 +337,9 @@ mod tests {
         assert!(
             harness.engine.is_settled()
                 && harness.engine.collectives.current() == 1
-                && harness.engine.has_called(Rank(1), 0)
+                && harness.engine.collectives.called(Rank(1)) > 0
         );
-        assert!(harness.engine.recorder.records()[0].ended.is_some());
+        assert!(harness.engine.context.recorder.records()[0].ended.is_some());
     }
 
     #[test]

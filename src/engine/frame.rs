@@ -1,8 +1,8 @@
 //! What travels on a stream: a header, then the payload that it announces.
 //!
-//! A short message is one `Eager` frame. A long one is announced (`Announce`), waits until its receiver has a place for
-//! it (`Rtr`), and then travels in `Data` frames, so that no stream is ever blocked by data nobody wants yet. If the
-//! announcement says where the message lies, the receiver may read it there instead (`Taken`).
+//! A short message is one `Eager` frame. Of a long one, the sender sends an `Rts` frame. The message travels in `Data`
+//! frames once its receiver has answered with `Rtr`, so no stream is blocked by data that no rank wants yet. If the `Rts`
+//! frame says where the message lies, the receiver may read it there, and answers with `Ats`.
 //! All integers are little endian.
 
 use std::ops::Deref;
@@ -133,6 +133,19 @@ pub(crate) enum Failed {
     Message(u64),
 }
 
+impl Failed {
+    /// The header of the frame that tells of it, in a text of so many bytes.
+    pub(crate) fn header(self, len: usize) -> Header {
+        let (match_space, key, token, scope) = match self {
+            Failed::Collective { sequence, scope, lost } => {
+                (MatchSpace::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), scope)
+            }
+            Failed::Message(token) => (MatchSpace::PointToPoint, 0, token, Scope::Operation),
+        };
+        Header { index: scope as u32, ..Header::control(FrameKind::Fail, match_space, key, token, len as u64) }
+    }
+}
+
 /// A header as bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Encoded {
@@ -162,9 +175,9 @@ pub(crate) struct Header {
     pub(crate) token: u64,
     /// The message's length in bytes; for `Data` and `Put`, the frame's.
     pub(crate) len: u64,
-    /// Where an announced message lies in its sender's memory, if the receiver may read it there.
+    /// Where the message of an `Rts` frame lies in its sender's memory, if the receiver may read it there.
     pub(crate) address: Option<MemoryAddress>,
-    /// Whether the sender of an announced message moves other data for the same operation.
+    /// Whether the sender of an `Rts` frame moves other data for the same operation.
     pub(crate) is_busy: bool,
 }
 
@@ -273,7 +286,7 @@ impl Header {
         if tells && self.match_space == MatchSpace::Collective { self.key.saturating_add(1) } else { 0 }
     }
 
-    /// What an `Announce` offers.
+    /// What an `Rts` frame says of its message.
     pub(crate) fn rts(&self) -> RtsInfo {
         RtsInfo { token: self.token, len: self.len, address: self.address, is_busy: self.is_busy }
     }

@@ -72,8 +72,8 @@ impl Play {
                 link.memory = input.take(count.into()).to_vec();
             }
             7 => {
-                self.harness.engine.eager_bytes = 8 * usize::from(input.byte());
-                self.harness.engine.single_copy_bytes = 8 * usize::from(input.byte());
+                self.harness.engine.context.rndv.eager_bytes = 8 * usize::from(input.byte());
+                self.harness.engine.context.rndv.single_copy_bytes = 8 * usize::from(input.byte());
             }
             8 => self.harness.engine.expire(Instant::now() + 2 * TIMEOUT),
             _ => match self.window.take() {
@@ -87,7 +87,7 @@ impl Play {
     /// What must hold whatever the peer has sent.
     fn check(&mut self) {
         self.in_flight.retain(|(work, _)| !work.is_done());
-        self.harness.engine.finished.clear();
+        self.harness.engine.context.finished.clear();
         let mut link = self.harness.link();
         let sent = std::mem::take(&mut link.from_engine);
         let mut rest = sent.as_slice();
@@ -97,7 +97,7 @@ impl Play {
         }
         let unread = link.unread;
         drop(link);
-        if self.harness.engine.lost(PEER).is_none() {
+        if self.harness.engine.context.endpoints.lost(PEER).is_none() {
             assert!(unread < HEADER_MAX, "the stream stalls");
             assert!(!self.harness.engine.can_read_now(), "a message is not read although it could be");
         }

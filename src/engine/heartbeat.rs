@@ -5,7 +5,6 @@
 
 use std::time::{Duration, Instant};
 
-use crate::engine::progress::Engine;
 use crate::signature::Signature;
 use crate::types::Rank;
 
@@ -47,25 +46,6 @@ impl Pulse {
         self.round = round.saturating_add(1);
         self.due = now.checked_add(self.interval);
         Some((round, self.interval))
-    }
-}
-
-impl Engine {
-    /// Notes that ranks wait in a collective, and compares what they called with what this rank did.
-    pub(crate) fn heartbeat_arrives(&mut self, heartbeat: &Heartbeat, now: Instant) {
-        if self.closed.is_some() {
-            return;
-        }
-        // Twice the time that it takes until the next one comes, which may be late.
-        let until = now.checked_add(Duration::from_millis(heartbeat.again_millis.saturating_mul(2)));
-        for rank in heartbeat.ranks.iter().filter(|rank| **rank != self.me) {
-            let peer = &mut self.peers[rank.index()];
-            peer.called = peer.called.max(heartbeat.sequence.saturating_add(1));
-            peer.heard_until = until;
-        }
-        if let Some(from) = heartbeat.ranks.iter().find(|rank| **rank != self.me) {
-            self.compare_call(*from, heartbeat.sequence, heartbeat.signature);
-        }
     }
 }
 
@@ -140,7 +120,8 @@ mod tests {
         let mut words = Words::new(vec![0]);
         let (mut harness, _work, signature) = waiting(3, &mut words);
         let (send, sent) = std::sync::mpsc::channel();
-        harness.engine.send_heartbeat = Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
+        harness.engine.collectives.send_heartbeat =
+            Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
         let frames = harness.link().from_engine.len();
         let later = Instant::now() + Duration::from_millis(300);
         harness.engine.expire(later);

@@ -8,7 +8,7 @@ use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::error::LinkDown;
 use crate::transport::{MemoryAddress, RecvStream};
 
-/// What comes next in a stream for whom expects a certain frame.
+/// What is at the head of a stream where a certain frame is expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
     /// That frame, which is taken as far as it has come.
@@ -71,8 +71,8 @@ impl Inbox {
         Ok(self.body.take().map(|(header, sink, _)| (header, sink)))
     }
 
-    /// Takes the next frame if it has this header, whose bytes are `head`. Its payload goes to `place`.
-    pub(crate) fn expect(&mut self, header: Header, head: &Encoded, place: &impl Fn() -> RecvBuffer) -> Next {
+    /// Takes the next frame if it has this header, whose bytes are `head`. Its payload goes to `buffer`.
+    pub(crate) fn expect(&mut self, header: Header, head: &Encoded, buffer: &impl Fn() -> RecvBuffer) -> Next {
         if self.body.is_some() {
             return Next::Other;
         }
@@ -84,19 +84,19 @@ impl Inbox {
         let Some(behind) = bytes.strip_prefix(&**head) else { return Next::Other };
         let payload = header.payload();
         if let Some(whole) = behind.get(..payload) {
-            place().take(whole);
+            buffer().take(whole);
             self.recv_stream.consume(head.len() + payload);
             return Next::Expected;
         }
         self.recv_stream.consume(head.len());
-        let mut place = place();
+        let mut buffer = buffer();
         // In shared memory it lies by itself, and to begin with it in parts would take longer.
         match self.recv_stream.peek().ok().and_then(|bytes| bytes.get(..payload)) {
             Some(whole) => {
-                place.take(whole);
+                buffer.take(whole);
                 self.recv_stream.consume(payload);
             }
-            None => self.body = Some((header, Sink::Buffer(place), payload)),
+            None => self.body = Some((header, Sink::Buffer(buffer), payload)),
         }
         Next::Expected
     }
@@ -125,7 +125,7 @@ impl Inbox {
         self.recv_stream.read_memory(from, into)
     }
 
-    /// How often the peer has taken back memory that it had offered.
+    /// How often the peer has invalidated memory whose address it had sent.
     pub(crate) fn invalidations(&self) -> u64 {
         self.recv_stream.invalidations()
     }
@@ -135,7 +135,7 @@ impl Inbox {
         matches!(&self.body, Some((_, Sink::Buffer(buffer), _)) if buffer.completion.op == op)
     }
 
-    /// Whether to look for frames is in vain, as far as is known.
+    /// Whether no frame is to be expected, as far as is known.
     pub(crate) fn is_silent(&mut self) -> bool {
         self.recv_stream.is_silent()
     }

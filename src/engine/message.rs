@@ -8,9 +8,9 @@ use rustc_hash::FxHashMap;
 use crate::engine::body::Body;
 use crate::engine::call::Call;
 use crate::engine::completion::{Completion, OpId};
+use crate::engine::context::OpContext;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo};
-use crate::engine::progress::Engine;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
 use crate::error::Error;
@@ -79,22 +79,43 @@ enum Content {
     Rts(RtsInfo),
 }
 
+/// Credits for eager messages between this rank and a peer, in bytes.
+#[derive(Clone, Copy, Default)]
+struct Credits {
+    /// What the peer may still keep unread of this rank's messages.
+    used: u64,
+    /// What was taken of the peer's messages since it was told.
+    owed: u64,
+}
+
 /// The point-to-point operations of one communicator.
-#[derive(Default)]
 pub(crate) struct Messages {
     next: u64,
     in_flight: FxHashMap<u64, InFlight>,
     posted: Vec<Posted>,
     unexpected: VecDeque<Unexpected>,
+    /// By peer.
+    credits: Vec<Credits>,
 }
 
 impl Messages {
+    /// Of a communicator of so many ranks.
+    pub(crate) fn new(size: usize) -> Messages {
+        Messages {
+            next: 0,
+            in_flight: FxHashMap::default(),
+            posted: Vec::new(),
+            unexpected: VecDeque::new(),
+            credits: vec![Credits::default(); size],
+        }
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         self.in_flight.is_empty()
     }
 
     /// Whether no message waits to be received.
-    pub(crate) fn has_no_news(&self) -> bool {
+    pub(crate) fn has_no_unexpected(&self) -> bool {
         self.unexpected.is_empty()
     }
 
@@ -135,133 +156,136 @@ impl Messages {
             }
         }
     }
-}
 
-impl Engine {
+    // ---- starts ----
+
     /// Starts a message operation.
-    pub(crate) fn submit_message(&mut self, request: MessageRequest, work: Work) {
-        let id = self.keep_message(&request, work);
+    pub(crate) fn submit(&mut self, ctx: &mut OpContext, request: MessageRequest, work: Work) {
+        let id = self.keep(&request, work);
         let MessageRequest { direction, tag, region, .. } = request;
         match direction {
-            Direction::Send(to) if to == self.me => self.send_to_self(id, tag, &region),
-            Direction::Send(to) => self.start_message_send(id, to, tag, region),
-            Direction::Receive(from) => self.start_message_receive(Posted { id, from, tag, region }),
+            Direction::Send(to) if to == ctx.me => self.send_to_self(ctx, id, tag, &region),
+            Direction::Send(to) => self.start_send(ctx, id, to, tag, region),
+            Direction::Receive(from) => self.start_receive(ctx, Posted { id, from, tag, region }),
         }
     }
 
     /// Counts the operation among those in flight, under an id.
-    pub(crate) fn keep_message(&mut self, request: &MessageRequest, work: Work) -> u64 {
-        let id = self.messages.next;
-        self.messages.next += 1;
+    pub(crate) fn keep(&mut self, request: &MessageRequest, work: Work) -> u64 {
+        let id = self.next;
+        self.next += 1;
         let MessageRequest { direction, tag, ref region, timeout } = *request;
         let call = direction.call(tag, region.len());
         let since = work.began();
         let deadline = since.checked_add(timeout);
-        self.messages.in_flight.insert(id, InFlight { call, direction, since, deadline, work });
+        self.in_flight.insert(id, InFlight { call, direction, since, deadline, work });
         id
     }
 
     /// Whether `to` has room for a message of `len` bytes that it did not ask for.
-    pub(crate) fn may_send_eagerly(&mut self, to: Rank, len: usize) -> bool {
-        self.is_eager(to, len, false) && self.peers[to.index()].unread + eager_cost(len) <= EAGER_WINDOW
+    pub(crate) fn may_send_eagerly(&self, ctx: &mut OpContext, to: Rank, len: usize) -> bool {
+        ctx.rndv.is_eager(&mut ctx.endpoints, to, len, false)
+            && self.credits[to.index()].used + eager_cost(len) <= EAGER_WINDOW
     }
 
     /// Counts a message that `to` did not ask for.
-    pub(crate) fn sent_eagerly(&mut self, to: Rank, len: usize) {
-        self.peers[to.index()].unread += eager_cost(len);
+    pub(crate) fn use_credits(&mut self, to: Rank, len: usize) {
+        self.credits[to.index()].used += eager_cost(len);
     }
 
     /// `from` has taken `bytes` of eager messages.
-    pub(crate) fn credit(&mut self, from: Rank, bytes: u64) {
-        let unread = &mut self.peers[from.index()].unread;
-        *unread = unread.saturating_sub(bytes);
+    pub(crate) fn credits_arrive(&mut self, from: Rank, bytes: u64) {
+        let used = &mut self.credits[from.index()].used;
+        *used = used.saturating_sub(bytes);
     }
 
-    fn start_message_send(&mut self, id: u64, to: Rank, tag: Tag, region: Region) {
-        if let Some(cause) = self.lost(to).map(str::to_owned) {
-            return self.fail_message_lost(id, to, cause);
+    fn start_send(&mut self, ctx: &mut OpContext, id: u64, to: Rank, tag: Tag, region: Region) {
+        if let Some(cause) = ctx.lost(to) {
+            return self.fail_lost(ctx, id, to, cause);
         }
         let len = region.len();
-        let eager = self.may_send_eagerly(to, len);
+        let eager = self.may_send_eagerly(ctx, to, len);
         if eager {
-            self.sent_eagerly(to, len);
+            self.use_credits(to, len);
         }
         let header = message_header(tag, len);
         let completion = Completion { op: OpId::Message(id), step: 0 };
-        self.send_message(to, header, Body::of(region), completion, eager);
-        if let Some(cause) = self.lost(to).map(str::to_owned) {
-            self.fail_message_lost(id, to, cause);
+        if ctx.rndv.send_message(&mut ctx.endpoints, to, header, Body::of(region), completion, eager) {
+            self.done(ctx, id, None);
+        }
+        if let Some(cause) = ctx.lost(to) {
+            self.fail_lost(ctx, id, to, cause);
         }
     }
 
     /// A message to this rank itself goes to its receive, or through memory of the engine until there is one.
-    fn send_to_self(&mut self, id: u64, tag: Tag, region: &Region) {
-        match self.take_posted(self.me, tag) {
+    fn send_to_self(&mut self, ctx: &mut OpContext, id: u64, tag: Tag, region: &Region) {
+        match self.take_posted(ctx.me, tag) {
             Some(posted) => {
-                if let Some(mut buffer) = self.message_placement(&posted, self.me, region.len() as u64) {
+                if let Some(mut buffer) = self.buffer(ctx, &posted, ctx.me, region.len() as u64) {
                     buffer.region.copy_from(region);
-                    self.message_done(posted.id, Some(self.me));
+                    self.done(ctx, posted.id, Some(ctx.me));
                 }
-                self.message_done(id, None);
+                self.done(ctx, id, None);
             }
             None => {
                 let content = Content::Whole(region.to_vec(0, region.len()));
-                self.message_done(id, None);
-                self.messages.unexpected.push_back(Unexpected { from: self.me, tag, content });
+                self.done(ctx, id, None);
+                self.unexpected.push_back(Unexpected { from: ctx.me, tag, content });
             }
         }
     }
 
-    fn start_message_receive(&mut self, posted: Posted) {
+    fn start_receive(&mut self, ctx: &mut OpContext, posted: Posted) {
         let fits = |unexpected: &Unexpected| unexpected.tag == posted.tag && accepts(posted.from, unexpected.from);
-        if let Some(position) = self.messages.unexpected.iter().position(fits) {
-            let unexpected = self.messages.unexpected.remove(position).expect("the position was just found");
-            return self.match_message(posted, unexpected);
+        if let Some(position) = self.unexpected.iter().position(fits) {
+            let unexpected = self.unexpected.remove(position).expect("the position was just found");
+            return self.match_message(ctx, posted, unexpected);
         }
         match posted.from {
             Source::Rank(from) => {
-                self.connect(from);
-                if let Some(cause) = self.lost(from).map(str::to_owned) {
-                    return self.fail_message_lost(posted.id, from, cause);
+                ctx.endpoints.connect(from);
+                if let Some(cause) = ctx.lost(from) {
+                    return self.fail_lost(ctx, posted.id, from, cause);
                 }
             }
             Source::Any => {
                 // Opening streams tells soon when the last possible sender is gone.
-                (0..self.size()).map(Rank::from).for_each(|peer| self.connect(peer));
+                (0..ctx.size()).map(Rank::from).for_each(|peer| ctx.endpoints.connect(peer));
             }
         }
-        self.messages.posted.push(posted);
+        self.posted.push(posted);
     }
 
-    fn match_message(&mut self, posted: Posted, unexpected: Unexpected) {
+    fn match_message(&mut self, ctx: &mut OpContext, posted: Posted, unexpected: Unexpected) {
         let len = match &unexpected.content {
             Content::Whole(bytes) => bytes.len() as u64,
             Content::Rts(rts) => rts.len,
         };
-        let buffer = self.message_placement(&posted, unexpected.from, len);
+        let buffer = self.buffer(ctx, &posted, unexpected.from, len);
         match (unexpected.content, buffer) {
             (Content::Whole(bytes), buffer) => {
-                self.eager_taken(unexpected.from, bytes.len());
+                self.return_credits(ctx, unexpected.from, bytes.len());
                 if let Some(mut buffer) = buffer {
                     buffer.take(&bytes);
-                    self.message_done(posted.id, Some(unexpected.from));
+                    self.done(ctx, posted.id, Some(unexpected.from));
                 }
             }
             (Content::Rts(rts), Some(buffer)) => {
-                self.take_up(unexpected.from, rts, MatchSpace::PointToPoint, buffer);
+                ctx.receive(unexpected.from, rts, MatchSpace::PointToPoint, buffer);
             }
             (Content::Rts(RtsInfo { token, len, .. }), None) => {
-                let text = format!("rank {} expected {} bytes, not {len}", self.me, posted.region.len());
-                self.send_failure(unexpected.from, Failed::Message(token), &text);
+                let text = format!("rank {} expected {} bytes, not {len}", ctx.me, posted.region.len());
+                ctx.endpoints.send_failure(unexpected.from, Failed::Message(token), &text);
             }
         }
     }
 
     /// The receive's memory, if the message is as long as that; else the receive fails.
-    fn message_placement(&mut self, posted: &Posted, from: Rank, len: u64) -> Option<RecvBuffer> {
+    fn buffer(&mut self, ctx: &mut OpContext, posted: &Posted, from: Rank, len: u64) -> Option<RecvBuffer> {
         if posted.region.len() as u64 != len {
             let detail = format!("rank {from} sent {len} bytes, the receive expects {}", posted.region.len());
-            self.fail_message(posted.id, |operation| Error::Mismatch { operation, detail });
+            self.fail(ctx, posted.id, |operation| Error::Mismatch { operation, detail });
             return None;
         }
         let completion = Completion { op: OpId::Message(posted.id), step: 0 };
@@ -272,126 +296,120 @@ impl Engine {
 
     fn take_posted(&mut self, from: Rank, tag: Tag) -> Option<Posted> {
         let fits = |posted: &Posted| posted.tag == tag && accepts(posted.from, from);
-        let position = self.messages.posted.iter().position(fits)?;
-        Some(self.messages.posted.remove(position))
+        let position = self.posted.iter().position(fits)?;
+        Some(self.posted.remove(position))
     }
 
-    pub(crate) fn message_arrives(&mut self, from: Rank, header: Header) -> Sink {
+    pub(crate) fn arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Sink {
         match self.take_posted(from, tag_of(header)) {
             None => Sink::Heap(Vec::new()),
             Some(posted) => {
-                self.eager_taken(from, header.payload());
-                self.message_placement(&posted, from, header.len).map_or(Sink::Discard, Sink::Buffer)
+                self.return_credits(ctx, from, header.payload());
+                self.buffer(ctx, &posted, from, header.len).map_or(Sink::Discard, Sink::Buffer)
             }
         }
     }
 
-    pub(crate) fn message_unexpected_complete(&mut self, from: Rank, header: Header, bytes: Vec<u8>) {
-        self.deliver(from, tag_of(header), bytes);
+    /// A message that no receive waited for when its header came is complete.
+    pub(crate) fn unexpected_complete(&mut self, ctx: &mut OpContext, from: Rank, header: Header, bytes: Vec<u8>) {
+        let unexpected = Unexpected { from, tag: tag_of(header), content: Content::Whole(bytes) };
+        self.deliver(ctx, unexpected);
     }
 
-    fn deliver(&mut self, from: Rank, tag: Tag, bytes: Vec<u8>) {
-        let unexpected = Unexpected { from, tag, content: Content::Whole(bytes) };
-        match self.take_posted(from, tag) {
-            Some(posted) => self.match_message(posted, unexpected),
-            None => self.messages.unexpected.push_back(unexpected),
+    pub(crate) fn rts_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
+        let unexpected = Unexpected { from, tag: tag_of(header), content: Content::Rts(header.rts()) };
+        self.deliver(ctx, unexpected);
+    }
+
+    /// Gives a message to the receive that waits for it, or keeps it for the next.
+    fn deliver(&mut self, ctx: &mut OpContext, unexpected: Unexpected) {
+        match self.take_posted(unexpected.from, unexpected.tag) {
+            Some(posted) => self.match_message(ctx, posted, unexpected),
+            None => self.unexpected.push_back(unexpected),
         }
     }
 
-    pub(crate) fn message_rts_arrives(&mut self, from: Rank, header: Header) -> Sink {
-        let tag = tag_of(header);
-        let unexpected = Unexpected { from, tag, content: Content::Rts(header.rts()) };
-        match self.take_posted(from, tag) {
-            Some(posted) => self.match_message(posted, unexpected),
-            None => self.messages.unexpected.push_back(unexpected),
-        }
-        Sink::Discard
-    }
-
-    pub(crate) fn eager_taken(&mut self, from: Rank, bytes: usize) {
-        if from == self.me {
+    /// Counts an eager message of `from` as taken, and tells the sender once that is much.
+    pub(crate) fn return_credits(&mut self, ctx: &mut OpContext, from: Rank, bytes: usize) {
+        if from == ctx.me {
             return;
         }
-        let taken = &mut self.peers[from.index()].taken;
-        *taken += eager_cost(bytes);
-        if *taken >= EAGER_WINDOW / 4 {
-            let credit = std::mem::take(taken);
+        let owed = &mut self.credits[from.index()].owed;
+        *owed += eager_cost(bytes);
+        if *owed >= EAGER_WINDOW / 4 {
+            let credit = std::mem::take(owed);
             let header = Header::control(FrameKind::Credit, MatchSpace::PointToPoint, 0, 0, credit);
-            self.send(from, header, Body::Empty, Completion::NONE);
+            ctx.endpoints.send_control(from, header);
         }
     }
 
     // ---- ends ----
 
-    pub(crate) fn message_done(&mut self, id: u64, source: Option<Rank>) {
-        if let Some(op) = self.messages.in_flight.remove(&id) {
-            self.finish(op.work, Ok(()), source);
+    /// Ends an operation well.
+    pub(crate) fn done(&mut self, ctx: &mut OpContext, id: u64, source: Option<Rank>) {
+        if let Some(op) = self.in_flight.remove(&id) {
+            ctx.finish(op.work, Ok(()), source);
         }
     }
 
-    fn fail_message(&mut self, id: u64, error: impl FnOnce(String) -> Error) {
-        let Some(op) = self.messages.in_flight.remove(&id) else { return };
-        self.cancel(OpId::Message(id));
-        self.messages.posted.retain(|posted| posted.id != id);
+    fn fail(&mut self, ctx: &mut OpContext, id: u64, error: impl FnOnce(String) -> Error) {
+        let Some(op) = self.in_flight.remove(&id) else { return };
+        ctx.cancel(OpId::Message(id), |to, header| {
+            let used = &mut self.credits[to.index()].used;
+            *used = used.saturating_sub(credits_for(header));
+        });
+        self.posted.retain(|posted| posted.id != id);
         let error = error(op.call.to_string());
-        self.finish(op.work, Err(error), None);
+        ctx.finish(op.work, Err(error), None);
     }
 
-    fn fail_message_lost(&mut self, id: u64, rank: Rank, cause: String) {
-        let Some(op) = self.messages.in_flight.get(&id) else { return };
+    fn fail_lost(&mut self, ctx: &mut OpContext, id: u64, rank: Rank, cause: String) {
+        let Some(op) = self.in_flight.get(&id) else { return };
         let error = Error::PeerLost { operation: op.call.to_string(), rank: rank.0, cause };
-        self.fail_message(id, |_| error.clone());
-        self.report_lost(rank, &error);
+        self.fail(ctx, id, |_| error.clone());
+        ctx.lost_found.push((rank, error));
     }
 
-    pub(crate) fn message_failed_elsewhere(&mut self, from: Rank, token: u64, text: &str) {
-        match self.completion_of_token(from, token).map(|completion| completion.op) {
-            Some(OpId::Message(id)) => {
-                self.fail_message(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
-            }
-            Some(OpId::RmaOp(id)) => self.rma_failed_elsewhere(id, text),
-            _ => {}
-        }
+    /// The peer of an operation has given it up.
+    pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, id: u64, text: &str) {
+        self.fail(ctx, id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
     }
 
     /// Ends the messages to and from `peer`, and receives from any rank when no other rank is left.
-    pub(crate) fn lose_messages(&mut self, peer: Rank, cause: &str) {
-        let alone = (0..self.size()).map(Rank::from).all(|rank| rank == self.me || self.lost(rank).is_some());
+    pub(crate) fn lose(&mut self, ctx: &mut OpContext, peer: Rank, cause: &str) {
+        let alone = (0..ctx.size()).map(Rank::from).all(|rank| rank == ctx.me || ctx.endpoints.lost(rank).is_some());
         // What has arrived whole can still be received; what was only announced cannot.
-        self.messages
-            .unexpected
-            .retain(|unexpected| unexpected.from != peer || matches!(unexpected.content, Content::Whole(_)));
+        self.unexpected.retain(|unexpected| unexpected.from != peer || matches!(unexpected.content, Content::Whole(_)));
         let gone: Vec<u64> = self
-            .messages
             .in_flight
             .iter()
             .filter_map(|(id, op)| {
                 let affected = match op.direction {
                     Direction::Send(to) => to == peer,
                     Direction::Receive(Source::Rank(from)) => from == peer,
-                    Direction::Receive(Source::Any) => alone || self.exchanges(OpId::Message(*id), peer),
+                    Direction::Receive(Source::Any) => alone || ctx.exchanges(OpId::Message(*id), peer),
                 };
                 affected.then_some(*id)
             })
             .collect();
         for id in gone {
-            self.fail_message_lost(id, peer, cause.to_owned());
+            self.fail_lost(ctx, id, peer, cause.to_owned());
         }
     }
 
-    pub(crate) fn end_messages(&mut self, error: &dyn Fn(String) -> Error) {
-        let ids: Vec<u64> = self.messages.in_flight.keys().copied().collect();
+    pub(crate) fn end(&mut self, ctx: &mut OpContext, error: &dyn Fn(String) -> Error) {
+        let ids: Vec<u64> = self.in_flight.keys().copied().collect();
         for id in ids {
-            self.fail_message(id, error);
+            self.fail(ctx, id, error);
         }
-        self.messages.unexpected.clear();
+        self.unexpected.clear();
     }
 
-    pub(crate) fn check_message_deadlines(&mut self, now: Instant) {
+    pub(crate) fn check_deadlines(&mut self, ctx: &mut OpContext, now: Instant) {
         let late = |op: &InFlight| op.deadline.is_some_and(|deadline| deadline <= now);
-        let ids: Vec<u64> = self.messages.in_flight.iter().filter(|(_, op)| late(op)).map(|(id, _)| *id).collect();
+        let ids: Vec<u64> = self.in_flight.iter().filter(|(_, op)| late(op)).map(|(id, _)| *id).collect();
         for id in ids {
-            let Some(op) = self.messages.in_flight.get(&id) else { continue };
+            let Some(op) = self.in_flight.get(&id) else { continue };
             let waited = op.work.age();
             let detail = match op.direction {
                 Direction::Send(to) => format!("rank {to} did not receive it"),
@@ -400,10 +418,10 @@ impl Engine {
             };
             let ranks = match op.direction {
                 Direction::Send(peer) | Direction::Receive(Source::Rank(peer)) => peer.index()..peer.index() + 1,
-                Direction::Receive(Source::Any) => 0..self.size(),
+                Direction::Receive(Source::Any) => 0..ctx.size(),
             };
-            let error = self.timeout(ranks, waited, format!("message {id}: {detail}"));
-            self.fail_message(id, error);
+            let error = ctx.endpoints.timeout(ranks, waited, format!("message {id}: {detail}"));
+            self.fail(ctx, id, error);
         }
     }
 }
@@ -425,7 +443,7 @@ fn tag_of(header: Header) -> Tag {
 }
 
 /// The credit that a frame takes, until its receiver has taken the message.
-pub(crate) fn credits_for(header: Header) -> u64 {
+fn credits_for(header: Header) -> u64 {
     match (header.kind, header.match_space) {
         (FrameKind::Eager, MatchSpace::PointToPoint) => eager_cost(header.payload()),
         _ => 0,

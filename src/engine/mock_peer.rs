@@ -253,9 +253,8 @@ impl RecvStream for Receiving {
 mod tests {
     use super::*;
     use crate::config::EagerBytes;
+    use crate::engine::endpoint::DRAIN_TIMEOUT;
     use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Header, MatchSpace};
-    use crate::engine::inbox::Inbox;
-    use crate::engine::reach::DRAIN_TIMEOUT;
     use crate::engine::wait_policy::Wait;
     use crate::types::Source;
 
@@ -271,7 +270,7 @@ mod tests {
                 let mut harness = Harness::new();
                 harness.settle();
                 harness.send(&Header::control(kind, MatchSpace::PointToPoint, 0, 0, len).encode());
-                let lost = harness.engine.lost(Rank(1)).unwrap_or_default().to_owned();
+                let lost = harness.engine.context.endpoints.lost(Rank(1)).unwrap_or_default().to_owned();
                 assert!(lost.contains(&format!("{kind:?} frame of {len} bytes")), "{lost}");
             }
         }
@@ -288,7 +287,7 @@ mod tests {
         let header = Header::control(FrameKind::Eager, MatchSpace::PointToPoint, 0, 0, 8).encode();
         harness.send(&[&*header, &7u64.to_ne_bytes()].concat());
         assert_eq!((receive.result(), words.get()), (Some(Ok(())), [7].as_slice()));
-        assert!(harness.engine.lost(Rank(1)).is_some());
+        assert!(harness.engine.context.endpoints.lost(Rank(1)).is_some());
     }
 
     #[test]
@@ -309,7 +308,7 @@ mod tests {
     fn what_is_taken_back_before_it_was_sent_leaves_its_credit() {
         let mut harness = Harness::new();
         let mut words = Words::new(vec![0; 512]);
-        harness.engine.single_copy_bytes = harness.engine.eager_bytes;
+        harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
         harness.link().full = true;
         // Together more than a receiver keeps unread.
         for _ in 0..300 {
@@ -326,15 +325,13 @@ mod tests {
         let mut harness = Harness::of(3);
         harness.settle();
         harness.link().refuses = true;
+        let endpoints = &mut harness.engine.context.endpoints;
         // As it is while a frame of rank 1 is dealt with.
-        let pumped = harness.engine.peers[1].inbox.take();
-        harness.engine.peers[1].is_draining = true;
-        let recv_stream = Receiving { link: Arc::default(), seen: Vec::new() };
-        harness.engine.peers[2].inbox = Some(Box::new(Inbox::new(Box::new(recv_stream))));
-        harness.engine.progress_recv(Rank(2));
-        harness.engine.connect(Rank(1));
-        assert_eq!(harness.engine.lost(Rank(1)), None, "more of it may be in its inbox");
-        harness.engine.peers[1].inbox = pumped;
+        let inbox = endpoints.take_inbox(Rank(1)).expect("a stream");
+        assert!(endpoints.take_inbox(Rank(2)).is_none(), "no stream has come from rank 2");
+        endpoints.connect(Rank(1));
+        assert_eq!(endpoints.lost(Rank(1)), None, "more of it may be in its inbox");
+        endpoints.return_inbox(Rank(1), inbox);
     }
 
     #[test]

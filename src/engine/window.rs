@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use crate::engine::body::Body;
 use crate::engine::call::Call;
 use crate::engine::completion::{Completion, OpId};
+use crate::engine::context::OpContext;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace};
-use crate::engine::progress::Engine;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
 use crate::error::Error;
@@ -169,50 +169,50 @@ impl Windows {
     pub(crate) fn window(&self, id: WindowId) -> Option<&Window> {
         self.exposed.get(&id)?.window.as_ref()
     }
-}
 
-impl Engine {
+    // ---- starts ----
+
     /// Starts an operation on a window that can be used, on a range inside it.
-    pub(crate) fn submit_rma(&mut self, request: RmaRequest) {
-        let id = self.windows.next;
-        self.windows.next += 1;
+    pub(crate) fn submit(&mut self, ctx: &mut OpContext, request: RmaRequest) {
+        let id = self.next;
+        self.next += 1;
         let RmaRequest { window, peer, access, timeout, work } = request;
         let call = access.call(peer, window);
         let deadline = work.began().checked_add(timeout);
-        self.windows.in_flight.insert(id, InFlight { call, window, peer, deadline, work });
+        self.in_flight.insert(id, InFlight { call, window, peer, deadline, work });
         if matches!(access, RmaOp::WaitSignal) {
-            self.wait_for_signal(id, window, peer);
-        } else if peer == self.me {
-            self.rma_self(id, window, access);
+            self.wait_for_signal(ctx, id, window, peer);
+        } else if peer == ctx.me {
+            self.access_own(ctx, id, window, access);
         } else {
-            self.rma_peer(id, window, peer, access);
+            self.access_peer(ctx, id, window, peer, access);
         }
     }
 
-    fn rma_self(&mut self, id: u64, window: WindowId, access: RmaOp) {
-        match (access, self.windows.exposed.get_mut(&window)) {
+    fn access_own(&mut self, ctx: &mut OpContext, id: u64, window: WindowId, access: RmaOp) {
+        match (access, self.exposed.get_mut(&window)) {
             (RmaOp::Put { offset, from }, Some(exposed)) => exposed.region.part(offset, from.len()).copy_from(&from),
             (RmaOp::Get { offset, mut into }, Some(exposed)) => {
                 let len = into.len();
                 into.copy_from(&exposed.region.part(offset, len));
             }
-            (RmaOp::Signal, _) => self.signalled(self.me, window),
+            (RmaOp::Signal, _) => self.signalled(ctx, ctx.me, window),
             (RmaOp::WaitSignal, _) | (_, None) => {}
         }
-        self.rma_done(id);
+        self.done(ctx, id);
     }
 
-    fn rma_peer(&mut self, id: u64, window: WindowId, to: Rank, access: RmaOp) {
-        self.connect(to);
-        if let Some(cause) = self.lost(to).map(str::to_owned) {
-            return self.fail_rma_lost(id, to, &cause);
+    fn access_peer(&mut self, ctx: &mut OpContext, id: u64, window: WindowId, to: Rank, access: RmaOp) {
+        ctx.endpoints.connect(to);
+        if let Some(cause) = ctx.lost(to) {
+            return self.fail_lost(ctx, id, to, &cause);
         }
         let completion = Completion { op: OpId::RmaOp(id), step: 0 };
         let frame =
             |kind, token, len: usize| Header::control(kind, MatchSpace::PointToPoint, window.0, token, len as u64);
         let queued = match access {
-            RmaOp::Put { from, .. } if from.len() == 0 => return self.rma_done(id),
-            RmaOp::Get { into, .. } if into.len() == 0 => return self.rma_done(id),
+            RmaOp::Put { from, .. } if from.len() == 0 => return self.done(ctx, id),
+            RmaOp::Get { into, .. } if into.len() == 0 => return self.done(ctx, id),
             RmaOp::Put { offset, from } => {
                 let header = frame(FrameKind::Put, offset as u64, from.len());
                 Queued { id, header, body: Body::Memory(from), completion }
@@ -221,20 +221,24 @@ impl Engine {
                 let token = GET_TOKENS | id;
                 let signature = Signature { count: offset as u64, ..Signature::default() };
                 let header = Header { signature, ..frame(FrameKind::Get, token, into.len()) };
-                self.expect(to, token, RecvBuffer { region: into, action: RecvAction::Store, completion, received: 0 });
+                ctx.rndv.expect(
+                    to,
+                    token,
+                    RecvBuffer { region: into, action: RecvAction::Store, completion, received: 0 },
+                );
                 Queued { id, header, body: Body::Empty, completion: Completion::NONE }
             }
             RmaOp::Signal | RmaOp::WaitSignal => {
                 Queued { id, header: frame(FrameKind::Signal, 0, 0), body: Body::Empty, completion }
             }
         };
-        self.windows.flows.entry(to).or_default().waiting.push_back(queued);
-        self.advance_flow(to);
+        self.flows.entry(to).or_default().waiting.push_back(queued);
+        self.advance(ctx, to);
     }
 
     /// Gives the outbox what may go to `to` now.
-    fn advance_flow(&mut self, to: Rank) {
-        let Some(flow) = self.windows.flows.get_mut(&to) else { return };
+    fn advance(&mut self, ctx: &mut OpContext, to: Rank) {
+        let Some(flow) = self.flows.get_mut(&to) else { return };
         let mut now = Vec::new();
         while flow.long.is_none()
             && let Some(queued) = flow.waiting.pop_front()
@@ -245,92 +249,94 @@ impl Engine {
             now.push(queued);
         }
         if flow.long.is_none() {
-            self.windows.flows.remove(&to);
+            self.flows.remove(&to);
         }
         for Queued { header, body, completion, .. } in now {
-            self.send(to, header, body, completion);
+            if ctx.endpoints.send(to, header, body, completion)
+                && let OpId::RmaOp(id) = completion.op
+            {
+                self.done(ctx, id);
+            }
         }
     }
 
-    fn wait_for_signal(&mut self, id: u64, window: WindowId, from: Rank) {
-        let Some(exposed) = self.windows.exposed.get_mut(&window) else { return };
+    fn wait_for_signal(&mut self, ctx: &mut OpContext, id: u64, window: WindowId, from: Rank) {
+        let Some(exposed) = self.exposed.get_mut(&window) else { return };
         if let Some(count) = exposed.signals.get_mut(&from).filter(|count| **count > 0) {
             *count -= 1;
-            return self.rma_done(id);
+            return self.done(ctx, id);
         }
         exposed.waits.entry(from).or_default().push_back(id);
         // Its end tells that the peer is gone.
-        self.connect(from);
-        if let Some(cause) = self.lost(from).map(str::to_owned) {
-            self.fail_rma_lost(id, from, &cause);
+        ctx.endpoints.connect(from);
+        if let Some(cause) = ctx.lost(from) {
+            self.fail_lost(ctx, id, from, &cause);
         }
     }
 
     // ---- arrivals ----
 
     /// The part of a window that a peer's frame means; nothing, and a line in the log, if there is no such part.
-    fn exposed_part(&self, from: Rank, header: Header, offset: u64) -> Option<Region> {
-        let exposed = self.windows.exposed.get(&WindowId(header.key));
+    fn exposed_part(&self, ctx: &OpContext, from: Rank, header: Header, offset: u64) -> Option<Region> {
+        let exposed = self.exposed.get(&WindowId(header.key));
         let part = exposed.and_then(|exposed| {
             let (offset, len) = (usize::try_from(offset).ok()?, usize::try_from(header.len).ok()?);
             let inside = offset.checked_add(len)? <= exposed.region.len();
             inside.then(|| exposed.region.part(offset, len))
         });
         if part.is_none() {
-            self.log_stray(from, header, offset);
+            self.log_stray(ctx, from, header, offset);
         }
         part
     }
 
     /// Frames for a window that was deregistered may have been on their way; others are the peer's mistake.
-    fn log_stray(&self, from: Rank, header: Header, offset: u64) {
-        let known = self.windows.exposed.contains_key(&WindowId(header.key));
-        let level = if !known && header.key < self.windows.registered { log::Level::Debug } else { log::Level::Warn };
+    fn log_stray(&self, ctx: &OpContext, from: Rank, header: Header, offset: u64) {
+        let known = self.exposed.contains_key(&WindowId(header.key));
+        let level = if !known && header.key < self.registered { log::Level::Debug } else { log::Level::Warn };
         let (kind, window, len) = (header.kind, header.key, header.len);
         log::log!(
             level,
             "communicator `{}` rank {}: dropped rank {from}'s {kind:?} of {len} bytes at {offset} of window {window}",
-            self.name,
-            self.me
+            ctx.endpoints.name(),
+            ctx.me
         );
     }
 
-    pub(crate) fn put_arrives(&mut self, from: Rank, header: Header) -> Sink {
-        let Some(region) = self.exposed_part(from, header, header.token) else { return Sink::Discard };
+    pub(crate) fn put_arrives(&self, ctx: &OpContext, from: Rank, header: Header) -> Sink {
+        let Some(region) = self.exposed_part(ctx, from, header, header.token) else { return Sink::Discard };
         let completion = Completion { op: OpId::Window(header.key), step: 0 };
         Sink::Buffer(RecvBuffer { region, action: RecvAction::Store, completion, received: 0 })
     }
 
-    pub(crate) fn get_arrives(&mut self, from: Rank, header: Header) -> Sink {
-        match self.exposed_part(from, header, header.signature.count) {
+    pub(crate) fn get_arrives(&self, ctx: &mut OpContext, from: Rank, header: Header) {
+        match self.exposed_part(ctx, from, header, header.signature.count) {
             Some(region) => {
                 let data =
                     Header::control(FrameKind::Data, MatchSpace::PointToPoint, header.key, header.token, header.len);
                 let completion = Completion { op: OpId::Window(header.key), step: 0 };
-                self.send(from, data, Body::Memory(region), completion);
+                ctx.endpoints.send(from, data, Body::Memory(region), completion);
             }
             None => {
-                let text = format!("window {} has no such bytes on rank {}", header.key, self.me);
-                self.send_failure(from, Failed::Message(header.token), &text);
+                let text = format!("window {} has no such bytes on rank {}", header.key, ctx.me);
+                ctx.endpoints.send_failure(from, Failed::Message(header.token), &text);
             }
         }
-        Sink::Discard
     }
 
-    pub(crate) fn signal_arrives(&mut self, from: Rank, header: Header) -> Sink {
-        if self.windows.exposed.contains_key(&WindowId(header.key)) {
-            self.signalled(from, WindowId(header.key));
+    pub(crate) fn signal_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
+        if self.exposed.contains_key(&WindowId(header.key)) {
+            self.signalled(ctx, from, WindowId(header.key));
         } else {
-            self.log_stray(from, header, 0);
+            self.log_stray(ctx, from, header, 0);
         }
-        Sink::Discard
     }
 
     /// Gives a signal to the oldest operation that waits for it, or keeps it for the next.
-    fn signalled(&mut self, from: Rank, window: WindowId) {
-        let Some(exposed) = self.windows.exposed.get_mut(&window) else { return };
+    fn signalled(&mut self, ctx: &mut OpContext, from: Rank, window: WindowId) {
+        let Some(exposed) = self.exposed.get_mut(&window) else { return };
         match exposed.waits.get_mut(&from).and_then(VecDeque::pop_front) {
-            Some(id) => self.rma_done(id),
+            Some(id) => self.done(ctx, id),
             None => *exposed.signals.entry(from).or_default() += 1,
         }
     }
@@ -338,79 +344,80 @@ impl Engine {
     // ---- ends ----
 
     /// Ends an operation well: its bytes are written or there, its signal is written or taken.
-    pub(crate) fn rma_done(&mut self, id: u64) {
-        let Some(op) = self.windows.in_flight.remove(&id) else { return };
-        self.finish(op.work, Ok(()), None);
-        if let Some(flow) = self.windows.flows.get_mut(&op.peer)
+    pub(crate) fn done(&mut self, ctx: &mut OpContext, id: u64) {
+        let Some(op) = self.in_flight.remove(&id) else { return };
+        ctx.finish(op.work, Ok(()), None);
+        if let Some(flow) = self.flows.get_mut(&op.peer)
             && flow.long == Some(id)
         {
             flow.long = None;
-            self.advance_flow(op.peer);
+            self.advance(ctx, op.peer);
         }
     }
 
-    fn fail_rma(&mut self, id: u64, error: impl FnOnce(String) -> Error) {
-        let Some(op) = self.windows.in_flight.remove(&id) else { return };
-        self.cancel(OpId::RmaOp(id));
-        if let Some(flow) = self.windows.flows.get_mut(&op.peer) {
+    fn fail(&mut self, ctx: &mut OpContext, id: u64, error: impl FnOnce(String) -> Error) {
+        let Some(op) = self.in_flight.remove(&id) else { return };
+        ctx.cancel(OpId::RmaOp(id), |_, _| ());
+        if let Some(flow) = self.flows.get_mut(&op.peer) {
             flow.waiting.retain(|queued| queued.id != id);
             flow.long = flow.long.filter(|long| *long != id);
         }
-        if let Some(exposed) = self.windows.exposed.get_mut(&op.window)
+        if let Some(exposed) = self.exposed.get_mut(&op.window)
             && let Some(waits) = exposed.waits.get_mut(&op.peer)
         {
             waits.retain(|wait| *wait != id);
         }
         let error = error(op.call.to_string());
-        self.finish(op.work, Err(error), None);
-        self.advance_flow(op.peer);
+        ctx.finish(op.work, Err(error), None);
+        self.advance(ctx, op.peer);
     }
 
-    fn fail_rma_lost(&mut self, id: u64, rank: Rank, cause: &str) {
-        let Some(op) = self.windows.in_flight.get(&id) else { return };
+    fn fail_lost(&mut self, ctx: &mut OpContext, id: u64, rank: Rank, cause: &str) {
+        let Some(op) = self.in_flight.get(&id) else { return };
         let error = Error::PeerLost { operation: op.call.to_string(), rank: rank.0, cause: cause.to_owned() };
-        self.fail_rma(id, |_| error.clone());
-        self.report_lost(rank, &error);
+        self.fail(ctx, id, |_| error.clone());
+        ctx.lost_found.push((rank, error));
     }
 
-    pub(crate) fn rma_failed_elsewhere(&mut self, id: u64, text: &str) {
-        self.fail_rma(id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
+    /// The target of an operation has given it up.
+    pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, id: u64, text: &str) {
+        self.fail(ctx, id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
     }
 
     /// The operations that `wanted` picks, the oldest first.
     fn accesses(&self, wanted: impl Fn(&InFlight) -> bool) -> Vec<u64> {
-        self.windows.in_flight.iter().filter(|(_, op)| wanted(op)).map(|(id, _)| *id).collect()
+        self.in_flight.iter().filter(|(_, op)| wanted(op)).map(|(id, _)| *id).collect()
     }
 
     /// Takes this rank's part of a window back: nothing of the engine refers to its memory afterwards.
-    pub(crate) fn conceal(&mut self, window: WindowId) {
+    pub(crate) fn conceal(&mut self, ctx: &mut OpContext, window: WindowId) {
         for id in self.accesses(|op| op.window == window) {
-            self.fail_rma(id, |operation| Error::Mismatch { operation, detail: WITHDRAWN.to_owned() });
+            self.fail(ctx, id, |operation| Error::Mismatch { operation, detail: DEREGISTERED.to_owned() });
         }
-        self.windows.exposed.remove(&window);
-        self.cancel(OpId::Window(window.0));
+        self.exposed.remove(&window);
+        ctx.cancel(OpId::Window(window.0), |_, _| ());
     }
 
     /// Ends the operations with `peer`. Signals that it sent before stay.
-    pub(crate) fn lose_rma(&mut self, peer: Rank, cause: &str) {
+    pub(crate) fn lose(&mut self, ctx: &mut OpContext, peer: Rank, cause: &str) {
         for id in self.accesses(|op| op.peer == peer) {
-            self.fail_rma_lost(id, peer, cause);
+            self.fail_lost(ctx, id, peer, cause);
         }
-        self.windows.flows.remove(&peer);
+        self.flows.remove(&peer);
     }
 
-    pub(crate) fn end_rma(&mut self, error: &dyn Fn(String) -> Error) {
-        self.windows.flows.clear();
+    pub(crate) fn end(&mut self, ctx: &mut OpContext, error: &dyn Fn(String) -> Error) {
+        self.flows.clear();
         for id in self.accesses(|_| true) {
-            self.fail_rma(id, error);
+            self.fail(ctx, id, error);
         }
     }
 
     /// Ends operations whose time is over. A signal must not arrive without the put before it, so what was to follow
     /// one that ends goes with it.
-    pub(crate) fn check_rma_deadlines(&mut self, now: Instant) {
+    pub(crate) fn check_deadlines(&mut self, ctx: &mut OpContext, now: Instant) {
         for id in self.accesses(|op| op.deadline.is_some_and(|deadline| deadline <= now)) {
-            let Some(op) = self.windows.in_flight.get(&id) else { continue };
+            let Some(op) = self.in_flight.get(&id) else { continue };
             let (peer, waited) = (op.peer, op.work.age());
             let detail = match op.call {
                 Call::Get { .. } => format!("rank {peer} did not answer"),
@@ -421,11 +428,11 @@ impl Engine {
                 Call::Put { .. } => self.accesses(|op| op.peer == peer && op.accesses_peer()),
                 _ => Vec::new(),
             };
-            let error = self.timeout(peer.index()..peer.index() + 1, waited, format!("access {id}: {detail}"));
-            self.fail_rma(id, error);
+            let error = ctx.endpoints.timeout(peer.index()..peer.index() + 1, waited, format!("access {id}: {detail}"));
+            self.fail(ctx, id, error);
             for other in later.into_iter().filter(|other| *other > id) {
                 let detail = format!("a put to rank {peer} before it failed");
-                self.fail_rma(other, |operation| Error::Timeout { operation, waited, detail });
+                self.fail(ctx, other, |operation| Error::Timeout { operation, waited, detail });
             }
         }
     }
@@ -434,8 +441,8 @@ impl Engine {
 /// Tokens of gets have this bit, which the tokens that their targets give messages never reach.
 const GET_TOKENS: u64 = 1 << 63;
 
-/// What became of the window of an operation that is cut off.
-const WITHDRAWN: &str = "the window was deregistered in the meantime";
+/// Why an operation is cut off whose window is gone.
+const DEREGISTERED: &str = "the window was deregistered in the meantime";
 
 #[cfg(test)]
 mod tests;

@@ -65,7 +65,15 @@ pub(crate) mod progress {
             None
         }
 
-        pub(crate) fn dump_due(&mut self) {}
+        pub(crate) fn write_due_dump(&mut self) {}
+
+        pub(crate) fn name(&self) -> &str {
+            &self.name
+        }
+
+        pub(crate) fn take_finished(&mut self) -> Finished {
+            std::mem::take(&mut self.finished)
+        }
 
         pub(crate) fn set_on_loss(&mut self, _: OnLoss) {}
 

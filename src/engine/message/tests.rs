@@ -13,7 +13,7 @@ const RECEIVE: Direction = Direction::Receive(Source::Rank(Rank(1)));
 
 fn harness() -> Harness {
     let mut harness = Harness::new();
-    harness.engine.single_copy_bytes = harness.engine.eager_bytes;
+    harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
     harness.settle();
     harness
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::engine::frame::Header;
+use crate::engine::frame::{Header, RtrReason};
 use crate::engine::message::Direction;
 use crate::engine::mock_peer::Harness;
 use crate::engine::reduce::Operands;
@@ -98,7 +98,7 @@ fn a_sender_is_done_when_its_receiver_gives_up() {
     let work = harness.receive(&mut words);
     harness.link().invalidations = 1; // so that the reading does not end
     harness.rts(&[7], 1);
-    harness.engine.check_message_deadlines(Instant::now() + Duration::from_secs(61));
+    harness.engine.expire(Instant::now() + Duration::from_secs(61));
     harness.settle();
     assert!(work.is_done());
     assert_eq!(harness.kinds(), [(FrameKind::Ats, 0)]);
@@ -107,7 +107,7 @@ fn a_sender_is_done_when_its_receiver_gives_up() {
 #[test]
 fn a_send_ends_when_it_is_taken() {
     let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
-    harness.engine.eager_bytes = 0;
+    harness.engine.context.rndv.eager_bytes = 0;
     let work = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
     let announce = harness.sent()[0];
     let address = words.get().as_ptr() as u64;
@@ -122,19 +122,19 @@ fn a_send_ends_when_it_is_taken() {
 #[test]
 fn only_its_receiver_disposes_of_a_message() {
     let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
-    harness.engine.eager_bytes = 0;
+    harness.engine.context.rndv.eager_bytes = 0;
     let work = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
     let token = harness.sent()[0].token;
-    harness.engine.ats_arrives(Rank(0), token);
-    assert!(!work.is_done() && harness.engine.take_pending_send(Rank(0), token).is_none());
-    harness.engine.ats_arrives(Rank(1), token);
+    assert_eq!(harness.engine.context.rndv.ats_arrives(Rank(0), token), None);
+    assert!(!work.is_done());
+    harness.tell(FrameKind::Ats, token, &[]);
     assert!(work.is_done());
 }
 
 #[test]
 fn memory_is_withdrawn_before_an_operation_ends_early() {
     let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
-    harness.engine.eager_bytes = 0;
+    harness.engine.context.rndv.eager_bytes = 0;
     let work = harness.start(Direction::Send(Rank(1)), &mut words, Duration::ZERO);
     harness.settle();
     assert!(work.is_done() && harness.link().core_withdrawals == 1);
@@ -148,7 +148,7 @@ fn memory_is_withdrawn_before_an_operation_ends_early() {
 fn a_peer_that_cannot_read_is_offered_nothing_more() {
     for (why, offered) in [(RtrReason::Chosen, true), (RtrReason::CannotRead, false)] {
         let (mut harness, mut words) = (Harness::new(), Words::new(vec![7, 8]));
-        harness.engine.eager_bytes = 0;
+        harness.engine.context.rndv.eager_bytes = 0;
         let work = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
         let grant = Header::control(FrameKind::Rtr, MatchSpace::PointToPoint, 0, harness.sent()[0].token, 8);
         harness.send(&Header { index: why as u32, ..grant }.encode());
@@ -172,8 +172,8 @@ fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
         (false, false, true, FrameKind::Ats),
     ] {
         let (mut harness, mut words, mut own) = (Harness::new(), Words::new(vec![0; len]), Words::new(vec![7]));
-        harness.engine.oversubscribed = oversubscribed;
-        harness.engine.eager_bytes = 0;
+        harness.engine.context.rndv.oversubscribed = oversubscribed;
+        harness.engine.context.rndv.eager_bytes = 0;
         if sends {
             harness.start(Direction::Send(Rank(1)), &mut own, Duration::from_secs(60));
             harness.sent();
@@ -188,14 +188,13 @@ fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
 
 #[test]
 fn what_is_combined_is_read_where_ranks_share_cores() {
-    let (mut harness, mut words) = (Harness::new(), Words::new(vec![0; 20_000]));
+    let mut words = Words::new(vec![0; 20_000]);
     let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
     let buffer =
         RecvBuffer { region: Region::of(&[words.buffer()]), action, completion: Completion::NONE, received: 0 };
     for oversubscribed in [false, true] {
-        harness.engine.oversubscribed = oversubscribed;
         let address = MemoryAddress { address: 1, segment: None };
-        assert_eq!(harness.engine.prefers_reading(Rank(1), address, true, &buffer), oversubscribed);
+        assert_eq!(Reads::is_faster(address, &buffer, oversubscribed, || true), oversubscribed);
     }
 }
 
@@ -203,7 +202,7 @@ fn what_is_combined_is_read_where_ranks_share_cores() {
 fn reductions_combine_what_they_read_once() {
     let (mut harness, mut words) = (Harness::new(), Words::new((0..20_000).collect()));
     harness.rts(&[3; 20_000], 20_000);
-    let inbox = harness.engine.peers[1].inbox.as_mut().expect("a stream");
+    let inbox = harness.engine.context.endpoints.inbox(Rank(1)).expect("a stream");
     let completion = Completion::NONE;
     let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
     let buffer = RecvBuffer { region: Region::of(&[words.buffer()]), action, completion, received: 0 };

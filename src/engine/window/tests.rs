@@ -66,7 +66,7 @@ fn the_greatest_numbers_are_numbers_like_others() {
             harness.send(&Header::control(kind, match_space, u64::MAX, u64::MAX, u64::MAX).encode());
         }
     }
-    assert!(harness.by_hand.engine.lost(Rank(1)).is_none());
+    assert!(harness.by_hand.engine.context.endpoints.lost(Rank(1)).is_none());
 }
 
 #[test]
@@ -74,7 +74,11 @@ fn half_an_element_does_not_hold_up_the_stream() {
     let (mut harness, mut sum) = (Harness::new(), Words::new(vec![0; 2]));
     let region = Region::of(&[sum.buffer()]);
     let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
-    harness.by_hand.engine.expect(Rank(1), 5, RecvBuffer { region, action, completion: Completion::NONE, received: 0 });
+    harness.by_hand.engine.context.rndv.expect(
+        Rank(1),
+        5,
+        RecvBuffer { region, action, completion: Completion::NONE, received: 0 },
+    );
     harness.send(&Harness::header(FrameKind::Data, 0, 5, 4));
     harness.send(&[1; 4]);
     harness.send(&Harness::header(FrameKind::Signal, harness.window.0, 0, 0));
@@ -90,5 +94,5 @@ fn nothing_is_written_to_a_window_that_was_concealed_amid_a_put() {
     harness.by_hand.engine.conceal(harness.window);
     harness.send(&7u64.to_ne_bytes());
     assert_eq!(harness.words.get(), [7, 0]);
-    assert!(harness.by_hand.engine.lost(Rank(1)).is_none());
+    assert!(harness.by_hand.engine.context.endpoints.lost(Rank(1)).is_none());
 }

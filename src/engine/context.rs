@@ -1,0 +1,82 @@
+//! What the protocols share, and get with every call: the streams, the rendezvous of long messages, and the ends of
+//! operations.
+
+use std::time::Instant;
+
+use crate::engine::completion::{Finished, OpId};
+use crate::engine::endpoint::Endpoints;
+use crate::engine::failures::Failures;
+use crate::engine::flight_recorder::Recorder;
+use crate::engine::frame::{Header, MatchSpace, RtsInfo};
+use crate::engine::recv_buffer::RecvBuffer;
+use crate::engine::rndv::Rendezvous;
+use crate::error::Error;
+use crate::topo::Topology;
+use crate::types::Rank;
+use crate::work::Work;
+
+/// What the protocols of one communicator share.
+pub(crate) struct OpContext {
+    pub(crate) me: Rank,
+    pub(crate) topo: Topology,
+    pub(crate) endpoints: Endpoints,
+    pub(crate) rndv: Rendezvous,
+    pub(crate) recorder: Recorder,
+    pub(crate) failures: Failures,
+    /// Works that ended and whose callbacks have not been run.
+    pub(crate) finished: Finished,
+    /// Why nothing can be submitted any more.
+    pub(crate) closed: Option<String>,
+    /// The failure for which the flight recorder is to be written.
+    pub(crate) dump_due: Option<String>,
+    /// Ranks that operations found lost, with the errors of these. The engine tells the other ranks.
+    pub(crate) lost_found: Vec<(Rank, Error)>,
+}
+
+impl OpContext {
+    /// The number of ranks.
+    pub(crate) fn size(&self) -> usize {
+        self.endpoints.size()
+    }
+
+    /// Why `peer` cannot be reached, if it cannot.
+    pub(crate) fn lost(&self, peer: Rank) -> Option<String> {
+        self.endpoints.lost(peer).map(str::to_owned)
+    }
+
+    /// Has a buffer for a message whose RTS has come.
+    pub(crate) fn receive(&mut self, from: Rank, rts: RtsInfo, match_space: MatchSpace, buffer: RecvBuffer) {
+        self.rndv.receive(&mut self.endpoints, from, rts, match_space, buffer);
+    }
+
+    /// Whether `op` waits for `peer` to take or to bring a message that both know of.
+    pub(crate) fn exchanges(&self, op: OpId, peer: Rank) -> bool {
+        self.rndv.exchanges(&self.endpoints, op, peer)
+    }
+
+    /// Drops everything of `op`: nothing of the engine refers to its memory afterwards. `unsent` is told of each message of
+    /// which its peer never hears.
+    pub(crate) fn cancel(&mut self, op: OpId, unsent: impl FnMut(Rank, Header)) {
+        self.rndv.cancel(&mut self.endpoints, op, unsent);
+    }
+
+    /// Notes that an operation has ended, of whose memory nothing in the engine knows any more.
+    pub(crate) fn ended(&mut self, number: u64, now: Instant, result: &Result<(), Error>, source: Option<Rank>) {
+        let failure = result.as_ref().err().map(Error::to_string);
+        self.recorder.ended(number, now, failure.clone(), source);
+        // Closing is no failure of its own.
+        if self.closed.is_none() {
+            if let Some(reason) = &failure {
+                self.dump_due.get_or_insert_with(|| reason.clone());
+            }
+            self.failures.last_operation = failure;
+        }
+    }
+
+    /// Ends an operation that has a handle; see [`OpContext::ended`].
+    pub(crate) fn finish(&mut self, work: Work, result: Result<(), Error>, source: Option<Rank>) {
+        self.ended(work.number(), Instant::now(), &result, source);
+        work.complete(result, source);
+        self.finished.push(work);
+    }
+}

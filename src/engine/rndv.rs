@@ -1,0 +1,328 @@
+//! The rendezvous of long messages: a sender asks, and the bytes travel once the receiver has memory for them.
+//!
+//! Names as in UCX. A short message is one `Eager` frame. Of a long one, the sender first sends an RTS, and keeps a
+//! [`PendingSend`]. The receiver either answers with an RTR, on which `Data` follows, or reads the message where it lies
+//! ([`single_copy`](crate::engine::single_copy)) and answers with an ATS.
+//!
+//! A sender whose operation ends early invalidates the address before it gives the memory away: it counts up in shared
+//! memory, and then sends `Invalidated`.
+
+use std::collections::hash_map;
+
+use rustc_hash::FxHashMap;
+
+use crate::config::EagerBytes;
+use crate::engine::body::{Body, Copied};
+use crate::engine::completion::{Completion, OpId};
+use crate::engine::endpoint::Endpoints;
+use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtrReason, RtsInfo};
+use crate::engine::recv_buffer::{RecvBuffer, Sink};
+use crate::engine::single_copy::{ReadEnd, Reading, Reads};
+use crate::transport::MemoryAddress;
+use crate::types::Rank;
+
+/// A long message that waits for its receiver.
+#[derive(Debug)]
+pub(crate) struct PendingSend {
+    pub(crate) to: Rank,
+    pub(crate) header: Header,
+    pub(crate) body: Body,
+    pub(crate) completion: Completion,
+    /// What is copied of it so far, once its send is to end before its receiver asks for it.
+    pub(crate) copy: Option<Copied>,
+}
+
+/// The long messages of one communicator.
+pub(crate) struct Rendezvous {
+    pub(crate) eager_bytes: usize,
+    /// Longer messages may be read where they lie.
+    pub(crate) single_copy_bytes: usize,
+    /// The host has more ranks than cores, or no thread is to poll.
+    pub(crate) oversubscribed: bool,
+    /// Own messages whose RTS has been sent, by token.
+    pending_sends: FxHashMap<u64, PendingSend>,
+    next_token: u64,
+    /// Buffers for messages whose RTR has been sent, by sender and token.
+    recv_buffers: FxHashMap<(Rank, u64), RecvBuffer>,
+    reads: Reads,
+    /// By peer, whether it has said that it cannot read this process's memory.
+    cannot_read: Vec<bool>,
+}
+
+impl Rendezvous {
+    /// Of so many ranks.
+    pub(crate) fn new(size: usize) -> Rendezvous {
+        Rendezvous {
+            eager_bytes: 8192,
+            single_copy_bytes: 0,
+            oversubscribed: false,
+            pending_sends: FxHashMap::default(),
+            next_token: 0,
+            recv_buffers: FxHashMap::default(),
+            reads: Reads::new(size),
+            cannot_read: vec![false; size],
+        }
+    }
+
+    /// Whether no message waits for its receiver. It may outlive its operation.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.pending_sends.is_empty()
+    }
+
+    // ---- the sender's side ----
+
+    /// Whether a message of `len` bytes is sent to `to` before it is asked for. One that is cache-hot, because it was just
+    /// written, gets there faster through the ring than by being read where it lies.
+    pub(crate) fn is_eager(&self, endpoints: &mut Endpoints, to: Rank, len: usize, is_cache_hot: bool) -> bool {
+        endpoints.connect(to);
+        let single_copy = self.eager_bytes.min(self.single_copy_bytes);
+        if len <= single_copy {
+            true
+        } else if !self.peer_can_read(endpoints, to) {
+            len <= self.eager_bytes
+        } else {
+            is_cache_hot && !self.oversubscribed && len <= single_copy.saturating_mul(HOT_FACTOR).min(EagerBytes::MAX)
+        }
+    }
+
+    /// Whether `peer` can read this process's memory, as far as is known.
+    fn peer_can_read(&self, endpoints: &Endpoints, peer: Rank) -> bool {
+        !self.cannot_read[peer.index()] && endpoints.peer_can_read(peer)
+    }
+
+    /// Sends a message of an operation: at once if it is `eager`, else by an RTS. True: it is written, which the completion
+    /// is not told.
+    pub(crate) fn send_message(
+        &mut self,
+        endpoints: &mut Endpoints,
+        to: Rank,
+        header: Header,
+        body: Body,
+        completion: Completion,
+        eager: bool,
+    ) -> bool {
+        if eager {
+            return endpoints.send(to, Header { kind: FrameKind::Eager, ..header }, body, completion);
+        }
+        let token = self.next_token;
+        self.next_token += 1;
+        let address = match &body {
+            Body::Memory(region) if self.peer_can_read(endpoints, to) => {
+                region.address().map(|address| MemoryAddress::of(address, region.len()))
+            }
+            _ => None,
+        };
+        let header = Header { kind: FrameKind::Rts, token, address, ..header };
+        self.pending_sends.insert(token, PendingSend { to, header, body, completion, copy: None });
+        endpoints.send_control(to, header);
+        false
+    }
+
+    /// The messages that wait for their receivers, by token.
+    pub(crate) fn pending_sends(&self) -> &FxHashMap<u64, PendingSend> {
+        &self.pending_sends
+    }
+
+    /// The message `token`, if it waits for its receiver.
+    pub(crate) fn pending_send(&mut self, token: u64) -> Option<&mut PendingSend> {
+        self.pending_sends.get_mut(&token)
+    }
+
+    /// The message `token`, if it is `to` that it waits for.
+    fn take_pending_send(&mut self, to: Rank, token: u64) -> Option<PendingSend> {
+        let hash_map::Entry::Occupied(entry) = self.pending_sends.entry(token) else { return None };
+        (entry.get().to == to).then(|| entry.remove())
+    }
+
+    /// Has message `token` continue from its copy instead of its operation's memory. Returns what waited for it.
+    pub(crate) fn continue_from_copy(&mut self, endpoints: &mut Endpoints, token: u64) -> Option<Completion> {
+        let pending = self.pending_sends.get_mut(&token)?;
+        let completion = std::mem::replace(&mut pending.completion, Completion::NONE);
+        pending.body = Body::Copied(Box::new(pending.copy.take().unwrap_or_default()));
+        invalidate(endpoints, pending);
+        Some(completion)
+    }
+
+    /// `from` has a buffer for a message of this rank.
+    pub(crate) fn rtr_arrives(&mut self, endpoints: &mut Endpoints, from: Rank, rtr: Header) {
+        match self.take_pending_send(from, rtr.token) {
+            Some(pending) => {
+                self.cannot_read[from.index()] |= rtr.index == RtrReason::CannotRead as u32;
+                let offset = usize::try_from(rtr.len).unwrap_or(usize::MAX).min(pending.body.len());
+                let header = Header { kind: FrameKind::Data, ..pending.header };
+                endpoints.push_from(from, offset, header, pending.body, pending.completion);
+            }
+            // A collective's failure was already sent; a message's sender gave up in the meantime.
+            None if rtr.match_space == MatchSpace::PointToPoint => {
+                endpoints.send_failure(from, Failed::Message(rtr.token), "the sender gave the message up");
+            }
+            None => {}
+        }
+    }
+
+    /// `from` has read message `token` where it lies. Returns what waited for that.
+    pub(crate) fn ats_arrives(&mut self, from: Rank, token: u64) -> Option<Completion> {
+        self.take_pending_send(from, token).map(|pending| pending.completion)
+    }
+
+    /// Drops the messages for which `drops` holds, so that their memory can be used for something else.
+    fn drop_pending_sends(&mut self, endpoints: &mut Endpoints, drops: impl Fn(&PendingSend) -> bool) {
+        self.pending_sends.retain(|_, pending| {
+            let is_dropped = drops(pending);
+            if is_dropped {
+                invalidate(endpoints, pending);
+            }
+            !is_dropped
+        });
+    }
+
+    // ---- the receiver's side ----
+
+    /// Has a buffer for a message whose RTS has come.
+    pub(crate) fn receive(
+        &mut self,
+        endpoints: &mut Endpoints,
+        from: Rank,
+        rts: RtsInfo,
+        match_space: MatchSpace,
+        buffer: RecvBuffer,
+    ) {
+        match rts.address {
+            Some(address) if self.prefers_reading(from, address, rts.is_busy, &buffer) => {
+                self.reads.push(Reading { from, token: rts.token, match_space, address, buffer });
+            }
+            _ => self.send_rtr(endpoints, from, rts.token, match_space, buffer, RtrReason::Chosen),
+        }
+    }
+
+    /// Whether to read a message where it lies, rather than ask for it.
+    fn prefers_reading(&self, from: Rank, address: MemoryAddress, is_busy: bool, buffer: &RecvBuffer) -> bool {
+        let is_busy = || is_busy || self.pending_sends.values().any(|pending| pending.to == from);
+        Reads::is_faster(address, buffer, self.oversubscribed, is_busy)
+    }
+
+    /// Tells the sender of a message that there is a buffer for it.
+    fn send_rtr(
+        &mut self,
+        endpoints: &mut Endpoints,
+        from: Rank,
+        token: u64,
+        match_space: MatchSpace,
+        buffer: RecvBuffer,
+        why: RtrReason,
+    ) {
+        let header = Header::control(FrameKind::Rtr, match_space, 0, token, buffer.received as u64);
+        self.expect(from, token, buffer);
+        endpoints.send_control(from, Header { index: why as u32, ..header });
+    }
+
+    /// Has a buffer for the message that `from` will send under `token`.
+    pub(crate) fn expect(&mut self, from: Rank, token: u64, buffer: RecvBuffer) {
+        self.recv_buffers.insert((from, token), buffer);
+    }
+
+    /// Where the next bytes of a message go.
+    pub(crate) fn data_arrives(&mut self, from: Rank, header: Header) -> Sink {
+        match self.recv_buffers.remove(&(from, header.token)) {
+            Some(buffer) if buffer.fits(header.payload()) => Sink::Buffer(buffer),
+            _ => Sink::Discard,
+        }
+    }
+
+    /// Whether there are messages to be read.
+    pub(crate) fn has_reads(&self) -> bool {
+        !self.reads.is_empty()
+    }
+
+    /// Whether a message can be read now.
+    pub(crate) fn can_read_now(&self, endpoints: &Endpoints) -> bool {
+        self.reads.can_read_now(endpoints)
+    }
+
+    /// Reads on, a bounded amount. What has been read whole is appended to `done`, with its sender. True: something moved.
+    pub(crate) fn progress_reads(&mut self, endpoints: &mut Endpoints, done: &mut Vec<(Rank, Completion)>) -> bool {
+        let mut moved = false;
+        let mut index = 0;
+        while index < self.reads.len() {
+            match self.reads.read_on(index, endpoints) {
+                ReadEnd::More => moved = true,
+                ReadEnd::Stale => {}
+                ReadEnd::Whole(reading) => {
+                    moved = true;
+                    reading.acknowledge(endpoints);
+                    done.push((reading.from, reading.buffer.completion));
+                }
+                ReadEnd::Unreadable(Reading { from, token, match_space, buffer, .. }) => {
+                    moved = true;
+                    self.send_rtr(endpoints, from, token, match_space, buffer, RtrReason::CannotRead);
+                }
+            }
+            index += 1;
+        }
+        moved
+    }
+
+    /// Message `token` of `from` is no longer where its RTS said. False: nothing reads it yet, so that its RTS, if there
+    /// is one, has to forget the address.
+    pub(crate) fn invalidation_arrives(&mut self, endpoints: &mut Endpoints, from: Rank, token: u64) -> bool {
+        let Some(reading) = self.reads.invalidated(from, token) else { return false };
+        let Reading { match_space, buffer, .. } = reading;
+        self.send_rtr(endpoints, from, token, match_space, buffer, RtrReason::Chosen);
+        true
+    }
+
+    // ---- one operation ----
+
+    /// The operation of transfer `token`: the waiting sender, or the receiver with a buffer for it.
+    pub(crate) fn op_of_token(&self, peer: Rank, token: u64) -> Option<OpId> {
+        let sent =
+            self.pending_sends.get(&token).filter(|pending| pending.to == peer).map(|pending| pending.completion);
+        let received = || self.recv_buffers.get(&(peer, token)).map(|buffer| buffer.completion);
+        sent.or_else(received).or_else(|| self.reads.completion(peer, token)).map(|completion| completion.op)
+    }
+
+    /// Drops everything of `op`: nothing refers to its memory afterwards. `unsent` is told of each message of which its peer
+    /// never hears.
+    pub(crate) fn cancel(&mut self, endpoints: &mut Endpoints, op: OpId, unsent: impl FnMut(Rank, Header)) {
+        self.drop_pending_sends(endpoints, |pending| pending.completion.op == op);
+        self.reads.cancel(endpoints, op);
+        self.recv_buffers.retain(|_, buffer| buffer.completion.op != op);
+        endpoints.cancel(op, unsent);
+    }
+
+    /// Whether `op` waits for `peer` to take or to bring a message that both know of.
+    pub(crate) fn exchanges(&self, endpoints: &Endpoints, op: OpId, peer: Rank) -> bool {
+        endpoints.exchanges(op, peer)
+            || self.pending_sends.values().any(|pending| pending.to == peer && pending.completion.op == op)
+            || self.recv_buffers.iter().any(|((from, _), buffer)| *from == peer && buffer.completion.op == op)
+            || self.reads.serves(op, peer)
+    }
+
+    // ---- ends ----
+
+    /// Drops what is for or from `peer`, which is lost.
+    pub(crate) fn lose(&mut self, endpoints: &mut Endpoints, peer: Rank) {
+        self.drop_pending_sends(endpoints, |pending| pending.to == peer);
+        self.reads.lose(peer);
+        self.recv_buffers.retain(|(from, _), _| *from != peer);
+    }
+
+    /// Drops everything.
+    pub(crate) fn clear(&mut self, endpoints: &mut Endpoints) {
+        self.drop_pending_sends(endpoints, |_| true);
+        self.recv_buffers.clear();
+        self.reads.clear();
+    }
+}
+
+/// Takes back the address of a message, if its RTS has named one.
+fn invalidate(endpoints: &mut Endpoints, pending: &mut PendingSend) {
+    if pending.header.address.take().is_some() {
+        endpoints.mark_reads_stale(pending.to);
+        let (match_space, token) = (pending.header.match_space, pending.header.token);
+        endpoints.send_control(pending.to, Header::control(FrameKind::Invalidated, match_space, 0, token, 0));
+    }
+}
+
+/// How many times as long a cache-hot message may be before it is read where it lies.
+const HOT_FACTOR: usize = 4;
