@@ -2,8 +2,9 @@
 //! between any two of them is an error on every rank, also where data flows between few. A message's header tells what
 //! its sender called, hence it takes no more than messages.
 
+use crate::algo::collective::{Collective, DIRECT_MAX_RANKS};
+use crate::algo::dissemination;
 use crate::algo::group::Group;
-use crate::algo::{Collective, DIRECT_MAX_RANKS, dissemination};
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 

@@ -4,8 +4,9 @@
 //! collective operation performance", 2000; the striped all_reduce, in which every local rank is the leader of its
 //! piece, is what NCCL and Horovod call hierarchical all-reduce.
 
+use crate::algo::collective::Setting;
 use crate::algo::group::{Group, chunks, pieces};
-use crate::algo::{Setting, binomial, direct, halving_doubling};
+use crate::algo::{binomial, direct, halving_doubling};
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 

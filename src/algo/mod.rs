@@ -1,6 +1,6 @@
-//! Algorithms: pure functions from an operation's shape to one rank's [`Schedule`].
+//! Algorithms: pure functions from an operation's shape to one rank's [`Schedule`](crate::schedule::Schedule).
 //!
-//! Each file appends the steps of one algorithm to a [`Builder`], for a group of ranks and
+//! Each file appends the steps of one algorithm to a [`Builder`](crate::schedule::Builder), for a group of ranks and
 //! data described by slices, so that algorithms compose ([`hierarchical`]). [`select`] is the table that picks one.
 //!
 //! In an all_reduce, an equal all_gather or an equal reduce_scatter every rank needs data of every other, so nobody finishes
@@ -8,6 +8,7 @@
 
 mod agreement;
 pub mod binomial;
+pub mod collective;
 pub mod direct;
 pub mod dissemination;
 pub mod group;
@@ -17,200 +18,6 @@ pub mod ring;
 pub mod select;
 pub mod tuning;
 
-use crate::counts::Counts;
-use crate::op::CollectiveKind;
-use crate::schedule::{Builder, Schedule, Slice, Space};
-use crate::topo::Topology;
-use crate::types::Rank;
-use group::Group;
-
+pub use collective::{Chunking, Collective, Scaling, Setting};
 pub use select::{names, plan, plan_with};
 pub use tuning::Tuning;
-
-/// The shape of a collective, all counts in elements. The input and output spaces of the schedule hold, end to end:
-///
-/// | collective | input | output |
-/// |---|---|---|
-/// | all_reduce, reduce, broadcast | `count` | `count`; may be the same memory |
-/// | all_gather | `counts[me]` | the sum of `counts`, by rank |
-/// | reduce_scatter | the sum of `counts`, by rank | `counts[me]` |
-/// | all_to_all | the sum of `send`, by rank | the sum of `recv`, by rank |
-/// | gather | `count` | on the root `count` a rank, else nothing |
-/// | scatter | on the root `count` a rank, else nothing | `count` |
-/// | barrier | nothing | nothing |
-///
-/// Inputs are never written unless they are the output's own memory. A broadcast reads the root's input and writes
-/// every rank's output. A reduce writes the root's output alone; other ranks work in scratch memory.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Collective {
-    /// Everyone gets the reduction.
-    AllReduce {
-        /// Elements.
-        count: usize,
-    },
-    /// The root gets the reduction.
-    Reduce {
-        /// Elements.
-        count: usize,
-        /// Who gets it.
-        root: Rank,
-    },
-    /// Everyone gets the root's data.
-    Broadcast {
-        /// Elements.
-        count: usize,
-        /// Whose data.
-        root: Rank,
-    },
-    /// Everyone gets everyone's block.
-    AllGather {
-        /// Elements by rank.
-        counts: Counts,
-    },
-    /// Everyone gets its block of the reduction.
-    ReduceScatter {
-        /// Elements by rank.
-        counts: Counts,
-    },
-    /// Everyone gets its block of everyone's data.
-    AllToAll {
-        /// This rank's elements for each rank.
-        send: Counts,
-        /// This rank's elements from each rank.
-        recv: Counts,
-    },
-    /// The root gets everyone's block.
-    Gather {
-        /// Elements a rank.
-        count: usize,
-        /// Who gets them.
-        root: Rank,
-    },
-    /// Everyone gets its block of the root's data.
-    Scatter {
-        /// Elements a rank.
-        count: usize,
-        /// Whose data.
-        root: Rank,
-    },
-    /// No data.
-    Barrier,
-}
-
-impl Collective {
-    /// What it is called where it is not a part of a window's registration or its end.
-    pub(crate) fn kind(&self) -> CollectiveKind {
-        match self {
-            Collective::AllReduce { .. } => CollectiveKind::AllReduce,
-            Collective::Reduce { .. } => CollectiveKind::Reduce,
-            Collective::Broadcast { .. } => CollectiveKind::Broadcast,
-            Collective::AllGather { .. } => CollectiveKind::AllGather,
-            Collective::ReduceScatter { .. } => CollectiveKind::ReduceScatter,
-            Collective::AllToAll { .. } => CollectiveKind::AllToAll,
-            Collective::Gather { .. } => CollectiveKind::Gather,
-            Collective::Scatter { .. } => CollectiveKind::Scatter,
-            Collective::Barrier => CollectiveKind::Barrier,
-        }
-    }
-
-    /// How much memory it takes, beside its own size.
-    pub(crate) fn bytes(&self) -> usize {
-        match self {
-            Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.bytes(),
-            Collective::AllToAll { send, recv } => send.bytes() + recv.bytes(),
-            _ => 0,
-        }
-    }
-}
-
-/// Everything but the data that a schedule depends on.
-#[derive(Clone, Copy, Debug)]
-pub struct Setting<'a> {
-    /// The rank the schedule is for.
-    pub me: Rank,
-    /// Who shares a host with whom.
-    pub topo: &'a Topology,
-    /// Bytes per element.
-    pub element: usize,
-    /// What is multiplied or divided.
-    pub scaling: Scaling,
-    /// Whether long messages travel in chunks.
-    pub chunking: Chunking,
-}
-
-/// Whether long messages travel in chunks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Chunking {
-    /// In chunks, so that consecutive steps overlap.
-    Chunks,
-    /// Whole: what runs the schedule cuts the collective itself.
-    Whole,
-}
-
-/// What a reduction multiplies or divides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Scaling {
-    /// Nothing.
-    Nothing,
-    /// The inputs, before they are combined (PREMUL_SUM), so that they must be copied first.
-    Inputs,
-    /// The sum, by the world size (AVG).
-    Sum {
-        /// Bytes of a sum. As many as of an element where that holds it; else sums have memory of their own.
-        bytes: usize,
-    },
-}
-
-impl Setting<'_> {
-    /// All ranks, as seen from this one.
-    pub fn world(&self) -> Group {
-        Group::new((0..self.topo.size()).map(Rank::from).collect(), self.me)
-    }
-
-    /// How many elements the pieces of messages have in a collective over `total` elements: short enough that
-    /// consecutive steps overlap, long enough that schedules stay small.
-    fn chunk(&self, total: usize) -> usize {
-        self.chunk_of_elements(self.element, total)
-    }
-
-    /// As `chunk`, where the messages are pieces of `data`, which may be sums.
-    fn chunk_of(&self, data: Slice) -> usize {
-        self.chunk_of_elements(self.bytes_in(data.space), data.len)
-    }
-
-    fn chunk_of_elements(&self, element: usize, total: usize) -> usize {
-        match self.chunking {
-            Chunking::Chunks => (CHUNK_BYTES / element).max(total / CHUNKS_MAX).max(1),
-            Chunking::Whole => total.max(1),
-        }
-    }
-
-    /// Bytes of what lies in `space`.
-    fn bytes_in(&self, space: Space) -> usize {
-        match (space, self.scaling) {
-            (Space::Sums, Scaling::Sum { bytes }) => bytes,
-            _ => self.element,
-        }
-    }
-
-    /// Whether sums need memory of their own.
-    fn widens(&self) -> bool {
-        matches!(self.scaling, Scaling::Sum { bytes } if bytes != self.element)
-    }
-}
-
-/// A schedule whose steps `write` appends.
-fn schedule(name: &'static str, write: impl FnOnce(&mut Builder)) -> Schedule {
-    let mut builder = Builder::new(name);
-    write(&mut builder);
-    builder.finish()
-}
-
-/// Up to this many ranks, everyone talks to everyone.
-const DIRECT_MAX_RANKS: usize = 8;
-
-/// The length of the pieces that long messages travel in.
-const CHUNK_BYTES: usize = 256 * 1024;
-
-/// The most pieces that a collective's data is cut into.
-const CHUNKS_MAX: usize = 256;

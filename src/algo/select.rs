@@ -1,10 +1,8 @@
 //! The table of algorithms. The first row that can do a collective and is preferred for its size and world is taken.
 
+use crate::algo::collective::{Collective, DIRECT_MAX_RANKS, Scaling, Setting, schedule};
 use crate::algo::group::{blocks, pieces};
-use crate::algo::{
-    Collective, DIRECT_MAX_RANKS, Scaling, Setting, agreement, binomial, direct, dissemination, halving_doubling,
-    hierarchical, ring, schedule,
-};
+use crate::algo::{agreement, binomial, direct, dissemination, halving_doubling, hierarchical, ring};
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
 use crate::types::Rank;

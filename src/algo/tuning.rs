@@ -13,8 +13,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::algo::collective::{Chunking, Collective, Scaling, Setting};
 use crate::algo::select::{bytes, candidates};
-use crate::algo::{Chunking, Collective, Scaling, Setting};
 use crate::counts::Counts;
 use crate::op::CollectiveKind;
 use crate::topo::Topology;

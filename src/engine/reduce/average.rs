@@ -4,7 +4,7 @@
 
 use half::{bf16, f16};
 
-use super::{Accumulators, Element, Job, Operands, STRETCH, accumulate, each, undefined};
+use super::element::{Accumulators, Element, Job, Operands, STRETCH, accumulate, each, undefined};
 use crate::sys::simd::{Kernel, widest};
 use crate::types::{DType, ReduceOp};
 

@@ -1,5 +1,6 @@
 //! Every operation on every type against arithmetic done one value at a time.
 
+use super::element::{narrow_bf16, narrow_f16, widen_f16};
 use super::*;
 use crate::types::Arithmetic;
 
