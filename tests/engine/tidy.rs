@@ -1,7 +1,12 @@
 //! The rules of the source tree that the compiler does not know.
 
+mod imports;
+
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use imports::Imports;
 
 /// A module uses only modules of its own layer or of layers before it.
 const LAYERS: &[&[&str]] = &[
@@ -18,6 +23,64 @@ const LAYERS: &[&[&str]] = &[
 
 /// Modules of one layer that must not see each other although one comes first: they meet in the engine.
 const STRANGERS: &[(&str, &str)] = &[("transport", "algo")];
+
+/// The floors of a folder, the lowest first: a file uses only files of lower floors, and of its own floor those that
+/// [`BESIDE`] lists. Children of a file stand where it stands.
+const FLOORS: &[(&str, &[&[&str]])] = &[(
+    "src/engine/",
+    &[
+        // Data.
+        &[
+            "body",
+            "call",
+            "completion",
+            "failures",
+            "flight_recorder",
+            "frame",
+            "heartbeat",
+            "plan",
+            "reduce",
+            "region",
+            "wait_policy",
+        ],
+        // Queues.
+        &["recv_buffer", "inbox", "outbox"],
+        // Endpoints.
+        &["connector", "endpoint"],
+        // The rendezvous of long messages.
+        &["single_copy", "rndv", "buffered_send"],
+        // Protocols, none of which sees another.
+        &["context", "collective", "message", "window"],
+        // The engine.
+        &["progress", "dump", "fast_path", "shutdown"],
+        // Threads.
+        &["callbacks", "driver"],
+        // Tests.
+        &["mock_peer", "fuzz"],
+    ],
+)];
+
+/// What a file uses of its own floor.
+const BESIDE: &[(&str, &[&str])] = &[
+    ("src/engine/body", &["region"]),
+    ("src/engine/flight_recorder", &["call"]),
+    ("src/engine/plan", &["region"]),
+    ("src/engine/inbox", &["recv_buffer"]),
+    ("src/engine/endpoint", &["connector"]),
+    ("src/engine/rndv", &["single_copy"]),
+    ("src/engine/buffered_send", &["rndv"]),
+    ("src/engine/collective", &["context"]),
+    ("src/engine/message", &["context"]),
+    ("src/engine/window", &["context"]),
+    ("src/engine/dump", &["progress"]),
+    ("src/engine/fast_path", &["progress"]),
+    ("src/engine/shutdown", &["progress"]),
+    ("src/engine/driver", &["callbacks"]),
+    ("src/engine/fuzz", &["mock_peer"]),
+];
+
+/// Files that use each other may still stand here.
+const CIRCLES: &[&str] = &["src/comm/", "src/transport/", "torch_plugin/src/", "backend_api/src/"];
 
 /// Where unsafe code may stand.
 const UNSAFE: &[&str] = &[
@@ -89,6 +152,89 @@ fn modules_use_only_what_stands_below_them() {
                 assert!(theirs <= own && !stranger, "{name}:{}: `{module}` uses `{used}`", number + 1);
             }
         }
+    }
+}
+
+/// The floor of a file of `folder`, and its name there.
+fn floor<'a>(folder: &str, floors: &[&[&str]], file: &'a str) -> Option<(usize, &'a str)> {
+    let name = file.strip_prefix(folder)?.trim_end_matches(".rs").split('/').next()?;
+    if name == "mod" {
+        return None;
+    }
+    let floor = floors.iter().position(|floor| floor.contains(&name));
+    Some((floor.unwrap_or_else(|| panic!("{file} has no floor")), name))
+}
+
+#[test]
+fn files_use_only_what_stands_below_them() {
+    let imports = Imports::of("src");
+    for (folder, floors) in FLOORS {
+        for path in rust_files(folder) {
+            let file = relative(&path);
+            let Some((own, name)) = floor(folder, floors, &file) else { continue };
+            let beside = BESIDE.iter().find(|(from, _)| *from == format!("{folder}{name}"));
+            let beside = beside.map_or(&[][..], |(_, beside)| beside);
+            for (theirs, used) in imports.of_file(&file).filter_map(|used| floor(folder, floors, used)) {
+                let is_beside = theirs == own && (used == name || beside.contains(&used));
+                assert!(theirs < own || is_beside, "{file} uses {used}, which does not stand below it");
+            }
+        }
+    }
+}
+
+/// The types that `code` defines, or gives methods to.
+fn types<'a>(code: &'a str, keywords: &[&str]) -> Vec<&'a str> {
+    let is_word = |letter: char| letter.is_alphanumeric() || letter == '_';
+    let of_line = |line: &'a str| {
+        let words = line.trim_start_matches("pub ").trim_start_matches("pub(crate) ").trim_start_matches("pub(super) ");
+        let rest = keywords.iter().find_map(|keyword| words.strip_prefix(keyword))?;
+        let rest = rest.rsplit(" for ").next()?.trim_start_matches(|letter| letter != '<' && !is_word(letter));
+        let rest = if rest.starts_with('<') { rest.split_once('>')?.1.trim_start() } else { rest };
+        rest.split(|letter| !is_word(letter)).next().filter(|name| !name.is_empty())
+    };
+    code.lines().filter_map(of_line).collect()
+}
+
+#[test]
+fn files_give_methods_only_to_types_of_their_own_floor_or_below() {
+    for (folder, floors) in FLOORS {
+        let mut owners = BTreeMap::new();
+        let mut files = Vec::new();
+        for path in rust_files(folder) {
+            let (file, text) = (relative(&path), fs::read_to_string(&path).expect("a source file"));
+            let Some((own, _)) = floor(folder, floors, &file) else { continue };
+            let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default().to_owned();
+            for name in types(&code, &["struct ", "enum "]) {
+                let highest = owners.entry(name.to_owned()).or_insert(own);
+                *highest = own.min(*highest);
+            }
+            if !file.ends_with("/tests.rs") {
+                files.push((file, own, code));
+            }
+        }
+        for (file, own, code) in files {
+            for name in types(&code, &["impl ", "impl"]) {
+                let above = owners.get(name).is_some_and(|owner| *owner > own);
+                assert!(!above, "{file} has methods of `{name}`, which stands above it");
+            }
+            let engines = code.matches("\nimpl Engine {").count();
+            let expected =
+                usize::from(code.contains("use crate::engine::progress::Engine;") || file.ends_with("/progress.rs"));
+            assert!(engines <= expected, "{file} has {engines} blocks of methods of the engine");
+        }
+    }
+}
+
+#[test]
+fn no_files_use_each_other() {
+    let crates = ["src", "torch_plugin/src", "device_mesh/src", "backend_api/src"].map(Imports::of);
+    let circles: Vec<_> = crates.iter().flat_map(Imports::circles).collect();
+    let is_excused = |file: &str| CIRCLES.iter().any(|excused| file.starts_with(excused));
+    let unexcused: Vec<_> = circles.iter().filter(|circle| !circle.iter().all(|file| is_excused(file))).collect();
+    assert!(unexcused.is_empty(), "these files use each other: {unexcused:#?}");
+    for excused in CIRCLES {
+        let is_needed = circles.iter().flatten().any(|file| file.starts_with(excused));
+        assert!(is_needed, "{excused} has no circle: take it from the list");
     }
 }
 
