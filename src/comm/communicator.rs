@@ -157,7 +157,7 @@ impl Communicator {
         let here = &topo.hosts()[topo.host_of(rank)];
         let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
         let oversubscribed = here.len() > cores;
-        let polling = Polling { time: config.spin.duration(oversubscribed), yields: oversubscribed };
+        let polling = Polling { time: config.spin.duration(oversubscribed), yield_when_idle: oversubscribed };
         if log::log_enabled!(log::Level::Info) {
             let first = routes.iter().filter_map(|routes| Some(transports.name(routes.first()?.transport))).collect();
             let network = summary::network(&config, host.as_deref());

@@ -177,7 +177,7 @@ mod tests {
         let region = Region::of(&[words.buffer()]);
         let (direction, tag) = (Direction::Send(Rank(1)), Tag(0));
         let entry = harness.engine.begin(direction.call(tag, LEN), direction.bytes(LEN));
-        let work = Work::new(Harness::nobody(), entry);
+        let work = Work::new(Harness::no_progress(), entry);
         let request = MessageRequest { direction, tag, region, timeout: Duration::from_secs(600) };
         harness.engine.submit_message(request, work.clone());
         work

@@ -1,9 +1,9 @@
-//! The threads that run callbacks of works which nobody waits for.
+//! The threads that run callbacks of works which no thread waits for.
 //!
-//! Callbacks run one after the other, in the order in which the works ended, and never on a thread that makes progress:
-//! a callback may wait for Python's lock, or for another operation. One that takes longer than [`PATIENCE`] may be
-//! waiting for a callback behind it (PyTorch's PowerSGD hook waits for futures, which callbacks complete), so those
-//! behind it then run beside it, on a thread more.
+//! Callbacks run one after the other, in the order in which the works ended. They never run on a thread that makes
+//! progress: a callback may wait for Python's lock, or for another operation. A callback that takes longer than
+//! [`TURN_TIMEOUT`] may be waiting for one behind it: PyTorch's PowerSGD hook waits for futures, which callbacks complete.
+//! Those behind it then run beside it, on one more thread.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -12,8 +12,8 @@ use crate::sync::{Arc, Condvar, Mutex, lock};
 use crate::sys::fork::PerProcess;
 use crate::work::Work;
 
-/// How long a callback may hold up those behind it.
-const PATIENCE: Duration = Duration::from_millis(5);
+/// How long a callback may hold up the callbacks behind it.
+const TURN_TIMEOUT: Duration = Duration::from_millis(5);
 
 /// Runs the work's callbacks on a thread kept for them.
 pub(crate) fn run_elsewhere(work: Work) {
@@ -23,7 +23,7 @@ pub(crate) fn run_elsewhere(work: Work) {
 /// Something to call.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// Calls `job` on a thread kept for callbacks, behind those that were to be called before.
+/// Calls `job` on a thread kept for callbacks, behind the jobs that came before.
 pub fn call_elsewhere(job: Box<dyn FnOnce() + Send>) {
     static QUEUE: PerProcess<Arc<Queue>> = PerProcess::unset();
     QUEUE.get().push(job);
@@ -38,9 +38,9 @@ struct Queue {
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
-    /// Jobs taken so far; the latest is the one that others wait for.
+    /// Jobs taken so far; the latest is the one that the queued jobs wait for.
     taken: u64,
-    /// When the latest job was taken, while it runs and has not run out of patience.
+    /// When the latest job was taken, while it runs and its time is not over.
     running: Option<Instant>,
     threads: usize,
     /// Threads inside a job.
@@ -75,9 +75,9 @@ impl Queue {
     fn serve(self: Arc<Self>) {
         let mut state = lock(&self.state);
         loop {
-            let patience = state.running.map_or(Duration::ZERO, |since| PATIENCE.saturating_sub(since.elapsed()));
-            if !patience.is_zero() && !state.jobs.is_empty() {
-                let waited = self.changed.wait_timeout(state, patience);
+            let timeout = state.running.map_or(Duration::ZERO, |since| TURN_TIMEOUT.saturating_sub(since.elapsed()));
+            if !timeout.is_zero() && !state.jobs.is_empty() {
+                let waited = self.changed.wait_timeout(state, timeout);
                 state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
                 continue;
             }

@@ -502,7 +502,7 @@ impl Collectives {
         }
     }
 
-    /// A message that nobody waited for when its header came is complete.
+    /// A message that no step waited for when its header came is complete.
     pub(crate) fn unexpected_complete(&mut self, ctx: &mut OpContext, from: Rank, header: Header, bytes: Vec<u8>) {
         let sequence = header.key;
         match self.posted_step(ctx, from, header) {

@@ -20,7 +20,7 @@ pub(crate) enum OpId {
     Protocol,
 }
 
-/// Who is told when a message has been written or received: an operation, and for a collective its step.
+/// What is told when a message has been written or received: an operation, and for a collective its step. Named as in UCX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Completion {
     pub(crate) op: OpId,
@@ -28,7 +28,7 @@ pub(crate) struct Completion {
 }
 
 impl Completion {
-    /// Nobody.
+    /// None is told.
     pub(crate) const NONE: Completion = Completion { op: OpId::Protocol, step: 0 };
 }
 

@@ -24,7 +24,7 @@ pub(crate) struct Way {
     routes: VecDeque<Route>,
     /// Why others did.
     failures: Vec<String>,
-    /// One of them has, of which nobody has been told.
+    /// One of them has, which has not been logged.
     has_turned: bool,
     obstacle: Option<Obstacle>,
 }

@@ -1,9 +1,8 @@
 //! Which thread makes progress.
 //!
 //! A thread that waits for a work drives the engine itself: it spins for a short while, then sleeps on the poller. At
-//! most one thread sleeps there, the one whose turn it is; other waiting threads sleep until the turn is free. When
-//! nobody waits and operations are in flight, a background thread takes the turn. An idle communicator's threads all
-//! sleep.
+//! most one thread sleeps there, the one that owns progress; other waiting threads sleep until progress has no owner. When
+//! no thread waits and operations are in flight, a progress thread owns it. An idle communicator's threads all sleep.
 
 use std::time::{Duration, Instant};
 
@@ -23,12 +22,11 @@ use crate::work::{Drive, Work};
 /// What a thread that waits does before it sleeps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Polling {
-    /// How long it looks for news.
+    /// How long it polls before it sleeps.
     pub(crate) time: Duration,
-    /// Whether it always gives its core away after each look, to whom it waits for: where there are more ranks than cores.
-    /// Elsewhere it does so while another rank is on its core. To sleep and to be woken for each message takes several
-    /// times as long.
-    pub(crate) yields: bool,
+    /// Whether it yields its CPU after every poll: set on oversubscribed hosts. Elsewhere it yields while another rank waits
+    /// on its CPU. To sleep and to be woken for each message takes several times as long.
+    pub(crate) yield_when_idle: bool,
 }
 
 #[derive(Default)]
@@ -96,8 +94,9 @@ impl Driver {
         if finished.is_empty() {
             return;
         }
-        // Here and below, the core's lock orders the flags: who waits sets its flag before it takes the lock and looks at its
-        // work after, who completes works does so under the lock and looks at the flags after. `tests/models` checks that.
+        // Here and below, the engine's lock orders the flags. A thread that waits sets its flag before it takes the lock, and
+        // looks at its work after. A thread that completes works does so under the lock, and looks at the flags after.
+        // `tests/models` checks that.
         if self.waiters.load(Ordering::SeqCst) > own {
             let _turn = lock(&self.turn);
             self.turn_changed.notify_all();
@@ -164,7 +163,7 @@ impl Driver {
             engine.write_due_dump();
             (engine.take_finished(), engine.is_busy())
         };
-        // A collective that failed has others to tell, which takes streams and somebody who drives them.
+        // A collective that failed has to tell other ranks, which takes streams and a thread that drives them.
         let hands_over = is_busy && !finished.is_empty();
         // As in `departed`.
         self.wake();
@@ -192,7 +191,7 @@ impl Driver {
         self.origin.is_here()
     }
 
-    /// The error of whoever uses it in a forked child.
+    /// The error of using it in a forked child.
     pub(crate) fn forked_error(&self, operation: &str) -> Error {
         let how = "made by this process's parent, before the fork".to_owned();
         Error::Closed { operation: operation.to_owned(), comm: self.name.clone(), how }
@@ -243,10 +242,10 @@ impl Driver {
 
     /// Drives without sleeping for a while after the last progress. True: done, or out of time.
     fn spin_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) -> bool {
-        let (mut quiet_since, mut yields) = (None, self.polling.yields);
+        let (mut quiet_since, mut yields) = (None, self.polling.yield_when_idle);
         loop {
             let mut moved = false;
-            // Reading the clock takes longer than a turn without news.
+            // Reading the clock takes longer than a turn in which nothing moves.
             let turns = if yields || self.polling.time.is_zero() { 1 } else { TURNS_PER_LOOK };
             for _ in 0..turns {
                 moved |= self.step(false);
@@ -266,7 +265,7 @@ impl Driver {
                 return false;
             } else {
                 // To ranks alone: a stranger on this core might keep it for milliseconds.
-                let wait = if self.polling.yields { Wait::Yield } else { self.wait_on_cpu(now) };
+                let wait = if self.polling.yield_when_idle { Wait::Yield } else { self.wait_on_cpu(now) };
                 match wait {
                     Wait::Spin => {}
                     Wait::Yield => std::thread::yield_now(),
@@ -310,7 +309,7 @@ impl Driver {
         true
     }
 
-    /// Sleeps until a stream has news, the next operation runs out of time, or the deadline passes. With `alert`, not
+    /// Sleeps until a stream moves, the next operation runs out of time, or the deadline passes. With `alert`, not
     /// at all once a thread waits.
     fn sleep(&self, deadline: Option<Instant>, alert: impl Fn() -> bool) {
         self.asleep.store(true, Ordering::SeqCst);

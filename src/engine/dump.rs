@@ -1,4 +1,4 @@
-//! What a rank knows of its communicator, written down for those who look for a culprit: `ncclx-rs diagnose` reads it.
+//! What a rank knows of its communicator, as a file that names who is to blame: `ncclx-rs diagnose` reads it.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -198,7 +198,7 @@ impl Engine {
         let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };
         let name: String = self.name().chars().map(plain).take(64).collect();
         let file = folder.join(format!("ncclx_rs-{name}-{}-rank{}.json", &self.id[..8], self.context.me));
-        // Whole or not at all, for whoever reads meanwhile.
+        // Whole or not at all, for a program that reads meanwhile.
         let partial = file.with_extension(format!("{}.partial", std::process::id()));
         let mut options = OpenOptions::new();
         options

@@ -209,7 +209,7 @@ impl Endpoints {
         gone
     }
 
-    /// Lets every transport look for news.
+    /// Lets every transport see which streams have brought something.
     pub(crate) fn look(&mut self) {
         self.transports.iter_mut().for_each(|transport| transport.look());
     }
@@ -223,7 +223,7 @@ impl Endpoints {
         self.lost(to).is_none() && self.write(to, header, body, completion)
     }
 
-    /// Sends a frame without a payload, of which nobody is told.
+    /// Sends a frame without a payload, of which no operation is told.
     pub(crate) fn send_control(&mut self, to: Rank, header: Header) {
         self.send(to, header, Body::Empty, Completion::NONE);
     }

@@ -188,7 +188,7 @@ mod tests {
         harness.engine.context.failures.is_watched = true;
         let signature = Signature { operation: 3, root: 1, count: 1, ..Signature::default() };
         let entry = harness.engine.begin(Call::Collective(signature), Bytes::default());
-        let work = Work::new(Harness::nobody(), entry);
+        let work = Work::new(Harness::no_progress(), entry);
         let region = Region::of(&[words.buffer()]);
         let request = Request {
             collective: Collective::Broadcast { count: 1, root: Rank(1) },

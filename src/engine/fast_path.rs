@@ -295,13 +295,13 @@ mod tests {
     }
 
     fn run(harness: &mut Harness, words: &mut Words) -> Submitted {
-        harness.engine.start_collective(sum(words), true, &Harness::nobody())
+        harness.engine.start_collective(sum(words), true, &Harness::no_progress())
     }
 
     fn message(harness: &mut Harness, direction: Direction, words: &mut Words) -> Submitted {
         let region = Region::of(&[words.buffer()]);
         let request = MessageRequest { direction, tag: Tag(3), region, timeout: LIMIT };
-        harness.engine.run_message(request, true, &Harness::nobody())
+        harness.engine.run_message(request, true, &Harness::no_progress())
     }
 
     /// What rank 1 sends in collective 0.

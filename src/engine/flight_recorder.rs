@@ -36,7 +36,7 @@ impl Record {
         self.rest.as_ref()?.failure.as_deref()
     }
 
-    /// Where the program called it, the innermost frame first, if somebody has told.
+    /// Where the program called it, the innermost frame first, if the program has told.
     pub(crate) fn stack(&self) -> &[Frame] {
         self.rest.as_ref().map_or(&[], |rest| &rest.stack)
     }

@@ -129,7 +129,7 @@ impl Play {
         let (mut words, tag) = (words(input), Tag(input.byte().into()));
         let region = Region::of(&[words.buffer()]);
         let request = MessageRequest { direction, tag, region, timeout: TIMEOUT };
-        let begun = self.harness.engine.run_message(request, input.byte().is_multiple_of(2), &Harness::nobody());
+        let begun = self.harness.engine.run_message(request, input.byte().is_multiple_of(2), &Harness::no_progress());
         self.keep(begun, vec![words]);
     }
 
@@ -160,7 +160,7 @@ impl Play {
         let (signature, reduce, timeout) = (SIGNATURE, Some(ReduceOp::Sum), TIMEOUT);
         let spaces = Spaces::new(input, output, dtype.size());
         let request = Request { collective, signature, reduce, dtype, spaces, timeout };
-        let begun = self.harness.engine.start_collective(request, kind / 8 % 2 == 0, &Harness::nobody());
+        let begun = self.harness.engine.start_collective(request, kind / 8 % 2 == 0, &Harness::no_progress());
         self.keep(begun, vec![mine, theirs, all]);
     }
 
@@ -175,7 +175,8 @@ impl Play {
         };
         let Some((window, _)) = &self.window else { return };
         let (window, peer, timeout) = (*window, PEER, TIMEOUT);
-        let work = Work::new(Harness::nobody(), self.harness.engine.begin(access.call(peer, window), Bytes::default()));
+        let work =
+            Work::new(Harness::no_progress(), self.harness.engine.begin(access.call(peer, window), Bytes::default()));
         self.harness.engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });
         self.in_flight.push((work, vec![words]));
     }

@@ -1,32 +1,33 @@
 //! Heartbeats: ranks that wait in a collective say so again and again.
 //!
-//! They tell who has called a collective, and what, to ranks that exchange nothing with each other, so that a time-out
-//! names who has not. They travel beside the operations' streams, of which none is opened for them.
+//! Ranks that exchange nothing with each other learn from them which ranks have called a collective, and with what
+//! arguments. So a timeout names the ranks that have not. Heartbeats travel beside the operations' streams: none is opened
+//! for them.
 
 use std::time::{Duration, Instant};
 
 use crate::signature::Signature;
 use crate::types::Rank;
 
-/// Ranks that wait in a collective.
+/// Tells that ranks wait in a collective.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Heartbeat {
     pub(crate) sequence: u64,
     pub(crate) signature: Signature,
     /// Counts a rank's heartbeats in this collective.
     pub(crate) round: u32,
-    /// After how many milliseconds these ranks say so again, if they still wait.
+    /// After how many milliseconds these ranks send the next one, if they still wait.
     pub(crate) again_millis: u64,
     pub(crate) ranks: Vec<Rank>,
 }
 
-/// Passes a heartbeat of this rank on. Called under the engine's lock: it must not block.
+/// Sends a heartbeat of this rank to the others. Called under the engine's lock: it must not block.
 pub(crate) type SendHeartbeat = Box<dyn Fn(Heartbeat) + Send>;
 
 /// When a collective's next heartbeat is due.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pulse {
-    /// None if that is beyond the clock's range.
+    /// None if it is beyond the clock's range.
     pub(crate) due: Option<Instant>,
     interval: Duration,
     round: u32,
@@ -35,8 +36,8 @@ pub(crate) struct Pulse {
 impl Pulse {
     /// Of a collective that starts now and may take `timeout`.
     pub(crate) fn new(now: Instant, timeout: Duration) -> Pulse {
-        let due = now.checked_add(FIRST_AFTER.min(timeout / 4));
-        Pulse { due, interval: FIRST_AFTER.max(timeout / 8), round: 0 }
+        let due = now.checked_add(HEARTBEAT_AFTER.min(timeout / 4));
+        Pulse { due, interval: HEARTBEAT_AFTER.max(timeout / 8), round: 0 }
     }
 
     /// Takes the heartbeat that is due at `now`, if one is: its round, and after how long the next one follows.
@@ -49,8 +50,8 @@ impl Pulse {
     }
 }
 
-/// How long a collective waits before this rank tells the others that it is there, and at least until it tells them again.
-const FIRST_AFTER: Duration = Duration::from_millis(500);
+/// How long a collective waits before its first heartbeat, and at least before each further one.
+const HEARTBEAT_AFTER: Duration = Duration::from_millis(500);
 
 #[cfg(test)]
 mod tests {
@@ -72,7 +73,7 @@ mod tests {
         let root = Rank(size - 1);
         let signature = Signature { operation: 3, root: root.0, count: 1, ..Signature::default() };
         let entry = harness.engine.begin(Call::Collective(signature), Bytes::default());
-        let work = Work::new(Harness::nobody(), entry);
+        let work = Work::new(Harness::no_progress(), entry);
         let region = Region::of(&[words.buffer()]);
         let request = Request {
             collective: Collective::Broadcast { count: 1, root },
@@ -137,10 +138,10 @@ mod tests {
         let mut short = Pulse::new(now, second);
         assert_eq!(short.due, Some(now + second / 4));
         assert_eq!(short.beat(now), None, "it is not due yet");
-        assert_eq!(short.beat(now + second / 4), Some((0, FIRST_AFTER)));
-        assert_eq!(short.beat(now + second), Some((1, FIRST_AFTER)));
+        assert_eq!(short.beat(now + second / 4), Some((0, HEARTBEAT_AFTER)));
+        assert_eq!(short.beat(now + second), Some((1, HEARTBEAT_AFTER)));
         let mut long = Pulse::new(now, second * 800);
-        assert_eq!(long.due, Some(now + FIRST_AFTER));
+        assert_eq!(long.due, Some(now + HEARTBEAT_AFTER));
         assert_eq!(long.beat(now + second), Some((0, second * 100)));
         assert_eq!(long.due, Some(now + second * 101));
     }

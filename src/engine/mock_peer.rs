@@ -78,9 +78,9 @@ impl Harness {
         self.settle();
     }
 
-    /// Who drives the works of a test: the test does.
-    pub(crate) fn nobody() -> Arc<Nobody> {
-        Arc::new(Nobody)
+    /// What drives the works of a test, which makes progress itself.
+    pub(crate) fn no_progress() -> Arc<NoProgress> {
+        Arc::new(NoProgress)
     }
 
     pub(crate) fn settle(&mut self) {
@@ -92,7 +92,7 @@ impl Harness {
         let region = Region::of(&[words.buffer()]);
         let tag = Tag(0);
         let entry = self.engine.begin(direction.call(tag, region.len()), direction.bytes(region.len()));
-        let work = Work::new(Harness::nobody(), entry);
+        let work = Work::new(Harness::no_progress(), entry);
         self.engine.submit_message(MessageRequest { direction, tag, region, timeout }, work.clone());
         self.settle();
         work
@@ -111,9 +111,9 @@ impl Harness {
     }
 }
 
-pub(crate) struct Nobody;
+pub(crate) struct NoProgress;
 
-impl Drive for Nobody {
+impl Drive for NoProgress {
     fn drive(&self, _: &Work, _: Option<Instant>) {}
 }
 

@@ -1,12 +1,24 @@
 //! Drives operations over transports and completes their works.
 //!
-//! `progress` holds all state of a communicator's operations, behind one lock; `driver` decides which thread makes
-//! progress, `wait_policy` how it waits, `callbacks` which one tells of an end. Collectives run one after the other in the order
-//! issued (`collective`); point-to-point messages run beside them (`message`), and so do accesses to windows (`window`).
-//! What can end in the call that submits it does (`fast_path`). `heartbeat` tells who waits in a collective; `failures` ends what
-//! the departure of a rank makes impossible. `reach` opens the stream to a rank, by the `connector` that leads there. `single_copy`
-//! lets a receiver read long messages out of the sender's memory, and `buffered_send` ends sends that wait for each other.
-//! `frame` is the format on the wire. `flight_recorder` remembers the last operations, and `dump` writes them down.
+//! The files stand on floors. Each floor owns its state, uses only the floors above it in this table, and returns what
+//! happened instead of calling further down. `tests/engine/tidy.rs` holds the files to that.
+//!
+//! | floor | files | what they hold |
+//! |---|---|---|
+//! | data | `region`, `body`, `reduce` | an operation's memory, a message's payload, arithmetic |
+//! | | `call`, `plan`, `completion` | what was called, how it runs, what is told of bytes that have left or come |
+//! | | `frame`, `heartbeat` | the format on the wire, and what waiting ranks say beside it |
+//! | | `failures`, `wait_policy` | what follows from a failure, and how a thread waits: decisions alone |
+//! | | `flight_recorder` | the last operations |
+//! | queues | `recv_buffer`, `inbox`, `outbox` | bytes into frames, and frames into bytes |
+//! | endpoints | `connector`, `endpoint` | the streams to other ranks, and what their ends mean |
+//! | rendezvous | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
+//! | protocols | `context` | what all protocols get with a call |
+//! | | `collective`, `message`, `window` | one kind of operation each; none knows another |
+//! | engine | `progress` | all state behind one lock, the loop, and who is told what is done |
+//! | | `fast_path` | operations that end in the call that submits them |
+//! | | `shutdown`, `dump` | ends that nothing can go on after, and the flight recorder as a file |
+//! | threads | `callbacks`, `driver` | which thread calls back, and which makes progress |
 
 pub(crate) mod body;
 pub(crate) mod buffered_send;

@@ -1,4 +1,4 @@
-//! A schedule made ready to run: who waits for whom turned around, messages numbered.
+//! A schedule ready to run: each step's dependents, and each message's index.
 
 use std::collections::VecDeque;
 

@@ -66,7 +66,7 @@ impl RecvBuffer {
 #[derive(Debug)]
 pub(crate) enum Sink {
     Buffer(RecvBuffer),
-    /// Kept until somebody wants it.
+    /// Kept until an operation wants it.
     Heap(Vec<u8>),
     /// Read and forgotten: its operation is over.
     Discard,

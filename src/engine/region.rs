@@ -2,7 +2,7 @@
 //!
 //! # Safety
 //! This is the one place of the engine that dereferences [`Buffer`]s. It relies on their contract (see
-//! [`Buffer::from_raw`]): from submission to completion the memory is valid and nobody else writes it. A [`Region`]
+//! [`Buffer::from_raw`]): from submission to completion the memory is valid and the program does not write it. A [`Region`]
 //! therefore must not outlive its operation: the engine drops every region of an operation before it completes the
 //! operation's work. Schedules order conflicting steps, and one thread at a time holds the engine's lock, so no two
 //! slices made here are alive at the same time except where a function takes both. The memory of a window is lent in

@@ -86,7 +86,7 @@ struct Exposed {
     region: Region,
     /// Absent until every rank has told its size.
     window: Option<Window>,
-    /// Signals that nobody has waited for yet, by sender.
+    /// Signals that no operation has waited for yet, by sender.
     signals: HashMap<Rank, u64>,
     /// Operations that wait for a signal, by sender, the oldest first.
     waits: HashMap<Rank, VecDeque<u64>>,
@@ -100,7 +100,7 @@ struct Queued {
     completion: Completion,
 }
 
-/// The way to one peer.
+/// The order of what goes to one peer.
 #[derive(Default)]
 struct PutOrder {
     /// The put under way that takes more than one frame.

@@ -13,7 +13,7 @@ use crate::work::{Entry, Work};
 /// A driver with works in flight, and the wire over which their ends come.
 fn in_flight(count: usize) -> (Arc<Driver>, Vec<Work>, Poller) {
     let wire = Poller::default();
-    let polling = Polling { time: Duration::ZERO, yields: false };
+    let polling = Polling { time: Duration::ZERO, yield_when_idle: false };
     let driver = Driver::new(Engine { wire: wire.clone(), ..Engine::default() }, wire.clone(), polling);
     let entry = |number| Entry { operation: "barrier", sequence: 0, number: number as u64, began: Instant::now() };
     let work = |number| Work::new(driver.clone(), entry(number));

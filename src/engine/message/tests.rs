@@ -27,7 +27,7 @@ fn words(bytes: usize) -> Words {
 fn ends_at_once(harness: &mut Harness, direction: Direction, words: &mut Words) -> bool {
     let region = Region::of(&[words.buffer()]);
     let request = MessageRequest { direction, tag: Tag(0), region, timeout: LIMIT };
-    match harness.engine.run_message(request, true, &Harness::nobody()) {
+    match harness.engine.run_message(request, true, &Harness::no_progress()) {
         Submitted::Completed(..) => true,
         Submitted::Pending(_) => false,
     }
