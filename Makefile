@@ -143,6 +143,16 @@ quick: $(call ready,$(TORCH)) ## Runs the smoke tests on an unoptimised build
 	$(IN_VENV) PYTHONPATH="$(CURDIR)/$(QUICK_SITE)" python -m pytest tests/python -m "smoke and not repeats" \
 		-k "not beats_gloo"
 
+# CUDA without a GPU: tests/softcuda/README.md.
+SOFTCUDA := $(CURDIR)/target/softcuda/$(TORCH)
+IN_SOFTCUDA = $(IN_VENV) SOFTCUDA_HOME="$(SOFTCUDA)" tests/softcuda/run
+.PHONY: softcuda test-cuda
+softcuda: $(call ready,$(TORCH)) ## Builds the software CUDA for tests
+	$(MAKE) --silent -C tests/softcuda PYTHON="$(CURDIR)/$(VENV)/bin/python" OUT="$(SOFTCUDA)"
+
+test-cuda: softcuda ## Runs the tests of CUDA tensors, on a software CUDA
+	$(IN_SOFTCUDA) python -m pytest tests/softcuda/tests
+
 # PyTorch's own suite (docs/acceptance.md).
 ACCEPTANCE_SIZES := 2 3 4
 .PHONY: acceptance $(ACCEPTANCE_SIZES:%=acceptance-%)

@@ -1,0 +1,211 @@
+// Runs PyTorch's operators on CUDA tensors by their CPU kernels, over the alias of device memory: so that tests can
+// compute what they move. An operator waits for its stream first and is done when it returns, hence cannot be captured.
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <set>
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+
+void* (*alias)(uint64_t, size_t) = nullptr;
+
+// What keeps PyTorch's own CUDA implementation: it allocates, looks or copies without a kernel.
+const std::set<std::string> KEPT = {
+    "aten::_empty_affine_quantized",
+    "aten::_local_scalar_dense",
+    "aten::_pin_memory",
+    "aten::_reshape_alias",
+    "aten::alias",
+    "aten::as_strided",
+    "aten::copy_",
+    "aten::empty.memory_format",
+    "aten::empty_strided",
+    "aten::is_pinned",
+    "aten::is_set_to",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::set_",
+    "aten::set_.source_Storage",
+    "aten::set_.source_Storage_storage_offset",
+    "aten::set_.source_Tensor",
+    "aten::unfold",
+    "aten::view",
+    "aten::view_as_complex",
+    "aten::view_as_real",
+    "aten::zero_",
+};
+
+void wait_for_stream(at::Device device) {
+  c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  guard.synchronizeStream(guard.getStream(device));
+}
+
+char* host_bytes(const Tensor& tensor, size_t bytes) {
+  auto* found = static_cast<char*>(alias(reinterpret_cast<uint64_t>(tensor.storage().data()), bytes));
+  TORCH_CHECK(found, "the tensor's memory is not of the software CUDA");
+  return found;
+}
+
+// One call: its CUDA tensors and the CPU tensors over the same bytes.
+class Call {
+ public:
+  explicit Call(std::optional<at::Device> device = std::nullopt) : device_(device) {}
+
+  Tensor to_host(const Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+    for (const auto& [host, device] : pairs_) {
+      if (device.is_same(tensor)) return host;
+    }
+    if (!device_) device_ = tensor.device();
+    wait_for_stream(tensor.device());
+    Tensor host = view(tensor);
+    if (tensor.is_conj()) host._set_conj(true);
+    if (tensor.is_neg()) host._set_neg(true);
+    pairs_.emplace_back(host, tensor);
+    return host;
+  }
+
+  // A result: an argument that was written to, or a new tensor.
+  Tensor to_device(const Tensor& host) {
+    if (!host.defined()) return host;
+    for (const auto& [known, device] : pairs_) {
+      if (known.is_same(host)) return device;
+    }
+    return host.is_cpu() ? upload(host) : host;
+  }
+
+  // Arguments that the operator gave another size have their bytes elsewhere now.
+  void follow_resizes() {
+    for (auto& [host, device] : pairs_) {
+      if (host.sizes() == device.sizes()) continue;
+      device.resize_(host.sizes());
+      write(device, host);
+    }
+  }
+
+  void note(at::Device device) {
+    if (!device_) device_ = device;
+  }
+
+ private:
+  static Tensor view(const Tensor& tensor) {
+    const auto options = tensor.options().device(at::kCPU);
+    const size_t bytes = tensor.storage().nbytes();
+    if (!bytes || !tensor.numel()) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+    char* start = host_bytes(tensor, bytes) + tensor.storage_offset() * tensor.element_size();
+    return at::from_blob(start, tensor.sizes(), tensor.strides(), options);
+  }
+
+  static void write(const Tensor& device, const Tensor& host) {
+    if (!host.numel()) return;
+    // Memory that was just freed on the stream may still be read by what went before.
+    wait_for_stream(device.device());
+    view(device).copy_(host);
+  }
+
+  Tensor upload(const Tensor& host) {
+    const at::Device device = device_.value_or(at::Device(at::kCUDA, current_device()));
+    const c10::OptionalDeviceGuard guard(device);
+    const Tensor dense = host.is_non_overlapping_and_dense() ? host : host.contiguous();
+    Tensor made = at::empty_strided(dense.sizes(), dense.strides(), dense.options().device(device));
+    write(made, dense);
+    return made;
+  }
+
+  static c10::DeviceIndex current_device() { return c10::impl::VirtualGuardImpl(at::kCUDA).getDevice().index(); }
+
+  std::optional<at::Device> device_;
+  std::vector<std::pair<Tensor, Tensor>> pairs_;
+};
+
+void argument_to_host(IValue& value, Call& call) {
+  if (value.isTensor()) {
+    value = call.to_host(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& tensor : value.toTensorVector()) list.push_back(call.to_host(tensor));
+    value = list;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> list;
+    for (const std::optional<Tensor>& tensor : value.toOptionalTensorList().vec()) {
+      list.push_back(tensor ? std::optional<Tensor>(call.to_host(*tensor)) : std::nullopt);
+    }
+    value = list;
+  } else if (value.isDevice() && value.toDevice().is_cuda()) {
+    call.note(value.toDevice());
+    value = at::Device(at::kCPU);
+  } else if (value.isGenerator()) {
+    value = IValue();  // of CUDA; the CPU's default takes its place
+  }
+}
+
+void result_to_device(IValue& value, Call& call) {
+  if (value.isTensor()) {
+    value = call.to_device(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& tensor : value.toTensorVector()) list.push_back(call.to_device(tensor));
+    value = list;
+  }
+}
+
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call call;
+  const auto& schema = op.schema();
+  for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) {
+    argument_to_host((*stack)[i], call);
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  call.follow_resizes();
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+    result_to_device((*stack)[i], call);
+  }
+}
+
+// Whether a copy moves bytes as they are: then PyTorch's own way, by the driver, is taken.
+bool is_plain(const Tensor& to, const Tensor& from) {
+  const bool same_order = to.strides() == from.strides() || (to.is_contiguous() && from.is_contiguous());
+  return to.scalar_type() == from.scalar_type() && to.is_non_overlapping_and_dense() && to.sizes() == from.sizes() &&
+         same_order && to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg();
+}
+
+Tensor& copy(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_blocking) {
+  if (is_plain(self, source)) {
+    static auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "").typed<Tensor&(Tensor&, const Tensor&, bool)>();
+    // No kernel is registered for this key, so that the one for all keys runs, which CUDA's is.
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::PrivateUse3), self, source, non_blocking);
+  }
+  Call call;
+  call.to_host(self).copy_(call.to_host(source));
+  return self;
+}
+
+}  // namespace
+
+// How many operators run on the host from now on; -1 without a software CUDA.
+extern "C" __attribute__((visibility("default"))) int softcuda_install_fallback() {
+  alias = reinterpret_cast<decltype(alias)>(dlsym(RTLD_DEFAULT, "softcuda_alias"));
+  if (!alias) return -1;
+  static auto* const kept_alive = new std::vector<c10::RegistrationHandleRAII>;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const auto put = [&](const c10::OperatorName& name, c10::KernelFunction kernel) {
+    kept_alive->push_back(
+        dispatcher.registerImpl(name, c10::DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "softcuda"));
+  };
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || name.name.rfind("aten::", 0) != 0 || KEPT.count(toString(name))) continue;
+    const bool on_both = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) &&
+                         op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+    if (on_both) put(name, c10::KernelFunction::makeFromBoxedFunction<&run>());
+  }
+  put({"aten::copy_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy));
+  return static_cast<int>(kept_alive->size());
+}
