@@ -50,7 +50,6 @@ CUresult record(CUevent event, CUstream handle, unsigned flags) {
   CUstream stream = resolve(handle);
   if (!stream || !event) return CUDA_ERROR_INVALID_HANDLE;
   const auto state = event->state;
-  event->used = true;
   if (stream->capture && !(flags & CU_EVENT_RECORD_EXTERNAL)) {
     if (stream->capture->spoilt) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     event->capture = stream->capture;
@@ -94,11 +93,11 @@ CUresult wait(CUstream handle, CUevent event, unsigned flags) {
   if (stream->capture && external) {
     return submit(handle, CU_GRAPH_NODE_TYPE_WAIT_EVENT, [state] { await(*state, state->recorded); });
   }
-  if (!event->used) return CUDA_SUCCESS;
+  const uint64_t number = state->recorded;
+  if (!number) return CUDA_SUCCESS;
   if (stream->capture) {
     return spoil(*stream->capture, CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "it waited for an event from outside of it");
   }
-  const uint64_t number = state->recorded;
   if (state->done >= number) return CUDA_SUCCESS;
   return submit(handle, CU_GRAPH_NODE_TYPE_WAIT_EVENT, [state, number] { await(*state, number); });
 }
@@ -181,7 +180,7 @@ API cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) {
   ENTER(Plain);
   Lock lock(state());
   const bool timed = !((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING);
-  if (!timed || !start->used || !end->used) return CUDA_ERROR_INVALID_HANDLE;
+  if (!timed || !start->state->recorded || !end->state->recorded) return CUDA_ERROR_INVALID_HANDLE;
   if (!is_complete(*start->state) || !is_complete(*end->state)) return CUDA_ERROR_NOT_READY;
   const auto elapsed = static_cast<int64_t>(end->state->time - start->state->time);
   *milliseconds = static_cast<float>(static_cast<double>(elapsed) / 1e6);

@@ -28,7 +28,6 @@ struct CUevent_st {
   unsigned flags = 0;
   int device = 0;
   int file = -1;
-  bool used = false;
   // Recorded in a capture: which, and after what.
   std::shared_ptr<softcuda::Capture> capture;
   std::vector<CUgraphNode> tail;

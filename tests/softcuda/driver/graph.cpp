@@ -193,6 +193,12 @@ API cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long 
   return CUDA_SUCCESS;
 }
 
+// There is nowhere to upload it to.
+API cuGraphUpload(CUgraphExec, CUstream) {
+  ENTER(Plain);
+  return CUDA_SUCCESS;
+}
+
 API cuGraphExecDestroy(CUgraphExec exec) {
   ENTER(Plain);
   if (!exec) return CUDA_ERROR_INVALID_VALUE;

@@ -12,6 +12,7 @@
 #include "call.h"
 #include "context.h"
 #include "host_memory.h"
+#include "leaks.h"
 #include "log.h"
 #include "queue.h"
 #include "settings.h"
@@ -118,7 +119,10 @@ std::map<CUdeviceptr, Allocation>::iterator allocation_at(CUdeviceptr address) {
 
 uint64_t& used_memory(int device) { return arena().used[device]; }
 
-std::string maker_of_this() { return std::string(current_call()) + " by thread " + thread_name(); }
+std::string maker_of_this() {
+  if (running().operation) return describe_running();
+  return std::string(current_call()) + " by thread " + thread_name();
+}
 
 CUresult allocate(CUdeviceptr* address, size_t bytes, int device) {
   if (!bytes) return CUDA_ERROR_INVALID_VALUE;
@@ -136,6 +140,7 @@ CUresult allocate(CUdeviceptr* address, size_t bytes, int device) {
   poison(start, bytes, POISON_NEW);
   used_memory(device) += pages;
   allocations()[start] = {bytes, device, Origin::Allocated, file, arena().ids++, true, maker_of_this()};
+  note_made(Kind::DeviceMemory, start, bytes);
   *address = start;
   return CUDA_SUCCESS;
 }
@@ -151,6 +156,7 @@ CUresult release(CUdeviceptr address) {
   poison(address, allocation.bytes, POISON_FREED);
   remember_freed(address, allocation);
   allocations().erase(found);
+  note_gone(Kind::DeviceMemory, address);
   const size_t pages = round_up(allocation.bytes, PAGE);
   unmap_pages(address, pages);
   close(allocation.file);

@@ -53,7 +53,7 @@ void unmap_pages(CUdeviceptr address, size_t bytes);
 // Remembers what was there, for messages.
 void remember_freed(CUdeviceptr address, const Allocation& allocation);
 
-// "call by thread", of the caller.
+// "call by thread" of the caller, or what its queue runs.
 std::string maker_of_this();
 
 // Where the host finds the bytes behind an address: the alias of device memory; registered and other host memory itself.
