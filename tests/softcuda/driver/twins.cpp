@@ -1,0 +1,147 @@
+#include "twins.h"
+
+#include <dlfcn.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "call.h"
+#include "context.h"
+#include "host_memory.h"
+#include "log.h"
+#include "memory.h"
+#include "settings.h"
+#include "stream.h"
+
+namespace softcuda {
+
+namespace {
+
+constexpr unsigned LARGEST_BLOCK = 1024;
+constexpr size_t POINTER = sizeof(CUdeviceptr);
+
+const std::vector<void*>& libraries() {
+  static const auto* const libraries = [] {
+    auto* opened = new std::vector<void*>;
+    for (const std::string& path : split(settings().twins, ':')) {
+      void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+      if (!library) say("SOFTCUDA_TWINS: %s", dlerror());
+      if (library) opened->push_back(library);
+    }
+    return opened;
+  }();
+  return *libraries;
+}
+
+// A weak machine's kernel works on a copy: what it changed there becomes the stream's held stores.
+class Copies {
+ public:
+  // Where a copy has the byte of an address; null for what is not device memory.
+  char* place(CUdeviceptr address) {
+    Lock lock(state());
+    const auto found = allocation_at(address);
+    if (found == allocations().end()) return nullptr;
+    const auto [start, bytes] = std::pair(found->first, found->second.bytes);
+    auto& copy = copies_[start];
+    if (copy.now.empty()) {
+      Progress& progress = *running().progress;
+      const char* source = reach(start, bytes, progress.device, "read");
+      if (!source) return nullptr;
+      copy.before.assign(source, source + bytes);
+      copy.now = copy.before;
+    }
+    return copy.now.data() + (address - start);
+  }
+
+  void hold_changes(Stores& stores) const {
+    for (const auto& [start, copy] : copies_) {
+      const size_t size = copy.now.size();
+      for (size_t i = 0; i < size;) {
+        size_t end = i;
+        while (end < size && copy.now[end] != copy.before[end]) ++end;
+        if (end > i) stores.hold(start + i, {copy.now.begin() + ptrdiff_t(i), copy.now.begin() + ptrdiff_t(end)});
+        i = end + 1;
+      }
+    }
+  }
+
+ private:
+  struct Copy {
+    std::vector<char> before;
+    std::vector<char> now;
+  };
+  std::map<CUdeviceptr, Copy> copies_;
+};
+
+bool is_known(CUdeviceptr address) {
+  Lock lock(state());
+  return allocation_at(address) != allocations().end();
+}
+
+// The host's address for a pointer that a parameter holds, or 0 to leave it as it is. One past the end of memory is
+// a pointer too.
+CUdeviceptr translate(CUdeviceptr pointer, bool whole, Copies* copies) {
+  const int device = running().progress->device;
+  if (void* host = host_behind(pointer)) return reinterpret_cast<CUdeviceptr>(host);
+  if (!is_device_address(pointer)) return 0;
+  const bool is_end = !is_known(pointer) && is_known(pointer - 1);
+  // What a structure holds beside its pointers may look like one. A fault will tell if it is used.
+  if (!whole && !is_end && !is_known(pointer)) return 0;
+  const CUdeviceptr inside = pointer - is_end;
+  const char* place = copies ? copies->place(inside) : nullptr;
+  if (!place) place = reach(inside, 1, device, "a kernel's parameter");
+  return place ? reinterpret_cast<CUdeviceptr>(place) + is_end : 0;
+}
+
+using Parameters = std::vector<std::vector<char>>;
+
+void run(const Twin& twin, const std::vector<unsigned>& dims, Parameters parameters) {
+  Progress& progress = *running().progress;
+  Copies copies;
+  progress.stores.publish();
+  std::vector<void*> pointers;
+  for (auto& bytes : parameters) {
+    for (size_t i = 0; i + POINTER <= bytes.size(); i += POINTER) {
+      CUdeviceptr value;
+      memcpy(&value, &bytes[i], POINTER);
+      const bool whole = bytes.size() == POINTER;
+      const CUdeviceptr host = translate(value, whole, settings().weak ? &copies : nullptr);
+      if (host) memcpy(&bytes[i], &host, POINTER);
+    }
+    pointers.push_back(bytes.data());
+  }
+  if (sticky_error(progress.device)) return;
+  twin.run(pointers.data(), dims.data());
+  copies.hold_changes(progress.stores);
+}
+
+}  // namespace
+
+const Twin* find_twin(const char* kernel) {
+  for (void* library : libraries()) {
+    void* found = dlsym(library, (std::string("softcuda_twin_") + kernel).c_str());
+    if (found) return reinterpret_cast<const Twin* (*)()>(found)();
+  }
+  static auto* const said = new std::set<std::string>;
+  Lock lock(state());
+  if (said->insert(kernel).second) say("kernel %s has no twin on the host", kernel);
+  return nullptr;
+}
+
+CUresult launch(CUstream stream, const Twin& twin, const unsigned* dims, void** parameters) {
+  const unsigned threads = dims[3] * dims[4] * dims[5];
+  if (!dims[0] || !dims[1] || !dims[2] || !threads || threads > LARGEST_BLOCK) return CUDA_ERROR_INVALID_VALUE;
+  Parameters copied;
+  for (size_t i = 0; i < twin.count; ++i) {
+    const char* bytes = static_cast<const char*>(parameters[i]);
+    copied.emplace_back(bytes, bytes + twin.sizes[i]);
+  }
+  return submit(stream, CU_GRAPH_NODE_TYPE_KERNEL,
+                [&twin, dims = std::vector<unsigned>(dims, dims + 6), copied] { run(twin, dims, copied); });
+}
+
+}  // namespace softcuda
