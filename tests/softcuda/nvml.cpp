@@ -3,8 +3,12 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 
 #define API extern "C" __attribute__((visibility("default"))) int
+
+// Of our libcuda.so.1.
+extern "C" int softcuda_devices();
 
 namespace {
 constexpr int DONE = 0;
@@ -12,14 +16,13 @@ constexpr int NOT_SUPPORTED = 3;
 constexpr int P2P_IS_FINE = 0;
 }  // namespace
 
+API nvmlInit() { return DONE; }
 API nvmlInit_v2() { return DONE; }
 API nvmlShutdown() { return DONE; }
 
 API nvmlDeviceGetCount_v2(unsigned* count) {
-  int devices = 0;
-  cuInit(0);
-  cuDeviceGetCount(&devices);
-  *count = static_cast<unsigned>(devices);
+  // All of the machine, whatever CUDA_VISIBLE_DEVICES says; and without cuInit, after which a process must not fork.
+  *count = static_cast<unsigned>(softcuda_devices());
   return DONE;
 }
 
@@ -36,7 +39,12 @@ API nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** device) {
   return DONE;
 }
 
-API nvmlDeviceGetHandleByUUID(const char*, void** device) { return nvmlDeviceGetHandleByIndex_v2(0, device); }
+API nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
+  const size_t length = strlen(uuid);
+  unsigned number = 0;
+  if (length > 2) sscanf(uuid + length - 2, "%x", &number);
+  return nvmlDeviceGetHandleByIndex_v2(number, device);
+}
 
 API nvmlDeviceGetUUID(void* device, char* text, unsigned length) {
   const auto number = static_cast<unsigned>(reinterpret_cast<uintptr_t>(device)) - 1;

@@ -66,6 +66,14 @@ uint64_t uses_of(const char* name) {
   return 0;
 }
 
+std::string all_uses() {
+  std::string lines;
+  for (const Site* site = sites; site; site = site->next) {
+    lines += std::string(site->name) + " " + std::to_string(site->uses) + "\n";
+  }
+  return lines;
+}
+
 Callback::Callback(const char* what) : outer_(callback) { callback = what; }
 Callback::~Callback() { callback = outer_; }
 
@@ -96,7 +104,7 @@ CUresult initialise() {
     say("cuInit in a child of the process that called it: forked children have no CUDA");
     return CUDA_ERROR_NOT_INITIALIZED;
   }
-  return settings().devices ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+  return device_count() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
 }  // namespace softcuda

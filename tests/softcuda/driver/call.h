@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <string>
 
 #define SOFTCUDA_EXPORT extern "C" __attribute__((visibility("default")))
 #define API SOFTCUDA_EXPORT CUresult CUDAAPI
@@ -39,6 +40,9 @@ const char* current_call();
 
 // How often a call came; 0 for one that never did.
 uint64_t uses_of(const char* name);
+
+// "call uses" in lines, of all calls that came.
+std::string all_uses();
 
 // While it lives, this thread runs code of the caller that must not call CUDA.
 class Callback {

@@ -35,14 +35,14 @@ CUresult begin(CUstream handle, CUgraph graph, std::vector<CUgraphNode> tail, CU
   if (stream->capture) return CUDA_ERROR_ILLEGAL_STATE;
   CUgraph target = graph ? graph : make_graph();
   stream->capture = std::make_shared<Capture>(
-      Capture{++ids, target, graph == nullptr, stream, stream->id, mode, std::this_thread::get_id()});
+      Capture{++ids, target, graph == nullptr, target->nodes.size(), stream, stream->id, mode, std::this_thread::get_id()});
   stream->tail = std::move(tail);
   captures().push_back(stream->capture);
   return CUDA_SUCCESS;
 }
 
 // Whether every node of the capture comes before one that the origin is at: no branch was left alone.
-bool is_joined(const Graph& graph, const std::vector<CUgraphNode>& tail) {
+bool is_joined(const Capture& capture, const std::vector<CUgraphNode>& tail) {
   std::set<CUgraphNode> reached;
   std::vector<CUgraphNode> pending = tail;
   while (!pending.empty()) {
@@ -50,7 +50,9 @@ bool is_joined(const Graph& graph, const std::vector<CUgraphNode>& tail) {
     pending.pop_back();
     if (reached.insert(node).second) pending.insert(pending.end(), node->after.begin(), node->after.end());
   }
-  return std::all_of(graph.nodes.begin(), graph.nodes.end(), [&](const auto& node) { return reached.count(node.get()); });
+  const auto& nodes = capture.graph->nodes;
+  return std::all_of(nodes.begin() + static_cast<ptrdiff_t>(capture.first_node), nodes.end(),
+                     [&](const auto& node) { return reached.count(node.get()); });
 }
 
 void close(const std::shared_ptr<Capture>& capture) {
@@ -74,7 +76,7 @@ CUresult end(CUstream handle, CUgraph* graph) {
   if (capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED && capture->owner != std::this_thread::get_id()) {
     return spoil(*capture, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "it was ended by another thread");
   }
-  const bool joined = is_joined(*capture->graph, stream->tail);
+  const bool joined = is_joined(*capture, stream->tail);
   close(capture);
   if (!capture->spoilt && joined) {
     *graph = capture->graph;

@@ -13,7 +13,8 @@ namespace softcuda {
 struct Capture {
   uint64_t id;
   CUgraph graph;
-  bool owns_graph;  // made for it, rather than given by the caller
+  bool owns_graph;    // made for it, rather than given by the caller
+  size_t first_node;  // of its own in the graph
   CUstream origin;
   uint64_t stream;  // its number
   CUstreamCaptureMode mode;

@@ -1,8 +1,10 @@
 #include "context.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "call.h"
+#include "faults.h"
 #include "settings.h"
 #include "stream.h"
 
@@ -17,7 +19,17 @@ constexpr int MAX_DEVICES = 16;
 
 }  // namespace
 
-bool is_device(int device) { return device >= 0 && device < settings().devices && device < MAX_DEVICES; }
+int device_count() { return std::min(static_cast<int>(settings().visible.size()), MAX_DEVICES); }
+
+bool is_device(int device) { return device >= 0 && device < device_count(); }
+
+int number_on_machine(int device) { return settings().visible[static_cast<size_t>(device)]; }
+
+int number_in_process(int device) {
+  const auto& visible = settings().visible;
+  const auto found = std::find(visible.begin(), visible.end(), device);
+  return found == visible.end() ? -1 : static_cast<int>(found - visible.begin());
+}
 
 int current_device() { return current ? current->device : 0; }
 
@@ -47,6 +59,7 @@ SOFTCUDA_EXPORT int softcuda_sticky_error() { return sticky_error(current_device
 
 API cuInit(unsigned) {
   ENTER(Anywhere);
+  if (CUresult planted = fault_of(__func__, site.uses)) return planted;
   return initialise();
 }
 

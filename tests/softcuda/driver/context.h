@@ -15,7 +15,13 @@ struct CUctx_st {
 
 namespace softcuda {
 
+// How many devices the process sees, and whether a number is of one.
+int device_count();
 bool is_device(int device);
+
+// A device's number on the machine, and the process's number of such a one; -1 if it does not see it.
+int number_on_machine(int device);
+int number_in_process(int device);
 
 // What a device says of one of its capabilities.
 int attribute_of(int device, CUdevice_attribute attribute);

@@ -59,7 +59,7 @@ const std::unordered_map<int, int>& capabilities() {
 int attribute_of(int device, CUdevice_attribute attribute) {
   const auto chosen = settings().attributes.find(attribute);
   if (chosen != settings().attributes.end()) return chosen->second;
-  if (attribute == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) return device + 1;
+  if (attribute == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) return number_on_machine(device) + 1;
   if (attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) return !settings().host_pointers_differ;
   const auto known = capabilities().find(attribute);
   return known == capabilities().end() ? 0 : known->second;
@@ -77,7 +77,7 @@ API cuDriverGetVersion(int* version) {
 
 API cuDeviceGetCount(int* count) {
   ENTER(AnyDevice);
-  *count = settings().devices;
+  *count = device_count();
   return CUDA_SUCCESS;
 }
 
@@ -99,7 +99,7 @@ API cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
   ENTER(AnyDevice);
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
   memset(uuid, 0x5c, sizeof *uuid);
-  uuid->bytes[15] = static_cast<char>(device);
+  uuid->bytes[15] = static_cast<char>(number_on_machine(device));
   return CUDA_SUCCESS;
 }
 
@@ -113,7 +113,7 @@ API cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
 API cuDeviceGetPCIBusId(char* text, int length, CUdevice device) {
   ENTER(AnyDevice);
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-  snprintf(text, static_cast<size_t>(length), "0000:%02x:00.0", device + 1);
+  snprintf(text, static_cast<size_t>(length), "0000:%02x:00.0", number_on_machine(device) + 1);
   return CUDA_SUCCESS;
 }
 
@@ -123,6 +123,16 @@ API cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
   *can = device != peer && settings().peers;
   return CUDA_SUCCESS;
 }
+
+API cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute, CUdevice device, CUdevice peer) {
+  ENTER(AnyDevice);
+  if (!is_device(device) || !is_device(peer) || device == peer) return CUDA_ERROR_INVALID_DEVICE;
+  *value = settings().peers && attribute != CU_DEVICE_P2P_ATTRIBUTE_CUDA_ARRAY_ACCESS_SUPPORTED;
+  return CUDA_SUCCESS;
+}
+
+// How many the machine has, for libnvidia-ml, which must not start CUDA.
+SOFTCUDA_EXPORT int softcuda_devices() { return settings().devices; }
 
 API cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   ENTER(AnyDevice);

@@ -39,8 +39,13 @@ void complete(EventState& event, uint64_t record) {
   notify_waiters();
 }
 
+std::string describe(const EventState& event, uint64_t record) {
+  return "record " + std::to_string(record) + " of an event, of which " + std::to_string(event.done) + " are done";
+}
+
 void await(const EventState& event, uint64_t record) {
-  wait_until(running().progress->device, [&] { return event.done >= record; });
+  wait_until(
+      running().progress->device, [&] { return event.done >= record; }, [&] { return describe(event, record); });
 }
 
 bool is_complete(const EventState& event) { return event.done >= event.recorded; }
@@ -48,7 +53,11 @@ bool is_complete(const EventState& event) { return event.done >= event.recorded;
 CUresult record(CUevent event, CUstream handle, unsigned flags) {
   Lock lock(state());
   CUstream stream = resolve(handle);
-  if (!stream || !event) return CUDA_ERROR_INVALID_HANDLE;
+  if (!stream || !check_handle(Kind::Event, event)) return CUDA_ERROR_INVALID_HANDLE;
+  if (event->device != stream->device) {
+    return breach(CUDA_ERROR_INVALID_HANDLE, "%s: an event of device %d on a stream of device %d", current_call(),
+                  event->device, stream->device);
+  }
   const auto state = event->state;
   if (stream->capture && !(flags & CU_EVENT_RECORD_EXTERNAL)) {
     if (stream->capture->spoilt) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
@@ -86,7 +95,7 @@ CUresult join(CUstream stream, const CUevent_st& event) {
 CUresult wait(CUstream handle, CUevent event, unsigned flags) {
   Lock lock(state());
   CUstream stream = resolve(handle);
-  if (!stream || !event) return CUDA_ERROR_INVALID_HANDLE;
+  if (!stream || !check_handle(Kind::Event, event)) return CUDA_ERROR_INVALID_HANDLE;
   const bool external = flags & CU_EVENT_WAIT_EXTERNAL;
   if (event->capture && !external) return join(stream, *event);
   const auto state = event->state;
@@ -132,8 +141,8 @@ API cuEventCreate(CUevent* created, unsigned flags) {
 
 API cuEventDestroy_v2(CUevent event) {
   ENTER(Plain);
-  if (!event) return CUDA_ERROR_INVALID_HANDLE;
   Lock lock(state());
+  if (!check_handle(Kind::Event, event)) return CUDA_ERROR_INVALID_HANDLE;
   if (event->file >= 0) close(event->file);
   note_gone(Kind::Event, key_of(event));
   delete event;
@@ -158,6 +167,7 @@ API cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
 API cuEventQuery(CUevent event) {
   ENTER(NotInCapture);
   Lock lock(state());
+  if (!check_handle(Kind::Event, event)) return CUDA_ERROR_INVALID_HANDLE;
   if (event->capture) return CUDA_ERROR_CAPTURED_EVENT;
   return is_complete(*event->state) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
@@ -166,19 +176,24 @@ API cuEventSynchronize(CUevent event) {
   ENTER(NotInCapture);
   std::shared_ptr<EventState> pending;
   uint64_t number;
+  int device;
   {
     Lock lock(state());
+    if (!check_handle(Kind::Event, event)) return CUDA_ERROR_INVALID_HANDLE;
     if (event->capture) return CUDA_ERROR_CAPTURED_EVENT;
     pending = event->state;
     number = pending->recorded;
+    device = event->device;
   }
-  wait_until(event->device, [&] { return pending->done >= number; });
-  return sticky_error(event->device);
+  wait_until(
+      device, [&] { return pending->done >= number; }, [&] { return describe(*pending, number); });
+  return sticky_error(device);
 }
 
 API cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) {
   ENTER(Plain);
   Lock lock(state());
+  if (!check_handle(Kind::Event, start) || !check_handle(Kind::Event, end)) return CUDA_ERROR_INVALID_HANDLE;
   const bool timed = !((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING);
   if (!timed || !start->state->recorded || !end->state->recorded) return CUDA_ERROR_INVALID_HANDLE;
   if (!is_complete(*start->state) || !is_complete(*end->state)) return CUDA_ERROR_NOT_READY;

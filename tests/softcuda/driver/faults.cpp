@@ -1,6 +1,7 @@
 #include "faults.h"
 
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include "call.h"
 #include "context.h"
 #include "log.h"
+#include "queue.h"
 #include "settings.h"
 
 namespace softcuda {
@@ -113,11 +115,20 @@ void count_operation(int device) {
 
 SOFTCUDA_EXPORT uint64_t softcuda_uses(const char* call) { return softcuda::uses_of(call); }
 
+// The calls that came, each with its uses, a line each; how long that is, of which `room` fits.
+SOFTCUDA_EXPORT size_t softcuda_calls(char* text, size_t room) {
+  const std::string lines = softcuda::all_uses();
+  if (room) snprintf(text, room, "%s", lines.c_str());
+  return lines.size();
+}
+
 // Uses count from the start of the process: a test adds what `softcuda_uses` says.
 SOFTCUDA_EXPORT void softcuda_plant(const char* faults) { softcuda::plant(softcuda::faults(), faults); }
 
 SOFTCUDA_EXPORT void softcuda_break_device(int device, int error) {
   softcuda::break_device(device, static_cast<CUresult>(error));
 }
+
+SOFTCUDA_EXPORT uint64_t softcuda_long_waits() { return softcuda::long_waits(); }
 
 SOFTCUDA_EXPORT uint64_t softcuda_breaches() { return softcuda::breaches(); }

@@ -158,8 +158,8 @@ API cuGraphCreate(CUgraph* graph, unsigned) {
 
 API cuGraphDestroy(CUgraph graph) {
   ENTER(Plain);
-  if (!graph) return CUDA_ERROR_INVALID_VALUE;
   Lock lock(state());
+  if (!check_handle(Kind::Graph, graph)) return CUDA_ERROR_INVALID_HANDLE;
   destroy_graph(graph);
   return CUDA_SUCCESS;
 }
@@ -188,6 +188,7 @@ API cuGraphNodeGetDependencies_v2(CUgraphNode node, CUgraphNode* before, CUgraph
 API cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long) {
   ENTER(Plain);
   Lock lock(state());
+  if (!check_handle(Kind::Graph, graph)) return CUDA_ERROR_INVALID_HANDLE;
   *exec = new CUgraphExec_st{std::make_shared<Program>(*graph, current_device())};
   note_made(Kind::GraphExec, key_of(*exec));
   return CUDA_SUCCESS;
@@ -201,8 +202,8 @@ API cuGraphUpload(CUgraphExec, CUstream) {
 
 API cuGraphExecDestroy(CUgraphExec exec) {
   ENTER(Plain);
-  if (!exec) return CUDA_ERROR_INVALID_VALUE;
   Lock lock(state());
+  if (!check_handle(Kind::GraphExec, exec)) return CUDA_ERROR_INVALID_HANDLE;
   note_gone(Kind::GraphExec, key_of(exec));
   delete exec;
   return CUDA_SUCCESS;
@@ -212,7 +213,7 @@ API cuGraphLaunch(CUgraphExec exec, CUstream handle) {
   ENTER(Plain);
   Lock lock(state());
   CUstream stream = resolve(handle);
-  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  if (!stream || !check_handle(Kind::GraphExec, exec)) return CUDA_ERROR_INVALID_HANDLE;
   if (stream->capture) return breach(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a graph in a graph is not done here");
   if (CUresult refused = order_with_default(stream)) return refused;
   Program::launch(exec->program, stream);

@@ -25,7 +25,7 @@ struct Handle {
   int file;
   uint64_t bytes;
   uint64_t inode;
-  int device;
+  int device;  // its number on the machine
 };
 static_assert(sizeof(Handle) <= sizeof(CUipcMemHandle) && sizeof(Handle) <= sizeof(CUipcEventHandle));
 
@@ -72,6 +72,9 @@ CUresult import_memory(CUdeviceptr* address, const Handle& handle) {
   if (handle.process == getpid()) {
     return breach(CUDA_ERROR_INVALID_CONTEXT, "%s: the handle is of this process", current_call());
   }
+  if (!settings().peers && handle.device != number_on_machine(current_device())) {
+    return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+  }
   Lock lock(state());
   const auto known = imports().find(handle.inode);
   if (known != imports().end()) {
@@ -90,7 +93,8 @@ CUresult import_memory(CUdeviceptr* address, const Handle& handle) {
     close(file);
     return CUDA_ERROR_MAP_FAILED;
   }
-  const int device = is_device(handle.device) ? handle.device : current_device();
+  const int seen = number_in_process(handle.device);
+  const int device = seen < 0 ? current_device() : seen;
   allocations()[start] = {handle.bytes, device, Origin::Imported, file, handle.inode, true, maker_of_this()};
   imports()[handle.inode] = {start, 1};
   note_made(Kind::Handle, start, handle.bytes);
@@ -130,7 +134,7 @@ API cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
     return breach(CUDA_ERROR_INVALID_VALUE, "%s: %#llx is not of cuMemAlloc", current_call(), address);
   }
   const Allocation& memory = found->second;
-  write_handle(handle, {getpid(), memory.file, memory.bytes, inode_of(memory.file), memory.device});
+  write_handle(handle, {getpid(), memory.file, memory.bytes, inode_of(memory.file), number_on_machine(memory.device)});
   return CUDA_SUCCESS;
 }
 
@@ -148,7 +152,7 @@ API cuIpcCloseMemHandle(CUdeviceptr address) {
 API cuIpcGetEventHandle(CUipcEventHandle* handle, CUevent event) {
   ENTER(Plain);
   if (!event || event->file < 0) return CUDA_ERROR_INVALID_HANDLE;
-  write_handle(handle, {getpid(), event->file, 0, inode_of(event->file), event->device});
+  write_handle(handle, {getpid(), event->file, 0, inode_of(event->file), number_on_machine(event->device)});
   return CUDA_SUCCESS;
 }
 

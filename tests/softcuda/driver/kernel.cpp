@@ -9,7 +9,6 @@
 #include "call.h"
 #include "context.h"
 #include "leaks.h"
-#include "settings.h"
 #include "stream.h"
 #include "twins.h"
 
@@ -42,9 +41,7 @@ std::string image_of(const void* image) {
 
 CUresult load(CUmodule* module, const void* image) {
   if (!image) return CUDA_ERROR_INVALID_VALUE;
-  if (settings().blocking == Blocking::All) {
-    if (CUresult failed = wait_for_device(current_device())) return failed;
-  }
+  if (CUresult failed = wait_for_device(current_device())) return failed;
   *module = new CUmod_st{image_of(image), {}};
   note_made(Kind::Module, key_of(*module));
   return CUDA_SUCCESS;

@@ -52,6 +52,18 @@ void note_gone(Kind kind, uint64_t key) {
   living().erase({kind, key});
 }
 
+bool is_living(Kind kind, uint64_t key) {
+  Lock lock(state());
+  return living().count({kind, key});
+}
+
+bool check_handle(Kind kind, const void* handle) {
+  if (is_living(kind, key_of(handle))) return true;
+  breach(CUDA_ERROR_INVALID_HANDLE, "%s: %p is no %s, or one destroyed", current_call(), handle,
+         NAMES[static_cast<int>(kind)]);
+  return false;
+}
+
 }  // namespace softcuda
 
 using namespace softcuda;

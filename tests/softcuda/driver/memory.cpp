@@ -230,6 +230,12 @@ char* reach(CUdeviceptr address, size_t bytes, int device, const char* purpose) 
 }
 
 char* reach_from_device(CUdeviceptr address, size_t bytes, int device, const char* purpose) {
+  if (is_device_address(address) && !settings().peers) {
+    Lock lock(state());
+    const auto found = allocation_at(address);
+    const bool is_foreign = found != allocations().end() && found->second.device != device;
+    if (is_foreign) return illegal(address, bytes, device, "memory of another device, which this one does not reach");
+  }
   const bool is_host = !is_device_address(address) && !host_behind(address);
   if (is_host && (settings().host_pointers_differ ? !is_owned(address, bytes) : !is_pinned(address, bytes))) {
     Lock lock(state());
@@ -256,6 +262,9 @@ SOFTCUDA_EXPORT void* softcuda_alias(CUdeviceptr address, size_t bytes) {
 
 API cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   ENTER(NotInCapture);
+  if (settings().blocking == Blocking::All) {
+    if (CUresult failed = wait_for_device(current_device())) return failed;
+  }
   return allocate(address, bytes, current_device());
 }
 

@@ -10,6 +10,8 @@
 #include "call.h"
 #include "context.h"
 #include "faults.h"
+#include "log.h"
+#include "memory.h"
 #include "settings.h"
 
 namespace softcuda {
@@ -29,6 +31,23 @@ std::condition_variable& something_done() {
 }
 
 std::atomic<int> waiters{0};
+std::atomic<uint64_t> long_wait_count{0};
+
+// Says once that a wait has become a long one.
+class Patience {
+ public:
+  void check(const std::function<std::string()>& what) {
+    const auto waited = std::chrono::steady_clock::now() - start_;
+    if (told_ || waited < std::chrono::milliseconds(settings().patience_ms)) return;
+    told_ = true;
+    say("%s has waited for %s", maker_of_this().c_str(), what().c_str());
+    ++long_wait_count;
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  bool told_ = false;
+};
 
 }  // namespace
 
@@ -108,17 +127,21 @@ void notify_waiters() {
   something_done().notify_all();
 }
 
-bool wait_until(int device, const std::function<bool()>& ready) {
+uint64_t long_waits() { return long_wait_count; }
+
+bool wait_until(int device, const std::function<bool()>& ready, const std::function<std::string()>& what) {
   for (int tries = 0; tries < 20; ++tries) {
     if (ready()) return true;
     std::this_thread::yield();
   }
   auto nap = std::chrono::microseconds(20);
+  Patience patience;
   ++waiters;
   std::unique_lock<std::mutex> lock(waiting_mutex());
   bool is_ready;
   while (!(is_ready = ready()) && !sticky_error(device)) {
     something_done().wait_for(lock, nap);
+    patience.check(what);
     if (nap < std::chrono::microseconds(500)) nap += nap / 2;
   }
   --waiters;

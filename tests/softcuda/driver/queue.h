@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "delay.h"
 #include "stores.h"
@@ -70,7 +71,11 @@ std::shared_ptr<Queue> queue_for(uint64_t stream);
 // Tells waiters that something may have become true.
 void notify_waiters();
 
-// Blocks until `ready`, or until the device is broken: then false. What other processes write is looked at in naps.
-bool wait_until(int device, const std::function<bool()>& ready);
+// Blocks until `ready`, or until the device is broken: then false. What other processes write is looked at in naps. A wait
+// that takes long says what for: `what` follows "has waited for".
+bool wait_until(int device, const std::function<bool()>& ready, const std::function<std::string()>& what);
+
+// How many waits have said so.
+uint64_t long_waits();
 
 }  // namespace softcuda

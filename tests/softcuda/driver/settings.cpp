@@ -25,16 +25,29 @@ uint64_t number(const char* name, uint64_t otherwise) {
   abort();
 }
 
-// How many devices are left: CUDA_VISIBLE_DEVICES only counts, since all devices are alike.
-int visible(int devices) {
+// The device that an entry of CUDA_VISIBLE_DEVICES names, by its number or the end of its UUID; -1: none.
+int named(const std::string& entry, int devices) {
+  const bool is_uuid = entry.rfind("GPU-", 0) == 0 && entry.size() > 6;
+  const std::string digits = is_uuid ? entry.substr(entry.size() - 2) : entry;
+  char* end = nullptr;
+  const long device = strtol(digits.c_str(), &end, is_uuid ? 16 : 10);
+  return !*end && device >= 0 && device < devices ? static_cast<int>(device) : -1;
+}
+
+std::vector<int> visible(int devices) {
+  std::vector<int> seen;
   const char* list = getenv("CUDA_VISIBLE_DEVICES");
-  if (!list) return devices;
-  int listed = 0;
-  for (const std::string& device : split(list, ',')) {
-    if (device.front() == '-') break;
-    ++listed;
+  if (!list) {
+    for (int device = 0; device < devices; ++device) seen.push_back(device);
+    return seen;
   }
-  return listed < devices ? listed : devices;
+  // The first entry that names none ends the list.
+  for (const std::string& entry : split(list, ',')) {
+    const int device = named(entry, devices);
+    if (device < 0) break;
+    seen.push_back(device);
+  }
+  return seen;
 }
 
 std::map<int, int> attributes(const std::string& list) {
@@ -48,11 +61,13 @@ std::map<int, int> attributes(const std::string& list) {
 
 Settings read() {
   Settings settings{};
-  settings.devices = visible(static_cast<int>(number("SOFTCUDA_DEVICES", 2)));
+  settings.devices = static_cast<int>(number("SOFTCUDA_DEVICES", 2));
+  settings.visible = visible(settings.devices);
   settings.memory = number("SOFTCUDA_MEMORY_MB", 4096) << 20;
   settings.queues = static_cast<unsigned>(number("SOFTCUDA_QUEUES", 0));
   settings.delay_us = static_cast<unsigned>(number("SOFTCUDA_DELAY_US", 0));
   settings.gap_us = static_cast<unsigned>(number("SOFTCUDA_GAP_US", 0));
+  settings.patience_ms = static_cast<unsigned>(number("SOFTCUDA_PATIENCE_MS", 20000));
   settings.seed = number("SOFTCUDA_SEED", 0);
   settings.weak = number("SOFTCUDA_WEAK", 0);
   settings.poison = number("SOFTCUDA_POISON", 1);
@@ -60,7 +75,7 @@ Settings read() {
   settings.log = number("SOFTCUDA_LOG", 0);
   settings.host_pointers_differ = number("SOFTCUDA_HOST_POINTERS_DIFFER", 0);
   settings.peers = number("SOFTCUDA_PEERS", 1);
-  settings.blocking = text("SOFTCUDA_BLOCKING") == "all" ? Blocking::All : Blocking::Freeing;
+  settings.blocking = text("SOFTCUDA_BLOCKING") == "all" ? Blocking::All : Blocking::Usual;
   settings.driver_version = static_cast<int>(number("SOFTCUDA_DRIVER_VERSION", 13020));
   settings.fault = text("SOFTCUDA_FAULT");
   settings.fall_off = text("SOFTCUDA_FALL_OFF");

@@ -10,16 +10,18 @@ namespace softcuda {
 
 // Which calls wait for all work of the device.
 enum class Blocking {
-  Freeing,  // those that the documentation says so of: free, unregister, close a handle, unload a module
-  All,      // those too that drivers have been seen to do it in: allocate and register host memory, load a module
+  Usual,  // those known for it: free, unregister, close a handle, load or unload a module
+  All,    // those too that drivers may do it in: allocate and register memory
 };
 
 struct Settings {
-  int devices;
+  int devices;               // of the machine
+  std::vector<int> visible;  // those that the process sees, in its order
   uint64_t memory;  // of a device, in bytes
   unsigned queues;  // that all streams of the process share; 0: each stream has its own
   unsigned delay_us;
   unsigned gap_us;
+  unsigned patience_ms;
   uint64_t seed;
   bool weak;
   bool poison;

@@ -48,6 +48,11 @@ bool is_blocking(CUstream stream) { return !(stream->flags & CU_STREAM_NON_BLOCK
 
 }  // namespace
 
+std::string Point::describe() const {
+  return "operation " + std::to_string(number) + " of stream " + std::to_string(progress->stream) + ", of which " +
+         std::to_string(progress->done) + " are done";
+}
+
 CUstream resolve(CUstream handle) {
   if (!handle || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD) return legacy_stream(current_device());
   const auto& living = all().living;
@@ -96,7 +101,8 @@ void push(CUstream stream, Operation operation) {
 void push_wait(CUstream stream, const Point& point) {
   if (point.is_reached() || point.progress == stream->progress) return;
   push(stream, {CU_GRAPH_NODE_TYPE_WAIT_EVENT, current_call(), [point, device = stream->device] {
-                  wait_until(device, [&] { return point.is_reached(); });
+                  wait_until(
+                      device, [&] { return point.is_reached(); }, [&] { return point.describe(); });
                   point.progress->stores.publish();
                 }});
 }
@@ -117,7 +123,8 @@ CUresult order_with_default(CUstream stream) {
 Point last_of(CUstream stream) { return {stream->progress, stream->submitted}; }
 
 CUresult wait_for(int device, const Point& point) {
-  wait_until(device, [&] { return point.is_reached(); });
+  wait_until(
+      device, [&] { return point.is_reached(); }, [&] { return point.describe(); });
   point.progress->stores.publish();
   return sticky_error(device);
 }

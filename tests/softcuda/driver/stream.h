@@ -34,6 +34,7 @@ struct Point {
   std::shared_ptr<Progress> progress;
   uint64_t number;
   bool is_reached() const { return progress->done >= number; }
+  std::string describe() const;
 };
 
 // The stream behind a handle, also of the default stream; null, and a word about it, if there is none.

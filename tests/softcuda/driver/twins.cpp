@@ -92,8 +92,8 @@ CUdeviceptr translate(CUdeviceptr pointer, bool whole, Copies* copies) {
   // What a structure holds beside its pointers may look like one. A fault will tell if it is used.
   if (!whole && !is_end && !is_known(pointer)) return 0;
   const CUdeviceptr inside = pointer - is_end;
-  const char* place = copies ? copies->place(inside) : nullptr;
-  if (!place) place = reach(inside, 1, device, "a kernel's parameter");
+  const char* place = reach_from_device(inside, 1, device, "a kernel's parameter");
+  if (place && copies) place = copies->place(inside);
   return place ? reinterpret_cast<CUdeviceptr>(place) + is_end : 0;
 }
 
@@ -132,7 +132,16 @@ const Twin* find_twin(const char* kernel) {
   return nullptr;
 }
 
-CUresult launch(CUstream stream, const Twin& twin, const unsigned* dims, void** parameters) {
+CUresult launch(CUstream handle, const Twin& twin, const unsigned* dims, void** parameters) {
+  {
+    Lock lock(state());
+    CUstream stream = resolve(handle);
+    if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+    if (stream->device != current_device()) {
+      return breach(CUDA_ERROR_INVALID_HANDLE, "%s: the stream is of device %d, and the thread works on device %d",
+                    current_call(), stream->device, current_device());
+    }
+  }
   const unsigned threads = dims[3] * dims[4] * dims[5];
   if (!dims[0] || !dims[1] || !dims[2] || !threads || threads > LARGEST_BLOCK) return CUDA_ERROR_INVALID_VALUE;
   Parameters copied;
@@ -140,7 +149,7 @@ CUresult launch(CUstream stream, const Twin& twin, const unsigned* dims, void** 
     const char* bytes = static_cast<const char*>(parameters[i]);
     copied.emplace_back(bytes, bytes + twin.sizes[i]);
   }
-  return submit(stream, CU_GRAPH_NODE_TYPE_KERNEL,
+  return submit(handle, CU_GRAPH_NODE_TYPE_KERNEL,
                 [&twin, dims = std::vector<unsigned>(dims, dims + 6), copied] { run(twin, dims, copied); });
 }
 

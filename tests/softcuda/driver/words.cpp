@@ -1,5 +1,6 @@
 // Stream memory operations: a stream writes words, and waits for words that others write.
 #include <atomic>
+#include <cstdio>
 #include <vector>
 
 #include "call.h"
@@ -48,9 +49,15 @@ template <class Word>
 void wait_for_word(CUdeviceptr address, Word value, unsigned flags) {
   const std::atomic<Word>* word = word_at<Word>(address);
   if (!word) return;
-  wait_until(running().progress->device, [&] {
-    return is_satisfied(word->load(std::memory_order_acquire), value, flags);
-  });
+  const auto now = [&] { return word->load(std::memory_order_acquire); };
+  wait_until(
+      running().progress->device, [&] { return is_satisfied(now(), value, flags); },
+      [&] {
+        char text[160];
+        snprintf(text, sizeof text, "the word at %#llx: it is %llu, compared with %llu by flags %u", address,
+                 static_cast<unsigned long long>(now()), static_cast<unsigned long long>(value), flags);
+        return std::string(text);
+      });
 }
 
 using Step = CUstreamBatchMemOpParams;

@@ -131,12 +131,6 @@ API cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return cudaSuccess;
 }
 
-#if CUDART_VERSION < 13000
-API cudaGetDeviceProperties_v2(cudaDeviceProp* properties, int device) {
-  return cudaGetDeviceProperties(properties, device);
-}
-#endif
-
 API cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   return result(cuDeviceGetAttribute(value, static_cast<CUdevice_attribute>(attribute), device));
 }

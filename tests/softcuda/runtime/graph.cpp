@@ -23,7 +23,6 @@ API cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) 
   return with_context([&] { return cuStreamIsCapturing(stream, reinterpret_cast<CUstreamCaptureStatus*>(status)); });
 }
 
-#if CUDART_VERSION >= 13000
 API cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                              cudaGraph_t* graph, const cudaGraphNode_t** tail, const cudaGraphEdgeData** edges,
                              size_t* count) {
@@ -46,8 +45,6 @@ API cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* before, 
                                  size_t* count) {
   return result(cuGraphNodeGetDependencies_v2(node, before, reinterpret_cast<CUgraphEdgeData*>(edges), count));
 }
-#endif
-
 API cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return with_context([&] { return cuThreadExchangeStreamCaptureMode(reinterpret_cast<CUstreamCaptureMode*>(mode)); });
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import sysconfig
+import threading
 from ctypes import byref, c_char_p, c_float, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from driver import (
     start,
     stream,
     wait,
+    wait_word,
     write_word,
 )
 from isolated import alone
@@ -120,6 +122,28 @@ def test_a_kernel_compiles_for_the_gpu_and_its_twin_runs(architecture: str, twin
 
 
 PTX = b".version 9.0\n.target sm_90\n fold places lonely\0"
+
+
+def loading_waits() -> None:
+    start()
+    words, on = pinned(4), stream()
+    host_word(words).value = 0
+    wait_word(on, words, 1)
+
+    def work() -> None:
+        start()
+        load(PTX)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    host_word(words).value = 1
+    thread.join()
+
+
+def test_loading_a_module_waits_for_the_device() -> None:
+    alone(loading_waits)
 
 
 def without_a_twin() -> None:

@@ -99,6 +99,14 @@ def test_any_call_can_be_made_to_fail() -> None:
     assert "planted fault: use 2 of cuMemAlloc_v2 returns 2" in said
 
 
+def no_driver() -> None:
+    fails_with("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", start)
+
+
+def test_the_driver_can_be_made_to_refuse_to_start() -> None:
+    alone(no_driver, SOFTCUDA_FAULT="cuInit:1:803")
+
+
 def a_device_falls_off() -> None:
     start()
     memory, words, on = allocate(8), pinned(4), stream()
@@ -169,6 +177,68 @@ def test_devices_and_driver_are_what_the_settings_say() -> None:
         SOFTCUDA_DEVICES="4",
         CUDA_VISIBLE_DEVICES="0,2,3",
     )
+
+
+def devices_apart() -> None:
+    start(1)
+    theirs = allocate(64)
+    start()
+    ours, on = allocate(64), stream()
+    # The driver copies by way of the host.
+    copy(ours, theirs, 64, on)
+    wait(on)
+    write_word(on, theirs, 1)
+    fails_with("CUDA_ERROR_ILLEGAL_ADDRESS", wait, on)
+
+
+def test_a_device_that_does_not_reach_another_copies_but_touches_nothing() -> None:
+    said = alone(devices_apart, SOFTCUDA_PEERS="0").errors
+    assert "memory of another device, which this one does not reach) in cuStreamWriteValue32_v2" in said
+
+
+def devices_mixed() -> None:
+    start(1)
+    theirs = event()
+    start()
+    fails_with("CUDA_ERROR_INVALID_HANDLE", cuda.cuEventRecord, theirs, stream())
+    assert breaches() == 1
+
+
+def test_an_event_is_recorded_on_streams_of_its_device() -> None:
+    assert "an event of device 1 on a stream of device 0" in alone(devices_mixed).errors
+
+
+def calls_are_counted() -> None:
+    start()
+    free(allocate(8))
+    allocate(8)
+    text = ctypes.create_string_buffer(4096)
+    assert library.softcuda_calls(text, c_size_t(4096)) == len(text.value)
+    lines = text.value.decode().splitlines()
+    assert "cuMemAlloc_v2 2" in lines and "cuMemFree_v2 1" in lines
+
+
+def test_calls_are_counted_by_name() -> None:
+    alone(calls_are_counted)
+
+
+def one_visible_device(number: str) -> None:
+    import torch
+
+    # Counting does not start CUDA: children may still have it.
+    assert torch.cuda.device_count() == 1
+    child = os.fork()
+    if not child:
+        start()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    assert int(uuid[-2:], 16) == int(number)
+
+
+def test_processes_that_see_one_device_each_see_different_ones() -> None:
+    for number in ("0", "1"):
+        alone(one_visible_device, number, CUDA_VISIBLE_DEVICES=number)
 
 
 def an_old_driver() -> None:

@@ -191,13 +191,18 @@ def test_threads_that_must_not_call_cuda_are_named() -> None:
 
 def dead_handles() -> None:
     start()
+    done = event()
+    cuda.cuEventDestroy_v2(done)
+    fails_with("CUDA_ERROR_INVALID_HANDLE", cuda.cuEventRecord, done, None)
+    fails_with("CUDA_ERROR_INVALID_HANDLE", cuda.cuEventDestroy_v2, done)
     on = stream()
     cuda.cuStreamDestroy_v2(on)
     fails_with("CUDA_ERROR_INVALID_HANDLE", fill, allocate(4), 1, 1, on)
 
 
-def test_a_destroyed_stream_is_no_stream() -> None:
-    assert "is no stream, or one destroyed" in alone(dead_handles).errors
+def test_handles_that_were_destroyed_are_none() -> None:
+    said = alone(dead_handles).errors
+    assert "is no stream, or one destroyed" in said and "is no event, or one destroyed" in said
 
 
 def shared_queues(queues: str) -> None:
@@ -238,10 +243,31 @@ def unordered_copies() -> None:
     print(sorted(found))
 
 
-def test_delays_show_a_missing_event_and_repeat() -> None:
+def test_delays_show_a_missing_event_and_print_their_seed() -> None:
     first = alone(unordered_copies, SOFTCUDA_DELAY_US="3000", SOFTCUDA_SEED="7")
     assert "False" in first.output and "SOFTCUDA_SEED=7" in first.errors
     assert "SOFTCUDA_SEED=" in alone(unordered_copies, SOFTCUDA_DELAY_US="10").errors
+
+
+def long_waits() -> None:
+    start()
+    words, first, second, done = pinned(4), stream(), stream(), event()
+    host_word(words).value = 3
+    wait_word(first, words, 7)
+    cuda.cuEventRecord(done, first)
+    cuda.cuStreamWaitEvent(second, done, 0)
+    print(f"{words:#x}")
+    while library.softcuda_long_waits() < 2:
+        pass
+    host_word(words).value = 7
+    wait(second)
+
+
+def test_a_wait_that_takes_long_says_what_for() -> None:
+    outcome = alone(long_waits, SOFTCUDA_PATIENCE_MS="50")
+    word = f"the word at {outcome.output.strip()}: it is 3, compared with 7 by flags 0"
+    assert f"cuStreamWaitValue32_v2 on stream 1 of device 0 has waited for {word}" in outcome.errors
+    assert "has waited for record 1 of an event, of which 0 are done" in outcome.errors
 
 
 def timing() -> None:
