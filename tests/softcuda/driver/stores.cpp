@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "call.h"
 #include "memory.h"
 #include "settings.h"
 
@@ -14,12 +15,16 @@ void Stores::hold(CUdeviceptr to, std::vector<char> bytes) {
 
 void Stores::publish() {
   if (!settings().weak) return;
+  // Both, in the order of callers that hold the first: what follows looks for memory.
+  Lock state_lock(state());
   std::lock_guard<std::mutex> lock(mutex_);
   publish_locked();
 }
 
 void Stores::publish_for_read(CUdeviceptr from, size_t bytes) {
   if (!settings().weak) return;
+  // Both, in the order of callers that hold the first: what follows looks for memory.
+  Lock state_lock(state());
   std::lock_guard<std::mutex> lock(mutex_);
   for (const Store& store : held_) {
     if (store.to < from + bytes && from < store.to + store.bytes.size()) return publish_locked();

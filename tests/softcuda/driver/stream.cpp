@@ -13,8 +13,15 @@ namespace softcuda {
 
 namespace {
 
+// What a stream that was destroyed still has to do.
+struct Rest {
+  Point last;
+  bool blocking;
+};
+
 struct Streams {
   std::vector<CUstream> living;
+  std::vector<Rest> rests;
   std::vector<CUstream> legacy;  // by device
   uint64_t ids = 1;
 };
@@ -42,6 +49,18 @@ CUstream legacy_stream(int device) {
     legacy.back()->legacy = true;
   }
   return legacy[static_cast<size_t>(device)];
+}
+
+// The rests that are left.
+const std::vector<Rest>& rests() {
+  auto& all_rests = all().rests;
+  const auto is_over = [](const Rest& rest) {
+    if (!rest.last.is_reached()) return false;
+    rest.last.progress->stores.publish();
+    return true;
+  };
+  all_rests.erase(std::remove_if(all_rests.begin(), all_rests.end(), is_over), all_rests.end());
+  return all_rests;
 }
 
 bool is_blocking(CUstream stream) { return !(stream->flags & CU_STREAM_NON_BLOCKING); }
@@ -76,6 +95,8 @@ void destroy_stream(CUstream stream) {
   auto& living = all().living;
   living.erase(std::find(living.begin(), living.end(), stream));
   if (!settings().queues) stream->queue->close();
+  rests();
+  all().rests.push_back({last_of(stream), is_blocking(stream)});
   delete stream;
 }
 
@@ -117,6 +138,9 @@ CUresult order_with_default(CUstream stream) {
     if (other->capture) return spoil(*other->capture, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "the default stream was used");
     push_wait(stream, last_of(other));
   }
+  for (const Rest& rest : rests()) {
+    if (rest.blocking && rest.last.progress->device == stream->device) push_wait(stream, rest.last);
+  }
   return CUDA_SUCCESS;
 }
 
@@ -151,6 +175,9 @@ CUresult wait_for_device(int device) {
       if (stream->device == device) points.push_back(last_of(stream));
     }
     points.push_back(last_of(legacy_stream(device)));
+    for (const Rest& rest : rests()) {
+      if (rest.last.progress->device == device) points.push_back(rest.last);
+    }
   }
   for (const Point& point : points) wait_for(device, point);
   return sticky_error(device);

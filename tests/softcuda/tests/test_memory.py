@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import byref, c_size_t, c_uint64
 
 from driver import (
@@ -126,6 +127,25 @@ def free_waits() -> None:
 
 def test_free_waits_for_the_device() -> None:
     alone(free_waits)
+
+
+def free_waits_for_the_rest_of_a_stream() -> None:
+    start()
+    words, memory, other = pinned(4), allocate(PAGE), allocate(PAGE)
+    host_word(words).value = 0
+    on = stream()
+    wait_word(on, words, 1)
+    copy(other, memory, PAGE, on)
+    cuda.cuStreamDestroy_v2(on)
+    timer = threading.Timer(0.1, lambda: setattr(host_word(words), "value", 1))
+    timer.start()
+    free(memory)
+    assert host_word(words).value == 1
+    cuda.cuCtxSynchronize()
+
+
+def test_free_waits_for_what_a_destroyed_stream_has_left() -> None:
+    alone(free_waits_for_the_rest_of_a_stream)
 
 
 def registered(differ: str) -> None:
