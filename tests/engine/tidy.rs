@@ -79,9 +79,6 @@ const BESIDE: &[(&str, &[&str])] = &[
     ("src/engine/fuzz", &["mock_peer"]),
 ];
 
-/// Files that use each other may still stand here.
-const CIRCLES: &[&str] = &["src/comm/", "src/transport/", "torch_plugin/src/", "backend_api/src/"];
-
 /// Where unsafe code may stand.
 const UNSAFE: &[&str] = &[
     "backend_api/src/export.rs",
@@ -229,13 +226,7 @@ fn files_give_methods_only_to_types_of_their_own_floor_or_below() {
 fn no_files_use_each_other() {
     let crates = ["src", "torch_plugin/src", "device_mesh/src", "backend_api/src"].map(Imports::of);
     let circles: Vec<_> = crates.iter().flat_map(Imports::circles).collect();
-    let is_excused = |file: &str| CIRCLES.iter().any(|excused| file.starts_with(excused));
-    let unexcused: Vec<_> = circles.iter().filter(|circle| !circle.iter().all(|file| is_excused(file))).collect();
-    assert!(unexcused.is_empty(), "these files use each other: {unexcused:#?}");
-    for excused in CIRCLES {
-        let is_needed = circles.iter().flatten().any(|file| file.starts_with(excused));
-        assert!(is_needed, "{excused} has no circle: take it from the list");
-    }
+    assert!(circles.is_empty(), "these files use each other: {circles:#?}");
 }
 
 #[test]
