@@ -18,8 +18,6 @@
 
 use std::ffi::c_void;
 
-pub use crate::export::table;
-
 /// The version of these layouts and of their contract. Different versions do not work together.
 pub const ABI_VERSION: u32 = 1;
 

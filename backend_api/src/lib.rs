@@ -58,7 +58,8 @@
 pub mod abi;
 mod check;
 mod error;
-mod export;
+#[doc(hidden)]
+pub mod export;
 mod operation;
 mod store;
 mod tensor;
@@ -142,7 +143,7 @@ pub struct Join {
 macro_rules! export_backend {
     ($backend:ty) => {
         const _: () = {
-            static TABLE: $crate::abi::RawTable = $crate::abi::table::<$backend>();
+            static TABLE: $crate::abi::RawTable = $crate::export::table::<$backend>();
 
             /// The function that the loader looks for; its name is `abi::SYMBOL`.
             #[allow(unsafe_code, reason = "the one name that the library gives to the loader")]

@@ -7,7 +7,9 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use ncclx_rs_backend::abi::{self, OK, PENDING, RawBuffer, RawBytes, RawError, RawJoin, RawOperation, RawStore};
-use ncclx_rs_backend::{Backend, Buffer, DType, Error, ErrorKind, Join, OpKind, Operation, Store, Tensor, Work};
+use ncclx_rs_backend::{
+    Backend, Buffer, DType, Error, ErrorKind, Join, OpKind, Operation, Store, Tensor, Work, export,
+};
 
 // ---- the backend ----
 
@@ -124,7 +126,7 @@ unsafe extern "C" fn release(shelf: *mut c_void) {
 
 // ---- the loader's calls ----
 
-static TABLE: abi::RawTable = abi::table::<Halving>();
+static TABLE: abi::RawTable = export::table::<Halving>();
 
 /// A member, or the status and text of the failure.
 fn join(name: &str, device: &str) -> Result<*mut c_void, (i32, String)> {
