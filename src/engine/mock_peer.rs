@@ -361,6 +361,17 @@ mod tests {
     }
 
     #[test]
+    fn a_long_send_to_a_rank_that_is_gone_leaves_nothing_behind() {
+        let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+        harness.settle();
+        harness.link().refuses = true;
+        harness.engine.context.rndv.eager_bytes = 0;
+        let send = harness.start(Direction::Send(Rank(2)), &mut words, Duration::from_secs(60));
+        assert!(matches!(send.result(), Some(Err(crate::Error::PeerLost { rank: 2, .. }))), "{:?}", send.result());
+        assert!(harness.engine.is_settled(), "no message waits for it");
+    }
+
+    #[test]
     fn an_announcement_of_any_length_takes_no_memory() {
         let mut harness = Harness::new();
         harness.send(&Header::control(FrameKind::Rts, MatchSpace::PointToPoint, 0, 7, u64::MAX).encode());
