@@ -2,11 +2,13 @@
 //!
 //! Schedules are data, so the ones that the CPU engine runs are also turned into stream operations: a send is a copy into
 //! staging memory and the write of a word, a receive a wait for that word and a copy, a reduction a kernel. No host thread
-//! takes part once they are submitted. Everything here is pure: [`segment`] cuts a collective to what fits into staging
+//! takes part once they are submitted. All but the last is pure: [`segment`] cuts a collective to what fits into staging
 //! memory, [`layout`] says where its messages lie there, [`lower`] turns a schedule into a [`lower::Program`], and
-//! [`counters`] give its words their values.
+//! [`counters`] give its words their values. The [`kernels`] compute
+//! reductions: one source in CUDA C++, compiled at run time.
 
 pub mod counters;
+pub mod kernels;
 pub mod layout;
 pub mod lower;
 pub mod segment;

@@ -15,12 +15,12 @@ use crate::types::{DType, ReduceOp};
 
 use element::{Accumulators, Element, Float, Job, STRETCH, Truth, accumulate, each, undefined};
 
-pub(crate) use average::{average, divide, widen};
-pub(crate) use element::Operands;
+pub use average::{average, divide, widen};
+pub use element::Operands;
 
 impl Operands {
     /// Bytes per operand.
-    pub(crate) fn size(self) -> usize {
+    pub fn size(self) -> usize {
         match self {
             Operands::Elements(_, dtype) => dtype.size(),
             Operands::Sums(dtype) => average::sum_size(dtype),
@@ -32,7 +32,7 @@ impl Operands {
 ///
 /// # Panics
 /// When the lengths differ, or the operation is not defined on the type (see [`ReduceOp::supports`]).
-pub(crate) fn combine(operands: Operands, into: &mut [u8], from: &[u8]) {
+pub fn combine(operands: Operands, into: &mut [u8], from: &[u8]) {
     assert_eq!(into.len(), from.len(), "operands of equal length");
     widest(Dispatch { operands, job: Combine { into, from } });
 }
@@ -41,7 +41,7 @@ pub(crate) fn combine(operands: Operands, into: &mut [u8], from: &[u8]) {
 ///
 /// # Panics
 /// As [`combine`], and when there is no such position.
-pub(crate) fn fold(operands: Operands, into: &mut [u8], position: usize, blocks: &[&[u8]]) {
+pub fn fold(operands: Operands, into: &mut [u8], position: usize, blocks: &[&[u8]]) {
     assert!(blocks.iter().all(|block| block.len() == into.len()), "operands of equal length");
     let (before, after) = blocks.split_at(position);
     widest(Dispatch { operands, job: Fold { before, into, after } });
@@ -51,7 +51,7 @@ pub(crate) fn fold(operands: Operands, into: &mut [u8], position: usize, blocks:
 ///
 /// # Panics
 /// When the type has no products (see [`ReduceOp::supports`]).
-pub(crate) fn scale(dtype: DType, factor: f64, data: &mut [u8]) {
+pub fn scale(dtype: DType, factor: f64, data: &mut [u8]) {
     match dtype {
         DType::U8 => scale_each::<u8>(data, factor),
         DType::I8 => scale_each::<i8>(data, factor),

@@ -12,6 +12,7 @@ mod doc_paths;
 mod examples;
 mod failures;
 mod generated_docs;
+mod kernels;
 mod launch;
 mod log_capture;
 mod matrix;

@@ -12,7 +12,7 @@ use crate::types::{DType, ReduceOp};
 ///
 /// # Panics
 /// When the lengths do not correspond, or the type has no averages (see [`ReduceOp::supports`]).
-pub(crate) fn widen(dtype: DType, into: &mut [u8], from: &[u8]) {
+pub fn widen(dtype: DType, into: &mut [u8], from: &[u8]) {
     widest(Summing { dtype, job: Widen { into, from } });
 }
 
@@ -20,7 +20,7 @@ pub(crate) fn widen(dtype: DType, into: &mut [u8], from: &[u8]) {
 ///
 /// # Panics
 /// As [`widen`].
-pub(crate) fn average(of: Operands, world: usize, into: &mut [u8], blocks: &[&[u8]]) {
+pub fn average(of: Operands, world: usize, into: &mut [u8], blocks: &[&[u8]]) {
     let (Operands::Elements(_, dtype) | Operands::Sums(dtype)) = of;
     widest(Summing { dtype, job: Average { into, blocks, of, world } });
 }
@@ -29,7 +29,7 @@ pub(crate) fn average(of: Operands, world: usize, into: &mut [u8], blocks: &[&[u
 ///
 /// # Panics
 /// As [`widen`].
-pub(crate) fn divide(dtype: DType, world: usize, data: &mut [u8]) {
+pub fn divide(dtype: DType, world: usize, data: &mut [u8]) {
     widest(Summing { dtype, job: Divide { data, world } });
 }
 

@@ -6,7 +6,7 @@ use crate::types::{DType, ReduceOp};
 
 /// What is combined, and how.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Operands {
+pub enum Operands {
     /// Elements of tensors.
     Elements(ReduceOp, DType),
     /// Sums of elements of this type, in a type that holds those of all ranks; they are added.

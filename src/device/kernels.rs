@@ -1,0 +1,130 @@
+//! The kernels of `kernels.cu`: what they are called, and what they are launched with.
+//!
+//! The source has one module for each type of elements, so that a program compiles and loads those that it uses. Complex
+//! numbers are taken as twice as many parts.
+
+use crate::types::{Arithmetic, DType, ReduceOp};
+
+/// The source, in CUDA C++.
+pub const SOURCE: &str = include_str!("kernels.cu");
+
+/// The most blocks that a kernel combines.
+pub const MAX_BLOCKS: usize = 128;
+
+/// The kernels for elements of one type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Module(DType);
+
+/// What a kernel computes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Computation {
+    /// `into = block₀ ⊕ block₁ ⊕ …`; a block may be `into`.
+    Fold(ReduceOp),
+    /// The same, adding blocks of sums.
+    FoldSums,
+    /// Elements become sums of one.
+    Widen,
+    /// `into = (block₀ + block₁ + …) / world`, of blocks of elements; a block may be `into`.
+    Average,
+    /// The same of blocks of sums, apart from `into`.
+    AverageSums,
+    /// `into = from × factor`; `from` may be `into`.
+    Scale,
+}
+
+/// A kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Function {
+    /// Where it is.
+    pub module: Module,
+    /// Its name there.
+    pub name: String,
+    /// How many of its elements, or of their sums, one of the buffer's consists of.
+    pub parts: usize,
+}
+
+/// The first parameter after `into` of kernels that combine blocks: by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Blocks {
+    /// Addresses on the device, in order.
+    pub at: [u64; MAX_BLOCKS],
+}
+
+const _: () = assert!(size_of::<Blocks>() == 1024, "as in the source");
+
+impl Module {
+    /// The modules.
+    pub fn all() -> impl Iterator<Item = Module> {
+        let own = |dtype: &DType| Module::of(*dtype).filter(|module| module.0 == *dtype);
+        DType::ALL.iter().filter_map(own)
+    }
+
+    /// That for buffers of `dtype`, if anything computes with these.
+    pub fn of(dtype: DType) -> Option<Module> {
+        match dtype {
+            DType::C32 => Some(Module(DType::F16)),
+            DType::C64 => Some(Module(DType::F32)),
+            DType::C128 => Some(Module(DType::F64)),
+            _ => (dtype.arithmetic() != Arithmetic::None).then_some(Module(dtype)),
+        }
+    }
+
+    /// The elements' type.
+    pub fn dtype(self) -> DType {
+        self.0
+    }
+
+    /// PyTorch's name of the elements.
+    pub fn name(self) -> &'static str {
+        self.0.name()
+    }
+
+    /// The definition that leaves this module of the source.
+    pub fn definition(self) -> String {
+        let kernels = match self.0.arithmetic() {
+            Arithmetic::Bool => "TRUTHS",
+            Arithmetic::Integer => "INTEGERS",
+            _ => "FLOATS",
+        };
+        format!("MODULE={kernels}({})", self.name())
+    }
+}
+
+impl Computation {
+    /// The kernel that computes this with elements of `dtype`, where that is defined; see [`ReduceOp::supports`].
+    pub fn function(self, dtype: DType) -> Option<Function> {
+        let module = Module::of(dtype)?;
+        let needs = match self {
+            Computation::Fold(op) => op,
+            Computation::Scale => ReduceOp::PreMulSum(1.0),
+            _ => ReduceOp::Avg,
+        };
+        let kernel = match self {
+            Computation::Fold(op) => format!("fold_{}", operation(op, dtype)),
+            Computation::FoldSums => "fold_sums".to_owned(),
+            Computation::Widen => "widen".to_owned(),
+            Computation::Average => "average".to_owned(),
+            Computation::AverageSums => "average_sums".to_owned(),
+            Computation::Scale => "scale".to_owned(),
+        };
+        let name = format!("{kernel}_{}", module.name());
+        needs.supports(dtype).then(|| Function { module, name, parts: dtype.size() / module.0.size() })
+    }
+}
+
+/// The source's name of what is done to two elements.
+fn operation(op: ReduceOp, dtype: DType) -> &'static str {
+    let of_truths = dtype == DType::Bool;
+    match op {
+        ReduceOp::Sum | ReduceOp::Max if of_truths => "bor",
+        ReduceOp::Product | ReduceOp::Min if of_truths => "band",
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => "sum",
+        ReduceOp::Product => "product",
+        ReduceOp::Min => "min",
+        ReduceOp::Max => "max",
+        ReduceOp::BitAnd => "band",
+        ReduceOp::BitOr => "bor",
+        ReduceOp::BitXor => "bxor",
+    }
+}
