@@ -3,6 +3,9 @@
 //! The source has one module for each type of elements, so that a program compiles and loads those that it uses. Complex
 //! numbers are taken as twice as many parts.
 
+pub mod cache;
+pub mod compile;
+
 use crate::types::{Arithmetic, DType, ReduceOp};
 
 /// The source, in CUDA C++.

@@ -4,6 +4,7 @@ pub mod cma;
 pub mod fork;
 pub mod limits;
 pub mod net;
+pub mod nvrtc;
 pub mod poller;
 pub mod process;
 pub mod ring_sync;

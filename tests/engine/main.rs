@@ -19,6 +19,7 @@ mod matrix;
 mod memory;
 mod messages;
 mod peer_loss;
+mod nvrtc;
 mod programs;
 mod schedules;
 mod secrets_redacted;
