@@ -4,8 +4,8 @@
 //! staging memory and the write of a word, a receive a wait for that word and a copy, a reduction a kernel. No host thread
 //! takes part once they are submitted. All but the last is pure: [`segment`] cuts a collective to what fits into staging
 //! memory, [`layout`] says where its messages lie there, [`lower`] turns a schedule into a [`lower::Program`], and
-//! [`counters`] give its words their values. The [`kernels`] compute
-//! reductions: one source in CUDA C++, compiled at run time.
+//! [`counters`] give its words their values. The [`kernels`] compute reductions: one source in
+//! CUDA C++, compiled at run time.
 
 pub mod counters;
 pub mod kernels;
