@@ -160,6 +160,16 @@ acceptance: $(ACCEPTANCE_SIZES:%=acceptance-%) ## Runs PyTorch's own tests for b
 $(ACCEPTANCE_SIZES:%=acceptance-%): acceptance-%: $(call installed,$(TORCH))
 	$(IN_VENV) EXTRA=1 BACKEND=ncclx_rs WORLD_SIZE=$* python -m pytest --quiet --timeout 300 tests/acceptance
 
+# The engine's tests of CUDA. What `test-cuda` has built is preloaded into them, and not into the compiler.
+CUDA_TWINS = $(SOFTCUDA)/twins.so
+.PHONY: rust-test-cuda
+test-cuda: rust-test-cuda
+rust-test-cuda: softcuda
+	$(CXX) -x c++ -std=c++17 -O1 -ffp-contract=off -shared -fPIC -Itests/softcuda/include \
+		tests/softcuda/tests/sample.cu -o $(CUDA_TWINS)
+	SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS)" NCCLX_RS_TEST_CUDA=1 cargo test --locked --test cuda \
+		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'"
+
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \

@@ -1,6 +1,7 @@
 //! System calls and the unsafe code that they need, behind safe interfaces.
 
 pub mod cma;
+pub mod cuda;
 pub mod fork;
 pub mod limits;
 pub mod net;
@@ -13,3 +14,4 @@ pub mod shm_ring;
 pub mod simd;
 pub mod socket;
 pub mod tcp_info;
+pub mod words;

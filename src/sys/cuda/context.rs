@@ -1,0 +1,84 @@
+//! A device's primary context, which PyTorch uses too.
+#![allow(unsafe_code, reason = "calls the driver")]
+
+use std::marker::PhantomData;
+
+use cudarc::driver::sys::CUcontext;
+
+use super::device::Device;
+use super::error::CudaError;
+use super::functions::call;
+use crate::sync::Arc;
+
+/// Keeps a device's primary context.
+#[derive(Debug)]
+pub struct Context {
+    raw: CUcontext,
+    device: Device,
+}
+
+// SAFETY: a context may be made current on any thread, on several at once.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// The primary context of a device, made if nobody has it yet.
+    pub fn primary(device: Device) -> Result<Arc<Context>, CudaError> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for the result.
+        unsafe { call!(cuDevicePrimaryCtxRetain(&raw mut raw, device.raw)) }?;
+        Ok(Arc::new(Context { raw, device }))
+    }
+
+    /// Whose it is.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Makes it this thread's, until what is returned goes.
+    pub fn enter(&self) -> Result<Current<'_>, CudaError> {
+        // SAFETY: the context is kept by self.
+        unsafe { call!(cuCtxPushCurrent_v2(self.raw)) }?;
+        Ok(Current { _context: self, _of_this_thread: PhantomData })
+    }
+
+    /// Gives something back, and says whether that worked. Where it did not there is nobody to tell, so it is logged.
+    pub(super) fn give_back(&self, give: impl FnOnce() -> Result<(), CudaError>) -> bool {
+        // Tried also where it cannot be entered: most calls find the context by what they are given.
+        let _current = self.enter();
+        let result = give();
+        if let Err(error) = &result {
+            log::warn!("something of device {} was not given back: {error}", self.device.ordinal());
+        }
+        result.is_ok()
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained in `primary`; whatever is in the context keeps self.
+        let result = unsafe { call!(cuDevicePrimaryCtxRelease_v2(self.device.raw)) };
+        if let Err(error) = result {
+            log::warn!("the context of device {} was not released: {error}", self.device.ordinal());
+        }
+    }
+}
+
+/// That a context is this thread's current one. Calls that need one take this.
+#[derive(Debug)]
+pub struct Current<'a> {
+    _context: &'a Context,
+    _of_this_thread: PhantomData<*const ()>,
+}
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: pushed in `enter` by this thread; `popped` is a place for the result.
+        let result = unsafe { call!(cuCtxPopCurrent_v2(&raw mut popped)) };
+        if let Err(error) = result {
+            log::warn!("a context stays current: {error}");
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! CUDA's driver behind safe faces, on machines that have one.
+//!
+//! The library is looked for at run time: nothing of CUDA is needed to build this, and one build serves CUDA 12 and 13. On a
+//! machine without a driver the first call is an error, [`CudaError::NoDriver`].
+//!
+//! What is made keeps its [`Context`] and gives itself back when it goes. Calls that run in a context take a [`Current`].
+
+mod context;
+mod device;
+mod error;
+mod functions;
+mod memory;
+mod module;
+mod stream;
+mod words;
+
+pub use context::{Context, Current};
+pub use device::{Attribute, Device, DeviceUuid, DriverVersion, driver_version};
+pub use error::{Code, CudaError};
+pub use memory::{DeviceBytes, DeviceMemory, DevicePtr, PointerInfo, SharedDeviceMemory, copy_from_host, copy_to_host};
+pub use module::{Function, Module};
+pub use stream::{Capture, Event, Stream};
+pub use words::{Batch, DeviceWord, RegisteredWords, Width};

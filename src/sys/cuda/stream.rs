@@ -1,0 +1,167 @@
+//! Streams, events, and what is put on a stream.
+#![allow(unsafe_code, reason = "calls the driver")]
+
+use cudarc::driver::sys::{CUevent, CUstream};
+
+use super::context::{Context, Current};
+use super::error::CudaError;
+use super::functions::call;
+use super::memory::DeviceBytes;
+use super::words::Batch;
+use crate::sync::Arc;
+
+/// An order of operations on a device.
+#[derive(Debug)]
+pub struct Stream {
+    pub(super) raw: CUstream,
+    context: Arc<Context>,
+    is_own: bool,
+}
+
+// SAFETY: a stream may be used by any thread.
+unsafe impl Send for Stream {}
+// SAFETY: the driver locks what calls change.
+unsafe impl Sync for Stream {}
+
+/// Whether a stream's operations are being recorded for a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Capture {
+    /// They run.
+    Off,
+    /// They are recorded, in the capture of this number: the same for all streams that take part in it.
+    Active(u64),
+    /// Something has spoiled the capture: it can only be ended.
+    Spoilt,
+}
+
+impl Stream {
+    /// A stream that does not wait for the default stream. Of two operations that could run the one of lower `priority` does.
+    pub fn new(context: &Arc<Context>, priority: i32) -> Result<Stream, CudaError> {
+        let mut raw = std::ptr::null_mut();
+        let _current = context.enter()?;
+        // SAFETY: `raw` is a place for the result.
+        unsafe { call!(cuStreamCreateWithPriority(&raw mut raw, NON_BLOCKING, priority)) }?;
+        Ok(Stream { raw, context: context.clone(), is_own: true })
+    }
+
+    /// A stream that somebody else has made, by the driver's number for it: zero is the default stream.
+    ///
+    /// # Safety
+    /// It is a stream of this context, and is not destroyed while self is used.
+    pub unsafe fn from_raw(context: &Arc<Context>, raw: u64) -> Stream {
+        let raw = std::ptr::with_exposed_provenance_mut(raw as usize);
+        Stream { raw, context: context.clone(), is_own: false }
+    }
+
+    /// The driver's number for it.
+    pub fn to_raw(&self) -> u64 {
+        self.raw.expose_provenance() as u64
+    }
+
+    /// Its context.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Waits until all of its operations are done. An error says that one of them has failed.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        let _current = self.context.enter()?;
+        // SAFETY: the stream lives as long as self.
+        unsafe { call!(cuStreamSynchronize(self.raw)) }
+    }
+
+    /// Copies device memory.
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn copy(&self, _: &Current<'_>, from: DeviceBytes, into: DeviceBytes) -> Result<(), CudaError> {
+        assert_eq!(from.len(), into.len());
+        if from.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: both are addresses of device memory, which no reference is to; if it is gone, the device says so.
+        unsafe { call!(cuMemcpyDtoDAsync_v2(into.ptr().0, from.ptr().0, from.len(), self.raw)) }
+    }
+
+    /// Does what is in a batch, in its order; in as few calls of the driver as that takes.
+    pub fn submit(&self, _: &Current<'_>, batch: &mut Batch) -> Result<(), CudaError> {
+        for operations in batch.operations.chunks_mut(Batch::LONGEST) {
+            let (count, first) = (operations.len() as u32, operations.as_mut_ptr());
+            // SAFETY: there are so many operations, each on a word of registered memory.
+            unsafe { call!(cuStreamBatchMemOp_v2(self.raw, count, first, 0)) }?;
+        }
+        Ok(())
+    }
+
+    /// What comes next waits until an event's last record is reached.
+    pub fn wait(&self, _: &Current<'_>, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: both live.
+        unsafe { call!(cuStreamWaitEvent(self.raw, event.raw, 0)) }
+    }
+
+    /// Whether its operations are being recorded.
+    pub fn capture(&self, _: &Current<'_>) -> Result<Capture, CudaError> {
+        let (mut status, mut id) = (0, 0);
+        let (graph, dependencies, count) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: two places for results, and null for those that are not wanted.
+        unsafe {
+            call!(cuStreamGetCaptureInfo_v2(self.raw, &raw mut status, &raw mut id, graph, dependencies, count))
+        }?;
+        Ok(match status {
+            0 => Capture::Off,
+            1 => Capture::Active(id),
+            _ => Capture::Spoilt,
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.is_own {
+            // SAFETY: made in `new`; the driver ends it once its operations are done.
+            self.context.give_back(|| unsafe { call!(cuStreamDestroy_v2(self.raw)) });
+        }
+    }
+}
+
+/// `CU_STREAM_NON_BLOCKING`.
+const NON_BLOCKING: u32 = 1;
+
+/// A place in a stream.
+#[derive(Debug)]
+pub struct Event {
+    raw: CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: an event may be used by any thread.
+unsafe impl Send for Event {}
+// SAFETY: the driver locks what calls change.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that is nowhere yet: who waits for it goes on.
+    pub fn new(context: &Arc<Context>) -> Result<Event, CudaError> {
+        let mut raw = std::ptr::null_mut();
+        let _current = context.enter()?;
+        // SAFETY: `raw` is a place for the result.
+        unsafe { call!(cuEventCreate(&raw mut raw, WITHOUT_TIMES)) }?;
+        Ok(Event { raw, context: context.clone() })
+    }
+
+    /// Puts it behind everything that is on a stream.
+    pub fn record(&self, _: &Current<'_>, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: both live.
+        unsafe { call!(cuEventRecord(self.raw, stream.raw)) }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`; the driver keeps what still waits for it.
+        self.context.give_back(|| unsafe { call!(cuEventDestroy_v2(self.raw)) });
+    }
+}
+
+/// `CU_EVENT_DISABLE_TIMING`.
+const WITHOUT_TIMES: u32 = 2;

@@ -1,0 +1,147 @@
+//! Whether there is CUDA, tests in processes of their own, and what only the software CUDA can be asked.
+
+use std::ffi::{CStr, CString, c_char, c_long, c_void};
+use std::process::Command;
+use std::time::Duration;
+
+use ncclx_rs::sync::Arc;
+use ncclx_rs::sys::cuda::{Context, Device, driver_version};
+
+/// The first device's context; nothing where there is no driver.
+///
+/// # Panics
+/// Where there must be one.
+pub(crate) fn context() -> Option<Arc<Context>> {
+    let is_set = |name| std::env::var(name).is_ok_and(|value| value == "1");
+    match driver_version().and_then(|_| Device::new(0)).and_then(Context::primary) {
+        Ok(context) => Some(context),
+        Err(error) if is_set("NCCLX_RS_CI") && is_set("NCCLX_RS_TEST_CUDA") => panic!("CUDA must be here: {error}"),
+        Err(error) => {
+            eprintln!("not run: {error}");
+            None
+        }
+    }
+}
+
+/// Names the test that a process was begun for.
+const ALONE: &str = "NCCLX_RS_TEST_ALONE";
+
+/// This program, to run one test of it in a process of its own.
+pub(crate) fn program(test: &str) -> Command {
+    let mut program = Command::new(std::env::current_exe().expect("this program"));
+    program.args(["--exact", test, "--nocapture"]).env(ALONE, test);
+    program
+}
+
+/// Whether this process was begun for a test alone.
+pub(crate) fn is_alone(test: &str) -> bool {
+    std::env::var(ALONE).is_ok_and(|alone| alone == test)
+}
+
+/// Runs `body` in processes of its own, one with each of these settings. It is called in the test of that name.
+pub(crate) fn alone(test: &str, settings: &[&[(&str, &str)]], body: impl FnOnce()) {
+    if is_alone(test) {
+        watch(test);
+        return body();
+    }
+    if context().is_none() {
+        return;
+    }
+    for settings in settings {
+        let output = program(test).envs(settings.iter().copied()).output().expect("a process");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "with {settings:?}: {text}");
+    }
+}
+
+/// Ends this process, begun for a test alone, if a stream waits for ever.
+pub(crate) fn watch(test: &str) {
+    let test = test.to_owned();
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(300));
+        eprintln!("{test} does not end");
+        std::process::abort();
+    });
+}
+
+/// A function of the software CUDA, or of CUDA; nothing if it has none of that name.
+fn symbol(name: &CStr) -> Option<*mut c_void> {
+    // SAFETY: the name ends with a zero.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+    (!found.is_null()).then_some(found)
+}
+
+/// What the software CUDA counts and does; nothing on another one.
+pub(crate) struct Software {
+    uses: unsafe extern "C" fn(*const c_char) -> u64,
+    calls: unsafe extern "C" fn(*mut c_char, usize) -> usize,
+    plant: unsafe extern "C" fn(*const c_char),
+    living: unsafe extern "C" fn(*const c_char) -> c_long,
+}
+
+impl Software {
+    pub(crate) fn new() -> Option<Software> {
+        let (uses, calls) = (symbol(c"softcuda_uses")?, symbol(c"softcuda_calls")?);
+        let (plant, living) = (symbol(c"softcuda_plant")?, symbol(c"softcuda_living")?);
+        Some(Software {
+            // SAFETY: tests/softcuda declares it so.
+            uses: unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> u64>(uses) },
+            // SAFETY: as above.
+            calls: unsafe {
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_char, usize) -> usize>(calls)
+            },
+            // SAFETY: as above.
+            plant: unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char)>(plant) },
+            // SAFETY: as above.
+            living: unsafe {
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> c_long>(living)
+            },
+        })
+    }
+
+    /// How often a function of the driver has been called.
+    pub(crate) fn uses(&self, call: &str) -> u64 {
+        let call = CString::new(call).expect("a name");
+        // SAFETY: the name ends with a zero.
+        unsafe { (self.uses)(call.as_ptr()) }
+    }
+
+    /// The functions that have been called.
+    pub(crate) fn calls(&self) -> Vec<String> {
+        let mut text = vec![0u8; 1 << 16];
+        // SAFETY: there is room for so many bytes.
+        unsafe { (self.calls)(text.as_mut_ptr().cast(), text.len()) };
+        let text = CStr::from_bytes_until_nul(&text).expect("an end").to_string_lossy().into_owned();
+        text.lines().filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect()
+    }
+
+    /// Has a call fail at a use, counted from the start of the process.
+    pub(crate) fn plant(&self, call: &str, at: u64) {
+        let fault = CString::new(format!("{call}:{at}")).expect("a fault");
+        // SAFETY: the text ends with a zero.
+        unsafe { (self.plant)(fault.as_ptr()) };
+    }
+
+    /// How many things of CUDA there are.
+    pub(crate) fn living(&self) -> i64 {
+        // SAFETY: the text ends with a zero.
+        unsafe { (self.living)(c"".as_ptr()) }
+    }
+}
+
+/// Begins a capture of a stream, which the engine itself never does, and ends it. What is in between is passed through.
+pub(crate) fn captured<T>(stream: u64, body: impl FnOnce() -> T) -> T {
+    let begin = symbol(c"cuStreamBeginCapture_v2").expect("CUDA has it");
+    let end = symbol(c"cuStreamEndCapture").expect("CUDA has it");
+    let mut graph: u64 = 0;
+    // SAFETY: cuda.h declares it so.
+    let begin: unsafe extern "C" fn(u64, u32) -> u32 = unsafe { std::mem::transmute(begin) };
+    // SAFETY: as above.
+    let end: unsafe extern "C" fn(u64, *mut u64) -> u32 = unsafe { std::mem::transmute(end) };
+    // SAFETY: the caller's stream lives; 1 is CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
+    assert_eq!(unsafe { begin(stream, 1) }, 0);
+    let result = body();
+    // SAFETY: `graph` is a place for the result. It is left to the end of the process.
+    assert_eq!(unsafe { end(stream, &raw mut graph) }, 0);
+    result
+}

@@ -1,0 +1,7 @@
+//! Tests that need a CUDA driver: `make test-cuda` runs them on a software CUDA. Without one they say so, and pass.
+#![allow(unsafe_code, reason = "asks the software CUDA, and launches a kernel")]
+#![allow(clippy::print_stderr, reason = "says why a test is not run")]
+
+mod faults;
+mod fence;
+mod harness;
