@@ -2,13 +2,18 @@
 //!
 //! Schedules are data, so the ones that the CPU engine runs are also turned into stream operations: a send is a copy into
 //! staging memory and the write of a word, a receive a wait for that word and a copy, a reduction a kernel. No host thread
-//! takes part once they are submitted. All but the last is pure: [`segment`] cuts a collective to what fits into staging
-//! memory, [`layout`] says where its messages lie there, [`lower`] turns a schedule into a [`lower::Program`], and
-//! [`counters`] give its words their values. The [`kernels`] compute reductions: one source in
-//! CUDA C++, compiled at run time.
+//! takes part once they are submitted.
+//!
+//! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
+//! there, [`lower`] turns a schedule into a [`lower::Program`], [`counters`] give its words their values, and [`words`] says
+//! where these lie. What acts is [`staging`] memory, which ranks map of each other, and the [`lane`], which puts programs on
+//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time.
 
 pub mod counters;
 pub mod kernels;
+pub mod lane;
 pub mod layout;
 pub mod lower;
 pub mod segment;
+pub mod staging;
+pub mod words;

@@ -5,3 +5,4 @@
 mod faults;
 mod fence;
 mod harness;
+mod lanes;

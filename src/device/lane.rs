@@ -1,0 +1,179 @@
+//! A lane: programs put on streams, one after the other, with real addresses.
+
+use smallvec::SmallVec;
+
+use crate::device::counters::{Access, Counters};
+use crate::device::lower::{Kernel, Memory, Operation, Program};
+use crate::device::segment::Segment;
+use crate::device::staging::Staging;
+use crate::device::words::WordLayout;
+use crate::schedule::Space;
+use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, RegisteredWords, Stream, Width};
+use crate::types::Rank;
+
+/// One rank's end of a lane.
+///
+/// All ranks put the programs of the same segments on it in the same order. If that is not on one stream, the caller has each
+/// wait for the one before.
+#[derive(Debug)]
+pub struct Lane {
+    number: usize,
+    me: Rank,
+    layout: WordLayout,
+    words: RegisteredWords,
+    staging: Staging,
+    counters: Counters,
+    width: Width,
+}
+
+/// The memory of an operation: its tensors, and what the engine lends.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensors {
+    /// The whole input.
+    pub input: DeviceBytes,
+    /// The whole output.
+    pub output: DeviceBytes,
+    /// Scratch memory, enough for a segment.
+    pub scratch: DeviceBytes,
+    /// Memory for sums, enough for a segment.
+    pub sums: DeviceBytes,
+    /// The bytes of an element.
+    pub element: usize,
+    /// The bytes of a sum.
+    pub sum: usize,
+}
+
+/// Launches what a program computes.
+pub trait Kernels {
+    /// Puts a kernel on a stream, by the addresses that `places` gives.
+    fn launch(
+        &self,
+        current: &Current<'_>,
+        stream: &Stream,
+        kernel: &Kernel,
+        places: &Places<'_>,
+    ) -> Result<(), CudaError>;
+}
+
+/// Where a program's memory is.
+#[derive(Debug)]
+pub struct Places<'a> {
+    staging: &'a Staging,
+    half: usize,
+    segment: &'a Segment,
+    tensors: &'a Tensors,
+}
+
+/// Stretches of device memory that belong together.
+pub type Stretches = SmallVec<[DeviceBytes; 4]>;
+
+impl Places<'_> {
+    /// The stretches that a program's memory consists of, in order.
+    ///
+    /// # Panics
+    /// When the tensors are shorter than what the program touches.
+    pub fn of(&self, memory: Memory) -> Stretches {
+        let Tensors { input, output, scratch, sums, element, sum } = *self.tensors;
+        match memory {
+            Memory::Staging { of, offset, bytes } => {
+                [self.staging.bytes(of, self.half, offset, bytes)].into_iter().collect()
+            }
+            Memory::Own(slice) => {
+                let (extent, whole) = match slice.space {
+                    Space::Input => (&self.segment.input, input),
+                    Space::Output => (&self.segment.output, output),
+                    Space::Scratch => return one(scratch.part(slice.offset * element, slice.len * element)),
+                    Space::Sums => return one(sums.part(slice.offset * sum, slice.len * sum)),
+                };
+                extent.parts(slice).map(|run| whole.part(run.offset * element, run.len * element)).collect()
+            }
+        }
+    }
+}
+
+fn one(bytes: DeviceBytes) -> Stretches {
+    [bytes].into_iter().collect()
+}
+
+impl Lane {
+    /// The lane of this number, on which nothing has happened. Its words and its staging memory are its own.
+    pub fn new(
+        number: usize,
+        me: Rank,
+        layout: WordLayout,
+        words: RegisteredWords,
+        staging: Staging,
+        width: Width,
+    ) -> Lane {
+        Lane { number, me, layout, words, staging, counters: Counters::new(layout.ranks()), width }
+    }
+
+    /// Puts a segment's program on a stream and returns at once.
+    ///
+    /// # Errors
+    /// A call of the driver has failed. What came before it may be on the stream, so the lane is of no use any more.
+    ///
+    /// # Panics
+    /// When the tensors are shorter than what the program touches.
+    pub fn submit(
+        &mut self,
+        current: &Current<'_>,
+        stream: &Stream,
+        program: &Program,
+        segment: &Segment,
+        tensors: &Tensors,
+        kernels: &impl Kernels,
+    ) -> Result<(), CudaError> {
+        let numbering = self.counters.take_up(self.me, program);
+        let places = Places { staging: &self.staging, half: numbering.half(), segment, tensors };
+        let mut batch = Batch::new(self.width);
+        numbering.credits().iter().for_each(|credit| self.add(&mut batch, *credit));
+        for operation in &program.operations {
+            if let Operation::Words(words) = operation {
+                words.iter().for_each(|word| self.add(&mut batch, numbering.access(*word)));
+                continue;
+            }
+            flush(current, stream, &mut batch)?;
+            match operation {
+                Operation::Words(_) => {}
+                Operation::Copy { from, into } => copy(current, stream, &places.of(*from), &places.of(*into))?,
+                Operation::Kernel(kernel) => kernels.launch(current, stream, kernel, &places)?,
+            }
+        }
+        flush(current, stream, &mut batch)
+    }
+
+    fn add(&self, batch: &mut Batch, access: Access) {
+        let place = |word| self.words.word(self.layout.index(self.number, word));
+        match access {
+            Access::Wait(word, value) => batch.wait(place(word), value),
+            Access::Write(word, value) => batch.write(place(word), value),
+        }
+    }
+}
+
+/// Submits what has been collected.
+fn flush(current: &Current<'_>, stream: &Stream, batch: &mut Batch) -> Result<(), CudaError> {
+    stream.submit(current, batch)?;
+    batch.clear();
+    Ok(())
+}
+
+/// Copies stretches to as many bytes that may be cut elsewhere.
+fn copy(current: &Current<'_>, stream: &Stream, from: &[DeviceBytes], into: &[DeviceBytes]) -> Result<(), CudaError> {
+    let (mut from, mut into) = (from.iter().copied(), into.iter().copied());
+    let (mut source, mut target) = (from.next(), into.next());
+    while let (Some(bytes), Some(place)) = (source, target) {
+        let len = bytes.len().min(place.len());
+        stream.copy(current, bytes.part(0, len), place.part(0, len))?;
+        source = rest(bytes, len).or_else(|| from.next());
+        target = rest(place, len).or_else(|| into.next());
+    }
+    assert!(source.is_none() && target.is_none(), "a copy to memory of another length");
+    Ok(())
+}
+
+/// What follows the first `len` bytes; nothing if nothing does.
+fn rest(bytes: DeviceBytes, len: usize) -> Option<DeviceBytes> {
+    (len < bytes.len()).then(|| bytes.part(len, bytes.len() - len))
+}

@@ -1,0 +1,370 @@
+//! Collectives that need no kernel, on streams: of several segments, in worlds of threads and of processes.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
+use std::sync::{Barrier, Mutex};
+use std::time::Duration;
+
+use ncclx_rs::algo::{self, Collective, Scaling};
+use ncclx_rs::device::lane::{Kernels, Lane, Places, Tensors};
+use ncclx_rs::device::lower::{Kernel, Staged};
+use ncclx_rs::device::segment::{self, Segment};
+use ncclx_rs::device::staging::Staging;
+use ncclx_rs::device::words::WordLayout;
+use ncclx_rs::sync::Arc;
+use ncclx_rs::sys::cuda::{
+    Context, CudaError, Current, Device, DeviceMemory, RegisteredWords, Stream, Width, copy_from_host, copy_to_host,
+};
+use ncclx_rs::sys::socket;
+use ncclx_rs::sys::words::SharedWords;
+use ncclx_rs::{Counts, Rank, Topology};
+
+use crate::harness::{Software, alone, context, is_alone, program, watch};
+
+/// Bytes of an element, and of half the staging memory.
+const ELEMENT: usize = 4;
+const HALF: usize = 4096;
+
+struct NoKernels;
+
+impl Kernels for NoKernels {
+    fn launch(&self, _: &Current<'_>, _: &Stream, kernel: &Kernel, _: &Places<'_>) -> Result<(), CudaError> {
+        panic!("{kernel:?} in a collective that computes nothing")
+    }
+}
+
+/// What the test runs in a world of so many ranks: most take several segments.
+fn collectives(size: usize) -> Vec<Collective> {
+    let last = Rank::from(size - 1);
+    vec![
+        Collective::AllGather { counts: Counts::equal(1500, size) },
+        Collective::AllGather { counts: (0..size).map(|rank| 397 * rank % 1900).collect() },
+        Collective::Broadcast { count: 3000, root: Rank(0) },
+        Collective::Barrier,
+        Collective::Gather { count: 700, root: last },
+        Collective::Scatter { count: 700, root: last },
+        Collective::Broadcast { count: 1, root: last },
+    ]
+}
+
+/// The element of this number in what a rank has.
+fn element(rank: usize, index: usize) -> u32 {
+    (rank * 1_000_003 + index * 7 + 1) as u32
+}
+
+/// What a rank has, and what it has to get; nothing if that stays undefined.
+fn data(collective: &Collective, me: usize, size: usize) -> (Vec<u32>, usize, Option<Vec<u32>>) {
+    let block = |rank: usize, from: usize, len: usize| (from..from + len).map(move |index| element(rank, index));
+    let own = |len| block(me, 0, len).collect::<Vec<_>>();
+    match collective {
+        Collective::AllGather { counts } => {
+            let expected: Vec<u32> = (0..size).flat_map(|rank| block(rank, 0, counts[rank])).collect();
+            (own(counts[me]), expected.len(), Some(expected))
+        }
+        Collective::Broadcast { count, root } => (own(*count), *count, Some(block(root.index(), 0, *count).collect())),
+        Collective::Gather { count, root } if root.index() == me => {
+            let expected: Vec<u32> = (0..size).flat_map(|rank| block(rank, 0, *count)).collect();
+            (own(*count), expected.len(), Some(expected))
+        }
+        Collective::Gather { count, .. } => (own(*count), 0, None),
+        Collective::Scatter { count, root } => {
+            let input = if root.index() == me { own(count * size) } else { vec![] };
+            (input, *count, Some(block(root.index(), me * count, *count).collect()))
+        }
+        Collective::Barrier => (vec![], 0, None),
+        other => unreachable!("{other:?}"),
+    }
+}
+
+/// The algorithm that does a collective without a kernel.
+fn segments(whole: &Collective, size: usize, name: &str) -> Option<usize> {
+    let topo = Topology::single_host(size);
+    let plan = |len| {
+        let cut = Segment::of(whole, Rank(0), size, 0, len).expect("no all_to_all");
+        Staged::plan(name, &cut.collective, &topo, ELEMENT, Scaling::Nothing)
+    };
+    plan(1)?;
+    Some(segment::longest(whole, HALF, |len| plan(len).expect("as with one element").bytes()).expect("one fits"))
+}
+
+/// What ranks need of each other beside streams.
+trait Others {
+    /// Hands own staging memory to all ranks, and takes theirs.
+    fn exchange(&mut self, own: OwnedFd) -> Vec<OwnedFd>;
+
+    /// Returns once all ranks are there.
+    fn barrier(&mut self);
+}
+
+/// What one rank submits for one collective, and what has to come of it.
+struct Job {
+    whole: Collective,
+    name: &'static str,
+    segment: usize,
+    input: DeviceMemory,
+    output: DeviceMemory,
+    expected: Option<Vec<u32>>,
+}
+
+/// Everything that a rank submits.
+fn jobs(context: &Arc<Context>, me: usize, size: usize) -> Result<Vec<Job>, CudaError> {
+    let mut jobs = vec![];
+    for whole in collectives(size) {
+        for name in algo::names() {
+            let Some(segment) = segments(&whole, size, name) else { continue };
+            let (input, len, expected) = data(&whole, me, size);
+            let bytes: Vec<u8> = input.iter().flat_map(|value| value.to_ne_bytes()).collect();
+            let (input, output) =
+                (DeviceMemory::new(context, bytes.len())?, DeviceMemory::new(context, len * ELEMENT)?);
+            if !bytes.is_empty() {
+                copy_from_host(&context.enter()?, &bytes, input.bytes())?;
+            }
+            jobs.push(Job { whole: whole.clone(), name, segment, input, output, expected });
+        }
+    }
+    Ok(jobs)
+}
+
+/// One rank: everything three times, by every algorithm, without waiting in between.
+fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut impl Others) -> Result<(), CudaError> {
+    let context = Context::primary(Device::new(0)?)?;
+    let words = RegisteredWords::new(&context, &Arc::new(words))?;
+    let mut staging = Staging::new(&context, Rank::from(me), size, HALF)?;
+    assert_eq!(staging.half(), HALF);
+    let (fd, len) = staging.export()?;
+    for (other, fd) in others.exchange(fd).into_iter().enumerate() {
+        staging.import(Rank::from(other), fd.as_fd(), len)?;
+    }
+    let (stream, jobs) = (Stream::new(&context, 0)?, jobs(&context, me, size)?);
+    let lent = DeviceMemory::new(&context, 16 * HALF)?;
+    let (scratch, sums) = (lent.bytes(), lent.bytes().part(0, 0));
+    let mut lane = Lane::new(1, Rank::from(me), WordLayout::new(size, 2), words, staging, width);
+    let topo = Topology::single_host(size);
+    let current = context.enter()?;
+    for job in jobs.iter().cycle().take(3 * jobs.len()) {
+        let (input, output) = (job.input.bytes(), job.output.bytes());
+        let tensors = Tensors { input, output, scratch, sums, element: ELEMENT, sum: ELEMENT };
+        for from in (0..segment::longest_block(&job.whole).max(1)).step_by(job.segment) {
+            let segment = Segment::of(&job.whole, Rank::from(me), size, from, job.segment).expect("no all_to_all");
+            let staged = Staged::plan(job.name, &segment.collective, &topo, ELEMENT, Scaling::Nothing);
+            let program = staged.expect("as the first segment").program(Rank::from(me), None);
+            lane.submit(&current, &stream, &program, &segment, &tensors, &NoKernels)?;
+        }
+    }
+    stream.synchronize()?;
+    assert!(jobs.len() >= collectives(size).len());
+    for Job { whole, name, output, expected, .. } in &jobs {
+        let mut bytes = vec![0; output.bytes().len()];
+        if !bytes.is_empty() {
+            copy_to_host(&current, output.bytes(), &mut bytes)?;
+        }
+        let element = |bytes: &[u8]| u32::from_ne_bytes(bytes.try_into().expect("an element"));
+        let values: Vec<u32> = bytes.chunks(ELEMENT).map(element).collect();
+        let is_right = expected.as_ref().is_none_or(|expected| *expected == values);
+        assert!(is_right, "rank {me} of {size}: {name} for {whole:?}");
+    }
+    // What goes waits for the device, which in a world of threads is everybody's.
+    others.barrier();
+    Ok(())
+}
+
+fn words(size: usize) -> SharedWords {
+    SharedWords::new(WordLayout::new(size, 2).count()).expect("words")
+}
+
+/// The other ranks in threads of this process.
+struct Threads<'a> {
+    me: usize,
+    fds: &'a [Mutex<Option<OwnedFd>>],
+    barrier: &'a Barrier,
+}
+
+impl Others for Threads<'_> {
+    fn exchange(&mut self, own: OwnedFd) -> Vec<OwnedFd> {
+        *self.fds[self.me].lock().expect("no panic") = Some(own);
+        self.barrier.wait();
+        let clone = |fd: &Mutex<Option<OwnedFd>>| {
+            let fd = fd.lock().expect("no panic");
+            fd.as_ref().expect("all are there").try_clone().expect("a descriptor")
+        };
+        self.fds.iter().map(clone).collect()
+    }
+
+    fn barrier(&mut self) {
+        self.barrier.wait();
+    }
+}
+
+#[test]
+fn collectives_of_threads_are_right() {
+    let settings: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "1")];
+    alone("lanes::collectives_of_threads_are_right", &[settings], || {
+        for size in 1..=8 {
+            let (words, barrier) = (words(size), Barrier::new(size));
+            let fds: Vec<Mutex<Option<OwnedFd>>> = (0..size).map(|_| Mutex::new(None)).collect();
+            std::thread::scope(|scope| {
+                for me in 0..size {
+                    let (words, fds, barrier) = (&words, &fds, &barrier);
+                    scope.spawn(move || {
+                        let fd = words.as_fd().try_clone_to_owned().expect("a descriptor");
+                        let own = SharedWords::open(fd, words.count()).expect("the words");
+                        let width = if size % 2 == 0 { Width::Bits64 } else { Width::Bits32 };
+                        let result = rank(me, size, width, own, &mut Threads { me, fds, barrier });
+                        assert_eq!(result, Ok(()), "rank {me} of {size}");
+                    });
+                }
+            });
+        }
+    });
+}
+
+/// Which rank a process is, of how many, and where its parent listens.
+const RANK: &str = "NCCLX_RS_TEST_RANK";
+
+/// Waits for what comes through a socket.
+fn take(stream: &UnixStream) -> (OwnedFd, u8) {
+    loop {
+        match socket::look_at_fd(stream) {
+            Ok(taken) => {
+                socket::drop_fd(stream).expect("it is there");
+                return taken;
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                std::thread::sleep(Duration::from_millis(1))
+            }
+            Err(error) => panic!("a rank or its parent is gone: {error}"),
+        }
+    }
+}
+
+/// The other ranks as processes: their parent passes on what each of them sends.
+struct Processes {
+    parent: UnixStream,
+    size: usize,
+}
+
+impl Others for Processes {
+    fn exchange(&mut self, own: OwnedFd) -> Vec<OwnedFd> {
+        socket::send_fd(&self.parent, own.as_fd(), 0).expect("room");
+        (0..self.size).map(|_| take(&self.parent).0).collect()
+    }
+
+    fn barrier(&mut self) {
+        socket::send_fd(&self.parent, std::io::stderr().as_fd(), 0).expect("room");
+        take(&self.parent);
+    }
+}
+
+const PROCESS: &str = "lanes::a_rank_as_a_process";
+
+/// Not a test of its own: what a process of a world does.
+#[test]
+fn a_rank_as_a_process() {
+    if !is_alone(PROCESS) {
+        return;
+    }
+    watch(PROCESS);
+    let text = std::env::var(RANK).expect("set by the parent");
+    let mut parts = text.splitn(3, ' ');
+    let mut number = || parts.next().expect("three parts").parse::<usize>().expect("a number");
+    let (me, size) = (number(), number());
+    let parent = socket::connect_unix(parts.next().expect("a name").as_bytes()).expect("it listens");
+    socket::send_fd(&parent, std::io::stderr().as_fd(), me as u8).expect("room");
+    let (segment, _) = take(&parent);
+    let words = SharedWords::open(segment, WordLayout::new(size, 2).count()).expect("the words");
+    let result = rank(me, size, Width::Bits64, words, &mut Processes { parent, size });
+    assert_eq!(result, Ok(()), "rank {me} of {size}");
+}
+
+/// Runs a world of processes with these settings of the software CUDA.
+fn world(size: usize, settings: &[(&str, &str)]) {
+    let name = format!("ncclx_rs test {} {size} {}", std::process::id(), settings[0].1);
+    let listener = socket::listen_unix(name.as_bytes()).expect("a socket");
+    let start = |me: usize| -> Child {
+        let mut program = program(PROCESS);
+        program.env(RANK, format!("{me} {size} {name}")).env("RANK", me.to_string()).envs(settings.iter().copied());
+        program.stdout(Stdio::null()).spawn().expect("a process")
+    };
+    let children: Vec<Child> = (0..size).map(start).collect();
+    let mut ranks: Vec<Option<UnixStream>> = (0..size).map(|_| None).collect();
+    while ranks.iter().any(Option::is_none) {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                let (_, me) = take(&stream);
+                ranks[usize::from(me)] = Some(stream);
+            }
+            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+    let ranks: Vec<UnixStream> = ranks.into_iter().flatten().collect();
+    let words = words(size);
+    ranks.iter().for_each(|rank| socket::send_fd(rank, words.as_fd(), 0).expect("room"));
+    let staging: Vec<OwnedFd> = ranks.iter().map(|rank| take(rank).0).collect();
+    for rank in &ranks {
+        staging.iter().for_each(|fd| socket::send_fd(rank, fd.as_fd(), 0).expect("room"));
+    }
+    ranks.iter().for_each(|rank| _ = take(rank));
+    ranks.iter().for_each(|rank| socket::send_fd(rank, words.as_fd(), 0).expect("room"));
+    for (me, mut child) in children.into_iter().enumerate() {
+        assert!(child.wait().expect("an end").success(), "rank {me} of {size} with {settings:?}");
+    }
+}
+
+#[test]
+fn collectives_of_processes_are_right_on_few_queues() {
+    if context().is_none() {
+        return;
+    }
+    for queues in ["1", "2", "8"] {
+        for size in [2, 3, 8] {
+            world(size, &[("SOFTCUDA_QUEUES", queues), ("SOFTCUDA_DELAY_US", "100")]);
+        }
+    }
+}
+
+#[test]
+fn an_all_gather_takes_no_more_calls_than_it_must() {
+    const NAME: &str = "lanes::an_all_gather_takes_no_more_calls_than_it_must";
+    alone(NAME, &[&[]], || {
+        let Some(software) = Software::new() else { return };
+        let run = || -> Result<(), CudaError> {
+            let context = Context::primary(Device::new(0)?)?;
+            let (size, whole) = (4, Collective::AllGather { counts: Counts::equal(8, 4) });
+            let (layout, topo) = (WordLayout::new(size, 2), Topology::single_host(size));
+            let segment = Segment::of(&whole, Rank(1), size, 0, 8).expect("no all_to_all");
+            let staged = Staged::plan("direct", &whole, &topo, ELEMENT, Scaling::Nothing).expect("direct does it");
+            let program = staged.program(Rank(1), None);
+            // The other ranks are played by their words and by memory of this one: nobody writes it.
+            let control = Arc::new(words(size));
+            for index in 0..control.count() {
+                control.word(index).store(1 << 40, ncclx_rs::sync::Ordering::Release);
+            }
+            let registered = RegisteredWords::new(&context, &control)?;
+            let mut staging = Staging::new(&context, Rank(1), size, HALF)?;
+            let (fd, len) = staging.export()?;
+            for other in [0, 2, 3] {
+                staging.import(Rank(other), fd.as_fd(), len)?;
+            }
+            let mut lane = Lane::new(0, Rank(1), layout, registered, staging, Width::Bits64);
+            let (memory, stream) = (DeviceMemory::new(&context, 160)?, Stream::new(&context, 0)?);
+            let (input, output) = (memory.bytes().part(0, 32), memory.bytes().part(32, 128));
+            let nothing = memory.bytes().part(0, 0);
+            let (scratch, sums) = (nothing, nothing);
+            let tensors = Tensors { input, output, scratch, sums, element: ELEMENT, sum: ELEMENT };
+            let current = context.enter()?;
+            for round in 0..4 {
+                let count = |call| software.uses(call);
+                let before = (count("cuStreamBatchMemOp_v2"), count("cuMemcpyDtoDAsync_v2"));
+                lane.submit(&current, &stream, &program, &segment, &tensors, &NoKernels)?;
+                let batches = count("cuStreamBatchMemOp_v2") - before.0;
+                let copies = count("cuMemcpyDtoDAsync_v2") - before.1;
+                // Credits once a half is used again; heads, waits, tails. A copy to staging memory, that of the own block, and
+                // one of each other rank's.
+                assert_eq!((batches, copies), (3 + u64::from(round > 1), 5), "round {round}: {program:#?}");
+            }
+            stream.synchronize()
+        };
+        assert_eq!(run(), Ok(()));
+    });
+}
