@@ -28,15 +28,15 @@ pub struct Lane {
 
 /// The memory of an operation: its tensors, and what the engine lends.
 #[derive(Clone, Copy, Debug)]
-pub struct Tensors {
+pub struct Tensors<'a> {
     /// The whole input.
-    pub input: DeviceBytes,
+    pub input: DeviceBytes<'a>,
     /// The whole output.
-    pub output: DeviceBytes,
+    pub output: DeviceBytes<'a>,
     /// Scratch memory, enough for a segment.
-    pub scratch: DeviceBytes,
+    pub scratch: DeviceBytes<'a>,
     /// Memory for sums, enough for a segment.
-    pub sums: DeviceBytes,
+    pub sums: DeviceBytes<'a>,
     /// The bytes of an element.
     pub element: usize,
     /// The bytes of a sum.
@@ -61,18 +61,18 @@ pub struct Places<'a> {
     staging: &'a Staging,
     half: usize,
     segment: &'a Segment,
-    tensors: &'a Tensors,
+    tensors: &'a Tensors<'a>,
 }
 
 /// Stretches of device memory that belong together.
-pub type Stretches = SmallVec<[DeviceBytes; 4]>;
+pub type Stretches<'a> = SmallVec<[DeviceBytes<'a>; 4]>;
 
-impl Places<'_> {
+impl<'a> Places<'a> {
     /// The stretches that a program's memory consists of, in order.
     ///
     /// # Panics
     /// When the tensors are shorter than what the program touches.
-    pub fn of(&self, memory: Memory) -> Stretches {
+    pub fn of(&self, memory: Memory) -> Stretches<'a> {
         let Tensors { input, output, scratch, sums, element, sum } = *self.tensors;
         match memory {
             Memory::Staging { of, offset, bytes } => {
@@ -91,7 +91,7 @@ impl Places<'_> {
     }
 }
 
-fn one(bytes: DeviceBytes) -> Stretches {
+fn one(bytes: DeviceBytes<'_>) -> Stretches<'_> {
     [bytes].into_iter().collect()
 }
 
@@ -121,7 +121,7 @@ impl Lane {
         stream: &Stream,
         program: &Program,
         segment: &Segment,
-        tensors: &Tensors,
+        tensors: &Tensors<'_>,
         kernels: &impl Kernels,
     ) -> Result<(), CudaError> {
         let numbering = self.counters.take_up(self.me, program);
@@ -143,7 +143,7 @@ impl Lane {
         flush(current, stream, &mut batch)
     }
 
-    fn add(&self, batch: &mut Batch, access: Access) {
+    fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {
         let place = |word| self.words.word(self.layout.index(self.number, word));
         match access {
             Access::Wait(word, value) => batch.wait(place(word), value),
@@ -153,14 +153,19 @@ impl Lane {
 }
 
 /// Submits what has been collected.
-fn flush(current: &Current<'_>, stream: &Stream, batch: &mut Batch) -> Result<(), CudaError> {
+fn flush(current: &Current<'_>, stream: &Stream, batch: &mut Batch<'_>) -> Result<(), CudaError> {
     stream.submit(current, batch)?;
     batch.clear();
     Ok(())
 }
 
 /// Copies stretches to as many bytes that may be cut elsewhere.
-fn copy(current: &Current<'_>, stream: &Stream, from: &[DeviceBytes], into: &[DeviceBytes]) -> Result<(), CudaError> {
+fn copy(
+    current: &Current<'_>,
+    stream: &Stream,
+    from: &[DeviceBytes<'_>],
+    into: &[DeviceBytes<'_>],
+) -> Result<(), CudaError> {
     let (mut from, mut into) = (from.iter().copied(), into.iter().copied());
     let (mut source, mut target) = (from.next(), into.next());
     while let (Some(bytes), Some(place)) = (source, target) {
@@ -174,6 +179,6 @@ fn copy(current: &Current<'_>, stream: &Stream, from: &[DeviceBytes], into: &[De
 }
 
 /// What follows the first `len` bytes; nothing if nothing does.
-fn rest(bytes: DeviceBytes, len: usize) -> Option<DeviceBytes> {
+fn rest(bytes: DeviceBytes<'_>, len: usize) -> Option<DeviceBytes<'_>> {
     (len < bytes.len()).then(|| bytes.part(len, bytes.len() - len))
 }

@@ -48,7 +48,7 @@ impl Staging {
     ///
     /// # Panics
     /// When they do not lie in it, or when that rank's memory is not mapped.
-    pub fn bytes(&self, of: Rank, half: usize, offset: usize, len: usize) -> DeviceBytes {
+    pub fn bytes(&self, of: Rank, half: usize, offset: usize, len: usize) -> DeviceBytes<'_> {
         let memory = self.memory[of.index()].as_ref().expect("staging memory is mapped before it is used");
         memory.bytes().part(half * self.half, self.half).part(offset, len)
     }

@@ -19,7 +19,7 @@ fn filled(context: &Arc<Context>, bytes: &[u8]) -> Result<DeviceMemory, CudaErro
     Ok(memory)
 }
 
-fn content(context: &Arc<Context>, bytes: DeviceBytes) -> Result<Vec<u8>, CudaError> {
+fn content(context: &Arc<Context>, bytes: DeviceBytes<'_>) -> Result<Vec<u8>, CudaError> {
     let mut content = vec![0; bytes.len()];
     copy_to_host(&context.enter()?, bytes, &mut content)?;
     Ok(content)

@@ -5,6 +5,7 @@
 #![allow(unsafe_code, reason = "calls the driver")]
 
 use std::ffi::c_void;
+use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use cudarc::driver::sys::{
@@ -29,14 +30,19 @@ impl DevicePtr {
     }
 }
 
-/// Bytes of device memory.
+/// Bytes of device memory that stays as long as `'a`: what frees it waits for the operations that use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceBytes {
+pub struct DeviceBytes<'a> {
     ptr: DevicePtr,
     len: usize,
+    _memory: PhantomData<&'a ()>,
 }
 
-impl DeviceBytes {
+impl<'a> DeviceBytes<'a> {
+    fn new(base: CUdeviceptr, len: usize) -> DeviceBytes<'a> {
+        DeviceBytes { ptr: DevicePtr(base), len, _memory: PhantomData }
+    }
+
     /// Where they begin.
     pub fn ptr(self) -> DevicePtr {
         self.ptr
@@ -56,40 +62,41 @@ impl DeviceBytes {
     ///
     /// # Panics
     /// When they do not lie inside these.
-    pub fn part(self, offset: usize, len: usize) -> DeviceBytes {
+    pub fn part(self, offset: usize, len: usize) -> DeviceBytes<'a> {
         let is_inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(is_inside, "{self:?} has no {len} bytes at {offset}");
-        DeviceBytes { ptr: DevicePtr(self.ptr.0 + offset as u64), len }
+        DeviceBytes::new(self.ptr.0 + offset as u64, len)
     }
 }
 
 /// Device memory of this process alone.
 #[derive(Debug)]
 pub struct DeviceMemory {
-    bytes: DeviceBytes,
+    base: CUdeviceptr,
+    len: usize,
     context: Arc<Context>,
 }
 
 impl DeviceMemory {
     /// So many bytes, with anything in them.
     pub fn new(context: &Arc<Context>, len: usize) -> Result<DeviceMemory, CudaError> {
-        let mut ptr = 0;
+        let mut base = 0;
         let _current = context.enter()?;
-        // SAFETY: `ptr` is a place for the result. The driver refuses a length of zero.
-        unsafe { call!(cuMemAlloc_v2(&raw mut ptr, len.max(1))) }?;
-        Ok(DeviceMemory { bytes: DeviceBytes { ptr: DevicePtr(ptr), len }, context: context.clone() })
+        // SAFETY: `base` is a place for the result. The driver refuses a length of zero.
+        unsafe { call!(cuMemAlloc_v2(&raw mut base, len.max(1))) }?;
+        Ok(DeviceMemory { base, len, context: context.clone() })
     }
 
-    /// All of it. What still uses these once the memory is gone is an error of the device.
-    pub fn bytes(&self) -> DeviceBytes {
-        self.bytes
+    /// All of it.
+    pub fn bytes(&self) -> DeviceBytes<'_> {
+        DeviceBytes::new(self.base, self.len)
     }
 }
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: allocated in `new`; the driver waits for the operations that use it.
-        self.context.give_back(|| unsafe { call!(cuMemFree_v2(self.bytes.ptr.0)) });
+        self.context.give_back(|| unsafe { call!(cuMemFree_v2(self.base)) });
     }
 }
 
@@ -138,8 +145,8 @@ impl SharedDeviceMemory {
     }
 
     /// All of it, which may be more than was asked for.
-    pub fn bytes(&self) -> DeviceBytes {
-        DeviceBytes { ptr: DevicePtr(self.addresses.base), len: self.addresses.len }
+    pub fn bytes(&self) -> DeviceBytes<'_> {
+        DeviceBytes::new(self.addresses.base, self.addresses.len)
     }
 
     fn map(pages: Pages, len: usize) -> Result<SharedDeviceMemory, CudaError> {
@@ -220,7 +227,7 @@ impl Drop for Addresses {
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn copy_from_host(_: &Current<'_>, from: &[u8], into: DeviceBytes) -> Result<(), CudaError> {
+pub fn copy_from_host(_: &Current<'_>, from: &[u8], into: DeviceBytes<'_>) -> Result<(), CudaError> {
     assert_eq!(from.len(), into.len);
     // SAFETY: there are as many bytes, which stay borrowed until it returns.
     unsafe { call!(cuMemcpyHtoD_v2(into.ptr.0, from.as_ptr().cast(), from.len())) }
@@ -230,7 +237,7 @@ pub fn copy_from_host(_: &Current<'_>, from: &[u8], into: DeviceBytes) -> Result
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn copy_to_host(_: &Current<'_>, from: DeviceBytes, into: &mut [u8]) -> Result<(), CudaError> {
+pub fn copy_to_host(_: &Current<'_>, from: DeviceBytes<'_>, into: &mut [u8]) -> Result<(), CudaError> {
     assert_eq!(from.len, into.len());
     // SAFETY: there is room for as many bytes, borrowed for this alone until it returns.
     unsafe { call!(cuMemcpyDtoH_v2(into.as_mut_ptr().cast(), from.ptr.0, into.len())) }

@@ -74,17 +74,17 @@ impl Stream {
     ///
     /// # Panics
     /// When the lengths differ.
-    pub fn copy(&self, _: &Current<'_>, from: DeviceBytes, into: DeviceBytes) -> Result<(), CudaError> {
+    pub fn copy(&self, _: &Current<'_>, from: DeviceBytes<'_>, into: DeviceBytes<'_>) -> Result<(), CudaError> {
         assert_eq!(from.len(), into.len());
         if from.is_empty() {
             return Ok(());
         }
-        // SAFETY: both are addresses of device memory, which no reference is to; if it is gone, the device says so.
+        // SAFETY: both are device memory, which no reference is to; what frees it waits for this.
         unsafe { call!(cuMemcpyDtoDAsync_v2(into.ptr().0, from.ptr().0, from.len(), self.raw)) }
     }
 
     /// Does what is in a batch, in its order; in as few calls of the driver as that takes.
-    pub fn submit(&self, _: &Current<'_>, batch: &mut Batch) -> Result<(), CudaError> {
+    pub fn submit(&self, _: &Current<'_>, batch: &mut Batch<'_>) -> Result<(), CudaError> {
         for operations in batch.operations.chunks_mut(Batch::LONGEST) {
             let (count, first) = (operations.len() as u32, operations.as_mut_ptr());
             // SAFETY: there are so many operations, each on a word of registered memory.

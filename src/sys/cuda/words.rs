@@ -1,6 +1,8 @@
 //! Words in host memory that streams wait for and write.
 #![allow(unsafe_code, reason = "calls the driver")]
 
+use std::marker::PhantomData;
+
 use cudarc::driver::sys::{
     CUdeviceptr, CUstreamBatchMemOpParams, CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st,
     CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st__bindgen_ty_1,
@@ -23,9 +25,9 @@ pub struct RegisteredWords {
     context: Arc<Context>,
 }
 
-/// Where a word is for a device.
+/// Where a word is for a device, as long as it is registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceWord(CUdeviceptr);
+pub struct DeviceWord<'a>(CUdeviceptr, PhantomData<&'a ()>);
 
 impl RegisteredWords {
     /// Registers a segment. The driver waits for the device here and when self goes, so neither is done while something is
@@ -46,8 +48,8 @@ impl RegisteredWords {
     ///
     /// # Panics
     /// When there are fewer.
-    pub fn word(&self, index: usize) -> DeviceWord {
-        DeviceWord(self.base + self.words.offset(index) as u64)
+    pub fn word(&self, index: usize) -> DeviceWord<'_> {
+        DeviceWord(self.base + self.words.offset(index) as u64, PhantomData)
     }
 }
 
@@ -78,25 +80,25 @@ pub enum Width {
 }
 
 /// Waits for words and writes of words, for one call of the driver.
-#[derive(Default)]
-pub struct Batch {
+pub struct Batch<'a> {
     pub(super) operations: SmallVec<[CUstreamBatchMemOpParams; 8]>,
     width: Width,
+    _words: PhantomData<&'a ()>,
 }
 
-impl std::fmt::Debug for Batch {
+impl std::fmt::Debug for Batch<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Batch of {}", self.operations.len())
     }
 }
 
-impl Batch {
+impl<'a> Batch<'a> {
     /// The most operations that the driver takes at once.
     pub const LONGEST: usize = 256;
 
     /// An empty one, for words of this width.
-    pub fn new(width: Width) -> Batch {
-        Batch { operations: SmallVec::new(), width }
+    pub fn new(width: Width) -> Batch<'a> {
+        Batch { operations: SmallVec::new(), width, _words: PhantomData }
     }
 
     /// How many operations it has.
@@ -115,7 +117,7 @@ impl Batch {
     }
 
     /// Waits until a word is at least `value`.
-    pub fn wait(&mut self, word: DeviceWord, value: u64) {
+    pub fn wait(&mut self, word: DeviceWord<'a>, value: u64) {
         use CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st__bindgen_ty_1 as Value;
         let (operation, value) = match self.width {
             Width::Bits32 => (CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_32, Value { value: value as u32 }),
@@ -133,7 +135,7 @@ impl Batch {
     }
 
     /// Writes a word, after everything before it can be seen by all.
-    pub fn write(&mut self, word: DeviceWord, value: u64) {
+    pub fn write(&mut self, word: DeviceWord<'a>, value: u64) {
         use CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st__bindgen_ty_1 as Value;
         let (operation, value) = match self.width {
             Width::Bits32 => (CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_32, Value { value: value as u32 }),
