@@ -7,14 +7,17 @@ use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
 use ncclx_rs::algo::{self, Collective, Scaling};
+use ncclx_rs::device::counters::Word;
 use ncclx_rs::device::lane::{Kernels, Lane, Places, Tensors};
 use ncclx_rs::device::lower::{Kernel, Staged};
 use ncclx_rs::device::segment::{self, Segment};
 use ncclx_rs::device::staging::Staging;
 use ncclx_rs::device::words::WordLayout;
-use ncclx_rs::sync::Arc;
+use ncclx_rs::schedule::{Action, Builder, Slice, Space};
+use ncclx_rs::sync::{Arc, Ordering};
 use ncclx_rs::sys::cuda::{
-    Context, CudaError, Current, Device, DeviceMemory, RegisteredWords, Stream, Width, copy_from_host, copy_to_host,
+    Batch, Context, CudaError, Current, Device, DeviceMemory, RegisteredWords, Stream, Width, copy_from_host,
+    copy_to_host,
 };
 use ncclx_rs::sys::socket;
 use ncclx_rs::sys::words::SharedWords;
@@ -207,8 +210,7 @@ fn collectives_of_threads_are_right() {
                 for me in 0..size {
                     let (words, fds, barrier) = (&words, &fds, &barrier);
                     scope.spawn(move || {
-                        let fd = words.as_fd().try_clone_to_owned().expect("a descriptor");
-                        let own = SharedWords::open(fd, words.count()).expect("the words");
+                        let own = shared(words);
                         let width = if size % 2 == 0 { Width::Bits64 } else { Width::Bits32 };
                         let result = rank(me, size, width, own, &mut Threads { me, fds, barrier });
                         assert_eq!(result, Ok(()), "rank {me} of {size}");
@@ -338,7 +340,7 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
             // The other ranks are played by their words and by memory of this one: nobody writes it.
             let control = Arc::new(words(size));
             for index in 0..control.count() {
-                control.word(index).store(1 << 40, ncclx_rs::sync::Ordering::Release);
+                control.word(index).store(1 << 40, Ordering::Release);
             }
             let registered = RegisteredWords::new(&context, &control)?;
             let mut staging = Staging::new(&context, Rank(1), size, HALF)?;
@@ -367,4 +369,64 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
         };
         assert_eq!(run(), Ok(()));
     });
+}
+
+#[test]
+fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaError> {
+    let Some(context) = context() else { return Ok(()) };
+    // Nothing comes back to this sender but credits.
+    let slice = |space| Slice::new(space, 0, 8);
+    let (mut sender, mut receiver) = (Builder::new("example"), Builder::new("example"));
+    sender.push(Action::Send { to: Rank(1), from: slice(Space::Input) });
+    receiver.push(Action::Recv { from: Rank(0), into: slice(Space::Output) });
+    let staged = Staged::new(vec![sender.finish(), receiver.finish()], ELEMENT, Scaling::Nothing);
+    let (layout, control) = (WordLayout::new(2, 2), Arc::new(words(2)));
+    let mut staging = [Staging::new(&context, Rank(0), 2, HALF)?, Staging::new(&context, Rank(1), 2, HALF)?];
+    let (fd, len) = staging[0].export()?;
+    staging[1].import(Rank(0), fd.as_fd(), len)?;
+    let bytes: Vec<u8> = (0..7 * 32).map(|byte| byte as u8).collect();
+    let (input, output) = (DeviceMemory::new(&context, bytes.len())?, DeviceMemory::new(&context, bytes.len())?);
+    let current = context.enter()?;
+    copy_from_host(&current, &bytes, input.bytes())?;
+    let nothing = input.bytes().part(0, 0);
+    let (scratch, sums) = (nothing, nothing);
+    let tensors =
+        Tensors { input: input.bytes(), output: output.bytes(), scratch, sums, element: ELEMENT, sum: ELEMENT };
+    let (streams, gate) =
+        ([Stream::new(&context, 0)?, Stream::new(&context, 0)?], Arc::new(SharedWords::new(1).expect("a word")));
+    let registered = RegisteredWords::new(&context, &gate)?;
+    let mut batch = Batch::new(Width::Bits64);
+    batch.wait(registered.word(0), 1);
+    streams[1].submit(&current, &mut batch)?;
+    let mut lanes = vec![];
+    for (me, (staging, stream)) in staging.into_iter().zip(&streams).enumerate() {
+        let words = RegisteredWords::new(&context, &Arc::new(shared(&control)))?;
+        let mut lane = Lane::new(0, Rank::from(me), layout, words, staging, Width::Bits64);
+        for from in (0..56).step_by(8) {
+            let whole = Collective::Broadcast { count: 56, root: Rank(0) };
+            let segment = Segment::of(&whole, Rank::from(me), 2, from, 8).expect("no all_to_all");
+            let program = staged.program(Rank::from(me), None);
+            lane.submit(&current, stream, &program, &segment, &tensors, &NoKernels)?;
+        }
+        lanes.push(lane);
+    }
+    // The sender is as far as it gets; a sender that is wrong has some time to go on.
+    let head = layout.index(0, Word::Head { sender: Rank(0), receiver: Rank(1) });
+    while control.word(head).load(Ordering::Acquire) < 2 {
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    gate.word(0).store(1, Ordering::Release);
+    for stream in &streams {
+        stream.synchronize()?;
+    }
+    let mut received = vec![0; bytes.len()];
+    copy_to_host(&current, output.bytes(), &mut received)?;
+    assert!(received == bytes, "something was overwritten before it was read");
+    Ok(())
+}
+
+/// A mapping of its own of the same words.
+fn shared(words: &SharedWords) -> SharedWords {
+    SharedWords::open(words.as_fd().try_clone_to_owned().expect("a descriptor"), words.count()).expect("the words")
 }
