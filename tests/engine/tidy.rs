@@ -78,7 +78,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ("src/transport/", &[&["auth", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"]]),
     ("src/transport/shm/", &[&["doorbell"], &["handover"], &["ring_stream"], &["tests"]]),
     ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
-    ("src/device/", &[&["layout", "segment"], &["lower"], &["counters"]]),
+    ("src/device/", &[&["kernels", "layout", "segment", "staging"], &["lower"], &["counters"], &["words"], &["lane"]]),
 ];
 
 /// What a file uses of its own floor.
