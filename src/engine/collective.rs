@@ -728,3 +728,6 @@ const HOT_MAX_BYTES: usize = 512 * 1024;
 
 /// How long to wait for news of an earlier loss before blaming the rank that left.
 const NOTICE_TIMEOUT: Duration = Duration::from_millis(300);
+
+#[cfg(test)]
+mod tests;

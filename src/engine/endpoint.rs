@@ -26,7 +26,7 @@ struct Peer {
     way: Way,
     outbox: Outbox,
     inbox: Option<Box<Inbox>>,
-    /// The engine has the inbox, to empty it. What it brings may have the engine empty others in between.
+    /// The engine has the inbox, to empty it.
     is_draining: bool,
     /// The stream to it broke: why and when. What it sent before may still be on its way.
     ending: Option<(LinkDown, Instant)>,
@@ -128,7 +128,7 @@ impl Endpoints {
     pub(crate) fn take_inbox(&mut self, peer: Rank) -> Option<Box<Inbox>> {
         let entry = &mut self.peers[peer.index()];
         let inbox = entry.inbox.take();
-        entry.is_draining = inbox.is_some();
+        entry.is_draining |= inbox.is_some();
         inbox
     }
 

@@ -120,6 +120,11 @@ impl Failures {
         self.reported.insert(rank)
     }
 
+    /// Whether the other ranks have been told of the loss of `rank`.
+    pub(crate) fn is_reported(&self, rank: Rank) -> bool {
+        self.reported.contains(&rank)
+    }
+
     /// What a loss means at `now` for what is in flight, if anything is. `Over` comes once.
     pub(crate) fn drain(&mut self, is_settled: bool, now: Instant) -> Drain {
         let Some(lost) = self.lost.as_mut().filter(|lost| !lost.has_drained) else { return Drain::Idle };

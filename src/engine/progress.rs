@@ -168,6 +168,7 @@ impl Engine {
     /// checks are due. True: something moved.
     pub(crate) fn progress(&mut self, woke: bool) -> bool {
         let is_slow_path = self.slow_path_due() || woke;
+        let ended = self.context.finished.len();
         let mut moved = false;
         if is_slow_path {
             self.context.endpoints.accept();
@@ -192,7 +193,8 @@ impl Engine {
             self.expire(Instant::now());
         }
         self.write_due_dump();
-        moved
+        // What follows an operation that has run out of time starts in the next turn, which must not be slept through.
+        moved || self.context.finished.len() > ended
     }
 
     /// Counts a turn. True: the slow path is due with it.

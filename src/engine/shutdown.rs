@@ -48,7 +48,7 @@ impl Engine {
         self.collectives.lose(ctx, peer, &cause);
         self.windows.lose(ctx, peer, &cause);
         // A rank that is at its end, as this one may be, ends its streams too: then nothing waits for it.
-        let is_missed = ctx.finished.len() > ended;
+        let is_missed = ctx.finished.len() > ended || ctx.failures.is_reported(peer);
         ctx.rndv.lose(&mut ctx.endpoints, peer);
         ctx.endpoints.drop_streams(peer);
         if is_missed {

@@ -91,6 +91,8 @@ fn main() -> Result<(), DriverError> {
     words(&context)?;
     graphs(&context)?;
     kernels(&context)?;
+    // Memory goes back in the order of its stream: when that has come to it.
+    context.synchronize()?;
     println!("cudarc works");
     Ok(())
 }
