@@ -355,7 +355,7 @@ def test_an_idle_process_ends_after_its_hooks_and_the_dump(tmp_path: Path) -> No
     if rank == 1:
         os._exit(0)
     dumped = lambda: [name for name in os.listdir(f"{folder}/dumps") if "idle" in name]
-    comm.register_abort_hook(lambda: print("the hook finds", dumped(), flush=True))
+    comm.register_abort_hook(lambda: print(f"the hook finds {dumped()}", flush=True))  # in one write
     time.sleep(600)
     """)
     (tmp_path / "dumps").mkdir()
