@@ -141,6 +141,16 @@ pub enum Scaling {
     },
 }
 
+impl Scaling {
+    /// Bytes of what lies in `space`, where an element has so many.
+    pub(crate) fn bytes_in(self, space: Space, element: usize) -> usize {
+        match (space, self) {
+            (Space::Sums, Scaling::Sum { bytes }) => bytes,
+            _ => element,
+        }
+    }
+}
+
 impl Setting<'_> {
     /// All ranks, as seen from this one.
     pub fn world(&self) -> Group {
@@ -167,10 +177,7 @@ impl Setting<'_> {
 
     /// Bytes of what lies in `space`.
     pub(super) fn bytes_in(&self, space: Space) -> usize {
-        match (space, self.scaling) {
-            (Space::Sums, Scaling::Sum { bytes }) => bytes,
-            _ => self.element,
-        }
+        self.scaling.bytes_in(space, self.element)
     }
 
     /// Whether sums need memory of their own.

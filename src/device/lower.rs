@@ -208,10 +208,7 @@ impl Staged {
     }
 
     fn element_bytes(&self, space: Space) -> usize {
-        match (space, self.scaling) {
-            (Space::Sums, Scaling::Sum { bytes }) => bytes,
-            _ => self.element,
-        }
+        self.scaling.bytes_in(space, self.element)
     }
 
     /// The cells of the messages from `sender` to `receiver`, in order; nothing for messages without data.

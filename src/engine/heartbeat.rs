@@ -56,34 +56,15 @@ const HEARTBEAT_AFTER: Duration = Duration::from_millis(500);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::algo::Collective;
-    use crate::engine::call::Call;
-    use crate::engine::collective::Request;
-    use crate::engine::flight_recorder::Bytes;
     use crate::engine::mock_peer::Harness;
-    use crate::engine::plan::Executed;
-    use crate::engine::region::{Region, Spaces, Words};
+    use crate::engine::region::Words;
     use crate::error::Error;
-    use crate::types::DType;
     use crate::work::Work;
 
     /// A broadcast from the last of so many ranks, for which rank 0 waits.
     fn waiting(size: u32, words: &mut Words) -> (Harness, Work, Signature) {
         let mut harness = Harness::of(size as usize);
-        let root = Rank(size - 1);
-        let signature = Signature { operation: 3, root: root.0, count: 1, ..Signature::default() };
-        let entry = harness.engine.begin(Call::Collective(signature), Bytes::default());
-        let work = Work::new(Harness::no_progress(), entry);
-        let region = Region::of(&[words.buffer()]);
-        let request = Request {
-            collective: Collective::Broadcast { count: 1, root },
-            signature,
-            reduce: None,
-            dtype: DType::U64,
-            spaces: Spaces::new(region.clone(), region, 8),
-            timeout: Duration::from_secs(1),
-        };
-        harness.engine.submit_collective(request, Executed::default(), work.clone());
+        let work = harness.broadcast(Rank(size - 1), words, Duration::from_secs(1));
         let signature = harness.engine.collectives.signature().expect("it runs");
         (harness, work, signature)
     }

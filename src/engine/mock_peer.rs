@@ -3,16 +3,22 @@
 use std::io::{self, IoSlice};
 use std::time::{Duration, Instant};
 
+use crate::algo::Collective;
+use crate::engine::call::Call;
+use crate::engine::collective::Request;
 use crate::engine::connector::Route;
+use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::Header;
 use crate::engine::message::{Direction, MessageRequest};
+use crate::engine::plan::Executed;
 use crate::engine::progress::Engine;
-use crate::engine::region::{Region, Words};
+use crate::engine::region::{Region, Spaces, Words};
 use crate::error::LinkDown;
+use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::topo::Topology;
 use crate::transport::{Accepted, Detour, MemoryAddress, RecvStream, SendStream, Transport};
-use crate::types::{Rank, Tag};
+use crate::types::{DType, Rank, Tag};
 use crate::work::{Drive, Work};
 
 /// What lies between rank 0, which is an engine, and rank 1, which is the test.
@@ -95,6 +101,25 @@ impl Harness {
         let work = Work::new(Harness::no_progress(), entry);
         self.engine.submit_message(MessageRequest { direction, tag, region, timeout }, work.clone());
         self.settle();
+        work
+    }
+
+    /// Submits a broadcast of one word from `root`, for which rank 0 waits.
+    #[cfg_attr(not(test), allow(dead_code, reason = "the fuzzer makes its own calls"))]
+    pub(crate) fn broadcast(&mut self, root: Rank, words: &mut Words, timeout: Duration) -> Work {
+        let signature = Signature { operation: 3, root: root.0, count: 1, ..Signature::default() };
+        let entry = self.engine.begin(Call::Collective(signature), Bytes::default());
+        let work = Work::new(Harness::no_progress(), entry);
+        let region = Region::of(&[words.buffer()]);
+        let request = Request {
+            collective: Collective::Broadcast { count: 1, root },
+            signature,
+            reduce: None,
+            dtype: DType::U64,
+            spaces: Spaces::new(region.clone(), region, 8),
+            timeout,
+        };
+        self.engine.submit_collective(request, Executed::default(), work.clone());
         work
     }
 

@@ -4,6 +4,7 @@ pub mod cma;
 pub mod cuda;
 pub mod fork;
 pub mod limits;
+mod memfd;
 pub mod net;
 pub mod nvrtc;
 pub mod poller;

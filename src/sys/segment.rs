@@ -12,10 +12,11 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::RwLock;
 
-use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::sys::fork::{Origin, PerProcess};
+use crate::sys::memfd::{self, Pages};
 use crate::types::Element;
 
 /// The name of a process's segment: its file descriptor there, and the low half of its inode. Never zero.
@@ -82,9 +83,7 @@ impl<T: Element> SharedMemory<T> {
         if mapped as u128 > u128::from(system.totalram) * u128::from(system.mem_unit) {
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, "this machine has less memory"));
         }
-        let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, mapped as u64)?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let fd = memfd::create(mapped as u64, Pages::OnUse)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), mapped, access, MapFlags::SHARED, fd.as_fd(), 0) }?;
@@ -164,7 +163,7 @@ impl PeerSegment {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let fd = rustix::fs::open(path, flags, Mode::empty())?;
         let stat = rustix::fs::fstat(&fd)?;
-        let sealed = rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK);
+        let sealed = memfd::cannot_shrink(&fd)?;
         if !sealed || SegmentId::new(id.fd() as i32, stat.st_ino) != id {
             return Err(io::Error::new(io::ErrorKind::NotFound, "the segment is no longer there"));
         }

@@ -11,9 +11,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::sys::memfd::{self, Pages};
 use crate::sys::ring_sync::{Mark, RingWords};
 
 /// A ring, mapped into this process.
@@ -39,10 +39,7 @@ impl ShmRing {
     pub fn create(capacity: usize) -> io::Result<(ShmRing, OwnedFd)> {
         check_capacity(capacity)?;
         let len = (before_ring() + capacity) as u64;
-        let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, len)?;
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len)?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let fd = memfd::create(len, Pages::Now)?;
         let memory = ShmRing::map(fd.as_fd(), capacity)?;
         Ok((memory, fd))
     }
@@ -53,7 +50,7 @@ impl ShmRing {
         let capacity = usize::try_from(len).ok().and_then(|len| len.checked_sub(before_ring()));
         let capacity = capacity.ok_or_else(|| io::Error::other("a shared segment without data"))?;
         check_capacity(capacity)?;
-        if !rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK) {
+        if !memfd::cannot_shrink(fd)? {
             return Err(io::Error::other("a shared segment whose size is not sealed"));
         }
         ShmRing::map(fd, capacity)
@@ -221,7 +218,7 @@ mod tests {
 
     #[test]
     fn segments_that_could_shrink_are_refused() {
-        let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("a memfd");
+        let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).expect("a memfd");
         rustix::fs::ftruncate(&fd, (before_ring() + 65536) as u64).expect("its size");
         assert!(ShmRing::open(fd.as_fd()).is_err());
     }

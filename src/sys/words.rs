@@ -8,10 +8,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::sync::AtomicU64;
+use crate::sys::memfd::{self, Pages};
 
 /// Words of 64 bits, all zero at first, mapped into this process.
 #[derive(Debug)]
@@ -29,18 +29,12 @@ unsafe impl Sync for SharedWords {}
 impl SharedWords {
     /// A new segment of so many words.
     pub fn new(count: usize) -> io::Result<SharedWords> {
-        let bytes = mapped(count) as u64;
-        let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, bytes)?;
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes)?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        SharedWords::map(fd, count)
+        SharedWords::map(memfd::create(mapped(count) as u64, Pages::Now)?, count)
     }
 
     /// The segment that another process has made, of as many words as it has there.
     pub fn open(fd: OwnedFd, count: usize) -> io::Result<SharedWords> {
-        let is_sealed = rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK);
-        if !is_sealed || rustix::fs::fstat(&fd)?.st_size != mapped(count) as i64 {
+        if !memfd::cannot_shrink(&fd)? || rustix::fs::fstat(&fd)?.st_size != mapped(count) as i64 {
             return Err(io::Error::other(format!("a segment that is not one of {count} words")));
         }
         SharedWords::map(fd, count)
@@ -123,7 +117,7 @@ mod tests {
 
     #[test]
     fn segments_that_could_shrink_are_refused() {
-        let fd = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("a memfd");
+        let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).expect("a memfd");
         rustix::fs::ftruncate(&fd, mapped(1) as u64).expect("its size");
         assert!(SharedWords::open(fd, 1).is_err());
     }
