@@ -1,4 +1,6 @@
-//! Memory that an operation reads or writes, and the contract of its lifetime.
+//! Memory that an operation reads or writes, the stream that orders it, and the contract of their lifetimes.
+
+use std::fmt;
 
 use smallvec::SmallVec;
 
@@ -7,7 +9,25 @@ use crate::types::DType;
 /// The inputs or outputs of an operation: mostly one buffer.
 pub type Buffers = SmallVec<[Buffer; 1]>;
 
-/// A run of elements in host memory that the caller owns.
+/// Where memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Memory {
+    /// The host's.
+    Host,
+    /// That of the CUDA device of this number.
+    Device(u32),
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Memory::Host => write!(f, "cpu"),
+            Memory::Device(device) => write!(f, "cuda:{device}"),
+        }
+    }
+}
+
+/// A run of elements in memory that the caller owns.
 ///
 /// # Lifetime
 /// The engine reads and writes the memory between [`Communicator::submit`](crate::Communicator::submit) and the
@@ -21,7 +41,12 @@ pub struct Buffer {
     ptr: *mut u8,
     len: usize,
     dtype: DType,
+    /// The number of the device, or [`HOST`].
+    device: i16,
 }
+
+/// No device: the memory is the host's.
+const HOST: i16 = -1;
 
 // SAFETY: a Buffer is an address with a length. Code that dereferences it relies on the contract of `from_raw`, which does
 // not depend on the thread.
@@ -41,7 +66,26 @@ impl Buffer {
     /// `ptr` may dangle when `len` is zero.
     #[allow(unsafe_code, reason = "raw memory handle: the contract is stated here")]
     pub unsafe fn from_raw(ptr: *mut u8, len: usize, dtype: DType) -> Self {
-        Buffer { ptr, len, dtype }
+        Buffer { ptr, len, dtype, device: HOST }
+    }
+
+    /// Describes `len` elements of `dtype` at `address` in the memory of a CUDA device.
+    ///
+    /// # Safety
+    /// As for [`Buffer::from_raw`], but for the device, and in the order of the operation's stream: from what has been put on
+    /// that stream before the submission to what is put on it after.
+    ///
+    /// # Panics
+    /// When `device` is beyond 32,767, which no host has.
+    #[allow(unsafe_code, reason = "raw memory handle: the contract is stated here")]
+    pub unsafe fn on_device(address: u64, len: usize, dtype: DType, device: u32) -> Self {
+        let ptr = std::ptr::without_provenance_mut(address as usize);
+        Buffer { ptr, len, dtype, device: i16::try_from(device).expect("no host has as many devices") }
+    }
+
+    /// Where the memory lies.
+    pub fn memory(self) -> Memory {
+        u32::try_from(self.device).map_or(Memory::Host, Memory::Device)
     }
 
     /// The first byte.
@@ -74,6 +118,34 @@ impl Buffer {
 
     fn checked_bytes(self) -> Option<usize> {
         self.len.checked_mul(self.dtype.size())
+    }
+}
+
+/// A stream of a CUDA device, on which the caller has an operation put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamHandle {
+    raw: u64,
+    device: u32,
+}
+
+impl StreamHandle {
+    /// The stream that the driver knows by `raw`; zero is the default stream.
+    ///
+    /// # Safety
+    /// It is a stream of the primary context of this device, and lives until the operations on it have ended.
+    #[allow(unsafe_code, reason = "raw handle: the contract is stated here")]
+    pub unsafe fn from_raw(raw: u64, device: u32) -> StreamHandle {
+        StreamHandle { raw, device }
+    }
+
+    /// The driver's number for it.
+    pub fn to_raw(self) -> u64 {
+        self.raw
+    }
+
+    /// The number of its device.
+    pub fn device(self) -> u32 {
+        self.device
     }
 }
 

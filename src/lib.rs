@@ -29,7 +29,7 @@ pub mod window;
 pub mod work;
 
 // The public interface is:
-pub use buffer::{Buffer, Buffers};
+pub use buffer::{Buffer, Buffers, Memory, StreamHandle};
 pub use comm::{CommOptions, Communicator, Data, Launch};
 pub use counts::Counts;
 pub use error::{Error, InitError, LaunchError, StoreError, UsageError};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::buffer::Buffers;
+use crate::buffer::{Buffers, StreamHandle};
 use crate::counts::Counts;
 use crate::types::{Rank, ReduceOp, Source, Tag};
 use crate::window::WindowId;
@@ -16,6 +16,9 @@ pub enum Mode {
     Async,
     /// The caller waits next, and makes progress itself.
     Blocking,
+    /// The operation is put on a stream of a CUDA device, in whose memory all its buffers lie. What is put on the stream later
+    /// finds its results. Submitting does not wait for it.
+    Stream(StreamHandle),
 }
 
 /// The kind of an operation with its parameters.

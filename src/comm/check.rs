@@ -1,10 +1,10 @@
 //! Checks of operations' arguments, and the collective that an operation describes.
 
 use crate::algo::Collective;
-use crate::buffer::{self, BYTES_MAX, Buffer};
+use crate::buffer::{self, BYTES_MAX, Buffer, Memory};
 use crate::counts::Counts;
 use crate::error::UsageError;
-use crate::op::{CollectiveKind, Op, OpKind};
+use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::signature::Signature;
 use crate::types::{DType, Rank};
 use crate::window::WindowId;
@@ -202,6 +202,37 @@ pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> 
     }
     let expected = format!("a rank in [0, {size})");
     Err(UsageError { operation: op.kind.name().to_owned(), argument, expected, got: rank.to_string() })
+}
+
+/// Refuses buffers that do not lie where the operation runs: on its stream's device, or on the host.
+pub(crate) fn placement(op: &Op) -> Result<Memory, UsageError> {
+    let expected = match op.mode {
+        Mode::Stream(stream) => Memory::Device(stream.device()),
+        Mode::Async | Mode::Blocking => Memory::Host,
+    };
+    let elsewhere =
+        |buffers: &[Buffer]| buffers.iter().map(|buffer| buffer.memory()).find(|memory| *memory != expected);
+    for (argument, buffers) in [("input", &op.inputs), ("output", &op.outputs)] {
+        if let Some(got) = elsewhere(buffers) {
+            let expected = match expected {
+                Memory::Host => "memory of the cpu, as there is no stream".to_owned(),
+                device => format!("memory of {device}, as the stream is"),
+            };
+            let operation = op.kind.name().to_owned();
+            return Err(UsageError { operation, argument, expected, got: got.to_string() });
+        }
+    }
+    Ok(expected)
+}
+
+/// The error of an operation that is not done on devices.
+pub(crate) fn not_on_devices(op: &Op) -> UsageError {
+    UsageError {
+        operation: op.kind.name().to_owned(),
+        argument: "tensors",
+        expected: "tensors on the CPU".to_owned(),
+        got: "tensors on a CUDA device".to_owned(),
+    }
 }
 
 /// The error of an operation on a window that is not registered.

@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::buffer::Memory;
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
 use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, neighbours};
@@ -272,6 +273,9 @@ impl Communicator {
     /// Submits an operation, which may complete here if the caller waits for it next.
     pub(super) fn begin(&self, op: &Op) -> Result<Submitted, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
+        if let Memory::Device(_) = check::placement(op)? {
+            return Err(check::not_on_devices(op).into());
+        }
         match op.kind {
             OpKind::Send { to, tag } => {
                 check::memory(op)?;

@@ -190,6 +190,7 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     op.peer = call.peer;
     op.tag = call.tag;
     op.blocking = blocking;
+    op.device = NCCLX_HOST;
     op.in = operands.inputs().data();
     op.n_in = operands.inputs().size();
     op.out = operands.outputs().data();

@@ -42,11 +42,13 @@ enum NcclxKind : uint32_t {
   NCCLX_WAIT_SIGNAL = 14,
 };
 
+enum : int32_t { NCCLX_HOST = -1 };
+
 struct NcclxBuffer {
   void* ptr;
   uint64_t numel;
-  int32_t dtype;  // the position in the engine's list of element types
-  int32_t reserved;
+  int32_t dtype;   // the position in the engine's list of element types
+  int32_t device;  // the number of the CUDA device, or NCCLX_HOST
 };
 
 struct NcclxOp {
@@ -57,7 +59,7 @@ struct NcclxOp {
   int32_t peer;     // root, destination or source; -1 for any source
   uint32_t tag;
   uint32_t blocking;  // the caller waits next
-  uint32_t reserved;
+  int32_t device;     // the number of the CUDA device on whose `stream` the operation is put, or NCCLX_HOST
   const NcclxBuffer* in;
   uint64_t n_in;
   const NcclxBuffer* out;
@@ -67,6 +69,7 @@ struct NcclxOp {
   uint64_t n_counts;
   uint64_t window;  // for accesses to windows
   uint64_t offset;  // in bytes
+  uint64_t stream;  // the driver's handle; zero is the default stream
 };
 
 struct NcclxStore {
@@ -134,7 +137,7 @@ void ncclx_shim_call(void* function, void* arguments);
 }  // extern "C"
 
 static_assert(sizeof(NcclxBuffer) == 24);
-static_assert(sizeof(NcclxOp) == 112);
+static_assert(sizeof(NcclxOp) == 120);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
 static_assert(sizeof(NcclxEngine) == 176);

@@ -214,7 +214,7 @@ class Operands {
 
   void push(std::vector<NcclxBuffer>& list, const at::Tensor& tensor) {
     list.push_back({tensor.numel() == 0 ? nullptr : tensor.data_ptr(), static_cast<uint64_t>(tensor.numel()),
-                    dtype_code(tensor.scalar_type(), operation_), 0});
+                    dtype_code(tensor.scalar_type(), operation_), NCCLX_HOST});
     kept_.push_back(tensor);
   }
 

@@ -19,7 +19,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::Store;
-use ncclx_rs::{Buffer, Buffers, CommOptions, Communicator, Error, Mode, Op, Rank, SharedMemory, WindowId, Work};
+use ncclx_rs::{
+    Buffer, Buffers, CommOptions, Communicator, Error, Mode, Op, Rank, SharedMemory, StreamHandle, WindowId, Work,
+};
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
@@ -38,7 +40,7 @@ struct RawBuffer {
     ptr: *mut u8,
     numel: u64,
     dtype: i32,
-    reserved: i32,
+    device: i32,
 }
 
 #[repr(C)]
@@ -50,7 +52,7 @@ struct RawOp {
     peer: i32,
     tag: u32,
     blocking: u32,
-    reserved: u32,
+    device: i32,
     inputs: *const RawBuffer,
     inputs_len: u64,
     outputs: *const RawBuffer,
@@ -60,6 +62,7 @@ struct RawOp {
     counts_len: u64,
     window: u64,
     offset: u64,
+    stream: u64,
 }
 
 type WriteBytes = unsafe extern "C" fn(*mut c_void, *const u8, u64);
@@ -114,7 +117,7 @@ struct RawEngine {
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
-const _: () = assert!(size_of::<RawOp>() == 112);
+const _: () = assert!(size_of::<RawOp>() == 120);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
 const _: () = assert!(size_of::<RawEngine>() == 176);
@@ -237,7 +240,12 @@ unsafe fn buffers(buffers: *const RawBuffer, len: u64) -> Result<Buffers, (Statu
             let dtype = convert::dtype(raw.dtype).map_err(|error| failure(&error.into()))?;
             let len = convert::length("tensor", raw.numel).map_err(|error| failure(&error.into()))?;
             // SAFETY: the shim keeps the tensor behind `ptr` until the operation's completion; see the module's text.
-            Ok(unsafe { Buffer::from_raw(raw.ptr, len, dtype) })
+            Ok(match u32::try_from(raw.device) {
+                // SAFETY: as above; PyTorch's allocator gives the memory of a device out in the order of its streams.
+                Ok(device) => unsafe { Buffer::on_device(raw.ptr.addr() as u64, len, dtype, device) },
+                // SAFETY: as above.
+                Err(_) => unsafe { Buffer::from_raw(raw.ptr, len, dtype) },
+            })
         })
         .collect()
 }
@@ -346,7 +354,12 @@ extern "C" fn submit(comm: *const Communicator, op: *const RawOp, work: *mut *mu
             // SAFETY: the op's own list.
             outputs: unsafe { buffers(raw.outputs, raw.outputs_len) }?,
             timeout: duration(raw.timeout_ms),
-            mode: if raw.blocking != 0 { Mode::Blocking } else { Mode::Async },
+            mode: match u32::try_from(raw.device) {
+                // SAFETY: the shim passes a stream of PyTorch, which never destroys one.
+                Ok(device) => Mode::Stream(unsafe { StreamHandle::from_raw(raw.stream, device) }),
+                Err(_) if raw.blocking != 0 => Mode::Blocking,
+                Err(_) => Mode::Async,
+            },
         };
         let submitted = comm.submit(op).map_err(|error| failure(&error))?;
         if comm.stack_frames() > 0 {
