@@ -14,6 +14,9 @@ use crate::types::Rank;
 pub(crate) trait Drive: Send + Sync {
     /// Makes progress until `work` is done or `deadline` has passed.
     fn drive(&self, work: &Work, deadline: Option<Instant>);
+
+    /// Notices works that have ended without anybody's progress, as on a device.
+    fn poll(&self) {}
 }
 
 type Callback = Box<dyn FnOnce(Result<(), Error>) + Send>;
@@ -95,6 +98,14 @@ impl Work {
     pub fn is_done(&self) -> bool {
         // Acquire: pairs with the Release in `complete`, so that the data the engine wrote is visible.
         self.inner.done.load(Ordering::Acquire)
+    }
+
+    /// As [`Work::is_done`], and looks first, where nobody may have noticed the end: an operation on a device ends by itself.
+    pub fn poll(&self) -> bool {
+        if !self.is_done() {
+            self.inner.driver.poll();
+        }
+        self.is_done()
     }
 
     /// The result; none while the operation is in flight.

@@ -101,6 +101,7 @@ struct NcclxEngine {
   void (*destroy)(NcclxComm* comm);
   int32_t (*submit)(NcclxComm* comm, const NcclxOp* op, NcclxHandle** handle, NcclxError* error);
   int32_t (*wait)(NcclxHandle* handle, int64_t timeout_ms, NcclxError* error);
+  int32_t (*poll)(NcclxHandle* handle);  // 1: the operation has ended, well or badly; does not wait
   // Calls `done(context, status, text)` exactly once, now or later, from any thread.
   void (*on_complete)(NcclxHandle* handle, void (*done)(void* context, int32_t status, const char* text), void* context);
   int32_t (*source)(NcclxHandle* handle);  // -1: none
@@ -140,4 +141,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 120);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 176);
+static_assert(sizeof(NcclxEngine) == 184);

@@ -97,6 +97,7 @@ struct RawEngine {
     destroy: extern "C" fn(*mut Communicator),
     submit: extern "C" fn(*const Communicator, *const RawOp, *mut *mut Work, *mut RawError) -> i32,
     wait: extern "C" fn(*const Work, i64, *mut RawError) -> i32,
+    poll: extern "C" fn(*const Work) -> i32,
     on_complete: extern "C" fn(*const Work, Done, *mut c_void),
     source: extern "C" fn(*const Work) -> i32,
     sequence: extern "C" fn(*const Work) -> u64,
@@ -120,7 +121,7 @@ const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 120);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 176);
+const _: () = assert!(size_of::<RawEngine>() == 184);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -128,6 +129,7 @@ static ENGINE: RawEngine = RawEngine {
     destroy,
     submit,
     wait,
+    poll,
     on_complete,
     source,
     sequence,
@@ -387,6 +389,14 @@ extern "C" fn wait(work: *const Work, timeout_ms: i64, error: *mut RawError) -> 
         let work = unsafe { &*work };
         let waited = work.wait(duration(timeout_ms));
         waited.map_err(|error| (if work.is_done() { Status::of(&error) } else { Status::Pending }, error.to_string()))
+    })
+}
+
+extern "C" fn poll(work: *const Work) -> i32 {
+    or_end(|| {
+        // SAFETY: given out by `submit` and not yet given back.
+        let work = unsafe { &*work };
+        i32::from(work.poll())
     })
 }
 

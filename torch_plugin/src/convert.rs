@@ -23,7 +23,7 @@ impl Status {
             Error::Init(error) => Status::of_init(error),
             Error::Timeout { .. } => Status::Timeout,
             Error::Remote { .. } => Status::Remote,
-            Error::PeerLost { .. } | Error::Closed { .. } => Status::Lost,
+            Error::PeerLost { .. } | Error::Closed { .. } | Error::Device { .. } => Status::Lost,
             _ => Status::Failure,
         }
     }
