@@ -4,6 +4,7 @@ use std::fmt;
 
 use smallvec::SmallVec;
 
+use crate::sys::cuda::DeviceBytes;
 use crate::types::DType;
 
 /// The inputs or outputs of an operation: mostly one buffer.
@@ -73,7 +74,8 @@ impl Buffer {
     ///
     /// # Safety
     /// As for [`Buffer::from_raw`], but for the device, and in the order of the operation's stream: from what has been put on
-    /// that stream before the submission to what is put on it after.
+    /// that stream before the submission to what is put on it after. What is done with its [`Buffer::device_bytes`] counts as
+    /// an operation.
     ///
     /// # Panics
     /// When `device` is beyond 32,767, which no host has.
@@ -91,6 +93,24 @@ impl Buffer {
     /// The first byte.
     pub fn ptr(self) -> *mut u8 {
         self.ptr
+    }
+
+    /// The bytes, if they are in the memory of a device: for what an operation puts on its stream.
+    ///
+    /// ```
+    /// use ncclx_rs::{Buffer, DType};
+    /// // SAFETY: nothing uses the memory.
+    /// let buffer = unsafe { Buffer::on_device(0x7000, 3, DType::F32, 0) };
+    /// let bytes = buffer.device_bytes().unwrap();
+    /// assert_eq!((bytes.ptr().to_bits(), bytes.len()), (0x7000, 12));
+    /// ```
+    ///
+    /// # Panics
+    /// As [`Buffer::bytes`].
+    #[allow(unsafe_code, reason = "raw memory handle: the contract is stated at on_device")]
+    pub fn device_bytes(&self) -> Option<DeviceBytes<'_>> {
+        // SAFETY: who made self answers for it. Its memory stays until what has been put on the operation's stream has run.
+        (self.memory() != Memory::Host).then(|| unsafe { DeviceBytes::from_raw(self.ptr as u64, self.bytes()) })
     }
 
     /// The number of elements.

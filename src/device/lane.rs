@@ -29,10 +29,10 @@ pub struct Lane {
 /// The memory of an operation: its tensors, and what the engine lends.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors<'a> {
-    /// The whole input.
-    pub input: DeviceBytes<'a>,
-    /// The whole output.
-    pub output: DeviceBytes<'a>,
+    /// The whole input: tensors, end to end.
+    pub input: &'a [DeviceBytes<'a>],
+    /// The whole output, likewise.
+    pub output: &'a [DeviceBytes<'a>],
     /// Scratch memory, enough for a segment.
     pub scratch: DeviceBytes<'a>,
     /// Memory for sums, enough for a segment.
@@ -65,10 +65,20 @@ pub struct Places<'a> {
 }
 
 /// Stretches of device memory that belong together.
-pub type Stretches<'a> = SmallVec<[DeviceBytes<'a>; 4]>;
+pub type Stretches<'a> = SmallVec<[DeviceBytes<'a>; 8]>;
 
 impl<'a> Places<'a> {
-    /// The stretches that a program's memory consists of, in order.
+    /// The bytes of an element.
+    pub fn element(&self) -> usize {
+        self.tensors.element
+    }
+
+    /// The bytes of a sum.
+    pub fn sum(&self) -> usize {
+        self.tensors.sum
+    }
+
+    /// The stretches that a program's memory consists of, in order: it is cut where a segment's blocks or tensors end.
     ///
     /// # Panics
     /// When the tensors are shorter than what the program touches.
@@ -85,7 +95,11 @@ impl<'a> Places<'a> {
                     Space::Scratch => return one(scratch.part(slice.offset * element, slice.len * element)),
                     Space::Sums => return one(sums.part(slice.offset * sum, slice.len * sum)),
                 };
-                extent.parts(slice).map(|run| whole.part(run.offset * element, run.len * element)).collect()
+                let mut stretches = Stretches::new();
+                for run in extent.parts(slice) {
+                    cut(whole, run.offset * element, run.len * element, &mut stretches);
+                }
+                stretches
             }
         }
     }
@@ -93,6 +107,26 @@ impl<'a> Places<'a> {
 
 fn one(bytes: DeviceBytes<'_>) -> Stretches<'_> {
     [bytes].into_iter().collect()
+}
+
+/// Appends `len` bytes from the `offset`-th on of tensors that lie end to end.
+fn cut<'a>(tensors: &[DeviceBytes<'a>], offset: usize, len: usize, into: &mut Stretches<'a>) {
+    let (mut skip, mut left) = (offset, len);
+    for tensor in tensors {
+        let take = left.min(tensor.len().saturating_sub(skip));
+        if take > 0 {
+            into.push(tensor.part(skip, take));
+        }
+        (skip, left) = (skip.saturating_sub(tensor.len()), left - take);
+        if left == 0 {
+            return;
+        }
+    }
+    assert!(left == 0, "tensors of {} bytes end before {len} at {offset}", total(tensors));
+}
+
+fn total(tensors: &[DeviceBytes<'_>]) -> usize {
+    tensors.iter().map(|tensor| tensor.len()).sum()
 }
 
 impl Lane {

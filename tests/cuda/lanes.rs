@@ -16,8 +16,8 @@ use ncclx_rs::device::words::WordLayout;
 use ncclx_rs::schedule::{Action, Builder, Slice, Space};
 use ncclx_rs::sync::{Arc, Ordering};
 use ncclx_rs::sys::cuda::{
-    Batch, Context, CudaError, Current, Device, DeviceMemory, RegisteredWords, Stream, Width, copy_from_host,
-    copy_to_host,
+    Batch, Context, CudaError, Current, Device, DeviceBytes, DeviceMemory, RegisteredWords, Stream, Width,
+    copy_from_host, copy_to_host,
 };
 use ncclx_rs::sys::socket;
 use ncclx_rs::sys::words::SharedWords;
@@ -110,6 +110,20 @@ struct Job {
     expected: Option<Vec<u32>>,
 }
 
+impl Job {
+    /// The output as a list of tensors, of which one is empty.
+    fn tensors(&self) -> [DeviceBytes<'_>; 4] {
+        let (all, elements) = (self.output.bytes(), self.output.bytes().len() / ELEMENT);
+        let ends = [elements / 5, elements / 5, elements - elements / 3, elements].map(|end| end * ELEMENT);
+        let mut begin = 0;
+        ends.map(|end| {
+            let tensor = all.part(begin, end - begin);
+            begin = end;
+            tensor
+        })
+    }
+}
+
 /// Everything that a rank submits.
 fn jobs(context: &Arc<Context>, me: usize, size: usize) -> Result<Vec<Job>, CudaError> {
     let mut jobs = vec![];
@@ -146,7 +160,7 @@ fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut i
     let topo = Topology::single_host(size);
     let current = context.enter()?;
     for job in jobs.iter().cycle().take(3 * jobs.len()) {
-        let (input, output) = (job.input.bytes(), job.output.bytes());
+        let (input, output) = (&[job.input.bytes()][..], &job.tensors()[..]);
         let tensors = Tensors { input, output, scratch, sums, element: ELEMENT, sum: ELEMENT };
         for from in (0..segment::longest_block(&job.whole).max(1)).step_by(job.segment) {
             let segment = Segment::of(&job.whole, Rank::from(me), size, from, job.segment).expect("no all_to_all");
@@ -350,7 +364,7 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
             }
             let mut lane = Lane::new(0, Rank(1), layout, registered, staging, Width::Bits64);
             let (memory, stream) = (DeviceMemory::new(&context, 160)?, Stream::new(&context, 0)?);
-            let (input, output) = (memory.bytes().part(0, 32), memory.bytes().part(32, 128));
+            let (input, output) = (&[memory.bytes().part(0, 32)][..], &[memory.bytes().part(32, 128)][..]);
             let nothing = memory.bytes().part(0, 0);
             let (scratch, sums) = (nothing, nothing);
             let tensors = Tensors { input, output, scratch, sums, element: ELEMENT, sum: ELEMENT };
@@ -391,7 +405,7 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
     let nothing = input.bytes().part(0, 0);
     let (scratch, sums) = (nothing, nothing);
     let tensors =
-        Tensors { input: input.bytes(), output: output.bytes(), scratch, sums, element: ELEMENT, sum: ELEMENT };
+        Tensors { input: &[input.bytes()], output: &[output.bytes()], scratch, sums, element: ELEMENT, sum: ELEMENT };
     let (streams, gate) =
         ([Stream::new(&context, 0)?, Stream::new(&context, 0)?], Arc::new(SharedWords::new(1).expect("a word")));
     let registered = RegisteredWords::new(&context, &gate)?;

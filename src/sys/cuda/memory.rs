@@ -43,6 +43,15 @@ impl<'a> DeviceBytes<'a> {
         DeviceBytes { ptr: DevicePtr(base), len, _memory: PhantomData }
     }
 
+    /// Bytes that somebody else has allocated.
+    ///
+    /// # Safety
+    /// They are memory of a device, which nothing but devices reads and writes. They stay as long as `'a` and until what is put
+    /// on streams meanwhile has run. `address` may be any number when `len` is zero.
+    pub unsafe fn from_raw(address: u64, len: usize) -> DeviceBytes<'a> {
+        DeviceBytes::new(address, len)
+    }
+
     /// Where they begin.
     pub fn ptr(self) -> DevicePtr {
         self.ptr
