@@ -407,9 +407,9 @@ impl Communicator {
         // This caller may never wait, so the waiters of operations that have completed in this call are notified here.
         self.driver.tell(finished);
         if needs_progress {
-            self.driver.hand_over().map_err(|cause| InitError::Os {
+            self.driver.wake_progress_thread().map_err(|cause| InitError::Os {
                 comm: self.name.clone(),
-                what: "the background thread".to_owned(),
+                what: "the progress thread".to_owned(),
                 cause: cause.to_string(),
             })?;
         }

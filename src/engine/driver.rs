@@ -29,27 +29,28 @@ pub(crate) struct Polling {
     pub(crate) yield_when_idle: bool,
 }
 
+/// Whether a thread owns progress: it alone may sleep on the poller.
 #[derive(Default)]
-struct Turn {
-    taken: bool,
-    background_started: bool,
+struct Ownership {
+    is_owned: bool,
+    thread_started: bool,
     closing: bool,
 }
 
 /// The shared state of a communicator's threads.
 pub(crate) struct Driver {
-    /// The driver itself, for the background thread to hold.
+    /// The driver itself, for the progress thread to hold.
     this: Weak<Driver>,
     engine: Mutex<Engine>,
     poller: Poller,
-    turn: Mutex<Turn>,
-    /// Threads that wait for the turn, or for another thread to complete their work.
-    turn_changed: Condvar,
-    /// The background thread, while it has nothing to do.
-    background_wanted: Condvar,
-    /// Threads inside `drive_until`, which the background thread gives way to.
+    ownership: Mutex<Ownership>,
+    /// Threads that wait to own progress, or for another thread to complete their work.
+    owner_changed: Condvar,
+    /// The progress thread, while it has nothing to do.
+    progress_thread_wanted: Condvar,
+    /// Threads inside `drive_until`, which the progress thread gives way to.
     waiters: AtomicUsize,
-    /// Whether the thread whose turn it is sleeps on the poller, or is about to.
+    /// Whether the progress owner sleeps on the poller, or is about to.
     asleep: AtomicBool,
     polling: Polling,
     name: String,
@@ -64,9 +65,9 @@ impl Driver {
             origin: Origin::here(),
             engine: Mutex::new(engine),
             poller,
-            turn: Mutex::new(Turn::default()),
-            turn_changed: Condvar::new(),
-            background_wanted: Condvar::new(),
+            ownership: Mutex::new(Ownership::default()),
+            owner_changed: Condvar::new(),
+            progress_thread_wanted: Condvar::new(),
             waiters: AtomicUsize::new(0),
             asleep: AtomicBool::new(false),
             polling,
@@ -98,8 +99,8 @@ impl Driver {
         // looks at its work after. A thread that completes works does so under the lock, and looks at the flags after.
         // `tests/models` checks that.
         if self.waiters.load(Ordering::SeqCst) > own {
-            let _turn = lock(&self.turn);
-            self.turn_changed.notify_all();
+            let _ownership = lock(&self.ownership);
+            self.owner_changed.notify_all();
         }
         self.wake();
     }
@@ -145,9 +146,9 @@ impl Driver {
         self.tell_of_loss();
         if is_busy
             && due.is_some()
-            && let Err(error) = self.hand_over()
+            && let Err(error) = self.wake_progress_thread()
         {
-            log::error!("communicator `{}`: the background thread could not be started: {error}", self.name);
+            log::error!("communicator `{}`: the progress thread could not be started: {error}", self.name);
         }
         due
     }
@@ -169,8 +170,8 @@ impl Driver {
         self.wake();
         self.announce(&finished, 0);
         hand_to_callers(finished);
-        if hands_over && let Err(error) = self.hand_over() {
-            log::error!("the background thread could not be started: {error}");
+        if hands_over && let Err(error) = self.wake_progress_thread() {
+            log::error!("the progress thread could not be started: {error}");
         }
     }
 
@@ -197,29 +198,29 @@ impl Driver {
         Error::Closed { operation: operation.to_owned(), comm: self.name.clone(), how }
     }
 
-    /// Lets the background thread go on with what is in flight, and starts it the first time.
-    pub(crate) fn hand_over(&self) -> std::io::Result<()> {
-        let mut turn = lock(&self.turn);
-        if !turn.background_started
-            && !turn.closing
+    /// Has the progress thread go on with what is in flight, and starts it the first time.
+    pub(crate) fn wake_progress_thread(&self) -> std::io::Result<()> {
+        let mut ownership = lock(&self.ownership);
+        if !ownership.thread_started
+            && !ownership.closing
             && let Some(driver) = self.this.upgrade()
         {
-            sync::spawn("ncclx_rs", move || driver.run_background())?;
-            turn.background_started = true;
+            sync::spawn("ncclx_rs", move || driver.run_progress_thread())?;
+            ownership.thread_started = true;
         }
-        if !turn.taken {
-            self.background_wanted.notify_one();
+        if !ownership.is_owned {
+            self.progress_thread_wanted.notify_one();
         }
-        drop(turn);
+        drop(ownership);
         self.wake();
         Ok(())
     }
 
-    /// Ends the background thread, which needs no join: it holds the driver's memory itself.
+    /// Ends the progress thread, which needs no join: it holds the driver's memory itself.
     pub(crate) fn close(&self) {
-        lock(&self.turn).closing = true;
-        self.turn_changed.notify_all();
-        self.background_wanted.notify_all();
+        lock(&self.ownership).closing = true;
+        self.owner_changed.notify_all();
+        self.progress_thread_wanted.notify_all();
         self.poller.wake();
     }
 
@@ -229,14 +230,14 @@ impl Driver {
         if !self.spin_until(&done, deadline) {
             self.sleep_until(&done, deadline);
         }
-        let others = self.waiters.fetch_sub(1, Ordering::SeqCst) > 1;
-        if others {
-            let _turn = lock(&self.turn);
-            self.turn_changed.notify_all();
+        let others_wait = self.waiters.fetch_sub(1, Ordering::SeqCst) > 1;
+        if others_wait {
+            let _ownership = lock(&self.ownership);
+            self.owner_changed.notify_all();
         } else if self.with_engine(|engine| engine.is_busy())
-            && let Err(error) = self.hand_over()
+            && let Err(error) = self.wake_progress_thread()
         {
-            log::error!("communicator `{}`: the background thread could not be started: {error}", self.name);
+            log::error!("communicator `{}`: the progress thread could not be started: {error}", self.name);
         }
     }
 
@@ -246,7 +247,7 @@ impl Driver {
         loop {
             let mut moved = false;
             // Reading the clock takes longer than a turn in which nothing moves.
-            let turns = if yields || self.polling.time.is_zero() { 1 } else { TURNS_PER_LOOK };
+            let turns = if yields || self.polling.time.is_zero() { 1 } else { TURNS_PER_CLOCK_READ };
             for _ in 0..turns {
                 moved |= self.step(false);
                 if done(self) {
@@ -264,7 +265,7 @@ impl Driver {
             } else if now - since >= self.polling.time {
                 return false;
             } else {
-                // To ranks alone: a stranger on this core might keep it for milliseconds.
+                // To ranks alone: another program on this core might keep it for milliseconds.
                 let wait = if self.polling.yield_when_idle { Wait::Yield } else { self.wait_on_cpu(now) };
                 match wait {
                     Wait::Spin => {}
@@ -281,7 +282,7 @@ impl Driver {
     }
 
     fn sleep_until(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) {
-        if !self.take_turn(done, deadline) {
+        if !self.become_owner(done, deadline) {
             return;
         }
         while !done(self) && deadline.is_none_or(|deadline| Instant::now() < deadline) {
@@ -290,22 +291,23 @@ impl Driver {
                 while !done(self) && self.step(false) {}
             }
         }
-        lock(&self.turn).taken = false;
+        lock(&self.ownership).is_owned = false;
     }
 
-    /// Waits for the turn to sleep on the poller. False: done, or out of time.
-    fn take_turn(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) -> bool {
-        let mut turn = lock(&self.turn);
-        while turn.taken {
+    /// Waits until this thread owns progress. False: done, or out of time.
+    fn become_owner(&self, done: &impl Fn(&Driver) -> bool, deadline: Option<Instant>) -> bool {
+        let mut ownership = lock(&self.ownership);
+        while ownership.is_owned {
             if done(self) || deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                 return false;
             }
             self.wake();
-            let limit = deadline.map_or(TURN_CHECK, |deadline| deadline.saturating_duration_since(Instant::now()));
-            let waited = self.turn_changed.wait_timeout(turn, limit.min(TURN_CHECK));
-            turn = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+            let limit =
+                deadline.map_or(OWNER_CHECK_INTERVAL, |deadline| deadline.saturating_duration_since(Instant::now()));
+            let waited = self.owner_changed.wait_timeout(ownership, limit.min(OWNER_CHECK_INTERVAL));
+            ownership = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
-        turn.taken = true;
+        ownership.is_owned = true;
         true
     }
 
@@ -332,29 +334,30 @@ impl Driver {
         self.with_engine(Engine::disarm);
     }
 
-    fn run_background(self: Arc<Self>) {
+    fn run_progress_thread(self: Arc<Self>) {
         loop {
-            let mut turn = lock(&self.turn);
+            let mut ownership = lock(&self.ownership);
             loop {
-                if turn.closing {
+                if ownership.closing {
                     return;
                 }
-                let free = !turn.taken && self.waiters.load(Ordering::SeqCst) == 0;
+                let free = !ownership.is_owned && self.waiters.load(Ordering::SeqCst) == 0;
                 if free && self.with_engine(|engine| engine.is_busy()) {
                     break;
                 }
-                turn = self.background_wanted.wait(turn).unwrap_or_else(std::sync::PoisonError::into_inner);
+                ownership =
+                    self.progress_thread_wanted.wait(ownership).unwrap_or_else(std::sync::PoisonError::into_inner);
             }
-            turn.taken = true;
-            drop(turn);
-            self.background_turn();
-            lock(&self.turn).taken = false;
-            self.turn_changed.notify_all();
+            ownership.is_owned = true;
+            drop(ownership);
+            self.progress_until_wanted();
+            lock(&self.ownership).is_owned = false;
+            self.owner_changed.notify_all();
         }
     }
 
     /// Drives until a thread waits, nothing is in flight, or the communicator closes.
-    fn background_turn(&self) {
+    fn progress_until_wanted(&self) {
         loop {
             let (moved, finished, busy) = {
                 let mut engine = lock(&self.engine);
@@ -362,7 +365,7 @@ impl Driver {
             };
             self.announce(&finished, 0);
             hand_to_callers(finished);
-            if !busy || self.waiters.load(Ordering::SeqCst) > 0 || lock(&self.turn).closing {
+            if !busy || self.waiters.load(Ordering::SeqCst) > 0 || lock(&self.ownership).closing {
                 return;
             }
             if !moved {
@@ -388,7 +391,7 @@ fn hand_to_callers(finished: Finished) {
 }
 
 /// How many turns a thread that spins makes before it looks at the clock.
-const TURNS_PER_LOOK: usize = 16;
+const TURNS_PER_CLOCK_READ: usize = 16;
 
-/// How often a thread that waits for the turn looks at its work again.
-const TURN_CHECK: Duration = Duration::from_millis(20);
+/// How often a thread that waits to own progress looks at its work again.
+const OWNER_CHECK_INTERVAL: Duration = Duration::from_millis(20);

@@ -1,4 +1,4 @@
-//! Threads that make progress for each other: those that wait, and the one in the background.
+//! Threads that make progress for each other: those that wait, and the progress thread.
 
 use std::time::{Duration, Instant};
 
@@ -34,7 +34,7 @@ fn wait_for(work: Work) -> thread::JoinHandle<()> {
 }
 
 #[test]
-fn who_waits_sees_the_end_that_comes() {
+fn a_waiting_thread_sees_the_end_that_comes() {
     check(3, || {
         let (driver, works, wire) = in_flight(1);
         let waiter = wait_for(works[0].clone());
@@ -60,15 +60,15 @@ fn each_that_waits_sees_its_end_at_once_whoever_drives() {
 }
 
 #[test]
-fn what_nobody_waits_for_ends_in_the_background() {
+fn what_nobody_waits_for_ends_on_the_progress_thread() {
     check(2, || {
         let (driver, works, wire) = in_flight(2);
-        driver.hand_over().expect("a thread");
+        driver.wake_progress_thread().expect("a thread");
         let waiter = wait_for(works[0].clone());
         wire.deliver(0);
         wire.deliver(1);
         waiter.join().expect("no panic");
-        // Only the thread in the background drives this one.
+        // Only the progress thread drives this one.
         while !works[1].is_done() {
             thread::yield_now();
         }
@@ -77,7 +77,7 @@ fn what_nobody_waits_for_ends_in_the_background() {
 }
 
 #[test]
-fn who_waits_is_told_of_an_abort() {
+fn a_waiting_thread_is_told_of_an_abort() {
     check(3, || {
         let (driver, works, _) = in_flight(1);
         let waiter = wait_for(works[0].clone());

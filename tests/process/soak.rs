@@ -35,7 +35,7 @@ impl Holdings {
         Holdings { resident_kib, files: entries("fd"), threads: entries("task") }
     }
 
-    /// Waits for what ends by itself to end: a communicator's background thread outlasts it by a moment.
+    /// Waits for what ends by itself to end: a communicator's progress thread outlasts it by a moment.
     fn settled(limit: Holdings) -> Holdings {
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
