@@ -5,14 +5,14 @@
 
 pub mod cache;
 pub mod compile;
+pub(crate) mod load;
 
 use crate::types::{Arithmetic, DType, ReduceOp};
 
 /// The source, in CUDA C++.
 pub const SOURCE: &str = include_str!("kernels.cu");
 
-/// The most blocks that a kernel combines.
-pub const MAX_BLOCKS: usize = 128;
+pub use crate::sys::cuda::{Blocks, MAX_BLOCKS};
 
 /// The kernels for elements of one type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -46,16 +46,6 @@ pub struct Function {
     pub parts: usize,
 }
 
-/// The first parameter after `into` of kernels that combine blocks: by value.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct Blocks {
-    /// Addresses on the device, in order.
-    pub at: [u64; MAX_BLOCKS],
-}
-
-const _: () = assert!(size_of::<Blocks>() == 1024, "as in the source");
-
 impl Module {
     /// The modules.
     pub fn all() -> impl Iterator<Item = Module> {
@@ -76,6 +66,19 @@ impl Module {
     /// The elements' type.
     pub fn dtype(self) -> DType {
         self.0
+    }
+
+    /// The bytes of an element, and of a sum of elements where they are averaged.
+    pub fn sizes(self) -> (usize, usize) {
+        let (element, arithmetic) = (self.0.size(), self.0.arithmetic());
+        let sum = match (arithmetic, element) {
+            (Arithmetic::Integer, 1) => 4,
+            (Arithmetic::Integer, 2 | 4) => 8,
+            (Arithmetic::Integer, _) => 16,
+            (Arithmetic::Float, 2) => 4,
+            _ => element,
+        };
+        (element, sum)
     }
 
     /// PyTorch's name of the elements.

@@ -7,11 +7,13 @@
 //! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
 //! there, [`lower`] turns a schedule into a [`lower::Program`], [`counters`] give its words their values, and [`words`] says
 //! where these lie. What acts is [`staging`] memory, which ranks map of each other, and the [`lane`], which puts programs on
-//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time.
+//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the
+//! [`launch`]er puts on streams.
 
 pub mod counters;
 pub mod kernels;
 pub mod lane;
+pub mod launch;
 pub mod layout;
 pub mod lower;
 pub mod segment;

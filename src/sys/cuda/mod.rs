@@ -5,6 +5,7 @@
 //!
 //! What is made keeps its [`Context`] and gives itself back when it goes. Calls that run in a context take a [`Current`].
 
+mod combine;
 mod context;
 mod device;
 mod error;
@@ -14,6 +15,7 @@ mod module;
 mod stream;
 mod words;
 
+pub use combine::{Beside, Blocks, Combine, MAX_BLOCKS, Parameters};
 pub use context::{Context, Current};
 pub use device::{Attribute, Device, DeviceUuid, DriverVersion, driver_version};
 pub use error::{Code, CudaError};

@@ -3,7 +3,7 @@
 
 use std::ffi::{CStr, c_void};
 
-use cudarc::driver::sys::{CUfunction, CUmodule};
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 
 use super::context::{Context, Current};
 use super::error::CudaError;
@@ -48,12 +48,15 @@ impl Module {
         Ok(Arc::new(Module { raw, context: context.clone() }))
     }
 
-    /// The kernel of that name.
+    /// The kernel of that name, on the device: a launch has nothing to load, for which it might wait for the device.
     pub fn function(self: &Arc<Self>, name: &CStr) -> Result<Function, CudaError> {
-        let mut raw = std::ptr::null_mut();
+        let (mut raw, mut threads) = (std::ptr::null_mut(), 0);
         let _current = self.context.enter()?;
         // SAFETY: `raw` is a place for the result, and the name ends with a zero.
         unsafe { call!(cuModuleGetFunction(&raw mut raw, self.raw, name.as_ptr())) }?;
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
+        // SAFETY: `threads` is a place for the result. To tell anything, the driver loads what it loads lazily.
+        unsafe { call!(cuFuncGetAttribute(&raw mut threads, attribute, raw)) }?;
         Ok(Function { raw, _module: self.clone() })
     }
 }
