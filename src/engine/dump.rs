@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::engine::flight_recorder::Record;
 use crate::engine::progress::Engine;
-use crate::sys::tcp_info::Traffic;
+use crate::sys::tcp_info::TcpStats;
 use crate::types::{DType, Frame, Rank};
 
 /// The version of the format. Readers refuse others.
@@ -49,7 +49,7 @@ struct Peer<'a> {
     /// Why it cannot be reached any more.
     lost: Option<&'a str>,
     /// How the TCP connection to it does, or did until it was lost, if there is one.
-    link: Option<Traffic>,
+    link: Option<TcpStats>,
 }
 
 /// An operation.
@@ -152,7 +152,7 @@ impl Engine {
                     host: self.context.topo.host_of(rank),
                     called: self.collectives.called(rank),
                     lost: self.context.endpoints.lost(rank),
-                    link: self.context.endpoints.traffic(rank),
+                    link: self.context.endpoints.tcp_stats(rank),
                 })
                 .collect(),
             records: self.context.recorder.records().into_iter().map(|record| Entry::new(record, &clock)).collect(),

@@ -16,7 +16,7 @@ use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, Failed, Header};
 use crate::engine::inbox::Inbox;
 use crate::engine::outbox::Outbox;
 use crate::error::{Error, LinkDown};
-use crate::sys::tcp_info::Traffic;
+use crate::sys::tcp_info::TcpStats;
 use crate::transport::Transport;
 use crate::types::Rank;
 
@@ -33,7 +33,7 @@ struct Peer {
     /// Why it cannot be reached any more.
     lost: Option<String>,
     /// What the kernel knew of the connection to it when it was lost.
-    last_traffic: Option<Traffic>,
+    last_tcp_stats: Option<TcpStats>,
     /// What it said of a failure for which it will leave.
     reported: Option<String>,
 }
@@ -97,9 +97,9 @@ impl Endpoints {
     }
 
     /// What the kernel knows of the connection to `peer`, if there is one, or knew when it was lost.
-    pub(crate) fn traffic(&self, peer: Rank) -> Option<Traffic> {
+    pub(crate) fn tcp_stats(&self, peer: Rank) -> Option<TcpStats> {
         let peer = &self.peers[peer.index()];
-        peer.outbox.traffic().or(peer.last_traffic)
+        peer.outbox.tcp_stats().or(peer.last_tcp_stats)
     }
 
     /// Keeps what `peer` says of a failure for which it will leave.
@@ -412,7 +412,7 @@ impl Endpoints {
         };
         log::debug!("communicator `{}` rank {}: the streams of rank {peer} have ended: {cause}", self.name, self.me);
         entry.lost = Some(cause);
-        entry.last_traffic = entry.outbox.traffic();
+        entry.last_tcp_stats = entry.outbox.tcp_stats();
         self.lost.push_back(peer);
     }
 

@@ -6,7 +6,7 @@ use crate::engine::body::{Body, Slices};
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
 use crate::error::LinkDown;
-use crate::sys::tcp_info::Traffic;
+use crate::sys::tcp_info::TcpStats;
 use crate::transport::SendStream;
 
 /// A message on its way: one frame, or as many `Data` or `Put` frames as its body needs.
@@ -214,8 +214,8 @@ impl Outbox {
     }
 
     /// What the kernel knows of the connection, if it is one.
-    pub(crate) fn traffic(&self) -> Option<Traffic> {
-        self.send_stream.as_ref().and_then(|send_stream| send_stream.traffic())
+    pub(crate) fn tcp_stats(&self) -> Option<TcpStats> {
+        self.send_stream.as_ref().and_then(|send_stream| send_stream.tcp_stats())
     }
 
     /// Whether everything has left this process.

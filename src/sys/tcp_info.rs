@@ -10,7 +10,7 @@ use serde::Serialize;
 
 /// Statistics of the sending side of a connection since it was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Traffic {
+pub struct TcpStats {
     /// The shortest time until the other host acknowledged, in microseconds.
     pub round_trip: u32,
     /// Bytes that the other host has acknowledged.
@@ -24,7 +24,7 @@ pub struct Traffic {
 }
 
 /// The kernel's statistics of `stream`.
-pub fn traffic(stream: &TcpStream) -> io::Result<Traffic> {
+pub fn tcp_stats(stream: &TcpStream) -> io::Result<TcpStats> {
     let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `len` bytes, which is the size of what `info` has room for.
@@ -36,7 +36,7 @@ pub fn traffic(stream: &TcpStream) -> io::Result<Traffic> {
     }
     // SAFETY: made of integers alone, of which a kernel that knows fewer has left the last at zero.
     let info = unsafe { info.assume_init() };
-    Ok(Traffic {
+    Ok(TcpStats {
         round_trip: info.tcpi_min_rtt,
         bytes: info.tcpi_bytes_acked,
         sending: info.tcpi_busy_time.saturating_sub(info.tcpi_rwnd_limited),
@@ -57,13 +57,13 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let mut sender = TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
         let (mut receiver, _) = listener.accept().expect("a connection");
-        let before = traffic(&sender).expect("a TCP socket").bytes;
+        let before = tcp_stats(&sender).expect("a TCP socket").bytes;
         sender.write_all(&[7; 1000]).expect("room");
         receiver.read_exact(&mut [0; 1000]).expect("sent");
         // The answer acknowledges.
         receiver.write_all(&[8]).expect("room");
         sender.read_exact(&mut [0]).expect("sent");
-        let after = traffic(&sender).expect("a TCP socket");
+        let after = tcp_stats(&sender).expect("a TCP socket");
         assert_eq!(after.bytes - before, 1000);
         assert!(after.segments > 0 && after.resent == 0, "{after:?}");
     }

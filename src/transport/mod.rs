@@ -20,7 +20,7 @@ use std::time::Instant;
 
 use crate::error::LinkDown;
 use crate::sys::segment::{self, SegmentId};
-use crate::sys::tcp_info::Traffic;
+use crate::sys::tcp_info::TcpStats;
 use crate::types::Rank;
 
 /// The address of bytes in a process's memory (UCX: remote address and key).
@@ -75,7 +75,7 @@ pub trait SendStream: Send {
     fn publish_cpu(&mut self, _cpu: u32) {}
 
     /// The kernel's statistics of the connection, if the stream is one.
-    fn traffic(&self) -> Option<Traffic> {
+    fn tcp_stats(&self) -> Option<TcpStats> {
         None
     }
 

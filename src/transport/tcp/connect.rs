@@ -12,7 +12,7 @@ use crate::error::{Down, LinkDown};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, PeerTimeout};
-use crate::sys::tcp_info::{self, Traffic};
+use crate::sys::tcp_info::{self, TcpStats};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::tls::{Stream, Tls};
@@ -177,11 +177,11 @@ impl SendStream for Connection {
         matches!(self.stage, Stage::Open) && !self.stream.holds_bytes()
     }
 
-    fn traffic(&self) -> Option<Traffic> {
+    fn tcp_stats(&self) -> Option<TcpStats> {
         if !matches!(self.stage, Stage::Open) {
             return None;
         }
-        tcp_info::traffic(self.stream.socket()).ok()
+        tcp_info::tcp_stats(self.stream.socket()).ok()
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
