@@ -214,9 +214,9 @@ mod tests {
             assert_eq!((work.result(), held(&harness)), (Some(Ok(())), LEN));
             // The message is the engine's now.
             words = Words::new(vec![4]);
-            harness.link().from_engine.clear();
+            harness.wire().from_engine.clear();
             send_rtr(&mut harness, 0, from);
-            let sent = std::mem::take(&mut harness.link().from_engine);
+            let sent = std::mem::take(&mut harness.wire().from_engine);
             let frames = (LEN - from).div_ceil(FRAGMENT_BYTES);
             let header = Header::decode(&sent).expect("a header").expect("a whole one").size();
             assert_eq!(sent.len(), frames * header + LEN - from);

@@ -240,10 +240,10 @@ mod tests {
         let mut harness = Harness::of(3);
         let mut words = Words::new(vec![7]);
         harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
-        harness.link().from_engine.clear();
+        harness.wire().from_engine.clear();
         harness.engine.departed(&lost(2));
         harness.engine.close("shut down");
-        let said = harness.link().from_engine.clone();
+        let said = harness.wire().from_engine.clone();
         let header = Header::decode(&said).expect("a header").expect("a whole one");
         let text = &said[header.size()..];
         assert_eq!((header.kind, header.token), (FrameKind::Fail, 2 + 1));
@@ -255,7 +255,7 @@ mod tests {
     fn what_a_rank_sent_before_it_left_counts_though_it_cannot_be_reached() {
         for (from, arrives) in [(1, true), (2, false)] {
             let (mut harness, mut words) = (Harness::of(3), Words::new(vec![0]));
-            harness.link().refuses = true;
+            harness.wire().refuses = true;
             let work = harness.start(Direction::Receive(Source::Rank(Rank(from))), &mut words, Duration::from_secs(60));
             assert_eq!(work.is_done(), !arrives, "rank {from}");
             if arrives {

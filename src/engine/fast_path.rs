@@ -330,10 +330,10 @@ mod tests {
     #[test]
     fn what_needs_nobody_more_ends_at_once() {
         let (mut harness, mut words) = (harness(), Words::new(vec![2]));
-        harness.link().to_engine.extend(theirs(SUM, 40));
+        harness.wire().to_engine.extend(theirs(SUM, 40));
         assert!(matches!(run(&mut harness, &mut words), Submitted::Completed(Entry { sequence: 0, .. }, None)));
         assert_eq!(words.get(), [42]);
-        assert_eq!(harness.link().from_engine, theirs(SUM, 2), "rank 1 gets what it always gets");
+        assert_eq!(harness.wire().from_engine, theirs(SUM, 2), "rank 1 gets what it always gets");
         assert!(
             harness.engine.is_settled()
                 && harness.engine.collectives.current() == 1
@@ -347,20 +347,20 @@ mod tests {
         let message = theirs(SUM, 40);
         for there in [0, 3, message.len() - 1] {
             let (mut harness, mut words) = (harness(), Words::new(vec![2]));
-            harness.link().to_engine.extend(&message[..there]);
+            harness.wire().to_engine.extend(&message[..there]);
             let work = in_flight(run(&mut harness, &mut words));
             harness.settle();
             assert!(!work.is_done(), "{there} bytes are there");
             harness.send(&message[there..]);
             assert_eq!((work.result(), words.get()), (Some(Ok(())), [42].as_slice()), "after {there} bytes");
-            assert_eq!(harness.link().from_engine, theirs(SUM, 2), "it is sent once");
+            assert_eq!(harness.wire().from_engine, theirs(SUM, 2), "it is sent once");
         }
     }
 
     #[test]
     fn another_call_of_the_other_rank_is_an_error_as_ever() {
         let (mut harness, mut words) = (harness(), Words::new(vec![2]));
-        harness.link().to_engine.extend(theirs(Signature { count: 2, ..SUM }, 40));
+        harness.wire().to_engine.extend(theirs(Signature { count: 2, ..SUM }, 40));
         let work = in_flight(run(&mut harness, &mut words));
         harness.settle();
         assert!(matches!(work.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", work.result());
@@ -370,14 +370,14 @@ mod tests {
     fn another_algorithm_of_the_other_rank_is_an_error_that_says_so() {
         let ring = Signature { algorithm: select::number("ring"), ..SUM };
         let (mut harness, mut words) = (harness(), Words::new(vec![2]));
-        harness.link().to_engine.extend(theirs(ring, 40));
+        harness.wire().to_engine.extend(theirs(ring, 40));
         let work = in_flight(run(&mut harness, &mut words));
         harness.settle();
         let Some(Err(Error::Mismatch { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
         let expected = "the ranks disagree on how to run collective 0: rank 0 chose recursive_doubling, rank 1 ring";
         assert_eq!(detail, expected);
         let told =
-            Header::decode(&harness.link().from_engine[theirs(SUM, 2).len()..]).expect("a header").expect("all of it");
+            Header::decode(&harness.wire().from_engine[theirs(SUM, 2).len()..]).expect("a header").expect("all of it");
         assert_eq!(told.kind, FrameKind::Fail, "rank 1 is told");
     }
 
@@ -385,10 +385,10 @@ mod tests {
     fn messages_end_at_once_and_in_their_order() {
         let (mut harness, mut words) = (harness(), Words::new(vec![7]));
         assert!(matches!(message(&mut harness, Direction::Send(Rank(1)), &mut words), Submitted::Completed(_, None)));
-        let sent = std::mem::take(&mut harness.link().from_engine);
+        let sent = std::mem::take(&mut harness.wire().from_engine);
         // The same comes back, behind a message with another tag.
         let other = [&*message_header(Tag(4), 8).encode(), &[0; 8]].concat();
-        harness.link().to_engine.extend([other, sent.clone(), sent].concat());
+        harness.wire().to_engine.extend([other, sent.clone(), sent].concat());
         words = Words::new(vec![0]);
         let receive = Direction::Receive(Source::Rank(Rank(1)));
         let work = in_flight(message(&mut harness, receive, &mut words));

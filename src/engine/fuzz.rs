@@ -21,19 +21,19 @@ use crate::work::{Submitted, Work};
 const PEER: Rank = Rank(1);
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The input is a play: what this rank begins, and what the peer sends meanwhile.
+/// The input says what this rank begins, and what the peer sends meanwhile.
 pub(crate) fn frames(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    let mut play = Play::new();
+    let mut run = FuzzRun::new();
     while !input.is_empty() {
-        play.act(&mut input);
-        play.check();
+        run.act(&mut input);
+        run.check();
     }
-    play.harness.engine.close("aborted: the play is over");
-    assert!(play.in_flight.iter().all(|(work, _)| work.is_done()), "an operation outlived its communicator");
+    run.harness.engine.close("aborted: the input has ended");
+    assert!(run.in_flight.iter().all(|(work, _)| work.is_done()), "an operation outlived its communicator");
 }
 
-struct Play {
+struct FuzzRun {
     harness: Harness,
     /// The window that is open, and its memory. While there is one, operations are never ended in the call that begins them.
     window: Option<(WindowId, Words)>,
@@ -41,11 +41,11 @@ struct Play {
     in_flight: Vec<(Work, Vec<Words>)>,
 }
 
-impl Play {
-    fn new() -> Play {
+impl FuzzRun {
+    fn new() -> FuzzRun {
         let mut harness = Harness::new();
         let window = Some(lend(&mut harness.engine));
-        Play { harness, window, in_flight: Vec::new() }
+        FuzzRun { harness, window, in_flight: Vec::new() }
     }
 
     fn act(&mut self, input: &mut Input<'_>) {
@@ -66,10 +66,10 @@ impl Play {
             4 => self.collective(input),
             5 => self.access(input),
             6 => {
-                let mut link = self.harness.link();
-                link.invalidations += u64::from(input.byte() % 2);
+                let mut wire = self.harness.wire();
+                wire.invalidations += u64::from(input.byte() % 2);
                 let count = input.byte();
-                link.memory = input.take(count.into()).to_vec();
+                wire.memory = input.take(count.into()).to_vec();
             }
             7 => {
                 self.harness.engine.context.rndv.eager_bytes = 8 * usize::from(input.byte());
@@ -88,15 +88,15 @@ impl Play {
     fn check(&mut self) {
         self.in_flight.retain(|(work, _)| !work.is_done());
         self.harness.engine.context.finished.clear();
-        let mut link = self.harness.link();
-        let sent = std::mem::take(&mut link.from_engine);
+        let mut wire = self.harness.wire();
+        let sent = std::mem::take(&mut wire.from_engine);
         let mut rest = sent.as_slice();
         while !rest.is_empty() {
             let header = Header::decode(rest).expect("a header").expect("a whole one");
             rest = rest.get(header.size() + header.payload()..).expect("its payload");
         }
-        let unread = link.unread;
-        drop(link);
+        let unread = wire.unread;
+        drop(wire);
         if self.harness.engine.context.endpoints.lost(PEER).is_none() {
             assert!(unread < HEADER_MAX, "the stream stalls");
             assert!(!self.harness.engine.can_read_now(), "a message is not read although it could be");

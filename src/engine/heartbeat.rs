@@ -104,12 +104,12 @@ mod tests {
         let (send, sent) = std::sync::mpsc::channel();
         harness.engine.collectives.send_heartbeat =
             Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
-        let frames = harness.link().from_engine.len();
+        let frames = harness.wire().from_engine.len();
         let later = Instant::now() + Duration::from_millis(300);
         harness.engine.expire(later);
         let expected = Heartbeat { ranks: vec![Rank(0)], ..heartbeat(signature, 0..1) };
         assert_eq!(sent.try_iter().collect::<Vec<_>>(), [expected]);
-        assert_eq!(harness.link().from_engine.len(), frames, "rank 1 has nothing to do with the broadcast");
+        assert_eq!(harness.wire().from_engine.len(), frames, "rank 1 has nothing to do with the broadcast");
     }
 
     #[test]

@@ -23,7 +23,7 @@ use crate::work::{Drive, Work};
 
 /// What lies between rank 0, which is an engine, and rank 1, which is the test.
 #[derive(Default)]
-pub(crate) struct Link {
+pub(crate) struct MockWire {
     /// What rank 1 has sent and rank 0 has not read.
     pub(crate) to_engine: Vec<u8>,
     /// What rank 0 has sent.
@@ -38,7 +38,7 @@ pub(crate) struct Link {
     /// How often rank 1 has invalidated memory.
     pub(crate) invalidations: u64,
     /// How often rank 0 has.
-    pub(crate) core_withdrawals: u64,
+    pub(crate) engine_invalidations: u64,
     /// Whether rank 0's stream to rank 1 is down.
     pub(crate) broken: bool,
     /// Whether rank 0's stream to rank 1 has no room.
@@ -55,7 +55,7 @@ pub(crate) struct Link {
 /// Rank 0, and what the test holds of rank 1.
 pub(crate) struct Harness {
     pub(crate) engine: Engine,
-    link: Arc<Mutex<Link>>,
+    wire: Arc<Mutex<MockWire>>,
 }
 
 #[cfg_attr(fuzzing, allow(dead_code, reason = "some of it serves other tests alone"))]
@@ -66,21 +66,21 @@ impl Harness {
 
     /// Of so many ranks, of which only rank 1 answers.
     pub(crate) fn of(size: usize) -> Harness {
-        let link = Arc::<Mutex<Link>>::default();
+        let wire = Arc::<Mutex<MockWire>>::default();
         let topo = Topology::single_host(size);
-        let transport = Box::new(MockTransport { link: Arc::clone(&link), accepted: false });
+        let transport = Box::new(MockTransport { wire: Arc::clone(&wire), accepted: false });
         let routes =
             (0..size).map(|rank| vec![Route { transport: 0, address: vec![] }; usize::from(rank > 0)]).collect();
-        Harness { engine: Engine::new("test".to_owned(), Rank(0), topo, vec![transport], routes), link }
+        Harness { engine: Engine::new("test".to_owned(), Rank(0), topo, vec![transport], routes), wire }
     }
 
-    pub(crate) fn link(&self) -> MutexGuard<'_, Link> {
-        lock(&self.link)
+    pub(crate) fn wire(&self) -> MutexGuard<'_, MockWire> {
+        lock(&self.wire)
     }
 
     /// Sends bytes as rank 1 and lets rank 0 go as far as it can.
     pub(crate) fn send(&mut self, bytes: &[u8]) {
-        self.link().to_engine.extend_from_slice(bytes);
+        self.wire().to_engine.extend_from_slice(bytes);
         self.settle();
     }
 
@@ -125,7 +125,7 @@ impl Harness {
 
     /// The headers of what rank 0 has sent since the last call; none of the frames has a payload.
     pub(crate) fn sent(&mut self) -> Vec<Header> {
-        let bytes = std::mem::take(&mut self.link().from_engine);
+        let bytes = std::mem::take(&mut self.wire().from_engine);
         let mut rest = bytes.as_slice();
         let mut next = || {
             let header = Header::decode(rest).expect("a header")?;
@@ -143,7 +143,7 @@ impl Drive for NoProgress {
 }
 
 struct MockTransport {
-    link: Arc<Mutex<Link>>,
+    wire: Arc<Mutex<MockWire>>,
     accepted: bool,
 }
 
@@ -157,17 +157,17 @@ impl Transport for MockTransport {
     }
 
     fn open(&mut self, to: Rank, _: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
-        if lock(&self.link).refuses {
+        if lock(&self.wire).refuses {
             return Err(LinkDown::new("its process is gone"));
         }
-        Ok(Box::new(Sending(if to == Rank(1) { Arc::clone(&self.link) } else { Arc::default() })))
+        Ok(Box::new(Sending(if to == Rank(1) { Arc::clone(&self.wire) } else { Arc::default() })))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
         if std::mem::replace(&mut self.accepted, true) {
             return Vec::new();
         }
-        vec![(Rank(1), Box::new(Receiving { link: Arc::clone(&self.link), seen: Vec::new() }))]
+        vec![(Rank(1), Box::new(Receiving { wire: Arc::clone(&self.wire), seen: Vec::new() }))]
     }
 
     fn accepting_until(&self) -> Option<Instant> {
@@ -175,21 +175,21 @@ impl Transport for MockTransport {
     }
 }
 
-struct Sending(Arc<Mutex<Link>>);
+struct Sending(Arc<Mutex<MockWire>>);
 
 impl SendStream for Sending {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
-        let mut link = lock(&self.0);
-        if link.broken {
+        let mut wire = lock(&self.0);
+        if wire.broken {
             return Err(LinkDown::new("it closed the connection"));
         }
-        if link.full {
+        if wire.full {
             return Ok(0);
         }
-        let before = link.from_engine.len();
-        link.from_engine.extend_from_slice(head);
-        body.iter().for_each(|bytes| link.from_engine.extend_from_slice(bytes));
-        Ok(link.from_engine.len() - before)
+        let before = wire.from_engine.len();
+        wire.from_engine.extend_from_slice(head);
+        body.iter().for_each(|bytes| wire.from_engine.extend_from_slice(bytes));
+        Ok(wire.from_engine.len() - before)
     }
 
     fn arm(&mut self) -> bool {
@@ -207,7 +207,7 @@ impl SendStream for Sending {
     }
 
     fn invalidate(&mut self) {
-        lock(&self.0).core_withdrawals += 1;
+        lock(&self.0).engine_invalidations += 1;
     }
 
     fn publish_cpu(&mut self, cpu: u32) {
@@ -220,22 +220,22 @@ impl SendStream for Sending {
 }
 
 struct Receiving {
-    link: Arc<Mutex<Link>>,
+    wire: Arc<Mutex<MockWire>>,
     seen: Vec<u8>,
 }
 
 impl RecvStream for Receiving {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
-        let mut link = lock(&self.link);
-        link.peeks += 1;
-        self.seen.append(&mut link.to_engine);
-        link.unread = self.seen.len();
+        let mut wire = lock(&self.wire);
+        wire.peeks += 1;
+        self.seen.append(&mut wire.to_engine);
+        wire.unread = self.seen.len();
         Ok(&self.seen)
     }
 
     fn consume(&mut self, count: usize) {
         self.seen.drain(..count);
-        lock(&self.link).unread = self.seen.len();
+        lock(&self.wire).unread = self.seen.len();
     }
 
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
@@ -246,12 +246,12 @@ impl RecvStream for Receiving {
     }
 
     fn is_silent(&mut self) -> bool {
-        lock(&self.link).silent
+        lock(&self.wire).silent
     }
 
     fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {
-        let link = lock(&self.link);
-        let there = (from.address as usize).checked_sub(1).and_then(|at| link.memory.get(at..));
+        let wire = lock(&self.wire);
+        let there = (from.address as usize).checked_sub(1).and_then(|at| wire.memory.get(at..));
         let there = there.filter(|there| !there.is_empty());
         let there = there.ok_or(io::ErrorKind::PermissionDenied)?;
         let count = there.len().min(into.len());
@@ -260,11 +260,11 @@ impl RecvStream for Receiving {
     }
 
     fn invalidations(&self) -> u64 {
-        lock(&self.link).invalidations
+        lock(&self.wire).invalidations
     }
 
     fn writer_cpu(&self) -> Option<u32> {
-        lock(&self.link).cpu
+        lock(&self.wire).cpu
     }
 
     fn arm(&mut self) -> bool {
@@ -306,7 +306,7 @@ mod tests {
         let mut harness = Harness::new();
         let mut words = Words::new(vec![0]);
         let receive = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
-        harness.link().broken = true;
+        harness.wire().broken = true;
         harness.settle();
         std::thread::sleep(DRAIN_TIMEOUT); // as if this process had no core to run on
         let header = Header::control(FrameKind::Eager, MatchSpace::PointToPoint, 0, 0, 8).encode();
@@ -320,12 +320,12 @@ mod tests {
         let mut harness = Harness::new();
         harness.settle();
         let peeks = |harness: &mut Harness| {
-            harness.link().peeks = 0;
+            harness.wire().peeks = 0;
             (0..10).for_each(|_| _ = harness.engine.progress(false));
-            harness.link().peeks
+            harness.wire().peeks
         };
         assert!(peeks(&mut harness) >= 10);
-        harness.link().silent = true;
+        harness.wire().silent = true;
         assert_eq!(peeks(&mut harness), 0);
     }
 
@@ -334,13 +334,13 @@ mod tests {
         let mut harness = Harness::new();
         let mut words = Words::new(vec![0; 512]);
         harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
-        harness.link().full = true;
+        harness.wire().full = true;
         // Together more than a receiver keeps unread.
         for _ in 0..300 {
             let send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::ZERO);
             assert!(matches!(send.result(), Some(Err(crate::Error::Timeout { .. }))), "{:?}", send.result());
         }
-        harness.link().full = false;
+        harness.wire().full = false;
         let send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
         assert_eq!(send.result(), Some(Ok(())), "it goes at once");
     }
@@ -349,7 +349,7 @@ mod tests {
     fn a_peer_whose_frames_are_being_taken_is_not_lost_while_another_ones_are() {
         let mut harness = Harness::of(3);
         harness.settle();
-        harness.link().refuses = true;
+        harness.wire().refuses = true;
         let endpoints = &mut harness.engine.context.endpoints;
         // As it is while a frame of rank 1 is dealt with.
         let inbox = endpoints.take_inbox(Rank(1)).expect("a stream");
@@ -362,13 +362,13 @@ mod tests {
     #[test]
     fn a_stream_that_is_being_opened_is_looked_after_before_its_operations_time_is_over() {
         let mut harness = Harness::new();
-        harness.link().is_opening = true;
-        harness.link().full = true;
+        harness.wire().is_opening = true;
+        harness.wire().full = true;
         let mut words = Words::new(vec![0; 2]);
         harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(3600));
         let last = harness.engine.messages.next_deadline();
         assert!(harness.engine.next_deadline() < last, "another address may be due");
-        harness.link().is_opening = false;
+        harness.wire().is_opening = false;
         assert_eq!(harness.engine.next_deadline(), last, "the poller tells what comes");
     }
 
@@ -379,17 +379,17 @@ mod tests {
         assert_eq!(harness.engine.next_wait(3, began), Wait::Spin, "no stream is there yet");
         let _send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
         assert_eq!(harness.engine.next_wait(3, began), Wait::Spin, "the other rank has not told");
-        harness.link().cpu = Some(3);
+        harness.wire().cpu = Some(3);
         assert_eq!(harness.engine.next_wait(3, began), Wait::Sleep);
         assert_eq!(harness.engine.next_wait(4, began), Wait::Spin);
-        assert_eq!(harness.link().engine_cpu, Some(4));
+        assert_eq!(harness.wire().engine_cpu, Some(4));
     }
 
     #[test]
     fn a_long_send_to_a_rank_that_is_gone_leaves_nothing_behind() {
         let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
         harness.settle();
-        harness.link().refuses = true;
+        harness.wire().refuses = true;
         harness.engine.context.rndv.eager_bytes = 0;
         let send = harness.start(Direction::Send(Rank(2)), &mut words, Duration::from_secs(60));
         assert!(matches!(send.result(), Some(Err(crate::Error::PeerLost { rank: 2, .. }))), "{:?}", send.result());

@@ -35,7 +35,7 @@ fn ends_at_once(harness: &mut Harness, direction: Direction, words: &mut Words) 
 
 /// The headers of all that rank 0 has sent since the last call.
 fn sent(harness: &mut Harness) -> Vec<Header> {
-    let bytes = std::mem::take(&mut harness.link().from_engine);
+    let bytes = std::mem::take(&mut harness.wire().from_engine);
     let (mut headers, mut rest) = (Vec::new(), bytes.as_slice());
     while let Some(header) = Header::decode(rest).expect("a header") {
         rest = &rest[header.size() + header.payload()..];
@@ -121,7 +121,7 @@ fn every_message_that_is_taken_is_given_credit_for() {
             for _ in 0..2700 {
                 match meeting {
                     AtOnce => {
-                        harness.link().to_engine.extend_from_slice(&message);
+                        harness.wire().to_engine.extend_from_slice(&message);
                         at_once += usize::from(ends_at_once(&mut harness, RECEIVE, &mut into));
                     }
                     Expected | ExpectedInVain => {

@@ -24,7 +24,7 @@ impl Harness {
     }
 
     fn offer_while(&mut self, is_busy: bool, memory: &[u64], len: usize) {
-        self.link().memory = memory.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        self.wire().memory = memory.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let announce = Header::control(FrameKind::Rts, MatchSpace::PointToPoint, 0, TOKEN, 8 * len as u64);
         let address = Some(MemoryAddress { address: 1, segment: None });
         self.send(&Header { address, is_busy, ..announce }.encode());
@@ -70,7 +70,7 @@ fn what_cannot_be_read_is_asked_for_from_there_on() {
 fn nothing_is_believed_while_it_is_unknown_what_was_withdrawn() {
     let (mut harness, mut words) = (Harness::new(), Words::new(vec![0; 1]));
     let work = harness.receive(&mut words);
-    harness.link().invalidations = 1;
+    harness.wire().invalidations = 1;
     harness.rts(&[7], 1);
     assert!(!work.is_done() && !harness.engine.can_read_now());
     harness.tell(FrameKind::Invalidated, TOKEN + 1, &[]);
@@ -82,7 +82,7 @@ fn what_was_withdrawn_is_asked_for() {
     for receive_first in [true, false] {
         let (mut harness, mut words) = (Harness::new(), Words::new(vec![0; 1]));
         let early = receive_first.then(|| harness.receive(&mut words));
-        harness.link().invalidations = 1;
+        harness.wire().invalidations = 1;
         harness.rts(&[666], 1);
         harness.tell(FrameKind::Invalidated, TOKEN, &[]);
         let work = early.unwrap_or_else(|| harness.receive(&mut words));
@@ -96,7 +96,7 @@ fn what_was_withdrawn_is_asked_for() {
 fn a_sender_is_done_when_its_receiver_gives_up() {
     let (mut harness, mut words) = (Harness::new(), Words::new(vec![0; 1]));
     let work = harness.receive(&mut words);
-    harness.link().invalidations = 1; // so that the reading does not end
+    harness.wire().invalidations = 1; // so that the reading does not end
     harness.rts(&[7], 1);
     harness.engine.expire(Instant::now() + Duration::from_secs(61));
     harness.settle();
@@ -137,11 +137,11 @@ fn memory_is_withdrawn_before_an_operation_ends_early() {
     harness.engine.context.rndv.eager_bytes = 0;
     let work = harness.start(Direction::Send(Rank(1)), &mut words, Duration::ZERO);
     harness.settle();
-    assert!(work.is_done() && harness.link().core_withdrawals == 1);
+    assert!(work.is_done() && harness.wire().engine_invalidations == 1);
     assert_eq!(harness.kinds().last().map(|(kind, _)| *kind), Some(FrameKind::Invalidated));
     let work = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
     harness.engine.close("aborted: for a test");
-    assert!(work.is_done() && harness.link().core_withdrawals == 2);
+    assert!(work.is_done() && harness.wire().engine_invalidations == 2);
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn a_peer_that_cannot_read_is_offered_nothing_more() {
         let grant = Header::control(FrameKind::Rtr, MatchSpace::PointToPoint, 0, harness.sent()[0].token, 8);
         harness.send(&Header { index: why as u32, ..grant }.encode());
         assert!(work.is_done());
-        let data = std::mem::take(&mut harness.link().from_engine);
+        let data = std::mem::take(&mut harness.wire().from_engine);
         assert_eq!(data[data.len() - 8..], 8u64.to_ne_bytes()); // from the second word on
         harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
         assert_eq!(harness.sent()[0].address.is_some(), offered);
