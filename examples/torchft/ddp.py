@@ -12,15 +12,15 @@ from __future__ import annotations
 import time
 
 import torch
-from replicas import Regression, Seat, main, parser
+from replicas import ProcessConfig, Regression, main, parser
 from torchft import DistributedDataParallel, Optimizer
 
 
-def train(seat: Seat) -> None:
+def train(config: ProcessConfig) -> None:
     """One replica."""
-    task = Regression(seed=100 + seat.replica)
+    task = Regression(seed=100 + config.replica)
     inner = torch.optim.AdamW(task.model.parameters(), lr=0.01)
-    manager = seat.manager(
+    manager = config.manager(
         state_dict=lambda: {"model": task.model.state_dict(), "optimizer": inner.state_dict()},
         load_state_dict=lambda state: (
             task.model.load_state_dict(state["model"]),
@@ -29,16 +29,16 @@ def train(seat: Seat) -> None:
     )
     parallel = DistributedDataParallel(manager, task.model)
     optimizer = Optimizer(manager, inner)
-    while manager.current_step() < seat.last.value:
+    while manager.current_step() < config.last.value:
         optimizer.zero_grad()
         loss = task.loss(parallel)
         loss.backward()
         before = manager.current_step()
         optimizer.step()
         if manager.current_step() > before:
-            seat.stepped(manager, loss.item())
-        time.sleep(seat.pace)
-    seat.done(task.model.parameters())
+            config.stepped(manager, loss.item())
+        time.sleep(config.pace)
+    config.done(task.model.parameters())
     manager.shutdown()
 
 

@@ -14,18 +14,18 @@ import functools
 import time
 
 import torch
-from replicas import Regression, Seat, main, parser
+from replicas import ProcessConfig, Regression, main, parser
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 SYNC_EVERY = 4
 
 
-def train(seat: Seat, local_sgd: bool) -> None:
+def train(config: ProcessConfig, local_sgd: bool) -> None:
     """One replica. The manager counts a step each time that the replicas average."""
-    task = Regression(seed=100 + seat.replica)
+    task = Regression(seed=100 + config.replica)
     inner = torch.optim.AdamW(task.model.parameters(), lr=0.01)
     outer = torch.optim.SGD(task.model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
-    manager = seat.manager(
+    manager = config.manager(
         state_dict=lambda: {"model": task.model.state_dict(), "inner": inner.state_dict()},
         load_state_dict=lambda state: (
             task.model.load_state_dict(state["model"]),
@@ -38,16 +38,16 @@ def train(seat: Seat, local_sgd: bool) -> None:
     else:
         averaging = DiLoCo(manager, [task.model], inner, outer, sync_every=SYNC_EVERY)
     with averaging:
-        while manager.current_step() < seat.last.value:
+        while manager.current_step() < config.last.value:
             inner.zero_grad()
             loss = task.loss(task.model)
             loss.backward()
             before = manager.current_step()
             inner.step()
             if manager.current_step() > before:
-                seat.stepped(manager, loss.item())
-            time.sleep(seat.pace / SYNC_EVERY)
-    seat.done(task.model.parameters())
+                config.stepped(manager, loss.item())
+            time.sleep(config.pace / SYNC_EVERY)
+    config.done(task.model.parameters())
     manager.shutdown()
 
 

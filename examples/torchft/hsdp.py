@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replicas import TIMEOUT, Regression, Seat, main, parser
+from replicas import TIMEOUT, ProcessConfig, Regression, main, parser
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,18 +25,18 @@ from torchft import Optimizer
 RANKS = 2
 
 
-def train(seat: Seat) -> None:
+def train(config: ProcessConfig) -> None:
     """One process of a replica."""
-    store = dist.TCPStore("localhost", seat.store_port)
+    store = dist.TCPStore("localhost", config.store_port)
     dist.init_process_group(
         "ncclx_rs",
         store=dist.PrefixStore("shards", store),
-        rank=seat.rank,
-        world_size=seat.ranks,
+        rank=config.rank,
+        world_size=config.ranks,
         timeout=TIMEOUT,
     )
-    mesh = init_device_mesh("cpu", (seat.ranks,), mesh_dim_names=("shard",))
-    task = Regression(seed=100 + seat.replica * seat.ranks + seat.rank)
+    mesh = init_device_mesh("cpu", (config.ranks,), mesh_dim_names=("shard",))
+    task = Regression(seed=100 + config.replica * config.ranks + config.rank)
     parts = [task.model[0], task.model[2], task.model]
     for part in parts:
         fully_shard(part, mesh=mesh)
@@ -62,20 +62,20 @@ def train(seat: Seat) -> None:
             )
         inner.load_state_dict(state["optimizer"])
 
-    manager = seat.manager(state_dict=state_dict, load_state_dict=load_state_dict)
+    manager = config.manager(state_dict=state_dict, load_state_dict=load_state_dict)
     for part in parts:
         part.set_all_reduce_hook(lambda reduced: manager.allreduce(reduced).wait())
     optimizer = Optimizer(manager, inner)
-    while manager.current_step() < seat.last.value:
+    while manager.current_step() < config.last.value:
         optimizer.zero_grad()
         loss = task.loss(task.model)
         loss.backward()
         before = manager.current_step()
         optimizer.step()
         if manager.current_step() > before:
-            seat.stepped(manager, loss.item())
-        time.sleep(seat.pace)
-    seat.done(parameter.to_local() for parameter in task.model.parameters())
+            config.stepped(manager, loss.item())
+        time.sleep(config.pace)
+    config.done(parameter.to_local() for parameter in task.model.parameters())
     manager.shutdown()
     dist.destroy_process_group()
 

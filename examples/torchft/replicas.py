@@ -35,7 +35,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass
-class Seat:
+class ProcessConfig:
     """The parameters of one process of a replica.
 
     Attributes:
@@ -121,10 +121,10 @@ def process_group(kind: str) -> Any:
     return ProcessGroupNcclxRs(timeout=TIMEOUT)
 
 
-def run(train: Callable[[Seat], None], seat: Seat) -> None:
+def run(train: Callable[[ProcessConfig], None], config: ProcessConfig) -> None:
     """Runs a process of a replica, which exits at once when it fails, for example after the loss of its peer."""
     try:
-        train(seat)
+        train(config)
     except BaseException:
         traceback.print_exc()
         # An orderly exit would wait for torchft's threads, whose heartbeats make the replica look alive.
@@ -134,7 +134,7 @@ def run(train: Callable[[Seat], None], seat: Seat) -> None:
 class Job:
     """The replicas, from the launcher's side."""
 
-    def __init__(self, train: Callable[[Seat], None], ranks: int, pace: float, kind: str) -> None:
+    def __init__(self, train: Callable[[ProcessConfig], None], ranks: int, pace: float, kind: str) -> None:
         self.lighthouse = LighthouseServer(
             bind="[::]:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=1000
         )
@@ -153,10 +153,10 @@ class Job:
         for rank in range(self._ranks):
             ours, theirs = self._processes.Pipe(duplex=False)
             address = self.lighthouse.address()
-            seat = Seat(
+            config = ProcessConfig(
                 replica, rank, self._ranks, store.port, address, self.last, self._pace, self._kind, report=theirs
             )
-            process = self._processes.Process(target=run, args=(self._train, seat), daemon=True)
+            process = self._processes.Process(target=run, args=(self._train, config), daemon=True)
             process.start()
             theirs.close()
             self._running[replica, rank], self._reports[replica, rank] = process, ours
@@ -193,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(train: Callable[[Seat], None], options: argparse.Namespace, ranks: int = 1) -> None:
+def main(train: Callable[[ProcessConfig], None], options: argparse.Namespace, ranks: int = 1) -> None:
     """Runs the job.
 
     Args:

@@ -93,7 +93,7 @@ class Outcome:
 
 
 @dataclass
-class Seat:
+class WorkerState:
     """A worker's rank, world and stores."""
 
     rank: int
@@ -104,26 +104,26 @@ class Seat:
     store: dist.TCPStore | None = None
 
 
-seat: Seat | None = None
+this_worker: WorkerState | None = None
 
 
 def fresh_store() -> dist.Store:
     """A store that the ranks of this run share. The n-th call on each rank returns the same store."""
-    assert seat is not None and seat.task is not None, "only workers have a store"
-    seat.groups += 1
+    assert this_worker is not None and this_worker.task is not None, "only workers have a store"
+    this_worker.groups += 1
     store = connected_store()
     store.set_timeout(datetime.timedelta(seconds=60))
-    return dist.PrefixStore(f"{seat.task.prefix}/{seat.groups}", store)
+    return dist.PrefixStore(f"{this_worker.task.prefix}/{this_worker.groups}", store)
 
 
 def connected_store() -> dist.TCPStore:
     """This worker's connection to the store of all runs. A worker must make it before it moves to another network."""
-    assert seat is not None
-    if seat.store is None:
+    assert this_worker is not None
+    if this_worker.store is None:
         # One connection for all runs: PyTorch looks up the name of each connection's peer, and some networks take
         # seconds to answer that there is none.
-        seat.store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
-    return seat.store
+        this_worker.store = dist.TCPStore("127.0.0.1", this_worker.store_port, is_master=False)
+    return this_worker.store
 
 
 def join(
@@ -140,13 +140,13 @@ def join(
         store: the store of the ranks; a fresh store if not given.
         join_timeout: the timeout of joining, which takes seconds on a loaded machine.
     """
-    assert seat is not None and seat.task is not None, "only workers join groups"
-    limit = seat.task.timeout if timeout is None else timeout
+    assert this_worker is not None and this_worker.task is not None, "only workers join groups"
+    limit = this_worker.task.timeout if timeout is None else timeout
     dist.init_process_group(
         BACKEND if backend is None else backend,
         store=fresh_store() if store is None else store,
-        rank=seat.rank,
-        world_size=seat.size,
+        rank=this_worker.rank,
+        world_size=this_worker.size,
         timeout=datetime.timedelta(seconds=join_timeout),
     )
     if limit != join_timeout:
@@ -176,25 +176,25 @@ def joined(timeout: float | None = None, backend: str | None = None, store: dist
 @contextmanager
 def leaving_together(ranks: Collection[int] | None = None) -> Iterator[None]:
     """Keeps each of `ranks` (default: all) alive and in its group until all of them have left the block."""
-    assert seat is not None
+    assert this_worker is not None
     store = fresh_store()
-    everyone = range(seat.size) if ranks is None else ranks
+    everyone = range(this_worker.size) if ranks is None else ranks
     try:
         yield
     finally:
-        store.set(f"through{seat.rank}", "yes")
+        store.set(f"through{this_worker.rank}", "yes")
         store.wait([f"through{rank}" for rank in everyone], datetime.timedelta(seconds=WATCHDOG_SECONDS))
 
 
 def _perform(task: Task) -> Outcome:
-    assert seat is not None
-    seat.task, seat.groups = task, 0
+    assert this_worker is not None
+    this_worker.task, this_worker.groups = task, 0
     # PyTorch numbers a rank's groups. After a failure on one rank alone, the ranks' numbers would differ.
     dist.distributed_c10d._world.group_count = 0
     try:
         function = getattr(importlib.import_module(task.module), task.function)
         with joined() if task.join else _unjoined():
-            value = function(seat.rank, seat.size, *task.args)
+            value = function(this_worker.rank, this_worker.size, *task.args)
     except pytest.skip.Exception as reason:
         return Outcome("skipped", str(reason))
     except BaseException:
@@ -221,7 +221,7 @@ def _serve(
     setup: Callable[[int], None] | None,
 ) -> None:
     """The main function of a worker."""
-    global seat
+    global this_worker
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a hung worker must not outlive the tests
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
@@ -233,7 +233,7 @@ def _serve(
     os.environ.update(variables)
     gc.freeze()  # the server's objects stay: a collection that examines them takes 0.2 s
     torch.set_num_threads(1)
-    seat = Seat(rank, size, store_port)
+    this_worker = WorkerState(rank, size, store_port)
     if setup is not None:
         setup(rank)
     while True:

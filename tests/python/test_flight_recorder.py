@@ -23,7 +23,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import WATCHDOG_SECONDS, World, fresh_store, lacking, leaving_together, seat
+from harness import WATCHDOG_SECONDS, World, fresh_store, lacking, leaving_together, this_worker
 from ncclx_rs import ReduceOp, TorchComm
 from ncclx_rs.diagnose import dumps
 from ncclx_rs.hooks import FlightRecorderHook, NanCheckHook
@@ -441,9 +441,9 @@ def the_debug_server_shows_the_recorder(rank: int, size: int, folder: str) -> No
 
     if not socket.has_dualstack_ipv6():
         lacking("PyTorch's servers need IPv6")
-    assert seat is not None
+    assert this_worker is not None
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TORCHCOMM_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(seat.store_port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(this_worker.store_port)}
     dist.barrier()
     work = dist.all_reduce(torch.ones(5), async_op=True) if rank == 0 else None
     # As start_debug_server does it, but without a process of its own: a daemon like this one must not start any.

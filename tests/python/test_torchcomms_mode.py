@@ -11,7 +11,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, fresh_store, seat
+from harness import BACKEND, World, fresh_store, this_worker
 from ncclx_rs import OpName
 
 MINOR = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -135,7 +135,7 @@ def test_programs_run_in_pytorchs_torchcomms_mode(tmp_path: Path) -> None:
 
 
 def hooks_hear_of_c10d_calls(rank: int, size: int) -> None:
-    assert seat is not None
+    assert this_worker is not None
     comm = ncclx_rs.new_comm("ncclx", "cpu", name="wrapped", store=fresh_store(), rank=rank, size=size)
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, ncclx_rs._BackendWrapper(comm))
