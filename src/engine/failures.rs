@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn who_left_because_another_was_lost_is_not_blamed() {
+    fn a_rank_that_left_because_another_was_lost_is_not_blamed() {
         let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
         let work = deserted(&mut harness, &mut words);
         assert_eq!(blamed(&work), None, "there may be news");
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_gone_without_another_loss_is_blamed_soon() {
+    fn a_rank_that_is_gone_without_another_loss_is_blamed_soon() {
         let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
         let work = deserted(&mut harness, &mut words);
         let until = harness.engine.next_deadline().expect("it is waited for news");
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_after_a_loss_names_the_lost_although_nothing_has_failed_here() {
+    fn a_rank_that_leaves_after_a_loss_names_the_lost_although_nothing_has_failed_here() {
         let mut harness = Harness::of(3);
         let mut words = Words::new(vec![7]);
         harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));

@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeout_names_who_sent_no_heartbeat_also_in_large_worlds() {
+    fn a_timeout_names_the_ranks_that_sent_no_heartbeat_also_in_large_worlds() {
         let mut words = Words::new(vec![0]);
         let (mut harness, work, signature) = waiting(300, &mut words);
         let now = Instant::now();
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_sends_heartbeats_and_opens_no_stream_for_them() {
+    fn a_waiting_rank_sends_heartbeats_and_opens_no_stream_for_them() {
         let mut words = Words::new(vec![0]);
         let (mut harness, _work, signature) = waiting(3, &mut words);
         let (send, sent) = std::sync::mpsc::channel();

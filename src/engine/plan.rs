@@ -221,7 +221,7 @@ mod tests {
     use crate::topo::Topology;
 
     #[test]
-    fn who_does_no_more_than_send_to_one_is_not_busy() {
+    fn a_rank_that_only_sends_to_one_is_not_busy() {
         let (mut one, mut other) = (Words::new(vec![0; 8]), Words::new(vec![0; 8]));
         let (one, other) = (Region::of(&[one.buffer()]), Region::of(&[other.buffer()]));
         let (in_place, apart) = (Spaces::new(one.clone(), one.clone(), 8), Spaces::new(one, other, 8));

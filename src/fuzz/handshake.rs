@@ -10,21 +10,21 @@ const UNBOUND: Binding = [0; 32];
 
 impl Channel for Wire<'_> {}
 
-/// A stranger on either side, who must never be let in; or two ranks whose messages are changed on their way.
+/// An unauthenticated peer on either side, which must never be let in; or two ranks whose messages are changed on their way.
 pub(super) fn handshake(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     match input.byte() % 3 {
         0 => {
             let (mut accepting, mut wire) = (Accepting::new(identity(0)), Wire::new(input));
             while let Ok(rank) = accepting.drive(&mut wire) {
-                assert_eq!(rank, None, "a stranger was let in");
+                assert_eq!(rank, None, "an unauthenticated peer was let in");
             }
-            assert!(wire.sent.len() <= CHALLENGE_BYTES, "a stranger was answered");
+            assert!(wire.sent.len() <= CHALLENGE_BYTES, "an unauthenticated peer was answered");
         }
         1 => {
             let (mut opening, mut wire) = (Opening::new(identity(1), Rank(0)), Wire::new(input));
             while let Ok(proved) = opening.drive(&mut wire) {
-                assert!(!proved, "a stranger was believed");
+                assert!(!proved, "an unauthenticated peer was believed");
             }
             assert!(wire.sent.len() <= ANSWER_BYTES);
         }

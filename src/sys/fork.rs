@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_kept_from_children_until_all_who_asked_for_that_are_gone() {
+    fn a_file_is_kept_from_children_until_all_requests_for_that_are_gone() {
         let (near, _far) = UnixStream::pair().expect("a pair of sockets");
         let [first, second] = [(); 2].map(|()| Private::new(near.as_fd()).expect("an open socket"));
         let descriptor = first.descriptor;

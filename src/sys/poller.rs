@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_look_says_who_is_ready_and_leaves_a_wake_to_who_sleeps() {
+    fn a_look_says_what_is_ready_and_leaves_a_wake_to_the_sleeping_thread() {
         let poller = Poller::new().expect("a poller");
         let (mut near, far) = UnixStream::pair().expect("a pair");
         let registration = poller.add(far.as_fd(), Interest::Read).expect("a registration");

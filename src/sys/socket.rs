@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_hangs_up_early_is_told_from_what_the_system_refuses() {
+    fn a_caller_that_hangs_up_early_is_told_from_what_the_system_refuses() {
         let accepted = |errno: Errno| admit(Err::<u8, _>(errno.into()), Ok);
         let prepared = |errno: Errno| admit(Ok(7), |_| Err::<u8, _>(errno.into()));
         assert!(admit(Ok(7), Ok).is_ok_and(|caller| caller == Some(7)));
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn any_patience_suits_a_connection() {
+    fn any_timeout_suits_a_connection() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         for limit in [Duration::ZERO, Duration::from_secs(60), Duration::from_secs(100_000), Duration::MAX] {

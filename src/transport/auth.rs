@@ -67,7 +67,7 @@ pub enum AuthError {
     Protocol,
     /// A rank of another communicator, or no rank of this one.
     #[error("the other side is not a rank of this communicator")]
-    Stranger,
+    NotARank,
     /// The proof is wrong.
     #[error("the other side does not know the job's secret")]
     Proof,
@@ -163,7 +163,7 @@ impl Acceptor {
         let expected = proof(secret, Role::Opener, &self.nonce, binding, comm, opener, *me);
         expected.verify_slice(&answer[64..]).map_err(|_| AuthError::Proof)?;
         if answer[12..28] != comm[..] || opener.index() >= *size || opener == *me {
-            return Err(AuthError::Stranger);
+            return Err(AuthError::NotARank);
         }
         let own = proof(secret, Role::Acceptor, &answer[32..64], binding, comm, opener, *me);
         Ok((opener, own.finalize().into_bytes().into()))

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_what_this_process_lacks_is_kept_until_it_leaves() {
+    fn a_caller_that_waits_for_what_this_process_lacks_is_kept_until_it_leaves() {
         let identity = Identity { comm: [0; 16], me: Rank(0), size: 2, secret: Secret::new([0; 32]) };
         let mut pending = Pending::new(identity, Poller::new().expect("a poller"));
         let far = aged(&mut pending, Duration::ZERO);

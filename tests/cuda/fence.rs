@@ -120,7 +120,7 @@ fn a_stream_waits_for_words_and_writes_them() {
 }
 
 #[test]
-fn exported_memory_outlives_who_made_it() -> Result<(), CudaError> {
+fn exported_memory_outlives_its_maker() -> Result<(), CudaError> {
     let Some(context) = context() else { return Ok(()) };
     let memory = SharedDeviceMemory::new(&context, 1000)?;
     let (fd, len) = (memory.export()?, memory.bytes().len());

@@ -195,7 +195,7 @@ fn lengths_that_differ_between_ranks_are_an_error_on_all() {
 }
 
 #[test]
-fn a_call_that_times_out_returns_and_names_who_is_missing() {
+fn a_call_that_times_out_returns_and_names_the_missing_rank() {
     world_with(Wire::Shm, 2, Duration::from_millis(200), |comm| {
         if me(comm) == 0 {
             let error = comm.all_reduce(&mut [0.0; 5], ReduceOp::Sum).expect_err("a timeout");

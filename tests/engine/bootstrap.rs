@@ -108,9 +108,9 @@ fn all_ranks_get_the_same_table_with_one_store_call_each() {
 }
 
 #[test]
-fn missing_ranks_are_named_by_all_who_came() {
-    let patience = config(&[("connect_timeout_seconds", "3")]);
-    let outcomes = meet(&MemoryStore::default(), &world([0, 1, 4], 5, &patience));
+fn missing_ranks_are_named_by_all_that_came() {
+    let settings = config(&[("connect_timeout_seconds", "3")]);
+    let outcomes = meet(&MemoryStore::default(), &world([0, 1, 4], 5, &settings));
     for outcome in outcomes {
         let InitError::Missing { missing, waited, .. } = outcome.unwrap_err() else { panic!("another error") };
         assert_eq!((missing, waited), (vec![2, 3], Duration::from_secs(3)));
@@ -118,7 +118,7 @@ fn missing_ranks_are_named_by_all_who_came() {
 }
 
 #[test]
-fn a_rank_whose_patience_is_shorter_still_hears_who_is_missing() {
+fn a_rank_with_a_shorter_timeout_still_learns_which_ranks_are_missing() {
     let hasty = config(&[("connect_timeout_seconds", "2")]);
     let calm = config(&[("connect_timeout_seconds", "4")]);
     let outcomes = meet(&MemoryStore::default(), &[(0, 3, calm), (2, 3, hasty)]);
@@ -129,8 +129,8 @@ fn a_rank_whose_patience_is_shorter_still_hears_who_is_missing() {
 
 #[test]
 fn an_absent_root_is_named() {
-    let patience = config(&[("connect_timeout_seconds", "0.2")]);
-    let error = join_as(1, 2, &MemoryStore::default(), &patience).unwrap_err();
+    let settings = config(&[("connect_timeout_seconds", "0.2")]);
+    let error = join_as(1, 2, &MemoryStore::default(), &settings).unwrap_err();
     assert!(matches!(&error, InitError::Missing { missing, .. } if *missing == [0]), "{error}");
 }
 
@@ -146,12 +146,12 @@ fn a_root_that_left_is_unreachable_at_each_address() {
 }
 
 #[test]
-fn strangers_disturb_nobody() {
-    strangers_disturb_nobody_with(&Config::default());
-    strangers_disturb_nobody_with(&config(&[("tls", "on")]));
+fn unauthenticated_peers_disturb_no_rank() {
+    unauthenticated_peers_disturb_no_rank_with(&Config::default());
+    unauthenticated_peers_disturb_no_rank_with(&config(&[("tls", "on")]));
 }
 
-fn strangers_disturb_nobody_with(config: &Config) {
+fn unauthenticated_peers_disturb_no_rank_with(config: &Config) {
     let store = CountingStore::default();
     std::thread::scope(|scope| {
         let store = &store;
@@ -325,8 +325,8 @@ fn one_machine_poses_as_several_hosts() {
 #[test]
 fn a_root_with_loopback_only_is_refused_from_another_machine() {
     let store = CountingStore::default();
-    let patience = config(&[("connect_timeout_seconds", "0.1"), ("socket_ifname", "lo"), ("host_id", "there")]);
-    assert!(join_as(0, 2, &store, &patience).is_err());
+    let settings = config(&[("connect_timeout_seconds", "0.1"), ("socket_ifname", "lo"), ("host_id", "there")]);
+    assert!(join_as(0, 2, &store, &settings).is_err());
     let mut record = store.record();
     record["root"]["Listening"]["host"]["machine"] = "another".into();
     store.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();

@@ -9,7 +9,7 @@ use crate::world::{WIRES, buffer, op, run, world, world_with};
 const SHORT: Duration = Duration::from_secs(1);
 
 /// The ranks that have not called a collective and those that have, as the text of its time-out lists them.
-fn who_called(text: &str) -> (&str, &str) {
+fn missing_and_callers(text: &str) -> (&str, &str) {
     let lists = || {
         let (_, rest) = text.split_once(": rank(s) ")?;
         let (missing, rest) = rest.split_once(" did not call it; rank(s) ")?;
@@ -67,13 +67,13 @@ fn a_rank_that_does_not_call_is_named_in_the_timeout() {
             }
             let text = run(comm, OpKind::Barrier, vec![], vec![]).expect_err("rank 2 is late").to_string();
             assert!(text.contains("barrier"), "{text}");
-            assert_eq!(who_called(&text), ("2", "0, 1"));
+            assert_eq!(missing_and_callers(&text), ("2", "0, 1"));
         });
     }
 }
 
 #[test]
-fn who_aborts_after_a_timeout_still_tells_the_cause() {
+fn a_rank_that_aborts_after_a_timeout_still_tells_the_cause() {
     for wire in WIRES {
         world(wire, 3, |comm| {
             if comm.rank().0 == 2 {
@@ -85,7 +85,7 @@ fn who_aborts_after_a_timeout_still_tells_the_cause() {
             let text = comm.submit(barrier).expect("submitted").wait(None).expect_err("rank 2 is late").to_string();
             comm.abort("a rank is late");
             assert!(text.contains("barrier"), "{text}");
-            assert_eq!(who_called(&text), ("2", "0, 1"));
+            assert_eq!(missing_and_callers(&text), ("2", "0, 1"));
         });
     }
 }

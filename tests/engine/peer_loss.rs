@@ -24,7 +24,7 @@ fn lost_rank(error: &Error) -> Option<u32> {
 }
 
 #[test]
-fn idle_ranks_learn_who_aborts_and_what_does_not_need_it_goes_on() {
+fn idle_ranks_learn_which_rank_aborts_and_what_does_not_need_it_goes_on() {
     for (wire, size) in WIRES.into_iter().flat_map(|wire| [(wire, 3), (wire, 9)]) {
         let (aborted, through) = (Arc::new(Barrier::new(size)), Arc::new(Barrier::new(size - 1)));
         world(wire, size, move |comm| {
@@ -56,7 +56,7 @@ fn idle_ranks_learn_who_aborts_and_what_does_not_need_it_goes_on() {
 }
 
 #[test]
-fn who_does_not_watch_a_rank_hears_from_others_that_it_has_left() {
+fn a_rank_that_does_not_watch_another_hears_from_others_that_it_has_left() {
     for wire in WIRES {
         let (aborted, through) = (Arc::new(Barrier::new(9)), Arc::new(Barrier::new(9)));
         world(wire, 9, move |comm| {
@@ -112,7 +112,7 @@ fn a_shutdown_is_no_loss() {
 }
 
 #[test]
-fn who_leaves_idle_fails_only_what_needs_it() {
+fn a_rank_that_leaves_idle_fails_only_what_needs_it() {
     for wire in WIRES {
         let left = Arc::new(Barrier::new(4));
         world(wire, 4, move |comm| {

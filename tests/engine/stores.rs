@@ -97,7 +97,7 @@ fn many_clients_at_once_lose_nothing() {
 }
 
 #[test]
-fn a_store_with_a_secret_serves_those_who_know_it_alone() {
+fn a_store_with_a_secret_serves_only_clients_that_know_it() {
     let [ours, theirs] = [7, 8].map(|byte| Some(Secret::new([byte; 32])));
     let served = TcpStore::serve_with("127.0.0.1:0", ours).unwrap();
     served.set("key", b"value").unwrap();
@@ -204,7 +204,7 @@ fn something_else_at_the_address_is_not_taken_for_a_store() {
 }
 
 #[test]
-fn a_server_that_ends_ends_those_who_wait() {
+fn a_server_that_ends_ends_waiting_requests() {
     let served = TcpStore::serve("127.0.0.1:0").unwrap();
     let client = TcpStore::connect(served.address(), LONG).unwrap();
     std::thread::scope(|scope| {
@@ -219,7 +219,7 @@ fn a_server_that_ends_ends_those_who_wait() {
 }
 
 #[test]
-fn strangers_disturb_nobody() {
+fn unauthenticated_peers_disturb_no_client() {
     let served = TcpStore::serve("127.0.0.1:0").unwrap();
     let call = || TcpStream::connect(served.address()).unwrap();
     let silent = call();

@@ -114,14 +114,14 @@ fn ranks_that_differ_in_protection_learn_it_on_both_sides() {
 #[test]
 fn a_certificate_of_another_authority_is_refused_on_both_sides() {
     let (folder, ours, others) = (tempdir().unwrap(), Authority::new("ours"), Authority::new("others"));
-    let [mut stranger, own] = [&others, &ours].map(|authority| authority.settings(&folder, 1, 4000));
-    let [root, guest] = refused(&ours.settings(&folder, 0, 4000), &stranger);
+    let [mut outsider, own] = [&others, &ours].map(|authority| authority.settings(&folder, 1, 4000));
+    let [root, guest] = refused(&ours.settings(&folder, 0, 4000), &outsider);
     assert!(guest.contains("rank 0 cannot be reached") && guest.contains("is not signed by an authority"), "{guest}");
     assert!(root.contains("rank 1 failed") && root.contains("is not signed by an authority"), "{root}");
     // It trusts rank 0, but rank 0 does not trust it.
-    stranger.retain(|(name, _)| name != "tls_ca_file");
-    stranger.extend(own.into_iter().filter(|(name, _)| name == "tls_ca_file"));
-    for error in refused(&ours.settings(&folder, 0, 4000), &stranger) {
+    outsider.retain(|(name, _)| name != "tls_ca_file");
+    outsider.extend(own.into_iter().filter(|(name, _)| name == "tls_ca_file"));
+    for error in refused(&ours.settings(&folder, 0, 4000), &outsider) {
         assert!(error.contains("does not trust the authority of this rank's certificate"), "{error}");
     }
 }
@@ -156,7 +156,7 @@ fn settings_that_lack_a_file_are_refused_on_both_sides() {
 }
 
 #[test]
-fn who_knows_another_job_secret_or_none_stays_outside() {
+fn a_rank_with_another_job_secret_or_none_stays_outside() {
     std::thread::scope(|scope| {
         for tls in ["off", "on"] {
             let secret =

@@ -257,7 +257,7 @@ fn a_rank_that_does_not_register_is_named() {
 }
 
 #[test]
-fn who_waits_for_a_lost_ranks_signal_is_told() {
+fn a_rank_that_waits_for_a_lost_ranks_signal_is_told() {
     for wire in WIRES {
         world(wire, 2, |comm| {
             let mut memory = [0u8; 4];

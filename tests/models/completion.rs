@@ -33,7 +33,7 @@ fn end(work: &Work) {
 
 #[test]
 #[allow(unsafe_code, reason = "loom's cells, which report every race")]
-fn who_sees_that_a_work_is_done_sees_its_data() {
+fn a_thread_that_sees_that_a_work_is_done_sees_its_data() {
     loom::model(|| {
         let (work, data) = (work(), Arc::new(UnsafeCell::new(0)));
         let engine = thread::spawn({

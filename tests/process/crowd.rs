@@ -41,7 +41,7 @@ fn send(comm: &Communicator, timeout: Duration) -> Result<(), Error> {
 }
 
 #[test]
-fn who_finds_no_room_in_a_queue_times_out_and_gets_through_when_there_is() {
+fn a_caller_that_finds_no_room_in_a_queue_times_out_and_gets_through_when_there_is() {
     let _alone = alone();
     // Rank 1 looks at nothing until it is told to.
     let (tell, told) = std::sync::mpsc::channel::<()>();
@@ -66,7 +66,7 @@ fn who_finds_no_room_in_a_queue_times_out_and_gets_through_when_there_is() {
 }
 
 #[test]
-fn who_waits_for_room_in_a_queue_can_be_stopped() {
+fn a_caller_that_waits_for_room_in_a_queue_can_be_stopped() {
     let _alone = alone();
     let (tell, told) = std::sync::mpsc::channel::<()>();
     let (tell, told) = (std::sync::Mutex::new(tell), std::sync::Mutex::new(told));

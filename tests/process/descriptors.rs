@@ -111,8 +111,8 @@ fn a_lack_of_descriptors_is_an_error_of_its_own_and_passes() {
 }
 
 #[test]
-fn who_cannot_be_accepted_waits_and_nobody_spins() {
-    let Some(wire) = in_child("who_cannot_be_accepted_waits_and_nobody_spins") else { return };
+fn a_caller_that_cannot_be_accepted_waits_and_no_thread_spins() {
+    let Some(wire) = in_child("a_caller_that_cannot_be_accepted_waits_and_no_thread_spins") else { return };
     let (low, tried) = (Barrier::new(2), Barrier::new(2));
     world(wire, 2, move |comm| {
         // Rank 0 can open its stream, and then there is nothing left to accept it with.

@@ -72,7 +72,7 @@ def test_nothing_is_wrong_where_all_completed() -> None:
     assert not diagnosis.findings and not diagnosis.ranks_at_fault and diagnosis.compared == 2
 
 
-def test_who_did_not_call_is_to_blame() -> None:
+def test_a_rank_that_did_not_call_is_to_blame() -> None:
     waiting = collective(1, "failed", failure="timed out")
     one, two = (dump(rank, 3, collective(0), waiting, called={2: 1}) for rank in (0, 1))
     (finding,) = analyze(of(3, one, two)).findings
@@ -85,7 +85,7 @@ def test_who_did_not_call_is_to_blame() -> None:
     assert unmatched.ranks == (0,) and "rank 0 has called no send" in unmatched.text
 
 
-def test_who_is_known_to_have_called_is_not_to_blame() -> None:
+def test_a_rank_that_is_known_to_have_called_is_not_to_blame() -> None:
     diagnosis = analyze(of(2, dump(0, 2, collective(0, "failed"), called={1: 1})))
     assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("hang", ())]
 
@@ -203,7 +203,7 @@ def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.Cap
         (tmp_path / f"{name}.json").write_text(content)
     (tmp_path / "note.txt").write_text("not looked at")
     fine = dump(0, 1, collective(0))
-    strange = {"stranger": replace(fine, records=[message("send", 9)]), "few": replace(fine, members=[])}
+    strange = {"foreign": replace(fine, records=[message("send", 9)]), "few": replace(fine, members=[])}
     strange["path"] = replace(fine, members=["/../0"])  # type: ignore[list-item]
     for name, wrong in strange.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"version": 2} | asdict(wrong)))
@@ -211,7 +211,7 @@ def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.Cap
     assert main([str(tmp_path), "--pytorch", str(tmp_path / "traces")]) == FINE
     out, err = capsys.readouterr()
     assert "nothing went wrong" in out
-    names = ("cut", "old", "list", "bare", "stranger", "few", "path", "note")
+    names = ("cut", "old", "list", "bare", "foreign", "few", "path", "note")
     assert [f"{name}.json" in err for name in names] == [True] * 7 + [False]
 
 

@@ -24,7 +24,7 @@ def names(rank: int) -> str:
     return rf"(?s)\brank(s|\(s\))? \[?(\d+, )*{rank}\b(?!(, \d+)* did\b(?! not))"
 
 
-def who_called(message: str) -> tuple[list[int], list[int]]:
+def missing_and_callers(message: str) -> tuple[list[int], list[int]]:
     """The ranks that have not called a collective and those that have, from the text of its timeout."""
     found = re.search(r"collective \d+: rank\(s\) ([\d, ]+) did not call it; rank\(s\) ([\d, ]+) did\b", message)
     assert found, message
@@ -44,7 +44,7 @@ def late_rank_is_named(rank: int, size: int, name: str, late: int, count: int) -
         message = str(raised.value)
         assert time.monotonic() - began >= SHORT * 0.9, f"gave up before the timeout: {message}"
         assert name in message, f"the operation is not named: {message}"
-        assert who_called(message) == ([late], [r for r in range(size) if r != late]), message
+        assert missing_and_callers(message) == ([late], [r for r in range(size) if r != late]), message
 
 
 def rooted_waits_for_members(rank: int, size: int) -> None:
@@ -55,7 +55,7 @@ def rooted_waits_for_members(rank: int, size: int) -> None:
         if rank == 0:
             with pytest.raises(dist.DistBackendError, match="gather") as raised:
                 dist.gather(torch.ones(3), [torch.empty(3) for _ in range(size)], dst=0)
-            assert who_called(str(raised.value)) == (list(range(1, size)), [0])
+            assert missing_and_callers(str(raised.value)) == (list(range(1, size)), [0])
 
 
 def receive_without_sender_names_the_peer(rank: int, size: int) -> None:
@@ -77,7 +77,7 @@ def async_timeout_surfaces_in_wait(rank: int, size: int) -> None:
             work = dist.all_reduce(torch.ones(3), async_op=True)
             with pytest.raises(dist.DistBackendError, match="all_reduce") as raised:
                 work.wait()
-            assert who_called(str(raised.value)) == ([0], list(range(1, size)))
+            assert missing_and_callers(str(raised.value)) == ([0], list(range(1, size)))
             assert work.is_completed() and not work.is_success() and work.exception() is not None
 
 
@@ -219,7 +219,7 @@ def new_group_works_after_a_timeout(rank: int, size: int) -> None:
 def test_a_name_is_not_a_number_elsewhere_nor_one_of_those_that_came() -> None:
     text = "all_reduce timed out after 2.0s: collective 3: rank(s) 1, 12 did not call it; rank(s) 0, 2, 4 did"
     assert [rank for rank in range(13) if re.search(names(rank), text)] == [1, 12]
-    assert who_called(text) == ([1, 12], [0, 2, 4])
+    assert missing_and_callers(text) == ([1, 12], [0, 2, 4])
     assert [rank for rank in range(13) if re.search(names(rank), "ranks [5, 7] did not join within 2s")] == [5, 7]
 
 
@@ -264,7 +264,7 @@ def test_rank_killed_amid_a_collective_is_named(fresh_world: World) -> None:
 
 
 @pytest.mark.parametrize("mode", ["shm", "tcp"])
-def test_stopped_rank_is_named_by_who_waits_for_another(mode: str) -> None:
+def test_stopped_rank_is_named_by_a_rank_that_waits_for_another(mode: str) -> None:
     world = World(5, mode)
     world.run(stopped_rank_is_named_by_who_waits_for_another, join=False, dies={4})
 

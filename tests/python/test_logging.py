@@ -25,7 +25,7 @@ from harness import BACKEND, WATCHDOG_SECONDS, World, fresh_store, join, joined,
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="of this engine's records")
 
-PATIENCE = timedelta(seconds=WATCHDOG_SECONDS)
+WATCHDOG = timedelta(seconds=WATCHDOG_SECONDS)
 TWO = pytest.mark.worlds(sizes=(2,), modes=("shm",))
 THREE = pytest.mark.worlds(sizes=(3,), modes=("tcp",))
 
@@ -205,7 +205,7 @@ def unknown_hints_are_warned_about(rank: int, size: int) -> None:
     store = fresh_store()
     assert expected == warned_of(
         lambda: dist.init_process_group(
-            "ncclx_rs", store=store, rank=rank, world_size=size, pg_options=Options(PATIENCE, hints)
+            "ncclx_rs", store=store, rank=rank, world_size=size, pg_options=Options(WATCHDOG, hints)
         )
     )
     place: dict[str, Any] = {"store": fresh_store(), "rank": rank, "size": size}

@@ -23,7 +23,7 @@ from harness import BACKEND, MODES, WATCHDOG_SECONDS, World, fresh_store, join, 
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="gloo notices nothing while it is idle")
 
-PATIENCE = timedelta(seconds=WATCHDOG_SECONDS)
+WATCHDOG = timedelta(seconds=WATCHDOG_SECONDS)
 
 
 def backend() -> dist.Backend:
@@ -51,7 +51,7 @@ def idle_ranks_learn_of_a_death(rank: int, size: int, how: str) -> float:
     join(timeout=300)
     store = fresh_store()
     if rank == victim:
-        store.wait([f"ready{r}" for r in range(victim)], PATIENCE)
+        store.wait([f"ready{r}" for r in range(victim)], WATCHDOG)
         child = os.fork() if how == "forked" else -1
         if child == 0:  # the child has inherited every connection, and lives on
             time.sleep(10 * WATCHDOG_SECONDS)
@@ -84,7 +84,7 @@ def leaving_is_no_loss(rank: int, size: int) -> None:
     store = fresh_store()
     dist.barrier()
     if rank > 0:
-        store.wait([f"left{rank - 1}"], PATIENCE)
+        store.wait([f"left{rank - 1}"], WATCHDOG)
     time.sleep(0.2)  # time in which a loss would be noticed
     assert error_state() == "SUCCESS"
     tensor = torch.full((3,), float(rank))
@@ -232,7 +232,7 @@ def abort_is_quick(rank: int, size: int) -> float:
     dist.barrier()
     with leaving_together():
         if rank == 0:
-            store.wait(["aborted"], PATIENCE)
+            store.wait(["aborted"], WATCHDOG)
             return 0.0
         tensor = torch.ones(3)
         calls = [
@@ -416,7 +416,7 @@ def limit_is_kept(rank: int, size: int, kind: str, waits: bool) -> float:
         )
     finally:
         os.environ.pop("NCCLX_RS_TIMEOUT_SECONDS", None)
-    comm.barrier(False, timeout=PATIENCE)
+    comm.barrier(False, timeout=WATCHDOG)
     with leaving_together():
         if rank == 0:
             limit = timedelta(seconds=LIMIT) if kind == "operation" else None

@@ -1,4 +1,4 @@
-"""Strangers are refused, data is encrypted where asked for, and secrets are never written."""
+"""Unauthenticated peers are refused, data is encrypted where asked for, and secrets are never written."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def only_members_get_in(rank: int, size: int) -> None:
             native().SecretStore.connect(f"{host}:{port}", bytes(32), timedelta(seconds=5))
         with pytest.raises(RuntimeError):
             dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5)).set("key", "value")
-        # A stranger that knows the store's content, but not the handles.
+        # An outsider that knows the store's content, but not the handles.
         seen = _reconfigure._rendezvous_store(1, handles, timedelta(seconds=60)).get("ncclx_rs/root")
         for hints, error in (({}, "has no job secret"), ({"group_secret": "g" * 16}, "does not know the secret")):
             options = CommOptions()

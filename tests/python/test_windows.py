@@ -203,7 +203,7 @@ def test_waiting_for_a_signal_leaves_python_to_others(world: World) -> None:
 
 
 @pytest.mark.worlds(sizes=(2, 3))
-def test_who_waits_for_a_dead_rank_is_told(fresh_world: World) -> None:
+def test_a_rank_that_waits_for_a_dead_rank_is_told(fresh_world: World) -> None:
     fresh_world.run(who_waits_for_a_dead_rank_is_told, dies=[1])
 
 

@@ -117,7 +117,7 @@ mod tests {
     use crate::transport::handshake::HANDSHAKE_TIMEOUT_FULL;
 
     #[test]
-    fn who_was_too_slow_for_the_reader_comes_again() {
+    fn a_caller_that_was_too_slow_for_the_reader_calls_again() {
         let identity = Identity { comm: [1; 16], me: Rank(0), size: 2, secret: Secret::new([5; 32]) };
         let end = |stage, age| {
             let (mut near, far) = UnixStream::pair().unwrap();

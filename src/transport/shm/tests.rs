@@ -28,7 +28,7 @@ fn call_as_other(name: &[u8], count: usize) -> Option<Vec<UnixStream>> {
 #[test]
 fn callers_of_another_user_keep_nobody_out() {
     let (mut opener, mut acceptor) = (transport(0), transport(1));
-    let Some(strangers) = call_as_other(&acceptor.address(), 300) else {
+    let Some(callers) = call_as_other(&acceptor.address(), 300) else {
         eprintln!("skipped: it takes root");
         return;
     };
@@ -40,8 +40,8 @@ fn callers_of_another_user_keep_nobody_out() {
         send_stream.write(&[], &[]).unwrap();
     }
     assert_eq!(accepted.len(), 1, "who belongs here has not waited for who does not");
-    assert_eq!(acceptor.accepting_until(), None, "no stranger is let in");
-    drop(strangers);
+    assert_eq!(acceptor.accepting_until(), None, "no caller of another user is let in");
+    drop(callers);
 }
 
 #[test]

@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_too_slow_for_the_acceptor_comes_again() {
+    fn a_caller_that_was_too_slow_for_the_acceptor_calls_again() {
         for (age, kind) in [(Duration::ZERO, Down::Broken), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             let mut connection = connection(&[&listener], ATTEMPT);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_does_not_answer_is_given_up_for_the_next_and_the_last_when_patience_ends() {
+    fn an_address_that_does_not_answer_is_given_up_for_the_next_and_the_last_at_the_timeout() {
         let (first, _callers) = silent();
         let (second, _others) = silent();
         let mut connection = connection(&[&first, &second], ATTEMPT * 3);

@@ -52,8 +52,8 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
     let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
     let mut address: Address = serde_json::from_slice(&receiver.address()).unwrap();
-    let mut stranger = TcpStream::connect((Ipv4Addr::LOCALHOST, address.port)).unwrap();
-    stranger.write_all(&[b'G'; 1000]).unwrap();
+    let mut unauthenticated = TcpStream::connect((Ipv4Addr::LOCALHOST, address.port)).unwrap();
+    unauthenticated.write_all(&[b'G'; 1000]).unwrap();
     let (port, overheard) = relay(address.port);
     address.port = port;
     let mut send_stream = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap(), Detour::Impossible).unwrap();
@@ -85,14 +85,14 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     }
     assert!(received == payload, "the bytes are those that were sent");
     assert_eq!((send_stream.is_open(), send_stream.flushed()), (true, Ok(true)));
-    // The stranger is hung up on.
-    let _ = stranger.read_to_end(&mut Vec::new());
+    // The unauthenticated is hung up on.
+    let _ = unauthenticated.read_to_end(&mut Vec::new());
     drop((send_stream, accepted));
     overheard.join().unwrap()
 }
 
 #[test]
-fn who_listens_on_the_wire_reads_messages_without_tls_alone() {
+fn a_listener_on_the_wire_reads_messages_without_tls_alone() {
     let text = b"the quick brown fox jumps over the lazy dog; ";
     let payload = text.repeat((32 << 20) / text.len());
     let hears = |tls| overhear(tls, &payload).windows(text.len()).any(|heard| heard == text);

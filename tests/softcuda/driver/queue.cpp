@@ -34,11 +34,11 @@ std::atomic<int> waiters{0};
 std::atomic<uint64_t> long_wait_count{0};
 
 // Says once that a wait has become a long one.
-class Patience {
+class LongWait {
  public:
   void check(const std::function<std::string()>& what) {
     const auto waited = std::chrono::steady_clock::now() - start_;
-    if (told_ || waited < std::chrono::milliseconds(settings().patience_ms)) return;
+    if (told_ || waited < std::chrono::milliseconds(settings().warn_after_ms)) return;
     told_ = true;
     say("%s has waited for %s", maker_of_this().c_str(), what().c_str());
     ++long_wait_count;
@@ -135,13 +135,13 @@ bool wait_until(int device, const std::function<bool()>& ready, const std::funct
     std::this_thread::yield();
   }
   auto nap = std::chrono::microseconds(20);
-  Patience patience;
+  LongWait wait;
   ++waiters;
   std::unique_lock<std::mutex> lock(waiting_mutex());
   bool is_ready;
   while (!(is_ready = ready()) && !sticky_error(device)) {
     something_done().wait_for(lock, nap);
-    patience.check(what);
+    wait.check(what);
     if (nap < std::chrono::microseconds(500)) nap += nap / 2;
   }
   --waiters;

@@ -67,7 +67,7 @@ Settings read() {
   settings.queues = static_cast<unsigned>(number("SOFTCUDA_QUEUES", 0));
   settings.delay_us = static_cast<unsigned>(number("SOFTCUDA_DELAY_US", 0));
   settings.gap_us = static_cast<unsigned>(number("SOFTCUDA_GAP_US", 0));
-  settings.patience_ms = static_cast<unsigned>(number("SOFTCUDA_PATIENCE_MS", 20000));
+  settings.warn_after_ms = static_cast<unsigned>(number("SOFTCUDA_WARN_AFTER_MS", 20000));
   settings.seed = number("SOFTCUDA_SEED", 0);
   settings.weak = number("SOFTCUDA_WEAK", 0);
   settings.poison = number("SOFTCUDA_POISON", 1);

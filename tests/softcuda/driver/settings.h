@@ -21,7 +21,7 @@ struct Settings {
   unsigned queues;  // that all streams of the process share; 0: each stream has its own
   unsigned delay_us;
   unsigned gap_us;
-  unsigned patience_ms;
+  unsigned warn_after_ms;
   uint64_t seed;
   bool weak;
   bool poison;

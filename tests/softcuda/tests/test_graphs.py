@@ -164,7 +164,7 @@ def violation(kind: str) -> None:
         ("destroy", "cuStreamDestroy_v2: a stream of it was destroyed"),
     ],
 )
-def test_who_spoils_a_capture_is_named(kind: str, culprit: str) -> None:
+def test_what_spoils_a_capture_is_named(kind: str, culprit: str) -> None:
     assert f"is spoilt by {culprit}" in alone(violation, kind).errors
 
 

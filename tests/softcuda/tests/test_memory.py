@@ -72,7 +72,7 @@ def use_after_free() -> None:
     allocate(PAGE)
 
 
-def test_use_after_free_breaks_the_device_and_names_who_freed() -> None:
+def test_use_after_free_breaks_the_device_and_names_the_thread_that_freed() -> None:
     said = alone(use_after_free).errors
     assert "illegal address" in said and "read) in cuMemcpyAsync on stream" in said
     assert "4096 bytes of cuMemAlloc_v2 by thread" in said and "freed in cuMemFree_v2" in said

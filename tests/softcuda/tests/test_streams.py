@@ -264,7 +264,7 @@ def long_waits() -> None:
 
 
 def test_a_wait_that_takes_long_says_what_for() -> None:
-    outcome = alone(long_waits, SOFTCUDA_PATIENCE_MS="50")
+    outcome = alone(long_waits, SOFTCUDA_WARN_AFTER_MS="50")
     word = f"the word at {outcome.output.strip()}: it is 3, compared with 7 by flags 0"
     assert f"cuStreamWaitValue32_v2 on stream 1 of device 0 has waited for {word}" in outcome.errors
     assert "has waited for record 1 of an event, of which 0 are done" in outcome.errors
