@@ -149,9 +149,9 @@ fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut i
     let words = RegisteredWords::new(&context, &Arc::new(words))?;
     let mut staging = Staging::new(&context, Rank::from(me), size, HALF)?;
     assert_eq!(staging.half(), HALF);
-    let (fd, len) = staging.export()?;
+    let (fd, len) = staging.export().expect("own memory");
     for (other, fd) in others.exchange(fd).into_iter().enumerate() {
-        staging.import(Rank::from(other), fd.as_fd(), len)?;
+        staging.import(Rank::from(other), fd.as_fd(), len).expect("memory of another");
     }
     let (stream, jobs) = (Stream::new(&context, 0)?, jobs(&context, me, size)?);
     let lent = DeviceMemory::new(&context, 16 * HALF)?;
@@ -358,9 +358,9 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
             }
             let registered = RegisteredWords::new(&context, &control)?;
             let mut staging = Staging::new(&context, Rank(1), size, HALF)?;
-            let (fd, len) = staging.export()?;
+            let (fd, len) = staging.export().expect("own memory");
             for other in [0, 2, 3] {
-                staging.import(Rank(other), fd.as_fd(), len)?;
+                staging.import(Rank(other), fd.as_fd(), len).expect("memory of another");
             }
             let mut lane = Lane::new(0, Rank(1), layout, registered, staging, Width::Bits64);
             let (memory, stream) = (DeviceMemory::new(&context, 160)?, Stream::new(&context, 0)?);
@@ -396,8 +396,8 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
     let staged = Staged::new(vec![sender.finish(), receiver.finish()], ELEMENT, Scaling::Nothing);
     let (layout, control) = (WordLayout::new(2, 2), Arc::new(words(2)));
     let mut staging = [Staging::new(&context, Rank(0), 2, HALF)?, Staging::new(&context, Rank(1), 2, HALF)?];
-    let (fd, len) = staging[0].export()?;
-    staging[1].import(Rank(0), fd.as_fd(), len)?;
+    let (fd, len) = staging[0].export().expect("own memory");
+    staging[1].import(Rank(0), fd.as_fd(), len).expect("memory of another");
     let bytes: Vec<u8> = (0..7 * 32).map(|byte| byte as u8).collect();
     let (input, output) = (DeviceMemory::new(&context, bytes.len())?, DeviceMemory::new(&context, bytes.len())?);
     let current = context.enter()?;

@@ -5,12 +5,13 @@ use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 
 use cudarc::driver::sys::{CUdevice, CUdevice_attribute, CUuuid};
+use serde::{Deserialize, Serialize};
 
 use super::error::CudaError;
 use super::functions::call;
 
 /// The version of the driver: of the latest CUDA that it serves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DriverVersion {
     /// As 13.
     pub major: u32,
@@ -48,7 +49,7 @@ pub struct Device {
 }
 
 /// Says which device it is, in every process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DeviceUuid(pub [u8; 16]);
 
 /// What a device can do, and how large it is.

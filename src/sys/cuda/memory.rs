@@ -39,7 +39,7 @@ pub struct DeviceBytes<'a> {
 }
 
 impl<'a> DeviceBytes<'a> {
-    fn new(base: CUdeviceptr, len: usize) -> DeviceBytes<'a> {
+    pub(super) fn new(base: CUdeviceptr, len: usize) -> DeviceBytes<'a> {
         DeviceBytes { ptr: DevicePtr(base), len, _memory: PhantomData }
     }
 

@@ -65,9 +65,9 @@ impl Drop for RegisteredWords {
 }
 
 /// `CU_MEMHOSTREGISTER_PORTABLE`.
-const FOR_ALL_CONTEXTS: u32 = 1;
+pub(super) const FOR_ALL_CONTEXTS: u32 = 1;
 /// `CU_MEMHOSTREGISTER_DEVICEMAP`.
-const MAPPED: u32 = 2;
+pub(super) const MAPPED: u32 = 2;
 
 /// How much of a word a stream looks at and writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
