@@ -142,64 +142,50 @@ impl OpKind {
     }
 }
 
-/// The kinds of collectives, with their numbers on the wire and their names in tuning files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[repr(u8)]
-pub(crate) enum CollectiveKind {
-    AllReduce = 1,
-    Reduce,
-    Broadcast,
-    AllGather,
-    ReduceScatter,
-    AllToAll,
-    Gather,
-    Scatter,
-    Barrier,
-    #[serde(skip)]
-    WindowRegister,
-    #[serde(skip)]
-    WindowDeregister,
+macro_rules! collective_kinds {
+    ($($(#[$attribute:meta])* $kind:ident = $number:literal, $name:literal;)*) => {
+        /// The kinds of collectives, with their numbers on the wire and their names in tuning files.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        #[repr(u8)]
+        pub(crate) enum CollectiveKind {
+            $($(#[$attribute])* $kind = $number,)*
+        }
+
+        impl CollectiveKind {
+            #[cfg(test)]
+            const ALL: &[CollectiveKind] = &[$(CollectiveKind::$kind,)*];
+
+            /// The kind with a number, if there is one.
+            pub(crate) fn numbered(number: u8) -> Option<CollectiveKind> {
+                match number {
+                    $($number => Some(CollectiveKind::$kind),)*
+                    _ => None,
+                }
+            }
+
+            /// The name in errors and logs.
+            pub(crate) const fn name(self) -> &'static str {
+                match self {
+                    $(CollectiveKind::$kind => $name,)*
+                }
+            }
+        }
+    };
 }
 
-impl CollectiveKind {
-    /// All kinds, by their numbers from 1 on.
-    const ALL: [CollectiveKind; 11] = [
-        CollectiveKind::AllReduce,
-        CollectiveKind::Reduce,
-        CollectiveKind::Broadcast,
-        CollectiveKind::AllGather,
-        CollectiveKind::ReduceScatter,
-        CollectiveKind::AllToAll,
-        CollectiveKind::Gather,
-        CollectiveKind::Scatter,
-        CollectiveKind::Barrier,
-        CollectiveKind::WindowRegister,
-        CollectiveKind::WindowDeregister,
-    ];
-
-    /// The kind with a number, if there is one.
-    pub(crate) fn numbered(number: u8) -> Option<CollectiveKind> {
-        let place = usize::from(number).checked_sub(1)?;
-        CollectiveKind::ALL.get(place).copied()
-    }
-
-    /// The name in errors and logs.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            CollectiveKind::AllReduce => "all_reduce",
-            CollectiveKind::Reduce => "reduce",
-            CollectiveKind::Broadcast => "broadcast",
-            CollectiveKind::AllGather => "all_gather",
-            CollectiveKind::ReduceScatter => "reduce_scatter",
-            CollectiveKind::AllToAll => "all_to_all",
-            CollectiveKind::Gather => "gather",
-            CollectiveKind::Scatter => "scatter",
-            CollectiveKind::Barrier => "barrier",
-            CollectiveKind::WindowRegister => "window_register",
-            CollectiveKind::WindowDeregister => "window_deregister",
-        }
-    }
+collective_kinds! {
+    AllReduce = 1, "all_reduce";
+    Reduce = 2, "reduce";
+    Broadcast = 3, "broadcast";
+    AllGather = 4, "all_gather";
+    ReduceScatter = 5, "reduce_scatter";
+    AllToAll = 6, "all_to_all";
+    Gather = 7, "gather";
+    Scatter = 8, "scatter";
+    Barrier = 9, "barrier";
+    #[serde(skip)] WindowRegister = 10, "window_register";
+    #[serde(skip)] WindowDeregister = 11, "window_deregister";
 }
 
 /// An operation: its kind, its memory, and how long it may take.
@@ -223,7 +209,7 @@ mod tests {
 
     #[test]
     fn collectives_are_found_by_their_numbers() {
-        for kind in CollectiveKind::ALL {
+        for &kind in CollectiveKind::ALL {
             assert_eq!(CollectiveKind::numbered(kind as u8), Some(kind));
         }
         assert_eq!((CollectiveKind::numbered(0), CollectiveKind::numbered(12)), (None, None));
@@ -231,7 +217,7 @@ mod tests {
 
     #[test]
     fn collectives_have_the_same_name_in_files_and_those_of_windows_have_none_there() {
-        for kind in CollectiveKind::ALL {
+        for &kind in CollectiveKind::ALL {
             let is_of_windows = matches!(kind, CollectiveKind::WindowRegister | CollectiveKind::WindowDeregister);
             let written = serde_json::to_value(kind).ok();
             assert_eq!(written, (!is_of_windows).then(|| kind.name().into()));
