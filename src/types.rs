@@ -208,6 +208,21 @@ impl ReduceOp {
         ReduceOp::NAMES[self.index()]
     }
 
+    /// Every operation once, the last with this factor.
+    pub const fn all(factor: f64) -> [ReduceOp; 9] {
+        [
+            ReduceOp::Sum,
+            ReduceOp::Avg,
+            ReduceOp::Product,
+            ReduceOp::Min,
+            ReduceOp::Max,
+            ReduceOp::BitAnd,
+            ReduceOp::BitOr,
+            ReduceOp::BitXor,
+            ReduceOp::PreMulSum(factor),
+        ]
+    }
+
     /// The names, by [`ReduceOp::index`].
     pub(crate) const NAMES: [&'static str; 9] =
         ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];

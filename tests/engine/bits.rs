@@ -18,18 +18,7 @@ const LONG: usize = 1024 * 1024;
 /// The operations; factors are exact, so that only what is too small for the type is rounded before it is added.
 fn operations(dtype: DType) -> impl Iterator<Item = ReduceOp> {
     let factor = if dtype.arithmetic() == Arithmetic::Integer { 3.0 } else { 0.5 };
-    let all = [
-        ReduceOp::Sum,
-        ReduceOp::Avg,
-        ReduceOp::Product,
-        ReduceOp::Min,
-        ReduceOp::Max,
-        ReduceOp::BitAnd,
-        ReduceOp::BitOr,
-        ReduceOp::BitXor,
-        ReduceOp::PreMulSum(factor),
-    ];
-    all.into_iter().filter(move |op| op.supports(dtype))
+    ReduceOp::all(factor).into_iter().filter(move |op| op.supports(dtype))
 }
 
 /// A format of floating-point numbers: how they are stored, and what can be said about their rounding.

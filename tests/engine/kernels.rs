@@ -16,17 +16,7 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
-const OPS: [ReduceOp; 9] = [
-    ReduceOp::Sum,
-    ReduceOp::Avg,
-    ReduceOp::Product,
-    ReduceOp::Min,
-    ReduceOp::Max,
-    ReduceOp::BitAnd,
-    ReduceOp::BitOr,
-    ReduceOp::BitXor,
-    ReduceOp::PreMulSum(3.0),
-];
+const OPS: [ReduceOp; 9] = ReduceOp::all(3.0);
 
 const LONG: usize = 4099;
 

@@ -6,17 +6,7 @@ use crate::types::Arithmetic;
 
 const LENGTHS: [usize; 5] = [0, 1, 7, 64, 1001];
 
-const OPS: [ReduceOp; 9] = [
-    ReduceOp::Sum,
-    ReduceOp::Avg,
-    ReduceOp::Product,
-    ReduceOp::Min,
-    ReduceOp::Max,
-    ReduceOp::BitAnd,
-    ReduceOp::BitOr,
-    ReduceOp::BitXor,
-    ReduceOp::PreMulSum(3.0),
-];
+const OPS: [ReduceOp; 9] = ReduceOp::all(3.0);
 
 /// A value that every type holds exactly, as do its sums and products with another.
 fn small(index: usize, seed: usize) -> i64 {
