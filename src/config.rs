@@ -210,6 +210,24 @@ pub enum TransportChoice {
     Tcp,
 }
 
+impl TransportChoice {
+    /// Whether ranks may use shared memory.
+    pub(crate) fn has_shm(self) -> bool {
+        match self {
+            TransportChoice::Auto | TransportChoice::Shm => true,
+            TransportChoice::Tcp => false,
+        }
+    }
+
+    /// Whether ranks may use TCP, which takes a network interface.
+    pub(crate) fn has_tcp(self) -> bool {
+        match self {
+            TransportChoice::Auto | TransportChoice::Tcp => true,
+            TransportChoice::Shm => false,
+        }
+    }
+}
+
 /// Whether TCP connections are encrypted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tls {

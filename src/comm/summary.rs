@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::comm::address;
-use crate::config::{Config, TransportChoice};
+use crate::config::Config;
 use crate::sys::net::{self, Interface};
 use crate::topo::Topology;
 use crate::types::Rank;
@@ -53,7 +53,7 @@ impl fmt::Display for Summary<'_> {
 
 /// The interfaces and addresses that the transports advertise to other hosts.
 pub(super) fn network(config: &Config, rendezvous_host: Option<&str>) -> String {
-    if config.transport == TransportChoice::Shm {
+    if !config.transport.has_tcp() {
         return "none".to_owned();
     }
     let routed = rendezvous_host.and_then(net::source_toward);

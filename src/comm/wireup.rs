@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::comm::address;
 use crate::comm::bootstrap::RankInfo;
-use crate::config::{Config, TransportChoice};
+use crate::config::Config;
 use crate::engine::connector::Route;
 use crate::error::InitError;
 use crate::sys::net;
@@ -78,12 +78,12 @@ impl Transports {
             }
             Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
-        if config.transport != TransportChoice::Tcp {
+        if config.transport.has_shm() {
             let transport = ShmTransport::new(identity.clone(), poller.clone(), ring_bytes, peer_can_read)
                 .map_err(os("the shared memory transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::SameHost, purpose });
         }
-        if config.transport != TransportChoice::Shm {
+        if config.transport.has_tcp() {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
