@@ -278,3 +278,19 @@ fn files_do_one_thing() {
         }
     }
 }
+
+/// The names and numbers of an enumeration in a source, in lower case and without `prefix`.
+fn numbers(file: &str, head: &str, prefix: &str) -> Vec<(String, u32)> {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).expect("a source file");
+    let (_, rest) = text.split_once(head).unwrap_or_else(|| panic!("{file} has no `{head}`"));
+    let (body, _) = rest.split_once('}').expect("the enumeration's end");
+    let lines = body.lines().filter_map(|line| line.split("//").next()?.trim().trim_end_matches(',').split_once(" = "));
+    lines.map(|(name, n)| (name.trim_start_matches(prefix).to_lowercase(), n.parse().expect("a number"))).collect()
+}
+
+#[test]
+fn statuses_have_the_same_numbers_in_rust_and_in_cpp() {
+    let rust = numbers("torch_plugin/src/convert.rs", "enum Status {", "");
+    let cpp = numbers("torch_plugin/csrc/ncclx_abi.h", "enum NcclxStatus : int32_t {", "NCCLX_");
+    assert!(rust.len() > 5 && rust == cpp, "{rust:?} is not {cpp:?}");
+}
