@@ -380,20 +380,23 @@ impl Messages {
         let alone = (0..ctx.size()).map(Rank::from).all(|rank| rank == ctx.me || ctx.endpoints.lost(rank).is_some());
         // What has arrived whole can still be received; what was only announced cannot.
         self.unexpected.retain(|unexpected| unexpected.from != peer || matches!(unexpected.content, Content::Whole(_)));
-        let gone: Vec<u64> = self
-            .in_flight
-            .iter()
-            .filter_map(|(id, op)| {
-                let affected = match op.direction {
-                    Direction::Send(to) => to == peer,
-                    Direction::Receive(Source::Rank(from)) => from == peer,
-                    Direction::Receive(Source::Any) => alone || ctx.exchanges(OpId::Message(*id), peer),
-                };
-                affected.then_some(*id)
-            })
-            .collect();
-        for id in gone {
-            self.fail_lost(ctx, id, peer, cause.to_owned());
+        let mut gone = Vec::new();
+        for (id, op) in &self.in_flight {
+            let needs_peer = match op.direction {
+                Direction::Send(to) => to == peer,
+                Direction::Receive(Source::Rank(from)) => from == peer,
+                Direction::Receive(Source::Any) => ctx.exchanges(OpId::Message(*id), peer),
+            };
+            if needs_peer {
+                gone.push((*id, peer, cause.to_owned()));
+            } else if alone && op.direction == Direction::Receive(Source::Any) {
+                // The ranks that are gone may have left because of the one that the failure detector found lost.
+                let (culprit, cause) = ctx.failures.lost().unwrap_or_else(|| (peer, cause.to_owned()));
+                gone.push((*id, culprit, cause));
+            }
+        }
+        for (id, culprit, cause) in gone {
+            self.fail_lost(ctx, id, culprit, cause);
         }
     }
 

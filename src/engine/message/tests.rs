@@ -1,8 +1,10 @@
 //! What one rank may have unread at another, and what it gets back for it, against a peer whose frames are written by hand.
 
 use super::*;
+use crate::engine::failures::{Departed, Departure};
 use crate::engine::mock_peer::Harness;
 use crate::engine::region::Words;
+use crate::error::LinkDown;
 use crate::work::Submitted;
 
 const WINDOW: usize = 1 << 20;
@@ -143,5 +145,21 @@ fn every_message_that_is_taken_is_given_credit_for() {
             // From time to time it looks after other things instead.
             assert!(at_once > 2000 || !matches!(meeting, AtOnce), "{context}: {at_once} at once");
         }
+    }
+}
+
+#[test]
+fn a_receive_from_any_rank_blames_the_rank_that_is_known_to_be_lost() {
+    for (first, second) in [(1, 2), (2, 1)] {
+        let (mut harness, mut words) = (Harness::of(3), words(8));
+        let work = harness.start(Direction::Receive(Source::Any), &mut words, LIMIT);
+        // Both streams end before the engine looks at either; rank 2 died, and rank 1 left because of that.
+        for rank in [first, second] {
+            harness.engine.context.endpoints.lose(Rank(rank), &LinkDown::new("it closed the connection"));
+        }
+        let how = Departure::Lost;
+        harness.engine.departed(&Departed { rank: Rank(2), how, cause: "it died".to_owned() });
+        let Some(Err(Error::PeerLost { rank, cause, .. })) = work.result() else { panic!("{:?}", work.result()) };
+        assert_eq!((rank, cause.as_str()), (2, "it died"), "ranks {first} and {second} are gone");
     }
 }
