@@ -67,6 +67,34 @@ pub enum InitError {
     },
 }
 
+/// What an error means to the caller, for code that translates errors. Every error has one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorClass {
+    /// The caller's mistake.
+    Usage,
+    /// The operation failed on this rank.
+    Failure,
+    /// The communicator could not be made: the store or a rank could not be reached.
+    Network,
+    /// The operation timed out.
+    Timeout,
+    /// The operation failed on another rank.
+    Remote,
+    /// A rank is lost, or this rank has left.
+    Lost,
+}
+
+impl InitError {
+    /// What it means to the caller.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            InitError::Config(_) => ErrorClass::Usage,
+            InitError::Os { .. } | InitError::Missing { .. } => ErrorClass::Failure,
+            InitError::Store { .. } | InitError::Unreachable { .. } => ErrorClass::Network,
+        }
+    }
+}
+
 /// Why a process does not know its rank among those launched with it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -208,6 +236,20 @@ pub enum Error {
         /// "aborted: …" or "shut down".
         how: String,
     },
+}
+
+impl Error {
+    /// What it means to the caller.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            Error::Usage(_) => ErrorClass::Usage,
+            Error::Init(error) => error.class(),
+            Error::Launch(_) | Error::Store(_) | Error::Mismatch { .. } | Error::Resource { .. } => ErrorClass::Failure,
+            Error::Timeout { .. } => ErrorClass::Timeout,
+            Error::Remote { .. } => ErrorClass::Remote,
+            Error::PeerLost { .. } | Error::Closed { .. } => ErrorClass::Lost,
+        }
+    }
 }
 
 /// A broken connection, or one that could not be made, as a transport sees it.

@@ -32,7 +32,7 @@ pub mod work;
 pub use buffer::{Buffer, Buffers, Memory, StreamHandle};
 pub use comm::{CommOptions, Communicator, Data, Launch};
 pub use counts::Counts;
-pub use error::{Error, InitError, LaunchError, StoreError, UsageError};
+pub use error::{Error, ErrorClass, InitError, LaunchError, StoreError, UsageError};
 pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};
 pub use sys::segment::SharedMemory;

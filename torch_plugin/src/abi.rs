@@ -208,7 +208,7 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
 }
 
 fn failure(error: &Error) -> (Status, String) {
-    (Status::of(error), error.to_string())
+    (Status::of(error.class()), error.to_string())
 }
 
 /// # Safety
@@ -325,7 +325,7 @@ extern "C" fn create(init: *const RawInit, comm: *mut *mut Communicator, error: 
             timeout: duration(init.timeout_ms),
             hints,
         };
-        let made = Communicator::new(options).map_err(|error| (Status::of_init(&error), error.to_string()))?;
+        let made = Communicator::new(options).map_err(|error| (Status::of(error.class()), error.to_string()))?;
         // SAFETY: the shim passes a place for the result.
         unsafe { *comm = Box::into_raw(Box::new(made)) };
         Ok(())
@@ -388,7 +388,9 @@ extern "C" fn wait(work: *const Work, timeout_ms: i64, error: *mut RawError) -> 
         // SAFETY: given out by `submit` and not yet given back.
         let work = unsafe { &*work };
         let waited = work.wait(duration(timeout_ms));
-        waited.map_err(|error| (if work.is_done() { Status::of(&error) } else { Status::Pending }, error.to_string()))
+        waited.map_err(|error| {
+            (if work.is_done() { Status::of(error.class()) } else { Status::Pending }, error.to_string())
+        })
     })
 }
 
@@ -508,7 +510,7 @@ extern "C" fn on_loss(comm: *const Communicator, done: Done, context: *mut c_voi
     or_end(|| {
         // SAFETY: given out by `create` and not yet given back.
         let comm = unsafe { &*comm };
-        comm.on_loss(move |error| callback.call(Status::of(&error), &error.to_string()));
+        comm.on_loss(move |error| callback.call(Status::of(error.class()), &error.to_string()));
     });
 }
 

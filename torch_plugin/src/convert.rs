@@ -1,6 +1,6 @@
 //! Converts the C boundary's numbers to the engine's types. Safe code only: `abi` handles raw memory.
 
-use ncclx_rs::{Counts, DType, Error, InitError, OpKind, Rank, ReduceOp, Source, Tag, UsageError, WindowId};
+use ncclx_rs::{Counts, DType, ErrorClass, OpKind, Rank, ReduceOp, Source, Tag, UsageError, WindowId};
 
 /// The status of a call, with the shim's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,22 +17,14 @@ pub(crate) enum Status {
 }
 
 impl Status {
-    pub(crate) fn of(error: &Error) -> Status {
-        match error {
-            Error::Usage(_) => Status::Usage,
-            Error::Init(error) => Status::of_init(error),
-            Error::Timeout { .. } => Status::Timeout,
-            Error::Remote { .. } => Status::Remote,
-            Error::PeerLost { .. } | Error::Closed { .. } | Error::Device { .. } => Status::Lost,
-            _ => Status::Failure,
-        }
-    }
-
-    pub(crate) fn of_init(error: &InitError) -> Status {
-        match error {
-            InitError::Config(_) => Status::Usage,
-            InitError::Os { .. } | InitError::Missing { .. } => Status::Failure,
-            _ => Status::Network,
+    pub(crate) fn of(class: ErrorClass) -> Status {
+        match class {
+            ErrorClass::Usage => Status::Usage,
+            ErrorClass::Failure => Status::Failure,
+            ErrorClass::Network => Status::Network,
+            ErrorClass::Timeout => Status::Timeout,
+            ErrorClass::Remote => Status::Remote,
+            ErrorClass::Lost => Status::Lost,
         }
     }
 }

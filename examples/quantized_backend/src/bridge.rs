@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use ncclx_rs::comm::store;
-use ncclx_rs::{Buffer, DType, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
+use ncclx_rs::{Buffer, DType, ErrorClass, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
 use ncclx_rs_backend as api;
 use ncclx_rs_backend::{Error, ErrorKind, Operation, Store, Work};
 
@@ -36,13 +36,11 @@ impl Work for InFlight {
 
 /// The engine's error.
 pub(crate) fn api_error(error: &ncclx_rs::Error) -> Error {
-    let kind = match error {
-        ncclx_rs::Error::Usage(_) => ErrorKind::Usage,
-        ncclx_rs::Error::Timeout { .. } => ErrorKind::Timeout,
-        ncclx_rs::Error::Remote { .. } | ncclx_rs::Error::PeerLost { .. } | ncclx_rs::Error::Closed { .. } => {
-            ErrorKind::Lost
-        }
-        _ => ErrorKind::Failure,
+    let kind = match error.class() {
+        ErrorClass::Usage => ErrorKind::Usage,
+        ErrorClass::Failure | ErrorClass::Network => ErrorKind::Failure,
+        ErrorClass::Timeout => ErrorKind::Timeout,
+        ErrorClass::Remote | ErrorClass::Lost => ErrorKind::Lost,
     };
     Error::new(kind, error.to_string())
 }
