@@ -115,8 +115,9 @@ miri: nightly-toolchain ## Looks for undefined behaviour in what Miri can run
 	$(MIRI) --package ncclx_rs --lib -- $(MIRI_TESTS) $(MIRI_SKIPS:%=--skip %)
 
 # One test at a time, and the ranks of each in threads: they are slow enough as it is. Skipped is what has no threads and
-# takes many minutes, and what has cargo build examples, which would get no standard library with the sanitizer.
-TSAN_SKIPS := schedules::every_algorithm_is_right_in_larger_worlds examples::
+# takes many minutes, what has cargo build examples, which would get no standard library with the sanitizer, and what has NVRTC
+# load a library of its own, which the system looks for beside whoever loads it: that is the sanitizer then.
+TSAN_SKIPS := schedules::every_algorithm_is_right_in_larger_worlds examples:: nvrtc::
 .PHONY: tsan
 tsan: nightly-toolchain ## Looks for data races with ThreadSanitizer
 	PROPTEST_CASES=8 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan \

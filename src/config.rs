@@ -99,6 +99,9 @@ options! {
         "The signal at which the flight recorder is also written to `dump_directory`.";
     shm_ring_bytes: RingBytes, "shm_ring_bytes", "262144", &[],
         "The size of the shared memory ring for each direction between two ranks of a host.";
+    device_staging: StagingBytes, "device_staging_bytes", "16777216", &[],
+        "CUDA: half the memory of its device through which a rank's messages go, for each communicator. Rank 0's holds for \
+         all ranks.";
     spin: Spin, "spin_microseconds", "auto", &[],
         "How long a waiting thread polls before it sleeps; where ranks share a core, it yields the core after each poll. \
          auto is 50, and 100 where the host has fewer cores than ranks.";
@@ -294,6 +297,22 @@ impl RingBytes {
     }
 }
 
+/// Half a rank's staging memory on its device: whole pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StagingBytes(usize);
+
+impl StagingBytes {
+    /// The least that any rank may choose.
+    pub const MIN: usize = 1 << 16;
+    /// The most.
+    pub const MAX: usize = 1 << 32;
+
+    /// The number of bytes.
+    pub fn get(self) -> usize {
+        self.0
+    }
+}
+
 /// How long a waiting thread polls before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spin {
@@ -472,6 +491,16 @@ impl Value for RingBytes {
     }
 }
 
+impl Value for StagingBytes {
+    const EXPECTED: &'static str = "a multiple of 4096 from 65536 to 4294967296";
+
+    fn parse(text: &str) -> Option<Self> {
+        let bytes: usize = text.parse().ok()?;
+        let is_fit = (StagingBytes::MIN..=StagingBytes::MAX).contains(&bytes) && bytes.is_multiple_of(4096);
+        is_fit.then_some(StagingBytes(bytes))
+    }
+}
+
 impl Value for Spin {
     const EXPECTED: &'static str = "auto or a whole number of microseconds";
 
@@ -515,6 +544,9 @@ mod tests {
         assert_eq!(config.connect_timeout, Duration::from_secs(300));
         assert_eq!(config.host_id, None);
         assert_eq!(Config::default().shm_ring_bytes.get(), 262144);
+        assert_eq!(Config::default().device_staging.get(), 16 << 20);
+        let staging = resolve(&[("NCCLX_RS_DEVICE_STAGING_BYTES", "65536")], &[]).unwrap().device_staging;
+        assert_eq!(staging.get(), StagingBytes::MIN);
     }
 
     #[test]
@@ -571,6 +603,9 @@ mod tests {
             assert!(bad(&[], &[("shm_ring_bytes", wrong)]).contains("power of two"));
         }
         assert!(bad(&[], &[("eager_bytes", "1048577")]).contains("up to 1048576"));
+        for wrong in ["0", "65535", "100000", "4294971392", "16M"] {
+            assert!(bad(&[], &[("device_staging_bytes", wrong)]).contains("from 65536 to 4294967296"));
+        }
         for wrong in ["nan", "0", "soon"] {
             assert!(bad(&[], &[("connect_timeout_seconds", wrong)]).contains("above 0"));
         }

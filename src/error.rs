@@ -226,6 +226,14 @@ pub enum Error {
         /// How the loss was noticed.
         cause: String,
     },
+    /// A call of the device's driver has failed. The communicator is of no use any more.
+    #[error("{operation}: {cause}")]
+    Device {
+        /// The operation.
+        operation: String,
+        /// The call, and what the driver said.
+        cause: String,
+    },
     /// The communicator was aborted or shut down.
     #[error("{operation}: communicator `{comm}` was {how}")]
     Closed {
@@ -247,7 +255,7 @@ impl Error {
             Error::Launch(_) | Error::Store(_) | Error::Mismatch { .. } | Error::Resource { .. } => ErrorClass::Failure,
             Error::Timeout { .. } => ErrorClass::Timeout,
             Error::Remote { .. } => ErrorClass::Remote,
-            Error::PeerLost { .. } | Error::Closed { .. } => ErrorClass::Lost,
+            Error::PeerLost { .. } | Error::Closed { .. } | Error::Device { .. } => ErrorClass::Lost,
         }
     }
 }

@@ -29,14 +29,17 @@ impl fmt::Display for Rank {
     }
 }
 
-/// The tag of a point-to-point message: a receive matches messages with an equal tag. The greatest is reserved for
-/// [`Communicator::split`](crate::Communicator::split).
+/// The tag of a point-to-point message: a receive matches messages with an equal tag. The two greatest are reserved, for
+/// [`Communicator::split`](crate::Communicator::split) and for the first operation on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
 
 impl Tag {
     /// The tag of the messages of a split.
     pub(crate) const SPLIT: Tag = Tag(u32::MAX);
+
+    /// The tag of the messages by which ranks set up what operations on a device need.
+    pub(crate) const DEVICE: Tag = Tag(u32::MAX - 1);
 }
 
 /// A frame of the stack that a call came from.

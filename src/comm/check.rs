@@ -1,7 +1,7 @@
 //! Checks of operations' arguments, and the collective that an operation describes.
 
 use crate::algo::Collective;
-use crate::buffer::{self, BYTES_MAX, Buffer, Memory};
+use crate::buffer::{self, BYTES_MAX, Buffer, Memory, StreamHandle};
 use crate::counts::Counts;
 use crate::error::UsageError;
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
@@ -204,11 +204,11 @@ pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> 
     Err(UsageError { operation: op.kind.name().to_owned(), argument, expected, got: rank.to_string() })
 }
 
-/// Refuses buffers that do not lie where the operation runs: on its stream's device, or on the host.
-pub(crate) fn placement(op: &Op) -> Result<Memory, UsageError> {
-    let expected = match op.mode {
-        Mode::Stream(stream) => Memory::Device(stream.device()),
-        Mode::Async | Mode::Blocking => Memory::Host,
+/// The stream on which an operation runs; none on the host. Refuses buffers that do not lie there.
+pub(crate) fn placement(op: &Op) -> Result<Option<StreamHandle>, UsageError> {
+    let (stream, expected) = match op.mode {
+        Mode::Stream(stream) => (Some(stream), Memory::Device(stream.device())),
+        Mode::Async | Mode::Blocking => (None, Memory::Host),
     };
     let elsewhere =
         |buffers: &[Buffer]| buffers.iter().map(|buffer| buffer.memory()).find(|memory| *memory != expected);
@@ -222,7 +222,7 @@ pub(crate) fn placement(op: &Op) -> Result<Memory, UsageError> {
             return Err(UsageError { operation, argument, expected, got: got.to_string() });
         }
     }
-    Ok(expected)
+    Ok(stream)
 }
 
 /// The error of an operation that is not done on devices.

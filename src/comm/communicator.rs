@@ -5,9 +5,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::buffer::Memory;
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
+use crate::comm::device::DeviceSide;
 use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, neighbours};
 use crate::comm::registry;
 use crate::comm::store::Store;
@@ -90,6 +90,7 @@ pub struct Communicator {
     configured_timeout: Duration,
     stack_frames: usize,
     pub(super) driver: Arc<Driver>,
+    pub(super) device: DeviceSide,
     /// None for a world of one, and when this rank has left.
     detector: Mutex<Option<FailureDetector>>,
     pub(super) inherited: Inherited,
@@ -179,6 +180,7 @@ impl Communicator {
         let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), routes);
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         engine.context.recorder = Recorder::new(config.flight_recorder_size);
+        let device = DeviceSide::new(&config, &ranks[rank.index()].host_id);
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
         engine.context.rndv.eager_bytes = config.eager_bytes.get();
         engine.context.rndv.single_copy_bytes = config.single_copy_bytes;
@@ -206,7 +208,22 @@ impl Communicator {
         let stack_frames = config.stack_frames;
         let inherited = Inherited { hints: hints_to_inherit(hints, config.algorithm.as_deref()), host };
         let (timeout_millis, detector) = (AtomicU64::new(millis(timeout)), Mutex::new(detector));
-        Ok(Communicator { name, place, timeout_millis, configured_timeout, stack_frames, driver, detector, inherited })
+        Ok(Communicator {
+            name,
+            place,
+            timeout_millis,
+            configured_timeout,
+            stack_frames,
+            driver,
+            device,
+            detector,
+            inherited,
+        })
+    }
+
+    /// This process's place among the ranks.
+    pub(super) fn place(&self) -> Place {
+        self.place
     }
 
     /// This process's rank.
@@ -273,8 +290,8 @@ impl Communicator {
     /// Submits an operation, which may complete here if the caller waits for it next.
     pub(super) fn begin(&self, op: &Op) -> Result<Submitted, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
-        if let Memory::Device(_) = check::placement(op)? {
-            return Err(check::not_on_devices(op).into());
+        if let Some(stream) = check::placement(op)? {
+            return self.run_on_device(op, stream, timeout).map(Submitted::Pending);
         }
         match op.kind {
             OpKind::Send { to, tag } => {
@@ -380,14 +397,9 @@ impl Communicator {
             return Err(self.driver.forked_error(op.kind.name()));
         }
         let (begun, left) = self.driver.with_engine(|engine| {
-            if let Some(how) = engine.closed() {
-                return Err(engine.closed_error(op.kind.name(), how));
-            }
-            if let Some(error) = engine.loss_of(op.kind.name()) {
-                return Err(error);
-            }
+            engine.check_open(op.kind.name())?;
             let begun = begin(engine, &self.driver)?;
-            let Submitted::Pending(work) = &begun else { return Ok((begun, None)) };
+            let Submitted::Pending(work) = &begun else { return Ok::<_, Error>((begun, None)) };
             engine.write_due_dump();
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {
@@ -469,6 +481,7 @@ impl Communicator {
         if !self.driver.is_here() {
             return Ok(());
         }
+        self.device.leave(&self.name, "shut down", OPERATIONS_TIMEOUT);
         let now = Instant::now();
         let settled = |engine: &mut Engine| engine.closed().is_some() || engine.is_settled();
         self.driver.drive_until(|driver| driver.with_engine(settled), now.checked_add(OPERATIONS_TIMEOUT));
@@ -484,6 +497,7 @@ impl Communicator {
     }
 
     fn close(&self, how: &str) {
+        self.device.leave(&self.name, how, Duration::ZERO);
         let departed = self.driver.with_engine(|engine| {
             let departed = engine.departure(how);
             engine.close(how);

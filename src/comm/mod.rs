@@ -10,6 +10,7 @@ pub mod bootstrap;
 mod check;
 mod communicator;
 mod data;
+mod device;
 mod failure_detector;
 mod framing;
 pub mod launch;

@@ -65,6 +65,16 @@ impl Counters {
         Counters { half: 0, sent: zeros(), received: zeros(), last: [zeros(), zeros()] }
     }
 
+    /// By peer, how many messages have been sent.
+    pub fn sent(&self) -> &[u64] {
+        &self.sent
+    }
+
+    /// By peer, how many messages have been received.
+    pub fn received(&self) -> &[u64] {
+        &self.received
+    }
+
     /// Takes up the program of the next segment.
     ///
     /// Every rank takes up one for every segment, also a rank that has nothing to do in it.

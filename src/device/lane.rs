@@ -43,6 +43,15 @@ pub struct Tensors<'a> {
     pub sum: usize,
 }
 
+/// The words by which a stream tells the host how far it is, by their numbers, and what it writes there.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Edges {
+    /// Written before the program.
+    pub starts: Option<(usize, u64)>,
+    /// Written after it.
+    pub ends: Option<(usize, u64)>,
+}
+
 /// Launches what a program computes.
 pub trait Kernels {
     /// Puts a kernel on a stream, by the addresses that `places` gives.
@@ -142,6 +151,21 @@ impl Lane {
         Lane { number, me, layout, words, staging, counters: Counters::new(layout.ranks()), width }
     }
 
+    /// The lane's number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.layout.ranks()
+    }
+
+    /// What has been counted on it.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.
+    pub fn reset(&mut self) {
+        self.counters = Counters::new(self.layout.ranks());
+    }
+
     /// Puts a segment's program on a stream and returns at once.
     ///
     /// # Errors
@@ -157,10 +181,14 @@ impl Lane {
         segment: &Segment,
         tensors: &Tensors<'_>,
         kernels: &impl Kernels,
+        edges: Edges,
     ) -> Result<(), CudaError> {
         let numbering = self.counters.take_up(self.me, program);
         let places = Places { staging: &self.staging, half: numbering.half(), segment, tensors };
         let mut batch = Batch::new(self.width);
+        if let Some((word, value)) = edges.starts {
+            batch.write(self.words.word(word), value);
+        }
         numbering.credits().iter().for_each(|credit| self.add(&mut batch, *credit));
         for operation in &program.operations {
             if let Operation::Words(words) = operation {
@@ -173,6 +201,9 @@ impl Lane {
                 Operation::Copy { from, into } => copy(current, stream, &places.of(*from), &places.of(*into))?,
                 Operation::Kernel(kernel) => kernels.launch(current, stream, kernel, &places)?,
             }
+        }
+        if let Some((word, value)) = edges.ends {
+            batch.write(self.words.word(word), value);
         }
         flush(current, stream, &mut batch)
     }

@@ -32,6 +32,20 @@ pub struct Program {
     pub received: Vec<u32>,
 }
 
+impl Program {
+    /// How much memory it takes.
+    pub(crate) fn bytes(&self) -> usize {
+        let of = |operation: &Operation| match operation {
+            Operation::Words(words) => words.len() * size_of::<WordOperation>(),
+            Operation::Kernel(Kernel::Fold { others, .. }) => others.len() * size_of::<Memory>(),
+            Operation::Kernel(Kernel::Average { blocks, .. }) => blocks.len() * size_of::<Memory>(),
+            Operation::Copy { .. } | Operation::Kernel(_) => 0,
+        };
+        let operations: usize = self.operations.iter().map(|operation| size_of::<Operation>() + of(operation)).sum();
+        operations + self.sent.len() * (size_of::<Sent>() + size_of::<u32>())
+    }
+}
+
 /// The messages that a program sends to one peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sent {

@@ -10,12 +10,19 @@
 //! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the
 //! [`launch`]er puts on streams.
 
+pub(crate) mod control;
 pub mod counters;
+pub mod descriptors;
+pub(crate) mod executor;
+pub(crate) mod in_flight;
 pub mod kernels;
 pub mod lane;
 pub mod launch;
 pub mod layout;
 pub mod lower;
+pub(crate) mod plans;
 pub mod segment;
+pub mod setup;
 pub mod staging;
+pub(crate) mod watch;
 pub mod words;

@@ -52,6 +52,11 @@ impl Extent {
         Extent { runs }
     }
 
+    /// How much memory it takes, beside its own size.
+    fn bytes(&self) -> usize {
+        if self.runs.spilled() { self.runs.len() * size_of::<Run>() } else { 0 }
+    }
+
     /// The parts of a slice that lie together in the tensor.
     ///
     /// ```
@@ -75,6 +80,11 @@ impl Extent {
 }
 
 impl Segment {
+    /// How much memory it takes, beside its own size.
+    pub(crate) fn bytes(&self) -> usize {
+        self.collective.bytes() + self.input.bytes() + self.output.bytes()
+    }
+
     /// The `len` elements from the `from`-th of every block on, as rank `me` of `size` has them; fewer where blocks end
     /// before. Nothing for an all_to_all, of which no rank knows all blocks.
     pub fn of(whole: &Collective, me: Rank, size: usize, from: usize, len: usize) -> Option<Segment> {

@@ -313,15 +313,10 @@ impl Collectives {
     /// The collective's plan, which becomes a part of what the ranks must agree on, and its scratch memory.
     pub(crate) fn prepare(&mut self, ctx: &OpContext, request: &mut Request) -> Arc<Plan> {
         let element = request.dtype.size();
-        let scaling = match request.reduce {
-            Some(ReduceOp::PreMulSum(_)) => Scaling::Inputs,
-            // The average of one is that one, with all its bits.
-            Some(ReduceOp::Avg) if ctx.size() > 1 => {
-                request.spaces.sum = Operands::Sums(request.dtype).size();
-                Scaling::Sum { bytes: request.spaces.sum }
-            }
-            _ => Scaling::Nothing,
-        };
+        let scaling = scaling(request.reduce, request.dtype, ctx.size());
+        if let Scaling::Sum { bytes } = scaling {
+            request.spaces.sum = bytes;
+        }
         let setting = Setting { me: ctx.me, topo: &ctx.topo, element, scaling, chunking: Chunking::Chunks };
         let forced = self.algorithm.as_deref();
         let plan = self.plans.plan(&request.collective, setting, forced);
@@ -717,6 +712,16 @@ impl Collectives {
     fn is_silent(&self, rank: Rank, sequence: u64, now: Instant) -> bool {
         let caller = &self.callers[rank.index()];
         caller.called == sequence + 1 && caller.heartbeat_deadline.is_none_or(|until| until <= now)
+    }
+}
+
+/// What a reduction of this many ranks multiplies or divides.
+pub(crate) fn scaling(reduce: Option<ReduceOp>, dtype: DType, size: usize) -> Scaling {
+    match reduce {
+        Some(ReduceOp::PreMulSum(_)) => Scaling::Inputs,
+        // The average of one is that one, with all its bits.
+        Some(ReduceOp::Avg) if size > 1 => Scaling::Sum { bytes: Operands::Sums(dtype).size() },
+        _ => Scaling::Nothing,
     }
 }
 

@@ -117,6 +117,16 @@ impl Driver {
         self.tell(self.with_engine(|engine| engine.take_finished()));
     }
 
+    /// Ends a work that nothing in the engine makes progress on: one of a device.
+    pub(crate) fn end(&self, work: &Work, result: Result<(), Error>) {
+        let finished = self.with_engine(|engine| {
+            engine.end_on_device(work, result);
+            engine.take_finished()
+        });
+        self.announce(&finished, 0);
+        hand_to_callers(finished);
+    }
+
     /// Tells everyone about works that have ended, and runs their callbacks. Must be called without an engine lock.
     pub(crate) fn tell(&self, finished: Finished) {
         self.announce(&finished, 0);

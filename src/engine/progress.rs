@@ -100,6 +100,14 @@ impl Engine {
         Error::Closed { operation: operation.to_owned(), comm: self.name().to_owned(), how: how.to_owned() }
     }
 
+    /// Refuses an operation that cannot be submitted any more.
+    pub(crate) fn check_open(&self, operation: &str) -> Result<(), Error> {
+        if let Some(how) = self.closed() {
+            return Err(self.closed_error(operation, how));
+        }
+        self.loss_of(operation).map_or(Ok(()), Err)
+    }
+
     /// Works that ended since this was asked last, whose callbacks have not been run.
     pub(crate) fn take_finished(&mut self) -> Finished {
         std::mem::take(&mut self.context.finished)
@@ -117,6 +125,19 @@ impl Engine {
         let began = Instant::now();
         let number = self.context.recorder.submitted(call, sequence, bytes, began, starts);
         Entry { operation: call.name(), sequence, number, began }
+    }
+
+    /// Notes an operation on a device, which counts its operations itself.
+    pub(crate) fn begin_on_device(&mut self, call: Call, sequence: u64, bytes: Bytes) -> Entry {
+        let began = Instant::now();
+        let number = self.context.recorder.submitted(call, sequence, bytes, began, true);
+        Entry { operation: call.name(), sequence, number, began }
+    }
+
+    /// Ends an operation that the engine makes no progress on: one of a device.
+    pub(crate) fn end_on_device(&mut self, work: &Work, result: Result<(), Error>) {
+        self.context.finish(work.clone(), result, None);
+        self.write_due_dump();
     }
 
     /// Begins a collective: now, or once those before it have ended. One of which steps are executed comes first.

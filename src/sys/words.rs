@@ -58,11 +58,19 @@ impl SharedWords {
     /// # Panics
     /// When there are fewer.
     pub fn word(&self, index: usize) -> &AtomicU64 {
+        &self.line(index)[0]
+    }
+
+    /// The line of the word of this number, with what else lies there.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn line(&self, index: usize) -> &[AtomicU64; LINE / 8] {
         let offset = self.offset(index);
         // SAFETY: the offset is inside the mapping.
-        let word = unsafe { self.base.add(offset) };
+        let line = unsafe { self.base.add(offset) };
         // SAFETY: it is aligned to a line, lives as long as self, and is only accessed atomically.
-        unsafe { word.cast::<AtomicU64>().as_ref() }
+        unsafe { line.cast::<[AtomicU64; LINE / 8]>().as_ref() }
     }
 
     /// Where in the segment a word is.

@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "asks the software CUDA, and launches a kernel")]
 #![allow(clippy::print_stderr, reason = "says why a test is not run")]
 
+mod communicators;
 mod faults;
 mod fence;
 mod harness;

@@ -59,6 +59,8 @@ pub(crate) mod progress {
 
         pub(crate) fn heartbeat_arrives(&mut self, _: &Heartbeat, _: Instant) {}
 
+        pub(crate) fn end_on_device(&mut self, _: &Work, _: Result<(), Error>) {}
+
         pub(crate) fn departed(&mut self, _: &Departed) {}
 
         pub(crate) fn end_after_loss(&mut self, _: Instant) -> Option<Instant> {

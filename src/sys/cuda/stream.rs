@@ -8,6 +8,7 @@ use super::error::CudaError;
 use super::functions::call;
 use super::memory::DeviceBytes;
 use super::words::Batch;
+use crate::buffer::StreamHandle;
 use crate::sync::Arc;
 
 /// An order of operations on a device.
@@ -51,6 +52,16 @@ impl Stream {
     pub unsafe fn from_raw(context: &Arc<Context>, raw: u64) -> Stream {
         let raw = std::ptr::with_exposed_provenance_mut(raw as usize);
         Stream { raw, context: context.clone(), is_own: false }
+    }
+
+    /// The stream on which a caller has an operation put.
+    ///
+    /// # Panics
+    /// When it is a stream of another device.
+    pub fn of_caller(context: &Arc<Context>, handle: StreamHandle) -> Stream {
+        assert_eq!(handle.device(), context.device().ordinal(), "a stream of another device");
+        // SAFETY: that is what the handle's maker promises.
+        unsafe { Stream::from_raw(context, handle.to_raw()) }
     }
 
     /// The driver's number for it.

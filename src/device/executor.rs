@@ -1,0 +1,336 @@
+//! The executor of collectives on a device: puts them on the caller's stream, and returns at once.
+
+use std::fmt::Display;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use crate::algo::{Collective, Scaling};
+use crate::buffer::{Buffer, StreamHandle};
+use crate::device::control::{Control, ControlLayout, FailureKind, LOG, LoggedCall};
+use crate::device::in_flight::{Ends, Halt, InFlight};
+use crate::device::kernels::Module;
+use crate::device::lane::{Edges, Lane, Tensors};
+use crate::device::launch::{LaunchError, Launcher};
+use crate::device::plans::{Plan, Plans, Room, Shape};
+use crate::device::setup::{Member, Parts};
+use crate::device::watch;
+use crate::error::{Error, InitError, UsageError};
+use crate::schedule::Space;
+use crate::signature::Signature;
+use crate::sync::{Arc, Mutex, lock};
+use crate::sys::cuda::{Capture, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Stream};
+use crate::types::{DType, Rank, ReduceOp};
+use crate::work::{Entry, Work};
+
+/// What a rank calls.
+pub(crate) struct Request<'a> {
+    pub(crate) collective: Collective,
+    pub(crate) signature: Signature,
+    pub(crate) reduce: Option<ReduceOp>,
+    pub(crate) dtype: DType,
+    pub(crate) scaling: Scaling,
+    pub(crate) inputs: &'a [Buffer],
+    pub(crate) outputs: &'a [Buffer],
+    pub(crate) stream: StreamHandle,
+    pub(crate) timeout: Duration,
+}
+
+/// What a communicator offers to its device.
+pub(crate) trait Ranks {
+    /// Notes an operation in the flight recorder.
+    fn begin(&self, signature: Signature, number: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry;
+
+    /// Waits until all ranks have called this.
+    fn barrier(&self, timeout: Duration) -> Result<(), Error>;
+}
+
+/// A communicator's executor for one device.
+pub(crate) struct Executor {
+    comm: String,
+    me: Rank,
+    device: u32,
+    control: Arc<Control>,
+    in_flight: Arc<InFlight>,
+    /// Held while something is submitted. The driver's calls queue, they do not wait.
+    state: Mutex<Option<State>>,
+}
+
+struct State {
+    me: Rank,
+    layout: ControlLayout,
+    context: Arc<Context>,
+    lane: Lane,
+    launcher: Launcher,
+    plans: Plans,
+    scratch: DeviceMemory,
+    sums: DeviceMemory,
+    /// The number of the last operation.
+    number: u64,
+    /// The stream of the last operation, and where it ends there.
+    last: Option<u64>,
+    end: Event,
+}
+
+/// The lane of collectives, and how many lanes there are.
+const LANE: usize = 0;
+pub(crate) const LANES: usize = 1;
+
+impl Executor {
+    /// The executor on what the ranks have set up together.
+    pub(crate) fn new(
+        comm: String,
+        me: Rank,
+        algorithm: Option<String>,
+        parts: Parts,
+        ends: Arc<dyn Ends>,
+    ) -> Result<Executor, Error> {
+        let Parts { context, words, registered, staging, width, members } = parts;
+        let (size, half) = (members.len(), staging.half());
+        let room = Room { half, scratch: 2 * half };
+        let layout = ControlLayout::new(size, LANES);
+        let control = Arc::new(Control::new(words, layout, width, me));
+        let sharing = members.iter().filter(|member| member.device == members[me.index()].device).count();
+        let memory = || -> Result<_, CudaError> {
+            let launcher = Launcher::new(&context, sharing, None)?;
+            let scratch = [DeviceMemory::new(&context, room.scratch)?, DeviceMemory::new(&context, room.scratch)?];
+            Ok((launcher, scratch, Event::new(&context)?))
+        };
+        let (mut launcher, [scratch, sums], end) = memory().map_err(|error| setup_failed(&comm, &error))?;
+        let own = &members[me.index()];
+        let is_beside = |other: &Member| other.device == own.device && other.process == own.process;
+        if members.iter().filter(|member| is_beside(member)).count() > 1 {
+            // To load kernels waits for the device, which may wait for a rank that is another thread of this process.
+            let mut all = Module::all().map(Module::dtype);
+            all.try_for_each(|dtype| launcher.prepare(dtype)).map_err(|error| no_kernels(&comm, &error))?;
+        }
+        let (lane, plans) =
+            (Lane::new(LANE, me, layout.words(), registered, staging, width), Plans::new(me, size, algorithm, room));
+        let device = context.device().ordinal();
+        let state = State { me, layout, context, lane, launcher, plans, scratch, sums, number: 0, last: None, end };
+        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends);
+        Ok(Executor { comm, me, device, control, in_flight, state: Mutex::new(Some(state)) })
+    }
+
+    /// The number of its device.
+    pub(crate) fn device(&self) -> u32 {
+        self.device
+    }
+
+    /// Puts a collective on the caller's stream.
+    ///
+    /// # Errors
+    /// Nothing has been put there after a usage error. After others no rank succeeds in it.
+    pub(crate) fn collective(&self, request: &Request<'_>, ranks: &dyn Ranks) -> Result<Work, Error> {
+        let operation = || request.signature.to_string();
+        let mut state = lock(&self.state);
+        let Some(state) = state.as_mut() else { return Err(self.closed(operation())) };
+        match self.in_flight.halt() {
+            None => {}
+            Some(Halt::Mismatch) => self.begin_anew(state, ranks, request.timeout)?,
+            Some(Halt::Failed(error)) => return Err(error),
+        }
+        let context = state.context.clone();
+        let driver = |error: CudaError| driver_failed(operation(), &error);
+        let current = context.enter().map_err(driver)?;
+        let stream = Stream::of_caller(&context, request.stream);
+        match stream.capture(&current).map_err(driver)? {
+            Capture::Off => {}
+            Capture::Active(_) | Capture::Spoilt => return Err(captured(operation()).into()),
+        }
+        let shape = shape(request, self.me);
+        let plan = state.plans.plan(&shape).map_err(|error| self.refused(&request.signature, &error))?;
+        if request.reduce.is_some() {
+            state.launcher.prepare(request.dtype).map_err(|error| self.refused(&request.signature, &error))?;
+        }
+        let number = state.number + 1;
+        let signature = Signature { algorithm: plan.algorithm, ..request.signature };
+        self.make_room(number, request.timeout, signature)?;
+        state.number = number;
+        let work = Work::new(self.in_flight.clone(), ranks.begin(signature, number, request.inputs, request.outputs));
+        let call = LoggedCall { signature, segments: plan.segments.len() as u32, is_captured: false };
+        if let Err(disagreement) = self.control.enter(LANE, number, call) {
+            let detail = disagreement.describe(number, self.me, &call);
+            let error = Error::Mismatch { operation: signature.to_string(), detail };
+            self.in_flight.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
+            self.in_flight.end(&work, Err(error.clone()));
+            return Err(error);
+        }
+        if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
+            watch::watch(&self.in_flight).map_err(|cause| self.no_thread(&cause))?;
+        }
+        let submitted = state.submit(&current, &stream, number, &plan, request, &self.in_flight);
+        if let Err(error) = submitted {
+            let error = driver_failed(signature.to_string(), &error);
+            self.in_flight.fail(number, FailureKind::Driver, self.me, error.clone());
+            return Err(error);
+        }
+        Ok(work)
+    }
+
+    /// After a disagreement: waits until no stream of any rank runs any more, and counts from the beginning.
+    fn begin_anew(&self, state: &mut State, ranks: &dyn Ranks, timeout: Duration) -> Result<(), Error> {
+        let operation = || "the operation after a disagreement".to_owned();
+        let in_flight = |waited| Error::Timeout {
+            operation: operation(),
+            waited,
+            detail: "earlier operations are still in flight on the device".to_owned(),
+        };
+        self.in_flight.wait_for(u64::MAX, timeout).map_err(in_flight)?;
+        ranks.barrier(timeout)?;
+        self.control.reset(LANE);
+        state.lane.reset();
+        state.number = 0;
+        self.in_flight.resume();
+        ranks.barrier(timeout)
+    }
+
+    /// Waits until the log has room for the operation of this number: as a driver's queue that is full.
+    fn make_room(&self, number: u64, timeout: Duration, signature: Signature) -> Result<(), Error> {
+        let Some(earlier) = number.checked_sub(LOG as u64) else { return Ok(()) };
+        if earlier == 0 || self.control.has_ended(self.me, LANE, earlier) {
+            return Ok(());
+        }
+        self.in_flight.wait_for(earlier, timeout).map_err(|waited| Error::Timeout {
+            operation: signature.to_string(),
+            waited,
+            detail: format!("{} operations are in flight on the device", LOG as u64),
+        })
+    }
+
+    /// Waits until nothing is in flight, for `limit` at most.
+    pub(crate) fn drain(&self, limit: Duration) {
+        // What is left then is given up.
+        let _ = self.in_flight.wait_for(u64::MAX, limit);
+    }
+
+    /// Gives up what is in flight, because this rank leaves. Memory is given back once the device does not use it any more.
+    pub(crate) fn close(&self, error: Error) {
+        let Some(state) = lock(&self.state).take() else { return };
+        self.in_flight.leave(state.number + 1, error);
+        if let Err(cause) = watch::reap(self.in_flight.clone(), Box::new(state)) {
+            log::warn!("communicator `{}`: nothing of device {} is given back: {cause}", self.comm, self.device);
+        }
+    }
+
+    /// The error of an operation that cannot be run, on this rank or on any.
+    fn refused(&self, signature: &Signature, cause: &impl Display) -> Error {
+        let operation = signature.operation();
+        let text = format!("communicator `{}`: {operation} on cuda:{}: {cause}", self.comm, self.device);
+        InitError::Config(text).into()
+    }
+
+    fn closed(&self, operation: String) -> Error {
+        Error::Closed { operation, comm: self.comm.clone(), how: "left".to_owned() }
+    }
+
+    fn no_thread(&self, cause: &std::io::Error) -> Error {
+        let what = "the thread that watches devices".to_owned();
+        InitError::Os { comm: self.comm.clone(), what, cause: cause.to_string() }.into()
+    }
+}
+
+impl State {
+    /// Puts all of an operation on the stream.
+    fn submit(
+        &mut self,
+        current: &Current<'_>,
+        stream: &Stream,
+        number: u64,
+        plan: &Plan,
+        request: &Request<'_>,
+        in_flight: &InFlight,
+    ) -> Result<(), CudaError> {
+        // The operations of a lane come one after the other, whatever their streams.
+        if self.last.is_some_and(|last| last != stream.to_raw()) {
+            stream.wait(current, &self.end)?;
+        }
+        let inputs: SmallVec<[DeviceBytes<'_>; 8]> = request.inputs.iter().filter_map(Buffer::device_bytes).collect();
+        let outputs: SmallVec<[DeviceBytes<'_>; 8]> = request.outputs.iter().filter_map(Buffer::device_bytes).collect();
+        let tensors = Tensors {
+            input: &inputs,
+            output: &outputs,
+            scratch: self.scratch.bytes(),
+            sums: self.sums.bytes(),
+            element: request.dtype.size(),
+            sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
+        };
+        let kernels = self.launcher.kernels(request.dtype, request.reduce, self.lane.ranks());
+        let (layout, me, last) = (self.layout, self.me, plan.segments.len() - 1);
+        for (index, (segment, program)) in plan.segments.iter().enumerate() {
+            let edges = Edges {
+                starts: (index == 0).then(|| (layout.started(me, LANE, number), number)),
+                ends: (index == last).then(|| (layout.done(me, LANE, number), number)),
+            };
+            self.lane.submit(current, stream, program, segment, &tensors, &kernels, edges)?;
+            in_flight.submitted(self.lane.counters());
+        }
+        self.end.record(current, stream)?;
+        self.last = Some(stream.to_raw());
+        Ok(())
+    }
+}
+
+/// The shape of a call.
+fn shape(request: &Request<'_>, me: Rank) -> Shape {
+    let element = request.dtype.size();
+    let is_in_place = shares_own_part(request, me);
+    Shape { collective: request.collective.clone(), element, scaling: request.scaling, is_in_place }
+}
+
+/// Whether this rank's part of the data lies in the same memory in input and output.
+fn shares_own_part(request: &Request<'_>, me: Rank) -> bool {
+    let element = request.dtype.size();
+    let before = |counts: &crate::counts::Counts| -> usize { counts.iter().take(me.index()).sum() };
+    let (input, output, len) = match &request.collective {
+        Collective::AllReduce { count } | Collective::Reduce { count, .. } | Collective::Broadcast { count, .. } => {
+            (0, 0, *count)
+        }
+        Collective::AllGather { counts } => (0, before(counts), counts[me.index()]),
+        Collective::ReduceScatter { counts } => (before(counts), 0, counts[me.index()]),
+        Collective::Gather { count, root } if *root == me => (0, me.index() * count, *count),
+        Collective::Scatter { count, root } if *root == me => (me.index() * count, 0, *count),
+        _ => return false,
+    };
+    same_runs(request.inputs, input * element, request.outputs, output * element, len * element)
+}
+
+/// Whether `len` bytes at these offsets are the same memory.
+fn same_runs(left: &[Buffer], left_offset: usize, right: &[Buffer], right_offset: usize, len: usize) -> bool {
+    let (mut left, mut right) = (runs(left, left_offset, len), runs(right, right_offset, len));
+    len > 0 && left.by_ref().eq(right.by_ref())
+}
+
+/// The runs of memory that `len` bytes from `offset` on of buffers end to end lie in.
+fn runs(buffers: &[Buffer], offset: usize, len: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+    let mut begin = 0;
+    buffers.iter().filter_map(move |buffer| {
+        let (from, until) = (begin.max(offset), (begin + buffer.bytes()).min(offset + len));
+        let run = (from < until).then(|| (buffer.ptr().addr() + (from - begin), until - from));
+        begin += buffer.bytes();
+        run
+    })
+}
+
+fn captured(operation: String) -> UsageError {
+    UsageError {
+        operation,
+        argument: "stream",
+        expected: "a stream whose operations run".to_owned(),
+        got: "one that is being captured in a graph, which this engine does not take part in yet".to_owned(),
+    }
+}
+
+fn no_kernels(comm: &str, error: &LaunchError) -> Error {
+    let (comm, what) = (comm.to_owned(), "its kernels".to_owned());
+    InitError::Os { comm, what, cause: error.to_string() }.into()
+}
+
+fn driver_failed(operation: String, error: &CudaError) -> Error {
+    Error::Device { operation, cause: error.to_string() }
+}
+
+fn setup_failed(comm: &str, error: &CudaError) -> Error {
+    InitError::Os { comm: comm.to_owned(), what: "its memory on the device".to_owned(), cause: error.to_string() }
+        .into()
+}

@@ -1,0 +1,157 @@
+//! Plans: a collective's segments with the programs that run them, made once for each shape.
+
+use std::collections::HashMap;
+
+use crate::algo::{self, Chunking, Collective, Scaling, Setting, select};
+use crate::device::lower::{InPlace, Program, Staged};
+use crate::device::segment::{self, Segment, StagingTooSmall};
+use crate::schedule::Space;
+use crate::sync::Arc;
+use crate::topo::Topology;
+use crate::types::Rank;
+
+/// What a plan depends on, beside the communicator.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Shape {
+    pub(crate) collective: Collective,
+    /// Bytes of an element.
+    pub(crate) element: usize,
+    pub(crate) scaling: Scaling,
+    /// Whether this rank's part of the data lies in the same memory in input and output.
+    pub(crate) is_in_place: bool,
+}
+
+/// How one rank runs a collective.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    /// The number of the algorithm.
+    pub(crate) algorithm: u8,
+    /// In their order.
+    pub(crate) segments: Vec<(Segment, Arc<Program>)>,
+    bytes: usize,
+}
+
+/// The memory that plans may use.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    /// Bytes of half of the staging memory.
+    pub(crate) half: usize,
+    /// Bytes of scratch memory, and as many for sums.
+    pub(crate) scratch: usize,
+}
+
+/// The plans of one communicator.
+#[derive(Debug)]
+pub(crate) struct Plans {
+    me: Rank,
+    topo: Topology,
+    /// The algorithm of every collective that it can do, if one is set.
+    algorithm: Option<String>,
+    room: Room,
+    cached: HashMap<Shape, Arc<Plan>>,
+    /// What the cached plans take.
+    bytes: usize,
+}
+
+/// What cached plans may take together.
+const CACHE_BYTES: usize = 8 << 20;
+
+impl Plans {
+    /// No plans yet, for ranks that are all on one host.
+    pub(crate) fn new(me: Rank, size: usize, algorithm: Option<String>, room: Room) -> Plans {
+        let topo = Topology::single_host(size);
+        Plans { me, topo, algorithm, room, cached: HashMap::new(), bytes: 0 }
+    }
+
+    /// The plan for a shape, made now if it is new.
+    ///
+    /// # Errors
+    /// One element of every block does not fit into staging memory.
+    pub(crate) fn plan(&mut self, shape: &Shape) -> Result<Arc<Plan>, StagingTooSmall> {
+        if let Some(plan) = self.cached.get(shape) {
+            return Ok(plan.clone());
+        }
+        let plan = Arc::new(self.make(shape)?);
+        let bytes = plan.bytes + size_of::<Shape>() + shape.collective.bytes();
+        if self.bytes + bytes > CACHE_BYTES {
+            self.cached.clear();
+            self.bytes = 0;
+        }
+        if bytes <= CACHE_BYTES {
+            self.cached.insert(shape.clone(), plan.clone());
+            self.bytes += bytes;
+        }
+        Ok(plan)
+    }
+
+    fn make(&self, shape: &Shape) -> Result<Plan, StagingTooSmall> {
+        let (collective, size) = (&shape.collective, self.topo.size());
+        let name = self.choose(shape);
+        let stage = |len: usize| {
+            let first = self.segment(collective, 0, len);
+            let staged = Staged::plan(name, &first.collective, &self.topo, shape.element, shape.scaling);
+            staged.expect("chosen since it can do this collective")
+        };
+        let len = segment::longest(collective, self.room.half, |len| self.needed(&stage(len), shape))?;
+        let mut plan = Plan { algorithm: select::number(name), segments: Vec::new(), bytes: 0 };
+        let mut last: Option<(Collective, Arc<Program>)> = None;
+        for from in (0..segment::longest_block(collective).max(1)).step_by(len) {
+            let segment = self.segment(collective, from, len);
+            let program = match &last {
+                // All but the last one are alike, and in the last ones blocks may end.
+                Some((same, program)) if *same == segment.collective => program.clone(),
+                _ => {
+                    let staged = Staged::plan(name, &segment.collective, &self.topo, shape.element, shape.scaling);
+                    let staged = staged.expect("as for the first segment");
+                    let in_place = shape.is_in_place.then(|| in_place(&segment.collective, self.me, size)).flatten();
+                    let program = Arc::new(staged.program(self.me, in_place));
+                    plan.bytes += program.bytes();
+                    program
+                }
+            };
+            last = Some((segment.collective.clone(), program.clone()));
+            plan.bytes += size_of::<(Segment, Arc<Program>)>() + segment.bytes();
+            plan.segments.push((segment, program));
+        }
+        Ok(plan)
+    }
+
+    /// The name of the algorithm.
+    fn choose(&self, shape: &Shape) -> &'static str {
+        let Shape { ref collective, element, scaling, .. } = *shape;
+        let setting = Setting { me: self.me, topo: &self.topo, element, scaling, chunking: Chunking::Whole };
+        let set = self.algorithm.as_deref().and_then(|name| algo::plan_with(name, collective, setting));
+        set.unwrap_or_else(|| algo::plan(collective, setting)).name
+    }
+
+    fn segment(&self, collective: &Collective, from: usize, len: usize) -> Segment {
+        Segment::of(collective, self.me, self.topo.size(), from, len).expect("no all_to_all has segments")
+    }
+
+    /// How much of half of the staging memory a segment takes; where scratch memory does not hold what it needs, too much.
+    fn needed(&self, staged: &Staged, shape: &Shape) -> usize {
+        let ranks = (0..self.topo.size()).map(|rank| staged.schedule(Rank::from(rank)));
+        let bytes = |space, count: usize| count.saturating_mul(shape.scaling.bytes_in(space, shape.element));
+        let scratch = ranks
+            .map(|schedule| bytes(Space::Scratch, schedule.scratch).max(bytes(Space::Sums, schedule.sums)))
+            .max()
+            .unwrap_or(0);
+        if scratch > self.room.scratch { self.room.half.saturating_add(scratch) } else { staged.bytes() }
+    }
+}
+
+/// Where this rank's part of the data lies in input and output, as a segment counts.
+fn in_place(collective: &Collective, me: Rank, size: usize) -> Option<InPlace> {
+    let before = |counts: &crate::counts::Counts| counts.iter().take(me.index()).sum();
+    Some(match collective {
+        Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::Broadcast { .. } => {
+            InPlace { input: 0, output: 0 }
+        }
+        Collective::AllGather { counts } => InPlace { input: 0, output: before(counts) },
+        Collective::ReduceScatter { counts } => InPlace { input: before(counts), output: 0 },
+        Collective::Gather { count, root } if *root == me => InPlace { input: 0, output: me.index() * count },
+        Collective::Scatter { count, root } if *root == me => InPlace { input: me.index() * count, output: 0 },
+        _ => return None,
+    })
+    .filter(|_| size > 0)
+}

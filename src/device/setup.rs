@@ -1,0 +1,491 @@
+//! What the ranks of a communicator do together before the first operation on their devices.
+//!
+//! Each tells the others what it runs on. All [`decide`] the same from that, make their memory, hand it to each other and map
+//! it. What fails on one rank is told to all, so that each gets the same error, and everything that was made is given back.
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::deadline::deadline_after;
+use crate::device::descriptors::{Address, Post};
+use crate::device::staging::{Staging, StagingKind};
+use crate::error::{Error, InitError};
+use crate::sync::Arc;
+use crate::sys::cuda::{
+    Attribute, Context, CudaError, Device, DeviceUuid, DriverVersion, HostMemoryError, RegisteredWords, Width,
+    driver_version,
+};
+use crate::sys::process::ProcessId;
+use crate::sys::words::SharedWords;
+use crate::types::Rank;
+
+/// What a rank brings to the setup.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// The communicator's name, for errors.
+    pub comm: &'a str,
+    /// This rank.
+    pub me: Rank,
+    /// The number of its device in this process.
+    pub device: u32,
+    /// The identity of its host.
+    pub host: &'a str,
+    /// The bytes of half a rank's staging memory, as this rank is set; rank 0's hold.
+    pub staging_bytes: usize,
+    /// How many words the ranks share: the same number on every rank.
+    pub words: usize,
+    /// The version of what lies in them.
+    pub layout: u32,
+    /// How long to wait for the file descriptors of others that have come.
+    pub patience: Duration,
+}
+
+/// Tells every rank some bytes, and returns those of all ranks, by rank. It waits for all of them.
+pub type AllGather<'a> = dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>, Error> + 'a;
+
+/// What the setup has made: everything that programs need, of all ranks.
+#[derive(Debug)]
+pub struct Parts {
+    /// The own device's.
+    pub context: Arc<Context>,
+    /// The words of all ranks.
+    pub words: Arc<SharedWords>,
+    /// The same, as the own device reaches them.
+    pub registered: RegisteredWords,
+    /// The staging memory of all ranks, mapped.
+    pub staging: Staging,
+    /// How much of a word every device can wait for.
+    pub width: Width,
+    /// What each rank has told, by rank.
+    pub members: Vec<Member>,
+}
+
+/// What a rank runs on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// The identity of its host.
+    pub host: String,
+    /// Its process; ranks may be threads of one.
+    pub process: ProcessId,
+    /// Its device.
+    pub device: DeviceUuid,
+    /// The device's number in its process.
+    pub ordinal: u32,
+    /// Its driver.
+    pub driver: DriverVersion,
+    /// Whether streams wait for words of 64 bits.
+    pub has_wide_words: bool,
+    /// Whether device memory can be handed over as a file descriptor.
+    pub exports_memory: bool,
+    /// [`Attribute::ComputeMode`].
+    pub compute_mode: u32,
+    /// Other devices that its process sees and its device reaches.
+    pub reaches: Vec<DeviceUuid>,
+    /// The bytes of half a rank's staging memory, as it is set.
+    pub staging_bytes: usize,
+    /// The version of what lies in the words.
+    pub layout: u32,
+}
+
+/// What follows from the members, the same on every rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// How much of a word every device can wait for.
+    pub width: Width,
+    /// Where staging memory lies.
+    pub staging: StagingKind,
+    /// Why it does not lie on the devices; empty if it does.
+    pub reason: String,
+    /// The bytes of half a rank's staging memory.
+    pub half: usize,
+}
+
+/// What ranks on these members do. `comm` is the communicator's name.
+///
+/// # Errors
+/// They cannot work together: the text says which ranks stand in the way, and what to do.
+///
+/// # Panics
+/// When there are no members.
+pub fn decide(comm: &str, members: &[Member]) -> Result<Decision, InitError> {
+    let error = |text: String| Err(InitError::Config(format!("communicator `{comm}`: {text}")));
+    let hosts = groups(members, |member| &member.host);
+    if hosts.len() > 1 {
+        let list: Vec<String> = hosts.iter().map(|(host, ranks)| format!("{} on `{host}`", named(ranks))).collect();
+        return error(format!(
+            "CUDA tensors of ranks on several hosts are not served yet: {}; use cpu:ncclx_rs,cuda:nccl",
+            list.join(", ")
+        ));
+    }
+    let layouts = groups(members, |member| &member.layout);
+    if layouts.len() > 1 {
+        let list: Vec<String> =
+            layouts.iter().map(|(layout, ranks)| format!("{} version {layout}", named(ranks))).collect();
+        return error(format!("ranks lay out shared words differently: {}; install one build on all", list.join(", ")));
+    }
+    let old: Vec<usize> = ranks_where(members, |member| member.driver < OLDEST_DRIVER);
+    if let Some(first) = old.first() {
+        return error(format!(
+            "the CUDA driver of {} serves CUDA {}, and its streams cannot wait for words (cuStreamBatchMemOp_v2), which \
+             CUDA {OLDEST_DRIVER} and later can: update the driver, or move the tensors to the CPU",
+            named(&old),
+            members[*first].driver
+        ));
+    }
+    for (device, ranks) in groups(members, |member| &member.device) {
+        let is_exclusive = ranks.iter().any(|rank| EXCLUSIVE.contains(&members[*rank].compute_mode));
+        if is_exclusive && ranks.iter().any(|rank| members[*rank].process != members[ranks[0]].process) {
+            return error(format!(
+                "{} use one device, {}, whose compute mode lets one process use it: give each rank a device of its own, \
+                 or allow it with `nvidia-smi --compute-mode=DEFAULT`",
+                named(&ranks),
+                text(*device)
+            ));
+        }
+    }
+    let is_wide = members.iter().all(|member| member.has_wide_words);
+    let reason = obstacle(members).unwrap_or_default();
+    Ok(Decision {
+        width: if is_wide { Width::Bits64 } else { Width::Bits32 },
+        staging: if reason.is_empty() { StagingKind::Device } else { StagingKind::Host },
+        reason,
+        half: members[0].staging_bytes,
+    })
+}
+
+/// Why devices cannot copy from each other's memory, if so.
+fn obstacle(members: &[Member]) -> Option<String> {
+    let closed = ranks_where(members, |member| !member.exports_memory);
+    if members.len() > 1 && !closed.is_empty() {
+        return Some(format!("the device of {} cannot hand its memory to another process", named(&closed)));
+    }
+    members.iter().enumerate().find_map(|(rank, member)| {
+        let reaches = |other: &Member| other.device == member.device || member.reaches.contains(&other.device);
+        let other = members.iter().position(|other| !reaches(other))?;
+        Some(format!("the device of rank {rank} does not reach that of rank {other}, or its process does not see it"))
+    })
+}
+
+/// Sets up, with all ranks. Before it returns every rank has mapped everything.
+///
+/// It calls `all_gather` as often on every rank, until one of them fails. The device may be waited for.
+///
+/// # Errors
+/// Those of [`decide`]; that something failed on a rank, which is named: the same on all; and those of `all_gather`.
+pub fn set_up(wanted: &Wanted<'_>, all_gather: &mut AllGather<'_>) -> Result<Parts, Error> {
+    let Wanted { comm, me, .. } = *wanted;
+    let members: Vec<Member> = tell(comm, all_gather, probe(wanted))?;
+    let decision = decide(comm, &members)?;
+    if me.index() == 0 && decision.staging == StagingKind::Host {
+        log::info!("communicator `{comm}`: tensors go through memory of the host, since {}", decision.reason);
+    }
+    let (own, offer) = split(Own::make(wanted, &decision, members.len()));
+    let offers: Vec<Offer> = tell(comm, all_gather, offer)?;
+    let own = own.expect("no rank has told a failure");
+    let (mapped, told) = split(own.share(wanted, &offers).map(|mapped| (mapped, ())));
+    tell(comm, all_gather, told)?;
+    let Mapped { context, words, registered, staging } = mapped.expect("no rank has told a failure");
+    Ok(Parts { context, words, registered, staging, width: decision.width, members })
+}
+
+/// What did not work on a rank, for the others.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Failure {
+    what: String,
+    cause: String,
+}
+
+fn failed<E: Display>(what: impl Display) -> impl FnOnce(E) -> Failure {
+    move |cause| Failure { what: what.to_string(), cause: cause.to_string() }
+}
+
+/// Tells the others what this rank has, or what failed on it. What all have, or the first failure, the same on every rank.
+fn tell<T: Serialize + DeserializeOwned>(
+    comm: &str,
+    all_gather: &mut AllGather<'_>,
+    own: Result<T, Failure>,
+) -> Result<Vec<T>, Error> {
+    let told = all_gather(serde_json::to_vec(&own).expect("plain data"))?;
+    let parsed = told.iter().enumerate().map(|(rank, bytes)| {
+        let said: Result<T, Failure> =
+            serde_json::from_slice(bytes).unwrap_or_else(|error| Err(failed("what it has told")(error)));
+        said.map_err(|Failure { what, cause }| InitError::Os {
+            comm: comm.to_owned(),
+            what: format!("CUDA on rank {rank}: {what}"),
+            cause,
+        })
+    });
+    Ok(parsed.collect::<Result<Vec<T>, InitError>>()?)
+}
+
+/// What stays here, and what is told.
+fn split<A, B>(result: Result<(A, B), Failure>) -> (Option<A>, Result<B, Failure>) {
+    match result {
+        Ok((kept, told)) => (Some(kept), Ok(told)),
+        Err(failure) => (None, Err(failure)),
+    }
+}
+
+/// What this rank runs on. It makes no context.
+fn probe(wanted: &Wanted<'_>) -> Result<Member, Failure> {
+    let probe = || -> Result<Member, CudaError> {
+        let driver = driver_version()?;
+        let device = Device::new(wanted.device)?;
+        let has = |attribute| device.attribute(attribute).map(|value| value != 0);
+        let mut reaches = vec![];
+        for other in (0..Device::count()?).filter(|other| *other != wanted.device) {
+            let other = Device::new(other)?;
+            if device.reaches(other)? {
+                reaches.push(other.uuid()?);
+            }
+        }
+        Ok(Member {
+            host: wanted.host.to_owned(),
+            process: ProcessId::own(),
+            device: device.uuid()?,
+            ordinal: wanted.device,
+            driver,
+            has_wide_words: has(Attribute::WordsOf64Bits)?,
+            exports_memory: has(Attribute::VirtualMemory)? && has(Attribute::MemoryAsDescriptor)?,
+            compute_mode: device.attribute(Attribute::ComputeMode)?,
+            reaches,
+            staging_bytes: wanted.staging_bytes,
+            layout: wanted.layout,
+        })
+    };
+    probe().map_err(failed(format_args!("a look at its device {}", wanted.device)))
+}
+
+/// What a rank has made, and is about to hand over.
+struct Own {
+    context: Arc<Context>,
+    /// The first rank's.
+    words: Option<SharedWords>,
+    staging: Staging,
+    fd: OwnedFd,
+    post: Post,
+}
+
+/// What the others have to know of it.
+#[derive(Debug, Serialize, Deserialize)]
+struct Offer {
+    address: Address,
+    staging_bytes: usize,
+}
+
+/// What a rank has mapped.
+struct Mapped {
+    context: Arc<Context>,
+    words: Arc<SharedWords>,
+    registered: RegisteredWords,
+    staging: Staging,
+}
+
+impl Own {
+    fn make(wanted: &Wanted<'_>, decision: &Decision, ranks: usize) -> Result<(Own, Offer), Failure> {
+        let &Wanted { me, device, .. } = wanted;
+        let context = Device::new(device).and_then(Context::primary);
+        let context = context.map_err(failed(format_args!("the context of its device {device}")))?;
+        let half = decision.half;
+        let staging = match decision.staging {
+            StagingKind::Device => Staging::new(&context, me, ranks, half).map_err(HostMemoryError::from),
+            StagingKind::Host => Staging::pinned(&context, me, ranks, half),
+        };
+        let staging = staging.map_err(|error| Failure {
+            what: format!("staging memory of {} bytes for its device {device}", 2 * half),
+            cause: format!("{error}; with less in the setting `device_staging_bytes`, here {half}, it needs less"),
+        })?;
+        let (fd, staging_bytes) = staging.export().map_err(failed("a file descriptor of its staging memory"))?;
+        let words = (me.index() == 0).then(|| SharedWords::new(wanted.words)).transpose();
+        let words = words.map_err(failed(format_args!("{} shared words", wanted.words)))?;
+        let post = Post::open().map_err(failed("a place for file descriptors"))?;
+        let offer = Offer { address: post.address().clone(), staging_bytes };
+        Ok((Own { context, words, staging, fd, post }, offer))
+    }
+
+    /// Hands own memory to all ranks, and maps theirs.
+    fn share(self, wanted: &Wanted<'_>, offers: &[Offer]) -> Result<Mapped, Failure> {
+        let Own { context, words, mut staging, fd, post } = self;
+        // Staging memory first.
+        let own: Vec<BorrowedFd<'_>> = std::iter::once(fd.as_fd()).chain(words.as_ref().map(AsFd::as_fd)).collect();
+        let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
+        let deadline = deadline_after(Instant::now(), wanted.patience);
+        let taken = post.exchange(wanted.me, &addresses, &own, deadline);
+        let taken = taken.map_err(failed("the exchange of file descriptors"))?;
+        let mut others_words = None;
+        for (rank, (fds, offer)) in taken.into_iter().zip(offers).enumerate() {
+            let mut fds = fds.into_iter();
+            let memory = fds.next().ok_or_else(|| failed("the exchange of file descriptors")(NONE_FROM))?;
+            staging
+                .import(Rank::from(rank), memory.as_fd(), offer.staging_bytes)
+                .map_err(failed(format_args!("the staging memory of rank {rank}")))?;
+            others_words = others_words.or(fds.next());
+        }
+        let words = match (words, others_words) {
+            (Some(words), _) => words,
+            (None, Some(fd)) => {
+                SharedWords::open(fd, wanted.words).map_err(failed("the words that rank 0 has made"))?
+            }
+            (None, None) => return Err(failed("the words that rank 0 has made")(NONE_FROM)),
+        };
+        let words = Arc::new(words);
+        let registered = RegisteredWords::new(&context, &words).map_err(failed("the words for its device"))?;
+        Ok(Mapped { context, words, registered, staging })
+    }
+}
+
+const NONE_FROM: &str = "a rank has handed too few over";
+
+/// The first that has the operations on words of which programs are made.
+const OLDEST_DRIVER: DriverVersion = DriverVersion { major: 12, minor: 0 };
+
+/// `CU_COMPUTEMODE_EXCLUSIVE`, which old drivers had, and `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
+const EXCLUSIVE: [u32; 2] = [1, 3];
+
+/// Which ranks are alike, by what.
+fn groups<K: Ord>(members: &[Member], key: impl Fn(&Member) -> &K) -> BTreeMap<&K, Vec<usize>> {
+    let mut groups: BTreeMap<&K, Vec<usize>> = BTreeMap::new();
+    for (rank, member) in members.iter().enumerate() {
+        groups.entry(key(member)).or_default().push(rank);
+    }
+    groups
+}
+
+fn ranks_where(members: &[Member], is: impl Fn(&Member) -> bool) -> Vec<usize> {
+    (0..members.len()).filter(|rank| is(&members[*rank])).collect()
+}
+
+fn named(ranks: &[usize]) -> String {
+    match ranks {
+        [rank] => format!("rank {rank}"),
+        ranks => format!("ranks {ranks:?}"),
+    }
+}
+
+/// As nvidia-smi writes it.
+fn text(device: DeviceUuid) -> String {
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let [a, b, c, d, e] = [0..4, 4..6, 6..8, 8..10, 10..16].map(|range| hex(&device.0[range]));
+    format!("GPU-{a}-{b}-{c}-{d}-{e}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank of its own process on a device of its own.
+    fn member(rank: u8) -> Member {
+        let process = format!(r#"{{"namespace":"here","number":{}}}"#, 100 + u32::from(rank));
+        Member {
+            host: "one".to_owned(),
+            process: serde_json::from_str(&process).expect("a process"),
+            device: DeviceUuid([rank; 16]),
+            ordinal: rank.into(),
+            driver: DriverVersion { major: 13, minor: 0 },
+            has_wide_words: true,
+            exports_memory: true,
+            compute_mode: 0,
+            reaches: (0..8).filter(|other| *other != rank).map(|other| DeviceUuid([other; 16])).collect(),
+            staging_bytes: 1 << 20,
+            layout: 1,
+        }
+    }
+
+    /// What `size` ranks decide after a change of some.
+    fn decision(size: u8, change: impl Fn(u8, &mut Member)) -> Result<Decision, String> {
+        let mut members: Vec<Member> = (0..size).map(member).collect();
+        members.iter_mut().zip(0..).for_each(|(member, rank)| change(rank, member));
+        decide("main", &members).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn devices_that_reach_each_other_stage_on_themselves() {
+        for size in 1..=8 {
+            let decided = decision(size, |_, _| {}).expect("they fit together");
+            let expected =
+                Decision { width: Width::Bits64, staging: StagingKind::Device, reason: String::new(), half: 1 << 20 };
+            assert_eq!(decided, expected);
+        }
+    }
+
+    #[test]
+    fn the_least_able_device_sets_the_width_of_words() {
+        let decided = decision(3, |rank, member| member.has_wide_words = rank != 1).expect("they fit together");
+        assert_eq!(decided.width, Width::Bits32);
+    }
+
+    #[test]
+    fn the_first_ranks_setting_holds() {
+        let decided = decision(3, |rank, member| member.staging_bytes = 4096 * (1 + usize::from(rank)));
+        assert_eq!(decided.expect("they fit together").half, 4096);
+    }
+
+    #[test]
+    fn a_pair_that_does_not_reach_each_other_stages_on_the_host() {
+        let apart = |rank, member: &mut Member| {
+            member.reaches.retain(|other| (rank, other.0[0]) != (1, 2));
+        };
+        let decided = decision(3, apart).expect("they fit together");
+        assert_eq!(decided.staging, StagingKind::Host);
+        assert!(decided.reason.contains("device of rank 1 does not reach that of rank 2"), "{}", decided.reason);
+        let alone = |_, member: &mut Member| (member.reaches, member.device) = (vec![], DeviceUuid([9; 16]));
+        assert_eq!(decision(3, alone).expect("they fit together").staging, StagingKind::Device, "all on one device");
+    }
+
+    #[test]
+    fn memory_that_cannot_be_handed_over_is_replaced_by_the_hosts() {
+        let decided = decision(2, |rank, member| member.exports_memory = rank != 1).expect("they fit together");
+        assert_eq!(decided.staging, StagingKind::Host);
+        assert!(decided.reason.contains("device of rank 1"), "{}", decided.reason);
+    }
+
+    #[test]
+    fn ranks_on_several_hosts_are_told_what_to_use() {
+        let apart = |rank, member: &mut Member| member.host = if rank == 1 { "two" } else { "one" }.to_owned();
+        assert_eq!(
+            decision(3, apart).expect_err("two hosts"),
+            "communicator `main`: CUDA tensors of ranks on several hosts are not served yet: ranks [0, 2] on `one`, \
+             rank 1 on `two`; use cpu:ncclx_rs,cuda:nccl"
+        );
+    }
+
+    #[test]
+    fn an_old_driver_is_named_with_what_it_lacks() {
+        let old = |rank, member: &mut Member| {
+            if rank == 1 {
+                member.driver = DriverVersion { major: 11, minor: 8 };
+            }
+        };
+        let error = decision(2, old).expect_err("it is too old");
+        assert!(
+            error.contains("driver of rank 1 serves CUDA 11.8") && error.contains("cuStreamBatchMemOp_v2"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_device_for_one_process_alone_is_not_shared() {
+        let shared = |_, member: &mut Member| (member.device, member.compute_mode) = (DeviceUuid([0xab; 16]), 3);
+        let error = decision(2, shared).expect_err("two processes");
+        let device = "GPU-abababab-abab-abab-abab-abababababab";
+        assert!(error.contains("ranks [0, 1] use one device") && error.contains(device), "{error}");
+        assert!(error.contains("--compute-mode=DEFAULT"), "{error}");
+        let threads = |rank, changed: &mut Member| {
+            shared(rank, changed);
+            changed.process = member(0).process;
+        };
+        assert!(decision(2, threads).is_ok(), "one process may have several ranks");
+        assert!(decision(2, |_, member| member.compute_mode = 3).is_ok(), "a device each");
+    }
+
+    #[test]
+    fn different_layouts_are_an_error() {
+        let error = decision(2, |rank, member| member.layout = rank.into()).expect_err("they differ");
+        assert!(error.contains("rank 0 version 0, rank 1 version 1"), "{error}");
+    }
+}
