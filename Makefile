@@ -163,12 +163,16 @@ $(ACCEPTANCE_SIZES:%=acceptance-%): acceptance-%: $(call installed,$(TORCH))
 
 # The engine's tests of CUDA. What `test-cuda` has built is preloaded into them, and not into the compiler.
 CUDA_TWINS = $(SOFTCUDA)/twins.so
+KERNEL_TWINS = $(SOFTCUDA)/kernels.so
+AS_TWINS = $(CXX) -x c++ -std=c++17 -O1 -ffp-contract=off -shared -fPIC -Itests/softcuda/include
+$(KERNEL_TWINS): src/device/kernels.cu $(wildcard tests/softcuda/include/*.h) | softcuda
+	$(AS_TWINS) $< -o $@
 .PHONY: rust-test-cuda
 test-cuda: rust-test-cuda
-rust-test-cuda: softcuda
-	$(CXX) -x c++ -std=c++17 -O1 -ffp-contract=off -shared -fPIC -Itests/softcuda/include \
-		tests/softcuda/tests/sample.cu -o $(CUDA_TWINS)
-	SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS)" NCCLX_RS_TEST_CUDA=1 cargo test --locked --test cuda \
+rust-test-cuda: softcuda $(KERNEL_TWINS)
+	$(AS_TWINS) tests/softcuda/tests/sample.cu -o $(CUDA_TWINS)
+	SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1 \
+		cargo test --locked --test cuda \
 		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'"
 
 .PHONY: nightly

@@ -3,7 +3,6 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
-use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
 use ncclx_rs::algo::{self, Collective, Scaling};
@@ -24,6 +23,7 @@ use ncclx_rs::sys::words::SharedWords;
 use ncclx_rs::{Counts, Rank, Topology};
 
 use crate::harness::{Software, alone, context, is_alone, program, watch};
+use crate::world::{Others, of_threads, shared, words};
 
 /// Bytes of an element, and of half the staging memory.
 const ELEMENT: usize = 4;
@@ -89,15 +89,6 @@ fn segments(whole: &Collective, size: usize, name: &str) -> Option<usize> {
     };
     plan(1)?;
     Some(segment::longest(whole, HALF, |len| plan(len).expect("as with one element").bytes()).expect("one fits"))
-}
-
-/// What ranks need of each other beside streams.
-trait Others {
-    /// Hands own staging memory to all ranks, and takes theirs.
-    fn exchange(&mut self, own: OwnedFd) -> Vec<OwnedFd>;
-
-    /// Returns once all ranks are there.
-    fn barrier(&mut self);
 }
 
 /// What one rank submits for one collective, and what has to come of it.
@@ -186,50 +177,14 @@ fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut i
     Ok(())
 }
 
-fn words(size: usize) -> SharedWords {
-    SharedWords::new(WordLayout::new(size, 2).count()).expect("words")
-}
-
-/// The other ranks in threads of this process.
-struct Threads<'a> {
-    me: usize,
-    fds: &'a [Mutex<Option<OwnedFd>>],
-    barrier: &'a Barrier,
-}
-
-impl Others for Threads<'_> {
-    fn exchange(&mut self, own: OwnedFd) -> Vec<OwnedFd> {
-        *self.fds[self.me].lock().expect("no panic") = Some(own);
-        self.barrier.wait();
-        let clone = |fd: &Mutex<Option<OwnedFd>>| {
-            let fd = fd.lock().expect("no panic");
-            fd.as_ref().expect("all are there").try_clone().expect("a descriptor")
-        };
-        self.fds.iter().map(clone).collect()
-    }
-
-    fn barrier(&mut self) {
-        self.barrier.wait();
-    }
-}
-
 #[test]
 fn collectives_of_threads_are_right() {
     let settings: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "1")];
     alone("lanes::collectives_of_threads_are_right", &[settings], || {
         for size in 1..=8 {
-            let (words, barrier) = (words(size), Barrier::new(size));
-            let fds: Vec<Mutex<Option<OwnedFd>>> = (0..size).map(|_| Mutex::new(None)).collect();
-            std::thread::scope(|scope| {
-                for me in 0..size {
-                    let (words, fds, barrier) = (&words, &fds, &barrier);
-                    scope.spawn(move || {
-                        let own = shared(words);
-                        let width = if size % 2 == 0 { Width::Bits64 } else { Width::Bits32 };
-                        let result = rank(me, size, width, own, &mut Threads { me, fds, barrier });
-                        assert_eq!(result, Ok(()), "rank {me} of {size}");
-                    });
-                }
+            of_threads(size, |me, words, others| {
+                let width = if size % 2 == 0 { Width::Bits64 } else { Width::Bits32 };
+                assert_eq!(rank(me, size, width, words, others), Ok(()), "rank {me} of {size}");
             });
         }
     });
@@ -438,9 +393,4 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
     copy_to_host(&current, output.bytes(), &mut received)?;
     assert!(received == bytes, "something was overwritten before it was read");
     Ok(())
-}
-
-/// A mapping of its own of the same words.
-fn shared(words: &SharedWords) -> SharedWords {
-    SharedWords::open(words.as_fd().try_clone_to_owned().expect("a descriptor"), words.count()).expect("the words")
 }

@@ -7,3 +7,10 @@ mod faults;
 mod fence;
 mod harness;
 mod lanes;
+#[path = "../engine/numbers.rs"]
+mod numbers;
+#[path = "../engine/nvrtc/folders.rs"]
+mod nvrtc;
+mod reductions;
+mod simulation;
+mod world;

@@ -18,6 +18,7 @@ mod log_capture;
 mod matrix;
 mod memory;
 mod messages;
+mod numbers;
 mod nvrtc;
 mod peer_loss;
 mod programs;

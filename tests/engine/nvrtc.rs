@@ -1,5 +1,7 @@
 //! NVRTC takes the kernels' source for every generation of devices, and what it makes is kept. It needs no GPU.
 
+mod folders;
+
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -9,22 +11,14 @@ use ncclx_rs::device::kernels::compile::{CompileError, Compiler};
 use ncclx_rs::device::kernels::{Computation, Module};
 use ncclx_rs::{DType, ReduceOp};
 
+use folders::folders;
+
 const ARCHITECTURES: [u32; 4] = [80, 90, 100, 120];
 /// What differs most, for generations other than the first: compiling takes seconds.
 const VARIED: [DType; 4] = [DType::Bool, DType::I64, DType::F16, DType::F64];
 const MODULE: DType = DType::Bool;
 const NEWEST: u32 = 13;
 const ROOM: u64 = 1 << 30;
-
-/// The folders of PyTorch's wheels in the environment of the tests.
-fn folders() -> Vec<PathBuf> {
-    let environment = std::env::var("VIRTUAL_ENV")
-        .map_or_else(|_| Path::new(env!("CARGO_MANIFEST_DIR")).join(".venv"), PathBuf::from);
-    let libraries = fs::read_dir(environment.join("lib")).into_iter().flatten().flatten().map(|entry| entry.path());
-    let of =
-        |python: PathBuf| ["cu13/lib", "cuda_nvrtc/lib"].map(|name| python.join("site-packages/nvidia").join(name));
-    libraries.flat_map(of).filter(|folder| folder.exists()).collect()
-}
 
 /// The compiler, if this machine has one.
 #[allow(clippy::print_stdout, reason = "says what a test lacks")]
