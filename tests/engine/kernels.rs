@@ -8,10 +8,14 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 use libloading::Library;
+use ncclx_rs::algo::Scaling;
 use ncclx_rs::device::kernels::{Blocks, Computation, Function, MAX_BLOCKS, Module};
+use ncclx_rs::device::launch::{self, LaunchError};
+use ncclx_rs::device::lower::Staged;
 use ncclx_rs::engine::reduce::{self, Operands};
+use ncclx_rs::schedule::{Action, Builder, Slice, Space};
 use ncclx_rs::types::Arithmetic;
-use ncclx_rs::{DType, ReduceOp};
+use ncclx_rs::{DType, Rank, ReduceOp};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -440,4 +444,28 @@ fn what_is_only_moved_has_no_kernels() {
     }
     assert_eq!(Module::of(DType::F8E4M3FN), None);
     assert_eq!(Module::all().count(), 13);
+}
+
+#[test]
+fn elements_and_sums_have_the_sizes_of_the_engine() {
+    for dtype in dtypes(ReduceOp::Avg) {
+        let module = Module::of(dtype).expect("a module");
+        let parts = dtype.size() / module.dtype().size();
+        let (element, sum) = module.sizes();
+        assert_eq!((parts * element, parts * sum), (dtype.size(), Operands::Sums(dtype).size()), "{dtype}");
+    }
+}
+
+#[test]
+fn a_program_of_more_blocks_than_a_kernel_takes_is_refused() {
+    let program = |others: usize| {
+        let (all, into) = (Slice::new(Space::Scratch, 0, 4 * others), Slice::new(Space::Output, 0, 4));
+        let mut builder = Builder::new("example");
+        builder.push(Action::Fold { from: all, into, position: 0 });
+        Staged::new(vec![builder.finish()], 4, Scaling::Nothing).program(Rank(0), None)
+    };
+    assert_eq!(launch::check(&program(MAX_BLOCKS - 1)), Ok(()));
+    let error = launch::check(&program(MAX_BLOCKS)).expect_err("one too many");
+    assert_eq!(error, LaunchError::Blocks { blocks: MAX_BLOCKS + 1 });
+    assert!(error.to_string().starts_with("a reduction of 129 blocks at once, of which a kernel takes 128"), "{error}");
 }
