@@ -80,7 +80,14 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
     (
         "src/device/",
-        &[&["kernels", "layout", "segment", "staging"], &["lower"], &["counters"], &["words"], &["lane"], &["launch"]],
+        &[
+            &["kernels", "layout", "rounds", "segment", "staging"],
+            &["lower"],
+            &["counters"],
+            &["rings", "words"],
+            &["lane"],
+            &["launch"],
+        ],
     ),
 ];
 

@@ -1,0 +1,373 @@
+//! Point to point: a batch of sends and receives of one rank as the operations that it puts on a stream.
+//!
+//! # Rings
+//! Each ordered pair of ranks has a ring of [`CELLS`] cells in the sender's memory. A message is cut into chunks as long as a
+//! cell, and the chunks of a pair's messages take its cells in turn for as long as the pair lives. Two words belong to the
+//! ring: the *head* counts what has been published, chunks and messages without data alike, the *tail* the chunks that the
+//! receiver is done with. Before a sender writes to a cell it waits until the chunk that lay there is done with. See
+//! [`rings`](crate::device::rings).
+//!
+//! # Order
+//! A batch is a sequence of rounds. Round j takes the j-th chunk of every pair: first it sends, to all ranks, then it
+//! receives, from all ranks. Messages of one pair follow each other in the order in which they were issued. If the messages
+//! of a pair are in one batch at both ends, the round in which a chunk is sent is the one in which it is received, and all a
+//! send waits for are receives of the round [`CELLS`] before: so batches run to their end on a single queue a rank, whatever
+//! their length. What both ends cut into batches differently does so too, as long as no more than [`CELLS`] chunks of a pair
+//! are under way.
+
+use crate::counts::Counts;
+use crate::types::Rank;
+
+/// The cells of a ring.
+pub const CELLS: usize = 2;
+
+/// A batch as operations. Values of words are counted from its beginning; see [`rings`](crate::device::rings).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rounds {
+    /// In the order in which they are submitted. Words that follow each other are one call of the driver.
+    pub operations: Vec<Operation>,
+    /// What goes through each ring; a ring that is not used is not there.
+    pub flows: Vec<Flow>,
+}
+
+/// What goes through a ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flow {
+    /// The rank at the other end.
+    pub peer: Rank,
+    /// Whether to it or from it.
+    pub direction: Direction,
+    /// What is counted by the head: chunks, and messages without data.
+    pub published: u64,
+    /// The chunks.
+    pub chunks: u64,
+}
+
+/// Which way a message goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Direction {
+    /// From this rank to its peer.
+    Send,
+    /// From the peer to this rank.
+    Receive,
+}
+
+/// A message of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// The rank at the other end.
+    pub peer: Rank,
+    /// Whether to it or from it.
+    pub direction: Direction,
+    /// Where its bytes are.
+    pub part: Part,
+}
+
+/// Bytes of one of a batch's tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The tensor's number.
+    pub tensor: usize,
+    /// The first byte.
+    pub offset: usize,
+    /// How many they are.
+    pub len: usize,
+}
+
+/// What a stream does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Waits for a word or writes one.
+    Word(RingWord),
+    /// Copies bytes.
+    Copy {
+        /// From where.
+        from: Place,
+        /// To where; as long.
+        into: Place,
+    },
+}
+
+/// What is done to a ring's word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RingWord {
+    /// Waits until the cell of a chunk may be written.
+    Credit {
+        /// To whom it goes.
+        to: Rank,
+        /// Its number among the batch's chunks to that rank, from 0.
+        chunk: u64,
+    },
+    /// Says that so many chunks and messages without data have been published.
+    Publish {
+        /// For whom.
+        to: Rank,
+        /// The number, from 1.
+        number: u64,
+    },
+    /// Waits until so many of them have been published.
+    Await {
+        /// By whom.
+        from: Rank,
+        /// The number, from 1.
+        number: u64,
+    },
+    /// Says that this rank is done with a chunk, and all before it.
+    Release {
+        /// Whose.
+        from: Rank,
+        /// Its number among the batch's chunks from that rank, from 0.
+        chunk: u64,
+    },
+}
+
+/// Where a copy reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In a tensor.
+    Tensor(Part),
+    /// In a cell of a ring, from its beginning.
+    Cell {
+        /// The rank at the other end of the ring.
+        peer: Rank,
+        /// Whether it is this rank's, for a message to the peer, or the peer's.
+        direction: Direction,
+        /// The number of the chunk among the batch's chunks of this ring, from 0.
+        chunk: u64,
+        /// How many bytes.
+        len: usize,
+    },
+}
+
+/// Messages that a rank sends to itself and that could never end, or never rightly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ToSelfError {
+    /// A send and the receive that it meets differ.
+    #[error("this rank sends itself {sent} bytes, but receives {received}")]
+    Lengths {
+        /// The bytes that are sent.
+        sent: usize,
+        /// Those that are received.
+        received: usize,
+    },
+    /// A message has no counterpart in its batch, and is too long to be kept.
+    #[error(
+        "this rank sends itself {bytes} bytes outside a batch that also receives them, which it can do with {cell} bytes; \
+         put both into one batch"
+    )]
+    TooLong {
+        /// Its bytes.
+        bytes: usize,
+        /// Those of a cell.
+        cell: usize,
+    },
+    /// There are more messages without a counterpart than can be kept.
+    #[error(
+        "this rank has sent itself {messages} messages that it has not received, which it can do with {CELLS}; \
+         put sends and receives into one batch"
+    )]
+    TooMany {
+        /// How many they are.
+        messages: i64,
+    },
+}
+
+/// Copies up to this size are made together, once all that are waited for have come.
+const SHORT_BYTES: usize = 64 * 1024;
+
+impl Rounds {
+    /// The rounds of a batch of rank `me`, through cells of so many bytes. Messages of one pair are in the order in which
+    /// they were issued.
+    ///
+    /// What a rank sends itself is copied at once where the batch also receives it. `ahead` says how many messages to itself it
+    /// has sent through its ring and not received yet; with receives that came first it is negative.
+    ///
+    /// # Panics
+    /// When a cell has no bytes.
+    pub fn new(me: Rank, messages: &[Message], cell: usize, ahead: i64) -> Result<Rounds, ToSelfError> {
+        assert!(cell > 0, "chunks without bytes");
+        let mut lowering = Lowering { me, cell, rounds: Rounds::default() };
+        let mut messages = lowering.take_own(messages, ahead)?;
+        // Every rank begins with another one: what is sent to one rank is spread over the round, and what comes from it.
+        messages.sort_by_key(|Message { peer, direction, .. }| match direction {
+            Direction::Send => (Direction::Send, peer.0.wrapping_sub(me.0)),
+            Direction::Receive => (Direction::Receive, me.0.wrapping_sub(peer.0)),
+        });
+        let pairs = messages.chunk_by(|message, next| (message.peer, message.direction) == (next.peer, next.direction));
+        let (mut sends, mut receives): (Vec<Pair<'_>>, Vec<Pair<'_>>) =
+            pairs.map(Pair::new).partition(|pair| pair.flow.direction == Direction::Send);
+        let mut chunks = Vec::new();
+        while !(sends.is_empty() && receives.is_empty()) {
+            lowering.advance(&mut sends, &mut chunks);
+            lowering.send(&chunks);
+            lowering.advance(&mut receives, &mut chunks);
+            lowering.receive(&chunks);
+        }
+        Ok(lowering.rounds)
+    }
+}
+
+/// The messages of an all_to_all: blocks of tensor 0 to all ranks and blocks of tensor 1 from them, of so many elements.
+pub fn all_to_all(sent: &Counts, received: &Counts, element: usize) -> Vec<Message> {
+    let blocks = |direction, tensor, counts: &Counts| {
+        let mut offset = 0;
+        let block = |(peer, count): (usize, usize)| {
+            let part = Part { tensor, offset, len: count * element };
+            offset += part.len;
+            Message { peer: Rank::from(peer), direction, part }
+        };
+        counts.iter().enumerate().map(block).collect::<Vec<_>>()
+    };
+    let mut messages = blocks(Direction::Send, 0, sent);
+    messages.extend(blocks(Direction::Receive, 1, received));
+    messages
+}
+
+/// What is left of the messages of one pair and direction.
+struct Pair<'a> {
+    messages: &'a [Message],
+    /// How much of the first one has been taken.
+    taken: usize,
+    /// What has been taken.
+    flow: Flow,
+}
+
+impl<'a> Pair<'a> {
+    fn new(messages: &'a [Message]) -> Pair<'a> {
+        let Message { peer, direction, .. } = messages[0];
+        Pair { messages, taken: 0, flow: Flow { peer, direction, published: 0, chunks: 0 } }
+    }
+
+    /// Takes the next chunk, or message without data.
+    fn take(&mut self, cell: usize) -> Option<Chunk> {
+        let Part { tensor, offset, len } = self.messages.first()?.part;
+        let part = Part { tensor, offset: offset + self.taken, len: cell.min(len - self.taken) };
+        self.taken += part.len;
+        if self.taken == len {
+            (self.messages, self.taken) = (&self.messages[1..], 0);
+        }
+        self.flow.published += 1;
+        let chunk = Chunk { peer: self.flow.peer, part, number: self.flow.published, index: self.flow.chunks };
+        self.flow.chunks += u64::from(part.len > 0);
+        Some(chunk)
+    }
+}
+
+/// What a round does for one pair and direction.
+struct Chunk {
+    peer: Rank,
+    /// Empty if it is a message without data.
+    part: Part,
+    /// Its number in the head, from 1.
+    number: u64,
+    /// Its number among the chunks, from 0.
+    index: u64,
+}
+
+impl Chunk {
+    fn has_data(&self) -> bool {
+        self.part.len > 0
+    }
+}
+
+/// A batch being written.
+struct Lowering {
+    me: Rank,
+    cell: usize,
+    rounds: Rounds,
+}
+
+impl Lowering {
+    /// Copies what the batch sends to this rank and receives from it. What goes through a ring.
+    fn take_own(&mut self, messages: &[Message], ahead: i64) -> Result<Vec<Message>, ToSelfError> {
+        let (own, mut others): (Vec<Message>, Vec<Message>) =
+            messages.iter().partition(|message| message.peer == self.me);
+        let (sent, received): (Vec<Message>, Vec<Message>) =
+            own.iter().partition(|message| message.direction == Direction::Send);
+        // The oldest meet what came before this batch.
+        let earlier = |count: i64| usize::try_from(count).unwrap_or(0);
+        let (first_sent, first_received) = (earlier(-ahead).min(sent.len()), earlier(ahead).min(received.len()));
+        let (early_sent, sent) = sent.split_at(first_sent);
+        let (early_received, received) = received.split_at(first_received);
+        for (sent, received) in sent.iter().zip(received) {
+            let (from, into) = (sent.part, received.part);
+            if from.len != into.len {
+                return Err(ToSelfError::Lengths { sent: from.len, received: into.len });
+            }
+            if from.len > 0 {
+                let copy = Operation::Copy { from: Place::Tensor(from), into: Place::Tensor(into) };
+                self.rounds.operations.push(copy);
+            }
+        }
+        let met = sent.len().min(received.len());
+        let (late_sent, late_received) = (&sent[met..], &received[met..]);
+        let kept = others.len();
+        others.extend([early_sent, late_sent, early_received, late_received].into_iter().flatten());
+        if let Some(long) = others[kept..].iter().find(|message| message.part.len > self.cell) {
+            return Err(ToSelfError::TooLong { bytes: long.part.len, cell: self.cell });
+        }
+        let count = early_sent.len() + late_sent.len();
+        let messages = ahead + count as i64;
+        match count > 0 && messages > CELLS as i64 {
+            true => Err(ToSelfError::TooMany { messages }),
+            false => Ok(others),
+        }
+    }
+
+    /// Takes the next chunk of every pair; those that have none left go.
+    fn advance(&mut self, pairs: &mut Vec<Pair<'_>>, chunks: &mut Vec<Chunk>) {
+        chunks.clear();
+        pairs.retain_mut(|pair| {
+            chunks.extend(pair.take(self.cell));
+            if pair.messages.is_empty() {
+                self.rounds.flows.push(pair.flow);
+            }
+            !pair.messages.is_empty()
+        });
+    }
+
+    /// All credits, all copies, all words: so a round's sends are two calls of the driver beside the copies.
+    fn send(&mut self, chunks: &[Chunk]) {
+        let with_data = || chunks.iter().filter(|chunk| chunk.has_data());
+        for chunk in with_data() {
+            self.word(RingWord::Credit { to: chunk.peer, chunk: chunk.index });
+        }
+        for Chunk { peer, part, index, .. } in with_data() {
+            let into = Place::Cell { peer: *peer, direction: Direction::Send, chunk: *index, len: part.len };
+            self.rounds.operations.push(Operation::Copy { from: Place::Tensor(*part), into });
+        }
+        for chunk in chunks {
+            self.word(RingWord::Publish { to: chunk.peer, number: chunk.number });
+        }
+    }
+
+    /// Waits, copies, releases: short chunks together, and long ones each for itself, so that its cell is free early.
+    fn receive(&mut self, chunks: &[Chunk]) {
+        let mut first = 0;
+        for (last, chunk) in chunks.iter().enumerate() {
+            if chunk.part.len > SHORT_BYTES || last + 1 == chunks.len() {
+                self.receive_together(&chunks[first..=last]);
+                first = last + 1;
+            }
+        }
+    }
+
+    fn receive_together(&mut self, chunks: &[Chunk]) {
+        let with_data = || chunks.iter().filter(|chunk| chunk.has_data());
+        for chunk in chunks {
+            self.word(RingWord::Await { from: chunk.peer, number: chunk.number });
+        }
+        for Chunk { peer, part, index, .. } in with_data() {
+            let from = Place::Cell { peer: *peer, direction: Direction::Receive, chunk: *index, len: part.len };
+            self.rounds.operations.push(Operation::Copy { from, into: Place::Tensor(*part) });
+        }
+        for chunk in with_data() {
+            self.word(RingWord::Release { from: chunk.peer, chunk: chunk.index });
+        }
+    }
+
+    fn word(&mut self, word: RingWord) {
+        self.rounds.operations.push(Operation::Word(word));
+    }
+}
