@@ -1,8 +1,6 @@
 //! Collectives that need no kernel, on streams: of several segments, in worlds of threads and of processes.
 
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
-use std::process::{Child, Stdio};
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use ncclx_rs::algo::{self, Collective, Scaling};
@@ -18,11 +16,11 @@ use ncclx_rs::sys::cuda::{
     Batch, Context, CudaError, Current, Device, DeviceBytes, DeviceMemory, RegisteredWords, Stream, Width,
     copy_from_host, copy_to_host,
 };
-use ncclx_rs::sys::socket;
 use ncclx_rs::sys::words::SharedWords;
 use ncclx_rs::{Counts, Rank, Topology};
 
-use crate::harness::{Software, alone, context, is_alone, program, watch};
+use crate::harness::{Software, alone, context, is_alone};
+use crate::processes::{Process, of_processes};
 use crate::world::{Others, of_threads, shared, words};
 
 /// Bytes of an element, and of half the staging memory.
@@ -190,43 +188,6 @@ fn collectives_of_threads_are_right() {
     });
 }
 
-/// Which rank a process is, of how many, and where its parent listens.
-const RANK: &str = "NCCLX_RS_TEST_RANK";
-
-/// Waits for what comes through a socket.
-fn take(stream: &UnixStream) -> (OwnedFd, u8) {
-    loop {
-        match socket::look_at_fd(stream) {
-            Ok(taken) => {
-                socket::drop_fd(stream).expect("it is there");
-                return taken;
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                std::thread::sleep(Duration::from_millis(1))
-            }
-            Err(error) => panic!("a rank or its parent is gone: {error}"),
-        }
-    }
-}
-
-/// The other ranks as processes: their parent passes on what each of them sends.
-struct Processes {
-    parent: UnixStream,
-    size: usize,
-}
-
-impl Others for Processes {
-    fn exchange(&mut self, own: OwnedFd) -> Vec<OwnedFd> {
-        socket::send_fd(&self.parent, own.as_fd(), 0).expect("room");
-        (0..self.size).map(|_| take(&self.parent).0).collect()
-    }
-
-    fn barrier(&mut self) {
-        socket::send_fd(&self.parent, std::io::stderr().as_fd(), 0).expect("room");
-        take(&self.parent);
-    }
-}
-
 const PROCESS: &str = "lanes::a_rank_as_a_process";
 
 /// Not a test of its own: what a process of a world does.
@@ -235,51 +196,9 @@ fn a_rank_as_a_process() {
     if !is_alone(PROCESS) {
         return;
     }
-    watch(PROCESS);
-    let text = std::env::var(RANK).expect("set by the parent");
-    let mut parts = text.splitn(3, ' ');
-    let mut number = || parts.next().expect("three parts").parse::<usize>().expect("a number");
-    let (me, size) = (number(), number());
-    let parent = socket::connect_unix(parts.next().expect("a name").as_bytes()).expect("it listens");
-    socket::send_fd(&parent, std::io::stderr().as_fd(), me as u8).expect("room");
-    let (segment, _) = take(&parent);
-    let words = SharedWords::open(segment, WordLayout::new(size, 2).count()).expect("the words");
-    let result = rank(me, size, Width::Bits64, words, &mut Processes { parent, size });
+    let Process { me, size, words, mut others } = Process::new(PROCESS);
+    let result = rank(me, size, Width::Bits64, words, &mut others);
     assert_eq!(result, Ok(()), "rank {me} of {size}");
-}
-
-/// Runs a world of processes with these settings of the software CUDA.
-fn world(size: usize, settings: &[(&str, &str)]) {
-    let name = format!("ncclx_rs test {} {size} {}", std::process::id(), settings[0].1);
-    let listener = socket::listen_unix(name.as_bytes()).expect("a socket");
-    let start = |me: usize| -> Child {
-        let mut program = program(PROCESS);
-        program.env(RANK, format!("{me} {size} {name}")).env("RANK", me.to_string()).envs(settings.iter().copied());
-        program.stdout(Stdio::null()).spawn().expect("a process")
-    };
-    let children: Vec<Child> = (0..size).map(start).collect();
-    let mut ranks: Vec<Option<UnixStream>> = (0..size).map(|_| None).collect();
-    while ranks.iter().any(Option::is_none) {
-        match listener.accept() {
-            Ok((stream, _)) => {
-                let (_, me) = take(&stream);
-                ranks[usize::from(me)] = Some(stream);
-            }
-            Err(_) => std::thread::sleep(Duration::from_millis(1)),
-        }
-    }
-    let ranks: Vec<UnixStream> = ranks.into_iter().flatten().collect();
-    let words = words(size);
-    ranks.iter().for_each(|rank| socket::send_fd(rank, words.as_fd(), 0).expect("room"));
-    let staging: Vec<OwnedFd> = ranks.iter().map(|rank| take(rank).0).collect();
-    for rank in &ranks {
-        staging.iter().for_each(|fd| socket::send_fd(rank, fd.as_fd(), 0).expect("room"));
-    }
-    ranks.iter().for_each(|rank| _ = take(rank));
-    ranks.iter().for_each(|rank| socket::send_fd(rank, words.as_fd(), 0).expect("room"));
-    for (me, mut child) in children.into_iter().enumerate() {
-        assert!(child.wait().expect("an end").success(), "rank {me} of {size} with {settings:?}");
-    }
 }
 
 #[test]
@@ -289,7 +208,7 @@ fn collectives_of_processes_are_right_on_few_queues() {
     }
     for queues in ["1", "2", "8"] {
         for size in [2, 3, 8] {
-            world(size, &[("SOFTCUDA_QUEUES", queues), ("SOFTCUDA_DELAY_US", "100")]);
+            of_processes(PROCESS, size, &[("SOFTCUDA_QUEUES", queues), ("SOFTCUDA_DELAY_US", "100")]);
         }
     }
 }

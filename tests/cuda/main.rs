@@ -13,4 +13,5 @@ mod numbers;
 mod nvrtc;
 mod reductions;
 mod simulation;
+mod processes;
 mod world;
