@@ -7,9 +7,9 @@
 //! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
 //! there, [`lower`] turns a schedule into a [`lower::Program`], [`counters`] give its words their values, and [`words`] says
 //! where these lie. Messages between two ranks take another way: [`rounds`] turns batches of them into operations, and [`rings`]
-//! count for them. What acts is [`staging`] memory, which ranks map of each other, and the [`lane`], which puts programs on
-//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the
-//! [`launch`]er puts on streams.
+//! count for them. What acts is [`staging`] memory, which ranks map of each other, and the [`lane`] and the [`ring_lane`], which
+//! put programs and batches on streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which
+//! the [`launch`]er puts on streams.
 
 pub(crate) mod control;
 pub mod counters;
@@ -22,6 +22,7 @@ pub mod launch;
 pub mod layout;
 pub mod lower;
 pub(crate) mod plans;
+pub mod ring_lane;
 pub mod rings;
 pub mod rounds;
 pub mod segment;

@@ -14,4 +14,5 @@ mod nvrtc;
 mod reductions;
 mod simulation;
 mod processes;
+mod rings;
 mod world;

@@ -85,7 +85,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["lower"],
             &["counters"],
             &["rings", "words"],
-            &["lane"],
+            &["lane", "ring_lane"],
             &["launch"],
         ],
     ),

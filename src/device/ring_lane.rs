@@ -1,0 +1,115 @@
+//! A lane of rings: batches of messages put on streams, with real addresses.
+
+use crate::device::counters::Access;
+use crate::device::rings::{RingNumbering, Rings};
+use crate::device::rounds::{CELLS, Direction, Message, Operation, Place, Rounds, ToSelfError};
+use crate::device::staging::Staging;
+use crate::device::words::WordLayout;
+use crate::sync::Arc;
+use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, RegisteredWords, Stream, Width};
+use crate::types::Rank;
+
+/// One rank's ends of the rings to and from all ranks, itself too.
+///
+/// Both ends of a pair submit its messages in the same order. If that is not on one stream, the caller has a pair's messages
+/// of one direction each wait for the one before; messages of different pairs need not wait for each other.
+#[derive(Debug)]
+pub struct RingLane {
+    number: usize,
+    me: Rank,
+    layout: WordLayout,
+    words: Arc<RegisteredWords>,
+    cells: Staging,
+    rings: Rings,
+    width: Width,
+}
+
+impl RingLane {
+    /// The lane of this number, through which nothing has gone. Its words and its cells are its own: of the halves of staging
+    /// memory each has a cell for every receiver, end to end.
+    pub fn new(
+        number: usize,
+        me: Rank,
+        layout: WordLayout,
+        words: Arc<RegisteredWords>,
+        cells: Staging,
+        width: Width,
+    ) -> RingLane {
+        RingLane { number, me, layout, words, cells, rings: Rings::new(me, layout.ranks()), width }
+    }
+
+    /// The bytes of half the staging memory that cells of so many bytes for so many ranks take.
+    pub fn half(ranks: usize, cell: usize) -> usize {
+        ranks * cell
+    }
+
+    /// The bytes of a cell.
+    pub fn cell(&self) -> usize {
+        self.cells.half() / self.layout.ranks()
+    }
+
+    /// A batch as rounds, which can be submitted next. Of one in which this rank sends itself nothing the rounds are always
+    /// the same.
+    pub fn plan(&self, messages: &[Message]) -> Result<Rounds, ToSelfError> {
+        Rounds::new(self.me, messages, self.cell(), self.rings.ahead())
+    }
+
+    /// Puts a batch on a stream and returns at once.
+    ///
+    /// # Errors
+    /// A call of the driver has failed. What came before it may be on the stream, so the lane is of no use any more.
+    ///
+    /// # Panics
+    /// When the tensors are shorter than what the batch touches.
+    pub fn submit(
+        &mut self,
+        current: &Current<'_>,
+        stream: &Stream,
+        rounds: &Rounds,
+        tensors: &[DeviceBytes<'_>],
+    ) -> Result<(), CudaError> {
+        let numbering = self.rings.take_up(rounds);
+        let mut batch = Batch::new(self.width);
+        for operation in &rounds.operations {
+            match operation {
+                Operation::Word(word) => {
+                    if let Some(access) = numbering.access(*word) {
+                        self.add(&mut batch, access);
+                    }
+                }
+                Operation::Copy { from, into } => {
+                    stream.submit(current, &mut batch)?;
+                    batch.clear();
+                    let bytes = |place| self.bytes(&numbering, tensors, place);
+                    stream.copy(current, bytes(*from), bytes(*into))?;
+                }
+            }
+        }
+        stream.submit(current, &mut batch)
+    }
+
+    fn bytes<'a>(&'a self, numbering: &RingNumbering, tensors: &[DeviceBytes<'a>], place: Place) -> DeviceBytes<'a> {
+        match place {
+            Place::Tensor(part) => tensors[part.tensor].part(part.offset, part.len),
+            Place::Cell { peer, direction, chunk, len } => {
+                let (sender, receiver) = match direction {
+                    Direction::Send => (self.me, peer),
+                    Direction::Receive => (peer, self.me),
+                };
+                let half = numbering.cell(peer, direction, chunk);
+                self.cells.bytes(sender, half, receiver.index() * self.cell(), len)
+            }
+        }
+    }
+
+    fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {
+        let place = |word| self.words.word(self.layout.index(self.number, word));
+        match access {
+            Access::Wait(word, value) => batch.wait(place(word), value),
+            Access::Write(word, value) => batch.write(place(word), value),
+        }
+    }
+}
+
+// A half of the staging memory holds one cell of every ring.
+const _: () = assert!(CELLS == 2);
