@@ -6,16 +6,13 @@
 //!
 //! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
 //! there, [`lower`] turns a schedule into a [`lower::Program`], [`counters`] give its words their values, and [`words`] says
-//! where these lie. Messages between two ranks take another way: [`rounds`] turns batches of them into operations, and [`rings`]
-//! count for them. What acts is [`staging`] memory, which ranks map of each other, and the [`lane`] and the [`ring_lane`], which
-//! put programs and batches on streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which
-//! the [`launch`]er puts on streams.
+//! where these lie. What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: words and
+//! [`staging`]; and the [`lane`], which puts programs on streams. The [`kernels`] compute reductions: one source in CUDA C++,
+//! compiled at run time.
 
 pub(crate) mod control;
 pub mod counters;
 pub mod descriptors;
-pub(crate) mod executor;
-pub(crate) mod in_flight;
 pub mod kernels;
 pub mod lane;
 pub mod launch;

@@ -81,12 +81,12 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     (
         "src/device/",
         &[
-            &["kernels", "layout", "rounds", "segment", "staging"],
+            &["descriptors", "kernels", "layout", "segment", "staging"],
+            &["setup"],
             &["lower"],
             &["counters"],
-            &["rings", "words"],
-            &["lane", "ring_lane"],
-            &["launch"],
+            &["words"],
+            &["lane"],
         ],
     ),
 ];
