@@ -26,6 +26,13 @@ impl OnDevice {
         memory
     }
 
+    /// Leaves, and gives memory back: that waits for the device, which in a world of threads is everybody's.
+    fn leave<T>(self, memory: T) {
+        self.comm.barrier().expect("all are there");
+        drop(memory);
+        self.comm.shutdown().expect("an end");
+    }
+
     fn values(&self, memory: &DeviceMemory) -> Vec<f32> {
         let mut bytes = vec![0; memory.bytes().len()];
         self.stream.synchronize().expect("a stream that ends");
@@ -86,15 +93,16 @@ fn an_all_reduce_adds_what_all_ranks_have() {
         for size in 1..=5 {
             world(size, &[("device_staging_bytes", "65536")], |rank| {
                 let me = rank.comm.rank().index();
-                for len in [1, 3, 1000, 50_000] {
-                    let memory = rank.memory(&data(me, len));
-                    let sum: Vec<f32> =
-                        (0..len).map(|at| (0..size).map(|rank| data(rank, len)[at]).sum::<f32>()).collect();
-                    let work = rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory]).expect("a work");
+                let lengths = [1, 3, 1000, 50_000];
+                let memory = lengths.map(|len| rank.memory(&data(me, len)));
+                for (len, memory) in lengths.into_iter().zip(&memory) {
+                    let inputs: Vec<Vec<f32>> = (0..size).map(|rank| data(rank, len)).collect();
+                    let sum: Vec<f32> = (0..len).map(|at| inputs.iter().map(|input| input[at]).sum()).collect();
+                    let work = rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[memory], &[memory]).expect("a work");
                     work.wait(None).expect("a sum");
-                    assert_eq!(rank.values(&memory), sum, "{len} on rank {me} of {size}");
+                    assert_eq!(rank.values(memory), sum, "{len} on rank {me} of {size}");
                 }
-                rank.comm.shutdown().expect("an end");
+                rank.leave(memory);
             });
         }
     });
@@ -115,7 +123,7 @@ fn many_operations_are_submitted_before_anybody_waits() {
             }
             assert_eq!(rank.values(&all), [2.0, 1.0, 2.0, 1.0, 2.0, 1.0]);
             assert!(works.iter().all(|work| work.wait(None) == Ok(())));
-            rank.comm.shutdown().expect("an end");
+            rank.leave((memory, all));
         });
     });
 }
@@ -126,15 +134,15 @@ fn ranks_that_call_something_else_are_told_and_go_on() {
         world(3, &[], |rank| {
             let me = rank.comm.rank().index();
             let memory = rank.memory(&data(me, 10));
+            let one = rank.memory(&[1.0]);
             let op = if me == 1 { ReduceOp::Max } else { ReduceOp::Sum };
             let outcome = rank.submit(OpKind::AllReduce(op), &[&memory], &[&memory]).and_then(|work| work.wait(None));
             let Err(Error::Mismatch { detail, .. }) = &outcome else { panic!("{outcome:?}") };
             assert!(detail.contains("all_reduce(MAX, 10 × float32)") && detail.contains("(SUM, 10"), "{detail}");
-            let memory = rank.memory(&[1.0]);
-            let work = rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory]).expect("a work");
+            let work = rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&one], &[&one]).expect("a work");
             work.wait(None).expect("a sum");
-            assert_eq!(rank.values(&memory), [3.0]);
-            rank.comm.shutdown().expect("an end");
+            assert_eq!(rank.values(&one), [3.0]);
+            rank.leave((memory, one));
         });
     });
 }

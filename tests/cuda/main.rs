@@ -11,8 +11,8 @@ mod lanes;
 mod numbers;
 #[path = "../engine/nvrtc/folders.rs"]
 mod nvrtc;
-mod reductions;
-mod simulation;
 mod processes;
+mod reductions;
 mod rings;
+mod simulation;
 mod world;
