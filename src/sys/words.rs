@@ -1,5 +1,6 @@
-//! Words that the processes of a host share: each on a cache line of its own, written by one of them.
+//! Words that the processes of a host share: each at the start of a cache line of its own, written by one of them.
 //!
+//! Where a line is written by one process alone, the rest of it may hold what belongs to the word.
 //! The segment is a memfd(2) of which nobody can take pages away.
 #![allow(unsafe_code, reason = "maps shared memory")]
 
@@ -73,6 +74,19 @@ impl SharedWords {
         unsafe { line.cast::<[AtomicU64; LINE / 8]>().as_ref() }
     }
 
+    /// The whole line that begins with the word of this number.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn line(&self, index: usize) -> &[AtomicU64; WORDS_A_LINE] {
+        let offset = self.offset(index);
+        // SAFETY: the offset is inside the mapping.
+        let line = unsafe { self.base.add(offset) };
+        // SAFETY: it is aligned to a line and the line is inside the mapping, which lives as long as self and is only
+        // accessed atomically.
+        unsafe { line.cast::<[AtomicU64; WORDS_A_LINE]>().as_ref() }
+    }
+
     /// Where in the segment a word is.
     ///
     /// # Panics
@@ -108,6 +122,9 @@ fn mapped(count: usize) -> usize {
 /// Words of different writers are not to share a line of any processor's cache.
 const LINE: usize = 64;
 
+/// The words that a line has room for.
+pub const WORDS_A_LINE: usize = LINE / size_of::<u64>();
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -120,6 +137,9 @@ mod tests {
         let other = SharedWords::open(fd(), 100).expect("the same words");
         words.word(99).store(7, Ordering::Release);
         assert_eq!((other.word(99).load(Ordering::Acquire), other.word(98).load(Ordering::Acquire)), (7, 0));
+        words.line(98)[7].store(8, Ordering::Release);
+        assert_eq!(other.line(98).each_ref().map(|word| word.load(Ordering::Acquire)), [0, 0, 0, 0, 0, 0, 0, 8]);
+        assert_eq!(other.word(99).load(Ordering::Acquire), 7, "a line does not reach into the next");
         assert!(SharedWords::open(fd(), 1000).is_err(), "there are fewer");
     }
 
