@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::algo::select;
 use crate::op::CollectiveKind;
-use crate::types::{DType, ReduceOp};
+use crate::types::{DType, Rank, ReduceOp};
 
 /// What every rank must agree on in one collective. Travels with every message, so that the first one tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,6 +44,36 @@ impl Signature {
         use CollectiveKind::{AllGather, ReduceScatter};
         let has_blocks = matches!(CollectiveKind::numbered(self.operation), Some(AllGather | ReduceScatter));
         has_blocks && self.root != theirs.root && self.calls_as(&Signature { root: self.root, ..*theirs })
+    }
+
+    /// How two ranks differ in the collective of this number, in words.
+    pub(crate) fn disagreement(&self, number: u64, me: Rank, from: Rank, theirs: &Signature) -> String {
+        if self.calls_as(theirs) {
+            let (ours, theirs) = (self.algorithm(), theirs.algorithm());
+            format!(
+                "the ranks disagree on how to run collective {number}: rank {me} chose {ours}, rank {from} {theirs}"
+            )
+        } else if self.divides_otherwise(theirs) {
+            format!(
+                "the ranks disagree on the sizes of collective {number}: rank {me} and rank {from} both called {self}, but \
+                 with other counts a rank"
+            )
+        } else {
+            format!("the ranks disagree on collective {number}: rank {me} called {self}, rank {from} called {theirs}")
+        }
+    }
+
+    /// As two words.
+    pub(crate) fn to_words(self) -> [u64; 2] {
+        let Signature { operation, dtype, reduction, algorithm, root, count } = self;
+        let [a, b, c, d] = root.to_le_bytes();
+        [u64::from_le_bytes([operation, dtype, reduction, algorithm, a, b, c, d]), count]
+    }
+
+    /// What [`to_words`](Signature::to_words) made; of other words anything.
+    pub(crate) fn from_words([first, count]: [u64; 2]) -> Signature {
+        let [operation, dtype, reduction, algorithm, root @ ..] = first.to_le_bytes();
+        Signature { operation, dtype, reduction, algorithm, root: u32::from_le_bytes(root), count }
     }
 
     fn reduction(&self) -> &'static str {

@@ -374,19 +374,7 @@ impl Collectives {
             return true;
         }
         let (sequence, me) = (active.sequence, ctx.me);
-        let detail = if ours.calls_as(&theirs) {
-            let (ours, theirs) = (ours.algorithm(), theirs.algorithm());
-            format!(
-                "the ranks disagree on how to run collective {sequence}: rank {me} chose {ours}, rank {from} {theirs}"
-            )
-        } else if ours.divides_otherwise(&theirs) {
-            format!(
-                "the ranks disagree on the sizes of collective {sequence}: rank {me} and rank {from} both called {ours}, but \
-                 with other counts a rank"
-            )
-        } else {
-            format!("the ranks disagree on collective {sequence}: rank {me} called {ours}, rank {from} called {theirs}")
-        };
+        let detail = ours.disagreement(sequence, me, from, &theirs);
         self.fail_active_with(ctx, |operation| Error::Mismatch { operation, detail });
         false
     }
