@@ -1,398 +1,336 @@
-//! The control segment, as the host reads and writes it: how far streams are, what ranks have called, and what has failed.
+//! The control segment: where the ranks of a host see how far each other's streams and processes are.
 //!
-//! Every line of it has one writer, a rank or a rank's stream, but for a release. Another process may die, or write anything, at
-//! any time: what is read here is compared or shown, and never used as an index.
+//! One rank makes it, the others map it, and streams write it, too. Everything in it has one writer, or grows, or may be
+//! overwritten only in a lane that has failed. There are no locks in it, so that a process may die at any point; and what another
+//! process has written is believed to be anything, never to be a valid index, length or text.
 
+use std::io;
+use std::os::fd::OwnedFd;
+
+use smallvec::SmallVec;
+
+use crate::device::call_log::{Disagreement, LoggedCall};
 use crate::device::counters::Word;
-use crate::device::words::WordLayout;
-use crate::signature::Signature;
-use crate::sync::{Arc, AtomicU64, Ordering, fence};
+use crate::device::record;
+use crate::device::words::{ControlLayout, SLOTS, TEXT_LINES};
+use crate::sync::{Arc, AtomicU64, Mutex, Ordering, fence, lock};
 use crate::sys::cuda::Width;
-use crate::sys::words::SharedWords;
+use crate::sys::words::{SharedWords, WORDS_A_LINE};
 use crate::types::Rank;
 
-/// Which line of the control segment is which: first the words that the streams of two ranks share, then a page for each rank.
-///
-/// | part of a rank's page | lines | written by |
-/// |---|---|---|
-/// | `started`, by lane | [`LOG`] | its stream |
-/// | `done`, by lane | [`LOG`] | its stream |
-/// | calls, by lane | [`LOG`] | the rank |
-/// | the number of what has failed first | 1 | the rank |
-/// | failures | [`FAILURES`] times 1 + [`TEXT`] | the rank |
-///
-/// What belongs to the operation of number k of a lane lies in line k mod [`LOG`] of its part.
+/// A control segment as one of its ranks sees it.
+#[derive(Debug)]
+pub struct Control {
+    words: Arc<SharedWords>,
+    layout: ControlLayout,
+    me: Rank,
+    width: Width,
+    /// Held while this rank's failures are written, which several threads may have.
+    failing: Mutex<()>,
+}
+
+/// What has failed on a lane of a rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// The lane.
+    pub lane: usize,
+    /// The first operation of the lane that it may have spoiled.
+    pub number: u64,
+    /// The cause.
+    pub kind: FailureKind,
+    /// The rank at fault.
+    pub rank: Rank,
+    /// The cause in words; of a longer text the first 512 bytes.
+    pub text: String,
+}
+
+/// Why an operation has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ControlLayout {
-    words: WordLayout,
-    lanes: usize,
-}
-
-/// How many operations of a lane can be in flight.
-pub(crate) const LOG: usize = 1024;
-
-/// How many failures a rank can tell of.
-const FAILURES: usize = 4;
-
-/// The lines of a failure's text.
-const TEXT: usize = TEXT_BYTES / LINE_BYTES;
-const TEXT_BYTES: usize = 512;
-const LINE_BYTES: usize = 64;
-
-/// A part of a rank's page that has a line for each operation.
-#[derive(Clone, Copy, Debug)]
-enum Ring {
-    Started,
-    Done,
-    Calls,
-}
-
-impl ControlLayout {
-    /// The version of this layout.
-    pub(crate) const VERSION: u32 = 1;
-
-    /// That of so many ranks with so many lanes.
-    pub(crate) fn new(ranks: usize, lanes: usize) -> ControlLayout {
-        ControlLayout { words: WordLayout::new(ranks, lanes), lanes }
-    }
-
-    /// The words that the streams of two ranks share, which come first.
-    pub(crate) fn words(self) -> WordLayout {
-        self.words
-    }
-
-    /// How many lines there are.
-    pub(crate) fn count(self) -> usize {
-        self.page(Rank::from(self.words.ranks()))
-    }
-
-    /// The line where the stream of a rank says that the operation of this number has begun.
-    pub(crate) fn started(self, rank: Rank, lane: usize, number: u64) -> usize {
-        self.ring(rank, lane, Ring::Started, number)
-    }
-
-    /// The line where it says that it is done.
-    pub(crate) fn done(self, rank: Rank, lane: usize, number: u64) -> usize {
-        self.ring(rank, lane, Ring::Done, number)
-    }
-
-    fn page(self, rank: Rank) -> usize {
-        self.words.count() + rank.index() * (3 * self.lanes * LOG + 1 + FAILURES * (1 + TEXT))
-    }
-
-    fn ring(self, rank: Rank, lane: usize, ring: Ring, number: u64) -> usize {
-        assert!(lane < self.lanes && rank.index() < self.words.ranks(), "no lane {lane} of rank {rank} in {self:?}");
-        self.page(rank) + (3 * lane + ring as usize) * LOG + (number % LOG as u64) as usize
-    }
-
-    fn mark(self, rank: Rank) -> usize {
-        self.page(rank) + 3 * self.lanes * LOG
-    }
-
-    fn failure(self, rank: Rank, slot: usize) -> usize {
-        self.mark(rank) + 1 + slot * (1 + TEXT)
-    }
-}
-
-/// A call, as a rank tells the others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LoggedCall {
-    pub(crate) signature: Signature,
-    pub(crate) segments: u32,
-    /// Whether it is recorded in a graph.
-    pub(crate) is_captured: bool,
-}
-
-impl LoggedCall {
-    fn encode(&self) -> [u64; 3] {
-        let Signature { operation, dtype, reduction, algorithm, root, count } = self.signature;
-        let kind = u32::from_le_bytes([operation, dtype, reduction, algorithm]);
-        let how = u64::from(self.segments) << 32 | u64::from(self.is_captured);
-        [u64::from(root) << 32 | u64::from(kind), count, how]
-    }
-
-    fn decode([what, count, how]: [u64; 3]) -> LoggedCall {
-        let [operation, dtype, reduction, algorithm] = (what as u32).to_le_bytes();
-        let signature = Signature { operation, dtype, reduction, algorithm, root: (what >> 32) as u32, count };
-        LoggedCall { signature, segments: (how >> 32) as u32, is_captured: how & 1 == 1 }
-    }
-}
-
-/// Another rank has called something else.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Disagreement {
-    pub(crate) rank: Rank,
-    pub(crate) theirs: LoggedCall,
-}
-
-impl Disagreement {
-    /// What the two ranks have called.
-    pub(crate) fn describe(&self, number: u64, me: Rank, call: &LoggedCall) -> String {
-        let (rank, ours, theirs) = (self.rank, call.signature, self.theirs.signature);
-        if !ours.calls_as(&theirs) && ours.divides_otherwise(&theirs) {
-            return format!(
-                "the ranks disagree on the sizes of device collective {number}: rank {me} and rank {rank} both called {ours}, \
-                 but with other counts a rank"
-            );
-        }
-        if !ours.calls_as(&theirs) {
-            return format!(
-                "the ranks disagree on device collective {number}: rank {me} called {ours}, rank {rank} called {theirs}"
-            );
-        }
-        let way = |call: &LoggedCall| {
-            let graph = if call.is_captured { ", in a graph" } else { "" };
-            format!("{} in {} segment(s){graph}", call.signature.algorithm(), call.segments)
-        };
-        format!(
-            "the ranks disagree on how to run device collective {number}: rank {me} chose {}, rank {rank} {}",
-            way(call),
-            way(&self.theirs)
-        )
-    }
-}
-
-/// Why a rank has given up an operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FailureKind {
-    /// The ranks disagree.
+pub enum FailureKind {
+    /// Ranks have called different operations.
     Mismatch,
-    /// Its time was over.
+    /// A limit has passed.
     Timeout,
-    /// A rank is lost.
+    /// A rank has died.
     PeerLost,
-    /// This rank leaves.
-    Left,
+    /// The communicator was aborted.
+    Aborted,
     /// A call of the driver has failed.
     Driver,
 }
 
 impl FailureKind {
-    const ALL: [FailureKind; 5] = {
-        use FailureKind::{Driver, Left, Mismatch, PeerLost, Timeout};
-        [Mismatch, Timeout, PeerLost, Left, Driver]
-    };
-}
-
-/// What a rank tells of an operation that it gives up, with all later ones of the lane.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Failure {
-    pub(crate) lane: usize,
-    pub(crate) number: u64,
-    pub(crate) kind: FailureKind,
-    /// The rank at fault.
-    pub(crate) rank: Rank,
-    pub(crate) text: String,
-}
-
-/// One rank's view of the control segment.
-#[derive(Debug)]
-pub(crate) struct Control {
-    words: Arc<SharedWords>,
-    layout: ControlLayout,
-    width: Width,
-    me: Rank,
+    const ALL: [FailureKind; 5] =
+        [FailureKind::Mismatch, FailureKind::Timeout, FailureKind::PeerLost, FailureKind::Aborted, FailureKind::Driver];
 }
 
 impl Control {
-    /// The view of rank `me`, whose streams write so much of a word.
-    ///
-    /// # Panics
-    /// When there are fewer words than the layout has.
-    pub(crate) fn new(words: Arc<SharedWords>, layout: ControlLayout, width: Width, me: Rank) -> Control {
-        assert!(layout.count() <= words.count(), "{layout:?} in {} words", words.count());
-        Control { words, layout, width, me }
+    /// A new segment, which others [`open`](Control::open). Streams look at and write so much of its words on every rank.
+    pub fn create(layout: ControlLayout, me: Rank, width: Width) -> io::Result<Control> {
+        let words = SharedWords::new(layout.count())?;
+        (0..layout.lanes()).for_each(|lane| words.word(layout.epoch(lane)).store(1, Ordering::Relaxed));
+        for (word, value) in words.line(layout.header()).iter().zip(header(layout, width)) {
+            word.store(value, Ordering::Release);
+        }
+        Control::over(words, layout, me, width)
     }
 
-    /// Whose view it is.
-    pub(crate) fn me(&self) -> Rank {
+    /// The segment that another rank has made for the same layout and width.
+    ///
+    /// # Errors
+    /// It is made for others.
+    pub fn open(fd: OwnedFd, layout: ControlLayout, me: Rank, width: Width) -> io::Result<Control> {
+        Control::over(SharedWords::open(fd, layout.count())?, layout, me, width)
+    }
+
+    fn over(words: SharedWords, layout: ControlLayout, me: Rank, width: Width) -> io::Result<Control> {
+        assert!(me.index() < layout.ranks(), "no rank {me} in {layout:?}");
+        let expected = header(layout, width);
+        let found = words.line(layout.header()).each_ref().map(|word| word.load(Ordering::Acquire));
+        if found[..expected.len()] != expected {
+            let text = format!("a control segment with the header {found:x?}, where {expected:x?} was expected");
+            return Err(io::Error::other(text));
+        }
+        Ok(Control { words: Arc::new(words), layout, me, width, failing: Mutex::new(()) })
+    }
+
+    /// The segment's memory, to be registered whole.
+    pub fn words(&self) -> &Arc<SharedWords> {
+        &self.words
+    }
+
+    /// Which line is which.
+    pub fn layout(&self) -> ControlLayout {
+        self.layout
+    }
+
+    /// The rank that sees it so.
+    pub fn me(&self) -> Rank {
         self.me
     }
 
-    /// How many ranks there are.
-    pub(crate) fn ranks(&self) -> usize {
-        self.layout.words.ranks()
+    fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
+        (0..self.layout.ranks()).map(Rank::from)
     }
 
-    /// Whether a rank's stream has begun an operation.
-    pub(crate) fn has_started(&self, rank: Rank, lane: usize, number: u64) -> bool {
-        self.reaches(self.layout.started(rank, lane, number), number)
+    // ---- operations ----
+
+    /// Whether a rank's stream has come to an operation of a lane.
+    pub fn has_started(&self, rank: Rank, lane: usize, number: u64) -> bool {
+        self.has_reached(self.layout.started(rank, lane, number), number)
     }
 
-    /// Whether a rank's stream is done with an operation. What it has written before is visible then.
-    pub(crate) fn has_ended(&self, rank: Rank, lane: usize, number: u64) -> bool {
-        self.reaches(self.layout.done(rank, lane, number), number)
+    /// Whether a rank's stream is done with an operation of a lane. What it wrote before can then be seen.
+    pub fn has_ended(&self, rank: Rank, lane: usize, number: u64) -> bool {
+        self.has_reached(self.layout.done(rank, lane, number), number)
     }
 
-    fn reaches(&self, line: usize, value: u64) -> bool {
-        // Acquire: pairs with the stream's write, which has a barrier before it.
-        let word = self.words.word(line).load(Ordering::Acquire);
-        match self.width {
-            Width::Bits64 => word >= value,
-            Width::Bits32 => (word as u32).wrapping_sub(value as u32) as i32 >= 0,
-        }
+    /// Whether this rank may call an operation: the one whose slots it uses is done here, hence called everywhere.
+    pub fn has_room(&self, lane: usize, number: u64) -> bool {
+        number.checked_sub(SLOTS as u64).is_none_or(|earlier| earlier == 0 || self.has_ended(self.me, lane, earlier))
     }
 
-    /// Tells the other ranks what this one has called, and compares with what they have called.
+    /// Numbers of operations in one slot are few laps apart, so 32 bits tell them apart, which is all that some streams write.
+    fn has_reached(&self, index: usize, number: u64) -> bool {
+        is_reached(self.words.word(index).load(Ordering::Acquire), number, Width::Bits32)
+    }
+
+    // ---- the call log ----
+
+    /// Tells the other ranks of a call, the next on its lane, and compares it with theirs. To be done before anything of the
+    /// call is on a stream, and when there [is room](Control::has_room). Numbers count from 1.
     ///
-    /// Of any two ranks at least one sees the other's call: each first stores its own and then looks, with a fence of one
-    /// order for all between the two, so that both cannot have looked before the other has stored.
-    pub(crate) fn enter(&self, lane: usize, number: u64, call: LoggedCall) -> Result<(), Disagreement> {
-        let entry = self.line(self.layout.ring(self.me, lane, Ring::Calls, number));
-        call.encode().into_iter().zip(&entry[1..]).for_each(|(value, word)| word.store(value, Ordering::Relaxed));
-        // Release: who sees the number sees the call.
-        entry[0].store(number, Ordering::Release);
-        fence(Ordering::SeqCst);
-        let others = (0..self.ranks()).map(Rank::from).filter(|rank| *rank != self.me);
-        for rank in others {
-            if let Some(theirs) = self.call(rank, lane, number)
-                && theirs != call
-            {
-                return Err(Disagreement { rank, theirs });
+    /// Of two ranks that make different calls, at least one gets the error, also if both make them at once: each publishes its
+    /// own call before it looks for the other's, see `record::publish`.
+    ///
+    /// # Errors
+    /// A rank has called another operation.
+    pub fn enter(&self, lane: usize, number: u64, call: LoggedCall) -> Result<(), Disagreement> {
+        self.words.word(self.layout.last_call(self.me, lane)).store(number, Ordering::Relaxed);
+        call.publish(self.words.line(self.layout.call(self.me, lane, number)), number);
+        let others = self.ranks().filter(|rank| *rank != self.me);
+        // Who has that slot in use for a later call is done with this one, which nobody can be before all agree.
+        let mut calls =
+            others.filter_map(|rank| Some(Disagreement { rank, theirs: self.call_of(rank, lane, number)? }));
+        calls.find(|other| other.theirs != call).map_or(Ok(()), Err)
+    }
+
+    /// What a rank has called under this number, if it has come there and not 1024 calls beyond.
+    pub fn call_of(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
+        LoggedCall::read(self.words.line(self.layout.call(rank, lane, number)), number)
+    }
+
+    /// The number of a rank's last call; zero if there was none.
+    pub fn calls_of(&self, rank: Rank, lane: usize) -> u64 {
+        self.words.word(self.layout.last_call(rank, lane)).load(Ordering::Relaxed)
+    }
+
+    // ---- failures ----
+
+    /// Tells the other ranks of a failure, before anything that it spoils can reach them.
+    ///
+    /// The first failure of a lane stays until the lane is [reset](Control::reset); a later one only makes its number smaller.
+    pub fn fail(&self, failure: &Failure) {
+        let _failing = lock(&self.failing);
+        let place = self.words.line(self.layout.failure(self.me, failure.lane));
+        let [mark, number, kind, rank, len, ..] = place;
+        let epoch = self.epoch(failure.lane);
+        if mark.load(Ordering::Relaxed) == epoch {
+            number.fetch_min(failure.number, Ordering::Relaxed);
+            // Before what the caller does next, as `publish` has it.
+            fence(Ordering::SeqCst);
+            return;
+        }
+        let text = beginning(&failure.text);
+        record::publish(mark, epoch, || {
+            number.store(failure.number, Ordering::Relaxed);
+            kind.store(failure.kind as u64, Ordering::Relaxed);
+            rank.store(u64::from(failure.rank.0), Ordering::Relaxed);
+            len.store(text.len() as u64, Ordering::Relaxed);
+            for (word, bytes) in self.text(self.me, failure.lane).zip(text.as_bytes().chunks(size_of::<u64>())) {
+                let mut value = [0; size_of::<u64>()];
+                value[..bytes.len()].copy_from_slice(bytes);
+                word.store(u64::from_le_bytes(value), Ordering::Relaxed);
             }
-        }
-        Ok(())
+        });
     }
 
-    /// What a rank has called under this number, if it has.
-    fn call(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
-        let entry = self.line(self.layout.ring(rank, lane, Ring::Calls, number));
-        let has_called = entry[0].load(Ordering::Acquire) == number;
-        has_called.then(|| LoggedCall::decode([1, 2, 3].map(|word| entry[word].load(Ordering::Relaxed))))
-    }
-
-    /// Whether a rank has called the operation of this number.
-    pub(crate) fn has_called(&self, rank: Rank, lane: usize, number: u64) -> bool {
-        self.line(self.layout.ring(rank, lane, Ring::Calls, number))[0].load(Ordering::Acquire) >= number
-    }
-
-    /// Tells the other ranks that this one gives up an operation. Of several the first by number holds.
-    pub(crate) fn fail(&self, failure: &Failure) {
-        let mark = self.words.word(self.layout.mark(self.me));
-        let before = mark.load(Ordering::Relaxed);
-        let slot = match Marked::of(before) {
-            Some(marked) if marked.number <= failure.number || marked.slot + 1 >= FAILURES => return,
-            Some(marked) => marked.slot + 1,
-            None => 0,
-        };
-        let line = self.layout.failure(self.me, slot);
-        let text = clipped(&failure.text, TEXT_BYTES).as_bytes();
-        let head = [failure.lane as u64, failure.kind as u64, u64::from(failure.rank.0), text.len() as u64];
-        head.into_iter().zip(self.line(line)).for_each(|(value, word)| word.store(value, Ordering::Relaxed));
-        for (index, bytes) in text.chunks(8).enumerate() {
-            let mut word = [0; 8];
-            word[..bytes.len()].copy_from_slice(bytes);
-            self.line(line + 1 + index / 8)[index % 8].store(u64::from_le_bytes(word), Ordering::Relaxed);
-        }
-        // Before any word is written that lets streams go on without their data.
-        mark.store(Marked { number: failure.number, slot }.encode(), Ordering::SeqCst);
-    }
-
-    /// What a rank has given up first.
-    pub(crate) fn failure_of(&self, rank: Rank) -> Option<Failure> {
-        let Marked { number, slot } = Marked::of(self.words.word(self.layout.mark(rank)).load(Ordering::SeqCst))?;
-        let line = self.layout.failure(rank, slot);
-        let [lane, kind, culprit, len] = [0, 1, 2, 3].map(|word| self.line(line)[word].load(Ordering::Relaxed));
-        let len = (len as usize).min(TEXT_BYTES);
-        let words = (0..len.div_ceil(8)).map(|index| &self.line(line + 1 + index / 8)[index % 8]);
-        let mut text: Vec<u8> = words.flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
-        text.truncate(len);
-        let kind = usize::try_from(kind).ok().and_then(|kind| FailureKind::ALL.get(kind));
+    /// What has failed on a rank's lane since the lane was last reset.
+    pub fn failure_of(&self, rank: Rank, lane: usize) -> Option<Failure> {
+        let [mark, values @ ..] = self.words.line(self.layout.failure(rank, lane));
+        let (mut values, text) = record::read(mark, self.epoch(lane), || {
+            let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+            let text: Vec<u8> = self.text(rank, lane).flat_map(|word| load(word).to_le_bytes()).collect();
+            (values.each_ref().map(load).into_iter(), text)
+        })?;
+        let mut next = || values.next().unwrap_or_default();
+        let (number, kind, culprit, len) = (next(), next(), next(), next());
+        let culprit = u32::try_from(culprit).ok().map(Rank).filter(|rank| rank.index() < self.layout.ranks());
+        let known = usize::try_from(kind).ok().and_then(|kind| FailureKind::ALL.get(kind)).copied();
+        let text = &text[..text.len().min(usize::try_from(len).unwrap_or(usize::MAX))];
         Some(Failure {
-            lane: lane as usize,
+            lane,
             number,
-            kind: *kind.unwrap_or(&FailureKind::Driver),
-            rank: Rank(culprit as u32),
-            text: String::from_utf8_lossy(&text).into_owned(),
+            kind: known.unwrap_or(FailureKind::Driver),
+            rank: culprit.unwrap_or(rank),
+            text: String::from_utf8_lossy(text).into_owned(),
         })
     }
 
-    /// The first failure of an operation of this number or of one before it, with the rank that tells of it.
-    pub(crate) fn first_failure(&self, lane: usize, number: u64) -> Option<(Rank, Failure)> {
-        let ranks = (0..self.ranks()).map(Rank::from);
-        let told = ranks.filter_map(|rank| Some((rank, self.failure_of(rank)?)));
-        let failures = told.filter(|(_, failure)| failure.lane == lane && failure.number <= number);
-        failures.min_by_key(|(_, failure)| failure.number)
+    /// The failure that may have spoiled an operation, if any has; of several that of the smallest number.
+    ///
+    /// An operation has succeeded if it has [ended](Control::has_ended) here, and *then* there is none: a rank tells of its
+    /// failure before it [releases](Control::release) its stream, so before that writes anything wrong.
+    pub fn first_failure(&self, lane: usize, number: u64) -> Option<Failure> {
+        let failures = self.ranks().filter_map(|rank| self.failure_of(rank, lane));
+        failures.filter(|failure| failure.number <= number).min_by_key(|failure| failure.number)
     }
 
-    /// The ranks that are behind: that have not published what this rank awaits, or not read what it has published. By peer,
-    /// the numbers of the last messages each way.
-    pub(crate) fn behind(&self, lane: usize, awaited: &[u64], published: &[u64]) -> Vec<Rank> {
-        let reaches = |word, value| self.reaches(self.layout.words.index(lane, word), value);
-        let is_behind = |peer: &Rank| {
-            let (head, tail) = self.words_of(*peer);
-            let value = |list: &[u64]| list.get(peer.index()).copied().unwrap_or(0);
-            !reaches(head, value(awaited)) || !reaches(tail, value(published))
-        };
-        (0..self.ranks()).map(Rank::from).filter(|rank| *rank != self.me).filter(is_behind).collect()
+    fn text(&self, rank: Rank, lane: usize) -> impl Iterator<Item = &AtomicU64> {
+        let first = self.layout.failure(rank, lane) + 1;
+        (first..first + TEXT_LINES).flat_map(|line| self.words.line(line))
     }
 
-    /// Writes every word that this rank's stream may wait for, so that it goes on. By peer, the numbers of the last messages each
-    /// way.
-    pub(crate) fn release(&self, lane: usize, awaited: &[u64], published: &[u64]) {
-        let ahead = match self.width {
-            Width::Bits64 => 1 << 62,
-            Width::Bits32 => 1 << 30,
+    // ---- the words of lanes ----
+
+    /// The ranks that have not brought words to the values which this rank's stream waits for: of a head, its sender has not
+    /// come so far; of a tail, its receiver is not done.
+    pub fn behind(&self, lane: usize, expected: impl Iterator<Item = (Word, u64)>) -> Vec<Rank> {
+        let words = self.layout.lane_words();
+        let is_behind = |word, value| {
+            let found = self.words.word(words.index(lane, word)).load(Ordering::Acquire);
+            !is_reached(found, value, self.width)
         };
-        let store = |word, last: u64| {
-            let place: &AtomicU64 = self.words.word(self.layout.words.index(lane, word));
-            place.store(last + ahead, Ordering::SeqCst);
-        };
-        for peer in (0..self.ranks()).map(Rank::from).filter(|rank| *rank != self.me) {
-            let (head, tail) = self.words_of(peer);
-            let value = |list: &[u64]| list.get(peer.index()).copied().unwrap_or(0);
-            store(head, value(awaited));
-            store(tail, value(published));
+        let mut behind: SmallVec<[Rank; 8]> =
+            expected.filter(|(word, value)| is_behind(*word, *value)).map(|(word, _)| writer(word)).collect();
+        behind.sort_unstable();
+        behind.dedup();
+        behind.into_vec()
+    }
+
+    /// Lets this rank's stream pass everything that it waits for: brings words of a lane far beyond the last values that are on
+    /// the stream. [`fail`](Control::fail) comes first. To be repeated until all is done, since another rank's stream may still
+    /// write the words.
+    ///
+    /// # Panics
+    /// When this rank's stream does not wait for a word.
+    pub fn release(&self, lane: usize, words: impl Iterator<Item = (Word, u64)>) {
+        for (word, last) in words {
+            assert_eq!(waiter(word), self.me, "{word:?} is released by who waits for it");
+            let far = match self.width {
+                Width::Bits32 => u64::from((last as u32).wrapping_add(1 << 30)),
+                Width::Bits64 => last.wrapping_add(1 << 62),
+            };
+            self.words.word(self.layout.lane_words().index(lane, word)).store(far, Ordering::Release);
         }
     }
 
-    /// Forgets what has happened on a lane: what this rank has called and given up, how far its stream is, and the words that it
-    /// waits for. No stream of any rank may be on the lane.
-    pub(crate) fn reset(&self, lane: usize) {
-        let zero = |line| self.line(line).iter().for_each(|word| word.store(0, Ordering::SeqCst));
-        for peer in (0..self.ranks()).map(Rank::from) {
-            let (head, tail) = self.words_of(peer);
-            [head, tail].into_iter().for_each(|word| zero(self.layout.words.index(lane, word)));
+    /// How often a lane was reset, and one.
+    pub fn epoch(&self, lane: usize) -> u64 {
+        self.words.word(self.layout.epoch(lane)).load(Ordering::Acquire)
+    }
+
+    /// Makes a lane as new: what this rank's stream waits for, its operations and calls. Failures are past.
+    ///
+    /// Every rank does so once nothing of the lane is on any stream, and no one uses the lane until all have. Hence it stands between two
+    /// barriers.
+    pub fn reset(&self, lane: usize) {
+        let (me, layout) = (self.me, self.layout);
+        let peers = self
+            .ranks()
+            .flat_map(|peer| [Word::Head { sender: peer, receiver: me }, Word::Tail { sender: me, receiver: peer }]);
+        let words = peers.map(|word| layout.lane_words().index(lane, word));
+        let slots = (0..SLOTS as u64).flat_map(|slot| {
+            [layout.started(me, lane, slot), layout.done(me, lane, slot), layout.call(me, lane, slot)]
+        });
+        for index in words.chain(slots).chain([layout.last_call(me, lane)]) {
+            self.words.word(index).store(0, Ordering::Release);
         }
-        for ring in [Ring::Started, Ring::Done, Ring::Calls] {
-            (0..LOG as u64).for_each(|number| zero(self.layout.ring(self.me, lane, ring, number)));
+        if me == Rank(0) {
+            self.words.word(layout.epoch(lane)).fetch_add(1, Ordering::Release);
         }
-        zero(self.layout.mark(self.me));
-    }
-
-    /// The two words that this rank waits for of what it shares with a peer.
-    fn words_of(&self, peer: Rank) -> (Word, Word) {
-        (Word::Head { sender: peer, receiver: self.me }, Word::Tail { sender: self.me, receiver: peer })
-    }
-
-    fn line(&self, index: usize) -> &[AtomicU64; 8] {
-        self.words.line(index)
     }
 }
 
-/// The first operation that a rank has given up, and where the rest is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Marked {
-    number: u64,
-    slot: usize,
-}
-
-impl Marked {
-    fn encode(self) -> u64 {
-        (self.number * FAILURES as u64 + self.slot as u64).saturating_add(1)
-    }
-
-    fn of(mark: u64) -> Option<Marked> {
-        let mark = mark.checked_sub(1)?;
-        Some(Marked { number: mark / FAILURES as u64, slot: (mark % FAILURES as u64) as usize })
+/// Whether a word that only grows has come to `value`; of 32 bits, which go round, if it is the nearer way.
+fn is_reached(found: u64, value: u64, width: Width) -> bool {
+    match width {
+        Width::Bits32 => (found as u32).wrapping_sub(value as u32).cast_signed() >= 0,
+        Width::Bits64 => found >= value,
     }
 }
 
-/// The beginning of a text, of so many bytes at most.
-fn clipped(text: &str, bytes: usize) -> &str {
-    let mut end = text.len().min(bytes);
+fn writer(word: Word) -> Rank {
+    match word {
+        Word::Head { sender, .. } => sender,
+        Word::Tail { receiver, .. } => receiver,
+    }
+}
+
+fn waiter(word: Word) -> Rank {
+    match word {
+        Word::Head { receiver, .. } => receiver,
+        Word::Tail { sender, .. } => sender,
+    }
+}
+
+/// As much of a text as there is room for, in whole characters.
+fn beginning(text: &str) -> &str {
+    let mut end = text.len().min(TEXT_BYTES);
     while !text.is_char_boundary(end) {
         end -= 1;
     }
     &text[..end]
 }
+
+/// What a segment is, so that nobody takes another for it.
+fn header(layout: ControlLayout, width: Width) -> [u64; 5] {
+    [MAGIC, VERSION, layout.ranks() as u64, layout.lanes() as u64, width as u64]
+}
+
+const TEXT_BYTES: usize = TEXT_LINES * WORDS_A_LINE * size_of::<u64>();
+const MAGIC: u64 = u64::from_le_bytes(*b"ncclx_rs");
+const VERSION: u64 = 1;
+
+#[cfg(test)]
+mod tests;

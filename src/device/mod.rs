@@ -6,11 +6,14 @@
 //!
 //! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
 //! there, [`lower`] turns a schedule into a [`lower::Program`], [`counters`] give its words their values, and [`words`] says
-//! where these lie. What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: words and
-//! [`staging`]; and the [`lane`], which puts programs on streams. The [`kernels`] compute reductions: one source in CUDA C++,
-//! compiled at run time.
+//! where these lie. What acts is [`staging`] memory, which ranks map of each other, and the [`lane`], which puts programs on
+//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time.
+//!
+//! The [`control`] segment is the memory in which ranks see what the others' streams and processes do: which operations have
+//! started and ended, which calls were made (the [`call_log`]), and what has failed.
 
-pub(crate) mod control;
+pub mod call_log;
+pub mod control;
 pub mod counters;
 pub mod descriptors;
 pub mod kernels;
@@ -18,10 +21,7 @@ pub mod lane;
 pub mod launch;
 pub mod layout;
 pub mod lower;
-pub(crate) mod plans;
-pub mod ring_lane;
-pub mod rings;
-pub mod rounds;
+mod record;
 pub mod segment;
 pub mod setup;
 pub mod staging;

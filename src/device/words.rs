@@ -6,6 +6,8 @@ use crate::types::Rank;
 /// Which word of the segment is which, for so many ranks and lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WordLayout {
+    /// The number of the first word.
+    first: usize,
     ranks: usize,
     lanes: usize,
 }
@@ -13,7 +15,7 @@ pub struct WordLayout {
 impl WordLayout {
     /// The words of `ranks` ranks that have `lanes` lanes each.
     pub fn new(ranks: usize, lanes: usize) -> WordLayout {
-        WordLayout { ranks, lanes }
+        WordLayout { first: 0, ranks, lanes }
     }
 
     /// How many ranks there are.
@@ -47,10 +49,158 @@ impl WordLayout {
             Word::Tail { sender, receiver } => (sender, receiver, 1),
         };
         assert!(lane < self.lanes && self.has(waits) && self.has(writes), "no {word:?} on lane {lane} of {self:?}");
-        ((lane * self.ranks + waits.index()) * 2 + kind) * self.ranks + writes.index()
+        self.first + ((lane * self.ranks + waits.index()) * 2 + kind) * self.ranks + writes.index()
     }
 
     fn has(self, rank: Rank) -> bool {
         rank.index() < self.ranks
+    }
+}
+
+/// Which line of a control segment is which, for so many ranks and lanes.
+///
+/// A header comes first, then the lanes' words, then what each rank writes alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ControlLayout {
+    ranks: usize,
+    lanes: usize,
+}
+
+/// How many operations of a lane can be under way at once: operation k uses the slots of operation k − `SLOTS` anew.
+pub const SLOTS: usize = 1024;
+
+/// The lines that the text of a failure has.
+pub(crate) const TEXT_LINES: usize = 8;
+
+impl ControlLayout {
+    /// The segment of `ranks` ranks that have `lanes` lanes each.
+    pub fn new(ranks: usize, lanes: usize) -> ControlLayout {
+        ControlLayout { ranks, lanes }
+    }
+
+    /// How many ranks there are.
+    pub fn ranks(self) -> usize {
+        self.ranks
+    }
+
+    /// How many lanes there are.
+    pub fn lanes(self) -> usize {
+        self.lanes
+    }
+
+    /// How many lines there are: the number of words for [`SharedWords`](crate::sys::words::SharedWords).
+    pub fn count(self) -> usize {
+        self.pages() + self.ranks * self.lanes * PAGE
+    }
+
+    /// The words of the lanes.
+    ///
+    /// ```
+    /// use ncclx_rs::Rank;
+    /// use ncclx_rs::device::counters::Word;
+    /// use ncclx_rs::device::words::{ControlLayout, WordLayout};
+    /// let (whole, head) = (ControlLayout::new(3, 2), Word::Head { sender: Rank(2), receiver: Rank(0) });
+    /// // Behind the header and an epoch a lane.
+    /// assert_eq!(whole.lane_words().index(1, head), 1 + 2 + WordLayout::new(3, 2).index(1, head));
+    /// ```
+    pub fn lane_words(self) -> WordLayout {
+        WordLayout { first: EPOCHS + self.lanes, ranks: self.ranks, lanes: self.lanes }
+    }
+
+    /// The word that a rank's stream sets to an operation's number when it comes to it. A later one uses it again.
+    ///
+    /// # Panics
+    /// When there is no such rank or lane, here and below.
+    pub fn started(self, rank: Rank, lane: usize, number: u64) -> usize {
+        self.page(rank, lane) + STARTED + slot(number)
+    }
+
+    /// The word that a rank's stream sets to an operation's number when that is done. A later one uses it again.
+    pub fn done(self, rank: Rank, lane: usize, number: u64) -> usize {
+        self.page(rank, lane) + DONE + slot(number)
+    }
+
+    /// What the segment is.
+    pub(crate) fn header(self) -> usize {
+        0
+    }
+
+    /// How often a lane has been reset.
+    pub(crate) fn epoch(self, lane: usize) -> usize {
+        assert!(lane < self.lanes, "no lane {lane} of {self:?}");
+        EPOCHS + lane
+    }
+
+    /// What a rank has called.
+    pub(crate) fn call(self, rank: Rank, lane: usize, number: u64) -> usize {
+        self.page(rank, lane) + CALLS + slot(number)
+    }
+
+    /// The number of a rank's last call.
+    pub(crate) fn last_call(self, rank: Rank, lane: usize) -> usize {
+        self.page(rank, lane) + LAST_CALL
+    }
+
+    /// How a rank has failed; the lines of the text follow.
+    pub(crate) fn failure(self, rank: Rank, lane: usize) -> usize {
+        self.page(rank, lane) + FAILURE
+    }
+
+    fn page(self, rank: Rank, lane: usize) -> usize {
+        assert!(rank.index() < self.ranks && lane < self.lanes, "no lane {lane} of rank {rank} in {self:?}");
+        self.pages() + (rank.index() * self.lanes + lane) * PAGE
+    }
+
+    fn pages(self) -> usize {
+        let words = self.lane_words();
+        words.first + words.count()
+    }
+}
+
+fn slot(number: u64) -> usize {
+    (number % SLOTS as u64) as usize
+}
+
+/// The lines of a segment, behind the header.
+const EPOCHS: usize = 1;
+
+/// The lines of what one rank writes on one lane.
+const STARTED: usize = 0;
+const DONE: usize = STARTED + SLOTS;
+const CALLS: usize = DONE + SLOTS;
+const LAST_CALL: usize = CALLS + SLOTS;
+const FAILURE: usize = LAST_CALL + 1;
+const PAGE: usize = FAILURE + 1 + TEXT_LINES;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn every_line_has_one_use() {
+        let (ranks, lanes) = (3, 2);
+        let layout = ControlLayout::new(ranks, lanes);
+        let mut lines = vec![layout.header()];
+        for lane in 0..lanes {
+            lines.push(layout.epoch(lane));
+            for (me, other) in
+                (0..ranks).flat_map(|me| (0..ranks).map(move |other| (Rank::from(me), Rank::from(other))))
+            {
+                lines.push(layout.lane_words().index(lane, Word::Head { sender: other, receiver: me }));
+                lines.push(layout.lane_words().index(lane, Word::Tail { sender: me, receiver: other }));
+            }
+            for rank in (0..ranks).map(Rank::from) {
+                for number in 0..SLOTS as u64 {
+                    lines.extend([layout.started(rank, lane, number), layout.done(rank, lane, number)]);
+                    lines.push(layout.call(rank, lane, number));
+                }
+                lines.push(layout.last_call(rank, lane));
+                lines.extend((0..=TEXT_LINES).map(|line| layout.failure(rank, lane) + line));
+            }
+        }
+        assert_eq!(lines.len(), layout.count());
+        assert_eq!(lines.into_iter().collect::<BTreeSet<_>>(), (0..layout.count()).collect());
     }
 }

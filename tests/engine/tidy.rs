@@ -81,12 +81,11 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     (
         "src/device/",
         &[
-            &["descriptors", "kernels", "layout", "segment", "staging"],
-            &["setup"],
-            &["lower"],
+            &["kernels", "layout", "segment", "staging", "record"],
+            &["lower", "call_log"],
             &["counters"],
             &["words"],
-            &["lane"],
+            &["lane", "control"],
         ],
     ),
 ];

@@ -1,0 +1,91 @@
+//! What a rank tells the others of its host about a call, and how two calls differ.
+
+use crate::device::record;
+use crate::signature::Signature;
+use crate::sync::{AtomicU64, Ordering};
+use crate::types::Rank;
+
+/// A call, as far as all ranks must make the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoggedCall {
+    signature: Signature,
+    segments: u32,
+    capture: Capture,
+}
+
+/// Whether a call is recorded in a CUDA graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Capture {
+    /// It runs.
+    Eager,
+    /// It runs when the graph does.
+    Captured,
+}
+
+/// Another rank has made another call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Disagreement {
+    /// The other rank.
+    pub rank: Rank,
+    /// What that has called.
+    pub theirs: LoggedCall,
+}
+
+impl LoggedCall {
+    /// A call that runs as so many segments.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for the executor"))]
+    pub(crate) fn new(signature: Signature, segments: u32, capture: Capture) -> LoggedCall {
+        LoggedCall { signature, segments, capture }
+    }
+
+    /// How a call of `me` differs from that of another rank, in words.
+    ///
+    /// The number is that of the collective.
+    pub fn disagreement(&self, number: u64, me: Rank, other: Disagreement) -> String {
+        let Disagreement { rank, theirs } = other;
+        let how = |capture| match capture {
+            Capture::Eager => "eagerly",
+            Capture::Captured => "in a graph's capture",
+        };
+        if self.signature != theirs.signature {
+            self.signature.disagreement(number, me, rank, &theirs.signature)
+        } else if self.capture != theirs.capture {
+            let (call, ours, theirs) = (self.signature, how(self.capture), how(theirs.capture));
+            format!("the ranks disagree on collective {number}: rank {me} called {call} {ours}, rank {rank} {theirs}")
+        } else {
+            let (ours, theirs) = (self.segments, theirs.segments);
+            format!(
+                "the ranks disagree on how to run collective {number}: rank {me} cuts it into {ours} segments, rank {rank} into \
+                 {theirs}"
+            )
+        }
+    }
+
+    /// Writes the call into a line of the log.
+    pub(crate) fn publish(&self, line: &Line, number: u64) {
+        let [mark, words @ ..] = line;
+        let [first, second] = self.signature.to_words();
+        let values = [first, second, u64::from(self.segments), u64::from(self.capture == Capture::Captured)];
+        record::publish(mark, number, || {
+            words.iter().zip(values).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
+        });
+    }
+
+    /// The call of this number, if a line of the log has it.
+    pub(crate) fn read(line: &Line, number: u64) -> Option<LoggedCall> {
+        let [mark, words @ ..] = line;
+        let [first, second, segments, capture, ..] =
+            record::read(mark, number, || words.each_ref().map(|word| word.load(Ordering::Relaxed)))?;
+        let capture = if capture == 0 { Capture::Eager } else { Capture::Captured };
+        Some(LoggedCall { signature: Signature::from_words([first, second]), segments: segments as u32, capture })
+    }
+}
+
+/// The call in words, as `all_reduce(SUM, 20 × float32)`.
+impl std::fmt::Display for LoggedCall {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.signature.fmt(f)
+    }
+}
+
+type Line = [AtomicU64; crate::sys::words::WORDS_A_LINE];
