@@ -7,7 +7,7 @@ use crate::types::Rank;
 
 /// A call, as far as all ranks must make the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LoggedCall {
+pub(crate) struct LoggedCall {
     signature: Signature,
     segments: u32,
     capture: Capture,
@@ -15,7 +15,7 @@ pub struct LoggedCall {
 
 /// Whether a call is recorded in a CUDA graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Capture {
+pub(crate) enum Capture {
     /// It runs.
     Eager,
     /// It runs when the graph does.
@@ -24,16 +24,15 @@ pub enum Capture {
 
 /// Another rank has made another call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Disagreement {
+pub(crate) struct Disagreement {
     /// The other rank.
-    pub rank: Rank,
+    pub(crate) rank: Rank,
     /// What that has called.
-    pub theirs: LoggedCall,
+    pub(crate) theirs: LoggedCall,
 }
 
 impl LoggedCall {
     /// A call that runs as so many segments.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for the executor"))]
     pub(crate) fn new(signature: Signature, segments: u32, capture: Capture) -> LoggedCall {
         LoggedCall { signature, segments, capture }
     }
@@ -41,7 +40,7 @@ impl LoggedCall {
     /// How a call of `me` differs from that of another rank, in words.
     ///
     /// The number is that of the collective.
-    pub fn disagreement(&self, number: u64, me: Rank, other: Disagreement) -> String {
+    pub(crate) fn disagreement(&self, number: u64, me: Rank, other: Disagreement) -> String {
         let Disagreement { rank, theirs } = other;
         let how = |capture| match capture {
             Capture::Eager => "eagerly",

@@ -4,9 +4,6 @@
 //! overwritten only in a lane that has failed. There are no locks in it, so that a process may die at any point; and what another
 //! process has written is believed to be anything, never to be a valid index, length or text.
 
-use std::io;
-use std::os::fd::OwnedFd;
-
 use smallvec::SmallVec;
 
 use crate::device::call_log::{Disagreement, LoggedCall};
@@ -20,7 +17,7 @@ use crate::types::Rank;
 
 /// A control segment as one of its ranks sees it.
 #[derive(Debug)]
-pub struct Control {
+pub(crate) struct Control {
     words: Arc<SharedWords>,
     layout: ControlLayout,
     me: Rank,
@@ -31,102 +28,73 @@ pub struct Control {
 
 /// What has failed on a lane of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
+pub(crate) struct Failure {
     /// The lane.
-    pub lane: usize,
+    pub(crate) lane: usize,
     /// The first operation of the lane that it may have spoiled.
-    pub number: u64,
+    pub(crate) number: u64,
     /// The cause.
-    pub kind: FailureKind,
+    pub(crate) kind: FailureKind,
     /// The rank at fault.
-    pub rank: Rank,
+    pub(crate) rank: Rank,
     /// The cause in words; of a longer text the first 512 bytes.
-    pub text: String,
+    pub(crate) text: String,
 }
 
 /// Why an operation has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FailureKind {
+pub(crate) enum FailureKind {
     /// Ranks have called different operations.
     Mismatch,
     /// A limit has passed.
     Timeout,
     /// A rank has died.
     PeerLost,
-    /// The communicator was aborted.
-    Aborted,
+    /// The rank has left.
+    Left,
     /// A call of the driver has failed.
     Driver,
 }
 
 impl FailureKind {
     const ALL: [FailureKind; 5] =
-        [FailureKind::Mismatch, FailureKind::Timeout, FailureKind::PeerLost, FailureKind::Aborted, FailureKind::Driver];
+        [FailureKind::Mismatch, FailureKind::Timeout, FailureKind::PeerLost, FailureKind::Left, FailureKind::Driver];
 }
 
 impl Control {
-    /// A new segment, which others [`open`](Control::open). Streams look at and write so much of its words on every rank.
-    pub fn create(layout: ControlLayout, me: Rank, width: Width) -> io::Result<Control> {
-        let words = SharedWords::new(layout.count())?;
-        (0..layout.lanes()).for_each(|lane| words.word(layout.epoch(lane)).store(1, Ordering::Relaxed));
-        for (word, value) in words.line(layout.header()).iter().zip(header(layout, width)) {
-            word.store(value, Ordering::Release);
-        }
-        Control::over(words, layout, me, width)
-    }
-
-    /// The segment that another rank has made for the same layout and width.
+    /// The segment of so many words, which are zero at first, as rank `me` sees it. Streams look at and write so much of a word on
+    /// every rank.
     ///
-    /// # Errors
-    /// It is made for others.
-    pub fn open(fd: OwnedFd, layout: ControlLayout, me: Rank, width: Width) -> io::Result<Control> {
-        Control::over(SharedWords::open(fd, layout.count())?, layout, me, width)
-    }
-
-    fn over(words: SharedWords, layout: ControlLayout, me: Rank, width: Width) -> io::Result<Control> {
-        assert!(me.index() < layout.ranks(), "no rank {me} in {layout:?}");
-        let expected = header(layout, width);
-        let found = words.line(layout.header()).each_ref().map(|word| word.load(Ordering::Acquire));
-        if found[..expected.len()] != expected {
-            let text = format!("a control segment with the header {found:x?}, where {expected:x?} was expected");
-            return Err(io::Error::other(text));
-        }
-        Ok(Control { words: Arc::new(words), layout, me, width, failing: Mutex::new(()) })
-    }
-
-    /// The segment's memory, to be registered whole.
-    pub fn words(&self) -> &Arc<SharedWords> {
-        &self.words
-    }
-
-    /// Which line is which.
-    pub fn layout(&self) -> ControlLayout {
-        self.layout
+    /// # Panics
+    /// When there are fewer words than the layout has, or no such rank.
+    pub(crate) fn new(words: Arc<SharedWords>, layout: ControlLayout, me: Rank, width: Width) -> Control {
+        assert!(me.index() < layout.ranks() && layout.count() <= words.count(), "rank {me} of {layout:?}");
+        Control { words, layout, me, width, failing: Mutex::new(()) }
     }
 
     /// The rank that sees it so.
-    pub fn me(&self) -> Rank {
+    pub(crate) fn me(&self) -> Rank {
         self.me
     }
 
-    fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
+    pub(crate) fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
         (0..self.layout.ranks()).map(Rank::from)
     }
 
     // ---- operations ----
 
     /// Whether a rank's stream has come to an operation of a lane.
-    pub fn has_started(&self, rank: Rank, lane: usize, number: u64) -> bool {
+    pub(crate) fn has_started(&self, rank: Rank, lane: usize, number: u64) -> bool {
         self.has_reached(self.layout.started(rank, lane, number), number)
     }
 
     /// Whether a rank's stream is done with an operation of a lane. What it wrote before can then be seen.
-    pub fn has_ended(&self, rank: Rank, lane: usize, number: u64) -> bool {
+    pub(crate) fn has_ended(&self, rank: Rank, lane: usize, number: u64) -> bool {
         self.has_reached(self.layout.done(rank, lane, number), number)
     }
 
     /// Whether this rank may call an operation: the one whose slots it uses is done here, hence called everywhere.
-    pub fn has_room(&self, lane: usize, number: u64) -> bool {
+    pub(crate) fn has_room(&self, lane: usize, number: u64) -> bool {
         number.checked_sub(SLOTS as u64).is_none_or(|earlier| earlier == 0 || self.has_ended(self.me, lane, earlier))
     }
 
@@ -145,7 +113,7 @@ impl Control {
     ///
     /// # Errors
     /// A rank has called another operation.
-    pub fn enter(&self, lane: usize, number: u64, call: LoggedCall) -> Result<(), Disagreement> {
+    pub(crate) fn enter(&self, lane: usize, number: u64, call: LoggedCall) -> Result<(), Disagreement> {
         self.words.word(self.layout.last_call(self.me, lane)).store(number, Ordering::Relaxed);
         call.publish(self.words.line(self.layout.call(self.me, lane, number)), number);
         let others = self.ranks().filter(|rank| *rank != self.me);
@@ -156,12 +124,12 @@ impl Control {
     }
 
     /// What a rank has called under this number, if it has come there and not 1024 calls beyond.
-    pub fn call_of(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
+    pub(crate) fn call_of(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
         LoggedCall::read(self.words.line(self.layout.call(rank, lane, number)), number)
     }
 
     /// The number of a rank's last call; zero if there was none.
-    pub fn calls_of(&self, rank: Rank, lane: usize) -> u64 {
+    pub(crate) fn calls_of(&self, rank: Rank, lane: usize) -> u64 {
         self.words.word(self.layout.last_call(rank, lane)).load(Ordering::Relaxed)
     }
 
@@ -170,7 +138,7 @@ impl Control {
     /// Tells the other ranks of a failure, before anything that it spoils can reach them.
     ///
     /// The first failure of a lane stays until the lane is [reset](Control::reset); a later one only makes its number smaller.
-    pub fn fail(&self, failure: &Failure) {
+    pub(crate) fn fail(&self, failure: &Failure) {
         let _failing = lock(&self.failing);
         let place = self.words.line(self.layout.failure(self.me, failure.lane));
         let [mark, number, kind, rank, len, ..] = place;
@@ -196,7 +164,7 @@ impl Control {
     }
 
     /// What has failed on a rank's lane since the lane was last reset.
-    pub fn failure_of(&self, rank: Rank, lane: usize) -> Option<Failure> {
+    pub(crate) fn failure_of(&self, rank: Rank, lane: usize) -> Option<Failure> {
         let [mark, values @ ..] = self.words.line(self.layout.failure(rank, lane));
         let (mut values, text) = record::read(mark, self.epoch(lane), || {
             let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
@@ -217,13 +185,14 @@ impl Control {
         })
     }
 
-    /// The failure that may have spoiled an operation, if any has; of several that of the smallest number.
+    /// The failure that may have spoiled an operation, if any has, and the rank that tells of it; of several that of the smallest
+    /// number.
     ///
     /// An operation has succeeded if it has [ended](Control::has_ended) here, and *then* there is none: a rank tells of its
     /// failure before it [releases](Control::release) its stream, so before that writes anything wrong.
-    pub fn first_failure(&self, lane: usize, number: u64) -> Option<Failure> {
-        let failures = self.ranks().filter_map(|rank| self.failure_of(rank, lane));
-        failures.filter(|failure| failure.number <= number).min_by_key(|failure| failure.number)
+    pub(crate) fn first_failure(&self, lane: usize, number: u64) -> Option<(Rank, Failure)> {
+        let failures = self.ranks().filter_map(|rank| Some((rank, self.failure_of(rank, lane)?)));
+        failures.filter(|(_, failure)| failure.number <= number).min_by_key(|(_, failure)| failure.number)
     }
 
     fn text(&self, rank: Rank, lane: usize) -> impl Iterator<Item = &AtomicU64> {
@@ -235,7 +204,7 @@ impl Control {
 
     /// The ranks that have not brought words to the values which this rank's stream waits for: of a head, its sender has not
     /// come so far; of a tail, its receiver is not done.
-    pub fn behind(&self, lane: usize, expected: impl Iterator<Item = (Word, u64)>) -> Vec<Rank> {
+    pub(crate) fn behind(&self, lane: usize, expected: impl Iterator<Item = (Word, u64)>) -> Vec<Rank> {
         let words = self.layout.lane_words();
         let is_behind = |word, value| {
             let found = self.words.word(words.index(lane, word)).load(Ordering::Acquire);
@@ -254,7 +223,7 @@ impl Control {
     ///
     /// # Panics
     /// When this rank's stream does not wait for a word.
-    pub fn release(&self, lane: usize, words: impl Iterator<Item = (Word, u64)>) {
+    pub(crate) fn release(&self, lane: usize, words: impl Iterator<Item = (Word, u64)>) {
         for (word, last) in words {
             assert_eq!(waiter(word), self.me, "{word:?} is released by who waits for it");
             let far = match self.width {
@@ -266,15 +235,15 @@ impl Control {
     }
 
     /// How often a lane was reset, and one.
-    pub fn epoch(&self, lane: usize) -> u64 {
-        self.words.word(self.layout.epoch(lane)).load(Ordering::Acquire)
+    fn epoch(&self, lane: usize) -> u64 {
+        self.words.word(self.layout.epoch(lane)).load(Ordering::Acquire).wrapping_add(1)
     }
 
     /// Makes a lane as new: what this rank's stream waits for, its operations and calls. Failures are past.
     ///
     /// Every rank does so once nothing of the lane is on any stream, and no one uses the lane until all have. Hence it stands between two
     /// barriers.
-    pub fn reset(&self, lane: usize) {
+    pub(crate) fn reset(&self, lane: usize) {
         let (me, layout) = (self.me, self.layout);
         let peers = self
             .ranks()
@@ -323,14 +292,7 @@ fn beginning(text: &str) -> &str {
     &text[..end]
 }
 
-/// What a segment is, so that nobody takes another for it.
-fn header(layout: ControlLayout, width: Width) -> [u64; 5] {
-    [MAGIC, VERSION, layout.ranks() as u64, layout.lanes() as u64, width as u64]
-}
-
 const TEXT_BYTES: usize = TEXT_LINES * WORDS_A_LINE * size_of::<u64>();
-const MAGIC: u64 = u64::from_le_bytes(*b"ncclx_rs");
-const VERSION: u64 = 1;
 
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,8 @@ use smallvec::SmallVec;
 
 use crate::algo::{Collective, Scaling};
 use crate::buffer::{Buffer, StreamHandle};
-use crate::device::control::{Control, ControlLayout, FailureKind, LOG, LoggedCall};
+use crate::device::call_log::{Capture as Captured, LoggedCall};
+use crate::device::control::{Control, FailureKind};
 use crate::device::in_flight::{Ends, Halt, InFlight};
 use crate::device::kernels::Module;
 use crate::device::lane::{Edges, Lane, Tensors};
@@ -15,6 +16,7 @@ use crate::device::launch::{LaunchError, Launcher};
 use crate::device::plans::{Plan, Plans, Room, Shape};
 use crate::device::setup::{Member, Parts};
 use crate::device::watch;
+use crate::device::words::{ControlLayout, SLOTS};
 use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
 use crate::signature::Signature;
@@ -89,7 +91,7 @@ impl Executor {
         let (size, half) = (members.len(), staging.half());
         let room = Room { half, scratch: 2 * half };
         let layout = ControlLayout::new(size, LANES);
-        let control = Arc::new(Control::new(words, layout, width, me));
+        let control = Arc::new(Control::new(words, layout, me, width));
         let sharing = members.iter().filter(|member| member.device == members[me.index()].device).count();
         let memory = || -> Result<_, CudaError> {
             let launcher = Launcher::new(&context, sharing, None)?;
@@ -104,8 +106,10 @@ impl Executor {
             let mut all = Module::all().map(Module::dtype);
             all.try_for_each(|dtype| launcher.prepare(dtype)).map_err(|error| no_kernels(&comm, &error))?;
         }
-        let (lane, plans) =
-            (Lane::new(LANE, me, layout.words(), registered, staging, width), Plans::new(me, size, algorithm, room));
+        let (lane, plans) = (
+            Lane::new(LANE, me, layout.lane_words(), registered, staging, width),
+            Plans::new(me, size, algorithm, room),
+        );
         let device = context.device().ordinal();
         let state = State { me, layout, context, lane, launcher, plans, scratch, sums, number: 0, last: None, end };
         let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends);
@@ -148,9 +152,9 @@ impl Executor {
         self.make_room(number, request.timeout, signature)?;
         state.number = number;
         let work = Work::new(self.in_flight.clone(), ranks.begin(signature, number, request.inputs, request.outputs));
-        let call = LoggedCall { signature, segments: plan.segments.len() as u32, is_captured: false };
+        let call = LoggedCall::new(signature, plan.segments.len() as u32, Captured::Eager);
         if let Err(disagreement) = self.control.enter(LANE, number, call) {
-            let detail = disagreement.describe(number, self.me, &call);
+            let detail = call.disagreement(number, self.me, disagreement);
             let error = Error::Mismatch { operation: signature.to_string(), detail };
             self.in_flight.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
             self.in_flight.end(&work, Err(error.clone()));
@@ -187,14 +191,14 @@ impl Executor {
 
     /// Waits until the log has room for the operation of this number: as a driver's queue that is full.
     fn make_room(&self, number: u64, timeout: Duration, signature: Signature) -> Result<(), Error> {
-        let Some(earlier) = number.checked_sub(LOG as u64) else { return Ok(()) };
-        if earlier == 0 || self.control.has_ended(self.me, LANE, earlier) {
+        if self.control.has_room(LANE, number) {
             return Ok(());
         }
+        let earlier = number - SLOTS as u64;
         self.in_flight.wait_for(earlier, timeout).map_err(|waited| Error::Timeout {
             operation: signature.to_string(),
             waited,
-            detail: format!("{} operations are in flight on the device", LOG as u64),
+            detail: format!("{SLOTS} operations are in flight on the device"),
         })
     }
 

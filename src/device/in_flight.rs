@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::device::control::{Control, Failure, FailureKind};
-use crate::device::counters::Counters;
+use crate::device::counters::{Counters, Word};
 use crate::error::{Error, rank_list};
 use crate::signature::Signature;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
@@ -246,7 +246,7 @@ impl InFlight {
             }
             // Operations before the one that has failed may still end well.
             if !state.is_sound(number) {
-                self.control.release(lane, &state.awaited, &state.published);
+                self.control.release(lane, state.awaits(me));
                 state.released.get_or_insert(now);
             }
         }
@@ -280,11 +280,10 @@ impl InFlight {
     fn timeout(&self, state: &State, late: &Flight, now: Instant) -> Error {
         let waited = late.started.map_or(Duration::ZERO, |started| now - started);
         let number = late.number;
-        let ranks = (0..self.control.ranks()).map(Rank::from);
-        let has_called = |rank: &Rank| self.control.has_called(*rank, self.lane, number);
-        let (came, missing): (Vec<Rank>, Vec<Rank>) = ranks.partition(has_called);
+        let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= number;
+        let (came, missing): (Vec<Rank>, Vec<Rank>) = self.control.ranks().partition(has_called);
         let detail = if missing.is_empty() {
-            let slow = self.control.behind(self.lane, &state.awaited, &state.published);
+            let slow = self.control.behind(self.lane, state.awaits(self.control.me()));
             format!(
                 "device collective {number}: all ranks called it; rank(s) {} did not finish their part",
                 rank_list(&slow)
@@ -308,6 +307,18 @@ impl State {
     /// Whether no failure is known of the operation of this number, or of one before it.
     fn is_sound(&self, number: u64) -> bool {
         self.failed.as_ref().is_none_or(|(failed, _)| *failed > number)
+    }
+
+    /// The words that this rank's stream waits for, and the greatest values.
+    fn awaits(&self, me: Rank) -> impl Iterator<Item = (Word, u64)> + '_ {
+        let peers = self.awaited.iter().zip(&self.published).enumerate();
+        peers.map(|(peer, values)| (Rank::from(peer), values)).filter(move |(peer, _)| *peer != me).flat_map(
+            move |(peer, (awaited, published))| {
+                let (head, tail) =
+                    (Word::Head { sender: peer, receiver: me }, Word::Tail { sender: me, receiver: peer });
+                [(head, *awaited), (tail, *published)]
+            },
+        )
     }
 
     /// The first operation whose time is over.

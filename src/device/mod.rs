@@ -5,23 +5,32 @@
 //! takes part once they are submitted.
 //!
 //! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
-//! there, [`lower`] turns a schedule into a [`lower::Program`], [`counters`] give its words their values, and [`words`] says
-//! where these lie. What acts is [`staging`] memory, which ranks map of each other, and the [`lane`], which puts programs on
-//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time.
+//! there, [`lower`] turns a schedule into a [`lower::Program`], which [`plans`] keep, and [`counters`] give its words their
+//! values. Messages between two ranks take another way: [`rounds`] turns batches of them into operations, and [`rings`] count
+//! for them.
 //!
-//! The [`control`] segment is the memory in which ranks see what the others' streams and processes do: which operations have
-//! started and ended, which calls were made (the [`call_log`]), and what has failed.
+//! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`] module
+//! reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
+//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
+//! streams. The [`executor`] runs a whole call; what is [`in_flight`] then is ended by whoever looks, at the latest by the
+//! [`watch`].
 
-pub mod call_log;
-pub mod control;
+pub(crate) mod call_log;
+pub(crate) mod control;
 pub mod counters;
 pub mod descriptors;
+pub(crate) mod executor;
+pub(crate) mod in_flight;
 pub mod kernels;
 pub mod lane;
 pub mod launch;
 pub mod layout;
 pub mod lower;
+pub(crate) mod plans;
 mod record;
+pub mod ring_lane;
+pub mod rings;
+pub mod rounds;
 pub mod segment;
 pub mod setup;
 pub mod staging;

@@ -59,7 +59,7 @@ impl WordLayout {
 
 /// Which line of a control segment is which, for so many ranks and lanes.
 ///
-/// A header comes first, then the lanes' words, then what each rank writes alone.
+/// How often each lane was reset comes first, then the lanes' words, then what each rank writes alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControlLayout {
     ranks: usize,
@@ -73,6 +73,9 @@ pub const SLOTS: usize = 1024;
 pub(crate) const TEXT_LINES: usize = 8;
 
 impl ControlLayout {
+    /// The version of this layout.
+    pub(crate) const VERSION: u32 = 1;
+
     /// The segment of `ranks` ranks that have `lanes` lanes each.
     pub fn new(ranks: usize, lanes: usize) -> ControlLayout {
         ControlLayout { ranks, lanes }
@@ -100,11 +103,11 @@ impl ControlLayout {
     /// use ncclx_rs::device::counters::Word;
     /// use ncclx_rs::device::words::{ControlLayout, WordLayout};
     /// let (whole, head) = (ControlLayout::new(3, 2), Word::Head { sender: Rank(2), receiver: Rank(0) });
-    /// // Behind the header and an epoch a lane.
-    /// assert_eq!(whole.lane_words().index(1, head), 1 + 2 + WordLayout::new(3, 2).index(1, head));
+    /// // Behind an epoch a lane.
+    /// assert_eq!(whole.lane_words().index(1, head), 2 + WordLayout::new(3, 2).index(1, head));
     /// ```
     pub fn lane_words(self) -> WordLayout {
-        WordLayout { first: EPOCHS + self.lanes, ranks: self.ranks, lanes: self.lanes }
+        WordLayout { first: self.lanes, ranks: self.ranks, lanes: self.lanes }
     }
 
     /// The word that a rank's stream sets to an operation's number when it comes to it. A later one uses it again.
@@ -120,15 +123,10 @@ impl ControlLayout {
         self.page(rank, lane) + DONE + slot(number)
     }
 
-    /// What the segment is.
-    pub(crate) fn header(self) -> usize {
-        0
-    }
-
     /// How often a lane has been reset.
     pub(crate) fn epoch(self, lane: usize) -> usize {
         assert!(lane < self.lanes, "no lane {lane} of {self:?}");
-        EPOCHS + lane
+        lane
     }
 
     /// What a rank has called.
@@ -161,9 +159,6 @@ fn slot(number: u64) -> usize {
     (number % SLOTS as u64) as usize
 }
 
-/// The lines of a segment, behind the header.
-const EPOCHS: usize = 1;
-
 /// The lines of what one rank writes on one lane.
 const STARTED: usize = 0;
 const DONE: usize = STARTED + SLOTS;
@@ -182,7 +177,7 @@ mod tests {
     fn every_line_has_one_use() {
         let (ranks, lanes) = (3, 2);
         let layout = ControlLayout::new(ranks, lanes);
-        let mut lines = vec![layout.header()];
+        let mut lines = vec![];
         for lane in 0..lanes {
             lines.push(layout.epoch(lane));
             for (me, other) in

@@ -62,18 +62,6 @@ impl SharedWords {
         &self.line(index)[0]
     }
 
-    /// The line of the word of this number, with what else lies there.
-    ///
-    /// # Panics
-    /// When there are fewer.
-    pub fn line(&self, index: usize) -> &[AtomicU64; LINE / 8] {
-        let offset = self.offset(index);
-        // SAFETY: the offset is inside the mapping.
-        let line = unsafe { self.base.add(offset) };
-        // SAFETY: it is aligned to a line, lives as long as self, and is only accessed atomically.
-        unsafe { line.cast::<[AtomicU64; LINE / 8]>().as_ref() }
-    }
-
     /// The whole line that begins with the word of this number.
     ///
     /// # Panics

@@ -81,11 +81,18 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     (
         "src/device/",
         &[
-            &["kernels", "layout", "segment", "staging", "record"],
-            &["lower", "call_log"],
-            &["counters"],
-            &["words"],
-            &["lane", "control"],
+            // Data.
+            &["descriptors", "kernels", "layout", "record", "segment", "staging"],
+            // What is decided.
+            &["call_log", "lower", "setup"],
+            &["counters", "plans", "rounds"],
+            &["rings", "words"],
+            // What acts on streams and on words.
+            &["control", "lane", "ring_lane"],
+            &["in_flight", "launch"],
+            // What ends it, and what begins it.
+            &["watch"],
+            &["executor"],
         ],
     ),
 ];
