@@ -221,11 +221,6 @@ impl Communicator {
         })
     }
 
-    /// This process's place among the ranks.
-    pub(super) fn place(&self) -> Place {
-        self.place
-    }
-
     /// This process's rank.
     pub fn rank(&self) -> Rank {
         self.place.me
@@ -291,7 +286,7 @@ impl Communicator {
     pub(super) fn begin(&self, op: &Op) -> Result<Submitted, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
         if let Some(stream) = check::placement(op)? {
-            return self.run_on_device(op, stream, timeout).map(Submitted::Pending);
+            return self.device.run(self, op, stream, timeout).map(Submitted::Pending);
         }
         match op.kind {
             OpKind::Send { to, tag } => {

@@ -5,24 +5,20 @@
 
 use std::time::{Duration, Instant};
 
-use crate::buffer::{Buffer, StreamHandle};
-use crate::comm::check;
-use crate::comm::communicator::Communicator;
+use crate::buffer::StreamHandle;
+use crate::comm::check::{self, Place};
 use crate::config::Config;
 use crate::device::executor::{Executor, LANES, Ranks, Request};
 use crate::device::in_flight::Ends;
 use crate::device::setup::{self, Wanted};
 use crate::device::words::ControlLayout;
-use crate::engine::call::Call;
 use crate::engine::collective;
 use crate::engine::driver::Driver;
-use crate::engine::flight_recorder::Bytes;
 use crate::error::{Error, InitError, UsageError};
 use crate::op::{Op, OpKind};
-use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, OnceLock, lock};
-use crate::types::{Rank, Source, Tag};
-use crate::work::{Entry, Work};
+use crate::types::Rank;
+use crate::work::Work;
 
 /// What a communicator has on a device.
 pub(super) struct DeviceSide {
@@ -59,11 +55,31 @@ impl DeviceSide {
     }
 }
 
-impl Communicator {
+/// What a communicator lends to its device.
+pub(super) trait Group: Ranks {
+    fn name(&self) -> &str;
+    fn place(&self) -> Place;
+    fn driver(&self) -> &Arc<Driver>;
+
+    /// Sends bytes to a rank in the background.
+    fn send_bytes(&self, data: Vec<u8>, to: Rank) -> Result<(), Error>;
+
+    /// Receives as many bytes from a rank.
+    fn recv_bytes(&self, data: &mut [u8], from: Rank, timeout: Duration) -> Result<(), Error>;
+}
+
+impl DeviceSide {
     /// Puts an operation on a stream of the device in whose memory its buffers lie.
-    pub(super) fn run_on_device(&self, op: &Op, stream: StreamHandle, timeout: Duration) -> Result<Work, Error> {
-        if !self.driver.is_here() {
-            return Err(self.driver.forked_error(op.kind.name()));
+    pub(super) fn run(
+        &self,
+        group: &impl Group,
+        op: &Op,
+        stream: StreamHandle,
+        timeout: Duration,
+    ) -> Result<Work, Error> {
+        let driver = group.driver();
+        if !driver.is_here() {
+            return Err(driver.forked_error(op.kind.name()));
         }
         match op.kind {
             OpKind::AllToAll { .. }
@@ -75,73 +91,75 @@ impl Communicator {
             | OpKind::WaitSignal { .. } => return Err(check::not_on_devices(op).into()),
             _ => {}
         }
-        let checked = check::collective(op, None, self.place())?;
-        self.driver.with_engine(|engine| engine.check_open(op.kind.name()))?;
-        let executor = self.executor(op, stream.device(), timeout)?;
-        let scaling = collective::scaling(op.kind.reduce_op(), checked.dtype, self.size());
+        let checked = check::collective(op, None, group.place())?;
+        driver.with_engine(|engine| engine.check_open(op.kind.name()))?;
+        let executor = self.executor(group, op.kind.name(), stream.device(), timeout)?;
         let request = Request {
             collective: checked.collective,
             signature: checked.signature,
             reduce: op.kind.reduce_op(),
             dtype: checked.dtype,
-            scaling,
+            scaling: collective::scaling(op.kind.reduce_op(), checked.dtype, group.place().size),
             inputs: &op.inputs,
             outputs: &op.outputs,
             stream,
             timeout,
         };
-        executor.collective(&request, self)
+        executor.collective(&request, group)
     }
 
     /// The executor for this device, which the ranks set up at the first call.
-    fn executor(&self, op: &Op, device: u32, timeout: Duration) -> Result<Arc<Executor>, Error> {
-        if let Some(executor) = self.device.executor.get() {
-            if executor.device() != device {
-                return Err(other_device(op, executor.device(), device).into());
-            }
-            return Ok(executor.clone());
-        }
-        let mut failed = lock(&self.device.setup);
+    fn executor(
+        &self,
+        group: &impl Group,
+        operation: &str,
+        device: u32,
+        timeout: Duration,
+    ) -> Result<Arc<Executor>, Error> {
+        let mut failed = match self.executor.get() {
+            Some(executor) => return own_device(executor, operation, device),
+            None => lock(&self.setup),
+        };
         if let Some(error) = &*failed {
             return Err(error.clone());
         }
-        if self.device.executor.get().is_none() {
-            match self.set_up(device, timeout) {
-                Ok(executor) => _ = self.device.executor.set(Arc::new(executor)),
+        // Another thread may have been faster.
+        if self.executor.get().is_none() {
+            match self.set_up(group, device, timeout) {
+                Ok(executor) => _ = self.executor.set(Arc::new(executor)),
                 Err(error) => {
                     *failed = Some(error.clone());
                     return Err(error);
                 }
             }
         }
-        drop(failed);
-        self.executor(op, device, timeout)
+        own_device(self.executor.get().expect("set above, or before"), operation, device)
     }
 
-    fn set_up(&self, device: u32, timeout: Duration) -> Result<Executor, Error> {
-        let messages = Messages { comm: self, timeout };
-        let DeviceSide { host, staging_bytes, .. } = &self.device;
+    fn set_up(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<Executor, Error> {
+        let Place { me, size } = group.place();
         let wanted = Wanted {
-            comm: self.name(),
-            me: self.rank(),
+            comm: group.name(),
+            me,
             device,
-            host,
-            staging_bytes: *staging_bytes,
-            words: ControlLayout::new(self.size(), LANES).count(),
+            host: &self.host,
+            staging_bytes: self.staging_bytes,
+            words: ControlLayout::new(size, LANES).count(),
             layout: ControlLayout::VERSION,
             patience: timeout,
         };
-        let parts = setup::set_up(&wanted, &mut |own| messages.all_gather(own))?;
-        let ends = Arc::new(Reports(self.driver.clone()));
-        let own = Executor::new(self.name().to_owned(), self.rank(), self.device.algorithm.clone(), parts, ends);
+        let mut all_gather = |own| all_gather(group, own, timeout);
+        let parts = setup::set_up(&wanted, &mut all_gather)?;
+        let ends = Arc::new(Reports(group.driver().clone()));
+        let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, ends);
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
         let cause = own.as_ref().err().map(Error::to_string).unwrap_or_default();
-        let told = messages.all_gather(cause.into_bytes())?;
+        let told = all_gather(cause.into_bytes())?;
         let own = own?;
         match told.iter().enumerate().find(|(_, cause)| !cause.is_empty()) {
             None => Ok(own),
             Some((rank, cause)) => Err(InitError::Os {
-                comm: self.name().to_owned(),
+                comm: group.name().to_owned(),
                 what: format!("CUDA on rank {rank}"),
                 cause: String::from_utf8_lossy(cause).into_owned(),
             }
@@ -150,54 +168,47 @@ impl Communicator {
     }
 }
 
-impl Ranks for Communicator {
-    fn begin(&self, signature: Signature, number: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry {
-        let sum = |buffers: &[Buffer]| buffers.iter().map(|buffer| buffer.bytes()).sum();
-        let bytes = Bytes { read: sum(inputs), written: sum(outputs) };
-        self.driver.with_engine(|engine| engine.begin_on_device(Call::Collective(signature), number, bytes))
+/// The executor, if it is that of this device.
+fn own_device(executor: &Arc<Executor>, operation: &str, device: u32) -> Result<Arc<Executor>, Error> {
+    if executor.device() == device {
+        return Ok(executor.clone());
     }
-
-    fn barrier(&self, timeout: Duration) -> Result<(), Error> {
-        Messages { comm: self, timeout }.all_gather(Vec::new()).map(|_| ())
+    let own = executor.device();
+    Err(UsageError {
+        operation: operation.to_owned(),
+        argument: "tensors",
+        expected: format!("tensors on cuda:{own}, the device of the communicator's earlier operations"),
+        got: format!("tensors on cuda:{device}"),
     }
+    .into())
 }
 
-/// What ranks tell each other to set up, as messages that programs cannot send.
-struct Messages<'a> {
-    comm: &'a Communicator,
-    timeout: Duration,
-}
-
-impl Messages<'_> {
-    /// Tells every rank some bytes. What all have told, by rank.
-    fn all_gather(&self, own: Vec<u8>) -> Result<Vec<Vec<u8>>, Error> {
-        let others = || (0..self.comm.size()).map(Rank::from).filter(|rank| *rank != self.comm.rank());
-        let length = u32::try_from(own.len()).expect("some bytes a rank").to_le_bytes();
-        for to in others() {
-            self.comm.send_away(length.to_vec(), to, Tag::DEVICE)?;
-            self.comm.send_away(own.clone(), to, Tag::DEVICE)?;
-        }
-        let until = Instant::now() + self.timeout;
-        let receive = |data: &mut [u8], from| {
-            let left = until.saturating_duration_since(Instant::now());
-            self.comm.recv_within(data, Source::Rank(from), Tag::DEVICE, Some(left))
-        };
-        let mut all = vec![Vec::new(); self.comm.size()];
-        for from in others() {
-            let mut length = [0; 4];
-            receive(&mut length, from)?;
-            let length = u32::from_le_bytes(length) as usize;
-            if length > BYTES_MAX {
-                let cause = format!("it announces {length} bytes, more than {BYTES_MAX}");
-                return Err(Error::Remote { operation: "set-up of the device".to_owned(), rank: from.0, cause });
-            }
-            let bytes = &mut all[from.index()];
-            bytes.resize(length, 0);
-            receive(bytes, from)?;
-        }
-        all[self.comm.rank().index()] = own;
-        Ok(all)
+/// Tells every rank some bytes, in messages that programs cannot send. What all have told, by rank.
+pub(super) fn all_gather(group: &impl Group, own: Vec<u8>, timeout: Duration) -> Result<Vec<Vec<u8>>, Error> {
+    let Place { me, size } = group.place();
+    let others = || (0..size).map(Rank::from).filter(|rank| *rank != me);
+    let length = u32::try_from(own.len()).expect("some bytes a rank").to_le_bytes();
+    for to in others() {
+        group.send_bytes(length.to_vec(), to)?;
+        group.send_bytes(own.clone(), to)?;
     }
+    let until = Instant::now() + timeout;
+    let receive = |data: &mut [u8], from| group.recv_bytes(data, from, until.saturating_duration_since(Instant::now()));
+    let mut all = vec![Vec::new(); size];
+    for from in others() {
+        let mut length = [0; 4];
+        receive(&mut length, from)?;
+        let length = u32::from_le_bytes(length) as usize;
+        if length > BYTES_MAX {
+            let cause = format!("it announces {length} bytes, more than {BYTES_MAX}");
+            return Err(Error::Remote { operation: "the setup of the device".to_owned(), rank: from.0, cause });
+        }
+        let bytes = &mut all[from.index()];
+        bytes.resize(length, 0);
+        receive(bytes, from)?;
+    }
+    all[me.index()] = own;
+    Ok(all)
 }
 
 /// The most that a rank tells the others at a time.
@@ -213,14 +224,5 @@ impl Ends for Reports {
 
     fn loss(&self, operation: &str) -> Option<Error> {
         self.0.with_engine(|engine| engine.loss_of(operation))
-    }
-}
-
-fn other_device(op: &Op, own: u32, other: u32) -> UsageError {
-    UsageError {
-        operation: op.kind.name().to_owned(),
-        argument: "tensors",
-        expected: format!("tensors on cuda:{own}, the device of the communicator's earlier operations"),
-        got: format!("tensors on cuda:{other}"),
     }
 }

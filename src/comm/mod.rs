@@ -13,6 +13,7 @@ mod data;
 mod device;
 mod failure_detector;
 mod framing;
+mod group;
 pub mod launch;
 mod registry;
 mod split;

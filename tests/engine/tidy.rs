@@ -66,10 +66,10 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["address", "check", "data", "framing", "registry"],
             &["store", "summary", "tensors"],
             &["bootstrap"],
-            &["wireup", "failure_detector"],
+            &["wireup", "failure_detector", "device"],
             &["communicator"],
             // What a communicator offers, and ways to one.
-            &["blocking", "launch", "split", "window"],
+            &["blocking", "group", "launch", "split", "window"],
         ],
     ),
     ("src/comm/store/", &[&["interface"], &["memory", "prefix", "protocol"], &["server"], &["tcp"], &["fuzz"]]),
