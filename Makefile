@@ -175,6 +175,12 @@ rust-test-cuda: softcuda $(KERNEL_TWINS)
 		cargo test --locked --test cuda \
 		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'"
 
+# Those of the PyTorch backend.
+.PHONY: python-test-cuda
+test-cuda: python-test-cuda
+python-test-cuda: softcuda $(KERNEL_TWINS) $(call installed,$(TORCH))
+	SOFTCUDA_TWINS="$(KERNEL_TWINS)" $(IN_SOFTCUDA) python -m pytest tests/cuda_python
+
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \

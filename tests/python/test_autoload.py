@@ -198,6 +198,8 @@ glob.glob = lambda pattern, **options: [pattern] if pattern.startswith("/dev/nvi
 """
 
 
+NO_DRIVER = "there is no CUDA driver: no libcuda.so.1 could be loaded"
+
 # One program for all: most of its time is the import of torch.
 REFUSED = f"""{WITH_GPU}
 import torch, torch.distributed as dist
@@ -235,7 +237,7 @@ for each in arguments:
 
 def test_groups_for_cuda_are_refused_when_they_are_made() -> None:
     assert printed(REFUSED).splitlines() == [
-        f"ncclx_rs: {function}: CUDA tensors are not served yet; "
+        f"ncclx_rs: {function}: CUDA tensors are not served here: {NO_DRIVER}; "
         'give each device its backend, as in backend="cpu:ncclx_rs,cuda:nccl"'
         for function in ("init_process_group", "new_group")
         for _ in range(4)
@@ -246,14 +248,16 @@ def test_groups_that_serve_the_cpu_are_made_where_there_is_a_gpu() -> None:
     assert printed(f"{WITH_GPU}\nimport torch\n{USE}") == "works"
 
 
-def test_cuda_stays_with_its_default_where_there_is_a_gpu() -> None:
+def test_cuda_stays_with_its_default_where_there_is_a_gpu_and_no_driver() -> None:
     code = f"""{WITH_GPU}
 import torch.distributed as dist
 print(dist.Backend.default_device_backend_map["cpu"], dist.Backend.default_device_backend_map["cuda"])
 """
     done = python(code, NCCLX_RS_DEFAULT="cpu,cuda")
     assert (done.returncode, done.stdout) == (0, "ncclx_rs nccl\n"), done.stderr
-    assert "ncclx_rs: set_default: CUDA tensors are not served yet and stay with `nccl`" in done.stderr
+    assert (
+        "ncclx_rs: set_default: CUDA tensors are not served without a CUDA driver, and stay with `nccl`" in done.stderr
+    )
 
 
 GROUPS = """

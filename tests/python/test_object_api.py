@@ -690,7 +690,7 @@ def test_only_some_backends_have_an_allocator() -> None:
 @pytest.mark.parametrize("name", ["ncclx", "ncclx_rs"])
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda:1"), "meta"])
 def test_other_devices_than_the_cpu_are_refused_before_anybody_is_waited_for(name: str, device: Any) -> None:
-    said = rf"argument `device`: expected the CPU, which alone is served yet, got {device}; .* new_comm\("
+    said = rf"argument `device`: expected the CPU, which alone is served here, got {device}: .* new_comm\("
     with pytest.raises(ValueError, match=said):
         ncclx_rs.new_comm(name, device)
 

@@ -47,6 +47,8 @@ struct NcclxBackend::Call {
   uint64_t offset = 0;
   std::vector<uint64_t> in_counts{};
   std::vector<uint64_t> out_counts{};
+  std::optional<at::Device> device{};  // where it runs if there are no tensors
+  StreamWork::Waits waits = StreamWork::Waits::Stream;
   // Fills the operands of the i-th of `count` operations, inputs first. Valid during `launch`.
   c10::function_ref<void(Operands&, size_t)> fill;
   size_t count = 1;
@@ -71,6 +73,10 @@ struct Reduction {
 };
 
 bool is_collective(NcclxKind kind) { return kind < NCCLX_SEND; }
+
+[[noreturn]] void refuse_mixed(const char* operation) {
+  refuse(operation, "tensor", "tensors on one device in a coalesced block", "some on the CPU and some on a CUDA device");
+}
 
 void check_some(const Tensors& tensors, const char* operation, const char* argument) {
   if (tensors.empty()) refuse(operation, argument, "at least one tensor", "an empty list");
@@ -163,11 +169,43 @@ std::shared_ptr<Communicator> NcclxBackend::exchange_comm(std::shared_ptr<Commun
   return comm;
 }
 
+std::optional<at::Device> NcclxBackend::device_of(const Call& call) {
+  for (const Tensors* tensors : {&call.profiled, &call.results}) {
+    for (const at::Tensor& tensor : *tensors) {
+      if (tensor.defined() && tensor.is_cuda()) return tensor.device();
+    }
+  }
+  return call.device;
+}
+
+NcclxOp NcclxBackend::operation(const Call& call, const Operands& operands) const {
+  NcclxOp op{};
+  op.kind = call.kind;
+  op.reduce = call.reduce;
+  op.factor = call.factor;
+  op.timeout_ms = call.timeout.count();
+  op.peer = call.peer;
+  op.tag = call.tag;
+  op.device = NCCLX_HOST;
+  op.in = operands.inputs().data();
+  op.n_in = operands.inputs().size();
+  op.out = operands.outputs().data();
+  op.n_out = operands.outputs().size();
+  op.in_counts = call.in_counts.data();
+  op.out_counts = call.out_counts.data();
+  op.n_counts = call.in_counts.size();
+  op.window = call.window;
+  op.offset = call.offset;
+  return op;
+}
+
 WorkPtr NcclxBackend::launch(Call&& call) {
   const auto batch = [&] {
     std::lock_guard<std::mutex> lock(batch_mutex_);
     return batch_;
   }();
+  if (const auto device = device_of(call)) return launch_on(*device, std::move(call), batch);
+  if (batch && batch->is_on_device()) refuse_mixed(call.operation);
   if (batch && is_collective(call.kind)) wait_for_operands(*batch, call.profiled, call.results);
   const bool blocking = !call.async && !batch;
   const auto comm = this->comm();
@@ -181,25 +219,8 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     filled.push_back(&operands);
   }
   for (size_t i = 0; i < call.count; ++i) {
-    const Operands& operands = *filled[i];
-    NcclxOp op{};
-    op.kind = call.kind;
-    op.reduce = call.reduce;
-    op.factor = call.factor;
-    op.timeout_ms = call.timeout.count();
-    op.peer = call.peer;
-    op.tag = call.tag;
+    NcclxOp op = operation(call, *filled[i]);
     op.blocking = blocking;
-    op.device = NCCLX_HOST;
-    op.in = operands.inputs().data();
-    op.n_in = operands.inputs().size();
-    op.out = operands.outputs().data();
-    op.n_out = operands.outputs().size();
-    op.in_counts = call.in_counts.data();
-    op.out_counts = call.out_counts.data();
-    op.n_counts = call.in_counts.size();
-    op.window = call.window;
-    op.offset = call.offset;
     NcclxError error;
     NcclxHandle* handle = nullptr;
     const int32_t status = engine_->submit(comm->get(), &op, &handle, &error);
@@ -252,10 +273,7 @@ WorkPtr NcclxBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOp
   at::Tensor tensor = single(tensors, "all_reduce", "tensors");
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) refuse("all_reduce", "op", "SUM for a sparse tensor", "another");
   sum_sparse(*this, tensor, opts.timeout);
-  auto work =
-      c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::ALLREDUCE, nullptr, std::nullopt, tensors);
-  work->follow();
-  return work;
+  return ended(OpType::ALLREDUCE, tensors);
 }
 
 WorkPtr NcclxBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
@@ -519,7 +537,14 @@ WorkPtr NcclxBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::Al
 
 WorkPtr NcclxBackend::barrier(const c10d::BarrierOptions& opts) {
   return launch({.kind = NCCLX_BARRIER, .operation = "barrier", .title = "ncclx_rs:barrier", .type = OpType::BARRIER,
-                 .timeout = opts.timeout, .async = opts.asyncOp, .results = {}, .profiled = {}, .fill = nullptr});
+                 .timeout = opts.timeout, .async = opts.asyncOp, .results = {}, .profiled = {}, .device = device(),
+                 .waits = StreamWork::Waits::Host, .fill = nullptr});
+}
+
+WorkPtr NcclxBackend::barrier_in_order(bool async, Milliseconds timeout) {
+  return launch({.kind = NCCLX_BARRIER, .operation = "barrier", .title = "ncclx_rs:barrier", .type = OpType::BARRIER,
+                 .timeout = timeout, .async = async, .results = {}, .profiled = {}, .device = device(),
+                 .fill = nullptr});
 }
 
 WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout) {
@@ -612,9 +637,11 @@ std::shared_ptr<Batch> NcclxBackend::exchange_batch(std::shared_ptr<Batch> batch
 void NcclxBackend::startCoalescing() { exchange_batch(std::make_shared<Batch>()); }
 
 WorkPtr NcclxBackend::endCoalescing() {
+  const auto batch = exchange_batch(nullptr);
+  if (batch && batch->is_on_device()) return end_of(*batch);
   auto work =
       c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::COALESCED, nullptr, std::nullopt, Tensors{});
-  if (const auto batch = exchange_batch(nullptr)) work->add(*batch);
+  if (batch) work->add(*batch);
   work->follow();
   return work;
 }
@@ -693,10 +720,7 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   comm->watch(group_);
   group_->set_comm(comm);
   exchange_comm(std::move(comm));
-  auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::UNKNOWN, nullptr, std::nullopt,
-                                             Tensors{});
-  work->follow();
-  return work;
+  return ended(OpType::UNKNOWN, {});
 }
 
 #endif
@@ -724,7 +748,9 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c
     options->group_name = opts ? opts->group_name : "";
     options->global_ranks_in_group = opts ? opts->global_ranks_in_group : std::vector<uint64_t>{};
   }
-  return c10::make_intrusive<NcclxBackend>(engine_, store, rank, size, options->group_name, options);
+  auto made = c10::make_intrusive<NcclxBackend>(engine_, store, rank, size, options->group_name, options);
+  made->setBoundDeviceId(getBoundDeviceId());
+  return made;
 }
 
 }  // namespace ncclx

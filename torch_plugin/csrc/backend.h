@@ -11,6 +11,7 @@
 
 #include "ncclx_abi.h"
 #include "python.h"
+#include "stream_work.h"
 #include "work.h"
 
 namespace ncclx {
@@ -112,6 +113,8 @@ class NcclxBackend : public c10d::Backend {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
+  // Makes a CUDA device the group's.
+  void eagerConnectSingleDevice(at::Device device) override;
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return engine_->collectives(comm()->get()); }
@@ -150,6 +153,8 @@ class NcclxBackend : public c10d::Backend {
   void name_ranks(const std::vector<int64_t>& members) const;
   void onFailure(GroupState::FailureHook hook, int64_t id) { group_->on_failure(id, stoppable(std::move(hook))); }
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
+  // As c10d's, but to wait for one on a device does not block the thread.
+  WorkPtr barrier_in_order(bool async, Milliseconds timeout);
 
   // Windows by the engine's ids. Without `owning`, the caller keeps the tensor until the window is deregistered.
   uint64_t register_window(const at::Tensor& tensor, bool owning);
@@ -177,6 +182,18 @@ class NcclxBackend : public c10d::Backend {
   // The arguments of an operation; `launch` submits `count` operations of them as one work.
   struct Call;
   WorkPtr launch(Call&& call);
+  WorkPtr launch_on(at::Device device, Call&& call, const std::shared_ptr<Batch>& batch);
+  // The device whose streams order the call; none for one on host memory.
+  static std::optional<at::Device> device_of(const Call& call);
+  NcclxOp operation(const Call& call, const Operands& operands) const;
+  // The work of a batch on streams.
+  WorkPtr end_of(Batch& batch);
+  // A work that has no operations of its own, after which `results` are there.
+  WorkPtr ended(c10d::OpType type, Tensors results);
+  // The group's CUDA device, if it has one yet.
+  std::optional<at::Device> device();
+  // The streams on this device, which is the group's from then on; refuses another one.
+  std::shared_ptr<DeviceStreams> streams_on(at::Device device, const char* operation);
   // Waits for coalesced operations that write memory which the next one reads or writes: it may have to copy it.
   static void wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written);
   // The timeout of operations, or -1 for the engine's configuration.
@@ -200,6 +217,8 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<Batch> exchange_batch(std::shared_ptr<Batch> batch);
   std::mutex batch_mutex_;
   std::shared_ptr<Batch> batch_;
+  std::mutex streams_mutex_;
+  std::shared_ptr<DeviceStreams> streams_;
   std::mutex windows_mutex_;
   std::map<uint64_t, at::Tensor> windows_;  // tensors that open windows own
 };

@@ -26,6 +26,14 @@ namespace ncclx {
 
 class Communicator;
 
+using Milliseconds = std::chrono::milliseconds;
+
+// What tells works apart for completion hooks. Not the address, which a later work may have again.
+inline uint64_t next_completion_key() {
+  static std::atomic<uint64_t> keys{0};
+  return ++keys;
+}
+
 // Under its lock, only pointers to functions are copied and dropped: to copy or drop a function from Python takes Python's
 // lock, whose holder may be waiting for this one.
 class GroupState : public std::enable_shared_from_this<GroupState> {

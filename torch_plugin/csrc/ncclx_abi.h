@@ -126,6 +126,8 @@ struct NcclxEngine {
   void (*set_members)(NcclxComm* comm, const int64_t* ranks, uint64_t n);
   // Calls `job(context)` once, on a thread for callbacks.
   void (*call_elsewhere)(void (*job)(void* context), void* context);
+  // How many CUDA devices the engine can use, at least one; -1 with an error that says what is lacking.
+  int32_t (*cuda_devices)(NcclxError* error);
 };
 
 // Adds the backend's classes to the Python module. Returns 0, or -1 with a Python exception set.
@@ -141,4 +143,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 120);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 184);
+static_assert(sizeof(NcclxEngine) == 192);

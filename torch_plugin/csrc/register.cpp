@@ -7,6 +7,7 @@
 namespace py = pybind11;
 
 #include "backend.cpp"
+#include "device.cpp"
 #include "memory.cpp"
 #include "window.cpp"
 #include "wrapper.cpp"
@@ -45,6 +46,19 @@ WorkPtr access_without_tensor(NcclxBackend& self, uint64_t window, int peer, boo
   return self.access_window(kind, window, std::nullopt, peer, 0, async, Milliseconds(timeout_ms));
 }
 
+// Blocks the thread, also for a work whose `wait` only orders streams.
+void wait_blocking(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (const auto* on_stream = dynamic_cast<const StreamWork*>(work.get())) on_stream->block(std::nullopt);
+  work->wait();
+}
+
+int32_t cuda_devices() {
+  NcclxError error;
+  const int32_t devices = g_engine->cuda_devices(&error);
+  if (devices < 0) raise(NCCLX_USAGE, error.text);
+  return devices;
+}
+
 void define(py::module_& m) {
   using Options = c10d::Backend::Options;
   py::class_<NcclxOptions, c10::intrusive_ptr<NcclxOptions>, Options>(m, "Options")
@@ -76,6 +90,10 @@ void define(py::module_& m) {
            },
            py::arg("sends"), py::arg("tensor"), py::arg("peer"), py::arg("tag"), py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
+      .def("_barrier", &NcclxBackend::barrier_in_order, py::arg("async_op"), py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("_set_device", &NcclxBackend::eagerConnectSingleDevice, py::arg("device"),
+           py::call_guard<py::gil_scoped_release>())
       .def("_window_register", &NcclxBackend::register_window, py::arg("tensor"), py::arg("owning") = true,
            py::call_guard<py::gil_scoped_release>())
       .def("_window_deregister", &NcclxBackend::deregister_window, py::arg("window"),
@@ -93,6 +111,8 @@ void define(py::module_& m) {
       // Ranks in no new group of a split have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
   m.def("_end_all", [] { NcclxBackend::end_all(g_engine); }, py::call_guard<py::gil_scoped_release>());
+  m.def("_wait_blocking", &wait_blocking, py::arg("work"), py::call_guard<py::gil_scoped_release>());
+  m.def("_cuda_devices", &cuda_devices, py::call_guard<py::gil_scoped_release>());
   m.def("_shared_memory", [](int64_t bytes) { return shared_memory(g_engine, bytes); }, py::arg("bytes"),
         py::call_guard<py::gil_scoped_release>());
   py::class_<BackendWrapper, c10::intrusive_ptr<BackendWrapper>, c10d::Backend>(m, "BackendWrapper")

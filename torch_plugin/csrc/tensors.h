@@ -1,4 +1,4 @@
-// Converts tensors to the engine's buffers: contiguous host memory with an element type.
+// Converts tensors to the engine's buffers: contiguous memory with an element type.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -51,6 +51,21 @@ inline int32_t dtype_code(at::ScalarType type, const char* operation) {
   }
 }
 
+// The device's number in the engine.
+inline int32_t number_of(at::Device device) {
+  if (!device.is_cuda()) return NCCLX_HOST;
+  return device.index();
+}
+
+// Refuses a tensor that lies elsewhere than where the call runs.
+[[noreturn]] inline void refuse_place(const char* operation, const char* argument, at::Device expected, at::Device got) {
+  if (expected.is_cpu()) {
+    refuse(operation, argument, "a tensor on the CPU, the one device that ncclx_rs serves here",
+           "one on " + got.str() + " (move it to the CPU, or make the group with \"cpu:ncclx_rs,cuda:nccl\")");
+  }
+  refuse(operation, argument, "a tensor on " + expected.str() + ", where the group's others are", "one on " + got.str());
+}
+
 // The memory from the first to the last element of a tensor, with any gaps.
 struct Extent {
   const char* begin = nullptr;
@@ -68,7 +83,9 @@ struct Extent {
 };
 
 inline Extent extent_of(const at::Tensor& tensor) {
-  const bool has_memory = tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu();
+  // A device's addresses are never the host's, so that both may be compared.
+  const bool is_served = tensor.defined() && (tensor.is_cpu() || tensor.is_cuda());
+  const bool has_memory = is_served && tensor.layout() == at::kStrided;
   if (!has_memory || tensor.numel() == 0) return {};
   int64_t last = 0;
   for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
@@ -102,9 +119,12 @@ class Written {
 // To the caller, a call reads all inputs before it writes anything, and then writes its results one after the other, as
 // gloo does. The engine reads and writes in any order, so operands that share memory are replaced by copies. `written` is
 // the memory that the operations of the same call write; they are filled in their order.
+//
+// On a device, copies are put on the current stream, on which the operations follow.
 class Operands {
  public:
-  Operands(const char* operation, Written& written) : operation_(operation), written_(written) {}
+  Operands(const char* operation, Written& written, at::Device device = at::kCPU)
+      : operation_(operation), written_(written), device_(device) {}
 
   void input(const at::Tensor& tensor, const char* argument) {
     check(tensor, argument);
@@ -151,6 +171,8 @@ class Operands {
 
   const std::vector<NcclxBuffer>& inputs() const { return inputs_; }
   const std::vector<NcclxBuffer>& outputs() const { return outputs_; }
+  // The program's own tensors on a device.
+  const std::vector<at::Tensor>& on_device() const { return on_device_; }
 
   // Copies temporaries to the tensors that they replace.
   void finish() {
@@ -169,14 +191,11 @@ class Operands {
     return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
   }
 
-  void check(const at::Tensor& tensor, const char* argument) const {
+  void check(const at::Tensor& tensor, const char* argument) {
     if (!tensor.defined()) refuse(operation_, argument, "a tensor", "None");
     if (tensor.layout() != at::kStrided) refuse(operation_, argument, "a dense tensor", c10::str(tensor.layout()));
-    if (!tensor.device().is_cpu()) {
-      refuse(operation_, argument, "a tensor on the CPU, the one device that ncclx_rs serves",
-             "one on " + tensor.device().str() +
-                 " (move it to the CPU, or make the group with \"cpu:ncclx_rs,cuda:nccl\")");
-    }
+    if (tensor.device() != device_) refuse_place(operation_, argument, device_, tensor.device());
+    if (device_.is_cuda()) on_device_.push_back(tensor);
   }
 
   void check_writable(const at::Tensor& tensor, const char* argument) const {
@@ -214,12 +233,14 @@ class Operands {
 
   void push(std::vector<NcclxBuffer>& list, const at::Tensor& tensor) {
     list.push_back({tensor.numel() == 0 ? nullptr : tensor.data_ptr(), static_cast<uint64_t>(tensor.numel()),
-                    dtype_code(tensor.scalar_type(), operation_), NCCLX_HOST});
+                    dtype_code(tensor.scalar_type(), operation_), number_of(device_)});
     kept_.push_back(tensor);
   }
 
   const char* operation_;
   Written& written_;
+  const at::Device device_;
+  std::vector<at::Tensor> on_device_;
   std::vector<Extent> input_extents_;  // empty for inputs that were copied
   Extent all_inputs_;
   std::vector<NcclxBuffer> inputs_;

@@ -1,4 +1,4 @@
-// c10d::Work over one or several operations of the engine.
+// c10d::Work over one or several operations of the engine on host memory.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -7,57 +7,17 @@
 #include <atomic>
 #include <chrono>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "batch.h"
 #include "errors.h"
 #include "group_state.h"
 #include "tensors.h"
 
 namespace ncclx {
-
-using Milliseconds = std::chrono::milliseconds;
-
-// The works between startCoalescing and endCoalescing. An exception skips endCoalescing, so a batch holds works only while
-// they are in flight, and of ended works only the first error.
-class Batch {
- public:
-  using InFlight = std::map<const void*, c10::intrusive_ptr<c10d::Work>>;
-
-  void add(c10::intrusive_ptr<c10d::Work> work) {
-    const void* key = work.get();
-    std::lock_guard<std::mutex> lock(mutex_);
-    in_flight_.emplace(key, std::move(work));
-  }
-
-  void remove(const c10d::Work* work, const std::exception_ptr& error) {
-    InFlight::node_type dropped;  // dropped after the lock: it holds tensors
-    std::lock_guard<std::mutex> lock(mutex_);
-    dropped = in_flight_.extract(work);
-    if (!first_error_) first_error_ = error;
-  }
-
-  std::vector<c10::intrusive_ptr<c10d::Work>> in_flight() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    for (const auto& [_, work] : in_flight_) works.push_back(work);
-    return works;
-  }
-
-  // The works in flight and the first error; the batch is empty afterwards.
-  std::pair<InFlight, std::exception_ptr> take() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return {std::exchange(in_flight_, {}), first_error_};
-  }
-
- private:
-  std::mutex mutex_;
-  InFlight in_flight_;
-  std::exception_ptr first_error_;
-};
 
 class NcclxWork : public c10d::Work {
  public:
@@ -170,7 +130,6 @@ class NcclxWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return handles_.empty() ? 0 : engine_->sequence(handles_.front()); }
 
 #if NCCLX_TORCH_GE(2, 15)
-  // Not the address, which a later work may have again.
   uint64_t getCompletionKey() const override { return key_; }
 #endif
 
@@ -262,12 +221,7 @@ class NcclxWork : public c10d::Work {
     }
   }
 
-  static uint64_t next_key() {
-    static std::atomic<uint64_t> keys{0};
-    return ++keys;
-  }
-
-  const uint64_t key_ = next_key();
+  const uint64_t key_ = next_completion_key();
   const NcclxEngine* engine_;
   std::shared_ptr<GroupState> group_;
   Written written_;

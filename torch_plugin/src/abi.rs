@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::Store;
+use ncclx_rs::sys::cuda::Device;
 use ncclx_rs::{
     Buffer, Buffers, CommOptions, Communicator, Error, Mode, Op, Rank, SharedMemory, StreamHandle, WindowId, Work,
 };
@@ -115,13 +116,14 @@ struct RawEngine {
     memory_free: extern "C" fn(*mut SharedMemory<u8>),
     set_members: extern "C" fn(*const Communicator, *const i64, u64),
     call_elsewhere: extern "C" fn(Job, *mut c_void),
+    cuda_devices: extern "C" fn(*mut RawError) -> i32,
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 120);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 184);
+const _: () = assert!(size_of::<RawEngine>() == 192);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -147,6 +149,7 @@ static ENGINE: RawEngine = RawEngine {
     memory_free,
     set_members,
     call_elsewhere,
+    cuda_devices,
 };
 
 unsafe extern "C" {
@@ -541,6 +544,16 @@ extern "C" fn call_elsewhere(job: Job, context: *mut c_void) {
         // SAFETY: `job` and `context` belong together, and this runs once.
         ncclx_rs::comm::call_elsewhere(Box::new(move || unsafe { job(context.get()) }));
     });
+}
+
+extern "C" fn cuda_devices(error: *mut RawError) -> i32 {
+    let mut devices = 0;
+    let status = without_tensors(error, || {
+        devices = Device::count().map_err(|error| (Status::Failure, error.to_string()))?;
+        let hidden = "the CUDA driver shows no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi";
+        if devices == 0 { Err((Status::Failure, hidden.to_owned())) } else { Ok(()) }
+    });
+    if status == Status::Ok as i32 { devices as i32 } else { -1 }
 }
 
 extern "C" fn window_register(

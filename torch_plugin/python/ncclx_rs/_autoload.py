@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import glob
 import inspect
@@ -16,10 +17,10 @@ _GPU_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/k
 
 
 def register() -> None:
-    """Registers the backend ``ncclx_rs``, for CPU tensors. Idempotent.
+    """Registers the backend ``ncclx_rs``: for CPU tensors, and where there is a driver for CUDA tensors. Idempotent.
 
-    It runs inside ``import torch``, so it loads no native code and never raises. A failure becomes a warning; the error
-    is raised when a program asks for the backend.
+    It runs inside ``import torch``, so it loads no native code of ours and never raises. A failure becomes a warning;
+    the error is raised when a program asks for the backend.
     """
     try:
         import torch.distributed as dist
@@ -44,7 +45,25 @@ def _register_as(name: str) -> None:
     import torch.distributed as dist
 
     if name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(name, _create, extended_api=True, devices=list(_served()))
+
+
+def _served() -> tuple[str, ...]:
+    return _DEVICES if _has_driver() else ("cpu",)
+
+
+@functools.cache
+def _has_driver() -> bool:
+    """Whether there is a CUDA driver for this build of PyTorch. It is only loaded: not every program will use it."""
+    import torch
+
+    if torch.version.cuda is None:
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _has_gpu() -> bool:
@@ -58,8 +77,8 @@ def set_default(*devices: str) -> None:
     ``cpu,cuda``, has the same effect without a change of the program.
 
     Args:
-        devices: ``cpu`` or ``cuda``. ``cuda`` is for programs that ask for CUDA on a host without a GPU. On a host with
-            a GPU, CUDA tensors stay with the backend that they had, with a warning.
+        devices: ``cpu`` or ``cuda``; the latter also for programs that ask for CUDA on a host without a GPU. On a host
+            with a GPU but no CUDA driver, CUDA tensors stay with the backend that they had, with a warning.
 
     Raises:
         ValueError: a name is neither ``cpu`` nor ``cuda``.
@@ -70,9 +89,9 @@ def set_default(*devices: str) -> None:
         if device not in _DEVICES:
             raise ValueError(f"ncclx_rs: set_default: expected one of {', '.join(_DEVICES)}, got {device!r}")
     for device in devices:
-        if device == "cuda" and _has_gpu():
+        if device == "cuda" and _has_gpu() and not _has_driver():
             warnings.warn(
-                "ncclx_rs: set_default: CUDA tensors are not served yet and stay with "
+                "ncclx_rs: set_default: CUDA tensors are not served without a CUDA driver, and stay with "
                 f"`{dist.Backend.default_device_backend_map.get(device)}`",
                 RuntimeWarning,
                 stacklevel=2,
@@ -125,17 +144,23 @@ def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_cuda(function: str, backend: str | None, device_id: Any) -> None:
-    """Refuses groups whose CUDA tensors this backend would get: PyTorch itself would fail at the first operation."""
+    """Refuses groups whose CUDA tensors the engine would get and cannot serve: their operations would fail."""
     import torch
+
+    from ncclx_rs._load import native
 
     names = (backend or "").lower()
     served = dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair)
     bound = names in _NAMES and device_id is not None and torch.device(device_id).type == "cuda"
-    if bound or served.get("cuda") in _NAMES:
+    if not bound and served.get("cuda") not in _NAMES:
+        return
+    try:
+        native()._cuda_devices()
+    except ValueError as error:
         raise ValueError(
-            f"ncclx_rs: {function}: CUDA tensors are not served yet; "
+            f"ncclx_rs: {function}: CUDA tensors are not served here: {str(error).removeprefix('ncclx_rs: ')}; "
             'give each device its backend, as in backend="cpu:ncclx_rs,cuda:nccl"'
-        )
+        ) from None
 
 
 def _warn_of_other_backends(function: str, group: Any) -> None:

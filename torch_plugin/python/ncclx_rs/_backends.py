@@ -33,20 +33,30 @@ class C10dBackend(TorchCommBackend):
         self._make = make
         self.c10d: Any = None
         self._timeout = timedelta(0)
+        self._device = torch.device("cpu")
         self._failure_hook: Callable[[], None] | None = None
 
     def check_device(self, device: torch.device) -> None:
         """Raises ValueError if the backend is this package's and does not serve the device."""
-        if self._make is _make_ncclx and device.type != "cpu":
-            raise ValueError(
-                f"ncclx_rs: new_comm: argument `device`: expected the CPU, which alone is served yet, got {device}; "
-                'CUDA tensors take another backend, as in new_comm("nccl", "cuda")'
-            )
+        if self._make is not _make_ncclx or device.type == "cpu" or (lacking := _lacking_for(device)) is None:
+            return
+        raise ValueError(
+            f"ncclx_rs: new_comm: argument `device`: expected the CPU, which alone is served here, got {device}: "
+            f'{lacking}; other tensors take another backend, as in new_comm("nccl", "cuda")'
+        )
 
     def init(self, device: torch.device, name: str, options: CommOptions) -> None:
         self._timeout = options.timeout
+        self._device = device
         if not options.enable_reconfigure:
-            self.c10d = self._make(options)
+            self.c10d = self._make_on_device(options)
+
+    def _make_on_device(self, options: CommOptions) -> Any:
+        made = self._make(options)
+        if self._device.type == "cuda" and hasattr(made, "_set_device"):
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            made._set_device(torch.device("cuda", index))
+        return made
 
     def finalize(self) -> None:
         if self.c10d is not None:
@@ -109,7 +119,7 @@ class C10dBackend(TorchCommBackend):
         """Leaves the current generation, if there is one, and joins that of ``options``."""
         if self.c10d is not None:
             self.c10d.abort()
-        self.c10d = self._make(options)
+        self.c10d = self._make_on_device(options)
         self.set_timeout(self._timeout)
         self._watch()
 
@@ -193,6 +203,8 @@ class C10dBackend(TorchCommBackend):
         return self.c10d.alltoall(list(output_tensor_list), list(input_tensor_list), made)
 
     def barrier(self, async_op: bool, options: OpOptions) -> Any:
+        if hasattr(self.c10d, "_barrier"):
+            return self.c10d._barrier(async_op, options.timeout or self._timeout)
         return self.c10d.barrier(self._options(c10d.BarrierOptions, async_op, options))
 
     def scatter(
@@ -227,8 +239,19 @@ class C10dBackend(TorchCommBackend):
 
     def split(self, ranks: Sequence[int], name: str, options: CommOptions) -> C10dBackend:
         child = C10dBackend(self._backend_name, self._make)
-        child.init(torch.device("cpu"), name, options)
+        child.init(self._device, name, options)
         return child
+
+
+def _lacking_for(device: torch.device) -> str | None:
+    """What the engine lacks to serve tensors on a device."""
+    if device.type != "cuda":
+        return f"it does not serve {device.type}"
+    try:
+        devices = native()._cuda_devices()
+    except ValueError as error:
+        return str(error).removeprefix("ncclx_rs: ")
+    return None if (device.index or 0) < devices else f"there are {devices} CUDA devices"
 
 
 # ---- the registry ----

@@ -40,7 +40,7 @@ def new_comm(
             that ``NCCLX_RS_BACKEND_LIB_PATH_<NAME>`` names; ``ncclx``, the engine of this package; an entry point of
             the group ``ncclx_rs.backends``, then ``torchcomms.backends``; ``gloo`` or another backend of the installed
             PyTorch; the library that ``TORCHCOMMS_BACKEND_LIB_PATH_<NAME>`` names.
-        device: the device of the tensors; ``ncclx`` serves only the CPU.
+        device: the device of the tensors: the CPU, or a CUDA device; ``cuda`` is the current one.
         name: the communicator's name in messages, the same on every rank. The default is ``comm`` with a number.
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
             otherwise the operation raises, and so does every later one. The default is the value of

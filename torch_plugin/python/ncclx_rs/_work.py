@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ncclx_rs._load import native
 from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import WorkStatus
 
@@ -52,6 +53,13 @@ class TorchWork:
         Raises:
             RuntimeError: as for `wait`.
         """
+        for part in self._parts:
+            if isinstance(part, dist.Work):
+                try:
+                    native()._wait_blocking(part)
+                except Exception:
+                    self._end(False)
+                    raise
         self.wait()
 
     def is_completed(self) -> bool:

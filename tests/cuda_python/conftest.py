@@ -1,0 +1,43 @@
+"""Tests of CUDA tensors on the software CUDA, which `make test-cuda` runs.
+
+A test that takes `cuda_world` runs in worlds whose ranks share one device, and in worlds where each has one of its own.
+The devices pause at random places, so that an order that is missing shows as wrong numbers; the seed is printed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# As in tests/python.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
+
+import fallback
+import pytest
+import torch
+from harness import World
+
+if not (torch.version.cuda or "").startswith("13."):
+    collect_ignore_glob = ["test_*.py"]
+elif "libcuda.so.1" not in os.environ.get("LD_PRELOAD", ""):
+    raise RuntimeError("run these by `make test-cuda`: without the software CUDA they would try a real one")
+
+# The number of ranks, and how many devices they share.
+WORLDS = ((2, 1), (3, 3))
+
+
+def begin(rank: int) -> None:
+    """Chooses the rank's device, and has PyTorch's own operators run on it."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    fallback.install()
+
+
+@pytest.fixture(scope="session", params=WORLDS, ids=[f"{size}-on-{devices}" for size, devices in WORLDS])
+def cuda_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    size, devices = request.param
+    variables = {"SOFTCUDA_DEVICES": str(devices), "SOFTCUDA_DELAY_US": "200", "SOFTCUDA_WEAK": "1"}
+    world = World(size, "shm", variables, begin)
+    yield world
+    world.close()

@@ -1,0 +1,128 @@
+// Operations on CUDA tensors. Included by register.cpp.
+#include "backend.h"
+
+namespace ncclx {
+
+std::optional<at::Device> NcclxBackend::device() {
+  {
+    std::lock_guard<std::mutex> lock(streams_mutex_);
+    if (streams_) return streams_->device();
+  }
+  NcclxError error;
+  const auto bound = getBoundDeviceId();
+  return bound && bound->is_cuda() && engine_->cuda_devices(&error) > 0 ? bound : std::nullopt;
+}
+
+void NcclxBackend::eagerConnectSingleDevice(at::Device device) {
+  if (!device.is_cuda()) return;
+  streams_on(device, "init");
+  setBoundDeviceId(device);
+}
+
+std::shared_ptr<DeviceStreams> NcclxBackend::streams_on(at::Device device, const char* operation) {
+  const auto bound = getBoundDeviceId();
+  std::lock_guard<std::mutex> lock(streams_mutex_);
+  const auto expected = streams_ ? std::optional(streams_->device()) : bound;
+  if (expected && expected->is_cuda() && *expected != device) refuse_place(operation, "tensor", *expected, device);
+  if (!streams_) {
+    NcclxError error;
+    if (!c10::impl::hasDeviceGuardImpl(device.type()) || engine_->cuda_devices(&error) <= 0) {
+      refuse_place(operation, "tensor", at::kCPU, device);
+    }
+    const auto priority = options_->hints.find("is_high_priority_stream");
+    const bool is_high = priority != options_->hints.end() && (priority->second == "true" || priority->second == "1");
+    streams_ = std::make_shared<DeviceStreams>(device, is_high);
+  }
+  return streams_;
+}
+
+WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::shared_ptr<Batch>& batch) {
+  if (call.kind >= NCCLX_PUT) refuse_place(call.operation, "tensor", at::kCPU, device);
+  if (batch && batch->has_host_works()) refuse_mixed(call.operation);
+  const auto comm = this->comm();
+  const auto streams = streams_on(device, call.operation);
+  const bool is_message = !is_collective(call.kind);
+  const bool aside = call.async || batch != nullptr;
+  const c10::Stream current = streams->current();
+  const auto direction =
+      call.kind == NCCLX_SEND ? DeviceStreams::Direction::Send : DeviceStreams::Direction::Receive;
+  const c10::Stream stream = !aside       ? current
+                             : is_message ? streams->of_messages(call.peer, direction)
+                                          : streams->internal();
+  DeviceStreams::order(current, stream);
+  const c10::StreamGuard on_stream(stream);
+  auto end = std::make_shared<StreamEnd>(engine_, group_, call.type);
+  auto work = c10::make_intrusive<StreamWork>(end, streams, stream, call.waits, getRank(), call.type, call.title,
+                                              std::optional<Tensors>(std::move(call.profiled)),
+                                              std::move(call.results));
+  Written written;
+  std::list<Operands> all;
+  // All are filled before the first is put on the stream: none reads what another has written.
+  for (size_t i = 0; i < call.count; ++i) {
+    Operands& operands = all.emplace_back(call.operation, written, device);
+    if (call.fill) call.fill(operands, i);
+  }
+  bool has_failed = false;
+  for (const Operands& operands : all) {
+    NcclxOp op = operation(call, operands);
+    op.device = number_of(device);
+    op.stream = reinterpret_cast<uint64_t>(stream.native_handle());
+    NcclxError error;
+    NcclxHandle* handle = nullptr;
+    const int32_t status = engine_->submit(comm->get(), &op, &handle, &error);
+    if (status == NCCLX_OK) {
+      end->add(handle);
+      continue;
+    }
+    if (&operands == &all.front()) raise(status, error.text);
+    // Earlier operations of the call are on the stream.
+    end->fail(exception(status, error.text));
+    has_failed = true;
+    break;
+  }
+  end->follow();
+  // On the stream too, after the operations: temporary tensors are this stream's, which may have their memory again.
+  Tensors tensors;
+  for (Operands& operands : all) {
+    if (!has_failed) operands.finish();
+    tensors.insert(tensors.end(), operands.on_device().begin(), operands.on_device().end());
+  }
+  if (aside) work->enqueued_aside(std::move(tensors));
+  if (batch) batch->add(end, stream);
+  work->end_profile();
+  return work;
+}
+
+WorkPtr NcclxBackend::end_of(Batch& batch) {
+  auto enqueued = batch.take_enqueued();
+  const auto streams = [this] {
+    std::lock_guard<std::mutex> lock(streams_mutex_);
+    return streams_;
+  }();
+  const c10::Stream stream = streams->joint(enqueued.streams);
+  auto end = std::make_shared<StreamEnd>(engine_, group_, OpType::COALESCED);
+  for (auto& member : enqueued.ends) end->add(std::move(member));
+  end->follow();
+  auto work = c10::make_intrusive<StreamWork>(end, streams, stream, StreamWork::Waits::Stream, getRank(),
+                                              OpType::COALESCED, nullptr, std::nullopt, Tensors{});
+  const c10::StreamGuard on_stream(stream);
+  work->enqueued_aside({});
+  return work;
+}
+
+WorkPtr NcclxBackend::ended(OpType type, Tensors results) {
+  const auto on_device = std::find_if(results.begin(), results.end(), [](const auto& tensor) { return tensor.is_cuda(); });
+  if (on_device == results.end()) {
+    auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), type, nullptr, std::nullopt,
+                                               std::move(results));
+    work->follow();
+    return work;
+  }
+  const auto streams = streams_on(on_device->device(), "all_reduce");
+  auto end = std::make_shared<StreamEnd>(engine_, group_, type);
+  end->follow();
+  return c10::make_intrusive<StreamWork>(end, streams, streams->current(), StreamWork::Waits::Stream, getRank(), type,
+                                         nullptr, std::nullopt, std::move(results));
+}
+
+}  // namespace ncclx
