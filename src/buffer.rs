@@ -1,4 +1,4 @@
-//! Memory that an operation reads or writes, the stream that orders it, and the contract of their lifetimes.
+//! Memory that an operation reads or writes, and the contract of its lifetime.
 
 use std::fmt;
 
@@ -138,34 +138,6 @@ impl Buffer {
 
     fn checked_bytes(self) -> Option<usize> {
         self.len.checked_mul(self.dtype.size())
-    }
-}
-
-/// A stream of a CUDA device, on which the caller has an operation put.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StreamHandle {
-    raw: u64,
-    device: u32,
-}
-
-impl StreamHandle {
-    /// The stream that the driver knows by `raw`; zero is the default stream.
-    ///
-    /// # Safety
-    /// It is a stream of the primary context of this device, and lives until the operations on it have ended.
-    #[allow(unsafe_code, reason = "raw handle: the contract is stated here")]
-    pub unsafe fn from_raw(raw: u64, device: u32) -> StreamHandle {
-        StreamHandle { raw, device }
-    }
-
-    /// The driver's number for it.
-    pub fn to_raw(self) -> u64 {
-        self.raw
-    }
-
-    /// The number of its device.
-    pub fn device(self) -> u32 {
-        self.device
     }
 }
 

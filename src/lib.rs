@@ -29,12 +29,13 @@ pub mod window;
 pub mod work;
 
 // The public interface is:
-pub use buffer::{Buffer, Buffers, Memory, StreamHandle};
+pub use buffer::{Buffer, Buffers, Memory};
 pub use comm::{CommOptions, Communicator, Data, Launch};
 pub use counts::Counts;
 pub use error::{Error, ErrorClass, InitError, LaunchError, StoreError, UsageError};
 pub use half::{bf16, f16};
 pub use op::{Mode, Op, OpKind};
+pub use sys::cuda::StreamHandle;
 pub use sys::segment::SharedMemory;
 pub use topo::Topology;
 pub use types::{DType, Element, Frame, Rank, ReduceOp, Source, Tag};

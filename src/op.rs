@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::buffer::{Buffers, StreamHandle};
+use crate::buffer::Buffers;
 use crate::counts::Counts;
+use crate::sys::cuda::StreamHandle;
 use crate::types::{Rank, ReduceOp, Source, Tag};
 use crate::window::WindowId;
 

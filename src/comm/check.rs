@@ -1,11 +1,12 @@
 //! Checks of operations' arguments, and the collective that an operation describes.
 
 use crate::algo::Collective;
-use crate::buffer::{self, BYTES_MAX, Buffer, Memory, StreamHandle};
+use crate::buffer::{self, BYTES_MAX, Buffer, Memory};
 use crate::counts::Counts;
 use crate::error::UsageError;
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::signature::Signature;
+use crate::sys::cuda::StreamHandle;
 use crate::types::{DType, Rank};
 use crate::window::WindowId;
 

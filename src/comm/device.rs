@@ -5,7 +5,6 @@
 
 use std::time::{Duration, Instant};
 
-use crate::buffer::StreamHandle;
 use crate::comm::check::{self, Place};
 use crate::config::Config;
 use crate::device::executor::{Executor, LANES, Ranks, Request};
@@ -17,6 +16,7 @@ use crate::engine::driver::Driver;
 use crate::error::{Error, InitError, UsageError};
 use crate::op::{Op, OpKind};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
+use crate::sys::cuda::StreamHandle;
 use crate::types::Rank;
 use crate::work::Work;
 

@@ -6,12 +6,12 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use crate::algo::{Collective, Scaling};
-use crate::buffer::{Buffer, StreamHandle};
+use crate::buffer::Buffer;
 use crate::device::call_log::{Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
 use crate::device::in_flight::{Ends, Halt, InFlight};
 use crate::device::kernels::Module;
-use crate::device::lane::{Edges, Lane, Tensors};
+use crate::device::lane::{Edges, Lane, Submission, Tensors};
 use crate::device::launch::{LaunchError, Launcher};
 use crate::device::plans::{Plan, Plans, Room, Shape};
 use crate::device::setup::{Member, Parts};
@@ -21,7 +21,7 @@ use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
-use crate::sys::cuda::{Capture, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Stream};
+use crate::sys::cuda::{Capture, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Stream, StreamHandle};
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::{Entry, Work};
 
@@ -266,7 +266,8 @@ impl State {
                 starts: (index == 0).then(|| (layout.started(me, LANE, number), number)),
                 ends: (index == last).then(|| (layout.done(me, LANE, number), number)),
             };
-            self.lane.submit(current, stream, program, segment, &tensors, &kernels, edges)?;
+            let submission = Submission { program, segment, tensors: &tensors, edges };
+            self.lane.submit(current, stream, &submission, &kernels)?;
             in_flight.submitted(self.lane.counters());
         }
         self.end.record(current, stream)?;

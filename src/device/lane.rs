@@ -52,6 +52,19 @@ pub struct Edges {
     pub ends: Option<(usize, u64)>,
 }
 
+/// What is put on a stream.
+#[derive(Clone, Copy, Debug)]
+pub struct Submission<'a> {
+    /// The program.
+    pub program: &'a Program,
+    /// The stretch of the collective that it is for.
+    pub segment: &'a Segment,
+    /// The memory of the whole operation.
+    pub tensors: &'a Tensors<'a>,
+    /// What the stream tells the host.
+    pub edges: Edges,
+}
+
 /// Launches what a program computes.
 pub trait Kernels {
     /// Puts a kernel on a stream, by the addresses that `places` gives.
@@ -177,12 +190,10 @@ impl Lane {
         &mut self,
         current: &Current<'_>,
         stream: &Stream,
-        program: &Program,
-        segment: &Segment,
-        tensors: &Tensors<'_>,
+        submission: &Submission<'_>,
         kernels: &impl Kernels,
-        edges: Edges,
     ) -> Result<(), CudaError> {
+        let Submission { program, segment, tensors, edges } = *submission;
         let numbering = self.counters.take_up(self.me, program);
         let places = Places { staging: &self.staging, half: numbering.half(), segment, tensors };
         let mut batch = Batch::new(self.width);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ncclx_rs::algo::{self, Collective, Scaling};
 use ncclx_rs::device::counters::Word;
-use ncclx_rs::device::lane::{Edges, Kernels, Lane, Places, Tensors};
+use ncclx_rs::device::lane::{Edges, Kernels, Lane, Places, Submission, Tensors};
 use ncclx_rs::device::lower::{Kernel, Staged};
 use ncclx_rs::device::segment::{self, Segment};
 use ncclx_rs::device::staging::Staging;
@@ -155,7 +155,9 @@ fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut i
             let segment = Segment::of(&job.whole, Rank::from(me), size, from, job.segment).expect("no all_to_all");
             let staged = Staged::plan(job.name, &segment.collective, &topo, ELEMENT, Scaling::Nothing);
             let program = staged.expect("as the first segment").program(Rank::from(me), None);
-            lane.submit(&current, &stream, &program, &segment, &tensors, &NoKernels, Edges::default())?;
+            let submission =
+                Submission { program: &program, segment: &segment, tensors: &tensors, edges: Edges::default() };
+            lane.submit(&current, &stream, &submission, &NoKernels)?;
         }
     }
     stream.synchronize()?;
@@ -246,7 +248,9 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
             for round in 0..4 {
                 let count = |call| software.uses(call);
                 let before = (count("cuStreamBatchMemOp_v2"), count("cuMemcpyDtoDAsync_v2"));
-                lane.submit(&current, &stream, &program, &segment, &tensors, &NoKernels, Edges::default())?;
+                let submission =
+                    Submission { program: &program, segment: &segment, tensors: &tensors, edges: Edges::default() };
+                lane.submit(&current, &stream, &submission, &NoKernels)?;
                 let batches = count("cuStreamBatchMemOp_v2") - before.0;
                 let copies = count("cuMemcpyDtoDAsync_v2") - before.1;
                 // Credits once a half is used again; heads, waits, tails. A copy to staging memory, that of the own block, and
@@ -294,7 +298,9 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
             let whole = Collective::Broadcast { count: 56, root: Rank(0) };
             let segment = Segment::of(&whole, Rank::from(me), 2, from, 8).expect("no all_to_all");
             let program = staged.program(Rank::from(me), None);
-            lane.submit(&current, stream, &program, &segment, &tensors, &NoKernels, Edges::default())?;
+            let submission =
+                Submission { program: &program, segment: &segment, tensors: &tensors, edges: Edges::default() };
+            lane.submit(&current, stream, &submission, &NoKernels)?;
         }
         lanes.push(lane);
     }

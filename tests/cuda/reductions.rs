@@ -7,7 +7,7 @@ use ncclx_rs::algo::{self, Collective, Scaling};
 use ncclx_rs::device::kernels::Module;
 use ncclx_rs::device::kernels::cache::Cache;
 use ncclx_rs::device::kernels::compile::CompileError;
-use ncclx_rs::device::lane::{Edges, Lane, Tensors};
+use ncclx_rs::device::lane::{Edges, Lane, Submission, Tensors};
 use ncclx_rs::device::launch::{LaunchError, Launcher, LoadError, Sources};
 use ncclx_rs::device::lower::{InPlace, Staged};
 use ncclx_rs::device::segment::{self, Segment};
@@ -265,7 +265,9 @@ fn rank(
                 let segment = cut(job, me, size, from);
                 let same = job.same(&segment.collective, me);
                 let program = job.staged(size, from).program(Rank::from(me), same);
-                lane.submit(&current, &stream, &program, &segment, &tensors, &kernels, Edges::default())?;
+                let submission =
+                    Submission { program: &program, segment: &segment, tensors: &tensors, edges: Edges::default() };
+                lane.submit(&current, &stream, &submission, &kernels)?;
             }
         }
         stream.synchronize()?;
@@ -354,7 +356,9 @@ fn an_all_reduce_takes_no_more_calls_than_it_must() {
                 let counted = ["cuStreamBatchMemOp_v2", "cuMemcpyDtoDAsync_v2", "cuLaunchKernel"];
                 let count = || counted.map(|call| software.uses(call));
                 let before = count();
-                lane.submit(&current, &stream, &program, &segment, &tensors, &kernels, Edges::default())?;
+                let submission =
+                    Submission { program: &program, segment: &segment, tensors: &tensors, edges: Edges::default() };
+                lane.submit(&current, &stream, &submission, &kernels)?;
                 let made: Vec<u64> = count().iter().zip(before).map(|(after, before)| after - before).collect();
                 // Credits once a half is used again.
                 let [batches, copies, kernels] = calls;
@@ -400,7 +404,9 @@ fn a_factor_is_read_from_the_device_once_the_kernel_runs() {
                 Tensors { input: &tensor, output: &tensor, scratch: nothing, sums: nothing, element: 4, sum: 4 };
             let kernels = launcher.kernels(DType::I32, Some(ReduceOp::PreMulSum(f64::NAN)), 1);
             let kernels = kernels.with_factor(factors, DType::F32);
-            lane.submit(&current, &stream, &program, &segment, &tensors, &kernels, Edges::default())?;
+            let submission =
+                Submission { program: &program, segment: &segment, tensors: &tensors, edges: Edges::default() };
+            lane.submit(&current, &stream, &submission, &kernels)?;
             stream.synchronize()?;
             let mut found = vec![0; 20];
             copy_to_host(&current, tensor[0], &mut found)?;

@@ -118,7 +118,7 @@ fn of_two_that_disagree_at_once_one_finds_it() {
                 let enter = |number: u64| {
                     // Slots of one lap are filled at once; a barrier keeps the laps apart, as the streams do.
                     start.wait();
-                    let differs = number % 3 > 0;
+                    let differs = !number.is_multiple_of(3);
                     let count = if differs { me as u64 } else { 9 };
                     let found = control.enter(0, number, all_reduce(count)).is_err();
                     assert!(differs || !found, "the calls of {number} are the same");

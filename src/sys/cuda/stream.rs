@@ -8,8 +8,34 @@ use super::error::CudaError;
 use super::functions::call;
 use super::memory::DeviceBytes;
 use super::words::Batch;
-use crate::buffer::StreamHandle;
 use crate::sync::Arc;
+
+/// A stream of a CUDA device, on which the caller has an operation put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamHandle {
+    raw: u64,
+    device: u32,
+}
+
+impl StreamHandle {
+    /// The stream that the driver knows by `raw`; zero is the default stream.
+    ///
+    /// # Safety
+    /// It is a stream of the primary context of this device, and lives until the operations on it have ended.
+    pub unsafe fn from_raw(raw: u64, device: u32) -> StreamHandle {
+        StreamHandle { raw, device }
+    }
+
+    /// The driver's number for it.
+    pub fn to_raw(self) -> u64 {
+        self.raw
+    }
+
+    /// The number of its device.
+    pub fn device(self) -> u32 {
+        self.device
+    }
+}
 
 /// An order of operations on a device.
 #[derive(Debug)]
