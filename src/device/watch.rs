@@ -1,7 +1,8 @@
 //! The thread of a process that watches what is in flight on its devices.
 //!
-//! While something is in flight it looks ten times a second; else it sleeps. It calls the driver only to give things back that
-//! communicators have left, when nothing is in flight: calls that free memory wait for the device.
+//! While something is in flight it looks ten times a second; else it sleeps. It never calls the driver. What communicators
+//! have left is given back by a thread of its own, once nothing is in flight: calls that free memory wait for the device, and so
+//! perhaps for an operation that is put on it meanwhile, which only the watch can end if it fails.
 
 use std::any::Any;
 use std::time::{Duration, Instant};
@@ -99,13 +100,24 @@ impl Watch {
             state.watched.append(&mut watched);
             let left = if state.watched.is_empty() { std::mem::take(&mut state.left) } else { Vec::new() };
             drop(state);
-            left.into_iter().for_each(Left::give_back);
+            give_back(left);
         }
     }
 
     /// Waits, but not for the whole time if something is submitted anew: what is watched is looked at early then.
     fn wait<'a>(&self, state: sync::MutexGuard<'a, State>, time: Duration) -> sync::MutexGuard<'a, State> {
         self.changed.wait_timeout(state, time).unwrap_or_else(std::sync::PoisonError::into_inner).0
+    }
+}
+
+/// Gives back what communicators have left, on a thread of its own.
+fn give_back(left: Vec<Left>) {
+    if left.is_empty() {
+        return;
+    }
+    let number = left.len();
+    if let Err(error) = sync::spawn("ncclx_rs reaper", move || left.into_iter().for_each(Left::give_back)) {
+        log::warn!("what {number} communicator(s) had on a device goes now, as there is no thread for it: {error}");
     }
 }
 

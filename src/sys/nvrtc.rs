@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
 use libloading::Library;
@@ -18,8 +19,8 @@ pub struct Nvrtc {
     functions: Functions,
     version: (u32, u32),
     architectures: Vec<u32>,
-    // Last: the functions are its.
-    _library: Library,
+    // Never unloaded: the process may be ending, whose destructors are the library's too.
+    _library: ManuallyDrop<Library>,
 }
 
 impl fmt::Debug for Nvrtc {
@@ -111,7 +112,7 @@ impl Nvrtc {
 
     fn of(library: Library, path: &Path) -> Result<Nvrtc, NvrtcError> {
         let functions = Functions::of(&library, path)?;
-        let mut nvrtc = Nvrtc { functions, version: (0, 0), architectures: Vec::new(), _library: library };
+        let mut nvrtc = Nvrtc { functions, version: (0, 0), architectures: Vec::new(), _library: ManuallyDrop::new(library) };
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: it writes to two numbers, which live.
         nvrtc.check("nvrtcVersion", unsafe { (functions.version)(&raw mut major, &raw mut minor) })?;

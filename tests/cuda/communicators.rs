@@ -89,7 +89,7 @@ fn data(rank: usize, len: usize) -> Vec<f32> {
 #[test]
 fn an_all_reduce_adds_what_all_ranks_have() {
     let weak: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "1")];
-    alone("communicators::an_all_reduce_adds_what_all_ranks_have", &[&[], weak, &[("SOFTCUDA_QUEUES", "1")]], || {
+    alone("communicators::an_all_reduce_adds_what_all_ranks_have", &[&[], weak], || {
         for size in 1..=5 {
             world(size, &[("device_staging_bytes", "65536")], |rank| {
                 let me = rank.comm.rank().index();
