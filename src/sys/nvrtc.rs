@@ -112,7 +112,8 @@ impl Nvrtc {
 
     fn of(library: Library, path: &Path) -> Result<Nvrtc, NvrtcError> {
         let functions = Functions::of(&library, path)?;
-        let mut nvrtc = Nvrtc { functions, version: (0, 0), architectures: Vec::new(), _library: ManuallyDrop::new(library) };
+        let mut nvrtc =
+            Nvrtc { functions, version: (0, 0), architectures: Vec::new(), _library: ManuallyDrop::new(library) };
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: it writes to two numbers, which live.
         nvrtc.check("nvrtcVersion", unsafe { (functions.version)(&raw mut major, &raw mut minor) })?;
