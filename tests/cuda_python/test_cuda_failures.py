@@ -1,0 +1,101 @@
+"""What goes wrong with operations on CUDA tensors: every rank is told why, and no stream waits for ever."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, fresh_store, joined
+
+
+def warm() -> None:
+    """The first operation on a device blocks until all ranks have called it."""
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+
+
+def disagreements(rank: int, size: int) -> None:
+    warm()
+    for is_async in (False, True):
+        tensor = torch.ones(10, device="cuda")
+        op = dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM
+        with pytest.raises(RuntimeError, match=r"all_reduce\(MAX, 10 × float32\)") as caught:
+            work = dist.all_reduce(tensor, op, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=30))
+        assert "all_reduce(SUM, 10" in str(caught.value)
+        # The stream runs out, and the group goes on.
+        torch.cuda.synchronize()
+        again = torch.full((3,), float(rank), device="cuda")
+        work = dist.all_reduce(again, async_op=is_async)
+        if work is not None:
+            work.wait()
+        assert again.cpu().tolist() == [sum(range(size))] * 3
+
+
+def test_ranks_that_disagree_are_told_and_the_group_goes_on(cuda_world: World) -> None:
+    cuda_world.run(disagreements)
+
+
+def a_rank_that_does_not_come(rank: int, size: int) -> None:
+    store = fresh_store()
+    with joined(timeout=2):
+        warm()
+        last = size - 1
+        if rank != last:
+            begin = time.monotonic()
+            work = dist.all_reduce(torch.ones(10, device="cuda"), async_op=True)
+            with pytest.raises(RuntimeError, match=rf"rank\(s\) {last} did not call it"):
+                work.wait(timedelta(seconds=60))
+            torch.cuda.synchronize()
+            assert time.monotonic() - begin < 30, "the stream was not released"
+            with pytest.raises(RuntimeError, match="did not call it"):
+                dist.all_reduce(torch.ones(10, device="cuda"))
+            store.set(f"failed{rank}", "yes")
+        # The CPU's engine is not concerned. It says when all are here.
+        store.wait([f"failed{rank}" for rank in range(last)])
+
+
+def test_a_rank_that_does_not_come_is_named_and_the_stream_is_released(cuda_world: World) -> None:
+    cuda_world.run(a_rank_that_does_not_come, join=False)
+
+
+def a_rank_that_aborts(rank: int, size: int) -> None:
+    with joined():
+        warm()
+        if rank == 0:
+            dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
+        else:
+            work = dist.all_reduce(torch.ones(10, device="cuda"), async_op=True)
+            with pytest.raises(RuntimeError, match="rank 0"):
+                work.wait(timedelta(seconds=60))
+            torch.cuda.synchronize()
+
+
+def test_a_rank_that_aborts_ends_what_waits_for_it(cuda_world: World) -> None:
+    cuda_world.run(a_rank_that_aborts, join=False)
+
+
+def refused(rank: int, size: int) -> None:
+    warm()
+    tensor = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="op"):
+        dist.all_reduce(tensor, dist.ReduceOp.BAND)
+    with pytest.raises(RuntimeError, match=r"all_gather.*tensor"):
+        dist.all_gather_into_tensor(torch.empty(4 * size + 1, device="cuda"), tensor)
+    with pytest.raises(RuntimeError, match="same device|one device|cuda"):
+        dist.all_gather_into_tensor(torch.empty(4 * size), tensor)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(graph, stream=stream):
+        dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    dist.all_reduce(tensor)
+    assert tensor.cpu().tolist() == [float(size)] * 4
+
+
+def test_what_cannot_be_done_is_refused_and_the_group_goes_on(cuda_world: World) -> None:
+    cuda_world.run(refused)
