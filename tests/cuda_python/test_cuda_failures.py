@@ -82,15 +82,15 @@ def test_a_rank_that_aborts_ends_what_waits_for_it(cuda_world: World) -> None:
 def refused(rank: int, size: int) -> None:
     warm()
     tensor = torch.ones(4, device="cuda")
-    with pytest.raises(RuntimeError, match="op"):
+    with pytest.raises(ValueError, match="supports, got BAND"):
         dist.all_reduce(tensor, dist.ReduceOp.BAND)
-    with pytest.raises(RuntimeError, match=r"all_gather.*tensor"):
+    with pytest.raises(ValueError, match="all_gather: argument `output`"):
         dist.all_gather_into_tensor(torch.empty(4 * size + 1, device="cuda"), tensor)
-    with pytest.raises(RuntimeError, match="same device|one device|cuda"):
+    with pytest.raises(ValueError, match="cuda"):
         dist.all_gather_into_tensor(torch.empty(4 * size), tensor)
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(graph, stream=stream):
+    with pytest.raises(ValueError, match="captured"), torch.cuda.graph(graph, stream=stream):
         dist.all_reduce(tensor)
     torch.cuda.synchronize()
     dist.all_reduce(tensor)
