@@ -476,7 +476,7 @@ impl Communicator {
         if !self.driver.is_here() {
             return Ok(());
         }
-        self.device.leave(&self.name, "shut down", OPERATIONS_TIMEOUT);
+        self.device.drain(OPERATIONS_TIMEOUT);
         let now = Instant::now();
         let settled = |engine: &mut Engine| engine.closed().is_some() || engine.is_settled();
         self.driver.drive_until(|driver| driver.with_engine(settled), now.checked_add(OPERATIONS_TIMEOUT));
@@ -492,7 +492,7 @@ impl Communicator {
     }
 
     fn close(&self, how: &str) {
-        self.device.leave(&self.name, how, Duration::ZERO);
+        self.device.leave(&self.name, how);
         let departed = self.driver.with_engine(|engine| {
             let departed = engine.departure(how);
             engine.close(how);
@@ -500,6 +500,7 @@ impl Communicator {
         });
         self.driver.flush_finished();
         self.driver.close();
+        self.device.close();
         let detector = lock(&self.detector).take();
         match (detector, departed) {
             (Some(detector), Some(departed)) => detector.announce_departure(departed, ABORT_TIMEOUT),

@@ -46,12 +46,25 @@ impl DeviceSide {
         }
     }
 
-    /// Ends what is on the device: waits for `limit` first.
-    pub(super) fn leave(&self, comm: &str, how: &str, limit: Duration) {
+    /// Waits until nothing is in flight on the device, for `limit` at most.
+    pub(super) fn drain(&self, limit: Duration) {
+        if let Some(executor) = self.executor.get() {
+            executor.drain(limit);
+        }
+    }
+
+    /// Gives up what is on the device.
+    pub(super) fn leave(&self, comm: &str, how: &str) {
         let Some(executor) = self.executor.get() else { return };
-        executor.drain(limit);
         let (operation, comm) = ("an operation in flight".to_owned(), comm.to_owned());
-        executor.close(Error::Closed { operation, comm, how: how.to_owned() });
+        executor.leave(Error::Closed { operation, comm, how: how.to_owned() });
+    }
+
+    /// Gives back what the communicator has on the device. The engine is closed, so that no thread waits in here for ranks.
+    pub(super) fn close(&self) {
+        if let Some(executor) = self.executor.get() {
+            executor.close();
+        }
     }
 }
 

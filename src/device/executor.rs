@@ -10,9 +10,9 @@ use crate::buffer::Buffer;
 use crate::device::call_log::{Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
 use crate::device::in_flight::{Ends, Halt, InFlight};
-use crate::device::kernels::Module;
+use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Submission, Tensors};
-use crate::device::launch::{LaunchError, Launcher};
+use crate::device::launch::{self, LaunchError, Launcher};
 use crate::device::plans::{Plan, Plans, Room, Shape};
 use crate::device::setup::{Member, Parts};
 use crate::device::watch;
@@ -131,7 +131,10 @@ impl Executor {
         let Some(state) = state.as_mut() else { return Err(self.closed(operation())) };
         match self.in_flight.halt() {
             None => {}
-            Some(Halt::Mismatch) => self.begin_anew(state, ranks, request.timeout)?,
+            Some(Halt::Mismatch) => {
+                // Half of it would leave ranks that count differently.
+                self.begin_anew(state, ranks, request.timeout).inspect_err(|error| self.in_flight.stop(error))?;
+            }
             Some(Halt::Failed(error)) => return Err(error),
         }
         let context = state.context.clone();
@@ -144,6 +147,11 @@ impl Executor {
         }
         let shape = shape(request, self.me);
         let plan = state.plans.plan(&shape).map_err(|error| self.refused(&request.signature, &error))?;
+        if state.lane.ranks() > MAX_BLOCKS {
+            let mut programs = plan.segments.iter().map(|(_, program)| program);
+            let checked = programs.try_for_each(|program| launch::check(program));
+            checked.map_err(|error| self.refused(&request.signature, &error))?;
+        }
         if request.reduce.is_some() {
             state.launcher.prepare(request.dtype).map_err(|error| self.refused(&request.signature, &error))?;
         }
@@ -161,7 +169,11 @@ impl Executor {
             return Err(error);
         }
         if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
-            watch::watch(&self.in_flight).map_err(|cause| self.no_thread(&cause))?;
+            watch::watch(&self.in_flight).map_err(|cause| {
+                let error = self.no_thread(&cause);
+                self.in_flight.fail(number, FailureKind::Driver, self.me, error.clone());
+                error
+            })?;
         }
         let submitted = state.submit(&current, &stream, number, &plan, request, &self.in_flight);
         if let Err(error) = submitted {
@@ -208,10 +220,14 @@ impl Executor {
         let _ = self.in_flight.wait_for(u64::MAX, limit);
     }
 
-    /// Gives up what is in flight, because this rank leaves. Memory is given back once the device does not use it any more.
-    pub(crate) fn close(&self, error: Error) {
+    /// Gives up what is in flight, and what would come next, because this rank leaves. It waits for no thread that submits.
+    pub(crate) fn leave(&self, error: Error) {
+        self.in_flight.leave(error);
+    }
+
+    /// Has memory given back once the device does not use it any more. To be called when this rank has left.
+    pub(crate) fn close(&self) {
         let Some(state) = lock(&self.state).take() else { return };
-        self.in_flight.leave(state.number + 1, error);
         if let Err(cause) = watch::reap(self.in_flight.clone(), Box::new(state)) {
             log::warn!("communicator `{}`: nothing of device {} is given back: {cause}", self.comm, self.device);
         }

@@ -54,6 +54,8 @@ pub(crate) enum Halt {
 #[derive(Debug, Default)]
 struct State {
     flights: VecDeque<Flight>,
+    /// The number of the last operation.
+    last: u64,
     /// The first failure, by which operations end that this rank itself gave up.
     failed: Option<(u64, Error)>,
     halt: Option<Halt>,
@@ -99,6 +101,7 @@ impl InFlight {
     /// Notes an operation that is about to be put on a stream. True: somebody has to watch it.
     pub(crate) fn begin(&self, number: u64, call: Signature, work: Work, limit: Duration) -> bool {
         let mut state = lock(&self.state);
+        state.last = number;
         state.flights.push_back(Flight { number, call, work, limit, started: None });
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
@@ -132,7 +135,13 @@ impl InFlight {
             state.halt = None;
             state.failed = None;
             state.released = None;
+            state.last = 0;
         }
+    }
+
+    /// Submits nothing more.
+    pub(crate) fn stop(&self, error: &Error) {
+        lock(&self.state).halt = Some(Halt::Failed(error.clone()));
     }
 
     /// Waits until the operation of this number has ended, for `limit` at most. The error says how long.
@@ -271,9 +280,9 @@ impl InFlight {
     }
 
     /// Gives up everything in flight, and what would come next, because this rank leaves.
-    pub(crate) fn leave(&self, next: u64, error: Error) {
+    pub(crate) fn leave(&self, error: Error) {
         let mut state = lock(&self.state);
-        let number = state.flights.front().map_or(next, |flight| flight.number);
+        let number = state.flights.front().map_or(state.last + 1, |flight| flight.number);
         self.give_up(&mut state, number, FailureKind::Left, self.control.me(), error);
     }
 
