@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::comm::check::{self, Place};
 use crate::config::Config;
-use crate::device::executor::{Executor, LANES, Ranks, Request};
+use crate::device::executor::{self, Executor, LANES, Ranks, Request};
 use crate::device::in_flight::Ends;
 use crate::device::setup::{self, Wanted};
 use crate::device::words::ControlLayout;
@@ -95,8 +95,7 @@ impl DeviceSide {
             return Err(driver.forked_error(op.kind.name()));
         }
         match op.kind {
-            OpKind::AllToAll { .. }
-            | OpKind::Send { .. }
+            OpKind::Send { .. }
             | OpKind::Recv { .. }
             | OpKind::Put { .. }
             | OpKind::Get { .. }
@@ -156,7 +155,7 @@ impl DeviceSide {
             me,
             device,
             host: &self.host,
-            staging_bytes: self.staging_bytes,
+            halves: &executor::halves(self.staging_bytes, size),
             words: ControlLayout::new(size, LANES).count(),
             layout: ControlLayout::VERSION,
             patience: timeout,

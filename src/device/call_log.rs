@@ -1,5 +1,6 @@
 //! What a rank tells the others of its host about a call, and how two calls differ.
 
+use crate::counts::Counts;
 use crate::device::record;
 use crate::signature::Signature;
 use crate::sync::{AtomicU64, Ordering};
@@ -27,8 +28,33 @@ pub(crate) enum Capture {
 pub(crate) struct Disagreement {
     /// The other rank.
     pub(crate) rank: Rank,
-    /// What that has called.
-    pub(crate) theirs: LoggedCall,
+    /// What differs.
+    pub(crate) what: Difference,
+}
+
+/// What differs between the calls of two ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Difference {
+    /// What all ranks must call alike: this is what the other one has called.
+    Call(LoggedCall),
+    /// The elements of a block, in an all_to_all.
+    Block {
+        /// Whose it is.
+        sender: Rank,
+        /// How many it sends.
+        sent: u64,
+        /// Whose it becomes.
+        receiver: Rank,
+        /// How many it expects.
+        expected: u64,
+    },
+}
+
+/// The elements of the blocks that a rank sends in an all_to_all, and of those that it receives.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blocks<'a> {
+    pub(crate) sent: &'a Counts,
+    pub(crate) received: &'a Counts,
 }
 
 impl LoggedCall {
@@ -41,7 +67,16 @@ impl LoggedCall {
     ///
     /// The number is that of the collective.
     pub(crate) fn disagreement(&self, number: u64, me: Rank, other: Disagreement) -> String {
-        let Disagreement { rank, theirs } = other;
+        let Disagreement { rank, what } = other;
+        let theirs = match what {
+            Difference::Call(theirs) => theirs,
+            Difference::Block { sender, sent, receiver, expected } => {
+                return format!(
+                    "the ranks disagree on the sizes of collective {number}, {self}: rank {sender} sends {sent} elements to \
+                     rank {receiver}, which expects {expected}"
+                );
+            }
+        };
         let how = |capture| match capture {
             Capture::Eager => "eagerly",
             Capture::Captured => "in a graph's capture",
@@ -60,23 +95,25 @@ impl LoggedCall {
         }
     }
 
-    /// Writes the call into a line of the log.
-    pub(crate) fn publish(&self, line: &Line, number: u64) {
+    /// Writes the call into a line of the log, with what `store` stores elsewhere.
+    pub(crate) fn publish(&self, line: &Line, number: u64, store: impl FnOnce()) {
         let [mark, words @ ..] = line;
         let [first, second] = self.signature.to_words();
         let values = [first, second, u64::from(self.segments), u64::from(self.capture == Capture::Captured)];
         record::publish(mark, number, || {
             words.iter().zip(values).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
+            store();
         });
     }
 
-    /// The call of this number, if a line of the log has it.
-    pub(crate) fn read(line: &Line, number: u64) -> Option<LoggedCall> {
+    /// The call of this number, if a line of the log has it, with what `load` loads elsewhere.
+    pub(crate) fn read<T>(line: &Line, number: u64, load: impl FnOnce() -> T) -> Option<(LoggedCall, T)> {
         let [mark, words @ ..] = line;
-        let [first, second, segments, capture, ..] =
-            record::read(mark, number, || words.each_ref().map(|word| word.load(Ordering::Relaxed)))?;
+        let load = || (words.each_ref().map(|word| word.load(Ordering::Relaxed)), load());
+        let ([first, second, segments, capture, ..], beside) = record::read(mark, number, load)?;
         let capture = if capture == 0 { Capture::Eager } else { Capture::Captured };
-        Some(LoggedCall { signature: Signature::from_words([first, second]), segments: segments as u32, capture })
+        let signature = Signature::from_words([first, second]);
+        Some((LoggedCall { signature, segments: segments as u32, capture }, beside))
     }
 }
 

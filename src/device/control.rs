@@ -6,10 +6,10 @@
 
 use smallvec::SmallVec;
 
-use crate::device::call_log::{Disagreement, LoggedCall};
+use crate::device::call_log::{Blocks, Difference, Disagreement, LoggedCall};
 use crate::device::counters::Word;
 use crate::device::record;
-use crate::device::words::{ControlLayout, SLOTS, TEXT_LINES};
+use crate::device::words::{COUNT_SLOTS, ControlLayout, SLOTS, TEXT_LINES};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, fence, lock};
 use crate::sys::cuda::Width;
 use crate::sys::words::{SharedWords, WORDS_A_LINE};
@@ -94,8 +94,15 @@ impl Control {
     }
 
     /// Whether this rank may call an operation: the one whose slots it uses is done here, hence called everywhere.
-    pub(crate) fn has_room(&self, lane: usize, number: u64) -> bool {
-        number.checked_sub(SLOTS as u64).is_none_or(|earlier| earlier == 0 || self.has_ended(self.me, lane, earlier))
+    pub(crate) fn has_room(&self, lane: usize, number: u64, has_blocks: bool) -> bool {
+        number
+            .checked_sub(Control::slots(has_blocks))
+            .is_none_or(|earlier| earlier == 0 || self.has_ended(self.me, lane, earlier))
+    }
+
+    /// How many operations may be under way, where this one is to have counts or not.
+    pub(crate) fn slots(has_blocks: bool) -> u64 {
+        if has_blocks { COUNT_SLOTS as u64 } else { SLOTS as u64 }
     }
 
     /// Numbers of operations in one slot are few laps apart, so 32 bits tell them apart, which is all that some streams write.
@@ -106,26 +113,75 @@ impl Control {
     // ---- the call log ----
 
     /// Tells the other ranks of a call, the next on its lane, and compares it with theirs. To be done before anything of the
-    /// call is on a stream, and when there [is room](Control::has_room). Numbers count from 1.
+    /// call is on a stream, and when there [is room](Control::has_room). Numbers count from 1. All ranks must call the same; and
+    /// of an all_to_all, which has blocks, each must send as much as the other expects.
     ///
     /// Of two ranks that make different calls, at least one gets the error, also if both make them at once: each publishes its
     /// own call before it looks for the other's, see `record::publish`.
     ///
     /// # Errors
     /// A rank has called another operation.
-    pub(crate) fn enter(&self, lane: usize, number: u64, call: LoggedCall) -> Result<(), Disagreement> {
+    pub(crate) fn enter(
+        &self,
+        lane: usize,
+        number: u64,
+        call: LoggedCall,
+        blocks: Option<Blocks<'_>>,
+    ) -> Result<(), Disagreement> {
         self.words.word(self.layout.last_call(self.me, lane)).store(number, Ordering::Relaxed);
-        call.publish(self.words.line(self.layout.call(self.me, lane, number)), number);
+        let store = || {
+            let Some(Blocks { sent, received }) = blocks else { return };
+            for peer in self.ranks() {
+                let [own_sent, own_received] = self.counts(self.me, lane, number, peer);
+                own_sent.store(sent[peer.index()] as u64, Ordering::Relaxed);
+                own_received.store(received[peer.index()] as u64, Ordering::Relaxed);
+            }
+        };
+        call.publish(self.words.line(self.layout.call(self.me, lane, number)), number, store);
         let others = self.ranks().filter(|rank| *rank != self.me);
         // Who has that slot in use for a later call is done with this one, which nobody can be before all agree.
-        let mut calls =
-            others.filter_map(|rank| Some(Disagreement { rank, theirs: self.call_of(rank, lane, number)? }));
-        calls.find(|other| other.theirs != call).map_or(Ok(()), Err)
+        let mut differences = others
+            .filter_map(|rank| Some(Disagreement { rank, what: self.differs(rank, lane, number, call, blocks)? }));
+        differences.next().map_or(Ok(()), Err)
+    }
+
+    /// How what a rank has called under this number differs from the own call.
+    fn differs(
+        &self,
+        rank: Rank,
+        lane: usize,
+        number: u64,
+        call: LoggedCall,
+        blocks: Option<Blocks<'_>>,
+    ) -> Option<Difference> {
+        let line = self.words.line(self.layout.call(rank, lane, number));
+        let counts = || self.counts(rank, lane, number, self.me).map(|count| count.load(Ordering::Relaxed));
+        let (theirs, [their_sent, their_received]) = LoggedCall::read(line, number, counts)?;
+        if theirs != call {
+            return Some(Difference::Call(theirs));
+        }
+        let Blocks { sent, received } = blocks?;
+        let (sent, received) = (sent[rank.index()] as u64, received[rank.index()] as u64);
+        if their_sent != received {
+            Some(Difference::Block { sender: rank, sent: their_sent, receiver: self.me, expected: received })
+        } else if sent != their_received {
+            Some(Difference::Block { sender: self.me, sent, receiver: rank, expected: their_received })
+        } else {
+            None
+        }
+    }
+
+    /// What a rank sends to a peer, and what it receives from it, in elements.
+    fn counts(&self, rank: Rank, lane: usize, number: u64, peer: Rank) -> [&AtomicU64; 2] {
+        let (line, first) = self.layout.counts(rank, lane, number, peer);
+        let line = self.words.line(line);
+        [&line[first], &line[first + 1]]
     }
 
     /// What a rank has called under this number, if it has come there and not 1024 calls beyond.
-    pub(crate) fn call_of(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
-        LoggedCall::read(self.words.line(self.layout.call(rank, lane, number)), number)
+    #[cfg(test)]
+    fn call_of(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
+        LoggedCall::read(self.words.line(self.layout.call(rank, lane, number)), number, || ()).map(|(call, ())| call)
     }
 
     /// The number of a rank's last call; zero if there was none.

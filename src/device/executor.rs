@@ -7,16 +7,20 @@ use smallvec::SmallVec;
 
 use crate::algo::{Collective, Scaling};
 use crate::buffer::Buffer;
-use crate::device::call_log::{Capture as Captured, LoggedCall};
+use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
 use crate::device::in_flight::{Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Submission, Tensors};
 use crate::device::launch::{self, LaunchError, Launcher};
 use crate::device::plans::{Plan, Plans, Room, Shape};
+use crate::device::ring_lane::RingLane;
+use crate::device::rounds::{self, Rounds};
+use crate::device::segment::StagingTooSmall;
 use crate::device::setup::{Member, Parts};
+use crate::device::staging::Staging;
 use crate::device::watch;
-use crate::device::words::{ControlLayout, SLOTS};
+use crate::device::words::ControlLayout;
 use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
 use crate::signature::Signature;
@@ -63,6 +67,8 @@ struct State {
     layout: ControlLayout,
     context: Arc<Context>,
     lane: Lane,
+    /// What no rank knows of all: all_to_alls.
+    rings: RingLane,
     launcher: Launcher,
     plans: Plans,
     scratch: DeviceMemory,
@@ -74,9 +80,26 @@ struct State {
     end: Event,
 }
 
-/// The lane of collectives, and how many lanes there are.
+/// The lane of collectives. Its operations use the words of this lane, or those of the rings.
 const LANE: usize = 0;
-pub(crate) const LANES: usize = 1;
+const RINGS: usize = 1;
+
+/// How many lanes there are.
+pub(crate) const LANES: usize = 2;
+
+/// The bytes of half of each staging memory that an executor among so many ranks wants, `staging` of which are for what is no
+/// all_to_all.
+pub(crate) fn halves(staging: usize, ranks: usize) -> [usize; 2] {
+    // Long enough that a chunk takes longer than what it costs to submit it.
+    let cell = (staging / 4).min(1 << 20);
+    [staging, RingLane::half(ranks, cell)]
+}
+
+/// How a collective runs.
+enum Way {
+    Plan(Arc<Plan>),
+    Rounds(Rounds),
+}
 
 impl Executor {
     /// The executor on what the ranks have set up together.
@@ -88,6 +111,7 @@ impl Executor {
         ends: Arc<dyn Ends>,
     ) -> Result<Executor, Error> {
         let Parts { context, words, registered, staging, width, members } = parts;
+        let [staging, cells] = <[Staging; 2]>::try_from(staging).expect("as many as `halves` wants");
         let (size, half) = (members.len(), staging.half());
         let room = Room { half, scratch: 2 * half };
         let layout = ControlLayout::new(size, LANES);
@@ -106,12 +130,13 @@ impl Executor {
             let mut all = Module::all().map(Module::dtype);
             all.try_for_each(|dtype| launcher.prepare(dtype)).map_err(|error| no_kernels(&comm, &error))?;
         }
-        let (lane, plans) = (
-            Lane::new(LANE, me, layout.lane_words(), registered, staging, width),
-            Plans::new(me, size, algorithm, room),
-        );
+        let registered = Arc::new(registered);
+        let lane = Lane::new(LANE, me, layout.lane_words(), registered.clone(), staging, width);
+        let rings = RingLane::new(RINGS, me, layout.lane_words(), registered, cells, width);
+        let plans = Plans::new(me, size, algorithm, room);
         let device = context.device().ordinal();
-        let state = State { me, layout, context, lane, launcher, plans, scratch, sums, number: 0, last: None, end };
+        let state =
+            State { me, layout, context, lane, rings, launcher, plans, scratch, sums, number: 0, last: None, end };
         let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends);
         Ok(Executor { comm, me, device, control, in_flight, state: Mutex::new(Some(state)) })
     }
@@ -145,9 +170,10 @@ impl Executor {
             Capture::Off => {}
             Capture::Active(_) | Capture::Spoilt => return Err(captured(operation()).into()),
         }
-        let shape = shape(request, self.me);
-        let plan = state.plans.plan(&shape).map_err(|error| self.refused(&request.signature, &error))?;
-        if state.lane.ranks() > MAX_BLOCKS {
+        let way = state.way(request).map_err(|error| self.refused(&request.signature, &error))?;
+        if let Way::Plan(plan) = &way
+            && state.lane.ranks() > MAX_BLOCKS
+        {
             let mut programs = plan.segments.iter().map(|(_, program)| program);
             let checked = programs.try_for_each(|program| launch::check(program));
             checked.map_err(|error| self.refused(&request.signature, &error))?;
@@ -156,12 +182,20 @@ impl Executor {
             state.launcher.prepare(request.dtype).map_err(|error| self.refused(&request.signature, &error))?;
         }
         let number = state.number + 1;
-        let signature = Signature { algorithm: plan.algorithm, ..request.signature };
-        self.make_room(number, request.timeout, signature)?;
+        let (algorithm, segments) = match &way {
+            Way::Plan(plan) => (plan.algorithm, plan.segments.len()),
+            Way::Rounds(_) => (request.signature.algorithm, 1),
+        };
+        let signature = Signature { algorithm, ..request.signature };
+        let blocks = match &request.collective {
+            Collective::AllToAll { send, recv } => Some(Blocks { sent: send, received: recv }),
+            _ => None,
+        };
+        self.make_room(number, request.timeout, signature, blocks.is_some())?;
         state.number = number;
         let work = Work::new(self.in_flight.clone(), ranks.begin(signature, number, request.inputs, request.outputs));
-        let call = LoggedCall::new(signature, plan.segments.len() as u32, Captured::Eager);
-        if let Err(disagreement) = self.control.enter(LANE, number, call) {
+        let call = LoggedCall::new(signature, segments as u32, Captured::Eager);
+        if let Err(disagreement) = self.control.enter(LANE, number, call, blocks) {
             let detail = call.disagreement(number, self.me, disagreement);
             let error = Error::Mismatch { operation: signature.to_string(), detail };
             self.in_flight.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
@@ -175,7 +209,7 @@ impl Executor {
                 error
             })?;
         }
-        let submitted = state.submit(&current, &stream, number, &plan, request, &self.in_flight);
+        let submitted = state.submit(&current, &stream, number, &way, request, &self.in_flight);
         if let Err(error) = submitted {
             let error = driver_failed(signature.to_string(), &error);
             self.in_flight.fail(number, FailureKind::Driver, self.me, error.clone());
@@ -195,22 +229,25 @@ impl Executor {
         self.in_flight.wait_for(u64::MAX, timeout).map_err(in_flight)?;
         ranks.barrier(timeout)?;
         self.control.reset(LANE);
+        self.control.reset(RINGS);
         state.lane.reset();
+        state.rings.reset();
         state.number = 0;
         self.in_flight.resume();
         ranks.barrier(timeout)
     }
 
     /// Waits until the log has room for the operation of this number: as a driver's queue that is full.
-    fn make_room(&self, number: u64, timeout: Duration, signature: Signature) -> Result<(), Error> {
-        if self.control.has_room(LANE, number) {
+    fn make_room(&self, number: u64, timeout: Duration, signature: Signature, has_blocks: bool) -> Result<(), Error> {
+        if self.control.has_room(LANE, number, has_blocks) {
             return Ok(());
         }
-        let earlier = number - SLOTS as u64;
+        let slots = Control::slots(has_blocks);
+        let earlier = number - slots;
         self.in_flight.wait_for(earlier, timeout).map_err(|waited| Error::Timeout {
             operation: signature.to_string(),
             waited,
-            detail: format!("{SLOTS} operations are in flight on the device"),
+            detail: format!("{slots} operations are in flight on the device"),
         })
     }
 
@@ -251,13 +288,23 @@ impl Executor {
 }
 
 impl State {
+    /// How this rank runs a collective.
+    fn way(&mut self, request: &Request<'_>) -> Result<Way, StagingTooSmall> {
+        let Collective::AllToAll { send, recv } = &request.collective else {
+            return self.plans.plan(&shape(request, self.me)).map(Way::Plan);
+        };
+        let messages = rounds::all_to_all(send, recv, request.dtype.size());
+        let rounds = self.rings.plan(&messages);
+        Ok(Way::Rounds(rounds.expect("it was checked that this rank sends itself what it receives from itself")))
+    }
+
     /// Puts all of an operation on the stream.
     fn submit(
         &mut self,
         current: &Current<'_>,
         stream: &Stream,
         number: u64,
-        plan: &Plan,
+        way: &Way,
         request: &Request<'_>,
         in_flight: &InFlight,
     ) -> Result<(), CudaError> {
@@ -267,24 +314,32 @@ impl State {
         }
         let inputs: SmallVec<[DeviceBytes<'_>; 8]> = request.inputs.iter().filter_map(Buffer::device_bytes).collect();
         let outputs: SmallVec<[DeviceBytes<'_>; 8]> = request.outputs.iter().filter_map(Buffer::device_bytes).collect();
-        let tensors = Tensors {
-            input: &inputs,
-            output: &outputs,
-            scratch: self.scratch.bytes(),
-            sums: self.sums.bytes(),
-            element: request.dtype.size(),
-            sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
-        };
-        let kernels = self.launcher.kernels(request.dtype, request.reduce, self.lane.ranks());
-        let (layout, me, last) = (self.layout, self.me, plan.segments.len() - 1);
-        for (index, (segment, program)) in plan.segments.iter().enumerate() {
-            let edges = Edges {
-                starts: (index == 0).then(|| (layout.started(me, LANE, number), number)),
-                ends: (index == last).then(|| (layout.done(me, LANE, number), number)),
-            };
-            let submission = Submission { program, segment, tensors: &tensors, edges };
-            self.lane.submit(current, stream, &submission, &kernels)?;
-            in_flight.submitted(self.lane.counters());
+        let (layout, me) = (self.layout, self.me);
+        let starts = Some((layout.started(me, LANE, number), number));
+        let ends = Some((layout.done(me, LANE, number), number));
+        match way {
+            Way::Rounds(rounds) => {
+                self.rings.submit(current, stream, rounds, &[&inputs, &outputs], Edges { starts, ends })?;
+                in_flight.submitted(RINGS, self.rings.awaits());
+            }
+            Way::Plan(plan) => {
+                let tensors = Tensors {
+                    input: &inputs,
+                    output: &outputs,
+                    scratch: self.scratch.bytes(),
+                    sums: self.sums.bytes(),
+                    element: request.dtype.size(),
+                    sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
+                };
+                let kernels = self.launcher.kernels(request.dtype, request.reduce, self.lane.ranks());
+                let last = plan.segments.len() - 1;
+                for (index, (segment, program)) in plan.segments.iter().enumerate() {
+                    let edges = Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index == last) };
+                    let submission = Submission { program, segment, tensors: &tensors, edges };
+                    self.lane.submit(current, stream, &submission, &kernels)?;
+                    in_flight.submitted(LANE, self.lane.awaits());
+                }
+            }
         }
         self.end.record(current, stream)?;
         self.last = Some(stream.to_raw());

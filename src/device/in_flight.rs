@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::device::control::{Control, Failure, FailureKind};
-use crate::device::counters::{Counters, Word};
+use crate::device::counters::Word;
 use crate::error::{Error, rank_list};
 use crate::signature::Signature;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
@@ -59,9 +59,8 @@ struct State {
     /// The first failure, by which operations end that this rank itself gave up.
     failed: Option<(u64, Error)>,
     halt: Option<Halt>,
-    /// By peer, the number of the last message that the stream awaits, and of the last that it wants to be read.
-    awaited: Vec<u64>,
-    published: Vec<u64>,
+    /// By lane of words, those that the stream waits for, and the greatest values.
+    awaits: Vec<(usize, Vec<(Word, u64)>)>,
     is_watched: bool,
     is_stuck: bool,
     /// Since when the words are being written that the stream waits for.
@@ -113,13 +112,16 @@ impl InFlight {
         self.ends.ended(work, result);
     }
 
-    /// Notes what the stream waits for at most, after a program has been put on it.
-    pub(crate) fn submitted(&self, counters: &Counters) {
+    /// Notes what the stream waits for at most in the words of a lane, after something has been put on it.
+    pub(crate) fn submitted(&self, lane: usize, words: impl Iterator<Item = (Word, u64)>) {
         let mut state = lock(&self.state);
-        state.awaited.clear();
-        state.awaited.extend_from_slice(counters.received());
-        state.published.clear();
-        state.published.extend_from_slice(counters.sent());
+        let index = state.awaits.iter().position(|(known, _)| *known == lane).unwrap_or_else(|| {
+            state.awaits.push((lane, Vec::new()));
+            state.awaits.len() - 1
+        });
+        let (_, awaits) = &mut state.awaits[index];
+        awaits.clear();
+        awaits.extend(words);
     }
 
     /// Why nothing more can be submitted.
@@ -136,6 +138,7 @@ impl InFlight {
             state.failed = None;
             state.released = None;
             state.last = 0;
+            state.awaits.clear();
         }
     }
 
@@ -255,7 +258,9 @@ impl InFlight {
             }
             // Operations before the one that has failed may still end well.
             if !state.is_sound(number) {
-                self.control.release(lane, state.awaits(me));
+                for (lane, words) in &state.awaits {
+                    self.control.release(*lane, words.iter().copied());
+                }
                 state.released.get_or_insert(now);
             }
         }
@@ -292,7 +297,10 @@ impl InFlight {
         let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= number;
         let (came, missing): (Vec<Rank>, Vec<Rank>) = self.control.ranks().partition(has_called);
         let detail = if missing.is_empty() {
-            let slow = self.control.behind(self.lane, state.awaits(self.control.me()));
+            let behind = |(lane, words): &(usize, Vec<_>)| self.control.behind(*lane, words.iter().copied());
+            let mut slow: Vec<Rank> = state.awaits.iter().flat_map(behind).collect();
+            slow.sort_unstable();
+            slow.dedup();
             format!(
                 "device collective {number}: all ranks called it; rank(s) {} did not finish their part",
                 rank_list(&slow)
@@ -316,18 +324,6 @@ impl State {
     /// Whether no failure is known of the operation of this number, or of one before it.
     fn is_sound(&self, number: u64) -> bool {
         self.failed.as_ref().is_none_or(|(failed, _)| *failed > number)
-    }
-
-    /// The words that this rank's stream waits for, and the greatest values.
-    fn awaits(&self, me: Rank) -> impl Iterator<Item = (Word, u64)> + '_ {
-        let peers = self.awaited.iter().zip(&self.published).enumerate();
-        peers.map(|(peer, values)| (Rank::from(peer), values)).filter(move |(peer, _)| *peer != me).flat_map(
-            move |(peer, (awaited, published))| {
-                let (head, tail) =
-                    (Word::Head { sender: peer, receiver: me }, Word::Tail { sender: me, receiver: peer });
-                [(head, *awaited), (tail, *published)]
-            },
-        )
     }
 
     /// The first operation whose time is over.

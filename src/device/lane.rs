@@ -2,12 +2,13 @@
 
 use smallvec::SmallVec;
 
-use crate::device::counters::{Access, Counters};
+use crate::device::counters::{Access, Counters, Word};
 use crate::device::lower::{Kernel, Memory, Operation, Program};
 use crate::device::segment::Segment;
 use crate::device::staging::Staging;
 use crate::device::words::WordLayout;
 use crate::schedule::Space;
+use crate::sync::Arc;
 use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, RegisteredWords, Stream, Width};
 use crate::types::Rank;
 
@@ -20,7 +21,7 @@ pub struct Lane {
     number: usize,
     me: Rank,
     layout: WordLayout,
-    words: RegisteredWords,
+    words: Arc<RegisteredWords>,
     staging: Staging,
     counters: Counters,
     width: Width,
@@ -132,7 +133,7 @@ fn one(bytes: DeviceBytes<'_>) -> Stretches<'_> {
 }
 
 /// Appends `len` bytes from the `offset`-th on of tensors that lie end to end.
-fn cut<'a>(tensors: &[DeviceBytes<'a>], offset: usize, len: usize, into: &mut Stretches<'a>) {
+pub(crate) fn cut<'a>(tensors: &[DeviceBytes<'a>], offset: usize, len: usize, into: &mut Stretches<'a>) {
     let (mut skip, mut left) = (offset, len);
     for tensor in tensors {
         let take = left.min(tensor.len().saturating_sub(skip));
@@ -157,7 +158,7 @@ impl Lane {
         number: usize,
         me: Rank,
         layout: WordLayout,
-        words: RegisteredWords,
+        words: Arc<RegisteredWords>,
         staging: Staging,
         width: Width,
     ) -> Lane {
@@ -169,9 +170,17 @@ impl Lane {
         self.layout.ranks()
     }
 
-    /// What has been counted on it.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
+    /// The words that its programs wait for, and the greatest values.
+    pub(crate) fn awaits(&self) -> impl Iterator<Item = (Word, u64)> + '_ {
+        let me = self.me;
+        let peers = self.counters.received().iter().zip(self.counters.sent()).enumerate();
+        peers.map(|(peer, values)| (Rank::from(peer), values)).filter(move |(peer, _)| *peer != me).flat_map(
+            move |(peer, (received, sent))| {
+                let (head, tail) =
+                    (Word::Head { sender: peer, receiver: me }, Word::Tail { sender: me, receiver: peer });
+                [(head, *received), (tail, *sent)]
+            },
+        )
     }
 
     /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.
@@ -236,7 +245,7 @@ fn flush(current: &Current<'_>, stream: &Stream, batch: &mut Batch<'_>) -> Resul
 }
 
 /// Copies stretches to as many bytes that may be cut elsewhere.
-fn copy(
+pub(crate) fn copy(
     current: &Current<'_>,
     stream: &Stream,
     from: &[DeviceBytes<'_>],

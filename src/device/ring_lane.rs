@@ -1,6 +1,7 @@
 //! A lane of rings: batches of messages put on streams, with real addresses.
 
-use crate::device::counters::Access;
+use crate::device::counters::{Access, Word};
+use crate::device::lane::{Edges, Stretches, copy, cut};
 use crate::device::rings::{RingNumbering, Rings};
 use crate::device::rounds::{CELLS, Direction, Message, Operation, Place, Rounds, ToSelfError};
 use crate::device::staging::Staging;
@@ -54,7 +55,17 @@ impl RingLane {
         Rounds::new(self.me, messages, self.cell(), self.rings.ahead())
     }
 
-    /// Puts a batch on a stream and returns at once.
+    /// The words that its batches wait for, and the greatest values.
+    pub(crate) fn awaits(&self) -> impl Iterator<Item = (Word, u64)> + '_ {
+        self.rings.awaits()
+    }
+
+    /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.
+    pub(crate) fn reset(&mut self) {
+        self.rings = Rings::new(self.me, self.layout.ranks());
+    }
+
+    /// Puts a batch on a stream and returns at once. A tensor of the batch is what lies in stretches, end to end.
     ///
     /// # Errors
     /// A call of the driver has failed. What came before it may be on the stream, so the lane is of no use any more.
@@ -66,10 +77,14 @@ impl RingLane {
         current: &Current<'_>,
         stream: &Stream,
         rounds: &Rounds,
-        tensors: &[DeviceBytes<'_>],
+        tensors: &[&[DeviceBytes<'_>]],
+        edges: Edges,
     ) -> Result<(), CudaError> {
         let numbering = self.rings.take_up(rounds);
         let mut batch = Batch::new(self.width);
+        if let Some((word, value)) = edges.starts {
+            batch.write(self.words.word(word), value);
+        }
         for operation in &rounds.operations {
             match operation {
                 Operation::Word(word) => {
@@ -81,25 +96,30 @@ impl RingLane {
                     stream.submit(current, &mut batch)?;
                     batch.clear();
                     let bytes = |place| self.bytes(&numbering, tensors, place);
-                    stream.copy(current, bytes(*from), bytes(*into))?;
+                    copy(current, stream, &bytes(*from), &bytes(*into))?;
                 }
             }
+        }
+        if let Some((word, value)) = edges.ends {
+            batch.write(self.words.word(word), value);
         }
         stream.submit(current, &mut batch)
     }
 
-    fn bytes<'a>(&'a self, numbering: &RingNumbering, tensors: &[DeviceBytes<'a>], place: Place) -> DeviceBytes<'a> {
+    fn bytes<'a>(&'a self, numbering: &RingNumbering, tensors: &[&[DeviceBytes<'a>]], place: Place) -> Stretches<'a> {
+        let mut stretches = Stretches::new();
         match place {
-            Place::Tensor(part) => tensors[part.tensor].part(part.offset, part.len),
+            Place::Tensor(part) => cut(tensors[part.tensor], part.offset, part.len, &mut stretches),
             Place::Cell { peer, direction, chunk, len } => {
                 let (sender, receiver) = match direction {
                     Direction::Send => (self.me, peer),
                     Direction::Receive => (peer, self.me),
                 };
                 let half = numbering.cell(peer, direction, chunk);
-                self.cells.bytes(sender, half, receiver.index() * self.cell(), len)
+                stretches.push(self.cells.bytes(sender, half, receiver.index() * self.cell(), len));
             }
         }
+        stretches
     }
 
     fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {

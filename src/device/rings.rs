@@ -47,6 +47,16 @@ impl Rings {
         self.sent[me].published.wrapping_sub(self.received[me].published) as i64
     }
 
+    /// The words that what has been taken up waits for, and the greatest values.
+    pub(crate) fn awaits(&self) -> impl Iterator<Item = (Word, u64)> + '_ {
+        let (me, peers) = (self.me, self.received.iter().zip(&self.sent).enumerate());
+        peers.flat_map(move |(peer, (received, sent))| {
+            let peer = Rank::from(peer);
+            let head = Word::Head { sender: peer, receiver: me };
+            [(head, received.published), (Word::Tail { sender: me, receiver: peer }, sent.chunks)]
+        })
+    }
+
     /// Takes up a batch. Batches that share a pair are taken up, and run, in the same order at both of its ends.
     pub fn take_up(&mut self, rounds: &Rounds) -> RingNumbering {
         let (sent, received) = (SmallVec::from_slice(&self.sent), SmallVec::from_slice(&self.received));

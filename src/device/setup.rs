@@ -35,8 +35,8 @@ pub struct Wanted<'a> {
     pub device: u32,
     /// The identity of its host.
     pub host: &'a str,
-    /// The bytes of half a rank's staging memory, as this rank is set; rank 0's hold.
-    pub staging_bytes: usize,
+    /// The bytes of half of each of a rank's staging memories, as this rank is set; rank 0's hold.
+    pub halves: &'a [usize],
     /// How many words the ranks share: the same number on every rank.
     pub words: usize,
     /// The version of what lies in them.
@@ -57,8 +57,8 @@ pub struct Parts {
     pub words: Arc<SharedWords>,
     /// The same, as the own device reaches them.
     pub registered: RegisteredWords,
-    /// The staging memory of all ranks, mapped.
-    pub staging: Staging,
+    /// The staging memories of all ranks, mapped, in the order in which they were wanted.
+    pub staging: Vec<Staging>,
     /// How much of a word every device can wait for.
     pub width: Width,
     /// What each rank has told, by rank.
@@ -86,8 +86,8 @@ pub struct Member {
     pub compute_mode: u32,
     /// Other devices that its process sees and its device reaches.
     pub reaches: Vec<DeviceUuid>,
-    /// The bytes of half a rank's staging memory, as it is set.
-    pub staging_bytes: usize,
+    /// The bytes of half of each of its staging memories, as it is set.
+    pub halves: Vec<usize>,
     /// The version of what lies in the words.
     pub layout: u32,
 }
@@ -101,8 +101,8 @@ pub struct Decision {
     pub staging: StagingKind,
     /// Why it does not lie on the devices; empty if it does.
     pub reason: String,
-    /// The bytes of half a rank's staging memory.
-    pub half: usize,
+    /// The bytes of half of each of a rank's staging memories.
+    pub halves: Vec<usize>,
 }
 
 /// What ranks on these members do. `comm` is the communicator's name.
@@ -154,7 +154,7 @@ pub fn decide(comm: &str, members: &[Member]) -> Result<Decision, InitError> {
         width: if is_wide { Width::Bits64 } else { Width::Bits32 },
         staging: if reason.is_empty() { StagingKind::Device } else { StagingKind::Host },
         reason,
-        half: members[0].staging_bytes,
+        halves: members[0].halves.clone(),
     })
 }
 
@@ -254,7 +254,7 @@ fn probe(wanted: &Wanted<'_>) -> Result<Member, Failure> {
             exports_memory: has(Attribute::VirtualMemory)? && has(Attribute::MemoryAsDescriptor)?,
             compute_mode: device.attribute(Attribute::ComputeMode)?,
             reaches,
-            staging_bytes: wanted.staging_bytes,
+            halves: wanted.halves.to_vec(),
             layout: wanted.layout,
         })
     };
@@ -266,8 +266,8 @@ struct Own {
     context: Arc<Context>,
     /// The first rank's.
     words: Option<SharedWords>,
-    staging: Staging,
-    fd: OwnedFd,
+    /// With a descriptor for the others.
+    staging: Vec<(Staging, OwnedFd)>,
     post: Post,
 }
 
@@ -275,7 +275,8 @@ struct Own {
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
     address: Address,
-    staging_bytes: usize,
+    /// The bytes of each of its staging memories.
+    staging: Vec<usize>,
 }
 
 /// What a rank has mapped.
@@ -283,7 +284,7 @@ struct Mapped {
     context: Arc<Context>,
     words: Arc<SharedWords>,
     registered: RegisteredWords,
-    staging: Staging,
+    staging: Vec<Staging>,
 }
 
 impl Own {
@@ -291,28 +292,33 @@ impl Own {
         let &Wanted { me, device, .. } = wanted;
         let context = Device::new(device).and_then(Context::primary);
         let context = context.map_err(failed(format_args!("the context of its device {device}")))?;
-        let half = decision.half;
-        let staging = match decision.staging {
-            StagingKind::Device => Staging::new(&context, me, ranks, half).map_err(HostMemoryError::from),
-            StagingKind::Host => Staging::pinned(&context, me, ranks, half),
-        };
-        let staging = staging.map_err(|error| Failure {
-            what: format!("staging memory of {} bytes for its device {device}", 2 * half),
-            cause: format!("{error}; with less in the setting `device_staging_bytes`, here {half}, it needs less"),
-        })?;
-        let (fd, staging_bytes) = staging.export().map_err(failed("a file descriptor of its staging memory"))?;
+        let (mut staging, mut lengths) = (vec![], vec![]);
+        for half in decision.halves.iter().copied() {
+            let made = match decision.staging {
+                StagingKind::Device => Staging::new(&context, me, ranks, half).map_err(HostMemoryError::from),
+                StagingKind::Host => Staging::pinned(&context, me, ranks, half),
+            };
+            let made = made.map_err(|error| Failure {
+                what: format!("staging memory of {} bytes for its device {device}", 2 * half),
+                cause: format!("{error}; with less in the setting `device_staging_bytes` it needs less"),
+            })?;
+            let (fd, len) = made.export().map_err(failed("a file descriptor of its staging memory"))?;
+            staging.push((made, fd));
+            lengths.push(len);
+        }
         let words = (me.index() == 0).then(|| SharedWords::new(wanted.words)).transpose();
         let words = words.map_err(failed(format_args!("{} shared words", wanted.words)))?;
         let post = Post::open().map_err(failed("a place for file descriptors"))?;
-        let offer = Offer { address: post.address().clone(), staging_bytes };
-        Ok((Own { context, words, staging, fd, post }, offer))
+        let offer = Offer { address: post.address().clone(), staging: lengths };
+        Ok((Own { context, words, staging, post }, offer))
     }
 
     /// Hands own memory to all ranks, and maps theirs.
     fn share(self, wanted: &Wanted<'_>, offers: &[Offer]) -> Result<Mapped, Failure> {
-        let Own { context, words, mut staging, fd, post } = self;
+        let Own { context, words, staging, post } = self;
+        let (mut staging, own_fds): (Vec<Staging>, Vec<OwnedFd>) = staging.into_iter().unzip();
         // Staging memory first.
-        let own: Vec<BorrowedFd<'_>> = std::iter::once(fd.as_fd()).chain(words.as_ref().map(AsFd::as_fd)).collect();
+        let own: Vec<BorrowedFd<'_>> = own_fds.iter().map(AsFd::as_fd).chain(words.as_ref().map(AsFd::as_fd)).collect();
         let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
         let deadline = deadline_after(Instant::now(), wanted.patience);
         let taken = post.exchange(wanted.me, &addresses, &own, deadline);
@@ -320,10 +326,14 @@ impl Own {
         let mut others_words = None;
         for (rank, (fds, offer)) in taken.into_iter().zip(offers).enumerate() {
             let mut fds = fds.into_iter();
-            let memory = fds.next().ok_or_else(|| failed("the exchange of file descriptors")(NONE_FROM))?;
-            staging
-                .import(Rank::from(rank), memory.as_fd(), offer.staging_bytes)
-                .map_err(failed(format_args!("the staging memory of rank {rank}")))?;
+            for (number, staging) in staging.iter_mut().enumerate() {
+                let (memory, len) = (fds.next(), offer.staging.get(number));
+                let (memory, len) =
+                    memory.zip(len).ok_or_else(|| failed("the exchange of file descriptors")(NONE_FROM))?;
+                staging
+                    .import(Rank::from(rank), memory.as_fd(), *len)
+                    .map_err(failed(format_args!("the staging memory of rank {rank}")))?;
+            }
             others_words = others_words.or(fds.next());
         }
         let words = match (words, others_words) {
@@ -391,7 +401,7 @@ mod tests {
             exports_memory: true,
             compute_mode: 0,
             reaches: (0..8).filter(|other| *other != rank).map(|other| DeviceUuid([other; 16])).collect(),
-            staging_bytes: 1 << 20,
+            halves: vec![1 << 20],
             layout: 1,
         }
     }
@@ -407,8 +417,12 @@ mod tests {
     fn devices_that_reach_each_other_stage_on_themselves() {
         for size in 1..=8 {
             let decided = decision(size, |_, _| {}).expect("they fit together");
-            let expected =
-                Decision { width: Width::Bits64, staging: StagingKind::Device, reason: String::new(), half: 1 << 20 };
+            let expected = Decision {
+                width: Width::Bits64,
+                staging: StagingKind::Device,
+                reason: String::new(),
+                halves: vec![1 << 20],
+            };
             assert_eq!(decided, expected);
         }
     }
@@ -421,8 +435,8 @@ mod tests {
 
     #[test]
     fn the_first_ranks_setting_holds() {
-        let decided = decision(3, |rank, member| member.staging_bytes = 4096 * (1 + usize::from(rank)));
-        assert_eq!(decided.expect("they fit together").half, 4096);
+        let decided = decision(3, |rank, member| member.halves = vec![4096 * (1 + usize::from(rank)), 64]);
+        assert_eq!(decided.expect("they fit together").halves, [4096, 64]);
     }
 
     #[test]

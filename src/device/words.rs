@@ -1,6 +1,7 @@
 //! The control segment: where the words of the ranks of one host lie.
 
 use crate::device::counters::Word;
+use crate::sys::words::WORDS_A_LINE;
 use crate::types::Rank;
 
 /// Which word of the segment is which, for so many ranks and lanes.
@@ -72,9 +73,12 @@ pub const SLOTS: usize = 1024;
 /// The lines that the text of a failure has.
 pub(crate) const TEXT_LINES: usize = 8;
 
+/// How many operations with counts a lane can have under way at once.
+pub const COUNT_SLOTS: usize = 128;
+
 impl ControlLayout {
     /// The version of this layout.
-    pub(crate) const VERSION: u32 = 1;
+    pub(crate) const VERSION: u32 = 2;
 
     /// The segment of `ranks` ranks that have `lanes` lanes each.
     pub fn new(ranks: usize, lanes: usize) -> ControlLayout {
@@ -93,7 +97,7 @@ impl ControlLayout {
 
     /// How many lines there are: the number of words for [`SharedWords`](crate::sys::words::SharedWords).
     pub fn count(self) -> usize {
-        self.pages() + self.ranks * self.lanes * PAGE
+        self.pages() + self.ranks * self.lanes * self.page_lines()
     }
 
     /// The words of the lanes.
@@ -144,9 +148,24 @@ impl ControlLayout {
         self.page(rank, lane) + FAILURE
     }
 
+    /// How much a rank sends to a peer, and receives from it: a line, and the number of the first of two words in it.
+    pub(crate) fn counts(self, rank: Rank, lane: usize, number: u64, peer: Rank) -> (usize, usize) {
+        assert!(peer.index() < self.ranks, "no rank {peer} in {self:?}");
+        let first = self.page(rank, lane) + COUNTS + (number % COUNT_SLOTS as u64) as usize * self.count_lines();
+        (first + peer.index() / PEERS_A_LINE, 2 * (peer.index() % PEERS_A_LINE))
+    }
+
     fn page(self, rank: Rank, lane: usize) -> usize {
         assert!(rank.index() < self.ranks && lane < self.lanes, "no lane {lane} of rank {rank} in {self:?}");
-        self.pages() + (rank.index() * self.lanes + lane) * PAGE
+        self.pages() + (rank.index() * self.lanes + lane) * self.page_lines()
+    }
+
+    fn page_lines(self) -> usize {
+        COUNTS + COUNT_SLOTS * self.count_lines()
+    }
+
+    fn count_lines(self) -> usize {
+        self.ranks.div_ceil(PEERS_A_LINE)
     }
 
     fn pages(self) -> usize {
@@ -165,7 +184,10 @@ const DONE: usize = STARTED + SLOTS;
 const CALLS: usize = DONE + SLOTS;
 const LAST_CALL: usize = CALLS + SLOTS;
 const FAILURE: usize = LAST_CALL + 1;
-const PAGE: usize = FAILURE + 1 + TEXT_LINES;
+const COUNTS: usize = FAILURE + 1 + TEXT_LINES;
+
+/// Two counts a peer.
+const PEERS_A_LINE: usize = WORDS_A_LINE / 2;
 
 #[cfg(test)]
 mod tests {
@@ -175,7 +197,7 @@ mod tests {
 
     #[test]
     fn every_line_has_one_use() {
-        let (ranks, lanes) = (3, 2);
+        let (ranks, lanes) = (5, 2);
         let layout = ControlLayout::new(ranks, lanes);
         let mut lines = vec![];
         for lane in 0..lanes {
@@ -193,6 +215,10 @@ mod tests {
                 }
                 lines.push(layout.last_call(rank, lane));
                 lines.extend((0..=TEXT_LINES).map(|line| layout.failure(rank, lane) + line));
+                let counts = |number| (0..ranks).map(move |peer| layout.counts(rank, lane, number, Rank::from(peer)));
+                let counts: BTreeSet<_> = (0..COUNT_SLOTS as u64).flat_map(counts).collect();
+                assert_eq!(counts.len(), COUNT_SLOTS * ranks);
+                lines.extend(counts.into_iter().map(|(line, _)| line).collect::<BTreeSet<_>>());
             }
         }
         assert_eq!(lines.len(), layout.count());

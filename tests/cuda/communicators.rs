@@ -6,7 +6,8 @@ use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::sync::Arc;
 use ncclx_rs::sys::cuda::{Context, Device, DeviceMemory, Stream, copy_from_host, copy_to_host};
 use ncclx_rs::{
-    Buffer, Buffers, CommOptions, Communicator, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle, Work,
+    Buffer, Buffers, CommOptions, Communicator, Counts, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle,
+    Work,
 };
 
 use crate::harness::alone;
@@ -143,6 +144,136 @@ fn ranks_that_call_something_else_are_told_and_go_on() {
             work.wait(None).expect("a sum");
             assert_eq!(rank.values(&one), [3.0]);
             rank.leave((memory, one));
+        });
+    });
+}
+
+/// The elements that a rank sends another one: none, few, or more than a cell of 16 KiB has.
+fn block(from: usize, to: usize) -> usize {
+    match (from * 3 + to * 5) % 4 {
+        0 => 0,
+        1 => 7,
+        more => more * 5000 + from,
+    }
+}
+
+/// An element that no other rank has there.
+fn element(from: usize, to: usize, index: usize) -> f32 {
+    ((from * 1000 + to * 100 + index * 7) % 65_521) as f32
+}
+
+#[test]
+fn an_all_to_all_exchanges_blocks_of_any_length() {
+    let weak: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "1")];
+    alone("communicators::an_all_to_all_exchanges_blocks_of_any_length", &[&[], weak], || {
+        for size in 1..=5 {
+            world(size, &[("device_staging_bytes", "65536")], |rank| {
+                let me = rank.comm.rank().index();
+                let blocks = |len: &dyn Fn(usize) -> usize, of: &dyn Fn(usize, usize) -> f32| -> Vec<Vec<f32>> {
+                    (0..size).map(|peer| (0..len(peer)).map(|index| of(peer, index)).collect()).collect()
+                };
+                let sent = blocks(&|to| block(me, to), &|to, index| element(me, to, index));
+                let expected = blocks(&|from| block(from, me), &|from, index| element(from, me, index));
+                let counts = |blocks: &[Vec<f32>]| -> Counts { blocks.iter().map(Vec::len).collect() };
+                let kind = OpKind::AllToAll { send: counts(&sent), recv: counts(&expected) };
+                // In one tensor, and in lists of them.
+                let input = rank.memory(&sent.concat());
+                let inputs: Vec<DeviceMemory> = sent.iter().map(|block| rank.memory(block)).collect();
+                let outputs: Vec<DeviceMemory> =
+                    expected.iter().map(|block| rank.memory(&vec![-1.0; block.len()])).collect();
+                let output = rank.memory(&vec![-1.0; counts(&expected).total()]);
+                for _ in 0..3 {
+                    let work = rank.submit(kind.clone(), &[&input], &[&output]).expect("a work");
+                    let (ins, outs): (Vec<_>, Vec<_>) = (inputs.iter().collect(), outputs.iter().collect());
+                    let lists = rank.submit(kind.clone(), &ins, &outs).expect("a work");
+                    let barrier = rank.submit(OpKind::Barrier, &[], &[]).expect("a work");
+                    [work, lists, barrier].iter().for_each(|work| work.wait(None).expect("success"));
+                }
+                assert_eq!(rank.values(&output), expected.concat(), "rank {me} of {size}");
+                for (memory, expected) in outputs.iter().zip(&expected) {
+                    assert_eq!(&rank.values(memory), expected, "rank {me} of {size}");
+                }
+                rank.leave((input, inputs, output, outputs));
+            });
+        }
+    });
+}
+
+#[test]
+fn many_all_to_alls_are_submitted_before_anybody_waits() {
+    alone("communicators::many_all_to_alls_are_submitted_before_anybody_waits", &[&[]], || {
+        world(3, &[], |rank| {
+            let me = rank.comm.rank().index() as f32;
+            let (input, output) = (rank.memory(&[me, me + 10.0, me + 20.0]), rank.memory(&[0.0; 3]));
+            let counts = Counts::equal(1, 3);
+            let submit = || {
+                let kind = OpKind::AllToAll { send: counts.clone(), recv: counts.clone() };
+                rank.submit(kind, &[&input], &[&output]).expect("a work")
+            };
+            let works: Vec<Work> = (0..500).map(|_| submit()).collect();
+            assert_eq!(rank.values(&output), [0.0, 1.0, 2.0].map(|from| from + 10.0 * me));
+            assert!(works.iter().all(|work| work.wait(None) == Ok(())));
+            rank.leave((input, output));
+        });
+    });
+}
+
+#[test]
+fn ranks_that_disagree_on_the_sizes_of_an_all_to_all_are_told_and_go_on() {
+    let weak: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "1")];
+    const NAME: &str = "communicators::ranks_that_disagree_on_the_sizes_of_an_all_to_all_are_told_and_go_on";
+    alone(NAME, &[&[], weak], || {
+        world(4, &[], |rank| {
+            let me = rank.comm.rank().index();
+            let exchange = |send: Vec<usize>, recv: Vec<usize>| {
+                let (input, output) =
+                    (rank.memory(&vec![1.0; send.iter().sum()]), rank.memory(&vec![0.0; recv.iter().sum()]));
+                let kind = OpKind::AllToAll { send: send.into(), recv: recv.into() };
+                let outcome = rank.submit(kind, &[&input], &[&output]).and_then(|work| work.wait(None));
+                (outcome, (input, output))
+            };
+            let mut kept = Vec::new();
+            for round in 0..3 {
+                let (outcome, memory) = exchange(vec![100; 4], vec![100; 4]);
+                assert_eq!(outcome, Ok(()), "{round}");
+                kept.push(memory);
+                // Rank 1 sends rank 3 less than that expects.
+                let send = if me == 1 { vec![100, 100, 100, 99] } else { vec![100; 4] };
+                let (outcome, memory) = exchange(send, vec![100; 4]);
+                kept.push(memory);
+                let Err(Error::Mismatch { detail, .. }) = &outcome else { panic!("{outcome:?}") };
+                let expected = "rank 1 sends 99 elements to rank 3, which expects 100";
+                assert!(detail.contains("on the sizes of collective") && detail.ends_with(expected), "{detail}");
+            }
+            let (outcome, memory) = exchange(vec![100; 4], vec![100; 4]);
+            assert_eq!((outcome, rank.values(&memory.1)), (Ok(()), vec![1.0; 400]));
+            rank.leave((kept, memory));
+        });
+    });
+}
+
+#[test]
+fn an_all_to_all_that_a_rank_does_not_call_ends() {
+    alone("communicators::an_all_to_all_that_a_rank_does_not_call_ends", &[&[]], || {
+        world(3, &[], |rank| {
+            let memory = rank.memory(&data(rank.comm.rank().index(), 30));
+            let counts = Counts::equal(10, 3);
+            let exchange = |limit| {
+                let kind = OpKind::AllToAll { send: counts.clone(), recv: counts.clone() };
+                rank.submit_within(kind, &[&memory], &[&memory], limit).expect("a work")
+            };
+            exchange(None).wait(None).expect("all are there");
+            if rank.comm.rank() != Rank(2) {
+                match exchange(Some(Duration::from_millis(500))).wait(None) {
+                    Err(Error::Timeout { detail: text, .. } | Error::Remote { cause: text, .. }) => {
+                        assert!(text.contains("device collective 2: rank(s) 2 did not call it"), "{text}");
+                    }
+                    other => panic!("{other:?}"),
+                }
+                rank.stream.synchronize().expect("a stream that runs out");
+            }
+            rank.comm.barrier().expect("the CPU's engine is not concerned");
+            rank.comm.abort("the test is over");
         });
     });
 }

@@ -135,7 +135,7 @@ fn jobs(context: &Arc<Context>, me: usize, size: usize) -> Result<Vec<Job>, Cuda
 /// One rank: everything three times, by every algorithm, without waiting in between.
 fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut impl Others) -> Result<(), CudaError> {
     let context = Context::primary(Device::new(0)?)?;
-    let words = RegisteredWords::new(&context, &Arc::new(words))?;
+    let words = Arc::new(RegisteredWords::new(&context, &Arc::new(words))?);
     let mut staging = Staging::new(&context, Rank::from(me), size, HALF)?;
     assert_eq!(staging.half(), HALF);
     let (fd, len) = staging.export().expect("own memory");
@@ -232,7 +232,7 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
             for index in 0..control.count() {
                 control.word(index).store(1 << 40, Ordering::Release);
             }
-            let registered = RegisteredWords::new(&context, &control)?;
+            let registered = Arc::new(RegisteredWords::new(&context, &control)?);
             let mut staging = Staging::new(&context, Rank(1), size, HALF)?;
             let (fd, len) = staging.export().expect("own memory");
             for other in [0, 2, 3] {
@@ -292,7 +292,7 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
     streams[1].submit(&current, &mut batch)?;
     let mut lanes = vec![];
     for (me, (staging, stream)) in staging.into_iter().zip(&streams).enumerate() {
-        let words = RegisteredWords::new(&context, &Arc::new(shared(&control)))?;
+        let words = Arc::new(RegisteredWords::new(&context, &Arc::new(shared(&control)))?);
         let mut lane = Lane::new(0, Rank::from(me), layout, words, staging, Width::Bits64);
         for from in (0..56).step_by(8) {
             let whole = Collective::Broadcast { count: 56, root: Rank(0) };

@@ -222,7 +222,7 @@ fn lane(
     words: SharedWords,
     others: &mut impl Others,
 ) -> Result<Lane, CudaError> {
-    let words = RegisteredWords::new(context, &Arc::new(words))?;
+    let words = Arc::new(RegisteredWords::new(context, &Arc::new(words))?);
     let mut staging = Staging::new(context, Rank::from(me), size, HALF)?;
     let (fd, len) = staging.export().expect("device memory");
     for (other, fd) in others.exchange(fd).into_iter().enumerate() {
@@ -338,7 +338,7 @@ fn an_all_reduce_takes_no_more_calls_than_it_must() {
             for index in 0..control.count() {
                 control.word(index).store(1 << 40, Ordering::Release);
             }
-            let registered = RegisteredWords::new(&context, &control)?;
+            let registered = Arc::new(RegisteredWords::new(&context, &control)?);
             let mut staging = Staging::new(&context, Rank(1), size, HALF)?;
             let (fd, len) = staging.export().expect("device memory");
             for other in [0, 2, 3] {
@@ -386,7 +386,7 @@ fn a_factor_is_read_from_the_device_once_the_kernel_runs() {
             let program = Staged::new(vec![scale.finish()], 4, Scaling::Inputs).program(Rank(0), None);
             let whole = Collective::AllReduce { count: 5 };
             let segment = Segment::of(&whole, Rank(0), 1, 0, 5).expect("no all_to_all");
-            let words = RegisteredWords::new(&context, &Arc::new(words(1)))?;
+            let words = Arc::new(RegisteredWords::new(&context, &Arc::new(words(1)))?);
             let staging = Staging::new(&context, Rank(0), 1, HALF)?;
             let mut lane = Lane::new(0, Rank(0), WordLayout::new(1, 2), words, staging, Width::Bits64);
             let (memory, stream) = (DeviceMemory::new(&context, 20 + 4)?, Stream::new(&context, 0)?);

@@ -3,6 +3,7 @@
 
 use std::os::fd::AsFd;
 
+use ncclx_rs::device::lane::Edges;
 use ncclx_rs::device::ring_lane::RingLane;
 use ncclx_rs::device::rounds::{Direction, Message, Part, all_to_all};
 use ncclx_rs::device::staging::Staging;
@@ -140,8 +141,9 @@ fn rank(
     for _ in 0..3 {
         for (call, memory) in calls.iter().zip(&memory) {
             let rounds = lane.plan(&call.messages).expect("a batch that can end");
-            let tensors: Vec<DeviceBytes<'_>> = memory.iter().map(DeviceMemory::bytes).collect();
-            lane.submit(&current, &streams[call.stream], &rounds, &tensors)?;
+            let tensors: Vec<[DeviceBytes<'_>; 1]> = memory.iter().map(|memory| [memory.bytes()]).collect();
+            let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
+            lane.submit(&current, &streams[call.stream], &rounds, &tensors, Edges::default())?;
         }
     }
     streams.iter().try_for_each(Stream::synchronize)?;
@@ -233,7 +235,7 @@ fn a_batch_takes_no_more_calls_of_the_driver_than_it_must() {
                 // Outside a batch through its own ring: a head each, then a wait and a tail each.
                 for direction in [SEND, RECEIVE] {
                     let rounds = lane.plan(&call(0, &[(direction, 0, CELL)]).messages).expect("one chunk");
-                    lane.submit(&context.enter()?, &stream, &rounds, &[memory.bytes()])?;
+                    lane.submit(&context.enter()?, &stream, &rounds, &[&[memory.bytes()]], Edges::default())?;
                 }
                 stream.synchronize()?;
                 let after = counts();

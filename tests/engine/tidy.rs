@@ -88,8 +88,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["counters", "plans", "rounds"],
             &["rings", "words"],
             // What acts on streams and on words.
-            &["control", "lane", "ring_lane"],
-            &["in_flight", "launch"],
+            &["control", "lane"],
+            &["in_flight", "launch", "ring_lane"],
             // What ends it, and what begins it.
             &["watch"],
             &["executor"],

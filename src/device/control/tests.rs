@@ -3,6 +3,7 @@ use std::sync::Barrier;
 use std::thread;
 
 use super::*;
+use crate::counts::Counts;
 use crate::device::call_log::Capture;
 use crate::op::CollectiveKind;
 use crate::signature::Signature;
@@ -70,21 +71,21 @@ fn streams_that_write_half_a_word_end_operations_beyond_it() {
 fn a_slot_is_free_once_its_operation_is_done_here() {
     let host = host(1, Width::Bits64);
     let (control, slots) = (&host[0], SLOTS as u64);
-    assert!([1, 2, slots].iter().all(|number| control.has_room(0, *number)));
-    assert!(!control.has_room(0, slots + 1));
+    assert!([1, 2, slots].iter().all(|number| control.has_room(0, *number, false)));
+    assert!(!control.has_room(0, slots + 1, false));
     control.words.word(control.layout.done(Rank(0), 0, 1)).store(1, Ordering::Release);
-    assert!(control.has_room(0, slots + 1) && !control.has_room(0, slots + 2));
+    assert!(control.has_room(0, slots + 1, false) && !control.has_room(0, slots + 2, false));
 }
 
 #[test]
 fn who_comes_second_finds_another_call() {
     let host = host(2, Width::Bits64);
-    assert_eq!((host[0].calls_of(Rank(1), 0), host[0].enter(0, 1, all_reduce(5))), (0, Ok(())));
-    assert_eq!(host[1].enter(0, 1, all_reduce(5)), Ok(()));
-    assert_eq!(host[1].enter(0, 2, all_reduce(6)), Ok(()), "the other has not come there");
+    assert_eq!((host[0].calls_of(Rank(1), 0), host[0].enter(0, 1, all_reduce(5), None)), (0, Ok(())));
+    assert_eq!(host[1].enter(0, 1, all_reduce(5), None), Ok(()));
+    assert_eq!(host[1].enter(0, 2, all_reduce(6), None), Ok(()), "the other has not come there");
     assert_eq!((host[0].calls_of(Rank(1), 0), host[0].calls_of(Rank(1), 1)), (2, 0));
-    let error = host[0].enter(0, 2, all_reduce(7)).expect_err("the ranks disagree");
-    assert_eq!(error, Disagreement { rank: Rank(1), theirs: all_reduce(6) });
+    let error = host[0].enter(0, 2, all_reduce(7), None).expect_err("the ranks disagree");
+    assert_eq!(error, Disagreement { rank: Rank(1), what: Difference::Call(all_reduce(6)) });
     assert_eq!(
         all_reduce(7).disagreement(2, Rank(0), error),
         "the ranks disagree on collective 2: rank 0 called all_reduce(SUM, 7 × float32), rank 1 called all_reduce(SUM, 6 × float32)"
@@ -98,13 +99,51 @@ fn calls_that_run_otherwise_are_other_calls() {
     let signature = Signature { operation: CollectiveKind::Barrier as u8, ..Signature::default() };
     let calls = [(2, Capture::Eager), (3, Capture::Eager), (2, Capture::Captured)];
     let [call, longer, captured] = calls.map(|(segments, capture)| LoggedCall::new(signature, segments, capture));
-    host[0].enter(0, 1, call).expect("the first");
-    let error = host[1].enter(0, 1, longer).expect_err("more segments");
+    host[0].enter(0, 1, call, None).expect("the first");
+    let error = host[1].enter(0, 1, longer, None).expect_err("more segments");
     let text = "the ranks disagree on how to run collective 1: rank 1 cuts it into 3 segments, rank 0 into 2";
     assert_eq!(longer.disagreement(1, Rank(1), error), text);
-    let error = host[1].enter(0, 1, captured).expect_err("a capture");
+    let error = host[1].enter(0, 1, captured, None).expect_err("a capture");
     let text = "the ranks disagree on collective 1: rank 1 called barrier() in a graph's capture, rank 0 eagerly";
     assert_eq!(captured.disagreement(1, Rank(1), error), text);
+}
+
+#[test]
+fn blocks_of_other_sizes_are_other_calls() {
+    let host = host(5, Width::Bits64);
+    let signature = Signature { operation: CollectiveKind::AllToAll as u8, ..Signature::default() };
+    let call = LoggedCall::new(signature, 1, Capture::Eager);
+    let enter = |me: usize, number: u64, sent: [usize; 5], received: [usize; 5]| {
+        let (sent, received) = (Counts::from(sent.to_vec()), Counts::from(received.to_vec()));
+        host[me].enter(0, number, call, Some(Blocks { sent: &sent, received: &received }))
+    };
+    // Many laps.
+    for number in 1..400 {
+        let count = |from: usize, to: usize| from * 10 + to + number as usize;
+        for me in 0..5 {
+            let (sent, received) =
+                ([0, 1, 2, 3, 4].map(|to| count(me, to)), [0, 1, 2, 3, 4].map(|from| count(from, me)));
+            assert_eq!(enter(me, number, sent, received), Ok(()), "{number}");
+        }
+    }
+    enter(4, 400, [0, 7, 0, 0, 0], [9; 5]).expect("the first");
+    let error = enter(1, 400, [9; 5], [0, 0, 0, 0, 8]).expect_err("8 are not 7");
+    let texts = |me: u32, error| call.disagreement(400, Rank(me), error);
+    let expected = "the ranks disagree on the sizes of collective 400, all_to_all(bool): rank 4 sends 7 elements to rank 1, which \
+                    expects 8";
+    assert_eq!(texts(1, error), expected);
+    let error = enter(0, 400, [9, 0, 9, 9, 10], [9, 9, 9, 9, 0]).expect_err("10 are not 9");
+    assert!(texts(0, error).ends_with("rank 0 sends 10 elements to rank 4, which expects 9"), "{}", texts(0, error));
+    assert!(enter(2, 400, [9; 5], [9; 5]).is_err());
+}
+
+#[test]
+fn what_has_blocks_finds_less_room() {
+    let host = host(1, Width::Bits64);
+    let control = &host[0];
+    let slots = COUNT_SLOTS as u64;
+    assert!(control.has_room(0, slots, true) && !control.has_room(0, slots + 1, true));
+    assert!(control.has_room(0, slots + 1, false));
 }
 
 #[test]
@@ -120,7 +159,7 @@ fn of_two_that_disagree_at_once_one_finds_it() {
                     start.wait();
                     let differs = !number.is_multiple_of(3);
                     let count = if differs { me as u64 } else { 9 };
-                    let found = control.enter(0, number, all_reduce(count)).is_err();
+                    let found = control.enter(0, number, all_reduce(count), None).is_err();
                     assert!(differs || !found, "the calls of {number} are the same");
                     found
                 };
@@ -205,14 +244,14 @@ fn two_ranks_fail_at_once_and_a_reader_sees_whole_failures() {
 #[test]
 fn what_another_process_has_spoilt_is_read_without_harm() {
     let host = host(2, Width::Bits64);
-    host[0].enter(0, 1, all_reduce(1)).expect("the first");
+    host[0].enter(0, 1, all_reduce(1), None).expect("the first");
     host[0].fail(&Failure { lane: 0, ..timeout(1, "text") });
     let (layout, words) = (host[0].layout, &host[0].words);
     for index in [layout.call(Rank(0), 0, 1), layout.failure(Rank(0), 0), layout.failure(Rank(0), 0) + 1] {
         // All but the mark.
         words.line(index)[1..].iter().for_each(|word| word.store(u64::MAX, Ordering::Relaxed));
     }
-    let error = host[1].enter(0, 1, all_reduce(1)).expect_err("no such call");
+    let error = host[1].enter(0, 1, all_reduce(1), None).expect_err("no such call");
     assert!(all_reduce(1).disagreement(1, Rank(1), error).contains("rank 0 called unknown("));
     let failure = host[1].failure_of(Rank(0), 0).expect("a failure");
     assert_eq!((failure.kind, failure.rank, failure.number), (FailureKind::Driver, Rank(0), u64::MAX));
@@ -257,12 +296,12 @@ fn released_words_are_beyond_what_the_stream_waits_for() {
 fn a_reset_lane_counts_from_one_again() {
     let host = host(2, Width::Bits64);
     for number in 1..=3 {
-        host[0].enter(0, number, all_reduce(number)).expect("the first there");
+        host[0].enter(0, number, all_reduce(number), None).expect("the first there");
         host[0].words.word(host[0].layout.done(Rank(0), 0, number)).store(number, Ordering::Release);
     }
     assert_eq!(host[1].epoch(0), 1);
     host.iter().for_each(|control| control.reset(0));
     assert_eq!((host[1].epoch(0), host[1].epoch(1)), (2, 1));
     assert_eq!((host[1].calls_of(Rank(0), 0), host[1].has_ended(Rank(0), 0, 1)), (0, false));
-    assert_eq!(host[1].enter(0, 2, all_reduce(7)), Ok(()), "the calls before are forgotten");
+    assert_eq!(host[1].enter(0, 2, all_reduce(7), None), Ok(()), "the calls before are forgotten");
 }
