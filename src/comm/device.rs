@@ -167,9 +167,8 @@ impl DeviceSide {
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
         let cause = own.as_ref().err().map(Error::to_string).unwrap_or_default();
         let told = all_gather(cause.into_bytes())?;
-        let own = own?;
         match told.iter().enumerate().find(|(_, cause)| !cause.is_empty()) {
-            None => Ok(own),
+            None => own,
             Some((rank, cause)) => Err(InitError::Os {
                 comm: group.name().to_owned(),
                 what: format!("CUDA on rank {rank}"),

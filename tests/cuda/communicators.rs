@@ -2,90 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use ncclx_rs::comm::store::MemoryStore;
-use ncclx_rs::sync::Arc;
-use ncclx_rs::sys::cuda::{Context, Device, DeviceMemory, Stream, copy_from_host, copy_to_host};
-use ncclx_rs::{
-    Buffer, Buffers, CommOptions, Communicator, Counts, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle,
-    Work,
-};
+use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp};
 
 use crate::harness::alone;
-
-/// One rank with a stream of its own.
-struct OnDevice {
-    comm: Communicator,
-    context: Arc<Context>,
-    stream: Stream,
-}
-
-impl OnDevice {
-    fn memory(&self, values: &[f32]) -> DeviceMemory {
-        let memory = DeviceMemory::new(&self.context, size_of_val(values)).expect("memory");
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
-        copy_from_host(&self.context.enter().expect("a context"), &bytes, memory.bytes()).expect("a copy");
-        memory
-    }
-
-    /// Leaves, and gives memory back: that waits for the device, which in a world of threads is everybody's.
-    fn leave<T>(self, memory: T) {
-        self.comm.barrier().expect("all are there");
-        drop(memory);
-        self.comm.shutdown().expect("an end");
-    }
-
-    fn values(&self, memory: &DeviceMemory) -> Vec<f32> {
-        let mut bytes = vec![0; memory.bytes().len()];
-        self.stream.synchronize().expect("a stream that ends");
-        copy_to_host(&self.context.enter().expect("a context"), memory.bytes(), &mut bytes).expect("a copy");
-        bytes.chunks(4).map(|value| f32::from_ne_bytes(value.try_into().expect("four bytes"))).collect()
-    }
-
-    fn submit(&self, kind: OpKind, inputs: &[&DeviceMemory], outputs: &[&DeviceMemory]) -> Result<Work, Error> {
-        self.submit_within(kind, inputs, outputs, None)
-    }
-
-    fn submit_within(
-        &self,
-        kind: OpKind,
-        inputs: &[&DeviceMemory],
-        outputs: &[&DeviceMemory],
-        timeout: Option<Duration>,
-    ) -> Result<Work, Error> {
-        let buffers = |list: &[&DeviceMemory]| -> Buffers { list.iter().map(|memory| buffer(memory)).collect() };
-        // SAFETY: tests keep streams and memory until the end.
-        let mode = Mode::Stream(unsafe { StreamHandle::from_raw(self.stream.to_raw(), 0) });
-        self.comm.submit(Op { kind, inputs: buffers(inputs), outputs: buffers(outputs), timeout, mode })
-    }
-}
-
-fn buffer(memory: &DeviceMemory) -> Buffer {
-    let bytes = memory.bytes();
-    // SAFETY: tests keep memory until the end.
-    unsafe { Buffer::on_device(bytes.ptr().to_bits(), bytes.len() / 4, DType::F32, 0) }
-}
-
-/// Runs `body` on every rank of a world, in threads.
-fn world(size: usize, hints: &[(&str, &str)], body: impl Fn(OnDevice) + Sync) {
-    let store = Arc::new(MemoryStore::default());
-    std::thread::scope(|scope| {
-        for rank in (0..size).map(Rank::from) {
-            let (store, body) = (store.clone(), &body);
-            scope.spawn(move || {
-                let hints = hints.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-                let options = CommOptions { name: "cuda".to_owned(), rank, size, store, timeout: None, hints };
-                let comm = Communicator::new(options).expect("a communicator");
-                let context = Context::primary(Device::new(0).expect("a device")).expect("a context");
-                let stream = Stream::new(&context, 0).expect("a stream");
-                body(OnDevice { comm, context, stream });
-            });
-        }
-    });
-}
-
-fn data(rank: usize, len: usize) -> Vec<f32> {
-    (0..len).map(|at| ((rank * 31 + at * 7) % 101) as f32).collect()
-}
+use crate::ranks::{data, world};
 
 #[test]
 fn an_all_reduce_adds_what_all_ranks_have() {

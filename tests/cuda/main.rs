@@ -12,7 +12,9 @@ mod numbers;
 #[path = "../engine/nvrtc/folders.rs"]
 mod nvrtc;
 mod processes;
+mod ranks;
 mod reductions;
 mod rings;
+mod setup;
 mod simulation;
 mod world;
