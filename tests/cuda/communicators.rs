@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp};
+use ncclx_rs::sys::cuda::DeviceMemory;
+use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp, Work};
 
 use crate::harness::alone;
 use crate::ranks::{data, world};
