@@ -58,7 +58,7 @@ pub(crate) fn alone(test: &str, settings: &[&[(&str, &str)]], body: impl FnOnce(
 pub(crate) fn watch(test: &str) {
     let test = test.to_owned();
     std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_secs(100));
+        std::thread::sleep(Duration::from_secs(300));
         eprintln!("{test} does not end");
         std::process::abort();
     });

@@ -65,6 +65,13 @@ def everything(rank: int, size: int, is_async: bool) -> None:
         output = there(torch.zeros(count))
         run(dist.reduce_scatter_tensor, output, there(torch.cat(blocks[rank])))
         assert_same(output.cpu(), expected, f"reduce_scatter_tensor of {count}")
+        received = torch.cat([blocks[r][rank] for r in range(size)])
+        output = there(torch.zeros(size * count))
+        run(dist.all_to_all_single, output, there(torch.cat(blocks[rank])))
+        assert_same(output.cpu(), received, f"all_to_all_single of {count}")
+        outputs = [there(torch.zeros(count)) for _ in range(size)]
+        run(dist.all_to_all, outputs, [there(block) for block in blocks[rank]])
+        assert_same(torch.cat([got.cpu() for got in outputs]), received, f"all_to_all of {count}")
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
