@@ -12,7 +12,7 @@ use crate::device::control::{Control, FailureKind};
 use crate::device::in_flight::{Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Submission, Tensors};
-use crate::device::launch::{self, LaunchError, Launcher};
+use crate::device::launch::{self, LaunchError, Launcher, LoadError};
 use crate::device::plans::{Plan, Plans, Room, Shape};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
@@ -163,7 +163,9 @@ impl Executor {
             Some(Halt::Failed(error)) => return Err(error),
         }
         let context = state.context.clone();
-        let driver = |error: CudaError| driver_failed(operation(), &error);
+        let number = state.number + 1;
+        // Whatever the driver refuses here, the other ranks will have called it.
+        let driver = |error: CudaError| self.broken(number, operation(), &error);
         let current = context.enter().map_err(driver)?;
         let stream = Stream::of_caller(&context, request.stream);
         match stream.capture(&current).map_err(driver)? {
@@ -179,9 +181,14 @@ impl Executor {
             checked.map_err(|error| self.refused(&request.signature, &error))?;
         }
         if request.reduce.is_some() {
-            state.launcher.prepare(request.dtype).map_err(|error| self.refused(&request.signature, &error))?;
+            state.launcher.prepare(request.dtype).map_err(|error| match error {
+                LaunchError::Driver(_) | LaunchError::Load(LoadError::Driver { .. }) => {
+                    self.broken(number, operation(), &error)
+                }
+                // The others lack it as well, or name this rank when they have waited: what needs no kernels still works.
+                error => self.refused(&request.signature, &error),
+            })?;
         }
-        let number = state.number + 1;
         let (algorithm, segments) = match &way {
             Way::Plan(plan) => (plan.algorithm, plan.segments.len()),
             Way::Rounds(_) => (request.signature.algorithm, 1),
@@ -211,11 +218,18 @@ impl Executor {
         }
         let submitted = state.submit(&current, &stream, number, &way, request, &self.in_flight);
         if let Err(error) = submitted {
-            let error = driver_failed(signature.to_string(), &error);
-            self.in_flight.fail(number, FailureKind::Driver, self.me, error.clone());
+            let error = self.broken(number, signature.to_string(), &error);
+            state.end(&current, &stream, number);
             return Err(error);
         }
         Ok(work)
+    }
+
+    /// Tells all ranks that a call of the driver has failed in the operation of this number.
+    fn broken(&self, number: u64, operation: String, error: &impl Display) -> Error {
+        let error = Error::Device { operation, cause: error.to_string() };
+        self.in_flight.fail(number, FailureKind::Driver, self.me, error.clone());
+        error
     }
 
     /// After a disagreement: waits until no stream of any rank runs any more, and counts from the beginning.
@@ -319,8 +333,11 @@ impl State {
         let ends = Some((layout.done(me, LANE, number), number));
         match way {
             Way::Rounds(rounds) => {
-                self.rings.submit(current, stream, rounds, &[&inputs, &outputs], Edges { starts, ends })?;
+                let submitted =
+                    self.rings.submit(current, stream, rounds, &[&inputs, &outputs], Edges { starts, ends });
+                // Also if not all of it is on the stream, here and below: what is may wait for words.
                 in_flight.submitted(RINGS, self.rings.awaits());
+                submitted?;
             }
             Way::Plan(plan) => {
                 let tensors = Tensors {
@@ -336,14 +353,22 @@ impl State {
                 for (index, (segment, program)) in plan.segments.iter().enumerate() {
                     let edges = Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index == last) };
                     let submission = Submission { program, segment, tensors: &tensors, edges };
-                    self.lane.submit(current, stream, &submission, &kernels)?;
+                    let submitted = self.lane.submit(current, stream, &submission, &kernels);
                     in_flight.submitted(LANE, self.lane.awaits());
+                    submitted?;
                 }
             }
         }
         self.end.record(current, stream)?;
         self.last = Some(stream.to_raw());
         Ok(())
+    }
+
+    /// Puts only the end of an operation on the stream, of which a part is missing there: it says when the stream has run out.
+    fn end(&self, current: &Current<'_>, stream: &Stream, number: u64) {
+        if let Err(error) = self.lane.write(current, stream, self.layout.done(self.me, LANE, number), number) {
+            log::warn!("nobody will know when device {} ends: {error}", self.context.device().ordinal());
+        }
     }
 }
 
@@ -400,10 +425,6 @@ fn captured(operation: String) -> UsageError {
 fn no_kernels(comm: &str, error: &LaunchError) -> Error {
     let (comm, what) = (comm.to_owned(), "its kernels".to_owned());
     InitError::Os { comm, what, cause: error.to_string() }.into()
-}
-
-fn driver_failed(operation: String, error: &CudaError) -> Error {
-    Error::Device { operation, cause: error.to_string() }
 }
 
 fn setup_failed(comm: &str, error: &CudaError) -> Error {

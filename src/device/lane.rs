@@ -228,6 +228,16 @@ impl Lane {
         flush(current, stream, &mut batch)
     }
 
+    /// Has a stream write a word.
+    ///
+    /// # Errors
+    /// A call of the driver has failed.
+    pub fn write(&self, current: &Current<'_>, stream: &Stream, word: usize, value: u64) -> Result<(), CudaError> {
+        let mut batch = Batch::new(self.width);
+        batch.write(self.words.word(word), value);
+        flush(current, stream, &mut batch)
+    }
+
     fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {
         let place = |word| self.words.word(self.layout.index(self.number, word));
         match access {

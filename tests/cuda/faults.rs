@@ -1,6 +1,7 @@
 //! Every call of the driver fails once.
 
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 use ncclx_rs::sync::Arc;
 use ncclx_rs::sys::cuda::{
@@ -8,8 +9,10 @@ use ncclx_rs::sys::cuda::{
     SharedDeviceMemory, Stream, Width, copy_from_host, copy_to_host, driver_version,
 };
 use ncclx_rs::sys::words::SharedWords;
+use ncclx_rs::{Error, OpKind, Rank, ReduceOp};
 
-use crate::harness::{Software, alone};
+use crate::harness::{Software, alone, context, is_alone};
+use crate::ranks::{OnDevice, Process, data, of_processes};
 
 /// Uses every call that needs no kernel.
 fn exercise() -> Result<(), CudaError> {
@@ -93,4 +96,113 @@ fn a_call_that_fails_is_named_and_nothing_leaks() {
         assert!(living <= software.living());
         exercise().expect("nothing fails any more");
     });
+}
+
+/// What a rank does after the setup: it adds twice, and puts another operation on the stream that nobody waits for.
+fn operations(rank: &OnDevice, memory: &DeviceMemory) -> Result<(), Error> {
+    rank.sum(memory)?;
+    let work = rank.submit(OpKind::AllReduce(ReduceOp::Max), &[memory], &[memory])?;
+    rank.sum(memory)?;
+    work.wait(None)
+}
+
+/// Which part of a group's life a call fails in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    Setup,
+    Later,
+}
+
+/// A group of this name: what its operations on a device end with.
+fn group(process: &Process, name: &str, part: Part, before: impl FnOnce(), after: impl FnOnce()) -> Result<(), Error> {
+    let software = Software::new().expect("asked for before");
+    let rank = process.join(name, 0, &[("device_staging_bytes", "65536")]);
+    rank.comm.set_timeout(Duration::from_secs(60));
+    let memory = rank.memory(&data(rank.me(), 100));
+    let living = software.living();
+    let begun = if part == Part::Later { rank.sum(&memory) } else { Ok(()) };
+    assert_eq!(begun, Ok(()), "nothing has failed yet");
+    rank.comm.barrier().expect("the CPU's half works");
+    before();
+    let outcome = operations(&rank, &memory);
+    after();
+    if let Err(error) = &outcome {
+        assert!(!matches!(error, Error::Timeout { .. }), "{error}");
+        rank.sum(&memory).expect_err("as before");
+    }
+    // Nothing is left of it once the stream has run out, and nobody hangs.
+    rank.stream.synchronize().expect("a stream that runs out");
+    assert_eq!(rank.sum_on_the_cpu(), Ok(3.0), "after {outcome:?}");
+    rank.comm.shutdown().expect("an end");
+    while software.living() > living {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(memory);
+    outcome
+}
+
+/// Every call of the first rank's driver fails once, each in a group of its own.
+fn every_call_fails(test: &str, part: Part) {
+    if !is_alone(test) {
+        if context().is_some() && Software::new().is_some() {
+            of_processes(test, &[&[], &[]]);
+        }
+        return;
+    }
+    let process = Process::new(test);
+    let software = Software::new().expect("asked for before");
+    let control = process.join("control", 0, &[]).comm;
+    // Kernels are loaded, and the second time shows what is called each time.
+    group(&process, "first", part, || {}, || {}).expect("nothing fails");
+    let uses = || software.calls().into_iter().map(|call| (software.uses(&call), call)).collect::<Vec<_>>();
+    let (mut before, mut after) = (Vec::new(), Vec::new());
+    group(&process, "second", part, || before = uses(), || after = uses()).expect("nothing fails");
+    let mut faults: Vec<(String, u64)> = Vec::new();
+    let is_spared = |call: &str| SURE.contains(&call) || GIVE_BACK.contains(&call);
+    for (after, call) in after.into_iter().filter(|(_, call)| !is_spared(call)) {
+        let earlier = before.iter().find(|(_, known)| *known == call).map_or(0, |(uses, _)| *uses);
+        faults.extend((1..=after - earlier).map(|number| (call.clone(), number)));
+    }
+    let mut count = [faults.len() as i32];
+    control.broadcast(&mut count, Rank(0)).expect("a number");
+    let mut failed = [0];
+    for index in 0..count[0] {
+        let fault = faults.get(index as usize).filter(|_| process.rank == Rank(0));
+        let plant = || {
+            if let Some((call, number)) = fault {
+                software.plant(call, software.uses(call) + number);
+            }
+        };
+        let outcome = group(&process, &format!("group {index}"), part, plant, || software.plant("cuInit", u64::MAX));
+        let mut of_first = [i32::from(outcome.is_err())];
+        control.broadcast(&mut of_first, Rank(0)).expect("a number");
+        failed[0] += of_first[0];
+        match (&outcome, fault) {
+            (Err(error), Some((call, number))) => {
+                assert!(error.to_string().contains(call.as_str()), "use {number} of {call}: {error}");
+            }
+            (Ok(()), Some((call, number))) => {
+                // What gives something back enters the context, and does without if it must.
+                assert_eq!(call, "cuCtxPushCurrent_v2", "use {number} has failed, and nothing else");
+            }
+            // A last operation may have ended here before the first rank failed in it.
+            (outcome, None) if of_first == [1] => {
+                let error = outcome.as_ref().expect_err("the other rank has failed").to_string();
+                assert!(error.contains("rank 0"), "{error}");
+            }
+            (outcome, None) => assert_eq!(*outcome, Ok(())),
+        }
+    }
+    assert!(failed[0] >= 10, "{failed:?} of {count:?}");
+    control.shutdown().expect("an end");
+}
+
+#[test]
+fn a_call_that_fails_in_the_setup_is_told_to_the_other_rank() {
+    every_call_fails("faults::a_call_that_fails_in_the_setup_is_told_to_the_other_rank", Part::Setup);
+}
+
+#[test]
+fn a_call_that_fails_in_a_later_operation_is_told_to_the_other_rank() {
+    every_call_fails("faults::a_call_that_fails_in_a_later_operation_is_told_to_the_other_rank", Part::Later);
 }
