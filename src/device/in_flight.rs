@@ -421,3 +421,6 @@ const NAP_MAX: Duration = Duration::from_micros(200);
 
 /// How long a released stream may take to run out.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+use super::*;
+use crate::device::words::ControlLayout;
+use crate::op::CollectiveKind;
+use crate::sys::cuda::Width;
+use crate::sys::words::SharedWords;
+use crate::types::DType;
+use crate::work::Entry;
+
+/// What a communicator does: it completes works, and a rank may be lost.
+#[derive(Default)]
+struct Completes {
+    lost: Mutex<Option<Error>>,
+}
+
+impl Ends for Completes {
+    fn ended(&self, work: &Work, result: Result<(), Error>) {
+        work.complete(result, None);
+    }
+
+    fn loss(&self, _: &str) -> Option<Error> {
+        lock(&self.lost).clone()
+    }
+}
+
+/// One rank of two, of whose streams the tests write the words.
+struct Side {
+    in_flight: Arc<InFlight>,
+    control: Arc<Control>,
+    words: Arc<SharedWords>,
+    layout: ControlLayout,
+    ends: Arc<Completes>,
+}
+
+const LANE: usize = 0;
+
+/// Both ranks of a host.
+fn sides() -> [Side; 2] {
+    let layout = ControlLayout::new(2, 1);
+    let words = Arc::new(SharedWords::new(layout.count()).expect("words"));
+    [Rank(0), Rank(1)].map(|me| {
+        let control = Arc::new(Control::new(words.clone(), layout, me, Width::Bits64));
+        let ends = Arc::new(Completes::default());
+        let in_flight = InFlight::new("test".to_owned(), LANE, control.clone(), ends.clone());
+        Side { in_flight, control, words: words.clone(), layout, ends }
+    })
+}
+
+fn call() -> Signature {
+    let (operation, dtype) = (CollectiveKind::AllReduce as u8, DType::F32 as u8);
+    Signature { operation, dtype, reduction: 0, count: 5, ..Signature::default() }
+}
+
+impl Side {
+    fn begin(&self, number: u64, limit: Duration) -> Work {
+        let entry = Entry { operation: "all_reduce", sequence: number, number, began: Instant::now() };
+        let work = Work::new(self.in_flight.clone(), entry);
+        self.in_flight.begin(number, call(), work.clone(), limit);
+        work
+    }
+
+    fn stream_starts(&self, number: u64) {
+        self.words.word(self.layout.started(self.control.me(), LANE, number)).store(number, Ordering::Release);
+    }
+
+    fn stream_ends(&self, number: u64) {
+        self.words.word(self.layout.done(self.control.me(), LANE, number)).store(number, Ordering::Release);
+    }
+
+    fn break_at(&self, number: u64) {
+        let error = Error::Device { operation: "all_reduce".to_owned(), cause: "it broke".to_owned() };
+        self.in_flight.fail(number, FailureKind::Driver, self.control.me(), error);
+    }
+}
+
+const LONG: Duration = Duration::from_secs(1000);
+
+#[test]
+fn operations_end_in_their_order_as_their_stream_says() {
+    let [side, _] = sides();
+    let works = [1, 2, 3].map(|number| side.begin(number, LONG));
+    assert_eq!(side.in_flight.tick(Instant::now()), Look::Later);
+    side.stream_ends(2);
+    assert!(works.iter().all(|work| !work.poll()), "the first one is not done");
+    side.stream_ends(1);
+    assert!(works[0].poll() && works[1].poll() && !works[2].poll());
+    side.stream_ends(3);
+    assert_eq!(side.in_flight.tick(Instant::now()), Look::Never);
+    assert!(works.iter().all(|work| work.result() == Some(Ok(()))) && side.in_flight.is_idle());
+}
+
+#[test]
+fn a_stream_that_does_not_run_out_after_a_failure_is_given_up() {
+    let [side, _] = sides();
+    let (first, second, now) = (side.begin(1, LONG), side.begin(2, LONG), Instant::now());
+    side.break_at(1);
+    assert_eq!(side.in_flight.tick(now), Look::Soon);
+    assert_eq!(side.in_flight.tick(now + DRAIN_TIMEOUT), Look::Soon);
+    assert!(!first.is_done() && !side.in_flight.is_stuck());
+    assert_eq!(side.in_flight.tick(now + DRAIN_TIMEOUT + Duration::from_millis(1)), Look::Never);
+    assert!(matches!(first.result(), Some(Err(Error::Device { .. }))), "{first:?}");
+    assert!(matches!(second.result(), Some(Err(Error::Device { .. }))), "{second:?}");
+    assert!(side.in_flight.is_stuck() && side.in_flight.is_idle(), "its memory is not given back");
+}
+
+#[test]
+fn operations_before_the_one_that_failed_end_well_before_streams_are_released() {
+    let [side, other] = sides();
+    let (first, second, now) = (side.begin(1, LONG), side.begin(2, LONG), Instant::now());
+    {
+        let mut state = lock(&side.in_flight.state);
+        (state.awaited, state.published) = (vec![0, 7], vec![0, 4]);
+    }
+    side.break_at(2);
+    let awaited =
+        [Word::Head { sender: Rank(1), receiver: Rank(0) }, Word::Tail { sender: Rank(0), receiver: Rank(1) }];
+    let is_released = || side.control.behind(LANE, awaited.into_iter().zip([7, 4])).is_empty();
+    assert_eq!(side.in_flight.tick(now), Look::Later);
+    assert!(!is_released(), "the first one still takes what the words announce");
+    side.stream_ends(1);
+    assert_eq!(side.in_flight.tick(now), Look::Soon);
+    assert!(is_released() && first.result() == Some(Ok(())) && !second.is_done());
+    side.stream_ends(2);
+    assert_eq!(side.in_flight.tick(now), Look::Never);
+    assert!(matches!(second.result(), Some(Err(Error::Device { .. }))) && !side.in_flight.is_stuck());
+    drop(other);
+}
+
+#[test]
+fn what_a_driver_refused_on_a_rank_ends_the_other_ranks_operation_at_the_next_look() {
+    let [broken, side] = sides();
+    let work = side.begin(1, LONG);
+    broken.break_at(1);
+    assert_eq!(side.in_flight.tick(Instant::now()), Look::Soon, "its stream is released");
+    side.stream_ends(1);
+    let Err(Error::Remote { rank: 0, cause, .. }) = work.wait(None) else { panic!("{work:?}") };
+    assert!(cause.contains("it broke"), "{cause}");
+    assert!(matches!(side.in_flight.halt(), Some(Halt::Failed(Error::Remote { rank: 0, .. }))));
+}
+
+#[test]
+fn a_stream_that_ended_with_what_another_ones_release_let_through_has_failed() {
+    let [broken, side] = sides();
+    let (first, second) = (side.begin(1, LONG), side.begin(2, LONG));
+    broken.break_at(2);
+    side.stream_ends(1);
+    side.stream_ends(2);
+    assert_eq!(first.wait(None), Ok(()));
+    assert!(matches!(second.wait(None), Err(Error::Remote { rank: 0, .. })), "{second:?}");
+}
+
+#[test]
+fn time_counts_from_where_the_stream_begins_an_operation() {
+    let [side, other] = sides();
+    let (work, now, limit) = (side.begin(1, Duration::from_secs(10)), Instant::now(), Duration::from_secs(10));
+    assert_eq!(side.in_flight.tick(now + 5 * limit), Look::Later, "it waits for its turn");
+    side.stream_starts(1);
+    assert_eq!(side.in_flight.tick(now + 5 * limit), Look::Later);
+    assert_eq!(side.in_flight.tick(now + 6 * limit - Duration::from_millis(1)), Look::Later);
+    assert_eq!(side.in_flight.tick(now + 6 * limit), Look::Soon);
+    side.stream_ends(1);
+    assert!(matches!(work.wait(None), Err(Error::Timeout { .. })), "{work:?}");
+    let failure = other.control.failure_of(Rank(0), LANE).expect("it is told");
+    assert_eq!((failure.number, failure.kind), (1, FailureKind::Timeout));
+}
+
+#[test]
+fn a_lost_rank_ends_what_is_in_flight() {
+    let [side, _] = sides();
+    let (work, cause) = (side.begin(1, LONG), "it has ended".to_owned());
+    *lock(&side.ends.lost) = Some(Error::PeerLost { operation: "all_reduce".to_owned(), rank: 1, cause });
+    assert_eq!(side.in_flight.tick(Instant::now()), Look::Soon);
+    side.stream_ends(1);
+    assert!(matches!(work.wait(None), Err(Error::PeerLost { rank: 1, .. })), "{work:?}");
+}
+
+#[test]
+fn a_rank_that_leaves_is_lost_to_the_others() {
+    let [left, side] = sides();
+    let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
+    left.in_flight.leave(4, error);
+    let work = side.begin(4, LONG);
+    side.in_flight.tick(Instant::now());
+    side.stream_ends(4);
+    let Err(Error::PeerLost { rank: 0, cause, .. }) = work.wait(None) else { panic!("{work:?}") };
+    assert_eq!(cause, "it left");
+}
