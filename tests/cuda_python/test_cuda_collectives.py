@@ -65,13 +65,15 @@ def everything(rank: int, size: int, is_async: bool) -> None:
         output = there(torch.zeros(count))
         run(dist.reduce_scatter_tensor, output, there(torch.cat(blocks[rank])))
         assert_same(output.cpu(), expected, f"reduce_scatter_tensor of {count}")
-        received = torch.cat([blocks[r][rank] for r in range(size)])
-        output = there(torch.zeros(size * count))
-        run(dist.all_to_all_single, output, there(torch.cat(blocks[rank])))
-        assert_same(output.cpu(), received, f"all_to_all_single of {count}")
-        outputs = [there(torch.zeros(count)) for _ in range(size)]
-        run(dist.all_to_all, outputs, [there(block) for block in blocks[rank]])
-        assert_same(torch.cat([got.cpu() for got in outputs]), received, f"all_to_all of {count}")
+        sent = [data(rank, count * (peer % 2) + rank, salt=peer) for peer in range(size)]
+        expected = torch.cat([data(r, count * (rank % 2) + r, salt=rank) for r in range(size)])
+        splits = [[count * (rank % 2) + r for r in range(size)], [part.numel() for part in sent]]
+        output = there(torch.zeros(sum(splits[0])))
+        run(dist.all_to_all_single, output, there(torch.cat(sent)), *splits)
+        assert_same(output.cpu(), expected, f"all_to_all_single of {count} to odd ranks")
+        outputs = [there(torch.zeros(length)) for length in splits[0]]
+        run(dist.all_to_all, outputs, [there(part) for part in sent])
+        assert_same(torch.cat(outputs).cpu(), expected, f"all_to_all of {count} to odd ranks")
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])

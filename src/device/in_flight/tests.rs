@@ -106,13 +106,10 @@ fn a_stream_that_does_not_run_out_after_a_failure_is_given_up() {
 fn operations_before_the_one_that_failed_end_well_before_streams_are_released() {
     let [side, other] = sides();
     let (first, second, now) = (side.begin(1, LONG), side.begin(2, LONG), Instant::now());
-    {
-        let mut state = lock(&side.in_flight.state);
-        (state.awaited, state.published) = (vec![0, 7], vec![0, 4]);
-    }
-    side.break_at(2);
     let awaited =
         [Word::Head { sender: Rank(1), receiver: Rank(0) }, Word::Tail { sender: Rank(0), receiver: Rank(1) }];
+    side.in_flight.submitted(LANE, awaited.into_iter().zip([7, 4]));
+    side.break_at(2);
     let is_released = || side.control.behind(LANE, awaited.into_iter().zip([7, 4])).is_empty();
     assert_eq!(side.in_flight.tick(now), Look::Later);
     assert!(!is_released(), "the first one still takes what the words announce");
@@ -177,10 +174,10 @@ fn a_lost_rank_ends_what_is_in_flight() {
 fn a_rank_that_leaves_is_lost_to_the_others() {
     let [left, side] = sides();
     let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
-    left.in_flight.leave(4, error);
-    let work = side.begin(4, LONG);
+    left.in_flight.leave(error);
+    let work = side.begin(1, LONG);
     side.in_flight.tick(Instant::now());
-    side.stream_ends(4);
+    side.stream_ends(1);
     let Err(Error::PeerLost { rank: 0, cause, .. }) = work.wait(None) else { panic!("{work:?}") };
     assert_eq!(cause, "it left");
 }
