@@ -9,7 +9,7 @@ use crate::algo::{Collective, Scaling};
 use crate::buffer::Buffer;
 use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
-use crate::device::in_flight::{Ends, Halt, InFlight};
+use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Submission, Tensors};
 use crate::device::launch::{self, LaunchError, Launcher, LoadError};
@@ -160,7 +160,7 @@ impl Executor {
                 // Half of it would leave ranks that count differently.
                 self.begin_anew(state, ranks, request.timeout).inspect_err(|error| self.in_flight.stop(error))?;
             }
-            Some(Halt::Failed(error)) => return Err(error),
+            Some(Halt::Failed(error)) => return Err(in_flight::named(error, request.signature)),
         }
         let context = state.context.clone();
         let number = state.number + 1;

@@ -286,6 +286,8 @@ impl InFlight {
 
     /// Gives up everything in flight, and what would come next, because this rank leaves.
     pub(crate) fn leave(&self, error: Error) {
+        // What the stream has finished is no failure.
+        self.look();
         let mut state = lock(&self.state);
         let number = state.flights.front().map_or(state.last + 1, |flight| flight.number);
         self.give_up(&mut state, number, FailureKind::Left, self.control.me(), error);
@@ -374,7 +376,7 @@ impl Drive for InFlight {
 }
 
 /// An error as that of another operation.
-fn named(error: Error, call: Signature) -> Error {
+pub(crate) fn named(error: Error, call: Signature) -> Error {
     let called = call.to_string();
     match error {
         Error::Mismatch { detail, .. } => Error::Mismatch { operation: called, detail },

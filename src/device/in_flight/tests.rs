@@ -181,3 +181,15 @@ fn a_rank_that_leaves_is_lost_to_the_others() {
     let Err(Error::PeerLost { rank: 0, cause, .. }) = work.wait(None) else { panic!("{work:?}") };
     assert_eq!(cause, "it left");
 }
+
+#[test]
+fn a_rank_that_leaves_does_not_give_up_what_its_stream_has_finished() {
+    let [left, side] = sides();
+    let (ended, works) = (left.begin(1, LONG), side.begin(1, LONG));
+    left.stream_ends(1);
+    let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
+    left.in_flight.leave(error);
+    side.stream_ends(1);
+    assert_eq!((ended.wait(None), works.wait(None)), (Ok(()), Ok(())));
+    assert_eq!(side.control.first_failure(LANE, 2).map(|(rank, failure)| (rank, failure.number)), Some((Rank(0), 2)));
+}
