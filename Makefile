@@ -169,9 +169,11 @@ $(KERNEL_TWINS): src/device/kernels.cu $(wildcard tests/softcuda/include/*.h) | 
 	$(AS_TWINS) $< -o $@
 .PHONY: rust-test-cuda
 test-cuda: rust-test-cuda
+# The compiler of kernels lies in a folder that PyTorch's wheel brings, which a program without PyTorch has to be told.
 rust-test-cuda: softcuda $(KERNEL_TWINS)
 	$(AS_TWINS) tests/softcuda/tests/sample.cu -o $(CUDA_TWINS)
-	SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1 \
+	LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib)" \
+		SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1 \
 		cargo test --locked --test cuda \
 		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'"
 

@@ -33,17 +33,7 @@ use crate::world::{Others, of_threads, words};
 const HALF: usize = 4096;
 const LONG: usize = 6000;
 
-const OPS: [ReduceOp; 9] = [
-    ReduceOp::Sum,
-    ReduceOp::Avg,
-    ReduceOp::Product,
-    ReduceOp::Min,
-    ReduceOp::Max,
-    ReduceOp::BitAnd,
-    ReduceOp::BitOr,
-    ReduceOp::BitXor,
-    ReduceOp::PreMulSum(-2.75),
-];
+const OPS: [ReduceOp; 9] = ReduceOp::all(-2.75);
 
 /// Where the compiler is; what it makes stays from run to run.
 fn sources() -> Sources {
