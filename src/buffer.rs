@@ -86,6 +86,7 @@ impl Buffer {
     }
 
     /// Where the memory lies.
+    #[inline]
     pub fn memory(self) -> Memory {
         u32::try_from(self.device).map_or(Memory::Host, Memory::Device)
     }

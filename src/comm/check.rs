@@ -4,9 +4,8 @@ use crate::algo::Collective;
 use crate::buffer::{self, BYTES_MAX, Buffer, Memory};
 use crate::counts::Counts;
 use crate::error::UsageError;
-use crate::op::{CollectiveKind, Mode, Op, OpKind};
+use crate::op::{CollectiveKind, Op, OpKind};
 use crate::signature::Signature;
-use crate::sys::cuda::StreamHandle;
 use crate::types::{DType, Rank};
 use crate::window::WindowId;
 
@@ -205,25 +204,25 @@ pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> 
     Err(UsageError { operation: op.kind.name().to_owned(), argument, expected, got: rank.to_string() })
 }
 
-/// The stream on which an operation runs; none on the host. Refuses buffers that do not lie there.
-pub(crate) fn placement(op: &Op) -> Result<Option<StreamHandle>, UsageError> {
-    let (stream, expected) = match op.mode {
-        Mode::Stream(stream) => (Some(stream), Memory::Device(stream.device())),
-        Mode::Async | Mode::Blocking => (None, Memory::Host),
-    };
+/// Refuses buffers that do not lie in the memory where the operation runs.
+#[inline]
+pub(crate) fn placement(op: &Op, expected: Memory) -> Result<(), UsageError> {
+    let fits = |buffers: &[Buffer]| buffers.iter().all(|buffer| buffer.memory() == expected);
+    if fits(&op.inputs) && fits(&op.outputs) { Ok(()) } else { Err(misplaced(op, expected)) }
+}
+
+#[cold]
+fn misplaced(op: &Op, expected: Memory) -> UsageError {
     let elsewhere =
         |buffers: &[Buffer]| buffers.iter().map(|buffer| buffer.memory()).find(|memory| *memory != expected);
-    for (argument, buffers) in [("input", &op.inputs), ("output", &op.outputs)] {
-        if let Some(got) = elsewhere(buffers) {
-            let expected = match expected {
-                Memory::Host => "memory of the cpu, as there is no stream".to_owned(),
-                device => format!("memory of {device}, as the stream is"),
-            };
-            let operation = op.kind.name().to_owned();
-            return Err(UsageError { operation, argument, expected, got: got.to_string() });
-        }
-    }
-    Ok(stream)
+    let input = elsewhere(&op.inputs);
+    let (argument, got) = if input.is_some() { ("input", input) } else { ("output", elsewhere(&op.outputs)) };
+    let expected = match expected {
+        Memory::Host => "memory of the cpu, as there is no stream".to_owned(),
+        device => format!("memory of {device}, as the stream is"),
+    };
+    let got = got.map_or(String::new(), |memory| memory.to_string());
+    UsageError { operation: op.kind.name().to_owned(), argument, expected, got }
 }
 
 /// The error of an operation that is not done on devices.

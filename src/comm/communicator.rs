@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::buffer::Memory;
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
 use crate::comm::device::DeviceSide;
@@ -25,6 +26,7 @@ use crate::engine::window::{RmaOp, RmaRequest};
 use crate::error::{Error, InitError, UsageError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
+use crate::sys::cuda::StreamHandle;
 use crate::sys::limits;
 use crate::sys::poller::Poller;
 use crate::topo::{Cpus, Topology};
@@ -285,9 +287,10 @@ impl Communicator {
     /// Submits an operation, which may complete here if the caller waits for it next.
     pub(super) fn begin(&self, op: &Op) -> Result<Submitted, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
-        if let Some(stream) = check::placement(op)? {
-            return self.device.run(self, op, stream, timeout).map(Submitted::Pending);
+        if let Mode::Stream(stream) = op.mode {
+            return self.begin_on_device(op, stream, timeout);
         }
+        check::placement(op, Memory::Host)?;
         match op.kind {
             OpKind::Send { to, tag } => {
                 check::memory(op)?;
@@ -306,6 +309,13 @@ impl Communicator {
             }
             _ => self.collective(op, None, timeout),
         }
+    }
+
+    // Apart from what runs on the host, whose calls are short.
+    #[inline(never)]
+    fn begin_on_device(&self, op: &Op, stream: StreamHandle, timeout: Duration) -> Result<Submitted, Error> {
+        check::placement(op, Memory::Device(stream.device()))?;
+        self.device.run(self, op, stream, timeout).map(Submitted::Pending)
     }
 
     /// Begins a collective. `called`: the kind that ranks must agree on and errors name, where it is not that of `op` (window

@@ -704,6 +704,7 @@ impl Collectives {
 }
 
 /// What a reduction of this many ranks multiplies or divides.
+#[inline]
 pub(crate) fn scaling(reduce: Option<ReduceOp>, dtype: DType, size: usize) -> Scaling {
     match reduce {
         Some(ReduceOp::PreMulSum(_)) => Scaling::Inputs,

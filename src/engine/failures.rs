@@ -86,6 +86,12 @@ impl Failures {
         self.lost.as_ref().map(|lost| (lost.rank, lost.cause.clone()))
     }
 
+    /// Whether a rank is lost.
+    #[inline]
+    pub(crate) fn has_lost(&self) -> bool {
+        self.lost.is_some()
+    }
+
     /// The error of `operation` because a rank is lost, if one is.
     pub(crate) fn loss_of(&self, operation: &str) -> Option<Error> {
         self.lost.as_ref().map(|lost| lost.error(operation.to_owned()))

@@ -101,11 +101,18 @@ impl Engine {
     }
 
     /// Refuses an operation that cannot be submitted any more.
+    #[inline(always)]
     pub(crate) fn check_open(&self, operation: &str) -> Result<(), Error> {
-        if let Some(how) = self.closed() {
-            return Err(self.closed_error(operation, how));
+        if self.context.closed.is_none() && !self.context.failures.has_lost() {
+            return Ok(());
         }
-        self.loss_of(operation).map_or(Ok(()), Err)
+        Err(self.refusal(operation))
+    }
+
+    #[cold]
+    fn refusal(&self, operation: &str) -> Error {
+        let lost = || self.loss_of(operation).expect("it is closed or has lost a rank");
+        self.closed().map_or_else(lost, |how| self.closed_error(operation, how))
     }
 
     /// Works that ended since this was asked last, whose callbacks have not been run.
