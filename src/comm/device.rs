@@ -158,7 +158,7 @@ impl DeviceSide {
             halves: &executor::halves(self.staging_bytes, size),
             words: ControlLayout::new(size, LANES).count(),
             layout: ControlLayout::VERSION,
-            patience: timeout,
+            timeout,
         };
         let mut all_gather = |own| all_gather(group, own, timeout);
         let parts = setup::set_up(&wanted, &mut all_gather)?;

@@ -13,7 +13,8 @@ use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Submission, Tensors};
 use crate::device::launch::{self, LaunchError, Launcher, LoadError};
-use crate::device::plans::{Plan, Plans, Room, Shape};
+use crate::device::lower::InPlace;
+use crate::device::plans::{self, Plan, Plans, Room, Shape};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
 use crate::device::segment::StagingTooSmall;
@@ -381,25 +382,14 @@ fn shape(request: &Request<'_>, me: Rank) -> Shape {
 
 /// Whether this rank's part of the data lies in the same memory in input and output.
 fn shares_own_part(request: &Request<'_>, me: Rank) -> bool {
+    let Some((InPlace { input, output }, len)) = plans::own_part(&request.collective, me) else { return false };
     let element = request.dtype.size();
-    let before = |counts: &crate::counts::Counts| -> usize { counts.iter().take(me.index()).sum() };
-    let (input, output, len) = match &request.collective {
-        Collective::AllReduce { count } | Collective::Reduce { count, .. } | Collective::Broadcast { count, .. } => {
-            (0, 0, *count)
-        }
-        Collective::AllGather { counts } => (0, before(counts), counts[me.index()]),
-        Collective::ReduceScatter { counts } => (before(counts), 0, counts[me.index()]),
-        Collective::Gather { count, root } if *root == me => (0, me.index() * count, *count),
-        Collective::Scatter { count, root } if *root == me => (me.index() * count, 0, *count),
-        _ => return false,
-    };
     same_runs(request.inputs, input * element, request.outputs, output * element, len * element)
 }
 
 /// Whether `len` bytes at these offsets are the same memory.
 fn same_runs(left: &[Buffer], left_offset: usize, right: &[Buffer], right_offset: usize, len: usize) -> bool {
-    let (mut left, mut right) = (runs(left, left_offset, len), runs(right, right_offset, len));
-    len > 0 && left.by_ref().eq(right.by_ref())
+    len > 0 && runs(left, left_offset, len).eq(runs(right, right_offset, len))
 }
 
 /// The runs of memory that `len` bytes from `offset` on of buffers end to end lie in.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use crate::algo::{self, Chunking, Collective, Scaling, Setting, select};
+use crate::counts::Counts;
 use crate::device::lower::{InPlace, Program, Staged};
 use crate::device::segment::{self, Segment, StagingTooSmall};
 use crate::schedule::Space;
@@ -85,7 +86,7 @@ impl Plans {
     }
 
     fn make(&self, shape: &Shape) -> Result<Plan, StagingTooSmall> {
-        let (collective, size) = (&shape.collective, self.topo.size());
+        let collective = &shape.collective;
         let name = self.choose(shape);
         let stage = |len: usize| {
             let first = self.segment(collective, 0, len);
@@ -103,8 +104,8 @@ impl Plans {
                 _ => {
                     let staged = Staged::plan(name, &segment.collective, &self.topo, shape.element, shape.scaling);
                     let staged = staged.expect("as for the first segment");
-                    let in_place = shape.is_in_place.then(|| in_place(&segment.collective, self.me, size)).flatten();
-                    let program = Arc::new(staged.program(self.me, in_place));
+                    let own = own_part(&segment.collective, self.me).filter(|_| shape.is_in_place);
+                    let program = Arc::new(staged.program(self.me, own.map(|(in_place, _)| in_place)));
                     plan.bytes += program.bytes();
                     program
                 }
@@ -140,18 +141,18 @@ impl Plans {
     }
 }
 
-/// Where this rank's part of the data lies in input and output, as a segment counts.
-fn in_place(collective: &Collective, me: Rank, size: usize) -> Option<InPlace> {
-    let before = |counts: &crate::counts::Counts| counts.iter().take(me.index()).sum();
-    Some(match collective {
-        Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::Broadcast { .. } => {
-            InPlace { input: 0, output: 0 }
+/// Where this rank's part of a collective's data lies in input and output, and how many elements that has.
+pub(crate) fn own_part(collective: &Collective, me: Rank) -> Option<(InPlace, usize)> {
+    let before = |counts: &Counts| counts.iter().take(me.index()).sum();
+    let (input, output, len) = match collective {
+        Collective::AllReduce { count } | Collective::Reduce { count, .. } | Collective::Broadcast { count, .. } => {
+            (0, 0, *count)
         }
-        Collective::AllGather { counts } => InPlace { input: 0, output: before(counts) },
-        Collective::ReduceScatter { counts } => InPlace { input: before(counts), output: 0 },
-        Collective::Gather { count, root } if *root == me => InPlace { input: 0, output: me.index() * count },
-        Collective::Scatter { count, root } if *root == me => InPlace { input: me.index() * count, output: 0 },
+        Collective::AllGather { counts } => (0, before(counts), counts[me.index()]),
+        Collective::ReduceScatter { counts } => (before(counts), 0, counts[me.index()]),
+        Collective::Gather { count, root } if *root == me => (0, me.index() * count, *count),
+        Collective::Scatter { count, root } if *root == me => (me.index() * count, 0, *count),
         _ => return None,
-    })
-    .filter(|_| size > 0)
+    };
+    Some((InPlace { input, output }, len))
 }

@@ -42,7 +42,7 @@ pub struct Wanted<'a> {
     /// The version of what lies in them.
     pub layout: u32,
     /// How long to wait for the file descriptors of others that have come.
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 /// Tells every rank some bytes, and returns those of all ranks, by rank. It waits for all of them.
@@ -320,7 +320,7 @@ impl Own {
         // Staging memory first.
         let own: Vec<BorrowedFd<'_>> = own_fds.iter().map(AsFd::as_fd).chain(words.as_ref().map(AsFd::as_fd)).collect();
         let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
-        let deadline = deadline_after(Instant::now(), wanted.patience);
+        let deadline = deadline_after(Instant::now(), wanted.timeout);
         let taken = post.exchange(wanted.me, &addresses, &own, deadline);
         let taken = taken.map_err(failed("the exchange of file descriptors"))?;
         let mut others_words = None;
