@@ -18,13 +18,45 @@ use crate::types::Rank;
 /// wait for the one before.
 #[derive(Debug)]
 pub struct Lane {
-    number: usize,
     me: Rank,
-    layout: WordLayout,
-    words: Arc<RegisteredWords>,
+    words: LaneWords,
     staging: Staging,
     counters: Counters,
-    width: Width,
+}
+
+/// The words of a lane, and how a stream reaches them.
+#[derive(Debug)]
+pub(crate) struct LaneWords {
+    /// The lane's number.
+    pub(crate) number: usize,
+    pub(crate) layout: WordLayout,
+    pub(crate) registered: Arc<RegisteredWords>,
+    pub(crate) width: Width,
+}
+
+impl LaneWords {
+    /// What a stream does first, if it tells the host something there.
+    pub(crate) fn batch(&self, first: Option<(usize, u64)>) -> Batch<'_> {
+        let mut batch = Batch::new(self.width);
+        self.write(&mut batch, first);
+        batch
+    }
+
+    /// Adds the write of a word by which the stream tells the host something, if it does.
+    pub(crate) fn write<'a>(&'a self, batch: &mut Batch<'a>, edge: Option<(usize, u64)>) {
+        if let Some((word, value)) = edge {
+            batch.write(self.registered.word(word), value);
+        }
+    }
+
+    /// Adds what is done to a word of the lane.
+    pub(crate) fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {
+        let place = |word| self.registered.word(self.layout.index(self.number, word));
+        match access {
+            Access::Wait(word, value) => batch.wait(place(word), value),
+            Access::Write(word, value) => batch.write(place(word), value),
+        }
+    }
 }
 
 /// The memory of an operation: its tensors, and what the engine lends.
@@ -162,12 +194,13 @@ impl Lane {
         staging: Staging,
         width: Width,
     ) -> Lane {
-        Lane { number, me, layout, words, staging, counters: Counters::new(layout.ranks()), width }
+        let words = LaneWords { number, layout, registered: words, width };
+        Lane { me, words, staging, counters: Counters::new(layout.ranks()) }
     }
 
     /// The lane's number of ranks.
     pub fn ranks(&self) -> usize {
-        self.layout.ranks()
+        self.words.layout.ranks()
     }
 
     /// The words that its programs wait for, and the greatest values.
@@ -185,7 +218,7 @@ impl Lane {
 
     /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.
     pub fn reset(&mut self) {
-        self.counters = Counters::new(self.layout.ranks());
+        self.counters = Counters::new(self.ranks());
     }
 
     /// Puts a segment's program on a stream and returns at once.
@@ -205,14 +238,11 @@ impl Lane {
         let Submission { program, segment, tensors, edges } = *submission;
         let numbering = self.counters.take_up(self.me, program);
         let places = Places { staging: &self.staging, half: numbering.half(), segment, tensors };
-        let mut batch = Batch::new(self.width);
-        if let Some((word, value)) = edges.starts {
-            batch.write(self.words.word(word), value);
-        }
-        numbering.credits().iter().for_each(|credit| self.add(&mut batch, *credit));
+        let mut batch = self.words.batch(edges.starts);
+        numbering.credits().iter().for_each(|credit| self.words.add(&mut batch, *credit));
         for operation in &program.operations {
             if let Operation::Words(words) = operation {
-                words.iter().for_each(|word| self.add(&mut batch, numbering.access(*word)));
+                words.iter().for_each(|word| self.words.add(&mut batch, numbering.access(*word)));
                 continue;
             }
             flush(current, stream, &mut batch)?;
@@ -222,9 +252,7 @@ impl Lane {
                 Operation::Kernel(kernel) => kernels.launch(current, stream, kernel, &places)?,
             }
         }
-        if let Some((word, value)) = edges.ends {
-            batch.write(self.words.word(word), value);
-        }
+        self.words.write(&mut batch, edges.ends);
         flush(current, stream, &mut batch)
     }
 
@@ -233,22 +261,12 @@ impl Lane {
     /// # Errors
     /// A call of the driver has failed.
     pub fn write(&self, current: &Current<'_>, stream: &Stream, word: usize, value: u64) -> Result<(), CudaError> {
-        let mut batch = Batch::new(self.width);
-        batch.write(self.words.word(word), value);
-        flush(current, stream, &mut batch)
-    }
-
-    fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {
-        let place = |word| self.words.word(self.layout.index(self.number, word));
-        match access {
-            Access::Wait(word, value) => batch.wait(place(word), value),
-            Access::Write(word, value) => batch.write(place(word), value),
-        }
+        flush(current, stream, &mut self.words.batch(Some((word, value))))
     }
 }
 
 /// Submits what has been collected.
-fn flush(current: &Current<'_>, stream: &Stream, batch: &mut Batch<'_>) -> Result<(), CudaError> {
+pub(crate) fn flush(current: &Current<'_>, stream: &Stream, batch: &mut Batch<'_>) -> Result<(), CudaError> {
     stream.submit(current, batch)?;
     batch.clear();
     Ok(())

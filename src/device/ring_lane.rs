@@ -1,13 +1,13 @@
 //! A lane of rings: batches of messages put on streams, with real addresses.
 
-use crate::device::counters::{Access, Word};
-use crate::device::lane::{Edges, Stretches, copy, cut};
+use crate::device::counters::Word;
+use crate::device::lane::{Edges, LaneWords, Stretches, copy, cut, flush};
 use crate::device::rings::{RingNumbering, Rings};
 use crate::device::rounds::{CELLS, Direction, Message, Operation, Place, Rounds, ToSelfError};
 use crate::device::staging::Staging;
 use crate::device::words::WordLayout;
 use crate::sync::Arc;
-use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, RegisteredWords, Stream, Width};
+use crate::sys::cuda::{CudaError, Current, DeviceBytes, RegisteredWords, Stream, Width};
 use crate::types::Rank;
 
 /// One rank's ends of the rings to and from all ranks, itself too.
@@ -16,13 +16,10 @@ use crate::types::Rank;
 /// of one direction each wait for the one before; messages of different pairs need not wait for each other.
 #[derive(Debug)]
 pub struct RingLane {
-    number: usize,
     me: Rank,
-    layout: WordLayout,
-    words: Arc<RegisteredWords>,
+    words: LaneWords,
     cells: Staging,
     rings: Rings,
-    width: Width,
 }
 
 impl RingLane {
@@ -36,7 +33,8 @@ impl RingLane {
         cells: Staging,
         width: Width,
     ) -> RingLane {
-        RingLane { number, me, layout, words, cells, rings: Rings::new(me, layout.ranks()), width }
+        let words = LaneWords { number, layout, registered: words, width };
+        RingLane { me, words, cells, rings: Rings::new(me, layout.ranks()) }
     }
 
     /// The bytes of half the staging memory that cells of so many bytes for so many ranks take.
@@ -46,7 +44,7 @@ impl RingLane {
 
     /// The bytes of a cell.
     pub fn cell(&self) -> usize {
-        self.cells.half() / self.layout.ranks()
+        self.cells.half() / self.words.layout.ranks()
     }
 
     /// A batch as rounds, which can be submitted next. Of one in which this rank sends itself nothing the rounds are always
@@ -62,7 +60,7 @@ impl RingLane {
 
     /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.
     pub(crate) fn reset(&mut self) {
-        self.rings = Rings::new(self.me, self.layout.ranks());
+        self.rings = Rings::new(self.me, self.words.layout.ranks());
     }
 
     /// Puts a batch on a stream and returns at once. A tensor of the batch is what lies in stretches, end to end.
@@ -81,29 +79,23 @@ impl RingLane {
         edges: Edges,
     ) -> Result<(), CudaError> {
         let numbering = self.rings.take_up(rounds);
-        let mut batch = Batch::new(self.width);
-        if let Some((word, value)) = edges.starts {
-            batch.write(self.words.word(word), value);
-        }
+        let mut batch = self.words.batch(edges.starts);
         for operation in &rounds.operations {
             match operation {
                 Operation::Word(word) => {
                     if let Some(access) = numbering.access(*word) {
-                        self.add(&mut batch, access);
+                        self.words.add(&mut batch, access);
                     }
                 }
                 Operation::Copy { from, into } => {
-                    stream.submit(current, &mut batch)?;
-                    batch.clear();
+                    flush(current, stream, &mut batch)?;
                     let bytes = |place| self.bytes(&numbering, tensors, place);
                     copy(current, stream, &bytes(*from), &bytes(*into))?;
                 }
             }
         }
-        if let Some((word, value)) = edges.ends {
-            batch.write(self.words.word(word), value);
-        }
-        stream.submit(current, &mut batch)
+        self.words.write(&mut batch, edges.ends);
+        flush(current, stream, &mut batch)
     }
 
     fn bytes<'a>(&'a self, numbering: &RingNumbering, tensors: &[&[DeviceBytes<'a>]], place: Place) -> Stretches<'a> {
@@ -120,14 +112,6 @@ impl RingLane {
             }
         }
         stretches
-    }
-
-    fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {
-        let place = |word| self.words.word(self.layout.index(self.number, word));
-        match access {
-            Access::Wait(word, value) => batch.wait(place(word), value),
-            Access::Write(word, value) => batch.write(place(word), value),
-        }
     }
 }
 
