@@ -4,7 +4,7 @@ use crate::algo::Collective;
 use crate::buffer::{self, BYTES_MAX, Buffer, Memory};
 use crate::counts::Counts;
 use crate::error::UsageError;
-use crate::op::{CollectiveKind, Op, OpKind};
+use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::signature::Signature;
 use crate::types::{DType, Rank};
 use crate::window::WindowId;
@@ -223,6 +223,30 @@ fn misplaced(op: &Op, expected: Memory) -> UsageError {
     };
     let got = got.map_or(String::new(), |memory| memory.to_string());
     UsageError { operation: op.kind.name().to_owned(), argument, expected, got }
+}
+
+/// The first operation of a batch on a device, all of whose operations are messages on one stream.
+pub(crate) fn batch(ops: &[Op]) -> Result<&Op, UsageError> {
+    let error = |argument, expected: &str, got: String| UsageError {
+        operation: "a batch".to_owned(),
+        argument,
+        expected: expected.to_owned(),
+        got,
+    };
+    let Some(first) = ops.first() else {
+        return Err(error("ops", "at least one message", "none".to_owned()));
+    };
+    if let Some(op) = ops.iter().find(|op| !matches!(op.kind, OpKind::Send { .. } | OpKind::Recv { .. })) {
+        return Err(error("ops", "sends and receives", op.kind.name().to_owned()));
+    }
+    let Mode::Stream(stream) = first.mode else {
+        return Err(error("stream", "a stream of a CUDA device", "none".to_owned()));
+    };
+    if ops.iter().any(|op| op.mode != first.mode) {
+        return Err(error("stream", "one stream for all messages", "several".to_owned()));
+    }
+    ops.iter().try_for_each(|op| placement(op, Memory::Device(stream.device())))?;
+    Ok(first)
 }
 
 /// The error of an operation that is not done on devices.

@@ -284,6 +284,16 @@ impl Communicator {
         Ok(self.begin(&op)?.into_work(&self.driver))
     }
 
+    /// Puts sends and receives on a stream of a device together, where they make progress together, and returns at once. The
+    /// work ends when all of them have ended. The messages between two ranks should be in one batch at both.
+    ///
+    /// The first operation's time limit is that of all. A usage error means that nothing was sent.
+    pub fn submit_batch(&self, ops: &[Op]) -> Result<Work, Error> {
+        let first = check::batch(ops)?;
+        let Mode::Stream(stream) = first.mode else { unreachable!("it has been checked") };
+        self.device.run_batch(self, ops, stream, first.timeout.unwrap_or_else(|| self.timeout()))
+    }
+
     /// Submits an operation, which may complete here if the caller waits for it next.
     pub(super) fn begin(&self, op: &Op) -> Result<Submitted, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());

@@ -120,6 +120,21 @@ impl DeviceSide {
         executor.collective(&request, group)
     }
 
+    /// Puts messages on a stream together, as [`check::batch`] wants them.
+    pub(super) fn run_batch(
+        &self,
+        group: &impl Group,
+        ops: &[Op],
+        _stream: StreamHandle,
+        _timeout: Duration,
+    ) -> Result<Work, Error> {
+        let driver = group.driver();
+        if !driver.is_here() {
+            return Err(driver.forked_error(ops[0].kind.name()));
+        }
+        Err(check::not_on_devices(&ops[0]).into())
+    }
+
     /// The executor for this device, which the ranks set up at the first call.
     fn executor(
         &self,

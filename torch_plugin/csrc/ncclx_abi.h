@@ -128,6 +128,8 @@ struct NcclxEngine {
   void (*call_elsewhere)(void (*job)(void* context), void* context);
   // How many CUDA devices the engine can use, at least one; -1 with an error that says what is lacking.
   int32_t (*cuda_devices)(NcclxError* error);
+  // Sends and receives on tensors of one CUDA device that go on together, all on one of its streams. They have one handle.
+  int32_t (*submit_batch)(NcclxComm* comm, const NcclxOp* ops, size_t count, NcclxHandle** handle, NcclxError* error);
 };
 
 // Adds the backend's classes to the Python module. Returns 0, or -1 with a Python exception set.
@@ -143,4 +145,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 120);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 192);
+static_assert(sizeof(NcclxEngine) == 200);

@@ -117,13 +117,14 @@ struct RawEngine {
     set_members: extern "C" fn(*const Communicator, *const i64, u64),
     call_elsewhere: extern "C" fn(Job, *mut c_void),
     cuda_devices: extern "C" fn(*mut RawError) -> i32,
+    submit_batch: extern "C" fn(*const Communicator, *const RawOp, usize, *mut *mut Work, *mut RawError) -> i32,
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 120);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 192);
+const _: () = assert!(size_of::<RawEngine>() == 200);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -150,6 +151,7 @@ static ENGINE: RawEngine = RawEngine {
     set_members,
     call_elsewhere,
     cuda_devices,
+    submit_batch,
 };
 
 unsafe extern "C" {
@@ -347,32 +349,67 @@ extern "C" fn submit(comm: *const Communicator, op: *const RawOp, work: *mut *mu
         // SAFETY: given out by `create` and not yet given back.
         let comm = unsafe { &*comm };
         // SAFETY: a complete NcclxOp that lives for the call.
-        let raw = unsafe { &*op };
-        // SAFETY: the op's own arrays, of counts_len each.
-        let (in_counts, out_counts) = unsafe { counts(raw) };
-        let RawOp { kind, reduce, factor, peer, tag, window, offset, .. } = *raw;
-        let numbers = Numbers { kind, reduce, factor, peer, tag, in_counts, out_counts, window, offset };
-        let op = Op {
-            kind: convert::kind(numbers).map_err(|error| failure(&error.into()))?,
-            // SAFETY: the op's own list.
-            inputs: unsafe { buffers(raw.inputs, raw.inputs_len) }?,
-            // SAFETY: the op's own list.
-            outputs: unsafe { buffers(raw.outputs, raw.outputs_len) }?,
-            timeout: duration(raw.timeout_ms),
-            mode: match u32::try_from(raw.device) {
-                // SAFETY: the shim passes a stream of PyTorch, which never destroys one.
-                Ok(device) => Mode::Stream(unsafe { StreamHandle::from_raw(raw.stream, device) }),
-                Err(_) if raw.blocking != 0 => Mode::Blocking,
-                Err(_) => Mode::Async,
-            },
-        };
+        let op = unsafe { operation(&*op) }?;
         let submitted = comm.submit(op).map_err(|error| failure(&error))?;
-        if comm.stack_frames() > 0 {
-            comm.called_from(&submitted, stack::capture(comm.stack_frames()));
-        }
         // SAFETY: the shim passes a place for the result.
-        unsafe { *work = Box::into_raw(Box::new(submitted)) };
+        unsafe { hand_out(comm, submitted, work) };
         Ok(())
+    })
+}
+
+extern "C" fn submit_batch(
+    comm: *const Communicator,
+    ops: *const RawOp,
+    count: usize,
+    work: *mut *mut Work,
+    error: *mut RawError,
+) -> i32 {
+    guarded(error, || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        // SAFETY: so many complete operations, which live for the call.
+        let raw = unsafe { slice(ops, count as u64) };
+        // SAFETY: as above.
+        let ops: Vec<Op> = raw.iter().map(|raw| unsafe { operation(raw) }).collect::<Result<_, _>>()?;
+        let submitted = comm.submit_batch(&ops).map_err(|error| failure(&error))?;
+        // SAFETY: the shim passes a place for the result.
+        unsafe { hand_out(comm, submitted, work) };
+        Ok(())
+    })
+}
+
+/// Gives the shim the handle of what it has submitted.
+///
+/// # Safety
+/// `work` is a place for the result.
+unsafe fn hand_out(comm: &Communicator, submitted: Work, work: *mut *mut Work) {
+    if comm.stack_frames() > 0 {
+        comm.called_from(&submitted, stack::capture(comm.stack_frames()));
+    }
+    // SAFETY: the caller's promise.
+    unsafe { *work = Box::into_raw(Box::new(submitted)) };
+}
+
+/// # Safety
+/// `raw` is a complete NcclxOp, whose arrays live for the call. Its memory and stream are as the header says.
+unsafe fn operation(raw: &RawOp) -> Result<Op, (Status, String)> {
+    // SAFETY: the op's own arrays, of counts_len each.
+    let (in_counts, out_counts) = unsafe { counts(raw) };
+    let RawOp { kind, reduce, factor, peer, tag, window, offset, .. } = *raw;
+    let numbers = Numbers { kind, reduce, factor, peer, tag, in_counts, out_counts, window, offset };
+    Ok(Op {
+        kind: convert::kind(numbers).map_err(|error| failure(&error.into()))?,
+        // SAFETY: the op's own list.
+        inputs: unsafe { buffers(raw.inputs, raw.inputs_len) }?,
+        // SAFETY: the op's own list.
+        outputs: unsafe { buffers(raw.outputs, raw.outputs_len) }?,
+        timeout: duration(raw.timeout_ms),
+        mode: match u32::try_from(raw.device) {
+            // SAFETY: the shim passes a stream of PyTorch, which never destroys one.
+            Ok(device) => Mode::Stream(unsafe { StreamHandle::from_raw(raw.stream, device) }),
+            Err(_) if raw.blocking != 0 => Mode::Blocking,
+            Err(_) => Mode::Async,
+        },
     })
 }
 
