@@ -73,17 +73,16 @@ SMOKE_FILES = (
 SMOKE_WORLD = "2-shm"
 
 
-# Tests that repeat another one's coverage and start programs or worlds: `make quick` leaves them out.
-REPEATS = (
-    "another_backend_than_the_default_are_warned_about[(None",
+# Tests that start programs or worlds of their own and show little that the rest of the set does not: `make quick` leaves them
+# out.
+SLOW = (
     "an_operation_in_flight_ends_with_the_interpreter[split]",
-    "imports_work_in_every_order[from torch",
-    "imports_work_in_every_order[import torch",
-    "imports_work_in_every_order[import ncclx_rs, importlib",
-    "process_may_exit_without_destroying_its_group",
+    "failures_are_written_down_without_pytorchs_recorder",
     "torchcomms_programs_run_as_they_are",
-    "torchrun_starts_two_ranks",
 )
+# Nearly all of their time is the import of torch, in an interpreter each. One of them is enough after a change of the engine.
+IMPORTS = "test_autoload"
+QUICK_IMPORT = "a_variable_makes_it_the_default"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,5 +92,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.smoke)
         # A failure shows over shared memory as over the other transports.
         elsewhere = "fresh_world" in fixtures and any(f"-{mode}" in item.name for mode in MODES if mode != "shm")
-        if elsewhere or any(name in item.name for name in REPEATS):
-            item.add_marker(pytest.mark.repeats)
+        imports = item.path.stem == IMPORTS and QUICK_IMPORT not in item.name
+        if elsewhere or imports or any(name in item.name for name in SLOW):
+            item.add_marker(pytest.mark.slow)
