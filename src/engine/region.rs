@@ -377,14 +377,17 @@ mod tests {
     }
 
     /// Memory of 16 bytes, in one run and in two.
-    fn regions() -> [Region; 2] {
-        let (mut one, mut two) = (Words::new(vec![0; 2]), [Words::new(vec![0]), Words::new(vec![0])]);
-        [Region::of(&[one.buffer()]), Region::of(&two.each_mut().map(Words::buffer))]
+    fn words() -> [Words; 3] {
+        [2, 1, 1].map(|count| Words::new(vec![0; count]))
+    }
+
+    fn regions([one, two, three]: &mut [Words; 3]) -> [Region; 2] {
+        [Region::of(&[one.buffer()]), Region::of(&[two.buffer(), three.buffer()])]
     }
 
     #[test]
     fn a_part_that_is_not_inside_ends_with_a_panic() {
-        for region in regions() {
+        for region in regions(&mut words()) {
             for (offset, len) in [(0, 17), (17, 0), (9, 8), (9, usize::MAX - 8), (usize::MAX, 2)] {
                 let part = std::panic::AssertUnwindSafe(|| region.part(offset, len));
                 assert!(std::panic::catch_unwind(part).is_err(), "{len} bytes at {offset}");
@@ -394,7 +397,8 @@ mod tests {
 
     #[test]
     fn blocks_are_met_run_by_run() {
-        let [run, runs] = regions();
+        let mut words = words();
+        let [run, runs] = regions(&mut words);
         // Two blocks of four elements meet four sums of twice their size, and the other way around.
         let all = Slice::new(Space::Output, 0, 8);
         for (output, sums) in [(run.clone(), runs.clone()), (runs, run)] {
@@ -412,7 +416,8 @@ mod tests {
 
     #[test]
     fn a_slice_that_is_not_inside_its_space_ends_with_a_panic() {
-        let [run, runs] = regions();
+        let mut words = words();
+        let [run, runs] = regions(&mut words);
         let spaces = Spaces::new(run, runs, 8);
         let (wraps, wraps_to_one) = (usize::MAX / 8 + 1, usize::MAX / 8 + 2);
         for space in [Space::Input, Space::Output, Space::Scratch, Space::Sums] {
