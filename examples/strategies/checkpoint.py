@@ -56,7 +56,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def work(folder: Path) -> tiny.Result:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(tiny.device.type, (dist.get_world_size(),))
     model = sharded(mesh)
     optimizer = tiny.descent(model.parameters())
     losses = [tiny.mean(step(model, optimizer, 0, dist.get_rank()))]

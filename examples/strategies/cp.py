@@ -47,8 +47,8 @@ def mix(seen: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def main() -> tiny.Result:
     size = dist.get_world_size()
-    everyone = torch.cat([places_of(rank, size) for rank in range(size)])
-    places = places_of(dist.get_rank(), size)
+    everyone = torch.cat([places_of(rank, size) for rank in range(size)]).to(tiny.device)
+    places = places_of(dist.get_rank(), size).to(tiny.device)
     model = tiny.Transformer()
     for layer in model.layers:
         layer.attention.mix = functools.partial(mix, places[:, None] >= everyone)

@@ -19,8 +19,13 @@ def average_by_halves(group, bucket):
     """Averages a bucket in two all-reduces that run at the same time."""
     gradients = bucket.buffer()
     works = [dist.all_reduce(half, group=group, async_op=True) for half in gradients.chunk(2)]
-    done = torch.futures.collect_all([work.get_future() for work in works])
-    return done.then(lambda _: gradients.div_(dist.get_world_size(group)))
+
+    def divide(done):
+        for half in done.value():
+            half.wait()  # on a GPU, orders the current stream after it: the whole is done when both are submitted
+        return gradients.div_(dist.get_world_size(group))
+
+    return torch.futures.collect_all([work.get_future() for work in works]).then(divide)
 
 
 def trained(

@@ -38,12 +38,12 @@ class Experts(nn.Module):
 
 
 def main() -> tiny.Result:
-    model = Experts()
+    model = Experts().to(tiny.device)
     optimizer = tiny.descent(model.parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses, sent = [], []
     for _ in range(tiny.STEPS):
-        tokens = torch.randn(TOKENS, FEATURES, generator=generator)
+        tokens = torch.randn(TOKENS, FEATURES, generator=generator).to(tiny.device)
         loss = nn.functional.mse_loss(model(tokens), tokens.roll(1, dims=1).sin())
         loss.backward()
         for parameter in model.router.parameters():  # every rank has its own copy of the router

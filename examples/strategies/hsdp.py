@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def main() -> tiny.Result:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(tiny.device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     model = tiny.Transformer()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)

@@ -15,7 +15,7 @@ def trained(stages_per_rank: int) -> tuple[list[torch.Tensor], dict[str, torch.T
     rank, size = dist.get_rank(), dist.get_world_size()
     total = size * stages_per_rank
     parts = {index: tiny.stage(index, total) for index in range(rank, total, size)}
-    stages = [PipelineStage(part, index, total, torch.device("cpu")) for index, part in parts.items()]
+    stages = [PipelineStage(part, index, total, tiny.device) for index, part in parts.items()]
     schedule = (
         Schedule1F1B(stages[0], n_microbatches=size, loss_fn=tiny.loss)
         if stages_per_rank == 1
@@ -32,7 +32,7 @@ def trained(stages_per_rank: int) -> tuple[list[torch.Tensor], dict[str, torch.T
         schedule.step(*inputs, **outputs)
         optimizer.step()
         optimizer.zero_grad()
-        loss = torch.stack(small).mean().detach() if small else torch.zeros(())
+        loss = torch.stack(small).mean().detach() if small else torch.zeros((), device=tiny.device)
         dist.broadcast(loss, src=size - 1)
         losses.append(loss)
     weights = {f"{index}/{key}": value for index, part in parts.items() for key, value in part.state_dict().items()}

@@ -21,6 +21,7 @@ def placed(mesh: DeviceMesh, placements: tuple[Placement, ...], dtype: torch.dty
     """A tensor of 7 x 5 on the mesh. Where it is partial, the ranks hold different addends."""
     torch.manual_seed(0)
     whole = torch.randn(7, 5).to(dtype) if dtype.is_floating_point else torch.randint(-9, 9, (7, 5), dtype=dtype)
+    whole = whole.to(tiny.device)
     copies = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
     local = distribute_tensor(whole, mesh, copies).to_local()
     if copies != placements:
@@ -47,7 +48,7 @@ def every_pair(mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def main() -> tiny.Result:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it would rather have the mesh flattened
     size = dist.get_world_size()
-    line, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
+    line, square = init_device_mesh(tiny.device.type, (size,)), init_device_mesh(tiny.device.type, (2, size // 2))
     numbers = {}
     for mesh, dtype in ((line, torch.float32), (line, torch.int64), (square, torch.float32)):
         numbers |= every_pair(mesh, dtype)

@@ -22,9 +22,9 @@ from tp import cut
 @contextmanager
 def mesh_of(dimensions: dict[str, int]) -> Iterator[DeviceMesh]:
     if dist.get_backend() != "ncclx_rs":
-        yield init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+        yield init_device_mesh(tiny.device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         return
-    comm = ncclx_rs.new_comm("ncclx", torch.device("cpu"), name="world")
+    comm = ncclx_rs.new_comm("ncclx", tiny.device, name="world")
     mesh = device_mesh.build(comm, dimensions)
     yield mesh
     device_mesh.close(mesh)
@@ -44,7 +44,7 @@ def train(mesh: DeviceMesh) -> tiny.Result:
     if mesh["tp"].size() > 1:
         cut(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
-    stage = PipelineStage(model, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
+    stage = PipelineStage(model, index, stages, tiny.device, group=mesh.get_group("pp"))
     schedule = Schedule1F1B(stage, n_microbatches=2 * stages, loss_fn=tiny.loss)
 
     optimizer = tiny.descent(model.parameters())
@@ -59,7 +59,7 @@ def train(mesh: DeviceMesh) -> tiny.Result:
         optimizer.step()
         optimizer.zero_grad()
         # Only last stages have losses; the others give zeros.
-        loss = torch.stack(small).mean() if small else torch.zeros(())
+        loss = torch.stack(small).mean() if small else torch.zeros((), device=tiny.device)
         losses.append(tiny.mean(loss) * stages)
 
     whole = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}

@@ -19,8 +19,20 @@ from torch import Tensor, nn
 VOCABULARY, WIDTH, HEADS, LENGTH = 32, 32, 8, 16
 SEQUENCES, STEPS = 16, 8
 
+# Where models and batches lie.
+device = torch.device("cpu")
+
 # A line for people, and the numbers by which two backends are compared.
 Result = tuple[str, dict[str, Tensor]]
+
+
+def use(kind: str) -> None:
+    """Has models and batches lie on a device of that kind; several ranks may share one."""
+    global device
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
 
 
 class Attention(nn.Module):
@@ -75,6 +87,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.norm: nn.Module | None = nn.LayerNorm(WIDTH)
         self.head: nn.Module | None = nn.Linear(WIDTH, VOCABULARY)
+        self.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
@@ -101,7 +114,7 @@ def batch(step: int, share: int = 0) -> tuple[Tensor, Tensor]:
     """Sequences that count upwards, and the same sequences one token later; they differ by step and share."""
     generator = torch.Generator().manual_seed(1000 * step + share)
     starts, strides = torch.randint(1, VOCABULARY, (2, SEQUENCES, 1), generator=generator)
-    tokens = (starts + strides % 3 * torch.arange(LENGTH + 1)) % VOCABULARY
+    tokens = ((starts + strides % 3 * torch.arange(LENGTH + 1)) % VOCABULARY).to(device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -147,6 +160,7 @@ def perform(main: Callable[[], Result], backend: str) -> Report:
         line, numbers = main()
     # The source of `profile.events()`, which itself takes longer than the training.
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    numbers = {name: number.cpu() for name, number in numbers.items()}
     return Report(line, numbers, served([event.name() for event in events], backend))
 
 
@@ -170,9 +184,11 @@ def run(main: Callable[[], Result]) -> None:
     """Runs an example on every rank under torchrun; rank 0 prints its line."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--backend", choices=("ncclx_rs", "gloo"), default="ncclx_rs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="a folder in which every rank leaves its report")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    use(arguments.device)
     dist.init_process_group(arguments.backend)
     report = perform(main, arguments.backend)
     name = Path(sys.argv[0]).stem

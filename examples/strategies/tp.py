@@ -49,7 +49,7 @@ def cut(model: tiny.Transformer, mesh: DeviceMesh) -> None:
 
 def main() -> tiny.Result:
     model = tiny.Transformer()
-    cut(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    cut(model, init_device_mesh(tiny.device.type, (dist.get_world_size(),)))
     optimizer = tiny.descent(model.parameters())
     losses = []
     for step in range(tiny.STEPS):

@@ -28,6 +28,11 @@ elif "libcuda.so.1" not in os.environ.get("LD_PRELOAD", ""):
 WORLDS = ((2, 1), (3, 3))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests of tests/python, from whose files some are made, carry it.
+    config.addinivalue_line("markers", "worlds(sizes, modes): the worlds that the test runs in")
+
+
 def begin(rank: int) -> None:
     """Chooses the rank's device, and has PyTorch's own operators run on it."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -39,5 +44,22 @@ def cuda_world(request: pytest.FixtureRequest) -> Iterator[World]:
     size, devices = request.param
     variables = {"SOFTCUDA_DEVICES": str(devices), "SOFTCUDA_DELAY_US": "200", "SOFTCUDA_WEAK": "1"}
     world = World(size, "shm", variables, begin)
+    yield world
+    world.close()
+
+
+# Programs of thousands of operations run without pauses.
+@pytest.fixture(scope="session")
+def quick_world() -> Iterator[World]:
+    """Two ranks on one device."""
+    world = World(2, "shm", {"SOFTCUDA_DEVICES": "1", "SOFTCUDA_WEAK": "1"}, begin)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[World]:
+    """Four ranks on two devices."""
+    world = World(4, "shm", {"SOFTCUDA_DEVICES": "2", "SOFTCUDA_WEAK": "1"}, begin)
     yield world
     world.close()
