@@ -73,14 +73,15 @@ SMOKE_FILES = (
 SMOKE_WORLD = "2-shm"
 
 
-# Tests that start programs or worlds of their own and show little that the rest of the set does not: `make quick` leaves them
-# out.
+# Tests that start programs or worlds of their own and show little that the rest of the set does not: `make quick`
+# leaves them out.
 SLOW = (
     "an_operation_in_flight_ends_with_the_interpreter[split]",
     "failures_are_written_down_without_pytorchs_recorder",
     "torchcomms_programs_run_as_they_are",
 )
-# Nearly all of their time is the import of torch, in an interpreter each. One of them is enough after a change of the engine.
+# Nearly all of their time is the import of torch, in an interpreter each. One of them is enough after a change of the
+# engine.
 IMPORTS = "test_autoload"
 QUICK_IMPORT = "a_variable_makes_it_the_default"
 
