@@ -17,6 +17,9 @@ pub(crate) trait Drive: Send + Sync {
 
     /// Notices works that have ended without anybody's progress, as on a device.
     fn poll(&self) {}
+
+    /// Notices soon that `work` has ended, though no thread waits for it.
+    fn watch_closely(&self, _work: &Work) {}
 }
 
 type Callback = Box<dyn FnOnce(Result<(), Error>) + Send>;
@@ -106,6 +109,14 @@ impl Work {
             self.inner.driver.poll();
         }
         self.is_done()
+    }
+
+    /// Has the end noticed within milliseconds, for callbacks that cannot wait. An operation on a device ends by itself, which
+    /// without this, if nobody waits or asks, is noticed within a tenth of a second.
+    pub fn watch_closely(&self) {
+        if !self.is_done() {
+            self.inner.driver.watch_closely(self);
+        }
     }
 
     /// The result; none while the operation is in flight.

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::buffer::Memory;
+use crate::buffer::{Buffer, Memory};
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Place};
 use crate::comm::device::DeviceSide;
@@ -298,7 +298,7 @@ impl Communicator {
     pub(super) fn begin(&self, op: &Op) -> Result<Submitted, Error> {
         let timeout = op.timeout.unwrap_or_else(|| self.timeout());
         if let Mode::Stream(stream) = op.mode {
-            return self.begin_on_device(op, stream, timeout);
+            return self.begin_on_device(op, None, stream, timeout);
         }
         check::placement(op, Memory::Host)?;
         match op.kind {
@@ -323,9 +323,15 @@ impl Communicator {
 
     // Apart from what runs on the host, whose calls are short.
     #[inline(never)]
-    fn begin_on_device(&self, op: &Op, stream: StreamHandle, timeout: Duration) -> Result<Submitted, Error> {
+    pub(super) fn begin_on_device(
+        &self,
+        op: &Op,
+        factor: Option<Buffer>,
+        stream: StreamHandle,
+        timeout: Duration,
+    ) -> Result<Submitted, Error> {
         check::placement(op, Memory::Device(stream.device()))?;
-        self.device.run(self, op, stream, timeout).map(Submitted::Pending)
+        self.device.run(self, op, factor, stream, timeout).map(Submitted::Pending)
     }
 
     /// Begins a collective. `called`: the kind that ranks must agree on and errors name, where it is not that of `op` (window

@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::buffer::Buffer;
 use crate::comm::check::{self, Place};
 use crate::config::Config;
 use crate::device::executor::{self, Executor, LANES, Ranks, Request};
@@ -82,17 +83,24 @@ pub(super) trait Group: Ranks {
 }
 
 impl DeviceSide {
-    /// Puts an operation on a stream of the device in whose memory its buffers lie.
+    /// Sets up what operations on a device need, with all ranks.
+    pub(super) fn prepare(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<(), Error> {
+        let operation = "prepare_device";
+        check_open(group, operation)?;
+        self.executor(group, operation, device, timeout).map(drop)
+    }
+
+    /// Puts an operation on a stream of the device in whose memory its buffers lie, and its factor if it has one there.
     pub(super) fn run(
         &self,
         group: &impl Group,
         op: &Op,
+        factor: Option<Buffer>,
         stream: StreamHandle,
         timeout: Duration,
     ) -> Result<Work, Error> {
-        let driver = group.driver();
-        if !driver.is_here() {
-            return Err(driver.forked_error(op.kind.name()));
+        if !group.driver().is_here() {
+            return Err(group.driver().forked_error(op.kind.name()));
         }
         match op.kind {
             OpKind::Send { .. }
@@ -104,12 +112,13 @@ impl DeviceSide {
             _ => {}
         }
         let checked = check::collective(op, None, group.place())?;
-        driver.with_engine(|engine| engine.check_open(op.kind.name()))?;
+        check_open(group, op.kind.name())?;
         let executor = self.executor(group, op.kind.name(), stream.device(), timeout)?;
         let request = Request {
             collective: checked.collective,
             signature: checked.signature,
             reduce: op.kind.reduce_op(),
+            factor,
             dtype: checked.dtype,
             scaling: collective::scaling(op.kind.reduce_op(), checked.dtype, group.place().size),
             inputs: &op.inputs,
@@ -192,6 +201,14 @@ impl DeviceSide {
             .into()),
         }
     }
+}
+
+fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
+    let driver = group.driver();
+    if !driver.is_here() {
+        return Err(driver.forked_error(operation));
+    }
+    driver.with_engine(|engine| engine.check_open(operation))
 }
 
 /// The executor, if it is that of this device.

@@ -1,6 +1,6 @@
 //! The communicator: the handle on a group of ranks, and what it is made from.
 //!
-//! Floors, of which each uses only those below: `communicator`, with `registry`, `split`, `blocking`, `window` and `launch` on
+//! Floors, of which each uses only those below: `communicator`, with `registry`, `split`, `blocking`, `on_device`, `window` and `launch` on
 //! it; then `wireup` and `failure_detector`; then `bootstrap`; then `store`, `check`, `data`, `address`, `summary` and
 //! `framing`.
 
@@ -15,6 +15,7 @@ mod failure_detector;
 mod framing;
 mod group;
 pub mod launch;
+mod on_device;
 mod registry;
 mod split;
 pub mod store;

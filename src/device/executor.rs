@@ -35,6 +35,8 @@ pub(crate) struct Request<'a> {
     pub(crate) collective: Collective,
     pub(crate) signature: Signature,
     pub(crate) reduce: Option<ReduceOp>,
+    /// Where the factor of the reduction lies, if it is one with a factor in the device's memory.
+    pub(crate) factor: Option<Buffer>,
     pub(crate) dtype: DType,
     pub(crate) scaling: Scaling,
     pub(crate) inputs: &'a [Buffer],
@@ -349,7 +351,12 @@ impl State {
                     element: request.dtype.size(),
                     sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
                 };
-                let kernels = self.launcher.kernels(request.dtype, request.reduce, self.lane.ranks());
+                let mut kernels = self.launcher.kernels(request.dtype, request.reduce, self.lane.ranks());
+                if let Some(factor) = &request.factor
+                    && let Some(at) = factor.device_bytes()
+                {
+                    kernels = kernels.with_factor(at, factor.dtype());
+                }
                 let last = plan.segments.len() - 1;
                 for (index, (segment, program)) in plan.segments.iter().enumerate() {
                     let edges = Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index == last) };

@@ -63,6 +63,10 @@ struct State {
     awaits: Vec<(usize, Vec<(Word, u64)>)>,
     is_watched: bool,
     is_stuck: bool,
+    /// The last operation whose end somebody wants to be told soon.
+    closely: Option<u64>,
+    /// Has whoever watches look at once.
+    look_soon: Option<fn()>,
     /// Since when the words are being written that the stream waits for.
     released: Option<Instant>,
 }
@@ -86,7 +90,7 @@ pub(crate) enum Look {
     Never,
     /// In a while.
     Later,
-    /// At once: a stream has to be released.
+    /// At once: a stream has to be released, or somebody wants to be told of an end.
     Soon,
 }
 
@@ -105,6 +109,11 @@ impl InFlight {
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
         !std::mem::replace(&mut state.is_watched, true)
+    }
+
+    /// Notes how to have whoever watches look at once.
+    pub(crate) fn is_watched_by(&self, look_soon: fn()) {
+        lock(&self.state).look_soon = Some(look_soon);
     }
 
     /// Ends an operation of which nothing is put on a stream.
@@ -138,6 +147,7 @@ impl InFlight {
             state.failed = None;
             state.released = None;
             state.last = 0;
+            state.closely = None;
             state.awaits.clear();
         }
     }
@@ -270,10 +280,12 @@ impl InFlight {
             ended.extend(state.abandon());
             self.is_busy.store(false, Ordering::Relaxed);
         }
-        let look = match (state.flights.is_empty(), state.released.is_some()) {
-            (true, _) => Look::Never,
-            (false, true) => Look::Soon,
-            (false, false) => Look::Later,
+        let look = match state.flights.front() {
+            None => Look::Never,
+            Some(first) if state.released.is_some() || state.closely.is_some_and(|last| first.number <= last) => {
+                Look::Soon
+            }
+            Some(_) => Look::Later,
         };
         state.is_watched = look != Look::Never;
         drop(state);
@@ -351,6 +363,25 @@ impl Drive for InFlight {
     fn poll(&self) {
         if self.origin.is_here() {
             self.look();
+        }
+    }
+
+    fn watch_closely(&self, work: &Work) {
+        if !self.origin.is_here() {
+            return;
+        }
+        let look_soon = {
+            let mut state = lock(&self.state);
+            let Some(flight) = state.flights.iter().rev().find(|flight| flight.work.is(work)) else { return };
+            let number = flight.number;
+            if state.closely.is_some_and(|last| last >= number) {
+                return;
+            }
+            state.closely = Some(number);
+            state.look_soon
+        };
+        if let Some(look_soon) = look_soon {
+            look_soon();
         }
     }
 

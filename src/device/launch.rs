@@ -72,6 +72,11 @@ pub struct Launcher {
     ready: Vec<Ready>,
 }
 
+/// Whether kernels take a factor of this type: whole and real numbers.
+pub fn is_factor(dtype: DType) -> bool {
+    Module::of(dtype).is_some_and(|module| module.dtype() == dtype) && dtype != DType::Bool
+}
+
 /// The kernels for buffers of a type.
 #[derive(Debug)]
 struct Ready {
@@ -191,8 +196,7 @@ impl<'a> Launches<'a> {
     /// # Panics
     /// When the type is not one of whole or real numbers, or there are not as many bytes as it has.
     pub fn with_factor(self, at: DeviceBytes<'a>, dtype: DType) -> Launches<'a> {
-        let is_number = Module::of(dtype).is_some_and(|module| module.dtype() == dtype) && dtype != DType::Bool;
-        assert!(is_number && at.len() == dtype.size(), "{dtype} of {} bytes is no factor", at.len());
+        assert!(is_factor(dtype) && at.len() == dtype.size(), "{dtype} of {} bytes is no factor", at.len());
         Launches { factor: Beside::FactorAt(at, dtype), ..self }
     }
 

@@ -44,7 +44,17 @@ static WATCH: PerProcess<Arc<Watch>> = PerProcess::unset();
 
 /// Watches what is in flight until nothing is.
 pub(crate) fn watch(in_flight: &Arc<InFlight>) -> std::io::Result<()> {
+    in_flight.is_watched_by(look_soon);
     with(|state| state.watched.push(in_flight.clone()))
+}
+
+/// Looks at everything at once, and then as often as what is in flight asks for.
+fn look_soon() {
+    let watch = WATCH.get();
+    // Under the lock, so that the thread is either waiting or yet to look.
+    let state = lock(&watch.state);
+    watch.changed.notify_one();
+    drop(state);
 }
 
 /// Drops what holds memory of a device, once nothing is in flight in this process. Where an operation has not ended although

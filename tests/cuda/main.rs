@@ -11,6 +11,7 @@ mod lanes;
 mod numbers;
 #[path = "../engine/nvrtc/folders.rs"]
 mod nvrtc;
+mod prepared;
 mod processes;
 mod ranks;
 mod reductions;

@@ -69,7 +69,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["wireup", "failure_detector", "device"],
             &["communicator"],
             // What a communicator offers, and ways to one.
-            &["blocking", "group", "launch", "split", "window"],
+            &["blocking", "group", "launch", "on_device", "split", "window"],
         ],
     ),
     ("src/comm/store/", &[&["interface"], &["memory", "prefix", "protocol"], &["server"], &["tcp"], &["fuzz"]]),

@@ -30,6 +30,16 @@ class WithoutGil {
 
 }  // namespace
 
+// How elements combine. The factor of PREMUL_SUM may be a tensor.
+struct Reduction {
+  uint32_t op = 0;
+  double factor = 0;
+  at::Tensor tensor{};
+
+  // The factor as the host knows it; one in a device's memory is waited for.
+  double factor_on_host() const { return tensor.defined() ? tensor.item<double>() : factor; }
+};
+
 struct NcclxBackend::Call {
   NcclxKind kind;
   const char* operation;  // in messages
@@ -41,8 +51,7 @@ struct NcclxBackend::Call {
   Tensors profiled;
   int peer = 0;
   uint32_t tag = 0;
-  uint32_t reduce = 0;
-  double factor = 0;
+  Reduction reduction{};
   uint64_t window = 0;
   uint64_t offset = 0;
   std::vector<uint64_t> in_counts{};
@@ -67,11 +76,6 @@ Tensors& single(std::vector<Tensors>& lists, const char* operation, const char* 
   return lists.front();
 }
 
-struct Reduction {
-  uint32_t op;
-  double factor;
-};
-
 bool is_collective(NcclxKind kind) { return kind < NCCLX_SEND; }
 
 [[noreturn]] void refuse_mixed(const char* operation) {
@@ -83,13 +87,13 @@ void check_some(const Tensors& tensors, const char* operation, const char* argum
 }
 
 Reduction reduction(const c10d::ReduceOp& op) {
-  double factor = 0;
+  Reduction made{.op = static_cast<uint32_t>(op.op_)};
   if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
     const auto* supplement = reinterpret_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-    const at::Tensor& tensor = supplement->tensor_factor;
-    factor = tensor.defined() ? tensor.item<double>() : supplement->double_factor;
+    made.factor = supplement->double_factor;
+    made.tensor = supplement->tensor_factor;
   }
-  return {static_cast<uint32_t>(op.op_), factor};
+  return made;
 }
 
 }  // namespace
@@ -181,8 +185,7 @@ std::optional<at::Device> NcclxBackend::device_of(const Call& call) {
 NcclxOp NcclxBackend::operation(const Call& call, const Operands& operands) const {
   NcclxOp op{};
   op.kind = call.kind;
-  op.reduce = call.reduce;
-  op.factor = call.factor;
+  op.reduce = call.reduction.op;
   op.timeout_ms = call.timeout.count();
   op.peer = call.peer;
   op.tag = call.tag;
@@ -218,8 +221,10 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     if (call.fill) call.fill(operands, i);
     filled.push_back(&operands);
   }
+  const double factor = call.reduction.factor_on_host();
   for (size_t i = 0; i < call.count; ++i) {
     NcclxOp op = operation(call, *filled[i]);
+    op.factor = factor;
     op.blocking = blocking;
     NcclxError error;
     NcclxHandle* handle = nullptr;
@@ -265,7 +270,7 @@ WorkPtr NcclxBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_ALL_REDUCE, .operation = "all_reduce", .title = "ncclx_rs:all_reduce",
                  .type = OpType::ALLREDUCE, .timeout = opts.timeout, .async = opts.asyncOp, .results = tensors,
-                 .profiled = tensors, .reduce = op.op, .factor = op.factor,
+                 .profiled = tensors, .reduction = op,
                  .fill = [&](Operands& o, size_t) { o.in_place(tensor, "tensor"); }});
 }
 
@@ -281,7 +286,7 @@ WorkPtr NcclxBackend::allreduce_coalesced(Tensors& tensors, const c10d::Allreduc
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_ALL_REDUCE, .operation = "all_reduce_coalesced", .title = "ncclx_rs:all_reduce",
                  .type = OpType::ALLREDUCE_COALESCED, .timeout = opts.timeout, .async = opts.asyncOp,
-                 .results = tensors, .profiled = tensors, .reduce = op.op, .factor = op.factor,
+                 .results = tensors, .profiled = tensors, .reduction = op,
                  .fill = [&](Operands& o, size_t) {
                    for (const at::Tensor& tensor : tensors) o.in_place(tensor, "tensors");
                  }});
@@ -292,7 +297,7 @@ WorkPtr NcclxBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) 
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_REDUCE, .operation = "reduce", .title = "ncclx_rs:reduce", .type = OpType::REDUCE,
                  .timeout = opts.timeout, .async = opts.asyncOp, .results = tensors, .profiled = tensors,
-                 .peer = static_cast<int>(opts.rootRank), .reduce = op.op, .factor = op.factor,
+                 .peer = static_cast<int>(opts.rootRank), .reduction = op,
                  .fill = [&](Operands& o, size_t) { o.in_place(tensor, "tensor"); }});
 }
 
@@ -429,7 +434,7 @@ WorkPtr NcclxBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inp
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_REDUCE_SCATTER, .operation = "reduce_scatter", .title = "ncclx_rs:reduce_scatter",
                  .type = OpType::REDUCE_SCATTER, .timeout = opts.timeout, .async = opts.asyncOp, .results = outputs,
-                 .profiled = list, .reduce = op.op, .factor = op.factor, .fill = [&](Operands& o, size_t) {
+                 .profiled = list, .reduction = op, .fill = [&](Operands& o, size_t) {
                    for (const at::Tensor& tensor : list) o.input(tensor, "input_list");
                    o.output(output, "output");
                  }});
@@ -441,7 +446,7 @@ WorkPtr NcclxBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input
   return launch({.kind = NCCLX_REDUCE_SCATTER, .operation = "reduce_scatter_tensor",
                  .title = "ncclx_rs:_reduce_scatter_base", .type = OpType::_REDUCE_SCATTER_BASE,
                  .timeout = opts.timeout, .async = opts.asyncOp, .results = {output}, .profiled = {input},
-                 .reduce = op.op, .factor = op.factor, .fill = [&](Operands& o, size_t) {
+                 .reduction = op, .fill = [&](Operands& o, size_t) {
                    o.input(input, "input");
                    o.output(output, "output");
                  }});
@@ -457,7 +462,7 @@ WorkPtr NcclxBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
   const Reduction op = reduction(opts.reduceOp);
   return launch({.kind = NCCLX_REDUCE_SCATTER, .operation = operation, .title = "ncclx_rs:_reduce_scatter_base",
                  .type = OpType::COALESCED, .timeout = opts.timeout, .async = opts.asyncOp, .results = outputs,
-                 .profiled = inputs, .reduce = op.op, .factor = op.factor,
+                 .profiled = inputs, .reduction = op,
                  .fill = [&](Operands& o, size_t i) {
                    o.input(inputs[i], "inputs");
                    o.output(outputs[i], "outputs");
@@ -720,6 +725,7 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   comm->watch(group_);
   group_->set_comm(comm);
   exchange_comm(std::move(comm));
+  prepare_device();
   return ended(OpType::UNKNOWN, {});
 }
 
@@ -750,6 +756,8 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c
   }
   auto made = c10::make_intrusive<NcclxBackend>(engine_, store, rank, size, options->group_name, options);
   made->setBoundDeviceId(getBoundDeviceId());
+  made->is_eager_ = is_eager_.load();
+  made->prepare_device();
   return made;
 }
 

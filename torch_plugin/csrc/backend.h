@@ -113,7 +113,7 @@ class NcclxBackend : public c10d::Backend {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
-  // Makes a CUDA device the group's.
+  // Makes a CUDA device the group's, and sets up there. All ranks call it, each with its own device.
   void eagerConnectSingleDevice(at::Device device) override;
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
@@ -190,6 +190,8 @@ class NcclxBackend : public c10d::Backend {
   WorkPtr end_of(Batch& batch);
   // A work that has no operations of its own, after which `results` are there.
   WorkPtr ended(c10d::OpType type, Tensors results);
+  // Sets up on the group's CUDA device, with all ranks, if the group is one that does so before its first operation there.
+  void prepare_device();
   // The group's CUDA device, if it has one yet.
   std::optional<at::Device> device();
   // The streams on this device, which is the group's from then on; refuses another one.
@@ -217,6 +219,7 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<Batch> exchange_batch(std::shared_ptr<Batch> batch);
   std::mutex batch_mutex_;
   std::shared_ptr<Batch> batch_;
+  std::atomic<bool> is_eager_{false};
   std::mutex streams_mutex_;
   std::shared_ptr<DeviceStreams> streams_;
   std::mutex windows_mutex_;

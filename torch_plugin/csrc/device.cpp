@@ -15,8 +15,20 @@ std::optional<at::Device> NcclxBackend::device() {
 
 void NcclxBackend::eagerConnectSingleDevice(at::Device device) {
   if (!device.is_cuda()) return;
-  streams_on(device, "init");
   setBoundDeviceId(device);
+  is_eager_ = true;
+  prepare_device();
+}
+
+void NcclxBackend::prepare_device() {
+  const auto device = getBoundDeviceId();
+  const auto comm = comm_or_none();
+  if (!is_eager_ || !device || !comm) return;
+  // First with the other ranks: what this one lacks is an error on all.
+  NcclxError error;
+  const int32_t status = engine_->prepare_device(comm->get(), number_of(*device), &error);
+  if (status != NCCLX_OK) raise(status, error.text);
+  streams_on(*device, "prepare_device");
 }
 
 std::shared_ptr<DeviceStreams> NcclxBackend::streams_on(at::Device device, const char* operation) {
@@ -51,6 +63,11 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
                                           : streams->internal();
   DeviceStreams::order(current, stream);
   const c10::StreamGuard on_stream(stream);
+  const at::Tensor factor = call.reduction.tensor.defined() && call.reduction.tensor.is_cuda()
+                                ? call.reduction.tensor.resolve_neg()
+                                : at::Tensor();
+  if (factor.defined() && factor.device() != device) refuse_place(call.operation, "op", device, factor.device());
+  const double number = factor.defined() ? 0 : call.reduction.factor_on_host();
   auto end = std::make_shared<StreamEnd>(engine_, group_, call.type);
   auto work = c10::make_intrusive<StreamWork>(end, streams, stream, call.waits, getRank(), call.type, call.title,
                                               std::optional<Tensors>(std::move(call.profiled)),
@@ -62,9 +79,12 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
     Operands& operands = all.emplace_back(call.operation, written, device);
     if (call.fill) call.fill(operands, i);
   }
+  const NcclxBuffer factor_at = factor.defined() ? buffer_of(factor, call.operation) : NcclxBuffer{};
   bool has_failed = false;
   for (const Operands& operands : all) {
     NcclxOp op = operation(call, operands);
+    op.factor = number;
+    op.factor_at = factor.defined() ? &factor_at : nullptr;
     op.device = number_of(device);
     op.stream = reinterpret_cast<uint64_t>(stream.native_handle());
     NcclxError error;
@@ -87,6 +107,7 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
     if (!has_failed) operands.finish();
     tensors.insert(tensors.end(), operands.on_device().begin(), operands.on_device().end());
   }
+  if (factor.defined()) tensors.push_back(factor);
   if (aside) work->enqueued_aside(std::move(tensors));
   if (batch) batch->add(end, stream);
   work->end_profile();

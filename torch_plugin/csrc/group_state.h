@@ -58,9 +58,14 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     work_info_hook_.swap(shared);
   }
 
-  void work_started() {
+  // Whether hooks are to be called at its end.
+  bool work_started() {
     std::lock_guard<std::mutex> lock(mutex_);
     ++in_flight_;
+#if NCCLX_TORCH_GE(2, 15)
+    if (!success_hooks_->empty()) return true;
+#endif
+    return work_info_hook_ != nullptr;
   }
 
   // Calls the hook, then wakes the threads that wait for works. `info` is only called if there is a hook.

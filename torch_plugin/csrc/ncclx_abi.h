@@ -70,6 +70,7 @@ struct NcclxOp {
   uint64_t window;  // for accesses to windows
   uint64_t offset;  // in bytes
   uint64_t stream;  // the driver's handle; zero is the default stream
+  const NcclxBuffer* factor_at;  // for PREMUL_SUM on a stream: a factor on the device, in place of `factor`; or null
 };
 
 struct NcclxStore {
@@ -101,6 +102,8 @@ struct NcclxEngine {
   void (*destroy)(NcclxComm* comm);
   int32_t (*submit)(NcclxComm* comm, const NcclxOp* op, NcclxHandle** handle, NcclxError* error);
   int32_t (*wait)(NcclxHandle* handle, int64_t timeout_ms, NcclxError* error);
+  // Has the end of an operation on a stream noticed within milliseconds, for `on_complete`.
+  void (*watch_closely)(NcclxHandle* handle);
   int32_t (*poll)(NcclxHandle* handle);  // 1: the operation has ended, well or badly; does not wait
   // Calls `done(context, status, text)` exactly once, now or later, from any thread.
   void (*on_complete)(NcclxHandle* handle, void (*done)(void* context, int32_t status, const char* text), void* context);
@@ -130,6 +133,8 @@ struct NcclxEngine {
   int32_t (*cuda_devices)(NcclxError* error);
   // Sends and receives on tensors of one CUDA device that go on together, all on one of its streams. They have one handle.
   int32_t (*submit_batch)(NcclxComm* comm, const NcclxOp* ops, size_t count, NcclxHandle** handle, NcclxError* error);
+  // Sets up what operations on a device need. Collective; blocks.
+  int32_t (*prepare_device)(NcclxComm* comm, int32_t device, NcclxError* error);
 };
 
 // Adds the backend's classes to the Python module. Returns 0, or -1 with a Python exception set.
@@ -142,7 +147,7 @@ void ncclx_shim_call(void* function, void* arguments);
 }  // extern "C"
 
 static_assert(sizeof(NcclxBuffer) == 24);
-static_assert(sizeof(NcclxOp) == 120);
+static_assert(sizeof(NcclxOp) == 128);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 200);
+static_assert(sizeof(NcclxEngine) == 216);

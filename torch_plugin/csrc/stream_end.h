@@ -46,7 +46,7 @@ class StreamEnd : public std::enable_shared_from_this<StreamEnd> {
 
   // Takes part in the group's hooks and counts. Called once.
   void follow() {
-    group_->work_started();
+    if (group_->work_started()) watch_closely();
     pending_ = 1 + handles_.size() + members_.size();
     for (NcclxHandle* handle : handles_) {
       engine_->on_complete(handle, &StreamEnd::completed, new std::shared_ptr<StreamEnd>(shared_from_this()));
@@ -55,6 +55,12 @@ class StreamEnd : public std::enable_shared_from_this<StreamEnd> {
       member->then([self = shared_from_this()](const std::exception_ptr& error) { self->one_done(error); });
     }
     one_done(nullptr);
+  }
+
+  // Has callbacks come soon after the end, though nobody waits for it.
+  void watch_closely() const {
+    for (NcclxHandle* handle : handles_) engine_->watch_closely(handle);
+    for (const auto& member : members_) member->watch_closely();
   }
 
   // Whether all have ended, well or badly. Asks the engine, which knows it before its callbacks come.

@@ -94,6 +94,7 @@ class StreamWork : public c10d::Work {
 
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
     auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+    end_->watch_closely();
     end_->then([result, end = end_.get()](const std::exception_ptr& error) {
       const auto outcome = !error                 ? c10d::WorkResult::SUCCESS
                            : end->has_timed_out() ? c10d::WorkResult::TIMEOUT

@@ -57,6 +57,12 @@ inline int32_t number_of(at::Device device) {
   return device.index();
 }
 
+// A contiguous tensor as the engine's buffer.
+inline NcclxBuffer buffer_of(const at::Tensor& tensor, const char* operation) {
+  return {tensor.numel() == 0 ? nullptr : tensor.data_ptr(), static_cast<uint64_t>(tensor.numel()),
+          dtype_code(tensor.scalar_type(), operation), number_of(tensor.device())};
+}
+
 // Refuses a tensor that lies elsewhere than where the call runs.
 [[noreturn]] inline void refuse_place(const char* operation, const char* argument, at::Device expected, at::Device got) {
   if (expected.is_cpu()) {
@@ -232,8 +238,7 @@ class Operands {
   }
 
   void push(std::vector<NcclxBuffer>& list, const at::Tensor& tensor) {
-    list.push_back({tensor.numel() == 0 ? nullptr : tensor.data_ptr(), static_cast<uint64_t>(tensor.numel()),
-                    dtype_code(tensor.scalar_type(), operation_), number_of(device_)});
+    list.push_back(buffer_of(tensor, operation_));
     kept_.push_back(tensor);
   }
 

@@ -110,6 +110,7 @@ class BackendWrapper : public c10d::Backend {
     return call("recv", [&] { return inner_->recvAnysource(tensors, tag); }, tensors, -1);
   }
 
+  void eagerConnectSingleDevice(at::Device device) override { inner_->eagerConnectSingleDevice(device); }
   void startCoalescing() override { inner_->startCoalescing(); }
   WorkPtr endCoalescing() override { return inner_->endCoalescing(); }
 

@@ -64,6 +64,7 @@ struct RawOp {
     window: u64,
     offset: u64,
     stream: u64,
+    factor_at: *const RawBuffer,
 }
 
 type WriteBytes = unsafe extern "C" fn(*mut c_void, *const u8, u64);
@@ -98,6 +99,7 @@ struct RawEngine {
     destroy: extern "C" fn(*mut Communicator),
     submit: extern "C" fn(*const Communicator, *const RawOp, *mut *mut Work, *mut RawError) -> i32,
     wait: extern "C" fn(*const Work, i64, *mut RawError) -> i32,
+    watch_closely: extern "C" fn(*const Work),
     poll: extern "C" fn(*const Work) -> i32,
     on_complete: extern "C" fn(*const Work, Done, *mut c_void),
     source: extern "C" fn(*const Work) -> i32,
@@ -118,13 +120,14 @@ struct RawEngine {
     call_elsewhere: extern "C" fn(Job, *mut c_void),
     cuda_devices: extern "C" fn(*mut RawError) -> i32,
     submit_batch: extern "C" fn(*const Communicator, *const RawOp, usize, *mut *mut Work, *mut RawError) -> i32,
+    prepare_device: extern "C" fn(*const Communicator, i32, *mut RawError) -> i32,
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
-const _: () = assert!(size_of::<RawOp>() == 120);
+const _: () = assert!(size_of::<RawOp>() == 128);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 200);
+const _: () = assert!(size_of::<RawEngine>() == 216);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -132,6 +135,7 @@ static ENGINE: RawEngine = RawEngine {
     destroy,
     submit,
     wait,
+    watch_closely,
     poll,
     on_complete,
     source,
@@ -152,6 +156,7 @@ static ENGINE: RawEngine = RawEngine {
     call_elsewhere,
     cuda_devices,
     submit_batch,
+    prepare_device,
 };
 
 unsafe extern "C" {
@@ -349,8 +354,16 @@ extern "C" fn submit(comm: *const Communicator, op: *const RawOp, work: *mut *mu
         // SAFETY: given out by `create` and not yet given back.
         let comm = unsafe { &*comm };
         // SAFETY: a complete NcclxOp that lives for the call.
-        let op = unsafe { operation(&*op) }?;
-        let submitted = comm.submit(op).map_err(|error| failure(&error))?;
+        let raw = unsafe { &*op };
+        // SAFETY: as above.
+        let op = unsafe { operation(raw) }?;
+        // SAFETY: none, or one buffer that lives for the call.
+        let factor = unsafe { buffers(raw.factor_at, u64::from(!raw.factor_at.is_null())) }?;
+        let submitted = match factor.first() {
+            Some(factor) => comm.submit_with_factor(op, *factor),
+            None => comm.submit(op),
+        };
+        let submitted = submitted.map_err(|error| failure(&error))?;
         // SAFETY: the shim passes a place for the result.
         unsafe { hand_out(comm, submitted, work) };
         Ok(())
@@ -432,6 +445,11 @@ extern "C" fn wait(work: *const Work, timeout_ms: i64, error: *mut RawError) -> 
             (if work.is_done() { Status::of(error.class()) } else { Status::Pending }, error.to_string())
         })
     })
+}
+
+extern "C" fn watch_closely(work: *const Work) {
+    // SAFETY: given out by `submit` and not yet given back.
+    or_end(|| unsafe { &*work }.watch_closely());
 }
 
 extern "C" fn poll(work: *const Work) -> i32 {
@@ -591,6 +609,14 @@ extern "C" fn cuda_devices(error: *mut RawError) -> i32 {
         if devices == 0 { Err((Status::Failure, hidden.to_owned())) } else { Ok(()) }
     });
     if status == Status::Ok as i32 { devices as i32 } else { -1 }
+}
+
+extern "C" fn prepare_device(comm: *const Communicator, device: i32, error: *mut RawError) -> i32 {
+    without_tensors(error, || {
+        let device = u32::try_from(device).map_err(|_| (Status::Usage, format!("there is no device {device}")))?;
+        // SAFETY: given out by `create` and not yet given back.
+        unsafe { &*comm }.prepare_device(device).map_err(|error| failure(&error))
+    })
 }
 
 extern "C" fn window_register(

@@ -193,3 +193,24 @@ fn a_rank_that_leaves_does_not_give_up_what_its_stream_has_finished() {
     assert_eq!((ended.wait(None), works.wait(None)), (Ok(()), Ok(())));
     assert_eq!(side.control.first_failure(LANE, 2).map(|(rank, failure)| (rank, failure.number)), Some((Rank(0), 2)));
 }
+
+#[test]
+fn who_wants_to_be_told_of_an_end_has_the_watch_look_closely_until_then() {
+    static CALLS: crate::sync::AtomicUsize = crate::sync::AtomicUsize::new(0);
+    let [side, _] = sides();
+    side.in_flight.is_watched_by(|| _ = CALLS.fetch_add(1, Ordering::Relaxed));
+    let (works, now) = ([1, 2, 3].map(|number| side.begin(number, LONG)), Instant::now());
+    assert_eq!(side.in_flight.tick(now), Look::Later);
+    works[1].watch_closely();
+    works[0].watch_closely();
+    assert_eq!(CALLS.load(Ordering::Relaxed), 1, "it looks closely already");
+    assert_eq!(side.in_flight.tick(now), Look::Soon);
+    side.stream_ends(1);
+    assert_eq!(side.in_flight.tick(now), Look::Soon);
+    side.stream_ends(2);
+    assert_eq!(side.in_flight.tick(now), Look::Later, "the third is nobody's");
+    side.stream_ends(3);
+    assert_eq!(side.in_flight.tick(now), Look::Never);
+    works[2].watch_closely();
+    assert_eq!(CALLS.load(Ordering::Relaxed), 1, "it has ended");
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
@@ -44,8 +45,10 @@ class TorchWork:
         except Exception:
             self._end(False)
             raise
-        self._waited = True
-        self._end(True)
+        # On a stream, what follows is in order, and the operation may still be in flight.
+        if all(part.is_completed() for part in self._parts if hasattr(part, "is_completed")):
+            self._waited = True
+            self._end(True)
 
     def wait_blocking(self) -> None:
         """Blocks the thread until the operation is done.
@@ -100,9 +103,10 @@ class TorchWork:
     def __await__(self) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()
         for part in self._parts:
-            if isinstance(part, dist.Work):
+            future = _future(part)
+            if future is not None:
                 done = loop.create_future()
-                part.get_future().add_done_callback(functools.partial(_resolve, loop, done))
+                future.add_done_callback(functools.partial(_resolve, loop, done))
                 yield from done
             else:
                 yield from loop.run_in_executor(None, part.wait)
@@ -133,8 +137,8 @@ class TorchWork:
             return
         ended: torch.futures.Future[Any] = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 
-        def call(future: torch.futures.Future[Any]) -> None:
-            hook(_succeeded(future))
+        def call(_: object) -> None:
+            hook(all(map(_succeeded, futures)))
 
         ended.add_done_callback(call)
 
@@ -159,20 +163,23 @@ def _timed_out(part: Any) -> bool:
 
 
 def _future(part: Any) -> torch.futures.Future[Any] | None:
+    """The future that completes when a part ends."""
     if not isinstance(part, dist.Work):
         return None
-    try:
-        return part.get_future()
-    except RuntimeError:  # Gloo's messages have no future
-        return None
+    # The second, of an operation on a stream, completes as soon as it is there. Gloo's works lack the first, and its
+    # messages both.
+    for get in (cast(Any, part).get_future_result, part.get_future):
+        with contextlib.suppress(RuntimeError):
+            return get()
+    return None
 
 
 def _succeeded(future: torch.futures.Future[Any]) -> bool:
     try:
-        future.value()
+        outcome = future.value()
     except Exception:
         return False
-    return True
+    return outcome == _SUCCESS if isinstance(outcome, int) else True
 
 
 def together(works: Sequence[TorchWork]) -> TorchWork:
@@ -181,4 +188,5 @@ def together(works: Sequence[TorchWork]) -> TorchWork:
 
 
 # c10d's WorkResult.
+_SUCCESS = 0
 _TIMEOUT = 1
