@@ -74,6 +74,11 @@ std::string all_uses() {
   return lines;
 }
 
+Amounts& amounts() {
+  static Amounts amounts;
+  return amounts;
+}
+
 Callback::Callback(const char* what) : outer_(callback) { callback = what; }
 Callback::~Callback() { callback = outer_; }
 

@@ -44,6 +44,13 @@ uint64_t uses_of(const char* name);
 // "call uses" in lines, of all calls that came.
 std::string all_uses();
 
+// What the calls on streams amounted to.
+struct Amounts {
+  std::atomic<uint64_t> copied_bytes{0};
+  std::atomic<uint64_t> words{0};  // written, or waited for
+};
+Amounts& amounts();
+
 // While it lives, this thread runs code of the caller that must not call CUDA.
 class Callback {
  public:

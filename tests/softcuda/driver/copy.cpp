@@ -60,6 +60,7 @@ CUresult finish(CUstream stream, CUresult submitted, Returns returns) {
 
 CUresult copy(CUstream stream, CUdeviceptr to, CUdeviceptr from, size_t bytes, Returns returns) {
   if (!bytes) return CUDA_SUCCESS;
+  amounts().copied_bytes += bytes;
   const bool captured = is_capturing(stream);
   // Between devices, and only there, even calls without "Async" return at once.
   if (is_device_address(to) && is_device_address(from)) returns = Returns::AtOnce;

@@ -122,6 +122,10 @@ SOFTCUDA_EXPORT size_t softcuda_calls(char* text, size_t room) {
   return lines.size();
 }
 
+SOFTCUDA_EXPORT uint64_t softcuda_copied_bytes() { return softcuda::amounts().copied_bytes; }
+
+SOFTCUDA_EXPORT uint64_t softcuda_words() { return softcuda::amounts().words; }
+
 // Uses count from the start of the process: a test adds what `softcuda_uses` says.
 SOFTCUDA_EXPORT void softcuda_plant(const char* faults) { softcuda::plant(softcuda::faults(), faults); }
 

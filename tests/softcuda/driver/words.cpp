@@ -110,6 +110,7 @@ CUresult submit_steps(CUstream stream, std::vector<Step> steps) {
   for (const Step& step : steps) {
     if (CUresult bad = check(step)) return bad;
   }
+  amounts().words += steps.size();
   return submit(stream, CU_GRAPH_NODE_TYPE_BATCH_MEM_OP, [steps = std::move(steps)] {
     const Progress& progress = *running().progress;
     for (size_t i = 0; i < steps.size(); ++i) {

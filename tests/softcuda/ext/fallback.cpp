@@ -1,6 +1,7 @@
 // Runs PyTorch's operators on CUDA tensors by their CPU kernels, over the alias of device memory: so that tests can
 // compute what they move. An operator waits for its stream first and is done when it returns, hence cannot be captured.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -89,6 +90,9 @@ class Call {
     }
   }
 
+  // That of its tensors, or the current one.
+  at::Device device() const { return device_.value_or(at::Device(at::kCUDA, current_device())); }
+
   void note(at::Device device) {
     if (!device_) device_ = device;
   }
@@ -110,7 +114,7 @@ class Call {
   }
 
   Tensor upload(const Tensor& host) {
-    const at::Device device = device_.value_or(at::Device(at::kCUDA, current_device()));
+    const at::Device device = this->device();
     const c10::OptionalDeviceGuard guard(device);
     const Tensor dense = host.is_non_overlapping_and_dense() ? host : host.contiguous();
     Tensor made = at::empty_strided(dense.sizes(), dense.strides(), dense.options().device(device));
@@ -140,9 +144,28 @@ void argument_to_host(IValue& value, Call& call) {
   } else if (value.isDevice() && value.toDevice().is_cuda()) {
     call.note(value.toDevice());
     value = at::Device(at::kCPU);
-  } else if (value.isGenerator()) {
-    value = IValue();  // of CUDA; the CPU's default takes its place
   }
+}
+
+// One of the host whose numbers follow from the state of the device's, which goes on as it would on the device: programs
+// set and restore that state, and the host's own is none of theirs.
+at::Generator generator_on_host(const IValue& given, at::Device device) {
+  at::Generator generator = given.isNone() ? at::globalContext().defaultGenerator(device) : given.toGenerator();
+  if (generator.device().is_cpu()) return generator;
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  const uint64_t offset = generator.get_offset();
+  generator.set_offset(offset + 4);
+  // The host's has 32 bits of seed: all bits of both count (splitmix64).
+  uint64_t seed = generator.current_seed() + (offset + 1) * 0x9e3779b97f4a7c15;
+  seed = (seed ^ (seed >> 30)) * 0xbf58476d1ce4e5b9;
+  seed = (seed ^ (seed >> 27)) * 0x94d049bb133111eb;
+  return at::detail::createCPUGenerator((seed ^ (seed >> 31)) & 0xffffffff);
+}
+
+bool is_generator(const c10::Argument& argument) {
+  const auto optional = argument.type()->cast<c10::OptionalType>();
+  const auto type = optional ? optional->getElementType() : argument.type();
+  return type->kind() == c10::TypeKind::GeneratorType;
 }
 
 void result_to_device(IValue& value, Call& call) {
@@ -158,8 +181,12 @@ void result_to_device(IValue& value, Call& call) {
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call;
   const auto& schema = op.schema();
-  for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) {
-    argument_to_host((*stack)[i], call);
+  const size_t first = stack->size() - schema.arguments().size();
+  for (size_t i = first; i < stack->size(); ++i) argument_to_host((*stack)[i], call);
+  for (size_t i = first; i < stack->size(); ++i) {
+    if (is_generator(schema.arguments()[i - first])) {
+      (*stack)[i] = generator_on_host((*stack)[i], call.device());
+    }
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.follow_resizes();

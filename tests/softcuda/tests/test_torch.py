@@ -91,3 +91,24 @@ def training() -> None:
 
 def test_operators_fall_back_to_the_cpu_and_train() -> None:
     alone(training)
+
+
+def random_numbers() -> None:
+    import fallback
+
+    fallback.install()
+    there, here = torch.cuda.get_rng_state(), torch.get_rng_state()
+    first = torch.randn(100, device="cuda")
+    # The host's state is not the device's: programs that restore it get other numbers all the same.
+    torch.set_rng_state(here)
+    second = torch.randn(100, device="cuda")
+    assert torch.equal(torch.get_rng_state(), here)
+    torch.cuda.set_rng_state(there)
+    assert torch.equal(torch.randn(100, device="cuda").cpu(), first.cpu())
+    assert not torch.equal(first.cpu(), second.cpu())
+    torch.cuda.manual_seed(7)
+    assert not torch.equal(torch.randn(100, device="cuda").cpu(), first.cpu())
+
+
+def test_random_numbers_follow_from_the_state_of_the_device() -> None:
+    alone(random_numbers)
