@@ -1,0 +1,142 @@
+"""What an operation on CUDA tensors costs: calls of the driver, words, bytes, kernels. costs.json has the bounds.
+
+The software CUDA counts. `NCCLX_RS_COSTS_UPDATE=1 make python-test-cuda` writes what is counted as the new bounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World
+
+BOUNDS = Path(__file__).with_name("costs.json")
+UPDATE = os.environ.get("NCCLX_RS_COSTS_UPDATE") == "1"
+# Half the staging memory, so that the longer operations take several segments.
+STAGING = 1 << 16
+COUNTS = (1000, 60_000)
+
+Costs = dict[str, int]
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def counted_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    from conftest import begin
+
+    variables = {"SOFTCUDA_DEVICES": "1", "NCCLX_RS_DEVICE_STAGING_BYTES": str(STAGING)}
+    world = World(request.param, "shm", variables, begin)
+    yield world
+    world.close()
+
+
+def driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.softcuda_copied_bytes.restype = library.softcuda_words.restype = ctypes.c_uint64
+    library.softcuda_calls.restype = ctypes.c_size_t
+    return library
+
+
+def counted() -> Costs:
+    library = driver()
+    text = ctypes.create_string_buffer(1 << 16)
+    library.softcuda_calls(text, ctypes.c_size_t(len(text)))
+    uses = {name: int(number) for name, number in (line.split() for line in text.value.decode().splitlines())}
+    return {
+        "calls": sum(uses.values()),
+        "words": library.softcuda_words(),
+        "bytes": library.softcuda_copied_bytes(),
+        "kernels": sum(number for name, number in uses.items() if name.startswith("cuLaunchKernel")),
+    }
+
+
+def collectives(rank: int, size: int, count: int) -> dict[str, Callable[[], object]]:
+    """Every collective of so many elements a rank, on tensors that are made before anything is counted."""
+    one, other = torch.ones(count, device="cuda"), torch.ones(count, device="cuda")
+    many, more = torch.ones(size * count, device="cuda"), torch.ones(size * count, device="cuda")
+    blocks, roots = list(many.chunk(size)), list(more.chunk(size)) if rank == 0 else None
+    return {
+        "all_reduce": lambda: dist.all_reduce(one),
+        "reduce": lambda: dist.reduce(one, 0),
+        "broadcast": lambda: dist.broadcast(one, 0),
+        "all_gather": lambda: dist.all_gather(blocks, one),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(many, one),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(one, many),
+        "all_to_all_single": lambda: dist.all_to_all_single(many, more),
+        "gather": lambda: dist.gather(other, roots, 0),
+        "scatter": lambda: dist.scatter(other, roots, 0),
+    }
+
+
+def costs(rank: int, size: int) -> dict[str, Costs]:
+    found = {}
+    for count in COUNTS:
+        for name, call in collectives(rank, size, count).items():
+            for _ in range(2):  # what is made once: kernels, plans
+                call()
+            torch.cuda.synchronize()
+            dist.barrier()
+            before = counted()
+            call()
+            found[f"{name} of {count}"] = {what: number - before[what] for what, number in counted().items()}
+            torch.cuda.synchronize()
+    return found
+
+
+def test_an_operation_costs_no_more_than_its_bounds(counted_world: World) -> None:
+    ranks = counted_world.run(costs)
+    # The most of any rank.
+    found = {
+        f"{name} on {counted_world.size} ranks": {what: max(r[name][what] for r in ranks) for what in ranks[0][name]}
+        for name in ranks[0]
+    }
+    bounds = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
+    if UPDATE:
+        BOUNDS.write_text(json.dumps(bounds | found, indent=1) + "\n")
+        return
+    assert all(
+        number > 0 for number in found["all_reduce of 1000 on 2 ranks".replace("2", str(counted_world.size))].values()
+    )
+    over = {
+        name: (cost, bounds[name])
+        for name, cost in found.items()
+        if any(number > bounds[name][what] for what, number in cost.items())
+    }
+    assert not over, over
+
+
+def wake_ups() -> int:
+    """How often the engine's threads of this process have begun to wait; but not the one that calls back afterwards."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith("ncclx_rs") and name != "ncclx_rs_done":
+            status = (task / "status").read_text()
+            total += int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+    return total
+
+
+def nobody_wakes_up(rank: int, size: int) -> None:
+    tensor = torch.ones(100, device="cuda")
+    dist.all_reduce(tensor)
+    dist.barrier()
+    gc.collect()
+    operations, before, began = 400, wake_ups(), time.monotonic()
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(operations)]
+    torch.cuda.synchronize()
+    woken = wake_ups() - before
+    # Beside operations, threads look at the clock: a few times a second each.
+    allowed = operations / 4 + 60 * (time.monotonic() - began)
+    assert woken <= allowed, f"{woken} times for {operations} operations"
+    del works
+
+
+def test_operations_wake_no_thread(counted_world: World) -> None:
+    counted_world.run(nobody_wakes_up)
