@@ -180,13 +180,23 @@ rust-test-cuda: softcuda $(KERNEL_TWINS)
 # Those of the PyTorch backend.
 .PHONY: python-test-cuda
 test-cuda: python-test-cuda
-python-test-cuda: softcuda $(KERNEL_TWINS) $(call installed,$(TORCH))
-	SOFTCUDA_TWINS="$(KERNEL_TWINS)" $(IN_SOFTCUDA) python -m pytest tests/cuda_python
+PYTHON_CUDA = SOFTCUDA_TWINS="$(KERNEL_TWINS)" $(IN_SOFTCUDA) python -m pytest
+CUDA_INSTALLED := softcuda $(KERNEL_TWINS) $(call installed,$(TORCH))
+python-test-cuda: $(CUDA_INSTALLED) $(PROGRAMS)
+	$(PYTHON_CUDA) tests/cuda_python
+
+# PyTorch's own tests of CUDA tensors: a sample of them in `test-cuda`.
+.PHONY: acceptance-cuda acceptance-cuda-sample
+test-cuda: acceptance-cuda-sample
+acceptance-cuda: export SAMPLE := 0
+acceptance-cuda-sample: export SAMPLE := 1
+acceptance-cuda acceptance-cuda-sample: $(CUDA_INSTALLED)
+	BACKEND=ncclx_rs WORLD_SIZE=2 SOFTCUDA_DEVICES=2 $(PYTHON_CUDA) --quiet --timeout 300 tests/acceptance
 
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance long-messages chaos soak miri tsan fuzz SEED=$$seed
+		$(MAKE) --keep-going acceptance acceptance-cuda long-messages chaos soak miri tsan fuzz SEED=$$seed
 
 .PHONY: long-messages
 long-messages: $(call installed,$(TORCH))

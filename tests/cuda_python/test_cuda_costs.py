@@ -5,6 +5,7 @@ The software CUDA counts. `NCCLX_RS_COSTS_UPDATE=1 make python-test-cuda` writes
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -116,10 +117,11 @@ def wake_ups() -> int:
     """How often the engine's threads of this process have begun to wait; but not the one that calls back afterwards."""
     total = 0
     for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        if name.startswith("ncclx_rs") and name != "ncclx_rs_done":
-            status = (task / "status").read_text()
-            total += int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            name = (task / "comm").read_text().strip()
+            if name.startswith("ncclx_rs") and name != "ncclx_rs_done":
+                status = (task / "status").read_text()
+                total += int(status.split("voluntary_ctxt_switches:")[1].split()[0])
     return total
 
 
