@@ -214,6 +214,29 @@ Tensor& copy(c10::DispatchKeySet, Tensor& self, const Tensor& source, bool non_b
   return self;
 }
 
+// Of the backward passes that have no kernel on the host, the one that language models need.
+std::tuple<Tensor, Tensor> rms_norm_backward(c10::DispatchKeySet, const Tensor& gradient, const Tensor& input,
+                                             c10::IntArrayRef shape, const Tensor& rstd,
+                                             const std::optional<Tensor>& weight, std::array<bool, 2> wanted) {
+  std::vector<int64_t> normalized, others;
+  for (int64_t i = 0; i < input.dim(); ++i) {
+    (i < input.dim() - static_cast<int64_t>(shape.size()) ? others : normalized).push_back(i);
+  }
+  const Tensor wide = gradient.to(rstd.scalar_type());
+  const Tensor unit = input.to(rstd.scalar_type()) * rstd;
+  const bool has_weight = weight && weight->defined();
+  Tensor of_input, of_weight;
+  if (wanted[0]) {
+    const Tensor scaled = has_weight ? wide * *weight : wide;
+    of_input = ((scaled - unit * (unit * scaled).mean(normalized, true)) * rstd).to(input.scalar_type());
+  }
+  if (wanted[1] && has_weight) {
+    const Tensor whole = wide * unit;
+    of_weight = (others.empty() ? whole : whole.sum(others)).to(weight->scalar_type());
+  }
+  return {of_input, of_weight};
+}
+
 }  // namespace
 
 // How many operators run on the host from now on; -1 without a software CUDA.
@@ -228,11 +251,14 @@ extern "C" __attribute__((visibility("default"))) int softcuda_install_fallback(
   };
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || name.name.rfind("aten::", 0) != 0 || KEPT.count(toString(name))) continue;
+    // FSDP's others are made of operators of PyTorch's own.
+    const bool is_known = name.name.rfind("aten::", 0) == 0 || name.name == "fsdp::chunk_cat_mixed_dtype";
+    if (!op || !op->hasSchema() || !is_known || KEPT.count(toString(name))) continue;
     const bool on_both = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) &&
                          op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
     if (on_both) put(name, c10::KernelFunction::makeFromBoxedFunction<&run>());
   }
   put({"aten::copy_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy));
+  put({"aten::_fused_rms_norm_backward", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&rms_norm_backward));
   return static_cast<int>(kept_alive->size());
 }

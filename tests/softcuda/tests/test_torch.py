@@ -112,3 +112,20 @@ def random_numbers() -> None:
 
 def test_random_numbers_follow_from_the_state_of_the_device() -> None:
     alone(random_numbers)
+
+
+def norms() -> None:
+    import fallback
+
+    fallback.install()
+    values, scale = torch.randn(3, 4, 8), torch.randn(8)
+    gradients = []
+    for device in ("cpu", "cuda"):
+        inputs = [tensor.detach().to(device).requires_grad_() for tensor in (values, scale)]
+        torch.nn.functional.rms_norm(inputs[0], (8,), inputs[1]).sin().sum().backward()
+        gradients.append([tensor.grad.cpu() for tensor in inputs])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_norms_of_language_models_have_gradients() -> None:
+    alone(norms)
