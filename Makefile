@@ -193,10 +193,20 @@ acceptance-cuda-sample: export SAMPLE := 1
 acceptance-cuda acceptance-cuda-sample: $(CUDA_INSTALLED)
 	BACKEND=ncclx_rs WORLD_SIZE=2 SOFTCUDA_DEVICES=2 $(PYTHON_CUDA) --quiet --timeout 300 tests/acceptance
 
+# Long versions of two tests.
+.PHONY: chaos-cuda soak-cuda
+chaos-cuda: $(CUDA_INSTALLED)
+	NCCLX_RS_CHAOS_FAULTS=$(or $(FAULTS),200) NCCLX_RS_CHAOS_SEED=$(or $(SEED),1) $(PYTHON_CUDA) \
+		tests/cuda_python/test_cuda_chaos.py
+soak-cuda: $(CUDA_INSTALLED)
+	NCCLX_RS_SOAK_CUDA=10 NCCLX_RS_TEST_WATCHDOG=1800 $(PYTHON_CUDA) --timeout 2000 \
+		tests/cuda_python/test_cuda_footprint.py
+
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance acceptance-cuda long-messages chaos soak miri tsan fuzz SEED=$$seed
+		$(MAKE) --keep-going acceptance acceptance-cuda long-messages chaos chaos-cuda soak soak-cuda miri tsan fuzz \
+			SEED=$$seed
 
 .PHONY: long-messages
 long-messages: $(call installed,$(TORCH))
