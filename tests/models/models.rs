@@ -6,6 +6,8 @@
 #![allow(clippy::arc_with_non_send_sync, reason = "loom runs one thread at a time")]
 
 mod engine;
+#[path = "../../src/device/record.rs"]
+mod record;
 #[path = "../../src/sys/ring_sync.rs"]
 #[allow(unreachable_pub, dead_code, reason = "it is public in the engine, which uses the rest")]
 mod ring_sync;
@@ -16,6 +18,8 @@ mod work;
 mod completion;
 mod memory;
 mod progress;
+#[path = "record.rs"]
+mod records;
 mod sys;
 
 use ncclx_rs::{error, types};
