@@ -14,7 +14,7 @@ use crate::sys::tcp_info::TcpStats;
 use crate::types::{DType, Frame, Rank};
 
 /// The version of the format. Readers refuse others.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Everything that a dump tells. Times are microseconds of Unix time by this host's clock.
 #[derive(Serialize)]
@@ -59,6 +59,8 @@ struct Entry<'a> {
     operation: &'static str,
     /// Whether every rank calls it, in the same order.
     collective: bool,
+    /// Whether it runs on a device. Those operations have sequence numbers of their own.
+    device: bool,
     sequence: u64,
     call: String,
     /// The other rank of a message or an access.
@@ -111,6 +113,7 @@ impl<'a> Entry<'a> {
             number: record.number,
             operation: call.name(),
             collective: call.is_collective(),
+            device: record.is_on_device,
             sequence: record.sequence,
             call: call.to_string(),
             peer: call.peer().map(|rank| rank.0),

@@ -11,8 +11,9 @@ pub(crate) struct Record {
     /// How many operations came before it on this rank.
     pub(crate) number: u64,
     pub(crate) call: Call,
-    /// Its place among the collectives, the messages or the accesses to windows.
+    /// Its place among the collectives, the messages or the accesses to windows. Those on a device count apart.
     pub(crate) sequence: u64,
+    pub(crate) is_on_device: bool,
     /// How many bytes of the caller's memory it reads and writes.
     pub(crate) bytes: Bytes,
     /// Of an operation that sends in the call that submits it: right after; of one that never had to wait: as it ended.
@@ -80,7 +81,17 @@ impl Recorder {
             return number;
         }
         let started = starts.then_some(now);
-        let record = Record { number, call, sequence, bytes, submitted: now, started, ended: None, rest: None };
+        let record = Record {
+            number,
+            call,
+            sequence,
+            is_on_device: false,
+            bytes,
+            submitted: now,
+            started,
+            ended: None,
+            rest: None,
+        };
         if self.ring.len() < self.capacity {
             self.ring.push(record);
         } else {
@@ -99,6 +110,13 @@ impl Recorder {
     pub(crate) fn started(&mut self, number: u64, now: Instant) {
         if let Some(record) = self.find(number) {
             record.started = Some(now);
+        }
+    }
+
+    /// Notes that an operation runs on a device.
+    pub(crate) fn is_on_device(&mut self, number: u64) {
+        if let Some(record) = self.find(number) {
+            record.is_on_device = true;
         }
     }
 

@@ -100,6 +100,12 @@ impl Engine {
         Error::Closed { operation: operation.to_owned(), comm: self.name().to_owned(), how: how.to_owned() }
     }
 
+    /// Whether all ranks are there, this one too.
+    pub(crate) fn is_whole(&self) -> bool {
+        let failures = &self.context.failures;
+        self.context.closed.is_none() && !failures.has_lost() && !failures.has_left()
+    }
+
     /// Refuses an operation that cannot be submitted any more.
     #[inline(always)]
     pub(crate) fn check_open(&self, operation: &str) -> Result<(), Error> {
@@ -138,7 +144,14 @@ impl Engine {
     pub(crate) fn begin_on_device(&mut self, call: Call, sequence: u64, bytes: Bytes) -> Entry {
         let began = Instant::now();
         let number = self.context.recorder.submitted(call, sequence, bytes, began, true);
+        self.context.recorder.is_on_device(number);
         Entry { operation: call.name(), sequence, number, began }
+    }
+
+    /// The ranks that are known to have called a collective which this rank has not.
+    pub(crate) fn ahead(&self) -> Vec<Rank> {
+        let is_ahead = |rank: &Rank| self.collectives.called(*rank) > self.collectives.next_sequence();
+        (0..self.context.size()).map(Rank::from).filter(is_ahead).collect()
     }
 
     /// Ends an operation that the engine makes no progress on: one of a device.

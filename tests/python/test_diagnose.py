@@ -26,6 +26,7 @@ from ncclx_rs.diagnose import Communicator, Dump, Record, analyze, read, report
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
 from ncclx_rs.diagnose.analyze import ranks
 from ncclx_rs.diagnose.dumps import Link, Peer
+from ncclx_rs.diagnose.pytorch import trace
 from test_flight_recorder import ANALYSER_KNOWS_US, analyse
 from test_network import Host, connect, hosts
 
@@ -35,7 +36,13 @@ CALL = "all_reduce(SUM, 4 × float32)"
 
 
 def collective(sequence: int, state: str = "completed", call: str = CALL, **more: Any) -> Record:
-    values = {"number": sequence, "operation": call.split("(")[0], "collective": True, "sequence": sequence}
+    values = {
+        "number": sequence,
+        "operation": call.split("(")[0],
+        "collective": True,
+        "sequence": sequence,
+        "device": False,
+    }
     values |= {"call": call, "peer": None, "tag": None, "dtype": "float32", "read": 4, "written": 4, "state": state}
     values |= {"submitted": 1000 * sequence, "started": None, "ended": None, "failure": None, "stack": []}
     return Record(**(values | more))
@@ -83,6 +90,23 @@ def test_a_rank_that_did_not_call_is_to_blame() -> None:
     absent, unmatched = analyze(of(3, one, two, busy)).findings
     assert absent.ranks == (2,) and "rank 2 is in recv(16 bytes from rank 0, tag 7) since" in absent.details[0]
     assert unmatched.ranks == (0,) and "rank 0 has called no send" in unmatched.text
+
+
+def test_collectives_on_a_device_are_counted_apart() -> None:
+    on_device = collective(2, "running", device=True)
+    apart = [collective(2), collective(1, device=True)]
+    waiting, busy = dump(0, 2, *apart, on_device, called={1: 4}), dump(1, 2, *apart, collective(3, "running"))
+    absent, elsewhere = analyze(of(2, waiting, busy)).findings
+    assert "rank 0 did not call collective 3, all_reduce(SUM, 4 × float32), which rank 1 did" in absent.text
+    assert "rank 0 is in device collective 2, all_reduce(SUM" in absent.details[0]
+    assert (elsewhere.kind, elsewhere.ranks) == ("missing", (1,))
+    assert "rank 1 did not call device collective 2, all_reduce(SUM" in elsewhere.text
+    assert "rank 1 is in all_reduce(SUM" in elsewhere.details[0]
+    # Nor are they compared with each other, or taken for one in PyTorch's format.
+    assert analyze(of(2, waiting, busy)).compared == 2
+    content = trace([waiting])
+    listed = [(entry["process_group"][0], entry["collective_seq_id"]) for entry in content["entries"]]
+    assert sorted(listed) == [("main-00ff", 3), ("main-00ff-cuda", 1), ("main-00ff-cuda", 2)]
 
 
 def test_a_rank_that_is_known_to_have_called_is_not_to_blame() -> None:
@@ -191,14 +215,14 @@ def test_stragglers_are_measured_where_all_completed() -> None:
 
 def save(folder: Path, *dumps: Dump) -> None:
     for dump in dumps:
-        content = {"version": 2} | asdict(dump)
+        content = {"version": 3} | asdict(dump)
         (folder / f"{dump.rank}-{dump.time}.json").write_text(json.dumps(content))
 
 
 def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == UNUSABLE and "no dump in" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == UNUSABLE and "nowhere" in capsys.readouterr().err
-    bad = {"cut": '{"version": 2, "id"', "old": '{"version": 1}', "list": "[]", "bare": '{"version": 2}'}
+    bad = {"cut": '{"version": 3, "id"', "old": '{"version": 1}', "list": "[]", "bare": '{"version": 3}'}
     for name, content in bad.items():
         (tmp_path / f"{name}.json").write_text(content)
     (tmp_path / "note.txt").write_text("not looked at")
@@ -206,7 +230,7 @@ def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.Cap
     strange = {"foreign": replace(fine, records=[message("send", 9)]), "few": replace(fine, members=[])}
     strange["path"] = replace(fine, members=["/../0"])  # type: ignore[list-item]
     for name, wrong in strange.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"version": 2} | asdict(wrong)))
+        (tmp_path / f"{name}.json").write_text(json.dumps({"version": 3} | asdict(wrong)))
     save(tmp_path, fine)
     assert main([str(tmp_path), "--pytorch", str(tmp_path / "traces")]) == FINE
     out, err = capsys.readouterr()

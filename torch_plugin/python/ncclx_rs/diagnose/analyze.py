@@ -76,9 +76,10 @@ def analyze(communicator: Communicator) -> Diagnosis:
     diagnosis = Diagnosis(communicator)
     dead = _dead(communicator)
     diagnosis.findings += [Finding("died", (rank,), f"rank {rank} died: {cause}") for rank, cause in dead.items()]
-    collective = _collective(communicator, dead)
-    if collective is not None:
-        diagnosis.findings.append(collective)
+    for device in (False, True):
+        collective = _collective(communicator, dead, device)
+        if collective is not None:
+            diagnosis.findings.append(collective)
     diagnosis.findings += _messages(communicator, dead)
     _compare_arrivals(diagnosis)
     diagnosis.links = slow_links(communicator)
@@ -113,35 +114,36 @@ def _dead(communicator: Communicator) -> dict[int, str]:
     return dict(sorted(dead.items()))
 
 
-def _unfinished(dump: Dump) -> Record | None:
-    """The first collective that a rank called and did not complete."""
+def _unfinished(dump: Dump, device: bool) -> Record | None:
+    """The first collective that a rank called there and did not complete."""
     return min(
-        (record for record in dump.records if record.collective and record.state != "completed"),
+        (record for record in dump.collectives_on(device) if record.state != "completed"),
         key=lambda record: record.sequence,
         default=None,
     )
 
 
-def _collective(communicator: Communicator, dead: dict[int, str]) -> Finding | None:
-    """Compares the ranks at the first collective that some rank did not complete."""
-    stuck = [record for dump in communicator.dumps.values() if (record := _unfinished(dump))]
+def _collective(communicator: Communicator, dead: dict[int, str], device: bool) -> Finding | None:
+    """Compares the ranks at the first collective on the CPU, or on the device, that some rank did not complete."""
+    stuck = [record for dump in communicator.dumps.values() if (record := _unfinished(dump, device))]
     if not stuck:
         return None
     sequence = min(record.sequence for record in stuck)
     by_call: dict[str, list[int]] = defaultdict(list)
     for rank, dump in communicator.dumps.items():
-        if (record := dump.collective(sequence)) is not None:
+        if (record := dump.collective(sequence, device)) is not None:
             by_call[record.call].append(rank)
     calls = sorted(by_call.items(), key=lambda item: (-len(item[1]), item[1]))
-    what = f"collective {sequence}, {calls[0][0]}"
+    place = next(record.place for record in stuck if record.sequence == sequence)
+    what = f"{place}, {calls[0][0]}"
     if len(calls) > 1:
         most = len(calls[0][1])
         minority = [rank for _, called in calls if len(called) < most for rank in called]
         details = tuple(f"{ranks(called)} called {call}" for call, called in calls)
-        return Finding("mismatch", tuple(sorted(minority)), f"the ranks disagree on collective {sequence}", details)
-    came = set(calls[0][1]) | {
-        peer.rank for dump in communicator.dumps.values() for peer in dump.peers if peer.called > sequence
-    }
+        return Finding("mismatch", tuple(sorted(minority)), f"the ranks disagree on {place}", details)
+    came = set(calls[0][1])
+    if not device:
+        came |= {peer.rank for dump in communicator.dumps.values() for peer in dump.peers if peer.called > sequence}
     missing = [rank for rank in range(communicator.size) if rank not in came]
     if missing:
         details = tuple(_instead(communicator, rank, dead) for rank in missing)
@@ -160,11 +162,15 @@ def _instead(communicator: Communicator, rank: int, dead: dict[int, str]) -> str
         return f"rank {rank} {'is dead' if rank in dead else 'left no dump: it may be stopped, or busy elsewhere'}"
     waiting = next((record for record in dump.records if record.state in ("running", "queued")), None)
     if waiting is not None:
-        return f"rank {rank} is in {waiting.call} since {(dump.time - waiting.submitted) / 1e6:.1f} s"
+        return f"rank {rank} is in {_named(waiting)} since {(dump.time - waiting.submitted) / 1e6:.1f} s"
     if not dump.records:
         return f"rank {rank} has called nothing"
     last = dump.records[-1]
-    return f"rank {rank} last called {last.call}, {(dump.time - last.submitted) / 1e6:.1f} s before its dump"
+    return f"rank {rank} last called {_named(last)}, {(dump.time - last.submitted) / 1e6:.1f} s before its dump"
+
+
+def _named(record: Record) -> str:
+    return f"{record.place}, {record.call}" if record.device else record.call
 
 
 _COUNTERPART = {"send": "recv", "recv": "send"}
@@ -226,11 +232,11 @@ def _compare_arrivals(diagnosis: Diagnosis) -> None:
     dumps = diagnosis.communicator.dumps
     if len(dumps) < 2:
         return
-    arrivals: dict[int, dict[int, int]] = defaultdict(dict)
+    arrivals: dict[tuple[bool, int], dict[int, int]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for record in dump.records:
             if record.collective and record.state == "completed":
-                arrivals[record.sequence][rank] = record.submitted
+                arrivals[record.device, record.sequence][rank] = record.submitted
     complete = [times for times in arrivals.values() if len(times) == len(dumps)]
     diagnosis.compared = len(complete)
     if not complete:

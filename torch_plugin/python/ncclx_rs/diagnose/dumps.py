@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-_VERSION = 2
+_VERSION = 3
 
 T = TypeVar("T")
 
@@ -21,6 +21,7 @@ class Record:
 
     Attributes:
         collective: whether every rank calls it, in the same order; `sequence` then means the same on every rank.
+        device: whether it runs on a device. Such operations have sequence numbers of their own.
         call: the operation with its arguments. Those of a collective are the ones that all ranks must agree on.
         dtype: a collective's element type, by PyTorch's name.
         read: how many elements of the caller's memory it reads, or how many bytes if there is no `dtype`.
@@ -32,6 +33,7 @@ class Record:
     number: int
     operation: str
     collective: bool
+    device: bool
     sequence: int
     call: str
     peer: int | None
@@ -45,6 +47,12 @@ class Record:
     ended: int | None
     failure: str | None
     stack: list[dict[str, Any]]
+
+    @property
+    def place(self) -> str:
+        """What it is, with its number."""
+        kind = "collective" if self.collective else "operation"
+        return f"{'device ' if self.device else ''}{kind} {self.sequence}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Peer:
     """What a rank knows of another.
 
     Attributes:
-        called: how many collectives the peer has called at least.
+        called: how many collectives on the CPU the peer has called at least.
         lost: why it cannot be reached any more.
         link: the connection to the peer, if it is a TCP connection.
     """
@@ -90,7 +98,7 @@ class Dump:
     Attributes:
         members: the job's numbers of the communicator's ranks, in the communicator's order.
         operations: how many operations it had called. `records` holds the last of them and those in flight.
-        collectives: how many collectives it had called.
+        collectives: how many collectives on the CPU it had called.
     """
 
     id: str
@@ -107,9 +115,13 @@ class Dump:
     peers: list[Peer]
     records: list[Record]
 
-    def collective(self, sequence: int) -> Record | None:
-        """The collective of that number, if the dump holds it."""
-        return next((r for r in self.records if r.collective and r.sequence == sequence), None)
+    def collectives_on(self, device: bool) -> list[Record]:
+        """The collectives that run on the device, or those that do not."""
+        return [record for record in self.records if record.collective and record.device is device]
+
+    def collective(self, sequence: int, device: bool) -> Record | None:
+        """The collective of that number there, if the dump holds it."""
+        return next((record for record in self.collectives_on(device) if record.sequence == sequence), None)
 
 
 @dataclass

@@ -57,11 +57,13 @@ def trace(dumps: Iterable[Dump], include_completed: bool = True) -> dict[str, An
         include_completed: whether completed operations are included.
     """
     dumps = sorted(dumps, key=lambda dump: (dump.communicator, dump.id))
-    groups = [_group(number, dump) for number, dump in enumerate(dumps)]
+    places = [(dump, device) for dump in dumps for device in _places(dump)]
+    groups = [_group(number, *place) for number, place in enumerate(places)]
     operations = [
         (record, group, dump)
-        for group, dump in zip(groups, dumps, strict=True)
+        for group, (dump, device) in zip(groups, places, strict=True)
         for record in dump.records
+        if record.device is device
         if record.operation not in _UNKNOWN and (record.collective or record.peer is not None)
     ]
     operations.sort(key=lambda operation: operation[0].submitted)
@@ -71,18 +73,30 @@ def trace(dumps: Iterable[Dump], include_completed: bool = True) -> dict[str, An
     return _trace.trace(groups, [entry for entry in entries if include_completed or entry.state != "completed"])
 
 
-def _group(number: int, dump: Dump) -> _trace.Group:
-    group = _trace.Group(number, f"{dump.communicator}-{dump.id[:8]}", "ncclx", None, dump.members)
-    collectives = [record for record in dump.records if record.collective]
-    group.collectives = dump.collectives
-    group.started = max((record.sequence + 1 for record in collectives if record.started is not None), default=0)
-    group.completed = max((record.sequence + 1 for record in collectives if record.state == "completed"), default=-1)
+def _places(dump: Dump) -> list[bool]:
+    """Where a communicator has operations: on the CPU, and perhaps on a device."""
+    return [False, True] if any(record.device for record in dump.records) else [False]
+
+
+def _group(number: int, dump: Dump, device: bool) -> _trace.Group:
+    # The analyser takes entries of a group by number, and operations on a device have numbers of their own.
+    name = f"{dump.communicator}-{dump.id[:8]}" + ("-cuda" if device else "")
+    group = _trace.Group(number, name, "ncclx", None, dump.members)
+    collectives = dump.collectives_on(device)
+    group.collectives = max(map(_sequence, collectives), default=0) if device else dump.collectives
+    group.started = max((_sequence(record) for record in collectives if record.started is not None), default=0)
+    group.completed = max((_sequence(record) for record in collectives if record.state == "completed"), default=-1)
     return group
+
+
+def _sequence(record: Record) -> int:
+    """PyTorch counts from one, as devices do."""
+    return record.sequence if record.device else record.sequence + 1
 
 
 def _entry(number: int, record: Record, group: _trace.Group, dump: Dump) -> _trace.Entry:
     route = None
-    sequence = record.sequence + 1
+    sequence = _sequence(record)
     if record.peer is not None:
         here, there = rank(dump), dump.members[record.peer]
         route = (here, there) if record.operation == "send" else (there, here)

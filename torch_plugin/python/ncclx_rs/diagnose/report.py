@@ -111,6 +111,5 @@ def _chart(communicator: Communicator) -> str:
 
 
 def _tip(record: Record, at: int, lasted: int) -> str:
-    kind = "collective" if record.collective else "operation"
-    tip = f"{kind} {record.sequence}: {record.call}\n{record.state}, at {at / 1e3:.3f} ms for {lasted / 1e3:.3f} ms"
+    tip = f"{record.place}: {record.call}\n{record.state}, at {at / 1e3:.3f} ms for {lasted / 1e3:.3f} ms"
     return tip + (f"\n{record.failure}" if record.failure else "")
