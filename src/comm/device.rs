@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 use crate::buffer::Buffer;
 use crate::comm::check::{self, Place};
 use crate::config::Config;
+use crate::deadline::deadline_after;
 use crate::device::executor::{self, Executor, LANES, Ranks, Request};
 use crate::device::in_flight::Ends;
 use crate::device::setup::{self, Wanted};
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
 use crate::engine::driver::Driver;
-use crate::error::{Error, InitError, UsageError};
+use crate::error::{Error, UsageError};
 use crate::op::{Op, OpKind};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
 use crate::sys::cuda::StreamHandle;
@@ -184,22 +185,13 @@ impl DeviceSide {
             layout: ControlLayout::VERSION,
             timeout,
         };
+        let are_there = || group.driver().with_engine(|engine| engine.is_whole());
         let mut all_gather = |own| all_gather(group, own, timeout);
-        let parts = setup::set_up(&wanted, &mut all_gather)?;
+        let parts = setup::set_up(&wanted, &mut all_gather, &are_there)?;
         let ends = Arc::new(Reports(group.driver().clone()));
         let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, ends);
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
-        let cause = own.as_ref().err().map(Error::to_string).unwrap_or_default();
-        let told = all_gather(cause.into_bytes())?;
-        match told.iter().enumerate().find(|(_, cause)| !cause.is_empty()) {
-            None => own,
-            Some((rank, cause)) => Err(InitError::Os {
-                comm: group.name().to_owned(),
-                what: format!("CUDA on rank {rank}"),
-                cause: String::from_utf8_lossy(cause).into_owned(),
-            }
-            .into()),
-        }
+        setup::agree(group.name(), &mut all_gather, own)
     }
 }
 
@@ -235,7 +227,7 @@ pub(super) fn all_gather(group: &impl Group, own: Vec<u8>, timeout: Duration) ->
         group.send_bytes(length.to_vec(), to)?;
         group.send_bytes(own.clone(), to)?;
     }
-    let until = Instant::now() + timeout;
+    let until = deadline_after(Instant::now(), timeout);
     let receive = |data: &mut [u8], from| group.recv_bytes(data, from, until.saturating_duration_since(Instant::now()));
     let mut all = vec![Vec::new(); size];
     for from in others() {
@@ -267,5 +259,9 @@ impl Ends for Reports {
 
     fn loss(&self, operation: &str) -> Option<Error> {
         self.0.with_engine(|engine| engine.loss_of(operation))
+    }
+
+    fn elsewhere(&self) -> Vec<Rank> {
+        self.0.with_engine(|engine| engine.ahead())
     }
 }

@@ -17,14 +17,17 @@ use crate::types::{Rank, Source, Tag};
 use crate::work::Entry;
 
 impl Ranks for Communicator {
-    fn begin(&self, signature: Signature, number: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry {
+    fn begin(&self, signature: Signature, sequence: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry {
         let sum = |buffers: &[Buffer]| buffers.iter().map(|buffer| buffer.bytes()).sum();
         let bytes = Bytes { read: sum(inputs), written: sum(outputs) };
-        self.driver.with_engine(|engine| engine.begin_on_device(Call::Collective(signature), number, bytes))
+        self.driver.with_engine(|engine| engine.begin_on_device(Call::Collective(signature), sequence, bytes))
     }
 
-    fn barrier(&self, timeout: Duration) -> Result<(), Error> {
-        device::all_gather(self, Vec::new(), timeout).map(|_| ())
+    fn greatest(&self, own: u64, timeout: Duration) -> Result<u64, Error> {
+        let told = device::all_gather(self, own.to_le_bytes().to_vec(), timeout)?;
+        // What is no number is no rank's number.
+        let number = |bytes: Vec<u8>| bytes.try_into().map(u64::from_le_bytes).unwrap_or_default();
+        Ok(told.into_iter().map(number).fold(own, u64::max))
     }
 }
 

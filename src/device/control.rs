@@ -193,14 +193,19 @@ impl Control {
 
     /// Tells the other ranks of a failure, before anything that it spoils can reach them.
     ///
-    /// The first failure of a lane stays until the lane is [reset](Control::reset); a later one only makes its number smaller.
+    /// The first failure of a lane stays until the lane is [reset](Control::reset). A later one of an earlier operation only makes
+    /// its number smaller, and says what kind of end that is: after a disagreement the ranks might go on, after others not.
     pub(crate) fn fail(&self, failure: &Failure) {
         let _failing = lock(&self.failing);
         let place = self.words.line(self.layout.failure(self.me, failure.lane));
         let [mark, number, kind, rank, len, ..] = place;
         let epoch = self.epoch(failure.lane);
         if mark.load(Ordering::Relaxed) == epoch {
-            number.fetch_min(failure.number, Ordering::Relaxed);
+            if failure.number < number.load(Ordering::Relaxed) {
+                kind.store(failure.kind as u64, Ordering::Relaxed);
+                // Release: who reads the number finds the kind, by the Acquire in `failure_of`.
+                number.store(failure.number, Ordering::Release);
+            }
             // Before what the caller does next, as `publish` has it.
             fence(Ordering::SeqCst);
             return;
@@ -223,7 +228,7 @@ impl Control {
     pub(crate) fn failure_of(&self, rank: Rank, lane: usize) -> Option<Failure> {
         let [mark, values @ ..] = self.words.line(self.layout.failure(rank, lane));
         let (mut values, text) = record::read(mark, self.epoch(lane), || {
-            let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+            let load = |word: &AtomicU64| word.load(Ordering::Acquire);
             let text: Vec<u8> = self.text(rank, lane).flat_map(|word| load(word).to_le_bytes()).collect();
             (values.each_ref().map(load).into_iter(), text)
         })?;

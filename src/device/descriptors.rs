@@ -33,6 +33,9 @@ pub enum HandoverError {
         /// Which ones.
         unreached: Vec<u32>,
     },
+    /// A rank has left, this one or another: what it was to bring will not come.
+    #[error("a rank has left")]
+    Left,
     /// A rank is gone, or cannot be reached.
     #[error("rank {rank} cannot be reached: {cause}")]
     Unreachable {
@@ -87,7 +90,7 @@ impl Post {
     }
 
     /// Hands `own` to every rank whose address is in `ranks`, and takes theirs: by rank, with copies of the own ones at the
-    /// own place.
+    /// own place. It asks now and then whether all ranks are there.
     ///
     /// # Panics
     /// When there is no rank `me`, or when there are more than 255 descriptors.
@@ -97,6 +100,7 @@ impl Post {
         ranks: &[Address],
         own: &[BorrowedFd<'_>],
         deadline: Instant,
+        are_there: &dyn Fn() -> bool,
     ) -> Result<Vec<Vec<OwnedFd>>, HandoverError> {
         assert!(me.index() < ranks.len(), "rank {me} of {}", ranks.len());
         let greeting = |to: &Address| Greeting {
@@ -158,7 +162,10 @@ impl Post {
                     HandoverError::Missing { missing }
                 });
             };
-            self.sleep(&callers, if calls.is_empty() { left } else { left.min(AGAIN) })?;
+            if !are_there() {
+                return Err(HandoverError::Left);
+            }
+            self.sleep(&callers, left.min(if calls.is_empty() { LOOK } else { AGAIN }))?;
         }
     }
 
@@ -314,6 +321,9 @@ const NONCE: usize = 16;
 /// Connections of strangers that are kept beside those of ranks.
 const STRANGERS: usize = 16;
 
+/// How often it asks whether all ranks are there.
+const LOOK: Duration = Duration::from_millis(100);
+
 /// A full queue of another rank cannot be waited for, only tried again.
 const AGAIN: Duration = Duration::from_millis(5);
 
@@ -354,7 +364,7 @@ mod tests {
                 scope.spawn(move || {
                     let own: Vec<OwnedFd> = (0..me).map(|number| file(&format!("{number} of {me}"))).collect();
                     let own: Vec<_> = own.iter().map(AsFd::as_fd).collect();
-                    let taken = post.exchange(Rank::from(me), addresses, &own, soon()).expect("all come");
+                    let taken = post.exchange(Rank::from(me), addresses, &own, soon(), &|| true).expect("all come");
                     for (rank, fds) in taken.iter().enumerate() {
                         let texts: Vec<String> = fds.iter().map(text).collect();
                         let expected: Vec<String> = (0..rank).map(|number| format!("{number} of {rank}")).collect();
@@ -380,7 +390,7 @@ mod tests {
         let greeting = Greeting { nonce: addresses[0].nonce, rank: 1, count: 0 }.to_bytes();
         let mut call = Call { rank: Rank(0), to: &addresses[0], greeting, stream: None, sent: 0 };
         assert!(call.drive(&[]).expect("it listens"));
-        let end = posts.remove(0).exchange(Rank(0), &addresses, &[], Instant::now());
+        let end = posts.remove(0).exchange(Rank(0), &addresses, &[], Instant::now(), &|| true);
         assert!(matches!(&end, Err(HandoverError::Missing { missing }) if *missing == [2]), "{end:?}");
     }
 
@@ -388,8 +398,19 @@ mod tests {
     fn a_rank_that_is_gone_is_named_at_once() {
         let (mut posts, addresses) = open(2);
         posts.pop();
-        let end = posts.remove(0).exchange(Rank(0), &addresses, &[], soon());
+        let end = posts.remove(0).exchange(Rank(0), &addresses, &[], soon(), &|| true);
         assert!(matches!(&end, Err(HandoverError::Unreachable { rank: 1, .. })), "{end:?}");
+    }
+
+    #[test]
+    fn nobody_waits_for_a_rank_that_has_left() {
+        let (mut posts, addresses) = open(2);
+        // It listens, and will never call.
+        let asked = std::cell::Cell::new(0);
+        let are_there = || asked.replace(asked.get() + 1) < 2;
+        let end = posts.remove(0).exchange(Rank(0), &addresses, &[], soon(), &are_there);
+        assert!(matches!(&end, Err(HandoverError::Left)), "{end:?}");
+        assert_eq!(asked.get(), 3);
     }
 
     #[test]
@@ -423,9 +444,9 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let own = file("whole");
-                second.exchange(Rank(1), &addresses, &[own.as_fd()], soon()).expect("both come");
+                second.exchange(Rank(1), &addresses, &[own.as_fd()], soon(), &|| true).expect("both come");
             });
-            let taken = first.exchange(Rank(0), &addresses, &[], soon()).expect("both come");
+            let taken = first.exchange(Rank(0), &addresses, &[], soon(), &|| true).expect("both come");
             assert_eq!(taken[1].iter().map(text).collect::<Vec<_>>(), ["whole"]);
         });
     }

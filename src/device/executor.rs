@@ -26,7 +26,9 @@ use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
-use crate::sys::cuda::{Capture, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Stream, StreamHandle};
+use crate::sys::cuda::{
+    Capture, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Stream, StreamHandle, StreamId,
+};
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::{Entry, Work};
 
@@ -47,11 +49,11 @@ pub(crate) struct Request<'a> {
 
 /// What a communicator offers to its device.
 pub(crate) trait Ranks {
-    /// Notes an operation in the flight recorder.
-    fn begin(&self, signature: Signature, number: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry;
+    /// Notes an operation in the flight recorder, by its place among those on the device.
+    fn begin(&self, signature: Signature, sequence: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry;
 
-    /// Waits until all ranks have called this.
-    fn barrier(&self, timeout: Duration) -> Result<(), Error>;
+    /// Waits until all ranks have called this: the greatest of the numbers that they have.
+    fn greatest(&self, own: u64, timeout: Duration) -> Result<u64, Error>;
 }
 
 /// A communicator's executor for one device.
@@ -76,10 +78,12 @@ struct State {
     plans: Plans,
     scratch: DeviceMemory,
     sums: DeviceMemory,
-    /// The number of the last operation.
+    /// How many operations came before the ranks last began anew: the greatest number of any rank.
+    before: u64,
+    /// The number of the last operation since.
     number: u64,
-    /// The stream of the last operation, and where it ends there.
-    last: Option<u64>,
+    /// The stream of the last operation, and where it ends there. The stream may be gone: its handle may be another one's.
+    last: Option<StreamId>,
     end: Event,
 }
 
@@ -126,6 +130,7 @@ impl Executor {
             Ok((launcher, scratch, Event::new(&context)?))
         };
         let (mut launcher, [scratch, sums], end) = memory().map_err(|error| setup_failed(&comm, &error))?;
+        watch::begin().map_err(|error| no_threads(&comm, &error))?;
         let own = &members[me.index()];
         let is_beside = |other: &Member| other.device == own.device && other.process == own.process;
         if members.iter().filter(|member| is_beside(member)).count() > 1 {
@@ -138,8 +143,21 @@ impl Executor {
         let rings = RingLane::new(RINGS, me, layout.lane_words(), registered, cells, width);
         let plans = Plans::new(me, size, algorithm, room);
         let device = context.device().ordinal();
-        let state =
-            State { me, layout, context, lane, rings, launcher, plans, scratch, sums, number: 0, last: None, end };
+        let state = State {
+            me,
+            layout,
+            context,
+            lane,
+            rings,
+            launcher,
+            plans,
+            scratch,
+            sums,
+            before: 0,
+            number: 0,
+            last: None,
+            end,
+        };
         let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends);
         Ok(Executor { comm, me, device, control, in_flight, state: Mutex::new(Some(state)) })
     }
@@ -161,7 +179,7 @@ impl Executor {
             None => {}
             Some(Halt::Mismatch) => {
                 // Half of it would leave ranks that count differently.
-                self.begin_anew(state, ranks, request.timeout).inspect_err(|error| self.in_flight.stop(error))?;
+                self.begin_anew(state, ranks, request).inspect_err(|error| self.in_flight.stop(error))?;
             }
             Some(Halt::Failed(error)) => return Err(in_flight::named(error, request.signature)),
         }
@@ -203,21 +221,18 @@ impl Executor {
         };
         self.make_room(number, request.timeout, signature, blocks.is_some())?;
         state.number = number;
-        let work = Work::new(self.in_flight.clone(), ranks.begin(signature, number, request.inputs, request.outputs));
+        let sequence = state.before + number;
+        let work = Work::new(self.in_flight.clone(), ranks.begin(signature, sequence, request.inputs, request.outputs));
         let call = LoggedCall::new(signature, segments as u32, Captured::Eager);
         if let Err(disagreement) = self.control.enter(LANE, number, call, blocks) {
-            let detail = call.disagreement(number, self.me, disagreement);
+            let detail = call.disagreement(sequence, self.me, disagreement);
             let error = Error::Mismatch { operation: signature.to_string(), detail };
             self.in_flight.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
             self.in_flight.end(&work, Err(error.clone()));
             return Err(error);
         }
         if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
-            watch::watch(&self.in_flight).map_err(|cause| {
-                let error = self.no_thread(&cause);
-                self.in_flight.fail(number, FailureKind::Driver, self.me, error.clone());
-                error
-            })?;
+            watch::watch(&self.in_flight);
         }
         let submitted = state.submit(&current, &stream, number, &way, request, &self.in_flight);
         if let Err(error) = submitted {
@@ -236,7 +251,8 @@ impl Executor {
     }
 
     /// After a disagreement: waits until no stream of any rank runs any more, and counts from the beginning.
-    fn begin_anew(&self, state: &mut State, ranks: &dyn Ranks, timeout: Duration) -> Result<(), Error> {
+    fn begin_anew(&self, state: &mut State, ranks: &dyn Ranks, request: &Request<'_>) -> Result<(), Error> {
+        let timeout = request.timeout;
         let operation = || "the operation after a disagreement".to_owned();
         let in_flight = |waited| Error::Timeout {
             operation: operation(),
@@ -244,14 +260,16 @@ impl Executor {
             detail: "earlier operations are still in flight on the device".to_owned(),
         };
         self.in_flight.wait_for(u64::MAX, timeout).map_err(in_flight)?;
-        ranks.barrier(timeout)?;
+        // A rank that does not go on would not come.
+        self.in_flight.obstacle(request.signature).map_or(Ok(()), Err)?;
+        state.before = ranks.greatest(state.before + state.number, timeout)?;
         self.control.reset(LANE);
         self.control.reset(RINGS);
         state.lane.reset();
         state.rings.reset();
         state.number = 0;
-        self.in_flight.resume();
-        ranks.barrier(timeout)
+        self.in_flight.resume(state.before);
+        ranks.greatest(0, timeout).map(|_| ())
     }
 
     /// Waits until the log has room for the operation of this number: as a driver's queue that is full.
@@ -282,9 +300,9 @@ impl Executor {
     /// Has memory given back once the device does not use it any more. To be called when this rank has left.
     pub(crate) fn close(&self) {
         let Some(state) = lock(&self.state).take() else { return };
-        if let Err(cause) = watch::reap(self.in_flight.clone(), Box::new(state)) {
-            log::warn!("communicator `{}`: nothing of device {} is given back: {cause}", self.comm, self.device);
-        }
+        // Also what a thread has submitted that was still setting up when this rank left.
+        self.in_flight.leave(self.closed("an operation in flight".to_owned()));
+        watch::reap(self.in_flight.clone(), Box::new(state));
     }
 
     /// The error of an operation that cannot be run, on this rank or on any.
@@ -296,11 +314,6 @@ impl Executor {
 
     fn closed(&self, operation: String) -> Error {
         Error::Closed { operation, comm: self.comm.clone(), how: "left".to_owned() }
-    }
-
-    fn no_thread(&self, cause: &std::io::Error) -> Error {
-        let what = "the thread that watches devices".to_owned();
-        InitError::Os { comm: self.comm.clone(), what, cause: cause.to_string() }.into()
     }
 }
 
@@ -326,7 +339,8 @@ impl State {
         in_flight: &InFlight,
     ) -> Result<(), CudaError> {
         // The operations of a lane come one after the other, whatever their streams.
-        if self.last.is_some_and(|last| last != stream.to_raw()) {
+        let id = stream.id(current)?;
+        if self.last.is_some_and(|last| last != id) {
             stream.wait(current, &self.end)?;
         }
         let inputs: SmallVec<[DeviceBytes<'_>; 8]> = request.inputs.iter().filter_map(Buffer::device_bytes).collect();
@@ -368,7 +382,7 @@ impl State {
             }
         }
         self.end.record(current, stream)?;
-        self.last = Some(stream.to_raw());
+        self.last = Some(id);
         Ok(())
     }
 
@@ -422,6 +436,11 @@ fn captured(operation: String) -> UsageError {
 fn no_kernels(comm: &str, error: &LaunchError) -> Error {
     let (comm, what) = (comm.to_owned(), "its kernels".to_owned());
     InitError::Os { comm, what, cause: error.to_string() }.into()
+}
+
+fn no_threads(comm: &str, cause: &std::io::Error) -> Error {
+    let what = "the threads that see to devices".to_owned();
+    InitError::Os { comm: comm.to_owned(), what, cause: cause.to_string() }.into()
 }
 
 fn setup_failed(comm: &str, error: &CudaError) -> Error {

@@ -29,6 +29,9 @@ pub(crate) trait Ends: Send + Sync {
 
     /// The lost rank, if there is one, as the error of an operation.
     fn loss(&self, operation: &str) -> Option<Error>;
+
+    /// The ranks that wait in a collective on the CPU which this rank has not called.
+    fn elsewhere(&self) -> Vec<Rank>;
 }
 
 /// An operation that has been submitted.
@@ -56,6 +59,8 @@ struct State {
     flights: VecDeque<Flight>,
     /// The number of the last operation.
     last: u64,
+    /// How many came before the ranks last began anew.
+    before: u64,
     /// The first failure, by which operations end that this rank itself gave up.
     failed: Option<(u64, Error)>,
     halt: Option<Halt>,
@@ -105,6 +110,10 @@ impl InFlight {
     pub(crate) fn begin(&self, number: u64, call: Signature, work: Work, limit: Duration) -> bool {
         let mut state = lock(&self.state);
         state.last = number;
+        if state.flights.is_empty() {
+            // What was released before has run out; this has its own time to do so.
+            state.released = None;
+        }
         state.flights.push_back(Flight { number, call, work, limit, started: None });
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
@@ -139,8 +148,8 @@ impl InFlight {
         lock(&self.state).halt.clone()
     }
 
-    /// Goes on after a disagreement, once nothing is in flight on any rank.
-    pub(crate) fn resume(&self) {
+    /// Goes on after a disagreement, once nothing is in flight on any rank. So many operations came before.
+    pub(crate) fn resume(&self, before: u64) {
         let mut state = lock(&self.state);
         if matches!(state.halt, Some(Halt::Mismatch)) {
             state.halt = None;
@@ -148,8 +157,17 @@ impl InFlight {
             state.released = None;
             state.last = 0;
             state.closely = None;
+            state.before = before;
             state.awaits.clear();
         }
+    }
+
+    /// Why ranks cannot begin anew after a disagreement: for one of them that was not all. The error of this call.
+    pub(crate) fn obstacle(&self, call: Signature) -> Option<Error> {
+        let told = |rank| Some((rank, self.control.failure_of(rank, self.lane)?));
+        let mut failures = self.control.ranks().filter_map(told);
+        let (reporter, failure) = failures.find(|(_, failure)| failure.kind != FailureKind::Mismatch)?;
+        Some(reported(reporter, failure, call))
     }
 
     /// Submits nothing more.
@@ -254,14 +272,15 @@ impl InFlight {
                 if let Some(Error::PeerLost { operation, rank, cause }) = self.ends.loss(&call.to_string()) {
                     let error = Error::PeerLost { operation, rank, cause };
                     self.give_up(&mut state, number, FailureKind::PeerLost, Rank(rank), error);
-                } else if let Some((reporter, failure)) = self.control.first_failure(lane, last) {
+                } else if let Some((reporter, failure)) = self.control.first_failure(lane, last)
+                    && state.is_sound(failure.number)
+                {
                     let from = failure.number;
-                    if state.is_sound(from) {
-                        let error = reported(reporter, failure, call);
-                        state.halt_after(&error);
-                        state.failed = Some((from, error));
-                    }
+                    let error = reported(reporter, failure, call);
+                    state.halt_after(&error);
+                    state.failed = Some((from, error));
                 } else if let Some(late) = state.late(now) {
+                    // Also if a later one has failed: that does not end those before it.
                     let (number, error) = (late.number, self.timeout(&state, late, now));
                     self.give_up(&mut state, number, FailureKind::Timeout, me, error);
                 }
@@ -307,8 +326,8 @@ impl InFlight {
 
     fn timeout(&self, state: &State, late: &Flight, now: Instant) -> Error {
         let waited = late.started.map_or(Duration::ZERO, |started| now - started);
-        let number = late.number;
-        let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= number;
+        let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= late.number;
+        let number = state.before + late.number;
         let (came, missing): (Vec<Rank>, Vec<Rank>) = self.control.ranks().partition(has_called);
         let detail = if missing.is_empty() {
             let behind = |(lane, words): &(usize, Vec<_>)| self.control.behind(*lane, words.iter().copied());
@@ -320,19 +339,27 @@ impl InFlight {
                 rank_list(&slow)
             )
         } else {
+            let mut elsewhere = self.ends.elsewhere();
+            elsewhere.retain(|rank| missing.contains(rank));
+            let elsewhere = match &elsewhere[..] {
+                [] => String::new(),
+                ranks => format!("; rank(s) {} called a collective on the CPU instead", rank_list(ranks)),
+            };
             let (missing, came) = (rank_list(&missing), rank_list(&came));
-            format!("device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did")
+            format!("device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}")
         };
         Error::Timeout { operation: late.call.to_string(), waited, detail }
     }
 }
 
 impl State {
+    /// The first failure stays the reason; but what comes beside a disagreement, after which ranks could go on, ends that.
     fn halt_after(&mut self, error: &Error) {
-        self.halt.get_or_insert(match error {
-            Error::Mismatch { .. } => Halt::Mismatch,
-            other => Halt::Failed(other.clone()),
-        });
+        match (&self.halt, error) {
+            (Some(Halt::Failed(_)), _) => {}
+            (_, Error::Mismatch { .. }) => self.halt = Some(Halt::Mismatch),
+            (_, other) => self.halt = Some(Halt::Failed(other.clone())),
+        }
     }
 
     /// Whether no failure is known of the operation of this number, or of one before it.

@@ -173,11 +173,16 @@ fn obstacle(members: &[Member]) -> Option<String> {
 
 /// Sets up, with all ranks. Before it returns every rank has mapped everything.
 ///
-/// It calls `all_gather` as often on every rank, until one of them fails. The device may be waited for.
+/// It calls `all_gather` as often on every rank, until one of them fails, as it does once not all ranks `are_there`. The device
+/// may be waited for.
 ///
 /// # Errors
 /// Those of [`decide`]; that something failed on a rank, which is named: the same on all; and those of `all_gather`.
-pub fn set_up(wanted: &Wanted<'_>, all_gather: &mut AllGather<'_>) -> Result<Parts, Error> {
+pub fn set_up(
+    wanted: &Wanted<'_>,
+    all_gather: &mut AllGather<'_>,
+    are_there: &dyn Fn() -> bool,
+) -> Result<Parts, Error> {
     let Wanted { comm, me, .. } = *wanted;
     let members: Vec<Member> = tell(comm, all_gather, probe(wanted))?;
     let decision = decide(comm, &members)?;
@@ -187,7 +192,7 @@ pub fn set_up(wanted: &Wanted<'_>, all_gather: &mut AllGather<'_>) -> Result<Par
     let (own, offer) = split(Own::make(wanted, &decision, members.len()));
     let offers: Vec<Offer> = tell(comm, all_gather, offer)?;
     let own = own.expect("no rank has told a failure");
-    let (mapped, told) = split(own.share(wanted, &offers).map(|mapped| (mapped, ())));
+    let (mapped, told) = split(own.share(wanted, &offers, are_there).map(|mapped| (mapped, ())));
     tell(comm, all_gather, told)?;
     let Mapped { context, words, registered, staging } = mapped.expect("no rank has told a failure");
     Ok(Parts { context, words, registered, staging, width: decision.width, members })
@@ -221,6 +226,13 @@ fn tell<T: Serialize + DeserializeOwned>(
         })
     });
     Ok(parsed.collect::<Result<Vec<T>, InitError>>()?)
+}
+
+/// What this rank has made, if no rank has failed; else the first failure, the same on every rank.
+pub(crate) fn agree<T>(comm: &str, all_gather: &mut AllGather<'_>, own: Result<T, Error>) -> Result<T, Error> {
+    let (own, told) = split(own.map(|own| (own, ())).map_err(failed("what runs operations")));
+    tell(comm, all_gather, told)?;
+    Ok(own.expect("no rank has told a failure"))
 }
 
 /// What stays here, and what is told.
@@ -314,14 +326,14 @@ impl Own {
     }
 
     /// Hands own memory to all ranks, and maps theirs.
-    fn share(self, wanted: &Wanted<'_>, offers: &[Offer]) -> Result<Mapped, Failure> {
+    fn share(self, wanted: &Wanted<'_>, offers: &[Offer], are_there: &dyn Fn() -> bool) -> Result<Mapped, Failure> {
         let Own { context, words, staging, post } = self;
         let (mut staging, own_fds): (Vec<Staging>, Vec<OwnedFd>) = staging.into_iter().unzip();
         // Staging memory first.
         let own: Vec<BorrowedFd<'_>> = own_fds.iter().map(AsFd::as_fd).chain(words.as_ref().map(AsFd::as_fd)).collect();
         let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
         let deadline = deadline_after(Instant::now(), wanted.timeout);
-        let taken = post.exchange(wanted.me, &addresses, &own, deadline);
+        let taken = post.exchange(wanted.me, &addresses, &own, deadline, are_there);
         let taken = taken.map_err(failed("the exchange of file descriptors"))?;
         let mut others_words = None;
         for (rank, (fds, offer)) in taken.into_iter().zip(offers).enumerate() {

@@ -1,27 +1,38 @@
-//! The thread of a process that watches what is in flight on its devices.
+//! The threads of a process that see to its devices: one watches what is in flight, one gives memory back.
 //!
-//! While something is in flight it looks ten times a second; else it sleeps. It never calls the driver. What communicators
-//! have left is given back by a thread of its own, once nothing is in flight: calls that free memory wait for the device, and so
-//! perhaps for an operation that is put on it meanwhile, which only the watch can end if it fails.
+//! While something is in flight the first looks ten times a second; else it sleeps. It never calls the driver. What communicators
+//! have left is given back by the other, once nothing is in flight: calls that free memory wait for the device, and so
+//! perhaps for an operation that is put on it meanwhile, which only the watch can end if it fails. Both are there from the
+//! first setup on, so that nothing that is in flight, and no memory, is ever without them.
 
 use std::any::Any;
+use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use crate::device::in_flight::{InFlight, Look};
-use crate::sync::{self, Arc, Condvar, Mutex, lock};
+use crate::sync::{self, Arc, Condvar, Mutex, MutexGuard, lock};
+use crate::sys::exit::at_exit;
 use crate::sys::fork::PerProcess;
 
 #[derive(Default)]
 struct Watch {
     state: Mutex<State>,
+    /// Something is watched, or has been left.
     changed: Condvar,
+    /// Something can be given back, or has been.
+    turned: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     watched: Vec<Arc<InFlight>>,
     left: Vec<Left>,
-    is_running: bool,
+    /// What can be given back now.
+    idle: Vec<Left>,
+    is_giving_back: bool,
+    is_ending: bool,
+    is_watching: bool,
+    has_reaper: bool,
 }
 
 /// What a communicator has left, and what it had in flight.
@@ -42,10 +53,23 @@ impl Left {
 
 static WATCH: PerProcess<Arc<Watch>> = PerProcess::unset();
 
-/// Watches what is in flight until nothing is.
-pub(crate) fn watch(in_flight: &Arc<InFlight>) -> std::io::Result<()> {
+/// Begins the threads, if they are not there yet.
+///
+/// # Errors
+/// The system has no thread.
+pub(crate) fn begin() -> std::io::Result<()> {
+    // In a forked child it is there from its parent, and does no harm.
+    static AT_EXIT: Once = Once::new();
+    WATCH.get().begin()?;
+    let mut registered = Ok(());
+    AT_EXIT.call_once(|| registered = at_exit(end));
+    registered
+}
+
+/// Watches what is in flight until nothing is. The threads have [begun](begin).
+pub(crate) fn watch(in_flight: &Arc<InFlight>) {
     in_flight.is_watched_by(look_soon);
-    with(|state| state.watched.push(in_flight.clone()))
+    WATCH.get().watch(in_flight);
 }
 
 /// Looks at everything at once, and then as often as what is in flight asks for.
@@ -58,26 +82,42 @@ fn look_soon() {
 }
 
 /// Drops what holds memory of a device, once nothing is in flight in this process. Where an operation has not ended although
-/// it failed long ago, the memory stays.
-pub(crate) fn reap(in_flight: Arc<InFlight>, memory: Box<dyn Any + Send>) -> std::io::Result<()> {
-    with(|state| state.left.push(Left { in_flight, memory }))
+/// it failed long ago, the memory stays. The threads have [begun](begin).
+pub(crate) fn reap(in_flight: Arc<InFlight>, memory: Box<dyn Any + Send>) {
+    WATCH.get().reap(Left { in_flight, memory });
 }
 
-fn with(change: impl FnOnce(&mut State)) -> std::io::Result<()> {
-    let watch = WATCH.get();
-    let mut state = lock(&watch.state);
-    change(&mut state);
-    if !state.is_running {
-        let watch = watch.clone();
-        sync::spawn("ncclx_rs device", move || watch.run())?;
-        state.is_running = true;
-    }
-    drop(state);
-    watch.changed.notify_one();
-    Ok(())
+/// The process ends: the driver goes now, and must not be called any more.
+extern "C" fn end() {
+    WATCH.get().end(END_TIMEOUT);
 }
 
 impl Watch {
+    fn begin(self: &Arc<Self>) -> std::io::Result<()> {
+        let mut state = lock(&self.state);
+        if !state.is_watching {
+            let watch = self.clone();
+            sync::spawn("ncclx_rs device", move || watch.run())?;
+            state.is_watching = true;
+        }
+        if !state.has_reaper {
+            let watch = self.clone();
+            sync::spawn("ncclx_rs reaper", move || watch.give_back())?;
+            state.has_reaper = true;
+        }
+        Ok(())
+    }
+
+    fn watch(&self, in_flight: &Arc<InFlight>) {
+        lock(&self.state).watched.push(in_flight.clone());
+        self.changed.notify_one();
+    }
+
+    fn reap(&self, left: Left) {
+        lock(&self.state).left.push(left);
+        self.changed.notify_one();
+    }
+
     fn run(&self) {
         let mut next = Look::Never;
         loop {
@@ -85,13 +125,13 @@ impl Watch {
             state = match next {
                 Look::Never => {
                     if state.watched.is_empty() && state.left.is_empty() {
-                        self.changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner)
+                        wait(&self.changed, state)
                     } else {
                         state
                     }
                 }
-                Look::Later => self.wait(state, INTERVAL),
-                Look::Soon => self.wait(state, RELEASE_INTERVAL),
+                Look::Later => wait_for(&self.changed, state, INTERVAL),
+                Look::Soon => wait_for(&self.changed, state, RELEASE_INTERVAL),
             };
             let mut watched = std::mem::take(&mut state.watched);
             drop(state);
@@ -108,27 +148,57 @@ impl Watch {
             });
             let mut state = lock(&self.state);
             state.watched.append(&mut watched);
-            let left = if state.watched.is_empty() { std::mem::take(&mut state.left) } else { Vec::new() };
-            drop(state);
-            give_back(left);
+            if state.watched.is_empty() && !state.left.is_empty() {
+                let mut left = std::mem::take(&mut state.left);
+                state.idle.append(&mut left);
+                self.turned.notify_all();
+            }
         }
     }
 
-    /// Waits, but not for the whole time if something is submitted anew: what is watched is looked at early then.
-    fn wait<'a>(&self, state: sync::MutexGuard<'a, State>, time: Duration) -> sync::MutexGuard<'a, State> {
-        self.changed.wait_timeout(state, time).unwrap_or_else(std::sync::PoisonError::into_inner).0
+    /// The reaper.
+    fn give_back(&self) {
+        let mut state = lock(&self.state);
+        loop {
+            if state.is_ending {
+                // The process's memory goes with it.
+                std::mem::forget(std::mem::take(&mut state.idle));
+            }
+            if state.idle.is_empty() {
+                state = wait(&self.turned, state);
+                continue;
+            }
+            let left = state.idle.remove(0);
+            state.is_giving_back = true;
+            drop(state);
+            left.give_back();
+            state = lock(&self.state);
+            state.is_giving_back = false;
+            self.turned.notify_all();
+        }
+    }
+
+    /// Has the reaper begin nothing more, and waits until it is not in the driver, for `limit` at most: it may wait for a
+    /// device that does not end.
+    fn end(&self, limit: Duration) {
+        let begin = Instant::now();
+        let mut state = lock(&self.state);
+        state.is_ending = true;
+        while state.is_giving_back
+            && let Some(left) = limit.checked_sub(begin.elapsed())
+        {
+            state = wait_for(&self.turned, state, left);
+        }
     }
 }
 
-/// Gives back what communicators have left, on a thread of its own.
-fn give_back(left: Vec<Left>) {
-    if left.is_empty() {
-        return;
-    }
-    let number = left.len();
-    if let Err(error) = sync::spawn("ncclx_rs reaper", move || left.into_iter().for_each(Left::give_back)) {
-        log::warn!("what {number} communicator(s) had on a device goes now, as there is no thread for it: {error}");
-    }
+fn wait<'a>(changed: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Waits, but not for the whole time if something comes.
+fn wait_for<'a>(changed: &Condvar, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
+    changed.wait_timeout(state, time).unwrap_or_else(std::sync::PoisonError::into_inner).0
 }
 
 /// How often it looks while something is in flight.
@@ -136,3 +206,9 @@ const INTERVAL: Duration = Duration::from_millis(100);
 
 /// How often it looks while a stream is released.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(1);
+
+/// How long the end of the process waits for the driver.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests;

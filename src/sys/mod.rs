@@ -2,6 +2,7 @@
 
 pub mod cma;
 pub mod cuda;
+pub mod exit;
 pub mod fork;
 pub mod limits;
 mod memfd;

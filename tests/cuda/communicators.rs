@@ -214,7 +214,7 @@ fn a_rank_that_does_not_come_is_named_and_the_stream_runs_out() {
                 match work.wait(None) {
                     Err(Error::Timeout { detail, .. }) => {
                         let expected = "device collective 2: rank(s) 2 did not call it; rank(s) 0, 1 did";
-                        assert_eq!(detail, expected);
+                        assert!(detail.starts_with(expected), "{detail}");
                     }
                     Err(Error::Remote { cause, .. }) => assert!(cause.contains("rank(s) 2 did not call it"), "{cause}"),
                     other => panic!("{other:?}"),

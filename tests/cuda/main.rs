@@ -18,4 +18,5 @@ mod reductions;
 mod rings;
 mod setup;
 mod simulation;
+mod trouble;
 mod world;

@@ -305,3 +305,14 @@ fn a_reset_lane_counts_from_one_again() {
     assert_eq!((host[1].calls_of(Rank(0), 0), host[1].has_ended(Rank(0), 0, 1)), (0, false));
     assert_eq!(host[1].enter(0, 2, all_reduce(7), None), Ok(()), "the calls before are forgotten");
 }
+
+#[test]
+fn a_failure_of_an_earlier_operation_says_of_which_kind_it_is() {
+    let host = host(2, Width::Bits64);
+    host[0].fail(&Failure { kind: FailureKind::Mismatch, ..timeout(9, "they disagree") });
+    host[0].fail(&timeout(10, "it spoils nothing more"));
+    let found = || host[1].failure_of(Rank(0), 1).map(|failure| (failure.number, failure.kind)).expect("it is there");
+    assert_eq!(found(), (9, FailureKind::Mismatch));
+    host[0].fail(&timeout(5, "it took too long"));
+    assert_eq!(found(), (5, FailureKind::Timeout));
+}

@@ -20,6 +20,10 @@ impl Ends for Completes {
     fn loss(&self, _: &str) -> Option<Error> {
         lock(&self.lost).clone()
     }
+
+    fn elsewhere(&self) -> Vec<Rank> {
+        Vec::new()
+    }
 }
 
 /// One rank of two, of whose streams the tests write the words.
@@ -213,4 +217,58 @@ fn who_wants_to_be_told_of_an_end_has_the_watch_look_closely_until_then() {
     assert_eq!(side.in_flight.tick(now), Look::Never);
     works[2].watch_closely();
     assert_eq!(CALLS.load(Ordering::Relaxed), 1, "it has ended");
+}
+
+#[test]
+fn what_never_ends_is_given_up_in_its_time_though_a_later_one_has_failed() {
+    let (now, limit) = (Instant::now(), Duration::from_secs(10));
+    for own in [true, false] {
+        let [side, other] = sides();
+        let (first, second) = (side.begin(1, limit), side.begin(2, limit));
+        side.stream_starts(1);
+        let disagreed = Error::Mismatch { operation: String::new(), detail: "they disagree".to_owned() };
+        let finder = if own { &side } else { &other };
+        finder.in_flight.fail(2, FailureKind::Mismatch, Rank(1), disagreed);
+        assert_eq!(side.in_flight.tick(now), Look::Later);
+        assert_eq!(side.in_flight.tick(now + limit), Look::Soon, "the first one has taken too long");
+        side.stream_ends(1);
+        side.stream_ends(2);
+        let Err(Error::Timeout { detail, .. }) = first.wait(None) else { panic!("{first:?}") };
+        assert!(detail.contains("did not call it"), "{detail}");
+        assert!(matches!(second.wait(None), Err(Error::Timeout { .. })), "{second:?}");
+        // Ranks go on after a disagreement, but not after this.
+        assert!(matches!(side.in_flight.halt(), Some(Halt::Failed(Error::Timeout { .. }))));
+        let told = other.control.failure_of(Rank(0), LANE).expect("it is told");
+        assert_eq!((told.number, told.kind), (1, FailureKind::Timeout));
+    }
+}
+
+#[test]
+fn what_comes_after_a_release_has_its_own_time_to_run_out() {
+    let [side, _] = sides();
+    let (first, now) = (side.begin(1, LONG), Instant::now());
+    side.break_at(1);
+    assert_eq!(side.in_flight.tick(now), Look::Soon);
+    side.stream_ends(1);
+    assert_eq!(side.in_flight.tick(now), Look::Never);
+    // Its caller has looked for failures before that one, and has prepared kernels since.
+    let (second, later) = (side.begin(2, LONG), now + 2 * DRAIN_TIMEOUT);
+    assert_eq!(side.in_flight.tick(later), Look::Soon);
+    assert!(!second.is_done() && !side.in_flight.is_stuck());
+    side.stream_ends(2);
+    assert_eq!(side.in_flight.tick(later), Look::Never);
+    assert!(first.is_done() && second.is_done());
+}
+
+#[test]
+fn ranks_that_disagreed_do_not_wait_for_one_that_stays_away() {
+    let [side, other] = sides();
+    let disagreed = || Error::Mismatch { operation: String::new(), detail: "they disagree".to_owned() };
+    for (side, culprit) in [(&side, Rank(1)), (&other, Rank(0))] {
+        side.in_flight.fail(2, FailureKind::Mismatch, culprit, disagreed());
+    }
+    assert_eq!((side.in_flight.obstacle(call()), other.in_flight.obstacle(call())), (None, None));
+    // For one of them an operation before that one has failed, too.
+    other.break_at(1);
+    assert!(matches!(side.in_flight.obstacle(call()), Some(Error::Remote { rank: 1, .. })));
 }

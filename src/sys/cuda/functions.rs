@@ -81,6 +81,7 @@ functions! {
     cuPointerGetAttribute(*mut c_void, CUpointer_attribute, CUdeviceptr);
     cuStreamCreateWithPriority(*mut CUstream, c_uint, c_int);
     cuStreamDestroy_v2(CUstream);
+    cuStreamGetId(CUstream, *mut c_ulonglong);
     cuStreamSynchronize(CUstream);
     cuStreamWaitEvent(CUstream, CUevent, c_uint);
     cuStreamBatchMemOp_v2(CUstream, c_uint, *mut CUstreamBatchMemOpParams, c_uint);

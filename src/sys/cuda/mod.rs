@@ -23,5 +23,5 @@ pub use error::{Code, CudaError};
 pub use host_memory::{HostMemoryError, SharedHostMemory};
 pub use memory::{DeviceBytes, DeviceMemory, DevicePtr, PointerInfo, SharedDeviceMemory, copy_from_host, copy_to_host};
 pub use module::{Function, Module};
-pub use stream::{Capture, Event, Stream, StreamHandle};
+pub use stream::{Capture, Event, Stream, StreamHandle, StreamId};
 pub use words::{Batch, DeviceWord, RegisteredWords, Width};

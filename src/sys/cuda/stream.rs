@@ -50,6 +50,11 @@ unsafe impl Send for Stream {}
 // SAFETY: the driver locks what calls change.
 unsafe impl Sync for Stream {}
 
+/// What tells a stream from all others of its process, also from those that are gone and had the same number, and from
+/// those of other threads, which all call their own default stream by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamId(u64);
+
 /// Whether a stream's operations are being recorded for a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Capture {
@@ -134,6 +139,14 @@ impl Stream {
     pub fn wait(&self, _: &Current<'_>, event: &Event) -> Result<(), CudaError> {
         // SAFETY: both live.
         unsafe { call!(cuStreamWaitEvent(self.raw, event.raw, 0)) }
+    }
+
+    /// Which one it is.
+    pub fn id(&self, _: &Current<'_>) -> Result<StreamId, CudaError> {
+        let mut id = 0;
+        // SAFETY: `id` is a place for the result.
+        unsafe { call!(cuStreamGetId(self.raw, &raw mut id)) }?;
+        Ok(StreamId(id))
     }
 
     /// Whether its operations are being recorded.

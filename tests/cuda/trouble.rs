@@ -1,0 +1,253 @@
+//! What programs do wrong, or at a bad moment.
+
+use std::time::Duration;
+
+use ncclx_rs::comm::store::MemoryStore;
+use ncclx_rs::sync::{Arc, Ordering};
+use ncclx_rs::sys::cuda::{Batch, DeviceMemory, RegisteredWords, Stream, Width};
+use ncclx_rs::sys::words::SharedWords;
+use ncclx_rs::{Error, OpKind, Rank, ReduceOp};
+
+use crate::harness::alone;
+use crate::ranks::{OnDevice, data, total, world};
+
+#[test]
+fn a_stream_with_the_number_of_a_destroyed_one_comes_after_it() {
+    alone("trouble::a_stream_with_the_number_of_a_destroyed_one_comes_after_it", &[&[]], || {
+        world(1, &[], |mut rank| {
+            let memory = [[1.0, 2.0], [0.0; 2], [0.0; 2]].map(|values| rank.memory(&values));
+            let [first, second, third] = &memory;
+            rank.submit(OpKind::Barrier, &[], &[]).and_then(|work| work.wait(None)).expect("a setup");
+            // What is on the stream waits for a word.
+            let words = Arc::new(SharedWords::new(1).expect("a word"));
+            let registered = RegisteredWords::new(&rank.context, &words).expect("a registration");
+            let mut batch = Batch::new(Width::Bits64);
+            batch.wait(registered.word(0), 1);
+            let current = rank.context.enter().expect("a context");
+            rank.stream.submit(&current, &mut batch).expect("a wait");
+            drop(current);
+            let works = [rank.submit(OpKind::AllGather, &[first], &[second]).expect("a work")];
+            let (number, other) = (rank.stream.to_raw(), Stream::new(&rank.context, 0).expect("a stream"));
+            drop(std::mem::replace(&mut rank.stream, other));
+            let mut made: Vec<Stream> = Vec::new();
+            while made.last().is_none_or(|stream| stream.to_raw() != number) {
+                assert!(made.len() < 1000, "numbers are not used again");
+                made.push(Stream::new(&rank.context, 0).expect("a stream"));
+            }
+            let again = made.pop().expect("made above");
+            let other = std::mem::replace(&mut rank.stream, again);
+            let last = rank.submit(OpKind::AllGather, &[second], &[third]).expect("a work");
+            // The device has time to run it now, if nothing holds it.
+            for _ in 0..100 {
+                other.synchronize().expect("a stream");
+                std::thread::yield_now();
+            }
+            words.word(0).store(1, Ordering::Release);
+            assert!(works.iter().chain([&last]).all(|work| work.wait(None) == Ok(())));
+            assert_eq!(rank.values(third), [1.0, 2.0], "it has read what the first operation wrote");
+            drop((registered, other, made));
+            rank.leave(memory);
+        });
+    });
+}
+
+#[test]
+fn limits_may_be_of_any_length() {
+    alone("trouble::limits_may_be_of_any_length", &[&[]], || {
+        world(2, &[], |rank| {
+            let memory = rank.memory(&[1.0]);
+            let sum = |limit| rank.submit_within(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory], Some(limit));
+            // The first one sets up, too.
+            sum(Duration::MAX).and_then(|work| work.wait(None)).expect("a sum");
+            assert_eq!(rank.values(&memory), [2.0]);
+            if rank.me() == 0 {
+                let outcome = sum(Duration::ZERO).and_then(|work| work.wait(None));
+                let Err(Error::Timeout { detail, .. }) = &outcome else { panic!("{outcome:?}") };
+                assert!(detail.contains("device collective 2: rank(s) 1 did not call it"), "{detail}");
+            }
+            rank.leave(memory);
+        });
+    });
+}
+
+#[test]
+fn settings_that_differ_are_those_of_rank_0() {
+    alone("trouble::settings_that_differ_are_those_of_rank_0", &[&[]], || {
+        let settings: [&[(&str, &str)]; 3] = [
+            &[("device_staging_bytes", "65536"), ("algorithm", "ring")],
+            &[("device_staging_bytes", "1048576")],
+            &[("device_staging_bytes", "131072")],
+        ];
+        let store = Arc::new(MemoryStore::default());
+        std::thread::scope(|scope| {
+            for (me, hints) in settings.into_iter().enumerate() {
+                let store = store.clone();
+                scope.spawn(move || {
+                    let rank = OnDevice::new(("mixed", Rank::from(me), 3), store, 0, hints);
+                    let memory = rank.memory(&data(me, 50_000));
+                    rank.sum(&memory).expect("a sum");
+                    assert_eq!(rank.values(&memory), total(3, 50_000));
+                    rank.leave(memory);
+                });
+            }
+        });
+    });
+}
+
+#[test]
+fn a_rank_that_calls_on_the_cpu_what_others_call_on_a_device_is_named() {
+    alone("trouble::a_rank_that_calls_on_the_cpu_what_others_call_on_a_device_is_named", &[&[]], || {
+        world(3, &[], |rank| {
+            let memory = rank.memory(&[1.0]);
+            rank.sum(&memory).expect("a sum");
+            if rank.me() != 1 {
+                let (kind, limit) = (OpKind::AllReduce(ReduceOp::Sum), Some(Duration::from_secs(2)));
+                let work = rank.submit_within(kind, &[&memory], &[&memory], limit).expect("a work");
+                match work.wait(None) {
+                    Err(Error::Timeout { detail: text, .. } | Error::Remote { cause: text, .. }) => {
+                        let expected =
+                            "rank(s) 1 did not call it; rank(s) 0, 2 did; rank(s) 1 called a collective on the CPU";
+                        assert!(text.contains(expected), "{text}");
+                    }
+                    other => panic!("{other:?}"),
+                }
+                rank.stream.synchronize().expect("a stream that runs out");
+            }
+            assert_eq!(rank.sum_on_the_cpu(), Ok(6.0), "the CPU's engine is not concerned");
+            rank.leave(memory);
+        });
+    });
+}
+
+#[test]
+fn what_one_rank_gives_up_ends_though_a_later_call_disagrees() {
+    alone("trouble::what_one_rank_gives_up_ends_though_a_later_call_disagrees", &[&[]], || {
+        world(3, &[], |rank| {
+            let memory = rank.memory(&data(rank.me(), 10));
+            rank.sum(&memory).expect("a sum");
+            if rank.me() != 2 {
+                let limit = Some(Duration::from_secs(1));
+                let call = |op| rank.submit_within(OpKind::AllReduce(op), &[&memory], &[&memory], limit);
+                let first = call(ReduceOp::Sum).expect("a work");
+                let second = call(if rank.me() == 0 { ReduceOp::Max } else { ReduceOp::Min });
+                match first.wait(None) {
+                    Err(Error::Timeout { detail: text, .. } | Error::Remote { cause: text, .. }) => {
+                        assert!(text.contains("rank(s) 2 did not call it") || text.contains("disagree"), "{text}");
+                    }
+                    other => panic!("{other:?}"),
+                }
+                second.and_then(|work| work.wait(None)).expect_err("they disagree");
+                rank.stream.synchronize().expect("a stream that runs out");
+                call(ReduceOp::Sum).expect_err("one of them never came");
+            }
+            rank.comm.barrier().expect("the CPU's engine is not concerned");
+            rank.comm.abort("the test is over");
+        });
+    });
+}
+
+#[test]
+fn an_abort_ends_the_setup_for_all() {
+    alone("trouble::an_abort_ends_the_setup_for_all", &[&[]], || {
+        for moment in 0..8 {
+            world(2, &[], |rank| {
+                let memory = rank.memory(&[1.0]);
+                std::thread::scope(|scope| {
+                    if rank.me() == 0 {
+                        scope.spawn(|| {
+                            (0..moment * 50).for_each(|_| std::thread::yield_now());
+                            rank.comm.abort("it had enough");
+                        });
+                    }
+                    // Some may succeed before; none waits for ever.
+                    while rank.sum(&memory).is_ok() {}
+                });
+                rank.stream.synchronize().expect("a stream that runs out");
+                rank.comm.shutdown().expect("an end");
+            });
+        }
+    });
+}
+
+#[test]
+fn lists_of_many_tensors_and_of_empty_ones_are_reduced() {
+    alone("trouble::lists_of_many_tensors_and_of_empty_ones_are_reduced", &[&[]], || {
+        world(2, &[("device_staging_bytes", "65536")], |rank| {
+            let lengths: Vec<usize> = (0..150).map(|index| index % 40).collect();
+            let memory: Vec<DeviceMemory> = lengths.iter().map(|len| rank.memory(&data(rank.me(), *len))).collect();
+            let all: Vec<&DeviceMemory> = memory.iter().collect();
+            let sum = |all: &[&DeviceMemory]| {
+                let work = rank.submit(OpKind::AllReduce(ReduceOp::Sum), all, all).expect("a work");
+                work.wait(None).expect("a sum");
+            };
+            sum(&all);
+            for (len, memory) in lengths.iter().zip(&memory) {
+                assert_eq!(rank.values(memory), total(2, *len));
+            }
+            sum(&[]);
+            let empty: Vec<&DeviceMemory> = all.into_iter().filter(|memory| memory.bytes().is_empty()).collect();
+            sum(&empty);
+            rank.leave(memory);
+        });
+    });
+}
+
+#[test]
+fn a_dump_tells_operations_on_a_device_from_those_on_the_cpu() {
+    alone("trouble::a_dump_tells_operations_on_a_device_from_those_on_the_cpu", &[&[]], || {
+        world(2, &[], |rank| {
+            let memory = rank.memory(&[1.0, 1.0]);
+            let listed = || -> Vec<(bool, u64)> {
+                let dump: serde_json::Value = serde_json::from_str(&rank.comm.dump("asked")).expect("JSON");
+                let records = dump["records"].as_array().expect("a list").iter();
+                let collectives = records.filter(|record| record["collective"] == true);
+                let place = |record: &serde_json::Value| {
+                    (record["device"].as_bool().expect("it says"), record["sequence"].as_u64().expect("a number"))
+                };
+                collectives.map(place).collect()
+            };
+            for _ in 0..2 {
+                rank.sum(&memory).expect("a sum");
+                rank.sum_on_the_cpu().expect("a sum");
+            }
+            assert_eq!(listed(), [(true, 1), (false, 0), (true, 2), (false, 1)]);
+            // Ranks that have disagreed count on.
+            let op = if rank.me() == 0 { ReduceOp::Max } else { ReduceOp::Min };
+            let outcome = rank.submit(OpKind::AllReduce(op), &[&memory], &[&memory]).and_then(|work| work.wait(None));
+            assert!(matches!(outcome, Err(Error::Mismatch { .. })), "{outcome:?}");
+            rank.sum(&memory).expect("a sum");
+            assert_eq!(listed()[4..], [(true, 3), (true, 4)]);
+            rank.leave(memory);
+        });
+    });
+}
+
+#[test]
+fn a_forked_child_leaves_the_device_alone() {
+    alone("trouble::a_forked_child_leaves_the_device_alone", &[&[]], || {
+        world(2, &[], |rank| {
+            let memory = rank.memory(&[1.0]);
+            rank.sum(&memory).expect("a sum");
+            let work = rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory]).expect("a work");
+            if rank.me() == 0 {
+                // SAFETY: the child touches nothing whose lock another thread may hold but what says that it is refused.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    let is_refused = rank.sum(&memory).is_err() && (work.is_done() || work.wait(None).is_err());
+                    rank.comm.abort("it is forked");
+                    drop(rank.comm);
+                    // SAFETY: it ends this process, and nothing else.
+                    unsafe { libc::_exit(if is_refused { 0 } else { 1 }) };
+                }
+                let mut status = 0;
+                // SAFETY: the child is this process's, and there is a place for the status.
+                unsafe { libc::waitpid(child, &raw mut status, 0) };
+                assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 0));
+            }
+            work.wait(None).expect("a sum");
+            rank.sum(&memory).expect("a sum");
+            assert_eq!(rank.values(&memory), [8.0]);
+            rank.leave(memory);
+        });
+    });
+}
