@@ -205,12 +205,22 @@ soak-cuda: $(CUDA_INSTALLED)
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance acceptance-cuda long-messages chaos chaos-cuda soak soak-cuda miri tsan fuzz \
-			SEED=$$seed
+		$(MAKE) --keep-going acceptance acceptance-cuda long-messages nccl-versions chaos chaos-cuda soak soak-cuda \
+			miri tsan fuzz SEED=$$seed
 
 .PHONY: long-messages
 long-messages: $(call installed,$(TORCH))
 	$(IN_VENV) NCCLX_RS_LARGE=1 python -m pytest tests/python/test_surroundings.py -k four_gib
+
+# What is known of the versions of NCCL, which are 200 MB each.
+NCCL_VERSIONS := 2.27.7 2.28.9 2.29.7 2.30.7 2.31.2 2.32.3
+NCCL_FILES := $(NCCL_VERSIONS:%=target/nccl/%/.unpacked)
+$(NCCL_FILES): target/nccl/%/.unpacked: | $(call ready,$(TORCH))
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --target target/nccl/$* nvidia-nccl-cu13==$*
+	touch $@
+.PHONY: nccl-versions
+nccl-versions: $(call installed,$(TORCH)) $(NCCL_FILES) ## Tests what the engine knows of each version of NCCL
+	$(IN_VENV) NCCLX_RS_TEST_NCCL="$(CURDIR)/target/nccl" python -m pytest tests/python/test_info.py
 
 # Long versions of two tests.
 .PHONY: chaos

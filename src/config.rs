@@ -102,6 +102,10 @@ options! {
     device_staging: StagingBytes, "device_staging_bytes", "16777216", &[],
         "CUDA: half the memory of its device through which a rank's messages go, for each communicator. Rank 0's holds for \
          all ranks.";
+    nccl_library: Option<String>, "nccl_library", "", &[],
+        "The file of NCCL; otherwise the one that the process has loaded, that of a Python package, or the system's.";
+    rccl_library: Option<String>, "rccl_library", "", &[],
+        "The same for RCCL.";
     spin: Spin, "spin_microseconds", "auto", &[],
         "How long a waiting thread polls before it sleeps; where ranks share a core, it yields the core after each poll. \
          auto is 50, and 100 where the host has fewer cores than ranks.";

@@ -6,6 +6,7 @@ pub mod exit;
 pub mod fork;
 pub mod limits;
 mod memfd;
+pub mod nccl;
 pub mod net;
 pub mod nvrtc;
 pub mod poller;

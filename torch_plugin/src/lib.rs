@@ -12,10 +12,12 @@ mod mesh;
 mod python;
 mod stack;
 mod store;
+mod vendor;
 
 use std::path::PathBuf;
 
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use ncclx_rs::sys::cuda::{Device, driver_version};
+use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 /// The package reads this version from the module's file before it loads the module.
@@ -35,6 +37,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
     module.add_function(wrap_pyfunction!(dumps, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
+    module.add_function(wrap_pyfunction!(vendor::vendor_library, module)?)?;
+    module.add_function(wrap_pyfunction!(cuda_devices, module)?)?;
     module.add_class::<store::SecretStore>()?;
     library::register(module)?;
     abi::register(module)
@@ -64,6 +68,16 @@ fn algorithms(collective: &str, ranks: usize, hosts: usize) -> PyResult<Vec<&'st
              {hosts} hosts"
         ))
     })
+}
+
+/// The version of CUDA that the driver serves, and the devices' names.
+#[pyfunction]
+fn cuda_devices() -> PyResult<(String, Vec<String>)> {
+    let found = driver_version().and_then(|version| {
+        let names = (0..Device::count()?).map(|number| Device::new(number)?.name()).collect::<Result<_, _>>()?;
+        Ok((format!("a driver of CUDA {version}"), names))
+    });
+    found.map_err(|error| PyOSError::new_err(error.to_string()))
 }
 
 /// Writes the flight recorders of this process's communicators to a folder; returns the files' names.

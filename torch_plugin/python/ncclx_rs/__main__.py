@@ -9,6 +9,7 @@ from collections.abc import Sequence
 # For each command its module and its description. The module's `main` takes the rest of the line and returns the exit
 # code.
 COMMANDS = {
+    "info": ("ncclx_rs.info", "says which versions, devices and vendors' libraries are here"),
     "bench": ("ncclx_rs.bench.__main__", "measures collectives, alone or against another backend"),
     "tune": ("ncclx_rs.bench.tune", "finds the fastest algorithms on a machine, and writes them to a file"),
     "diagnose": ("ncclx_rs.diagnose.__main__", "says from flight recorders which rank is to blame"),

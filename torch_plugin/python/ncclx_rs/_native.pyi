@@ -25,6 +25,12 @@ def launch_rank_and_size() -> tuple[int, int]:
 def algorithms(collective: str, ranks: int, hosts: int) -> list[str]:
     """The names of the algorithms for a collective, such as ``all_reduce``, of ``ranks`` ranks on ``hosts`` hosts."""
 
+def cuda_devices() -> tuple[str, list[str]]:
+    """The version of CUDA that the driver serves, and the devices' names. OSError: there is no driver."""
+
+def vendor_library(name: str, packages: list[str]) -> tuple[pathlib.Path, str, list[str]]:
+    """Loads the library `nccl` or `rccl`: its file, its version, and what it lacks. OSError: none can be used."""
+
 def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Path]:
     """Writes the flight recorders of this process's communicators to a folder; returns the files' names."""
 

@@ -1,32 +1,43 @@
-"""The search for the vendors' communication libraries."""
+"""The vendors' communication libraries."""
 
 from __future__ import annotations
 
-import os
 import sysconfig
-from pathlib import Path
+from dataclasses import dataclass
 
-# For each backend, its library and the folder of the Python package that contains it.
-LIBRARIES = {"nccl": ("libnccl.so.2", "nvidia/nccl/lib"), "rccl": ("librccl.so.1", "_rocm_sdk_libraries/lib")}
+from ncclx_rs._load import native
+
+# The backends that they are behind.
+LIBRARIES = ("nccl", "rccl")
 
 
-def _folders(package: str) -> list[Path]:
-    searched = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    system = (
-        "/usr/lib",
-        "/usr/lib64",
-        f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}",
-        "/usr/local/lib",
-        "/opt/rocm/lib",
-    )
-    return [Path(sysconfig.get_path("purelib")) / package, *map(Path, filter(None, searched)), *map(Path, system)]
+@dataclass(frozen=True)
+class VendorLibrary:
+    """A library that was loaded, and what it lacks of what newer ones can do."""
+
+    path: str
+    version: str
+    lacks: list[str]
+
+
+def find_vendor_library(backend: str) -> VendorLibrary:
+    """Loads the library behind a backend: that of the settings, else the one that PyTorch has loaded, that of a Python
+    package, or that of the system.
+
+    Raises:
+        OSError: there is none, or it cannot be used.
+    """
+    path, version, lacks = native().vendor_library(backend, [sysconfig.get_path("purelib")])
+    return VendorLibrary(str(path), version, lacks)
 
 
 def what_is_missing(backend: str) -> str:
-    """The reason why a vendor's library cannot be used: the folders without it, or the folder that has it."""
-    library, package = LIBRARIES[backend]
-    folders = _folders(package)
-    for folder in folders:
-        if (folder / library).exists():
-            return f"{library} is at {folder}, but this version of ncclx_rs does not drive it"
-    return f"{library} was not found in {', '.join(map(str, folders))}"
+    """The reason why a vendor's library cannot be used."""
+    try:
+        library = find_vendor_library(backend)
+    except OSError as error:
+        return str(error)
+    return (
+        f"{backend.upper()} {library.version} is at {library.path}, but this version of ncclx_rs does not drive it; "
+        'for tensors on CUDA devices use backend="cpu:ncclx_rs,cuda:nccl" with torch.distributed'
+    )

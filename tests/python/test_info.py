@@ -1,0 +1,85 @@
+"""`ncclx-rs info`, and the vendors' libraries that it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import BACKEND, WATCHDOG_SECONDS, lacking
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
+
+# What came with each minor version of NCCL, by its header.
+NEW_IN = {
+    28: {"all_to_all, gather and scatter as calls", "revoke"},
+    29: {"grow", "put and signal"},
+}
+
+
+def info(*options: str, **environment: str) -> str:
+    command = [sys.executable, "-m", "ncclx_rs", "info", *options]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_SECONDS, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def found(**environment: str) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(info("--json", **environment))
+    return answer
+
+
+def installed() -> str:
+    """The version of NCCL among Python's packages."""
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    lacking("the package nvidia-nccl-cu13")
+
+
+def test_versions_and_libraries_are_told() -> None:
+    lines = dict(line.split(maxsplit=1) for line in info().splitlines() if not line.startswith(" "))
+    assert lines["PyTorch"].startswith(torch.__version__)
+    assert lines["CUDA"].startswith(("there is no CUDA driver", "a driver of CUDA "))
+    assert lines["NCCL"].startswith(f"{installed()}, /")
+    assert lines["RCCL"].startswith("none: librccl.so.1 is in none of ")
+
+
+def test_a_library_is_known_by_its_version_and_functions() -> None:
+    version = installed()
+    library = found()["libraries"]["nccl"]
+    assert library["version"] == version and Path(library["path"]).name == "libnccl.so.2"
+    minor = int(version.split(".")[1])
+    later = set().union(*(features for since, features in NEW_IN.items() if since > minor))
+    assert set(library["lacks"]) == later
+
+
+# Unpacked packages of several versions: `make nccl-versions` fetches them.
+VERSIONS = sorted(Path(os.environ.get("NCCLX_RS_TEST_NCCL", "/nonexistent")).glob("*/nvidia/nccl/lib/libnccl.so.2"))
+
+
+@pytest.mark.parametrize("library", VERSIONS, ids=lambda path: path.parts[-5])
+def test_every_version_is_known(library: Path) -> None:
+    version = library.parts[-5]
+    told = found(NCCLX_RS_NCCL_LIBRARY=str(library))["libraries"]["nccl"]
+    minor = int(version.split(".")[1])
+    later = set().union(*(features for since, features in NEW_IN.items() if since > minor))
+    assert told == {"path": str(library), "version": version, "lacks": told["lacks"]}
+    assert set(told["lacks"]) == later
+
+
+def test_a_library_that_is_none_is_named_and_no_other_is_taken(tmp_path: Path) -> None:
+    problem = found(NCCLX_RS_NCCL_LIBRARY="libm.so.6")["problems"]["nccl"]
+    assert problem == "libm.so.6 is no NCCL: it lacks ncclGetVersion"
+    missing = tmp_path / "libnccl.so.2"
+    problem = found(NCCLX_RS_NCCL_LIBRARY=str(missing))["problems"]["nccl"]
+    assert problem.startswith(f"{missing} cannot be loaded: ") and "No such file" in problem
