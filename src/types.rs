@@ -29,8 +29,8 @@ impl fmt::Display for Rank {
     }
 }
 
-/// The tag of a point-to-point message: a receive matches messages with an equal tag. The two greatest are reserved, for
-/// [`Communicator::split`](crate::Communicator::split) and for the first operation on a device.
+/// The tag of a point-to-point message: a receive matches messages with an equal tag. The five greatest are reserved, for
+/// [`Communicator::split`](crate::Communicator::split) and for the first operations on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
 
@@ -40,6 +40,13 @@ impl Tag {
 
     /// The tag of the messages by which ranks set up what operations on a device need.
     pub(crate) const DEVICE: Tag = Tag(u32::MAX - 1);
+
+    /// The tag of the messages by which two ranks set up what messages between their devices need.
+    pub(crate) const PAIR: Tag = Tag(u32::MAX - 2);
+
+    /// The tags of the messages by which two ranks begin anew after a disagreement: on messages from the lower rank to the
+    /// higher one, and from the higher to the lower.
+    pub(crate) const ANEW: [Tag; 2] = [Tag(u32::MAX - 3), Tag(u32::MAX - 4)];
 }
 
 /// A frame of the stack that a call came from.

@@ -249,6 +249,16 @@ pub(crate) fn batch(ops: &[Op]) -> Result<&Op, UsageError> {
     Ok(first)
 }
 
+/// The error of a receive on a device from whatever rank sends first: the receiver's stream has to know whom it waits for.
+pub(crate) fn any_source_on_device(op: &Op) -> UsageError {
+    UsageError {
+        operation: op.kind.name().to_owned(),
+        argument: "src",
+        expected: "the source's rank, on a CUDA device; name the source, or move the tensor to the CPU".to_owned(),
+        got: "any source".to_owned(),
+    }
+}
+
 /// The error of an operation that is not done on devices.
 pub(crate) fn not_on_devices(op: &Op) -> UsageError {
     UsageError {

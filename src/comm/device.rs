@@ -11,6 +11,9 @@ use crate::config::Config;
 use crate::deadline::deadline_after;
 use crate::device::executor::{self, Executor, LANES, Ranks, Request};
 use crate::device::in_flight::Ends;
+use crate::device::messages::{Message, Messages, Peers, Request as Messaging};
+use crate::device::pairs::Own;
+use crate::device::rounds::Direction;
 use crate::device::setup::{self, Wanted};
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
@@ -19,7 +22,7 @@ use crate::error::{Error, UsageError};
 use crate::op::{Op, OpKind};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
 use crate::sys::cuda::StreamHandle;
-use crate::types::Rank;
+use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
 
 /// What a communicator has on a device.
@@ -33,6 +36,8 @@ pub(super) struct DeviceSide {
     executor: OnceLock<Arc<Executor>>,
     /// Held while the ranks set up; why they could not.
     setup: Mutex<Option<Error>>,
+    /// Sends and receives, which need no setup of all ranks.
+    messages: OnceLock<Messages>,
 }
 
 impl DeviceSide {
@@ -45,6 +50,7 @@ impl DeviceSide {
             staging_bytes,
             executor: OnceLock::new(),
             setup: Mutex::new(None),
+            messages: OnceLock::new(),
         }
     }
 
@@ -53,13 +59,21 @@ impl DeviceSide {
         if let Some(executor) = self.executor.get() {
             executor.drain(limit);
         }
+        if let Some(messages) = self.messages.get() {
+            messages.drain(limit);
+        }
     }
 
     /// Gives up what is on the device.
     pub(super) fn leave(&self, comm: &str, how: &str) {
-        let Some(executor) = self.executor.get() else { return };
         let (operation, comm) = ("an operation in flight".to_owned(), comm.to_owned());
-        executor.leave(Error::Closed { operation, comm, how: how.to_owned() });
+        let error = Error::Closed { operation, comm, how: how.to_owned() };
+        if let Some(messages) = self.messages.get() {
+            messages.leave(&error);
+        }
+        if let Some(executor) = self.executor.get() {
+            executor.leave(error);
+        }
     }
 
     /// Gives back what the communicator has on the device. The engine is closed, so that no thread waits in here for ranks.
@@ -67,20 +81,23 @@ impl DeviceSide {
         if let Some(executor) = self.executor.get() {
             executor.close();
         }
+        if let Some(messages) = self.messages.get() {
+            messages.close();
+        }
     }
 }
 
 /// What a communicator lends to its device.
-pub(super) trait Group: Ranks {
+pub(super) trait Group: Ranks + Peers {
     fn name(&self) -> &str;
     fn place(&self) -> Place;
     fn driver(&self) -> &Arc<Driver>;
 
     /// Sends bytes to a rank in the background.
-    fn send_bytes(&self, data: Vec<u8>, to: Rank) -> Result<(), Error>;
+    fn send_bytes(&self, data: Vec<u8>, to: Rank, tag: Tag) -> Result<(), Error>;
 
     /// Receives as many bytes from a rank.
-    fn recv_bytes(&self, data: &mut [u8], from: Rank, timeout: Duration) -> Result<(), Error>;
+    fn recv_bytes(&self, data: &mut [u8], from: Rank, tag: Tag, timeout: Duration) -> Result<(), Error>;
 }
 
 impl DeviceSide {
@@ -104,12 +121,12 @@ impl DeviceSide {
             return Err(group.driver().forked_error(op.kind.name()));
         }
         match op.kind {
-            OpKind::Send { .. }
-            | OpKind::Recv { .. }
-            | OpKind::Put { .. }
-            | OpKind::Get { .. }
-            | OpKind::Signal { .. }
-            | OpKind::WaitSignal { .. } => return Err(check::not_on_devices(op).into()),
+            OpKind::Send { .. } | OpKind::Recv { .. } => {
+                return self.run_batch(group, std::slice::from_ref(op), stream, timeout);
+            }
+            OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
+                return Err(check::not_on_devices(op).into());
+            }
             _ => {}
         }
         let checked = check::collective(op, None, group.place())?;
@@ -135,14 +152,32 @@ impl DeviceSide {
         &self,
         group: &impl Group,
         ops: &[Op],
-        _stream: StreamHandle,
-        _timeout: Duration,
+        stream: StreamHandle,
+        timeout: Duration,
     ) -> Result<Work, Error> {
-        let driver = group.driver();
+        let (driver, Place { me, size }) = (group.driver(), group.place());
+        let operation = ops[0].kind.name();
         if !driver.is_here() {
-            return Err(driver.forked_error(ops[0].kind.name()));
+            return Err(driver.forked_error(operation));
         }
-        Err(check::not_on_devices(&ops[0]).into())
+        let messages: Vec<Message<'_>> = ops.iter().map(|op| message(op, group.place())).collect::<Result<_, _>>()?;
+        check_open(group, operation)?;
+        if let Some(executor) = self.executor.get() {
+            own_device(executor.device(), operation, stream.device())?;
+        }
+        let executor = self.messages.get_or_init(|| {
+            let own = Own {
+                comm: group.name().to_owned(),
+                me,
+                size,
+                device: stream.device(),
+                host: self.host.clone(),
+                cell: executor::cell(self.staging_bytes),
+            };
+            Messages::new(own, Arc::new(Reports(driver.clone())))
+        });
+        own_device(executor.device(), operation, stream.device())?;
+        executor.submit(&Messaging { messages: &messages, stream, timeout }, group)
     }
 
     /// The executor for this device, which the ranks set up at the first call.
@@ -154,11 +189,14 @@ impl DeviceSide {
         timeout: Duration,
     ) -> Result<Arc<Executor>, Error> {
         let mut failed = match self.executor.get() {
-            Some(executor) => return own_device(executor, operation, device),
+            Some(executor) => return own_device(executor.device(), operation, device).map(|()| executor.clone()),
             None => lock(&self.setup),
         };
         if let Some(error) = &*failed {
             return Err(error.clone());
+        }
+        if let Some(messages) = self.messages.get() {
+            own_device(messages.device(), operation, device)?;
         }
         // Another thread may have been faster.
         if self.executor.get().is_none() {
@@ -170,14 +208,17 @@ impl DeviceSide {
                 }
             }
         }
-        own_device(self.executor.get().expect("set above, or before"), operation, device)
+        let executor = self.executor.get().expect("set above, or before");
+        own_device(executor.device(), operation, device).map(|()| executor.clone())
     }
 
     fn set_up(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<Executor, Error> {
         let Place { me, size } = group.place();
+        let names: Vec<Rank> = (0..size).map(Rank::from).collect();
         let wanted = Wanted {
             comm: group.name(),
             me,
+            names: &names,
             device,
             host: &self.host,
             halves: &executor::halves(self.staging_bytes, size),
@@ -191,7 +232,7 @@ impl DeviceSide {
         let ends = Arc::new(Reports(group.driver().clone()));
         let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, ends);
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
-        setup::agree(group.name(), &mut all_gather, own)
+        setup::agree(group.name(), &names, &mut all_gather, own)
     }
 }
 
@@ -203,12 +244,33 @@ fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
     driver.with_engine(|engine| engine.check_open(operation))
 }
 
-/// The executor, if it is that of this device.
-fn own_device(executor: &Arc<Executor>, operation: &str, device: u32) -> Result<Arc<Executor>, Error> {
-    if executor.device() == device {
-        return Ok(executor.clone());
+/// A message as it is called, if it can be.
+fn message(op: &Op, Place { me, size }: Place) -> Result<Message<'_>, UsageError> {
+    check::memory(op)?;
+    match op.kind {
+        OpKind::Send { to, tag } => {
+            check::peer(op, "dst", to, size)?;
+            Ok(Message { peer: to, direction: Direction::Send, tag, buffers: &op.inputs })
+        }
+        OpKind::Recv { from, tag } => {
+            let peer = match from {
+                Source::Rank(from) => from,
+                // There is only one that it can be, but for this rank itself.
+                Source::Any if size == 2 => Rank::from(1 - me.index()),
+                Source::Any => return Err(check::any_source_on_device(op)),
+            };
+            check::peer(op, "src", peer, size)?;
+            Ok(Message { peer, direction: Direction::Receive, tag, buffers: &op.outputs })
+        }
+        _ => unreachable!("the kinds of a batch have been checked"),
     }
-    let own = executor.device();
+}
+
+/// Refuses a device that is not the communicator's.
+fn own_device(own: u32, operation: &str, device: u32) -> Result<(), Error> {
+    if own == device {
+        return Ok(());
+    }
     Err(UsageError {
         operation: operation.to_owned(),
         argument: "tensors",
@@ -222,28 +284,38 @@ fn own_device(executor: &Arc<Executor>, operation: &str, device: u32) -> Result<
 pub(super) fn all_gather(group: &impl Group, own: Vec<u8>, timeout: Duration) -> Result<Vec<Vec<u8>>, Error> {
     let Place { me, size } = group.place();
     let others = || (0..size).map(Rank::from).filter(|rank| *rank != me);
-    let length = u32::try_from(own.len()).expect("some bytes a rank").to_le_bytes();
     for to in others() {
-        group.send_bytes(length.to_vec(), to)?;
-        group.send_bytes(own.clone(), to)?;
+        tell(group, to, Tag::DEVICE, own.clone())?;
     }
     let until = deadline_after(Instant::now(), timeout);
-    let receive = |data: &mut [u8], from| group.recv_bytes(data, from, until.saturating_duration_since(Instant::now()));
     let mut all = vec![Vec::new(); size];
     for from in others() {
-        let mut length = [0; 4];
-        receive(&mut length, from)?;
-        let length = u32::from_le_bytes(length) as usize;
-        if length > BYTES_MAX {
-            let cause = format!("it announces {length} bytes, more than {BYTES_MAX}");
-            return Err(Error::Remote { operation: "the setup of the device".to_owned(), rank: from.0, cause });
-        }
-        let bytes = &mut all[from.index()];
-        bytes.resize(length, 0);
-        receive(bytes, from)?;
+        all[from.index()] = hear(group, from, Tag::DEVICE, until.saturating_duration_since(Instant::now()))?;
     }
     all[me.index()] = own;
     Ok(all)
+}
+
+/// Tells a rank some bytes, in a message of a tag that programs cannot use.
+pub(super) fn tell(group: &impl Group, to: Rank, tag: Tag, told: Vec<u8>) -> Result<(), Error> {
+    let length = u32::try_from(told.len()).expect("some bytes a rank").to_le_bytes();
+    group.send_bytes(length.to_vec(), to, tag)?;
+    group.send_bytes(told, to, tag)
+}
+
+/// Waits for what a rank tells.
+pub(super) fn hear(group: &impl Group, from: Rank, tag: Tag, timeout: Duration) -> Result<Vec<u8>, Error> {
+    let until = deadline_after(Instant::now(), timeout);
+    let mut length = [0; 4];
+    group.recv_bytes(&mut length, from, tag, timeout)?;
+    let length = u32::from_le_bytes(length) as usize;
+    if length > BYTES_MAX {
+        let cause = format!("it announces {length} bytes, more than {BYTES_MAX}");
+        return Err(Error::Remote { operation: "the setup of the device".to_owned(), rank: from.0, cause });
+    }
+    let mut bytes = vec![0; length];
+    group.recv_bytes(&mut bytes, from, tag, until.saturating_duration_since(Instant::now()))?;
+    Ok(bytes)
 }
 
 /// The most that a rank tells the others at a time.

@@ -7,9 +7,12 @@ use crate::comm::check::Place;
 use crate::comm::communicator::Communicator;
 use crate::comm::device::{self, Group};
 use crate::device::executor::Ranks;
+use crate::device::messages::{Message, Peers};
+use crate::device::rounds;
 use crate::engine::call::Call;
 use crate::engine::driver::Driver;
 use crate::engine::flight_recorder::Bytes;
+use crate::engine::message::Direction;
 use crate::error::Error;
 use crate::signature::Signature;
 use crate::sync::Arc;
@@ -31,6 +34,30 @@ impl Ranks for Communicator {
     }
 }
 
+impl Peers for Communicator {
+    fn begin(&self, message: &Message<'_>, number: u64) -> Entry {
+        let (Message { peer, direction, tag, .. }, bytes) = (*message, message.bytes());
+        let way = match direction {
+            rounds::Direction::Send => Direction::Send(peer),
+            rounds::Direction::Receive => Direction::Receive(Source::Rank(peer)),
+        };
+        let (call, bytes) = (way.call(tag, bytes), way.bytes(bytes));
+        self.driver.with_engine(|engine| engine.begin_on_device(call, number, bytes))
+    }
+
+    fn are_there(&self) -> bool {
+        self.driver.with_engine(|engine| engine.is_whole())
+    }
+
+    fn tell(&self, peer: Rank, tag: Tag, told: Vec<u8>) -> Result<(), Error> {
+        device::tell(self, peer, tag, told)
+    }
+
+    fn hear(&self, peer: Rank, tag: Tag, timeout: Duration) -> Result<Vec<u8>, Error> {
+        device::hear(self, peer, tag, timeout)
+    }
+}
+
 impl Group for Communicator {
     fn name(&self) -> &str {
         self.name()
@@ -44,11 +71,11 @@ impl Group for Communicator {
         &self.driver
     }
 
-    fn send_bytes(&self, data: Vec<u8>, to: Rank) -> Result<(), Error> {
-        self.send_away(data, to, Tag::DEVICE)
+    fn send_bytes(&self, data: Vec<u8>, to: Rank, tag: Tag) -> Result<(), Error> {
+        self.send_away(data, to, tag)
     }
 
-    fn recv_bytes(&self, data: &mut [u8], from: Rank, timeout: Duration) -> Result<(), Error> {
-        self.recv_within(data, Source::Rank(from), Tag::DEVICE, Some(timeout)).map(|_| ())
+    fn recv_bytes(&self, data: &mut [u8], from: Rank, tag: Tag, timeout: Duration) -> Result<(), Error> {
+        self.recv_within(data, Source::Rank(from), tag, Some(timeout)).map(|_| ())
     }
 }

@@ -22,6 +22,10 @@ pub(crate) struct Control {
     layout: ControlLayout,
     me: Rank,
     width: Width,
+    /// The communicator's numbers of the ranks, by which others know them.
+    names: Vec<Rank>,
+    /// How many ranks the communicator has.
+    size: usize,
     /// Held while this rank's failures are written, which several threads may have.
     failing: Mutex<()>,
 }
@@ -35,7 +39,7 @@ pub(crate) struct Failure {
     pub(crate) number: u64,
     /// The cause.
     pub(crate) kind: FailureKind,
-    /// The rank at fault.
+    /// The rank at fault, by its name.
     pub(crate) rank: Rank,
     /// The cause in words; of a longer text the first 512 bytes.
     pub(crate) text: String,
@@ -69,12 +73,42 @@ impl Control {
     /// When there are fewer words than the layout has, or no such rank.
     pub(crate) fn new(words: Arc<SharedWords>, layout: ControlLayout, me: Rank, width: Width) -> Control {
         assert!(me.index() < layout.ranks() && layout.count() <= words.count(), "rank {me} of {layout:?}");
-        Control { words, layout, me, width, failing: Mutex::new(()) }
+        let names: Vec<Rank> = (0..layout.ranks()).map(Rank::from).collect();
+        Control { words, layout, me, width, size: names.len(), names, failing: Mutex::new(()) }
+    }
+
+    /// The segment of some ranks of a communicator of `size`, which have these names there.
+    ///
+    /// # Panics
+    /// When there is not a name for each.
+    pub(crate) fn of_some(self, names: Vec<Rank>, size: usize) -> Control {
+        assert_eq!(names.len(), self.layout.ranks());
+        Control { names, size, ..self }
     }
 
     /// The rank that sees it so.
     pub(crate) fn me(&self) -> Rank {
         self.me
+    }
+
+    /// Its lines, and which is which.
+    pub(crate) fn lines(&self) -> (&SharedWords, ControlLayout) {
+        (self.words.as_ref(), self.layout)
+    }
+
+    /// Whether the rank of this name has called an operation.
+    pub(crate) fn has_called(&self, rank: Rank, lane: usize, number: u64) -> bool {
+        self.local(rank).is_none_or(|rank| self.calls_of(rank, lane) >= number)
+    }
+
+    /// What the communicator calls a rank.
+    pub(crate) fn name(&self, rank: Rank) -> Rank {
+        self.names[rank.index()]
+    }
+
+    /// The rank of this name.
+    pub(crate) fn local(&self, name: Rank) -> Option<Rank> {
+        self.names.iter().position(|known| *known == name).map(Rank::from)
     }
 
     pub(crate) fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
@@ -234,26 +268,27 @@ impl Control {
         })?;
         let mut next = || values.next().unwrap_or_default();
         let (number, kind, culprit, len) = (next(), next(), next(), next());
-        let culprit = u32::try_from(culprit).ok().map(Rank).filter(|rank| rank.index() < self.layout.ranks());
+        let culprit = u32::try_from(culprit).ok().map(Rank).filter(|rank| rank.index() < self.size);
         let known = usize::try_from(kind).ok().and_then(|kind| FailureKind::ALL.get(kind)).copied();
         let text = &text[..text.len().min(usize::try_from(len).unwrap_or(usize::MAX))];
         Some(Failure {
             lane,
             number,
             kind: known.unwrap_or(FailureKind::Driver),
-            rank: culprit.unwrap_or(rank),
+            rank: culprit.unwrap_or(self.name(rank)),
             text: String::from_utf8_lossy(text).into_owned(),
         })
     }
 
-    /// The failure that may have spoiled an operation, if any has, and the rank that tells of it; of several that of the smallest
-    /// number.
+    /// The failure that may have spoiled an operation, if any has, and the name of the rank that tells of it; of several that of
+    /// the smallest number.
     ///
     /// An operation has succeeded if it has [ended](Control::has_ended) here, and *then* there is none: a rank tells of its
     /// failure before it [releases](Control::release) its stream, so before that writes anything wrong.
     pub(crate) fn first_failure(&self, lane: usize, number: u64) -> Option<(Rank, Failure)> {
         let failures = self.ranks().filter_map(|rank| Some((rank, self.failure_of(rank, lane)?)));
-        failures.filter(|(_, failure)| failure.number <= number).min_by_key(|(_, failure)| failure.number)
+        let first = failures.filter(|(_, failure)| failure.number <= number).min_by_key(|(_, failure)| failure.number);
+        first.map(|(reporter, failure)| (self.name(reporter), failure))
     }
 
     fn text(&self, rank: Rank, lane: usize) -> impl Iterator<Item = &AtomicU64> {
@@ -263,16 +298,18 @@ impl Control {
 
     // ---- the words of lanes ----
 
-    /// The ranks that have not brought words to the values which this rank's stream waits for: of a head, its sender has not
-    /// come so far; of a tail, its receiver is not done.
+    /// The names of the ranks that have not brought words to the values which this rank's stream waits for: of a head, its
+    /// sender has not come so far; of a tail, its receiver is not done.
     pub(crate) fn behind(&self, lane: usize, expected: impl Iterator<Item = (Word, u64)>) -> Vec<Rank> {
         let words = self.layout.lane_words();
         let is_behind = |word, value| {
             let found = self.words.word(words.index(lane, word)).load(Ordering::Acquire);
             !is_reached(found, value, self.width)
         };
-        let mut behind: SmallVec<[Rank; 8]> =
-            expected.filter(|(word, value)| is_behind(*word, *value)).map(|(word, _)| writer(word)).collect();
+        let mut behind: SmallVec<[Rank; 8]> = expected
+            .filter(|(word, value)| is_behind(*word, *value))
+            .map(|(word, _)| self.name(writer(word)))
+            .collect();
         behind.sort_unstable();
         behind.dedup();
         behind.into_vec()

@@ -54,6 +54,21 @@ pub enum HandoverError {
     },
 }
 
+impl HandoverError {
+    /// The error with the names of the ranks, which are numbered in it.
+    #[must_use]
+    pub fn naming(self, names: &[Rank]) -> HandoverError {
+        let name = |rank: u32| names.get(rank as usize).map_or(rank, |name| name.0);
+        let all = |ranks: Vec<u32>| ranks.into_iter().map(name).collect();
+        match self {
+            HandoverError::Missing { missing } => HandoverError::Missing { missing: all(missing) },
+            HandoverError::Deaf { unreached } => HandoverError::Deaf { unreached: all(unreached) },
+            HandoverError::Unreachable { rank, cause } => HandoverError::Unreachable { rank: name(rank), cause },
+            HandoverError::Left | HandoverError::Os { .. } => self,
+        }
+    }
+}
+
 /// Where a rank takes descriptors.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Address {

@@ -97,9 +97,13 @@ pub(crate) const LANES: usize = 2;
 /// The bytes of half of each staging memory that an executor among so many ranks wants, `staging` of which are for what is no
 /// all_to_all.
 pub(crate) fn halves(staging: usize, ranks: usize) -> [usize; 2] {
+    [staging, RingLane::half(ranks, cell(staging))]
+}
+
+/// The bytes of a ring's cell, where half of a rank's staging memory has so many.
+pub(crate) fn cell(staging: usize) -> usize {
     // Long enough that a chunk takes longer than what it costs to submit it.
-    let cell = (staging / 4).min(1 << 20);
-    [staging, RingLane::half(ranks, cell)]
+    (staging / 4).min(1 << 20)
 }
 
 /// How a collective runs.

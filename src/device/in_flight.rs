@@ -11,16 +11,57 @@
 //! rank has a mark of a failure of this operation, or of one before it, *after* its stream has finished it.
 
 use std::collections::VecDeque;
+use std::fmt::{self, Display};
 use std::time::{Duration, Instant};
 
 use crate::device::control::{Control, Failure, FailureKind};
 use crate::device::counters::Word;
 use crate::error::{Error, rank_list};
 use crate::signature::Signature;
-use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, Ordering, lock};
 use crate::sys::fork::Origin;
 use crate::types::Rank;
 use crate::work::{Drive, Work};
+
+/// Messages of a batch that are in flight on one lane. What fails them fails the others too, which are on the same stream.
+pub(crate) trait Part: Display + fmt::Debug + Send + Sync {
+    /// The number of the first message. The part has that of the last one.
+    fn first(&self) -> u64;
+
+    /// Whom its stream waits for in this lane, where it has this number; nothing if another part has more to tell.
+    fn lateness(&self, lane: usize, number: u64) -> Option<String>;
+
+    /// Whether all parts have failed and are released.
+    fn is_released(&self) -> bool;
+
+    /// Ends it.
+    fn ended(&self, ends: &dyn Ends, result: Result<(), Error>);
+
+    /// Gives up all parts, since this one has failed, so that the stream runs out.
+    fn fail_all(&self, error: &Error);
+}
+
+/// What was called.
+#[derive(Clone, Debug)]
+pub(crate) enum Called {
+    Collective(Signature),
+    Part(Arc<dyn Part>),
+}
+
+impl From<Signature> for Called {
+    fn from(signature: Signature) -> Called {
+        Called::Collective(signature)
+    }
+}
+
+impl fmt::Display for Called {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Called::Collective(signature) => signature.fmt(f),
+            Called::Part(part) => part.fmt(f),
+        }
+    }
+}
 
 /// What the communicator does when operations on its device end.
 pub(crate) trait Ends: Send + Sync {
@@ -38,11 +79,37 @@ pub(crate) trait Ends: Send + Sync {
 #[derive(Debug)]
 struct Flight {
     number: u64,
-    call: Signature,
+    call: Called,
     work: Work,
     limit: Duration,
     /// When its stream was first seen to have reached it: only from there on its time counts.
     started: Option<Instant>,
+}
+
+impl Flight {
+    /// The first number that fails with it.
+    fn first(&self) -> u64 {
+        match &self.call {
+            Called::Collective(_) => self.number,
+            Called::Part(part) => part.first(),
+        }
+    }
+
+    /// Whether nothing holds up its stream, once it has failed.
+    fn is_released(&self) -> bool {
+        match &self.call {
+            Called::Collective(_) => true,
+            Called::Part(part) => part.is_released(),
+        }
+    }
+
+    /// Ends it with a result, of which `ends` tells.
+    fn end(self, ends: &dyn Ends, result: Result<(), Error>) {
+        match self.call {
+            Called::Collective(_) => ends.ended(&self.work, result),
+            Called::Part(part) => part.ended(ends, result),
+        }
+    }
 }
 
 /// Why nothing more is submitted.
@@ -63,6 +130,8 @@ struct State {
     before: u64,
     /// The first failure, by which operations end that this rank itself gave up.
     failed: Option<(u64, Error)>,
+    /// What has to fail with it, once the lock is free.
+    spread: Vec<(Arc<dyn Part>, Error)>,
     halt: Option<Halt>,
     /// By lane of words, those that the stream waits for, and the greatest values.
     awaits: Vec<(usize, Vec<(Word, u64)>)>,
@@ -86,6 +155,8 @@ pub(crate) struct InFlight {
     state: Mutex<State>,
     /// Whether an operation is in flight, to be asked without the lock.
     is_busy: AtomicBool,
+    /// Whether nothing is left that holds up what has failed, likewise.
+    is_released: AtomicBool,
 }
 
 /// When the watch looks again.
@@ -102,22 +173,38 @@ pub(crate) enum Look {
 impl InFlight {
     /// Nothing in flight on this lane.
     pub(crate) fn new(comm: String, lane: usize, control: Arc<Control>, ends: Arc<dyn Ends>) -> Arc<InFlight> {
-        let (state, is_busy) = (Mutex::default(), AtomicBool::new(false));
-        Arc::new(InFlight { comm, origin: Origin::here(), lane, control, ends, state, is_busy })
+        let (state, is_busy, is_released) = (Mutex::default(), AtomicBool::new(false), AtomicBool::new(false));
+        Arc::new(InFlight { comm, origin: Origin::here(), lane, control, ends, state, is_busy, is_released })
+    }
+
+    /// Its lane, and what its ranks see of it.
+    pub(crate) fn lane(&self) -> (usize, &Control) {
+        (self.lane, &self.control)
+    }
+
+    /// Whether what has failed is held up by nothing before it.
+    pub(crate) fn is_released(&self) -> bool {
+        // Relaxed: only how long a thread waits depends on it.
+        self.is_released.load(Ordering::Relaxed)
     }
 
     /// Notes an operation that is about to be put on a stream. True: somebody has to watch it.
-    pub(crate) fn begin(&self, number: u64, call: Signature, work: Work, limit: Duration) -> bool {
+    pub(crate) fn begin(&self, number: u64, call: impl Into<Called>, work: Work, limit: Duration) -> bool {
         let mut state = lock(&self.state);
         state.last = number;
         if state.flights.is_empty() {
             // What was released before has run out; this has its own time to do so.
             state.released = None;
         }
-        state.flights.push_back(Flight { number, call, work, limit, started: None });
+        state.flights.push_back(Flight { number, call: call.into(), work, limit, started: None });
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
-        !std::mem::replace(&mut state.is_watched, true)
+        let is_first = !std::mem::replace(&mut state.is_watched, true);
+        if !state.is_sound(number) {
+            state.spread_from(number);
+        }
+        spread(state);
+        is_first
     }
 
     /// Notes how to have whoever watches look at once.
@@ -148,6 +235,28 @@ impl InFlight {
         lock(&self.state).halt.clone()
     }
 
+    /// As [`halt`](InFlight::halt), of operations from the number `first` to `last` that are about to be put on a stream: looks
+    /// too for what has failed on other ranks. What they have given up of these operations fails here as well, and is not
+    /// noted yet. After what they have given up before, which has ended here, this rank goes on as they do.
+    pub(crate) fn halt_before(&self, first: u64, last: u64, call: &impl Display) -> Option<Halt> {
+        let known = self.halt();
+        if known.is_some() {
+            return known;
+        }
+        let (reporter, failure) = self.control.first_failure(self.lane, last)?;
+        let (from, error) = (failure.number, reported(reporter, failure, call));
+        if from >= first {
+            return Some(Halt::Failed(error));
+        }
+        let mut state = lock(&self.state);
+        if state.is_sound(from) {
+            state.fail(from, error);
+        }
+        let halt = state.halt.clone();
+        spread(state);
+        halt
+    }
+
     /// Goes on after a disagreement, once nothing is in flight on any rank. So many operations came before.
     pub(crate) fn resume(&self, before: u64) {
         let mut state = lock(&self.state);
@@ -159,6 +268,7 @@ impl InFlight {
             state.closely = None;
             state.before = before;
             state.awaits.clear();
+            self.is_released.store(false, Ordering::Relaxed);
         }
     }
 
@@ -167,7 +277,7 @@ impl InFlight {
         let told = |rank| Some((rank, self.control.failure_of(rank, self.lane)?));
         let mut failures = self.control.ranks().filter_map(told);
         let (reporter, failure) = failures.find(|(_, failure)| failure.kind != FailureKind::Mismatch)?;
-        Some(reported(reporter, failure, call))
+        Some(reported(reporter, failure, &call))
     }
 
     /// Submits nothing more.
@@ -207,7 +317,7 @@ impl InFlight {
         self.end_finished(&mut Vec::new());
     }
 
-    fn end_finished(&self, ended: &mut Vec<(Work, Result<(), Error>)>) {
+    fn end_finished(&self, ended: &mut Vec<(Flight, Result<(), Error>)>) {
         {
             let mut state = lock(&self.state);
             while let Some(flight) = state.flights.front()
@@ -219,22 +329,23 @@ impl InFlight {
                 if let Err(error) = &result {
                     state.halt_after(error);
                 }
-                ended.push((flight.work, result));
+                ended.push((flight, result));
             }
             self.is_busy.store(!state.flights.is_empty(), Ordering::Relaxed);
         }
-        for (work, result) in ended.drain(..) {
-            self.ends.ended(&work, result);
+        for (flight, result) in ended.drain(..) {
+            flight.end(&*self.ends, result);
         }
     }
 
     /// How an operation that its stream has finished has ended.
     fn outcome(&self, state: &State, flight: &Flight) -> Result<(), Error> {
         if let Some((_, error)) = state.failed.as_ref().filter(|_| !state.is_sound(flight.number)) {
-            return Err(named(error.clone(), flight.call));
+            return Err(named(error.clone(), &flight.call));
         }
+        let own = self.control.name(self.control.me());
         match self.control.first_failure(self.lane, flight.number) {
-            Some((reporter, failure)) if reporter != self.control.me() => Err(reported(reporter, failure, flight.call)),
+            Some((reporter, failure)) if reporter != own => Err(reported(reporter, failure, &flight.call)),
             _ => Ok(()),
         }
     }
@@ -243,6 +354,20 @@ impl InFlight {
     pub(crate) fn fail(&self, number: u64, kind: FailureKind, culprit: Rank, error: Error) {
         let mut state = lock(&self.state);
         self.give_up(&mut state, number, kind, culprit, error);
+        spread(state);
+    }
+
+    /// As [`fail`](InFlight::fail), of an operation that fails with another one.
+    pub(crate) fn fail_too(&self, number: u64, error: &Error) {
+        let me = self.control.name(self.control.me());
+        let (kind, culprit) = match error {
+            Error::Mismatch { .. } => (FailureKind::Mismatch, me),
+            Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
+            Error::Closed { .. } => (FailureKind::Left, me),
+            Error::Timeout { .. } => (FailureKind::Timeout, me),
+            _ => (FailureKind::Driver, me),
+        };
+        self.fail(number, kind, culprit, error.clone());
     }
 
     fn give_up(&self, state: &mut State, number: u64, kind: FailureKind, culprit: Rank, error: Error) {
@@ -250,8 +375,7 @@ impl InFlight {
             return;
         }
         self.control.fail(&Failure { lane: self.lane, number, kind, rank: culprit, text: detail(&error) });
-        state.halt_after(&error);
-        state.failed = Some((number, error));
+        state.fail(number, error);
     }
 
     /// Looks at everything in flight: at what has ended, what has failed elsewhere and what takes too long.
@@ -267,22 +391,20 @@ impl InFlight {
             flight.started = Some(now);
         }
         if let Some(first) = state.flights.front() {
-            let (number, call, last) = (first.number, first.call, state.flights.back().map_or(0, |last| last.number));
+            let (number, last) = (first.number, state.flights.back().map_or(0, |last| last.number));
             if state.is_sound(number) {
+                let (from, call) = (first.first(), first.call.clone());
                 if let Some(Error::PeerLost { operation, rank, cause }) = self.ends.loss(&call.to_string()) {
                     let error = Error::PeerLost { operation, rank, cause };
-                    self.give_up(&mut state, number, FailureKind::PeerLost, Rank(rank), error);
+                    self.give_up(&mut state, from, FailureKind::PeerLost, Rank(rank), error);
                 } else if let Some((reporter, failure)) = self.control.first_failure(lane, last)
                     && state.is_sound(failure.number)
                 {
                     let from = failure.number;
-                    let error = reported(reporter, failure, call);
-                    state.halt_after(&error);
-                    state.failed = Some((from, error));
-                } else if let Some(late) = state.late(now) {
+                    state.fail(from, reported(reporter, failure, &call));
+                } else if let Some((from, error)) = self.late(&state, now) {
                     // Also if a later one has failed: that does not end those before it.
-                    let (number, error) = (late.number, self.timeout(&state, late, now));
-                    self.give_up(&mut state, number, FailureKind::Timeout, me, error);
+                    self.give_up(&mut state, from, FailureKind::Timeout, self.control.name(me), error);
                 }
             }
             // Operations before the one that has failed may still end well.
@@ -290,7 +412,11 @@ impl InFlight {
                 for (lane, words) in &state.awaits {
                     self.control.release(*lane, words.iter().copied());
                 }
-                state.released.get_or_insert(now);
+                self.is_released.store(true, Ordering::Relaxed);
+                // What the same stream has to do for other lanes may wait for what is sound there.
+                if state.flights.front().is_none_or(Flight::is_released) {
+                    state.released.get_or_insert(now);
+                }
             }
         }
         let overdue = state.overdue(now);
@@ -301,16 +427,19 @@ impl InFlight {
         }
         let look = match state.flights.front() {
             None => Look::Never,
-            Some(first) if state.released.is_some() || state.closely.is_some_and(|last| first.number <= last) => {
+            Some(first)
+                if self.is_released.load(Ordering::Relaxed)
+                    || state.closely.is_some_and(|last| first.number <= last) =>
+            {
                 Look::Soon
             }
             Some(_) => Look::Later,
         };
         state.is_watched = look != Look::Never;
-        drop(state);
-        for (work, result) in ended {
-            log::warn!("{}: the device has not ended it a while after it failed", work.operation());
-            self.ends.ended(&work, result);
+        spread(state);
+        for (flight, result) in ended {
+            log::warn!("{}: the device has not ended it a while after it failed", flight.call);
+            flight.end(&*self.ends, result);
         }
         look
     }
@@ -320,12 +449,22 @@ impl InFlight {
         // What the stream has finished is no failure.
         self.look();
         let mut state = lock(&self.state);
-        let number = state.flights.front().map_or(state.last + 1, |flight| flight.number);
-        self.give_up(&mut state, number, FailureKind::Left, self.control.me(), error);
+        let number = state.flights.front().map_or(state.last + 1, Flight::first);
+        self.give_up(&mut state, number, FailureKind::Left, self.control.name(self.control.me()), error);
+        spread(state);
+    }
+
+    /// The first operation whose time is over, as the number that fails with it and its error.
+    fn late(&self, state: &State, now: Instant) -> Option<(u64, Error)> {
+        let is_late = |flight: &&Flight| flight.started.is_some_and(|started| now - started >= flight.limit);
+        state.flights.iter().filter(is_late).find_map(|late| {
+            let Called::Part(part) = &late.call else { return Some((late.number, self.timeout(state, late, now))) };
+            let detail = part.lateness(self.lane, late.number)?;
+            Some((late.first(), timed_out(late, now, detail)))
+        })
     }
 
     fn timeout(&self, state: &State, late: &Flight, now: Instant) -> Error {
-        let waited = late.started.map_or(Duration::ZERO, |started| now - started);
         let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= late.number;
         let number = state.before + late.number;
         let (came, missing): (Vec<Rank>, Vec<Rank>) = self.control.ranks().partition(has_called);
@@ -348,11 +487,40 @@ impl InFlight {
             let (missing, came) = (rank_list(&missing), rank_list(&came));
             format!("device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}")
         };
-        Error::Timeout { operation: late.call.to_string(), waited, detail }
+        timed_out(late, now, detail)
     }
 }
 
+/// Has fail what is in flight elsewhere and fails together with what has failed here.
+fn spread(mut state: MutexGuard<'_, State>) {
+    let spread = std::mem::take(&mut state.spread);
+    drop(state);
+    spread.into_iter().for_each(|(part, error)| part.fail_all(&error));
+}
+
+fn timed_out(late: &Flight, now: Instant, detail: String) -> Error {
+    let waited = late.started.map_or(Duration::ZERO, |started| now - started);
+    Error::Timeout { operation: late.call.to_string(), waited, detail }
+}
+
 impl State {
+    /// Notes that the operation of this number and all later ones have failed.
+    fn fail(&mut self, number: u64, error: Error) {
+        self.halt_after(&error);
+        self.failed = Some((number, error));
+        self.spread_from(number);
+    }
+
+    /// Notes what fails together with what is in flight here from this number on.
+    fn spread_from(&mut self, number: u64) {
+        let Some((_, error)) = &self.failed else { return };
+        for flight in self.flights.iter().filter(|flight| flight.number >= number) {
+            if let Called::Part(part) = &flight.call {
+                self.spread.push((part.clone(), error.clone()));
+            }
+        }
+    }
+
     /// The first failure stays the reason; but what comes beside a disagreement, after which ranks could go on, ends that.
     fn halt_after(&mut self, error: &Error) {
         match (&self.halt, error) {
@@ -367,21 +535,18 @@ impl State {
         self.failed.as_ref().is_none_or(|(failed, _)| *failed > number)
     }
 
-    /// The first operation whose time is over.
-    fn late(&self, now: Instant) -> Option<&Flight> {
-        let is_late = |flight: &&Flight| flight.started.is_some_and(|started| now - started >= flight.limit);
-        self.flights.iter().find(is_late)
-    }
-
     /// Whether the stream has been released for long and has not run out.
     fn overdue(&self, now: Instant) -> bool {
         self.released.is_some_and(|since| now - since > DRAIN_TIMEOUT)
     }
 
     /// Ends what the device will not.
-    fn abandon(&mut self) -> Vec<(Work, Result<(), Error>)> {
+    fn abandon(&mut self) -> Vec<(Flight, Result<(), Error>)> {
         let Some((_, error)) = self.failed.clone() else { return Vec::new() };
-        let end = |flight: Flight| (flight.work, Err(named(error.clone(), flight.call)));
+        let end = |flight: Flight| {
+            let result = Err(named(error.clone(), &flight.call));
+            (flight, result)
+        };
         self.flights.drain(..).map(end).collect()
     }
 }
@@ -414,27 +579,43 @@ impl Drive for InFlight {
 
     fn drive(&self, work: &Work, deadline: Option<Instant>) {
         if !self.origin.is_here() {
-            let how = "put on a device by this process's parent, before the fork".to_owned();
-            let (operation, comm) = (work.operation().to_owned(), self.comm.clone());
-            return work.complete(Err(Error::Closed { operation, comm, how }), None);
+            return closed_by_fork(work, &self.comm);
         }
-        let begin = Instant::now();
-        loop {
-            self.look();
-            let now = Instant::now();
-            if work.is_done() || deadline.is_some_and(|deadline| deadline <= now) {
-                return;
-            }
-            match now - begin {
-                waited if waited < SPIN => std::hint::spin_loop(),
-                waited => std::thread::sleep((waited / 8).clamp(NAP_MIN, NAP_MAX)),
-            }
+        wait_driving(work, deadline, || self.look());
+    }
+}
+
+impl fmt::Debug for InFlight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InFlight").field("comm", &self.comm).field("lane", &self.lane).finish_non_exhaustive()
+    }
+}
+
+/// Ends a work that this process has from its parent, which has the streams.
+pub(crate) fn closed_by_fork(work: &Work, comm: &str) {
+    let how = "put on a device by this process's parent, before the fork".to_owned();
+    let (operation, comm) = (work.operation().to_owned(), comm.to_owned());
+    work.complete(Err(Error::Closed { operation, comm, how }), None);
+}
+
+/// Looks until a work is done or a deadline has passed.
+pub(crate) fn wait_driving(work: &Work, deadline: Option<Instant>, look: impl Fn()) {
+    let begin = Instant::now();
+    loop {
+        look();
+        let now = Instant::now();
+        if work.is_done() || deadline.is_some_and(|deadline| deadline <= now) {
+            return;
+        }
+        match now - begin {
+            waited if waited < SPIN => std::hint::spin_loop(),
+            waited => std::thread::sleep((waited / 8).clamp(NAP_MIN, NAP_MAX)),
         }
     }
 }
 
 /// An error as that of another operation.
-pub(crate) fn named(error: Error, call: Signature) -> Error {
+pub(crate) fn named(error: Error, call: impl Display) -> Error {
     let called = call.to_string();
     match error {
         Error::Mismatch { detail, .. } => Error::Mismatch { operation: called, detail },
@@ -447,7 +628,7 @@ pub(crate) fn named(error: Error, call: Signature) -> Error {
 }
 
 /// The error of an operation that failed on another rank.
-fn reported(reporter: Rank, failure: Failure, call: Signature) -> Error {
+fn reported(reporter: Rank, failure: Failure, call: &impl Display) -> Error {
     let operation = call.to_string();
     match failure.kind {
         FailureKind::Mismatch => Error::Mismatch { operation, detail: failure.text },

@@ -12,7 +12,7 @@
 //! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`] module
 //! reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
 //! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
-//! streams. The [`executor`] runs a whole call; what is [`in_flight`] then is ended by whoever looks, at the latest by the
+//! streams. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks; what is [`in_flight`] then is ended by whoever looks, at the latest by the
 //! [`watch`].
 
 pub(crate) mod call_log;
@@ -26,6 +26,10 @@ pub mod lane;
 pub mod launch;
 pub mod layout;
 pub mod lower;
+pub(crate) mod message_log;
+pub(crate) mod messages;
+pub(crate) mod pairs;
+pub(crate) mod parts;
 pub(crate) mod plans;
 mod record;
 pub mod ring_lane;

@@ -6,7 +6,7 @@
 use smallvec::SmallVec;
 
 use crate::device::counters::{Access, Word};
-use crate::device::rounds::{CELLS, Direction, RingWord, Rounds};
+use crate::device::rounds::{CELLS, Direction, Flow, RingWord, Rounds};
 use crate::types::Rank;
 
 /// What one rank has counted at its ends of the rings of a lane.
@@ -49,12 +49,35 @@ impl Rings {
 
     /// The words that what has been taken up waits for, and the greatest values.
     pub(crate) fn awaits(&self) -> impl Iterator<Item = (Word, u64)> + '_ {
-        let (me, peers) = (self.me, self.received.iter().zip(&self.sent).enumerate());
-        peers.flat_map(move |(peer, (received, sent))| {
-            let peer = Rank::from(peer);
-            let head = Word::Head { sender: peer, receiver: me };
-            [(head, received.published), (Word::Tail { sender: me, receiver: peer }, sent.chunks)]
-        })
+        let nothing = |peer: usize, direction| Flow { peer: Rank::from(peer), direction, published: 0, chunks: 0 };
+        let flows = (0..self.sent.len())
+            .flat_map(move |peer| [Direction::Receive, Direction::Send].map(|way| nothing(peer, way)));
+        flows.map(|flow| self.awaits_after(&flow))
+    }
+
+    /// The word that a ring's messages wait for, and the greatest value, once these are taken up.
+    pub(crate) fn awaits_after(&self, flow: &Flow) -> (Word, u64) {
+        let (me, peer) = (self.me, flow.peer);
+        match flow.direction {
+            Direction::Receive => {
+                let head = Word::Head { sender: peer, receiver: me };
+                (head, self.received[peer.index()].published + flow.published)
+            }
+            Direction::Send => {
+                // The credit of the last one's cell.
+                let chunks = self.sent[peer.index()].chunks + flow.chunks;
+                (Word::Tail { sender: me, receiver: peer }, chunks.saturating_sub(CELLS as u64))
+            }
+        }
+    }
+
+    /// Counts what goes through one ring from the beginning.
+    pub(crate) fn reset(&mut self, peer: Rank, direction: Direction) {
+        let passed = match direction {
+            Direction::Send => &mut self.sent,
+            Direction::Receive => &mut self.received,
+        };
+        passed[peer.index()] = Passed::default();
     }
 
     /// Takes up a batch. Batches that share a pair are taken up, and run, in the same order at both of its ends.

@@ -186,9 +186,21 @@ impl Rounds {
     /// # Panics
     /// When a cell has no bytes.
     pub fn new(me: Rank, messages: &[Message], cell: usize, ahead: i64) -> Result<Rounds, ToSelfError> {
-        assert!(cell > 0, "chunks without bytes");
-        let mut lowering = Lowering { me, cell, rounds: Rounds::default() };
-        let mut messages = lowering.take_own(messages, ahead)?;
+        Rounds::through(me, messages, |_| cell, ahead)
+    }
+
+    /// As [`Rounds::new`], where the cells of the rings to and from each peer have a length of their own.
+    ///
+    /// # Panics
+    /// When a cell has no bytes.
+    pub fn through(
+        me: Rank,
+        messages: &[Message],
+        cell: impl Fn(Rank) -> usize,
+        ahead: i64,
+    ) -> Result<Rounds, ToSelfError> {
+        let mut lowering = Lowering { me, rounds: Rounds::default() };
+        let mut messages = lowering.take_own(messages, &cell, ahead)?;
         // Every rank begins with another one: what is sent to one rank is spread over the round, and what comes from it.
         messages.sort_by_key(|Message { peer, direction, .. }| match direction {
             Direction::Send => (Direction::Send, peer.0.wrapping_sub(me.0)),
@@ -196,7 +208,7 @@ impl Rounds {
         });
         let pairs = messages.chunk_by(|message, next| (message.peer, message.direction) == (next.peer, next.direction));
         let (mut sends, mut receives): (Vec<Pair<'_>>, Vec<Pair<'_>>) =
-            pairs.map(Pair::new).partition(|pair| pair.flow.direction == Direction::Send);
+            pairs.map(|messages| Pair::new(messages, &cell)).partition(|pair| pair.flow.direction == Direction::Send);
         let mut chunks = Vec::new();
         while !(sends.is_empty() && receives.is_empty()) {
             lowering.advance(&mut sends, &mut chunks);
@@ -229,20 +241,24 @@ struct Pair<'a> {
     messages: &'a [Message],
     /// How much of the first one has been taken.
     taken: usize,
+    /// The bytes of a cell.
+    cell: usize,
     /// What has been taken.
     flow: Flow,
 }
 
 impl<'a> Pair<'a> {
-    fn new(messages: &'a [Message]) -> Pair<'a> {
+    fn new(messages: &'a [Message], cell: impl Fn(Rank) -> usize) -> Pair<'a> {
         let Message { peer, direction, .. } = messages[0];
-        Pair { messages, taken: 0, flow: Flow { peer, direction, published: 0, chunks: 0 } }
+        let cell = cell(peer);
+        assert!(cell > 0, "chunks without bytes");
+        Pair { messages, cell, taken: 0, flow: Flow { peer, direction, published: 0, chunks: 0 } }
     }
 
     /// Takes the next chunk, or message without data.
-    fn take(&mut self, cell: usize) -> Option<Chunk> {
+    fn take(&mut self) -> Option<Chunk> {
         let Part { tensor, offset, len } = self.messages.first()?.part;
-        let part = Part { tensor, offset: offset + self.taken, len: cell.min(len - self.taken) };
+        let part = Part { tensor, offset: offset + self.taken, len: self.cell.min(len - self.taken) };
         self.taken += part.len;
         if self.taken == len {
             (self.messages, self.taken) = (&self.messages[1..], 0);
@@ -274,13 +290,17 @@ impl Chunk {
 /// A batch being written.
 struct Lowering {
     me: Rank,
-    cell: usize,
     rounds: Rounds,
 }
 
 impl Lowering {
     /// Copies what the batch sends to this rank and receives from it. What goes through a ring.
-    fn take_own(&mut self, messages: &[Message], ahead: i64) -> Result<Vec<Message>, ToSelfError> {
+    fn take_own(
+        &mut self,
+        messages: &[Message],
+        cell: impl Fn(Rank) -> usize,
+        ahead: i64,
+    ) -> Result<Vec<Message>, ToSelfError> {
         let (own, mut others): (Vec<Message>, Vec<Message>) =
             messages.iter().partition(|message| message.peer == self.me);
         let (sent, received): (Vec<Message>, Vec<Message>) =
@@ -304,8 +324,8 @@ impl Lowering {
         let (late_sent, late_received) = (&sent[met..], &received[met..]);
         let kept = others.len();
         others.extend([early_sent, late_sent, early_received, late_received].into_iter().flatten());
-        if let Some(long) = others[kept..].iter().find(|message| message.part.len > self.cell) {
-            return Err(ToSelfError::TooLong { bytes: long.part.len, cell: self.cell });
+        if let Some(long) = others[kept..].iter().find(|message| message.part.len > cell(self.me)) {
+            return Err(ToSelfError::TooLong { bytes: long.part.len, cell: cell(self.me) });
         }
         let count = early_sent.len() + late_sent.len();
         let messages = ahead + count as i64;
@@ -319,7 +339,7 @@ impl Lowering {
     fn advance(&mut self, pairs: &mut Vec<Pair<'_>>, chunks: &mut Vec<Chunk>) {
         chunks.clear();
         pairs.retain_mut(|pair| {
-            chunks.extend(pair.take(self.cell));
+            chunks.extend(pair.take());
             if pair.messages.is_empty() {
                 self.rounds.flows.push(pair.flow);
             }

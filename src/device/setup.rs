@@ -29,8 +29,10 @@ use crate::types::Rank;
 pub struct Wanted<'a> {
     /// The communicator's name, for errors.
     pub comm: &'a str,
-    /// This rank.
+    /// This rank among those that set up.
     pub me: Rank,
+    /// What the communicator calls those, for errors.
+    pub names: &'a [Rank],
     /// The number of its device in this process.
     pub device: u32,
     /// The identity of its host.
@@ -105,14 +107,15 @@ pub struct Decision {
     pub halves: Vec<usize>,
 }
 
-/// What ranks on these members do. `comm` is the communicator's name.
+/// What ranks on these members do. `comm` is the communicator's name, `names` are those of its ranks that set up.
 ///
 /// # Errors
 /// They cannot work together: the text says which ranks stand in the way, and what to do.
 ///
 /// # Panics
 /// When there are no members.
-pub fn decide(comm: &str, members: &[Member]) -> Result<Decision, InitError> {
+pub fn decide(comm: &str, names: &[Rank], members: &[Member]) -> Result<Decision, InitError> {
+    let named = |ranks: &[usize]| named(names, ranks);
     let error = |text: String| Err(InitError::Config(format!("communicator `{comm}`: {text}")));
     let hosts = groups(members, |member| &member.host);
     if hosts.len() > 1 {
@@ -149,7 +152,7 @@ pub fn decide(comm: &str, members: &[Member]) -> Result<Decision, InitError> {
         }
     }
     let is_wide = members.iter().all(|member| member.has_wide_words);
-    let reason = obstacle(members).unwrap_or_default();
+    let reason = obstacle(names, members).unwrap_or_default();
     Ok(Decision {
         width: if is_wide { Width::Bits64 } else { Width::Bits32 },
         staging: if reason.is_empty() { StagingKind::Device } else { StagingKind::Host },
@@ -159,14 +162,15 @@ pub fn decide(comm: &str, members: &[Member]) -> Result<Decision, InitError> {
 }
 
 /// Why devices cannot copy from each other's memory, if so.
-fn obstacle(members: &[Member]) -> Option<String> {
+fn obstacle(names: &[Rank], members: &[Member]) -> Option<String> {
     let closed = ranks_where(members, |member| !member.exports_memory);
     if members.len() > 1 && !closed.is_empty() {
-        return Some(format!("the device of {} cannot hand its memory to another process", named(&closed)));
+        return Some(format!("the device of {} cannot hand its memory to another process", named(names, &closed)));
     }
     members.iter().enumerate().find_map(|(rank, member)| {
         let reaches = |other: &Member| other.device == member.device || member.reaches.contains(&other.device);
         let other = members.iter().position(|other| !reaches(other))?;
+        let (rank, other) = (names[rank], names[other]);
         Some(format!("the device of rank {rank} does not reach that of rank {other}, or its process does not see it"))
     })
 }
@@ -183,40 +187,53 @@ pub fn set_up(
     all_gather: &mut AllGather<'_>,
     are_there: &dyn Fn() -> bool,
 ) -> Result<Parts, Error> {
-    let Wanted { comm, me, .. } = *wanted;
-    let members: Vec<Member> = tell(comm, all_gather, probe(wanted))?;
-    let decision = decide(comm, &members)?;
+    let Wanted { comm, me, names, .. } = *wanted;
+    let members: Vec<Member> = tell(comm, names, all_gather, probe(wanted))?;
+    let decision = decide(comm, names, &members)?;
     if me.index() == 0 && decision.staging == StagingKind::Host {
         log::info!("communicator `{comm}`: tensors go through memory of the host, since {}", decision.reason);
     }
     let (own, offer) = split(Own::make(wanted, &decision, members.len()));
-    let offers: Vec<Offer> = tell(comm, all_gather, offer)?;
+    let offers: Vec<Offer> = tell(comm, names, all_gather, offer)?;
     let own = own.expect("no rank has told a failure");
     let (mapped, told) = split(own.share(wanted, &offers, are_there).map(|mapped| (mapped, ())));
-    tell(comm, all_gather, told)?;
+    tell(comm, names, all_gather, told)?;
     let Mapped { context, words, registered, staging } = mapped.expect("no rank has told a failure");
     Ok(Parts { context, words, registered, staging, width: decision.width, members })
 }
 
 /// What did not work on a rank, for the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Failure {
+pub(crate) struct Failure {
     what: String,
     cause: String,
 }
 
-fn failed<E: Display>(what: impl Display) -> impl FnOnce(E) -> Failure {
+impl Failure {
+    /// What did not work, and why.
+    pub(crate) fn new(what: impl Display, cause: impl Display) -> Failure {
+        Failure { what: what.to_string(), cause: cause.to_string() }
+    }
+
+    /// What this rank tells instead of what the others expect, when it does not go on.
+    pub(crate) fn told(self) -> Vec<u8> {
+        serde_json::to_vec(&Err::<(), Failure>(self)).expect("plain data")
+    }
+}
+
+pub(crate) fn failed<E: Display>(what: impl Display) -> impl FnOnce(E) -> Failure {
     move |cause| Failure { what: what.to_string(), cause: cause.to_string() }
 }
 
 /// Tells the others what this rank has, or what failed on it. What all have, or the first failure, the same on every rank.
-fn tell<T: Serialize + DeserializeOwned>(
+pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     comm: &str,
+    names: &[Rank],
     all_gather: &mut AllGather<'_>,
     own: Result<T, Failure>,
 ) -> Result<Vec<T>, Error> {
     let told = all_gather(serde_json::to_vec(&own).expect("plain data"))?;
-    let parsed = told.iter().enumerate().map(|(rank, bytes)| {
+    let parsed = told.iter().zip(names).map(|(bytes, rank)| {
         let said: Result<T, Failure> =
             serde_json::from_slice(bytes).unwrap_or_else(|error| Err(failed("what it has told")(error)));
         said.map_err(|Failure { what, cause }| InitError::Os {
@@ -229,14 +246,19 @@ fn tell<T: Serialize + DeserializeOwned>(
 }
 
 /// What this rank has made, if no rank has failed; else the first failure, the same on every rank.
-pub(crate) fn agree<T>(comm: &str, all_gather: &mut AllGather<'_>, own: Result<T, Error>) -> Result<T, Error> {
+pub(crate) fn agree<T>(
+    comm: &str,
+    names: &[Rank],
+    all_gather: &mut AllGather<'_>,
+    own: Result<T, Error>,
+) -> Result<T, Error> {
     let (own, told) = split(own.map(|own| (own, ())).map_err(failed("what runs operations")));
-    tell(comm, all_gather, told)?;
+    tell(comm, names, all_gather, told)?;
     Ok(own.expect("no rank has told a failure"))
 }
 
 /// What stays here, and what is told.
-fn split<A, B>(result: Result<(A, B), Failure>) -> (Option<A>, Result<B, Failure>) {
+pub(crate) fn split<A, B>(result: Result<(A, B), Failure>) -> (Option<A>, Result<B, Failure>) {
     match result {
         Ok((kept, told)) => (Some(kept), Ok(told)),
         Err(failure) => (None, Err(failure)),
@@ -334,7 +356,8 @@ impl Own {
         let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
         let deadline = deadline_after(Instant::now(), wanted.timeout);
         let taken = post.exchange(wanted.me, &addresses, &own, deadline, are_there);
-        let taken = taken.map_err(failed("the exchange of file descriptors"))?;
+        let taken =
+            taken.map_err(|error| error.naming(wanted.names)).map_err(failed("the exchange of file descriptors"))?;
         let mut others_words = None;
         for (rank, (fds, offer)) in taken.into_iter().zip(offers).enumerate() {
             let mut fds = fds.into_iter();
@@ -342,18 +365,20 @@ impl Own {
                 let (memory, len) = (fds.next(), offer.staging.get(number));
                 let (memory, len) =
                     memory.zip(len).ok_or_else(|| failed("the exchange of file descriptors")(NONE_FROM))?;
+                let name = wanted.names[rank];
                 staging
                     .import(Rank::from(rank), memory.as_fd(), *len)
-                    .map_err(failed(format_args!("the staging memory of rank {rank}")))?;
+                    .map_err(failed(format_args!("the staging memory of rank {name}")))?;
             }
             others_words = others_words.or(fds.next());
         }
         let words = match (words, others_words) {
             (Some(words), _) => words,
-            (None, Some(fd)) => {
-                SharedWords::open(fd, wanted.words).map_err(failed("the words that rank 0 has made"))?
+            (None, Some(fd)) => SharedWords::open(fd, wanted.words)
+                .map_err(failed(format_args!("the words that rank {} has made", wanted.names[0])))?,
+            (None, None) => {
+                return Err(failed(format_args!("the words that rank {} has made", wanted.names[0]))(NONE_FROM));
             }
-            (None, None) => return Err(failed("the words that rank 0 has made")(NONE_FROM)),
         };
         let words = Arc::new(words);
         let registered = RegisteredWords::new(&context, &words).map_err(failed("the words for its device"))?;
@@ -382,8 +407,9 @@ fn ranks_where(members: &[Member], is: impl Fn(&Member) -> bool) -> Vec<usize> {
     (0..members.len()).filter(|rank| is(&members[*rank])).collect()
 }
 
-fn named(ranks: &[usize]) -> String {
-    match ranks {
+fn named(names: &[Rank], ranks: &[usize]) -> String {
+    let ranks: Vec<u32> = ranks.iter().map(|rank| names[*rank].0).collect();
+    match &ranks[..] {
         [rank] => format!("rank {rank}"),
         ranks => format!("ranks {ranks:?}"),
     }
@@ -422,7 +448,8 @@ mod tests {
     fn decision(size: u8, change: impl Fn(u8, &mut Member)) -> Result<Decision, String> {
         let mut members: Vec<Member> = (0..size).map(member).collect();
         members.iter_mut().zip(0..).for_each(|(member, rank)| change(rank, member));
-        decide("main", &members).map_err(|error| error.to_string())
+        let names: Vec<Rank> = (0..u32::from(size)).map(Rank).collect();
+        decide("main", &names, &members).map_err(|error| error.to_string())
     }
 
     #[test]

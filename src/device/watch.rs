@@ -37,14 +37,14 @@ struct State {
 
 /// What a communicator has left, and what it had in flight.
 struct Left {
-    in_flight: Arc<InFlight>,
+    in_flight: Vec<Arc<InFlight>>,
     memory: Box<dyn Any + Send>,
 }
 
 impl Left {
     /// Gives it back, if the device does not use it any more.
     fn give_back(self) {
-        if self.in_flight.is_stuck() {
+        if self.in_flight.iter().any(|in_flight| in_flight.is_stuck()) {
             log::warn!("an operation on a device has not ended: its memory is not given back");
             std::mem::forget(self.memory);
         }
@@ -84,6 +84,11 @@ fn look_soon() {
 /// Drops what holds memory of a device, once nothing is in flight in this process. Where an operation has not ended although
 /// it failed long ago, the memory stays. The threads have [begun](begin).
 pub(crate) fn reap(in_flight: Arc<InFlight>, memory: Box<dyn Any + Send>) {
+    reap_all(vec![in_flight], memory);
+}
+
+/// As [`reap`], of what several lanes use.
+pub(crate) fn reap_all(in_flight: Vec<Arc<InFlight>>, memory: Box<dyn Any + Send>) {
     WATCH.get().reap(Left { in_flight, memory });
 }
 

@@ -89,10 +89,12 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["rings", "words"],
             // What acts on streams and on words.
             &["control", "lane"],
-            &["in_flight", "launch", "ring_lane"],
+            &["in_flight", "launch", "message_log", "ring_lane"],
+            &["parts"],
+            &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
-            &["executor"],
+            &["executor", "messages"],
         ],
     ),
 ];

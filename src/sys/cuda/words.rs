@@ -101,6 +101,11 @@ impl<'a> Batch<'a> {
         Batch { operations: SmallVec::new(), width, _words: PhantomData }
     }
 
+    /// Has the words that come next be of this width.
+    pub fn set_width(&mut self, width: Width) {
+        self.width = width;
+    }
+
     /// How many operations it has.
     pub fn len(&self) -> usize {
         self.operations.len()

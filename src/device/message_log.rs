@@ -1,0 +1,95 @@
+//! The log of messages: what the two ends of a message have called.
+
+use crate::device::control::Control;
+use crate::device::record;
+use crate::device::words::SLOTS;
+use crate::sync::Ordering;
+use crate::types::Tag;
+
+/// A message, as far as both ends must call the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LoggedMessage {
+    pub(crate) bytes: u64,
+    pub(crate) tag: Tag,
+}
+
+impl Control {
+    /// Tells the other rank of a message, the next on its lane, and compares it with what that rank has called. To be done
+    /// before anything of it is on a stream, and when there [is room](Control::has_room_for_message). Numbers count from 1.
+    ///
+    /// Of two ranks that call different messages, at least one gets the error: see `record::publish`.
+    ///
+    /// # Errors
+    /// The other rank has called this.
+    pub(crate) fn enter_message(&self, lane: usize, number: u64, message: LoggedMessage) -> Result<(), LoggedMessage> {
+        let (me, (words, layout)) = (self.me(), self.lines());
+        let [mark, bytes, tag, ..] = words.line(layout.call(me, lane, number));
+        record::publish(mark, number, || {
+            bytes.store(message.bytes, Ordering::Relaxed);
+            tag.store(u64::from(message.tag.0), Ordering::Relaxed);
+        });
+        let mut others = self.ranks().filter(|rank| *rank != me);
+        let theirs = others.find_map(|peer| {
+            let [mark, bytes, tag, ..] = words.line(layout.call(peer, lane, number));
+            let load = || (bytes.load(Ordering::Relaxed), tag.load(Ordering::Relaxed));
+            let (bytes, tag) = record::read(mark, number, load)?;
+            Some(LoggedMessage { bytes, tag: Tag(tag as u32) })
+        });
+        // Only now: the other rank may then put a later message in the place of the one that was compared.
+        words.word(layout.last_call(me, lane)).store(number, Ordering::Release);
+        theirs.filter(|theirs| *theirs != message).map_or(Ok(()), Err)
+    }
+
+    /// Whether the log has room for a message: the other rank has compared the one whose place it takes.
+    pub(crate) fn has_room_for_message(&self, lane: usize, number: u64) -> bool {
+        let Some(earlier) = number.checked_sub(SLOTS as u64) else { return true };
+        let (me, (words, layout)) = (self.me(), self.lines());
+        let mut others = self.ranks().filter(|rank| *rank != me);
+        others.all(|peer| words.word(layout.last_call(peer, lane)).load(Ordering::Acquire) >= earlier)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::words::ControlLayout;
+    use crate::sync::Arc;
+    use crate::sys::cuda::Width;
+    use crate::sys::words::SharedWords;
+    use crate::types::Rank;
+
+    fn ends() -> [Control; 2] {
+        let layout = ControlLayout::new(2, 1);
+        let words = Arc::new(SharedWords::new(layout.count()).expect("words"));
+        [Rank(0), Rank(1)]
+            .map(|me| Control::new(words.clone(), layout, me, Width::Bits64).of_some(vec![Rank(4), Rank(7)], 9))
+    }
+
+    #[test]
+    fn who_calls_a_message_second_finds_what_differs() {
+        let [sender, receiver] = ends();
+        let message = LoggedMessage { bytes: 40, tag: Tag(1) };
+        for (number, (first, second)) in (1..).zip([(&sender, &receiver), (&receiver, &sender)]) {
+            assert_eq!(first.enter_message(0, number, message), Ok(()));
+            assert_eq!(second.has_called(Rank(4), 0, number), number == 1);
+            for other in [LoggedMessage { bytes: 39, ..message }, LoggedMessage { tag: Tag(2), ..message }] {
+                assert_eq!(second.enter_message(0, number, other), Err(message));
+            }
+            assert_eq!(second.enter_message(0, number, message), Ok(()));
+        }
+    }
+
+    #[test]
+    fn a_message_takes_the_place_of_one_that_both_ends_have_called() {
+        let [sender, receiver] = ends();
+        let message = LoggedMessage { bytes: 0, tag: Tag(0) };
+        let slots = SLOTS as u64;
+        for number in 1..=slots {
+            assert!(sender.has_room_for_message(0, number));
+            assert_eq!(sender.enter_message(0, number, message), Ok(()));
+        }
+        assert!(!sender.has_room_for_message(0, slots + 1));
+        assert_eq!(receiver.enter_message(0, 1, message), Ok(()));
+        assert!(sender.has_room_for_message(0, slots + 1) && !sender.has_room_for_message(0, slots + 2));
+    }
+}

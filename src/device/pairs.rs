@@ -1,0 +1,233 @@
+//! Pairs of ranks: what two ranks share for the messages between their devices, or one for those to itself.
+//!
+//! A pair is set up at its first message, by its two ranks alone. It has a control segment of its own, with a lane for each
+//! direction, and each rank has the cells of its ring to the other one in staging memory.
+
+use std::time::Instant;
+
+use crate::device::control::Control;
+use crate::device::counters::Word;
+use crate::device::in_flight::{Ends, InFlight};
+use crate::device::parts::Awaited;
+use crate::device::ring_lane::RingMemory;
+use crate::device::rounds::{CELLS, Direction};
+use crate::device::setup::{self, AllGather, Failure, Parts, Wanted};
+use crate::device::staging::Staging;
+use crate::device::words::ControlLayout;
+use crate::error::Error;
+use crate::sync::Arc;
+use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Width};
+use crate::types::Rank;
+
+/// What a rank is in its communicator, for the setup of pairs.
+#[derive(Clone, Debug)]
+pub(crate) struct Own {
+    pub(crate) comm: String,
+    pub(crate) me: Rank,
+    /// How many ranks the communicator has.
+    pub(crate) size: usize,
+    pub(crate) device: u32,
+    /// The identity of its host.
+    pub(crate) host: String,
+    /// The bytes of a cell.
+    pub(crate) cell: usize,
+}
+
+/// Whether the driver has said that a rank can set up now.
+pub(crate) type Asked = Result<(), CudaError>;
+
+/// The two directions of a pair.
+pub(crate) const LANES: usize = 2;
+
+/// The lane of the messages of one direction between this rank and a peer. That of the lower rank's is the first one; of
+/// messages to itself that of those which are sent.
+pub(crate) fn lane(me: Rank, peer: Rank, direction: Direction) -> usize {
+    match direction {
+        Direction::Send => usize::from(me > peer),
+        Direction::Receive => usize::from(peer >= me),
+    }
+}
+
+/// Which messages go with a peer in one direction.
+pub(crate) type Channel = (Rank, Direction);
+
+/// What is known of a pair without the lock of those who submit.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) control: Arc<Control>,
+    /// By lane.
+    pub(crate) in_flight: [Arc<InFlight>; LANES],
+}
+
+/// What this rank has of a pair. It goes when nothing is in flight any more.
+#[derive(Debug)]
+pub(crate) struct Pair {
+    pub(crate) link: Arc<Link>,
+    pub(crate) context: Arc<Context>,
+    pub(crate) layout: ControlLayout,
+    registered: Arc<RegisteredWords>,
+    width: Width,
+    cells: Staging,
+    /// This rank in the pair.
+    me: Rank,
+    /// By lane.
+    pub(crate) ends: [End; LANES],
+}
+
+/// This rank's end of the messages of one direction.
+#[derive(Debug)]
+pub(crate) struct End {
+    /// The number of the last message.
+    pub(crate) number: u64,
+    /// The stream of the last message, and where it ends there.
+    pub(crate) last: Option<u64>,
+    pub(crate) end: Event,
+}
+
+impl Pair {
+    /// Sets the pair up, with the other rank if there is one.
+    ///
+    /// # Errors
+    /// Those of [`setup::set_up`]; and what the driver has answered instead.
+    pub(crate) fn set_up(
+        own: &Own,
+        peer: Rank,
+        asked: &Asked,
+        until: Instant,
+        ends: &Arc<dyn Ends>,
+        all_gather: &mut AllGather<'_>,
+        are_there: &dyn Fn() -> bool,
+    ) -> Result<Pair, Error> {
+        let Own { comm, me, .. } = own;
+        let mut names = vec![*me, peer];
+        names.sort_unstable();
+        names.dedup();
+        let place = Rank::from(names.iter().position(|name| name == me).expect("one of them"));
+        if let Err(error) = asked {
+            let told: Result<serde_json::Value, _> = Err(Failure::new("a look at its stream", error));
+            return Err(setup::tell(comm, &names, all_gather, told).expect_err("this rank has told a failure"));
+        }
+        let layout = ControlLayout::new(names.len(), LANES);
+        let wanted = Wanted {
+            comm,
+            me: place,
+            names: &names,
+            device: own.device,
+            host: &own.host,
+            halves: &[own.cell],
+            words: layout.count(),
+            layout: ControlLayout::VERSION,
+            timeout: until.saturating_duration_since(Instant::now()),
+        };
+        let Parts { context, words, registered, mut staging, width, .. } =
+            setup::set_up(&wanted, all_gather, are_there)?;
+        let events = || -> Result<_, CudaError> { Ok([Event::new(&context)?, Event::new(&context)?]) };
+        let made = events().map_err(setup::failed("its events"));
+        let (events, told) = setup::split(made.map(|events| (events, ())));
+        // What may wait for a device is over before anything is put on one.
+        setup::tell(comm, &names, all_gather, told)?;
+        let events = events.expect("no rank has told a failure");
+        let cells = staging.pop().expect("one is wanted");
+        let control = Arc::new(Control::new(words, layout, place, width).of_some(names, own.size));
+        let in_flight = |lane| InFlight::new(comm.clone(), lane, control.clone(), ends.clone());
+        let link = Link { in_flight: [in_flight(0), in_flight(1)], control };
+        let ends = events.map(|end| End { number: 0, last: None, end });
+        let (link, registered) = (Arc::new(link), Arc::new(registered));
+        Ok(Pair { link, context, layout, registered, width, cells, me: place, ends })
+    }
+
+    /// A rank's place in the pair.
+    pub(crate) fn place(&self, rank: Rank) -> Rank {
+        self.link.control.local(rank).expect("one of the pair")
+    }
+}
+
+/// The memory of the pairs of a rank, by peer.
+#[derive(Debug)]
+pub(crate) struct Pairs {
+    me: Rank,
+    pub(crate) by_peer: Vec<Option<Pair>>,
+}
+
+impl Pairs {
+    /// None of so many is set up.
+    pub(crate) fn new(me: Rank, size: usize) -> Pairs {
+        Pairs { me, by_peer: (0..size).map(|_| None).collect() }
+    }
+
+    /// What is shared with a rank.
+    ///
+    /// # Panics
+    /// When the pair is not set up.
+    pub(crate) fn pair(&self, peer: Rank) -> &Pair {
+        self.by_peer[peer.index()].as_ref().expect("pairs are set up before their first message")
+    }
+
+    /// This rank's end of some messages.
+    pub(crate) fn end(&self, (peer, direction): Channel) -> &End {
+        &self.pair(peer).ends[lane(self.me, peer, direction)]
+    }
+
+    pub(crate) fn end_mut(&mut self, (peer, direction): Channel) -> &mut End {
+        let lane = lane(self.me, peer, direction);
+        let pair = self.by_peer[peer.index()].as_mut().expect("pairs are set up before their first message");
+        &mut pair.ends[lane]
+    }
+
+    /// A word that this rank waits for as its control segment has it: on which lane, and which value.
+    pub(crate) fn awaited(&self, word: Word, value: u64) -> Awaited {
+        let (_, lane, word) = self.local(word);
+        (lane, word, value)
+    }
+
+    /// The number of the word by which a stream says that it has come to a message, or that it is done with it.
+    pub(crate) fn edge_of(&self, (peer, direction): Channel, number: u64, is_end: bool) -> usize {
+        let (pair, lane) = (self.pair(peer), lane(self.me, peer, direction));
+        match is_end {
+            false => pair.layout.started(pair.me, lane, number),
+            true => pair.layout.done(pair.me, lane, number),
+        }
+    }
+
+    /// A ring's pair, the lane of its words there, and a word as that has it.
+    fn local(&self, word: Word) -> (&Pair, usize, Word) {
+        let (Word::Head { sender, receiver } | Word::Tail { sender, receiver }) = word;
+        let pair = self.pair(self.peer(sender, receiver));
+        let (sender, receiver) = (pair.place(sender), pair.place(receiver));
+        let local = match word {
+            Word::Head { .. } => Word::Head { sender, receiver },
+            Word::Tail { .. } => Word::Tail { sender, receiver },
+        };
+        (pair, sender.index(), local)
+    }
+
+    /// The rank at the other end of a ring.
+    fn peer(&self, sender: Rank, receiver: Rank) -> Rank {
+        if sender == self.me { receiver } else { sender }
+    }
+}
+
+impl RingMemory for Pairs {
+    fn word(&self, word: Word) -> (DeviceWord<'_>, Width) {
+        let (pair, lane, word) = self.local(word);
+        (pair.registered.word(pair.layout.lane_words().index(lane, word)), pair.width)
+    }
+
+    fn edge(&self, peer: Rank, number: usize) -> (DeviceWord<'_>, Width) {
+        let pair = self.pair(peer);
+        (pair.registered.word(number), pair.width)
+    }
+
+    fn bytes(&self, sender: Rank, receiver: Rank, cell: usize, len: usize) -> DeviceBytes<'_> {
+        let pair = self.pair(self.peer(sender, receiver));
+        // A rank has in a pair's memory only what it sends to the other one.
+        pair.cells.bytes(pair.place(sender), cell, 0, len)
+    }
+
+    fn cell(&self, peer: Rank) -> usize {
+        self.pair(peer).cells.half()
+    }
+}
+
+// A half of a pair's staging memory is one cell.
+const _: () = assert!(CELLS == 2);
