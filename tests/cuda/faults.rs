@@ -9,7 +9,7 @@ use ncclx_rs::sys::cuda::{
     SharedDeviceMemory, Stream, Width, copy_from_host, copy_to_host, driver_version,
 };
 use ncclx_rs::sys::words::SharedWords;
-use ncclx_rs::{Error, OpKind, Rank, ReduceOp};
+use ncclx_rs::{Error, OpKind, Rank, ReduceOp, Source, Tag};
 
 use crate::harness::{Software, alone, context, is_alone};
 use crate::ranks::{OnDevice, Process, data, of_processes};
@@ -99,12 +99,33 @@ fn a_call_that_fails_is_named_and_nothing_leaks() {
 }
 
 /// What a rank does after the setup: it adds twice, and puts another operation on the stream that nobody waits for.
-fn operations(rank: &OnDevice, memory: &DeviceMemory) -> Result<(), Error> {
+fn operations(rank: &OnDevice, [memory, _]: &[DeviceMemory; 2]) -> Result<(), Error> {
     rank.sum(memory)?;
     let work = rank.submit(OpKind::AllReduce(ReduceOp::Max), &[memory], &[memory])?;
     rank.sum(memory)?;
     work.wait(None)
 }
+
+/// What a rank sends and receives: two batches with the other rank, and a message to itself.
+fn messages(rank: &OnDevice, [memory, room]: &[DeviceMemory; 2]) -> Result<(), Error> {
+    let (me, other) = (rank.me(), 1 - rank.me());
+    let send = |to| rank.op(&rank.stream, send_to(to), &[memory], &[], None);
+    let recv = |from| rank.op(&rank.stream, recv_from(from), &[], &[room], None);
+    let first = rank.comm.submit_batch(&[send(other), recv(other)])?;
+    rank.comm.submit_batch(&[recv(other), send(me), send(other), recv(me)])?.wait(None)?;
+    first.wait(None)
+}
+
+fn send_to(to: usize) -> OpKind {
+    OpKind::Send { to: Rank::from(to), tag: Tag(0) }
+}
+
+fn recv_from(from: usize) -> OpKind {
+    OpKind::Recv { from: Source::Rank(Rank::from(from)), tag: Tag(0) }
+}
+
+/// What ranks do.
+type Operations = fn(&OnDevice, &[DeviceMemory; 2]) -> Result<(), Error>;
 
 /// Which part of a group's life a call fails in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,13 +135,19 @@ enum Part {
 }
 
 /// A group of this name: what its operations on a device end with.
-fn group(process: &Process, name: &str, part: Part, before: impl FnOnce(), after: impl FnOnce()) -> Result<(), Error> {
+fn group(
+    process: &Process,
+    name: &str,
+    (part, operations): (Part, Operations),
+    before: impl FnOnce(),
+    after: impl FnOnce(),
+) -> Result<(), Error> {
     let software = Software::new().expect("asked for before");
     let rank = process.join(name, 0, &[("device_staging_bytes", "65536")]);
     rank.comm.set_timeout(Duration::from_secs(60));
-    let memory = rank.memory(&data(rank.me(), 100));
+    let memory = [rank.memory(&data(rank.me(), 100)), rank.memory(&[0.0; 100])];
     let living = software.living();
-    let begun = if part == Part::Later { rank.sum(&memory) } else { Ok(()) };
+    let begun = if part == Part::Later { operations(&rank, &memory) } else { Ok(()) };
     assert_eq!(begun, Ok(()), "nothing has failed yet");
     rank.comm.barrier().expect("the CPU's half works");
     before();
@@ -128,8 +155,12 @@ fn group(process: &Process, name: &str, part: Part, before: impl FnOnce(), after
     after();
     if let Err(error) = &outcome {
         assert!(!matches!(error, Error::Timeout { .. }), "{error}");
-        rank.sum(&memory).expect_err("as before");
     }
+    // What has failed stays so, or both ranks set up anew; so they end alike.
+    let again = operations(&rank, &memory);
+    let mut ended_well = [i32::from(again.is_ok())];
+    rank.comm.all_reduce(&mut ended_well, ReduceOp::Sum).expect("the CPU's half works");
+    assert!(ended_well[0] != 1, "{again:?} after {outcome:?}");
     // Nothing is left of it once the stream has run out, and nobody hangs.
     rank.stream.synchronize().expect("a stream that runs out");
     assert_eq!(rank.sum_on_the_cpu(), Ok(3.0), "after {outcome:?}");
@@ -142,7 +173,7 @@ fn group(process: &Process, name: &str, part: Part, before: impl FnOnce(), after
 }
 
 /// Every call of the first rank's driver fails once, each in a group of its own.
-fn every_call_fails(test: &str, part: Part) {
+fn every_call_fails(test: &str, part: (Part, Operations)) {
     if !is_alone(test) {
         if context().is_some() && Software::new().is_some() {
             of_processes(test, &[&[], &[]]);
@@ -199,10 +230,24 @@ fn every_call_fails(test: &str, part: Part) {
 
 #[test]
 fn a_call_that_fails_in_the_setup_is_told_to_the_other_rank() {
-    every_call_fails("faults::a_call_that_fails_in_the_setup_is_told_to_the_other_rank", Part::Setup);
+    let what = (Part::Setup, operations as Operations);
+    every_call_fails("faults::a_call_that_fails_in_the_setup_is_told_to_the_other_rank", what);
 }
 
 #[test]
 fn a_call_that_fails_in_a_later_operation_is_told_to_the_other_rank() {
-    every_call_fails("faults::a_call_that_fails_in_a_later_operation_is_told_to_the_other_rank", Part::Later);
+    let what = (Part::Later, operations as Operations);
+    every_call_fails("faults::a_call_that_fails_in_a_later_operation_is_told_to_the_other_rank", what);
+}
+
+#[test]
+fn a_call_that_fails_at_the_first_message_of_a_pair_is_told_to_its_other_rank() {
+    let what = (Part::Setup, messages as Operations);
+    every_call_fails("faults::a_call_that_fails_at_the_first_message_of_a_pair_is_told_to_its_other_rank", what);
+}
+
+#[test]
+fn a_call_that_fails_in_a_later_message_is_told_to_the_other_rank() {
+    let what = (Part::Later, messages as Operations);
+    every_call_fails("faults::a_call_that_fails_in_a_later_message_is_told_to_the_other_rank", what);
 }

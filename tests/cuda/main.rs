@@ -7,6 +7,7 @@ mod faults;
 mod fence;
 mod harness;
 mod lanes;
+mod messages;
 #[path = "../engine/numbers.rs"]
 mod numbers;
 #[path = "../engine/nvrtc/folders.rs"]

@@ -76,12 +76,24 @@ impl OnDevice {
         outputs: &[&DeviceMemory],
         timeout: Option<Duration>,
     ) -> Result<Work, Error> {
+        self.comm.submit(self.op(&self.stream, kind, inputs, outputs, timeout))
+    }
+
+    /// An operation on a stream.
+    pub(crate) fn op(
+        &self,
+        stream: &Stream,
+        kind: OpKind,
+        inputs: &[&DeviceMemory],
+        outputs: &[&DeviceMemory],
+        timeout: Option<Duration>,
+    ) -> Op {
         let device = self.context.device().ordinal();
         let buffers =
             |list: &[&DeviceMemory]| -> Buffers { list.iter().map(|memory| buffer(memory, device)).collect() };
         // SAFETY: tests keep streams and memory until the end.
-        let mode = Mode::Stream(unsafe { StreamHandle::from_raw(self.stream.to_raw(), device) });
-        self.comm.submit(Op { kind, inputs: buffers(inputs), outputs: buffers(outputs), timeout, mode })
+        let mode = Mode::Stream(unsafe { StreamHandle::from_raw(stream.to_raw(), device) });
+        Op { kind, inputs: buffers(inputs), outputs: buffers(outputs), timeout, mode }
     }
 
     /// Adds up what all ranks have in this memory.
