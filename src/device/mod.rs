@@ -14,7 +14,10 @@
 //! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
 //! streams. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks; what is [`in_flight`] then is ended by whoever looks, at the latest by the
 //! [`watch`].
+//!
+//! The [`allocator`] is for programs: what it lends can be exposed to other ranks.
 
+pub mod allocator;
 pub(crate) mod call_log;
 pub(crate) mod control;
 pub mod counters;

@@ -82,7 +82,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/device/",
         &[
             // Data.
-            &["descriptors", "kernels", "layout", "record", "segment", "staging"],
+            &["allocator", "descriptors", "kernels", "layout", "record", "segment", "staging"],
             // What is decided.
             &["call_log", "lower", "setup"],
             &["counters", "plans", "rounds"],
@@ -135,6 +135,7 @@ const UNSAFE: &[&str] = &[
     "src/engine/region.rs",
     "src/sys/",
     "torch_plugin/src/abi.rs",
+    "torch_plugin/src/allocator.rs",
     "torch_plugin/src/library/instance.rs",
     "torch_plugin/src/library/load.rs",
     "torch_plugin/src/library/store.rs",

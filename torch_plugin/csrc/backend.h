@@ -115,6 +115,9 @@ class NcclxBackend : public c10d::Backend {
 
   // Makes a CUDA device the group's, and sets up there. All ranks call it, each with its own device.
   void eagerConnectSingleDevice(at::Device device) override;
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return engine_->collectives(comm()->get()); }

@@ -144,6 +144,11 @@ class BackendWrapper : public c10d::Backend {
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override { inner_->registerAbortHook(id, std::move(hook)); }
   void unregisterAbortHook(int64_t id) override { inner_->unregisterAbortHook(id); }
 #endif
+  bool supportsTensorAlloc(c10::DeviceIndex device) override { return inner_->supportsTensorAlloc(device); }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override { return inner_->getMemAllocator(); }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return inner_->allocateTensor(size, options);
+  }
 #ifdef C10D_BACKEND_HAS_WINDOW
   bool supportsWindow() const override { return inner_->supportsWindow(); }
   c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor = std::nullopt) override {

@@ -1,10 +1,12 @@
 //! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
 //!
-//! `abi` is the C boundary to the C++ shim in csrc/, which implements c10d's classes. `library` loads backends from shared
+//! `abi` is the C boundary to the C++ shim in csrc/, which implements c10d's classes. `allocator` has functions that PyTorch
+//! allocates device memory by. `library` loads backends from shared
 //! libraries, `store` serves the rendezvous of reconfigured communicators, and `logging` passes the engine's records to
 //! Python's logging.
 
 mod abi;
+mod allocator;
 mod convert;
 mod library;
 mod logging;

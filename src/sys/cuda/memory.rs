@@ -1,18 +1,12 @@
-//! Device memory: a process's own, and such as other processes can map.
+//! Device memory of a process, and its addresses.
 //!
 //! Nothing here dereferences a device address. Host memory that a stream reaches is only what is registered, and of that only
 //! words, which are atomic: so no operation of a stream changes what Rust holds a reference to.
 #![allow(unsafe_code, reason = "calls the driver")]
 
-use std::ffi::c_void;
 use std::marker::PhantomData;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-use cudarc::driver::sys::{
-    CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
-    CUmemAllocationProp, CUmemAllocationProp_st__bindgen_ty_1, CUmemAllocationType, CUmemGenericAllocationHandle,
-    CUmemLocation, CUmemLocationType, CUpointer_attribute,
-};
+use cudarc::driver::sys::{CUdeviceptr, CUpointer_attribute};
 
 use super::context::{Context, Current};
 use super::error::{Code, CudaError};
@@ -106,129 +100,6 @@ impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: allocated in `new`; the driver waits for the operations that use it.
         self.context.give_back(|| unsafe { call!(cuMemFree_v2(self.base)) });
-    }
-}
-
-/// Device memory that several processes can map, and that stays until the last of them has given it back.
-#[derive(Debug)]
-pub struct SharedDeviceMemory {
-    // In this order they go.
-    addresses: Addresses,
-    pages: Pages,
-}
-
-impl SharedDeviceMemory {
-    /// At least so many bytes of device memory, with anything in them.
-    pub fn new(context: &Arc<Context>, len: usize) -> Result<SharedDeviceMemory, CudaError> {
-        let _current = context.enter()?;
-        let properties = properties(context);
-        let (mut granularity, kind) = (0, CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM);
-        // SAFETY: `granularity` is a place for the result, and the properties are whole.
-        unsafe { call!(cuMemGetAllocationGranularity(&raw mut granularity, &raw const properties, kind)) }?;
-        let len = len.max(1).next_multiple_of(granularity.max(1));
-        let mut handle = 0;
-        // SAFETY: as above.
-        unsafe { call!(cuMemCreate(&raw mut handle, len, &raw const properties, 0)) }?;
-        SharedDeviceMemory::map(Pages { handle, context: context.clone() }, len)
-    }
-
-    /// Maps memory that another process has exported, of as many bytes as it has there.
-    pub fn import(context: &Arc<Context>, fd: BorrowedFd<'_>, len: usize) -> Result<SharedDeviceMemory, CudaError> {
-        let _current = context.enter()?;
-        let mut handle = 0;
-        let fd = std::ptr::without_provenance_mut::<c_void>(fd.as_raw_fd() as usize);
-        // SAFETY: `handle` is a place for the result, and a descriptor is handed over as the number in a pointer; what is no
-        // memory of a device is refused.
-        unsafe { call!(cuMemImportFromShareableHandle(&raw mut handle, fd, AS_DESCRIPTOR)) }?;
-        SharedDeviceMemory::map(Pages { handle, context: context.clone() }, len)
-    }
-
-    /// The memory as a file descriptor, with which another process can import it.
-    pub fn export(&self) -> Result<OwnedFd, CudaError> {
-        let _current = self.pages.context.enter()?;
-        let mut fd: RawFd = -1;
-        // SAFETY: for a descriptor the place for the result is that of an int.
-        unsafe { call!(cuMemExportToShareableHandle((&raw mut fd).cast(), self.pages.handle, AS_DESCRIPTOR, 0)) }?;
-        // SAFETY: the driver has just made it, for the caller to close.
-        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-    }
-
-    /// All of it, which may be more than was asked for.
-    pub fn bytes(&self) -> DeviceBytes<'_> {
-        DeviceBytes::new(self.addresses.base, self.addresses.len)
-    }
-
-    fn map(pages: Pages, len: usize) -> Result<SharedDeviceMemory, CudaError> {
-        let mut base = 0;
-        // SAFETY: `base` is a place for the result.
-        unsafe { call!(cuMemAddressReserve(&raw mut base, len, 0, 0, 0)) }?;
-        let mut addresses = Addresses { base, len, is_mapped: false, context: pages.context.clone() };
-        // SAFETY: the addresses have just been reserved, and there is nothing at them.
-        unsafe { call!(cuMemMap(base, len, 0, pages.handle, 0)) }?;
-        addresses.is_mapped = true;
-        let access = CUmemAccessDesc {
-            location: location(&pages.context),
-            flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-        };
-        // SAFETY: one description is read, of addresses that are mapped.
-        unsafe { call!(cuMemSetAccess(base, len, &raw const access, 1)) }?;
-        Ok(SharedDeviceMemory { addresses, pages })
-    }
-}
-
-const AS_DESCRIPTOR: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-
-fn location(context: &Context) -> CUmemLocation {
-    CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device().raw }
-}
-
-fn properties(context: &Context) -> CUmemAllocationProp {
-    CUmemAllocationProp {
-        type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes: AS_DESCRIPTOR,
-        location: location(context),
-        win32HandleMetaData: std::ptr::null_mut(),
-        allocFlags: CUmemAllocationProp_st__bindgen_ty_1 {
-            compressionType: 0,
-            gpuDirectRDMACapable: 0,
-            usage: 0,
-            reserved: [0; 4],
-        },
-    }
-}
-
-/// Physical memory.
-#[derive(Debug)]
-struct Pages {
-    handle: CUmemGenericAllocationHandle,
-    context: Arc<Context>,
-}
-
-impl Drop for Pages {
-    fn drop(&mut self) {
-        // SAFETY: created or imported by who made self; the pages stay while something is mapped to them.
-        self.context.give_back(|| unsafe { call!(cuMemRelease(self.handle)) });
-    }
-}
-
-/// Reserved addresses of a device, and whether pages are mapped to them.
-#[derive(Debug)]
-struct Addresses {
-    base: CUdeviceptr,
-    len: usize,
-    is_mapped: bool,
-    context: Arc<Context>,
-}
-
-impl Drop for Addresses {
-    fn drop(&mut self) {
-        // SAFETY: mapped by who made self; the driver waits for the operations that use it.
-        let unmap = || unsafe { call!(cuMemUnmap(self.base, self.len)) };
-        // Addresses to which something stays mapped stay reserved.
-        if !self.is_mapped || self.context.give_back(unmap) {
-            // SAFETY: reserved by who made self; nothing is mapped there any more.
-            self.context.give_back(|| unsafe { call!(cuMemAddressFree(self.base, self.len)) });
-        }
     }
 }
 

@@ -13,6 +13,7 @@ mod functions;
 mod host_memory;
 mod memory;
 mod module;
+mod shared_memory;
 mod stream;
 mod words;
 
@@ -21,7 +22,8 @@ pub use context::{Context, Current};
 pub use device::{Attribute, Device, DeviceUuid, DriverVersion, driver_version};
 pub use error::{Code, CudaError};
 pub use host_memory::{HostMemoryError, SharedHostMemory};
-pub use memory::{DeviceBytes, DeviceMemory, DevicePtr, PointerInfo, SharedDeviceMemory, copy_from_host, copy_to_host};
+pub use memory::{DeviceBytes, DeviceMemory, DevicePtr, PointerInfo, copy_from_host, copy_to_host};
 pub use module::{Function, Module};
+pub use shared_memory::{ExportError, Exported, ImportedMemory, SharedDeviceMemory, export};
 pub use stream::{Capture, Event, Stream, StreamHandle, StreamId};
 pub use words::{Batch, DeviceWord, RegisteredWords, Width};

@@ -19,7 +19,7 @@ from ncclx_rs import _backend
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._library import OWN_VARIABLE, TORCHCOMMS_VARIABLE, find_library
 from ncclx_rs._load import native
-from ncclx_rs._memory import MemAllocator
+from ncclx_rs._memory import MemAllocator, cuda_allocator
 from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
 from ncclx_rs._vendor import LIBRARIES, what_is_missing
 
@@ -79,7 +79,9 @@ class C10dBackend(TorchCommBackend):
         return str(native().__version__) if self._make is _make_ncclx else torch.__version__
 
     def get_mem_allocator(self) -> Any:
-        return MemAllocator() if self._make is _make_ncclx else super().get_mem_allocator()
+        if self._make is not _make_ncclx:
+            return super().get_mem_allocator()
+        return cuda_allocator() if self._device.type == "cuda" else MemAllocator()
 
     def host(self, rank: int) -> int:
         """The number of a rank's host. Zero for all ranks if the backend does not know the hosts."""
@@ -286,11 +288,12 @@ def is_backend_built(backend: str) -> bool:
     return backend in (*built_backends(), "ncclx_rs")
 
 
-def get_mem_allocator(backend: str) -> Any:
-    """The allocator of tensors that a backend communicates fastest; see `MemAllocator`.
+def get_mem_allocator(backend: str, device: str | torch.device = "cpu") -> Any:
+    """The allocator of tensors that a backend communicates fastest; see `TorchComm.get_mem_allocator`.
 
     Args:
         backend: the backend's name, as `new_comm` takes it.
+        device: the type of device that the tensors are for.
 
     Raises:
         ModuleNotFoundError: there is no such backend.

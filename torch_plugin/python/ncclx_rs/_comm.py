@@ -398,7 +398,9 @@ class TorchComm(Operations):
     # ---- memory ----
 
     def get_mem_allocator(self) -> Any:
-        """The allocator of tensors that the backend communicates fastest; see `MemAllocator`.
+        """The allocator of tensors that the backend communicates fastest.
+
+        It is a `MemAllocator` if the communicator's device is the CPU, and one for `torch.cuda.MemPool` if it is CUDA.
 
         Raises:
             RuntimeError: the backend has no allocator.

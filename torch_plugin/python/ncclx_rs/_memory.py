@@ -1,8 +1,11 @@
-"""The allocator of tensors in shared memory."""
+"""Allocators of tensors in memory that other processes can map."""
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
+from typing import Any
 
 import torch
 
@@ -38,3 +41,33 @@ class MemAllocator:
             raise ValueError(f"MemAllocator.empty: argument `size`: expected less than 2**63 bytes, got {length}")
         memory: torch.Tensor = native()._shared_memory(length)
         return memory.view(dtype).view(size)
+
+
+@functools.cache
+def cuda_allocator() -> Any:
+    """The allocator of device memory that other processes can map, for `torch.cuda.MemPool`. There is one in a process.
+
+    Raises:
+        RuntimeError: this PyTorch has no CUDA, or the machine no device.
+    """
+    if native()._cuda_devices() <= 0 or not torch.backends.cuda.is_built():
+        raise RuntimeError("get_mem_allocator: this PyTorch has no CUDA")
+    path = native().__file__
+    own = torch.cuda.memory.CUDAPluggableAllocator(path, "ncclx_rs_cuda_malloc", "ncclx_rs_cuda_free")
+    return own.allocator()
+
+
+# PyTorch lets one thread at a time allocate from a pool.
+_pool_lock = threading.Lock()
+
+
+@functools.cache
+def _pool() -> Any:
+    """The pool of `empty_on_device`. It stays, as other ranks may have mapped what is in it."""
+    return torch.cuda.MemPool(cuda_allocator())
+
+
+def empty_on_device(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of ``length`` elements with anything in them, in device memory that other processes can map."""
+    with _pool_lock, torch.cuda.use_mem_pool(_pool(), device):
+        return torch.empty(length, dtype=dtype, device=device)
