@@ -324,11 +324,8 @@ impl Control {
     pub(crate) fn release(&self, lane: usize, words: impl Iterator<Item = (Word, u64)>) {
         for (word, last) in words {
             assert_eq!(waiter(word), self.me, "{word:?} is released by who waits for it");
-            let far = match self.width {
-                Width::Bits32 => u64::from((last as u32).wrapping_add(1 << 30)),
-                Width::Bits64 => last.wrapping_add(1 << 62),
-            };
-            self.words.word(self.layout.lane_words().index(lane, word)).store(far, Ordering::Release);
+            let value = far(last, self.width);
+            self.words.word(self.layout.lane_words().index(lane, word)).store(value, Ordering::Release);
         }
     }
 
@@ -360,10 +357,18 @@ impl Control {
 }
 
 /// Whether a word that only grows has come to `value`; of 32 bits, which go round, if it is the nearer way.
-fn is_reached(found: u64, value: u64, width: Width) -> bool {
+pub(crate) fn is_reached(found: u64, value: u64, width: Width) -> bool {
     match width {
         Width::Bits32 => (found as u32).wrapping_sub(value as u32).cast_signed() >= 0,
         Width::Bits64 => found >= value,
+    }
+}
+
+/// A value that is far beyond what any stream waits for, if `last` is the greatest of these.
+pub(crate) fn far(last: u64, width: Width) -> u64 {
+    match width {
+        Width::Bits32 => u64::from((last as u32).wrapping_add(1 << 30)),
+        Width::Bits64 => last.wrapping_add(1 << 62),
     }
 }
 

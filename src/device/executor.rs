@@ -236,7 +236,7 @@ impl Executor {
             return Err(error);
         }
         if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
-            watch::watch(&self.in_flight);
+            watch::watch(self.in_flight.clone());
         }
         let submitted = state.submit(&current, &stream, number, &way, request, &self.in_flight);
         if let Err(error) = submitted {

@@ -170,6 +170,18 @@ pub(crate) enum Look {
     Soon,
 }
 
+/// What is looked at until nothing of it is in flight.
+pub(crate) trait Watched: Send + Sync {
+    /// Looks at everything in flight: at what has ended, what has failed elsewhere and what takes too long.
+    fn tick(&self, now: Instant) -> Look;
+
+    /// Whether the device has not ended something a while after it failed.
+    fn is_stuck(&self) -> bool;
+
+    /// Notes how to have whoever watches look at once.
+    fn is_watched_by(&self, look_soon: fn());
+}
+
 impl InFlight {
     /// Nothing in flight on this lane.
     pub(crate) fn new(comm: String, lane: usize, control: Arc<Control>, ends: Arc<dyn Ends>) -> Arc<InFlight> {
@@ -205,11 +217,6 @@ impl InFlight {
         }
         spread(state);
         is_first
-    }
-
-    /// Notes how to have whoever watches look at once.
-    pub(crate) fn is_watched_by(&self, look_soon: fn()) {
-        lock(&self.state).look_soon = Some(look_soon);
     }
 
     /// Ends an operation of which nothing is put on a stream.
@@ -299,11 +306,6 @@ impl InFlight {
         Ok(())
     }
 
-    /// Whether the device has not ended something a while after it failed.
-    pub(crate) fn is_stuck(&self) -> bool {
-        lock(&self.state).is_stuck
-    }
-
     /// Whether nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         !self.is_busy.load(Ordering::Relaxed)
@@ -378,8 +380,60 @@ impl InFlight {
         state.fail(number, error);
     }
 
-    /// Looks at everything in flight: at what has ended, what has failed elsewhere and what takes too long.
-    pub(crate) fn tick(&self, now: Instant) -> Look {
+    /// Gives up everything in flight, and what would come next, because this rank leaves.
+    pub(crate) fn leave(&self, error: Error) {
+        self.give_up_all(FailureKind::Left, self.control.name(self.control.me()), error);
+    }
+
+    /// Gives up everything in flight, and what would come next.
+    pub(crate) fn give_up_all(&self, kind: FailureKind, culprit: Rank, error: Error) {
+        // What the stream has finished is no failure.
+        self.look();
+        let mut state = lock(&self.state);
+        let number = state.flights.front().map_or(state.last + 1, Flight::first);
+        self.give_up(&mut state, number, kind, culprit, error);
+        spread(state);
+    }
+
+    /// The first operation whose time is over, as the number that fails with it and its error.
+    fn late(&self, state: &State, now: Instant) -> Option<(u64, Error)> {
+        let is_late = |flight: &&Flight| flight.started.is_some_and(|started| now - started >= flight.limit);
+        state.flights.iter().filter(is_late).find_map(|late| {
+            let Called::Part(part) = &late.call else { return Some((late.number, self.timeout(state, late, now))) };
+            let detail = part.lateness(self.lane, late.number)?;
+            Some((late.first(), timed_out(late, now, detail)))
+        })
+    }
+
+    fn timeout(&self, state: &State, late: &Flight, now: Instant) -> Error {
+        let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= late.number;
+        let number = state.before + late.number;
+        let (came, missing): (Vec<Rank>, Vec<Rank>) = self.control.ranks().partition(has_called);
+        let detail = if missing.is_empty() {
+            let behind = |(lane, words): &(usize, Vec<_>)| self.control.behind(*lane, words.iter().copied());
+            let mut slow: Vec<Rank> = state.awaits.iter().flat_map(behind).collect();
+            slow.sort_unstable();
+            slow.dedup();
+            format!(
+                "device collective {number}: all ranks called it; rank(s) {} did not finish their part",
+                rank_list(&slow)
+            )
+        } else {
+            let mut elsewhere = self.ends.elsewhere();
+            elsewhere.retain(|rank| missing.contains(rank));
+            let elsewhere = match &elsewhere[..] {
+                [] => String::new(),
+                ranks => format!("; rank(s) {} called a collective on the CPU instead", rank_list(ranks)),
+            };
+            let (missing, came) = (rank_list(&missing), rank_list(&came));
+            format!("device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}")
+        };
+        timed_out(late, now, detail)
+    }
+}
+
+impl Watched for InFlight {
+    fn tick(&self, now: Instant) -> Look {
         let mut ended = Vec::new();
         self.end_finished(&mut ended);
         let mut state = lock(&self.state);
@@ -444,50 +498,12 @@ impl InFlight {
         look
     }
 
-    /// Gives up everything in flight, and what would come next, because this rank leaves.
-    pub(crate) fn leave(&self, error: Error) {
-        // What the stream has finished is no failure.
-        self.look();
-        let mut state = lock(&self.state);
-        let number = state.flights.front().map_or(state.last + 1, Flight::first);
-        self.give_up(&mut state, number, FailureKind::Left, self.control.name(self.control.me()), error);
-        spread(state);
+    fn is_stuck(&self) -> bool {
+        lock(&self.state).is_stuck
     }
 
-    /// The first operation whose time is over, as the number that fails with it and its error.
-    fn late(&self, state: &State, now: Instant) -> Option<(u64, Error)> {
-        let is_late = |flight: &&Flight| flight.started.is_some_and(|started| now - started >= flight.limit);
-        state.flights.iter().filter(is_late).find_map(|late| {
-            let Called::Part(part) = &late.call else { return Some((late.number, self.timeout(state, late, now))) };
-            let detail = part.lateness(self.lane, late.number)?;
-            Some((late.first(), timed_out(late, now, detail)))
-        })
-    }
-
-    fn timeout(&self, state: &State, late: &Flight, now: Instant) -> Error {
-        let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= late.number;
-        let number = state.before + late.number;
-        let (came, missing): (Vec<Rank>, Vec<Rank>) = self.control.ranks().partition(has_called);
-        let detail = if missing.is_empty() {
-            let behind = |(lane, words): &(usize, Vec<_>)| self.control.behind(*lane, words.iter().copied());
-            let mut slow: Vec<Rank> = state.awaits.iter().flat_map(behind).collect();
-            slow.sort_unstable();
-            slow.dedup();
-            format!(
-                "device collective {number}: all ranks called it; rank(s) {} did not finish their part",
-                rank_list(&slow)
-            )
-        } else {
-            let mut elsewhere = self.ends.elsewhere();
-            elsewhere.retain(|rank| missing.contains(rank));
-            let elsewhere = match &elsewhere[..] {
-                [] => String::new(),
-                ranks => format!("; rank(s) {} called a collective on the CPU instead", rank_list(ranks)),
-            };
-            let (missing, came) = (rank_list(&missing), rank_list(&came));
-            format!("device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}")
-        };
-        timed_out(late, now, detail)
+    fn is_watched_by(&self, look_soon: fn()) {
+        lock(&self.state).look_soon = Some(look_soon);
     }
 }
 
@@ -628,7 +644,7 @@ pub(crate) fn named(error: Error, call: impl Display) -> Error {
 }
 
 /// The error of an operation that failed on another rank.
-fn reported(reporter: Rank, failure: Failure, call: &impl Display) -> Error {
+pub(crate) fn reported(reporter: Rank, failure: Failure, call: &impl Display) -> Error {
     let operation = call.to_string();
     match failure.kind {
         FailureKind::Mismatch => Error::Mismatch { operation, detail: failure.text },
@@ -644,7 +660,7 @@ fn reported(reporter: Rank, failure: Failure, call: &impl Display) -> Error {
 }
 
 /// What the other ranks are told of an error.
-fn detail(error: &Error) -> String {
+pub(crate) fn detail(error: &Error) -> String {
     match error {
         Error::Mismatch { detail, .. } => detail.clone(),
         Error::PeerLost { cause, .. } => cause.clone(),
@@ -661,7 +677,7 @@ const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_micros(200);
 
 /// How long a released stream may take to run out.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests;

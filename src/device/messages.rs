@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
-use crate::device::in_flight::{self, Ends, Halt};
+use crate::device::in_flight::{self, Ends, Halt, Watched};
 use crate::device::message_log::LoggedMessage;
 use crate::device::pairs::{Asked, Channel, LANES, Link, Own, Pair, Pairs, lane};
 use crate::device::parts::{Batch, Part, Place, Several};
@@ -591,7 +591,7 @@ impl Messages {
         let end = state.rings.memory_mut().end_mut(stretch.channel);
         end.number += stretch.messages.len() as u64;
         if place.in_flight.begin(end.number, part, batch.work().clone(), request.timeout) {
-            watch::watch(&place.in_flight);
+            watch::watch(place.in_flight.clone());
         }
     }
 
@@ -630,7 +630,8 @@ impl Messages {
     /// Has memory given back once the device does not use it any more. To be called when this rank has left.
     pub(crate) fn close(&self) {
         let Some(state) = lock(&self.state).take() else { return };
-        let in_flight = self.links().all.iter().flat_map(|link| link.in_flight.clone()).collect();
+        let in_flight = |link: &Arc<Link>| link.in_flight.clone();
+        let in_flight = self.links().all.iter().flat_map(in_flight).map(|lane| lane as Arc<dyn Watched>).collect();
         watch::reap_all(in_flight, Box::new(state));
     }
 

@@ -9,7 +9,7 @@ use std::any::Any;
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-use crate::device::in_flight::{InFlight, Look};
+use crate::device::in_flight::{Look, Watched};
 use crate::sync::{self, Arc, Condvar, Mutex, MutexGuard, lock};
 use crate::sys::exit::at_exit;
 use crate::sys::fork::PerProcess;
@@ -25,7 +25,7 @@ struct Watch {
 
 #[derive(Default)]
 struct State {
-    watched: Vec<Arc<InFlight>>,
+    watched: Vec<Arc<dyn Watched>>,
     left: Vec<Left>,
     /// What can be given back now.
     idle: Vec<Left>,
@@ -37,7 +37,7 @@ struct State {
 
 /// What a communicator has left, and what it had in flight.
 struct Left {
-    in_flight: Vec<Arc<InFlight>>,
+    in_flight: Vec<Arc<dyn Watched>>,
     memory: Box<dyn Any + Send>,
 }
 
@@ -67,7 +67,7 @@ pub(crate) fn begin() -> std::io::Result<()> {
 }
 
 /// Watches what is in flight until nothing is. The threads have [begun](begin).
-pub(crate) fn watch(in_flight: &Arc<InFlight>) {
+pub(crate) fn watch(in_flight: Arc<dyn Watched>) {
     in_flight.is_watched_by(look_soon);
     WATCH.get().watch(in_flight);
 }
@@ -83,12 +83,12 @@ fn look_soon() {
 
 /// Drops what holds memory of a device, once nothing is in flight in this process. Where an operation has not ended although
 /// it failed long ago, the memory stays. The threads have [begun](begin).
-pub(crate) fn reap(in_flight: Arc<InFlight>, memory: Box<dyn Any + Send>) {
+pub(crate) fn reap(in_flight: Arc<dyn Watched>, memory: Box<dyn Any + Send>) {
     reap_all(vec![in_flight], memory);
 }
 
 /// As [`reap`], of what several lanes use.
-pub(crate) fn reap_all(in_flight: Vec<Arc<InFlight>>, memory: Box<dyn Any + Send>) {
+pub(crate) fn reap_all(in_flight: Vec<Arc<dyn Watched>>, memory: Box<dyn Any + Send>) {
     WATCH.get().reap(Left { in_flight, memory });
 }
 
@@ -113,8 +113,8 @@ impl Watch {
         Ok(())
     }
 
-    fn watch(&self, in_flight: &Arc<InFlight>) {
-        lock(&self.state).watched.push(in_flight.clone());
+    fn watch(&self, in_flight: Arc<dyn Watched>) {
+        lock(&self.state).watched.push(in_flight);
         self.changed.notify_one();
     }
 

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::device::control::{Control, FailureKind};
-use crate::device::in_flight::{Halt, Look};
+use crate::device::in_flight::{Halt, Look, Watched};
 use crate::device::words::ControlLayout;
 use crate::sync::Ordering;
 use crate::sys::cuda::Width;

@@ -2,7 +2,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
 use crate::device::control::Control;
-use crate::device::in_flight::Ends;
+use crate::device::in_flight::{Ends, InFlight};
 use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::op::CollectiveKind;
@@ -50,7 +50,7 @@ impl Side {
         let work = Work::new(self.in_flight.clone(), entry);
         let call = Signature { operation: CollectiveKind::Barrier as u8, ..Signature::default() };
         if self.in_flight.begin(number, call, work.clone(), Duration::from_secs(1000)) {
-            watch.watch(&self.in_flight);
+            watch.watch(self.in_flight.clone());
         }
         work
     }
