@@ -5,6 +5,9 @@
 //! [`OpKind::WaitSignal`](crate::OpKind::WaitSignal); then it sees everything that the signalling rank had put before. A put
 //! alone notifies its target of nothing. [`OpKind::Get`](crate::OpKind::Get) reads the current content.
 //!
+//! Windows in the memory of CUDA devices are accessed by [`Mode::Stream`](crate::Mode::Stream), in the order of streams: a
+//! signal announces what was put before it on any stream, and what follows a wait on its stream sees it.
+//!
 //! ```
 //! # use std::sync::Arc;
 //! # use ncclx_rs::comm::store::MemoryStore;
@@ -41,6 +44,7 @@
 
 use std::fmt;
 
+use crate::buffer::Memory;
 use crate::types::Rank;
 
 /// The id of a window: its number in its communicator, the same on every rank.
@@ -59,12 +63,14 @@ impl fmt::Display for WindowId {
 pub struct Window {
     id: WindowId,
     sizes: Vec<usize>,
+    /// Where this rank's part lies.
+    memory: Memory,
 }
 
 impl Window {
-    /// Describes the window `id`; `sizes` are the bytes that each rank exposes.
-    pub(crate) fn new(id: WindowId, sizes: Vec<usize>) -> Window {
-        Window { id, sizes }
+    /// Describes the window `id`; `sizes` are the bytes that each rank exposes, this one in `memory`.
+    pub(crate) fn new(id: WindowId, sizes: Vec<usize>, memory: Memory) -> Window {
+        Window { id, sizes, memory }
     }
 
     /// The id that operations take.
@@ -75,6 +81,11 @@ impl Window {
     /// The number of bytes that `rank` exposes; none if there is no such rank.
     pub fn bytes(&self, rank: Rank) -> usize {
         self.sizes.get(rank.index()).copied().unwrap_or(0)
+    }
+
+    /// Where this rank's part lies. All ranks' do on the host, or all on CUDA devices.
+    pub fn memory(&self) -> Memory {
+        self.memory
     }
 
     /// Refuses `len` bytes from `offset` on if they are not all inside the memory of `rank`.
@@ -95,7 +106,7 @@ mod tests {
 
     #[test]
     fn only_what_lies_inside_the_window_passes() {
-        let window = Window::new(WindowId(0), vec![16, 0]);
+        let window = Window::new(WindowId(0), vec![16, 0], Memory::Host);
         assert_eq!(window.check(Rank(0), 0, 16), Ok(()));
         assert_eq!(window.check(Rank(0), 16, 0), Ok(()));
         assert_eq!(window.check(Rank(1), 0, 0), Ok(()));

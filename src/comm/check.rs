@@ -7,7 +7,7 @@ use crate::error::UsageError;
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::signature::Signature;
 use crate::types::{DType, Rank};
-use crate::window::WindowId;
+use crate::window::{Window, WindowId};
 
 /// A collective whose arguments fit together.
 #[derive(Debug)]
@@ -277,6 +277,24 @@ pub(crate) fn unknown_window(operation: &str, window: WindowId) -> UsageError {
         expected: "a registered window".to_owned(),
         got: window.to_string(),
     }
+}
+
+/// Refuses an access to what a window does not have, or one that does not run where the window's memory is.
+pub(crate) fn access(
+    operation: &'static str,
+    known: &Window,
+    expected: Memory,
+    peer: Rank,
+    range: Option<(usize, usize)>,
+) -> Result<(), UsageError> {
+    let error = |argument, expected, got| UsageError { operation: operation.to_owned(), argument, expected, got };
+    if known.memory() != expected {
+        let (expected, got) = (format!("a window in memory of {expected}"), format!("one of {}", known.memory()));
+        return Err(error("window", expected, got));
+    }
+    let Some((offset, len)) = range else { return Ok(()) };
+    let checked = known.check(peer, offset, len);
+    checked.map_err(|got| error("offset", format!("a range inside the window of rank {peer}"), got))
 }
 
 /// Refuses memory of more than [`BYTES_MAX`] bytes, so that computations with its lengths do not overflow.

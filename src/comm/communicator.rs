@@ -23,7 +23,7 @@ use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces};
 use crate::engine::window::{RmaOp, RmaRequest};
-use crate::error::{Error, InitError, UsageError};
+use crate::error::{Error, InitError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::StreamHandle;
@@ -390,16 +390,11 @@ impl Communicator {
         self.enter(op, |engine, driver| {
             let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(name, window))?;
             let range = match &access {
-                RmaOp::Put { offset, from } => known.check(peer, *offset, from.len()),
-                RmaOp::Get { offset, into } => known.check(peer, *offset, into.len()),
-                RmaOp::Signal | RmaOp::WaitSignal => Ok(()),
+                RmaOp::Put { offset, from } => Some((*offset, from.len())),
+                RmaOp::Get { offset, into } => Some((*offset, into.len())),
+                RmaOp::Signal | RmaOp::WaitSignal => None,
             };
-            range.map_err(|got| UsageError {
-                operation: name.to_owned(),
-                argument: "offset",
-                expected: format!("a range inside the window of rank {peer}"),
-                got,
-            })?;
+            check::access(name, known, Memory::Host, peer, range)?;
             let entry = engine.begin(access.call(peer, window), access.bytes());
             let work = Work::new(driver.clone(), entry);
             engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });

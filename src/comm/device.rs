@@ -9,7 +9,7 @@ use crate::buffer::Buffer;
 use crate::comm::check::{self, Place};
 use crate::config::Config;
 use crate::deadline::deadline_after;
-use crate::device::executor::{self, Executor, LANES, Ranks, Request};
+use crate::device::executor::{self, Executor, Ranks, Request};
 use crate::device::in_flight::Ends;
 use crate::device::messages::{Message, Messages, Peers, Request as Messaging};
 use crate::device::pairs::Own;
@@ -24,6 +24,8 @@ use crate::sync::{Arc, Mutex, OnceLock, lock};
 use crate::sys::cuda::StreamHandle;
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
+
+mod windows;
 
 /// What a communicator has on a device.
 pub(super) struct DeviceSide {
@@ -125,7 +127,7 @@ impl DeviceSide {
                 return self.run_batch(group, std::slice::from_ref(op), stream, timeout);
             }
             OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
-                return Err(check::not_on_devices(op).into());
+                return self.access(group, op, stream, timeout);
             }
             _ => {}
         }
@@ -222,7 +224,7 @@ impl DeviceSide {
             device,
             host: &self.host,
             halves: &executor::halves(self.staging_bytes, size),
-            words: ControlLayout::new(size, LANES).count(),
+            words: executor::words(size).1,
             layout: ControlLayout::VERSION,
             timeout,
         };

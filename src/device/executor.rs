@@ -1,7 +1,7 @@
 //! The executor of collectives on a device: puts them on the caller's stream, and returns at once.
 
 use std::fmt::Display;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -19,8 +19,9 @@ use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
 use crate::device::segment::StagingTooSmall;
 use crate::device::setup::{Member, Parts};
-use crate::device::staging::Staging;
+use crate::device::staging::{Staging, StagingKind};
 use crate::device::watch;
+use crate::device::windows::{self, Windows};
 use crate::device::words::ControlLayout;
 use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
@@ -63,6 +64,7 @@ pub(crate) struct Executor {
     device: u32,
     control: Arc<Control>,
     in_flight: Arc<InFlight>,
+    pub(crate) windows: Windows,
     /// Held while something is submitted. The driver's calls queue, they do not wait.
     state: Mutex<Option<State>>,
 }
@@ -90,9 +92,17 @@ struct State {
 /// The lane of collectives. Its operations use the words of this lane, or those of the rings.
 const LANE: usize = 0;
 const RINGS: usize = 1;
+/// That of accesses to windows, which have words of their own.
+const WINDOWS: usize = 2;
 
 /// How many lanes there are.
-pub(crate) const LANES: usize = 2;
+const LANES: usize = 3;
+
+/// How the words of an executor among so many ranks are laid out, and how many it wants.
+pub(crate) fn words(ranks: usize) -> (ControlLayout, usize) {
+    let layout = ControlLayout::new(ranks, LANES);
+    (layout, layout.count() + Windows::words(ranks))
+}
 
 /// The bytes of half of each staging memory that an executor among so many ranks wants, `staging` of which are for what is no
 /// all_to_all.
@@ -125,8 +135,10 @@ impl Executor {
         let [staging, cells] = <[Staging; 2]>::try_from(staging).expect("as many as `halves` wants");
         let (size, half) = (members.len(), staging.half());
         let room = Room { half, scratch: 2 * half };
-        let layout = ControlLayout::new(size, LANES);
-        let control = Arc::new(Control::new(words, layout, me, width));
+        let (layout, _) = self::words(size);
+        let control = Arc::new(Control::new(words.clone(), layout, me, width));
+        let obstacle =
+            (staging.kind() == StagingKind::Host).then_some("the ranks' devices do not reach each other's memory");
         let sharing = members.iter().filter(|member| member.device == members[me.index()].device).count();
         let memory = || -> Result<_, CudaError> {
             let launcher = Launcher::new(&context, sharing, None)?;
@@ -144,13 +156,13 @@ impl Executor {
         }
         let registered = Arc::new(registered);
         let lane = Lane::new(LANE, me, layout.lane_words(), registered.clone(), staging, width);
-        let rings = RingLane::new(RINGS, me, layout.lane_words(), registered, cells, width);
+        let rings = RingLane::new(RINGS, me, layout.lane_words(), registered.clone(), cells, width);
         let plans = Plans::new(me, size, algorithm, room);
         let device = context.device().ordinal();
         let state = State {
             me,
             layout,
-            context,
+            context: context.clone(),
             lane,
             rings,
             launcher,
@@ -162,8 +174,11 @@ impl Executor {
             last: None,
             end,
         };
-        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends);
-        Ok(Executor { comm, me, device, control, in_flight, state: Mutex::new(Some(state)) })
+        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone());
+        let (comm_name, lane) = (comm.clone(), WINDOWS);
+        let wanted = windows::Wanted { comm: comm_name, lane, me, layout, context, words, registered, width, obstacle };
+        let windows = Windows::new(wanted, &control, &in_flight, ends).map_err(|error| setup_failed(&comm, &error))?;
+        Ok(Executor { comm, me, device, control, in_flight, windows, state: Mutex::new(Some(state)) })
     }
 
     /// The number of its device.
@@ -186,6 +201,9 @@ impl Executor {
                 self.begin_anew(state, ranks, request).inspect_err(|error| self.in_flight.stop(error))?;
             }
             Some(Halt::Failed(error)) => return Err(in_flight::named(error, request.signature)),
+        }
+        if let Some(error) = self.windows.failure() {
+            return Err(in_flight::named(error, request.signature));
         }
         let context = state.context.clone();
         let number = state.number + 1;
@@ -293,16 +311,20 @@ impl Executor {
     /// Waits until nothing is in flight, for `limit` at most.
     pub(crate) fn drain(&self, limit: Duration) {
         // What is left then is given up.
+        let begin = Instant::now();
         let _ = self.in_flight.wait_for(u64::MAX, limit);
+        self.windows.drain(limit.saturating_sub(begin.elapsed()));
     }
 
     /// Gives up what is in flight, and what would come next, because this rank leaves. It waits for no thread that submits.
     pub(crate) fn leave(&self, error: Error) {
+        self.windows.leave(error.clone());
         self.in_flight.leave(error);
     }
 
     /// Has memory given back once the device does not use it any more. To be called when this rank has left.
     pub(crate) fn close(&self) {
+        self.windows.close();
         let Some(state) = lock(&self.state).take() else { return };
         // Also what a thread has submitted that was still setting up when this rank left.
         self.in_flight.leave(self.closed("an operation in flight".to_owned()));

@@ -15,8 +15,12 @@
 //! streams. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks; what is [`in_flight`] then is ended by whoever looks, at the latest by the
 //! [`watch`].
 //!
+//! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight
+//! end one by one.
+//!
 //! The [`allocator`] is for programs: what it lends can be exposed to other ranks.
 
+pub(crate) mod accesses;
 pub mod allocator;
 pub(crate) mod call_log;
 pub(crate) mod control;
@@ -40,6 +44,8 @@ pub mod rings;
 pub mod rounds;
 pub mod segment;
 pub mod setup;
+pub(crate) mod signals;
 pub mod staging;
 pub(crate) mod watch;
+pub(crate) mod windows;
 pub mod words;

@@ -205,8 +205,8 @@ pub fn set_up(
 /// What did not work on a rank, for the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Failure {
-    what: String,
-    cause: String,
+    pub(crate) what: String,
+    pub(crate) cause: String,
 }
 
 impl Failure {

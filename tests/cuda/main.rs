@@ -20,4 +20,5 @@ mod rings;
 mod setup;
 mod simulation;
 mod trouble;
+mod windows;
 mod world;

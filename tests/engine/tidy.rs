@@ -89,11 +89,12 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["rings", "words"],
             // What acts on streams and on words.
             &["control", "lane"],
-            &["in_flight", "launch", "message_log", "ring_lane"],
-            &["parts"],
+            &["in_flight", "launch", "message_log", "ring_lane", "signals"],
+            &["accesses", "parts"],
             &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
+            &["windows"],
             &["executor", "messages"],
         ],
     ),

@@ -1,0 +1,98 @@
+//! Windows in the memory of a CUDA device.
+
+use std::time::Duration;
+
+use super::{DeviceSide, Group, all_gather, own_device};
+use crate::buffer::{Buffer, Memory};
+use crate::comm::check::{self, Place};
+use crate::device::windows::{Access, Request};
+use crate::engine::call::Call;
+use crate::engine::flight_recorder::Bytes;
+use crate::error::Error;
+use crate::op::{Op, OpKind};
+use crate::sys::cuda::StreamHandle;
+use crate::types::Rank;
+use crate::window::WindowId;
+use crate::work::Work;
+
+impl DeviceSide {
+    /// Refuses a device that is not the communicator's, if it has one.
+    pub(in crate::comm) fn check_device(&self, operation: &str, device: u32) -> Result<(), Error> {
+        self.executor.get().map_or(Ok(()), |executor| own_device(executor.device(), operation, device))
+    }
+
+    /// Lets the other ranks map this one's part of a window, and maps theirs. All ranks call it, with memory of devices.
+    pub(in crate::comm) fn register_window(
+        &self,
+        group: &impl Group,
+        window: WindowId,
+        memory: Buffer,
+        device: u32,
+        timeout: Duration,
+    ) -> Result<(), Error> {
+        let executor = self.executor(group, "window_register", device, timeout)?;
+        executor.windows.register(window, memory, timeout, &mut |own| all_gather(group, own, timeout))
+    }
+
+    /// Waits until this rank has nothing in flight on its device that accesses a window.
+    pub(in crate::comm) fn settle_window(&self, window: WindowId, timeout: Duration) -> Result<(), Error> {
+        self.executor.get().map_or(Ok(()), |executor| executor.windows.settle(window, timeout))
+    }
+
+    /// Forgets a window, if it is one of a device.
+    pub(in crate::comm) fn conceal_window(&self, window: WindowId) {
+        if let Some(executor) = self.executor.get() {
+            executor.windows.conceal(window);
+        }
+    }
+
+    /// Puts an access to a window on a stream.
+    pub(super) fn access(
+        &self,
+        group: &impl Group,
+        op: &Op,
+        stream: StreamHandle,
+        timeout: Duration,
+    ) -> Result<Work, Error> {
+        check::memory(op)?;
+        let sum = |buffers: &[Buffer]| -> usize { buffers.iter().map(|buffer| buffer.bytes()).sum() };
+        let (read, written) = (sum(&op.inputs), sum(&op.outputs));
+        let (argument, window, peer, access, call): (_, _, Rank, _, _) = match op.kind {
+            OpKind::Put { window, to, offset } => {
+                ("dst", window, to, Access::Put(offset), Call::Put { bytes: read, to, window })
+            }
+            OpKind::Get { window, from, offset } => {
+                ("src", window, from, Access::Get(offset), Call::Get { bytes: written, from, window })
+            }
+            OpKind::Signal { window, to } => ("dst", window, to, Access::Signal, Call::Signal { to, window }),
+            OpKind::WaitSignal { window, from } => {
+                ("src", window, from, Access::WaitSignal, Call::WaitSignal { from, window })
+            }
+            _ => unreachable!("`run` has matched on the kind"),
+        };
+        let name = op.kind.name();
+        let Place { size, .. } = group.place();
+        check::peer(op, argument, peer, size)?;
+        let driver = group.driver();
+        let unknown = || check::unknown_window(name, window);
+        driver.with_engine(|engine| {
+            engine.check_open(name)?;
+            let range = match access {
+                Access::Put(offset) => Some((offset, read)),
+                Access::Get(offset) => Some((offset, written)),
+                Access::Signal | Access::WaitSignal => None,
+            };
+            let known = engine.windows.window(window).ok_or_else(unknown)?;
+            check::access(name, known, Memory::Device(stream.device()), peer, range).map_err(Error::from)
+        })?;
+        // Without an executor there is no window on a device.
+        let executor = self.executor.get().ok_or_else(unknown)?;
+        let buffers = if matches!(access, Access::Get(_)) { &op.outputs } else { &op.inputs };
+        let request =
+            Request { window, peer, access, buffers, stream, timeout, call: call.to_string(), operation: name };
+        let bytes = Bytes { read, written };
+        executor
+            .windows
+            .submit(&request, |number| driver.with_engine(|engine| engine.begin_on_device(call, number, bytes)))
+    }
+}

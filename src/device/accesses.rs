@@ -1,0 +1,358 @@
+//! Accesses to windows that are in flight on a device, and how they end.
+//!
+//! Each rank numbers its own, and they end in any order, as their streams come to them. Only one that waits for a signal can
+//! take longer than what it copies. What is said of the [release](crate::device::in_flight) of a stream holds here too: a rank
+//! that gives up first leaves a mark, and nothing that any stream does after that counts. A rank that leaves with nothing in
+//! flight has spoiled nothing: its mark concerns only who waits for it.
+
+use std::time::{Duration, Instant};
+
+use crate::device::control::{Control, Failure, FailureKind};
+use crate::device::in_flight::{
+    DRAIN_TIMEOUT, Ends, Halt, InFlight, Look, Watched, closed_by_fork, detail, named, reported, wait_driving,
+};
+use crate::device::signals::Signals;
+use crate::error::Error;
+use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::sys::fork::Origin;
+use crate::types::Rank;
+use crate::window::WindowId;
+use crate::work::{Drive, Work};
+
+/// An access that is about to be put on a stream.
+#[derive(Debug)]
+pub(crate) struct Flight {
+    /// Its number on this rank.
+    pub(crate) number: u64,
+    /// The call, for errors.
+    pub(crate) call: String,
+    pub(crate) window: WindowId,
+    pub(crate) work: Work,
+    pub(crate) limit: Duration,
+    /// The signal that its stream waits for.
+    pub(crate) awaits: Option<Awaited>,
+    /// When its stream was first seen to have reached it: only from there on its time counts.
+    pub(crate) started: Option<Instant>,
+    /// Whether somebody wants to be told of its end soon.
+    pub(crate) is_close: bool,
+}
+
+/// A signal that a stream waits for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Awaited {
+    /// The number of the word.
+    pub(crate) word: usize,
+    /// How many signals have come then.
+    pub(crate) count: u64,
+    pub(crate) from: Rank,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    flights: Vec<Flight>,
+    /// The first failure: nothing more succeeds.
+    failed: Option<Error>,
+    is_watched: bool,
+    is_stuck: bool,
+    /// Has whoever watches look at once.
+    look_soon: Option<fn()>,
+    /// Since when the words are being written that streams wait for.
+    released: Option<Instant>,
+}
+
+/// The accesses of a communicator that are in flight.
+pub(crate) struct Accesses {
+    comm: String,
+    origin: Origin,
+    lane: usize,
+    control: Arc<Control>,
+    signals: Signals,
+    ends: Arc<dyn Ends>,
+    /// The communicator's collectives, which fail with it: what they move may have come through a window.
+    collectives: Arc<InFlight>,
+    state: Mutex<State>,
+    /// Whether one is in flight, to be asked without the lock.
+    is_busy: AtomicBool,
+}
+
+/// The number of a mark that spoils everything, and that of one which concerns only who waits for the rank.
+const SPOILT: u64 = 0;
+const HARMLESS: u64 = 1;
+
+impl Accesses {
+    /// Nothing in flight. Marks and numbers are those of this lane.
+    pub(crate) fn new(
+        comm: String,
+        lane: usize,
+        control: Arc<Control>,
+        signals: Signals,
+        ends: Arc<dyn Ends>,
+        collectives: Arc<InFlight>,
+    ) -> Arc<Accesses> {
+        let (state, is_busy) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(Accesses { comm, origin: Origin::here(), lane, control, signals, ends, collectives, state, is_busy })
+    }
+
+    /// Why nothing more can be submitted.
+    pub(crate) fn halt(&self) -> Option<Error> {
+        self.failure().or_else(|| self.failure_of_collectives())
+    }
+
+    /// What has failed here.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        self.look();
+        lock(&self.state).failed.clone()
+    }
+
+    fn failure_of_collectives(&self) -> Option<Error> {
+        match self.collectives.halt() {
+            Some(Halt::Failed(error)) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// Notes an access that is about to be put on a stream. True: somebody has to watch it.
+    pub(crate) fn begin(&self, flight: Flight) -> bool {
+        let mut state = lock(&self.state);
+        state.flights.push(flight);
+        // Relaxed, here and below: a hint; the lock orders the rest.
+        self.is_busy.store(true, Ordering::Relaxed);
+        !std::mem::replace(&mut state.is_watched, true)
+    }
+
+    /// Whether the slots of an access of this number are free.
+    pub(crate) fn has_room(&self, number: u64) -> bool {
+        self.control.has_room(self.lane, number, false)
+    }
+
+    /// Waits until this holds, for `limit` at most. The error says how long.
+    pub(crate) fn wait_until(&self, limit: Duration, is_so: impl Fn(&Accesses) -> bool) -> Result<(), Duration> {
+        let begin = Instant::now();
+        loop {
+            self.look();
+            if is_so(self) {
+                return Ok(());
+            }
+            let waited = begin.elapsed();
+            if waited >= limit {
+                return Err(waited);
+            }
+            std::thread::sleep(NAP);
+        }
+    }
+
+    /// Whether nothing is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        !self.is_busy.load(Ordering::Relaxed)
+    }
+
+    /// Whether an access to this window is in flight.
+    pub(crate) fn uses(&self, window: WindowId) -> bool {
+        lock(&self.state).flights.iter().any(|flight| flight.window == window)
+    }
+
+    /// Gives everything up. The other ranks are told by the mark in this rank's page.
+    pub(crate) fn fail(&self, kind: FailureKind, culprit: Rank, error: Error) {
+        self.look();
+        let mut state = lock(&self.state);
+        self.give_up(&mut state, kind, culprit, error);
+    }
+
+    fn give_up(&self, state: &mut State, kind: FailureKind, culprit: Rank, error: Error) {
+        if state.failed.is_some() {
+            return;
+        }
+        self.mark(SPOILT, kind, culprit, &error);
+        self.collectives.give_up_all(kind, culprit, error.clone());
+        state.failed = Some(error);
+    }
+
+    fn mark(&self, number: u64, kind: FailureKind, rank: Rank, error: &Error) {
+        self.control.fail(&Failure { lane: self.lane, number, kind, rank, text: detail(error) });
+    }
+
+    /// Gives up everything in flight, and what would come next, because this rank leaves.
+    pub(crate) fn leave(&self, error: Error) {
+        // What streams have finished is no failure.
+        self.look();
+        let mut state = lock(&self.state);
+        if state.failed.is_some() {
+            return;
+        }
+        let is_harmless = state.flights.is_empty() && self.collectives.is_idle();
+        let number = if is_harmless { HARMLESS } else { SPOILT };
+        self.mark(number, FailureKind::Left, self.control.me(), &error);
+        state.failed = Some(error);
+    }
+
+    /// Ends what streams have finished.
+    pub(crate) fn look(&self) {
+        if self.is_idle() {
+            return;
+        }
+        let ended = {
+            let mut state = lock(&self.state);
+            let me = self.control.me();
+            // After the words of their ends, as the module's text says.
+            let is_over = |flight: &mut Flight| self.control.has_ended(me, self.lane, flight.number);
+            let over: Vec<Flight> = state.flights.extract_if(.., is_over).collect();
+            self.is_busy.store(!state.flights.is_empty(), Ordering::Relaxed);
+            let outcome = |flight: Flight| {
+                let result = self.outcome(&state, &flight.call);
+                (flight.work, result)
+            };
+            over.into_iter().map(outcome).collect::<Vec<_>>()
+        };
+        for (work, result) in ended {
+            self.ends.ended(&work, result);
+        }
+    }
+
+    /// How an access that its stream has finished has ended.
+    fn outcome(&self, state: &State, call: &str) -> Result<(), Error> {
+        if let Some(error) = &state.failed {
+            return Err(named(error.clone(), call));
+        }
+        self.spoilt().map_or(Ok(()), |(reporter, failure)| Err(reported(reporter, failure, &call)))
+    }
+
+    /// What another rank has given up, if it may have spoiled what anybody sees.
+    fn spoilt(&self) -> Option<(Rank, Failure)> {
+        let others = self.control.ranks().filter(|rank| *rank != self.control.me());
+        let mut marks = others.flat_map(|rank| {
+            let own = self.control.failure_of(rank, self.lane).filter(|failure| failure.number == SPOILT);
+            let is_of_all = |failure: &Failure| !matches!(failure.kind, FailureKind::Mismatch | FailureKind::Left);
+            let collective = self.control.failure_of(rank, COLLECTIVES).filter(is_of_all);
+            own.or(collective).map(|failure| (rank, failure))
+        });
+        marks.next()
+    }
+
+    fn timeout(&self, late: &Flight, now: Instant) -> Error {
+        let waited = late.started.map_or(Duration::ZERO, |started| now - started);
+        let number = late.number;
+        let detail = match late.awaits {
+            Some(Awaited { word, count, from }) if !self.signals.have_come(word, count) => {
+                format!("device access {number}: rank {from} did not signal")
+            }
+            _ => format!("device access {number}: the device did not finish it"),
+        };
+        Error::Timeout { operation: late.call.clone(), waited, detail }
+    }
+
+    /// What ends everything in flight, if something does: found by whom is responsible, or heard from another rank.
+    fn find_failure(&self, state: &mut State, halt: Option<Error>, now: Instant) {
+        let Some(first) = state.flights.first() else { return };
+        let (call, me) = (first.call.clone(), self.control.me());
+        if let Some(Error::PeerLost { operation, rank, cause }) = self.ends.loss(&call) {
+            let error = Error::PeerLost { operation, rank, cause };
+            return self.give_up(state, FailureKind::PeerLost, Rank(rank), error);
+        }
+        if let Some(error) = halt {
+            return self.give_up(state, FailureKind::Driver, me, error);
+        }
+        if let Some((reporter, failure)) = self.spoilt() {
+            let error = reported(reporter, failure, &call);
+            return self.give_up(state, FailureKind::Driver, reporter, error);
+        }
+        let left = state.flights.iter().find_map(|flight| {
+            let Awaited { word, count, from } = flight.awaits?;
+            let failure = self.control.failure_of(from, self.lane).filter(|_| from != me)?;
+            (!self.signals.have_come(word, count)).then(|| (from, reported(from, failure, &flight.call)))
+        });
+        if let Some((from, error)) = left {
+            return self.give_up(state, FailureKind::PeerLost, from, error);
+        }
+        let is_late = |flight: &&Flight| flight.started.is_some_and(|started| now - started >= flight.limit);
+        if let Some(error) = state.flights.iter().find(is_late).map(|late| self.timeout(late, now)) {
+            self.give_up(state, FailureKind::Timeout, me, error);
+        }
+    }
+}
+
+impl Watched for Accesses {
+    fn tick(&self, now: Instant) -> Look {
+        self.look();
+        let halt = self.failure_of_collectives();
+        let mut state = lock(&self.state);
+        for flight in state.flights.iter_mut().filter(|flight| flight.started.is_none()) {
+            if self.control.has_started(self.control.me(), self.lane, flight.number) {
+                flight.started = Some(now);
+            }
+        }
+        if state.failed.is_none() {
+            self.find_failure(&mut state, halt, now);
+        }
+        if state.failed.is_some() && !state.flights.is_empty() {
+            for Awaited { word, count, .. } in state.flights.iter().filter_map(|flight| flight.awaits) {
+                self.signals.release(word, count);
+            }
+            state.released.get_or_insert(now);
+        }
+        let is_overdue = state.released.is_some_and(|since| now - since > DRAIN_TIMEOUT);
+        let given_up = if is_overdue { std::mem::take(&mut state.flights) } else { Vec::new() };
+        if !given_up.is_empty() {
+            state.is_stuck = true;
+            self.is_busy.store(false, Ordering::Relaxed);
+        }
+        let is_urgent = state.released.is_some() || state.flights.iter().any(|flight| flight.is_close);
+        let look = match (state.flights.is_empty(), is_urgent) {
+            (true, _) => Look::Never,
+            (false, true) => Look::Soon,
+            (false, false) => Look::Later,
+        };
+        state.is_watched = look != Look::Never;
+        let failed = state.failed.clone();
+        drop(state);
+        for flight in given_up {
+            log::warn!("{}: the device has not ended it a while after it failed", flight.call);
+            let error = failed.clone().map_or(Ok(()), |error| Err(named(error, &flight.call)));
+            self.ends.ended(&flight.work, error);
+        }
+        look
+    }
+
+    fn is_stuck(&self) -> bool {
+        lock(&self.state).is_stuck
+    }
+
+    fn is_watched_by(&self, look_soon: fn()) {
+        lock(&self.state).look_soon = Some(look_soon);
+    }
+}
+
+impl Drive for Accesses {
+    fn poll(&self) {
+        if self.origin.is_here() {
+            self.look();
+        }
+    }
+
+    fn watch_closely(&self, work: &Work) {
+        if !self.origin.is_here() {
+            return;
+        }
+        let look_soon = {
+            let mut state = lock(&self.state);
+            let Some(flight) = state.flights.iter_mut().rev().find(|flight| flight.work.is(work)) else { return };
+            flight.is_close = true;
+            state.look_soon
+        };
+        if let Some(look_soon) = look_soon {
+            look_soon();
+        }
+    }
+
+    fn drive(&self, work: &Work, deadline: Option<Instant>) {
+        if !self.origin.is_here() {
+            return closed_by_fork(work, &self.comm);
+        }
+        wait_driving(work, deadline, || self.look());
+    }
+}
+
+/// The lane of collectives.
+const COLLECTIVES: usize = 0;
+
+/// How often a waiting thread looks.
+const NAP: Duration = Duration::from_micros(200);
