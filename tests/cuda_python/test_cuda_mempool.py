@@ -24,6 +24,7 @@ def a_pool_takes_the_allocator(rank: int, size: int) -> None:
     backend = dist.group.WORLD._get_backend(torch.device("cuda"))
     allocator = backend.mem_allocator
     assert allocator is backend.mem_allocator, "one in a process"
+    assert type(allocator) is type(ncclx_rs.get_mem_allocator("ncclx", "cuda"))
     parts = [data(r, 5000) for r in range(size)]
     dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.empty_cache()

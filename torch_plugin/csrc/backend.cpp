@@ -713,7 +713,7 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   if (const auto old = exchange_comm(nullptr)) engine_->abort(old->get(), "the process group was reconfigured");
   group_->wait_for_all();
   {
-    std::map<uint64_t, at::Tensor> lent;  // dropped without the lock
+    std::map<uint64_t, Window> lent;  // dropped without the lock
     std::lock_guard<std::mutex> lock(windows_mutex_);
     lent.swap(windows_);
   }

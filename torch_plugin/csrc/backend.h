@@ -201,6 +201,12 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<DeviceStreams> streams_on(at::Device device, const char* operation);
   // Waits for coalesced operations that write memory which the next one reads or writes: it may have to copy it.
   static void wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written);
+  // A registered window: the tensor, if it owns it, and its CUDA device, if it is on one.
+  struct Window {
+    at::Tensor tensor;
+    std::optional<at::Device> device;
+  };
+  std::optional<at::Device> device_of_window(uint64_t window);
   // The timeout of operations, or -1 for the engine's configuration.
   Milliseconds limit() const;
   std::shared_ptr<Communicator> comm_or_none() const;
@@ -226,7 +232,7 @@ class NcclxBackend : public c10d::Backend {
   std::mutex streams_mutex_;
   std::shared_ptr<DeviceStreams> streams_;
   std::mutex windows_mutex_;
-  std::map<uint64_t, at::Tensor> windows_;  // tensors that open windows own
+  std::map<uint64_t, Window> windows_;  // the open ones
 };
 
 }  // namespace ncclx

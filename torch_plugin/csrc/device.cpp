@@ -49,15 +49,17 @@ std::shared_ptr<DeviceStreams> NcclxBackend::streams_on(at::Device device, const
 }
 
 WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::shared_ptr<Batch>& batch) {
-  if (call.kind >= NCCLX_PUT) refuse_place(call.operation, "tensor", at::kCPU, device);
   if (batch && batch->has_host_works()) refuse_mixed(call.operation);
   const auto comm = this->comm();
   const auto streams = streams_on(device, call.operation);
   const bool is_message = !is_collective(call.kind);
   const bool aside = call.async || batch != nullptr;
   const c10::Stream current = streams->current();
-  const auto direction =
-      call.kind == NCCLX_SEND ? DeviceStreams::Direction::Send : DeviceStreams::Direction::Receive;
+  using Direction = DeviceStreams::Direction;
+  const auto direction = call.kind == NCCLX_SEND          ? Direction::Send
+                         : call.kind == NCCLX_RECV        ? Direction::Receive
+                         : call.kind == NCCLX_WAIT_SIGNAL ? Direction::WaitForSignal
+                                                          : Direction::Access;
   const c10::Stream stream = !aside       ? current
                              : is_message ? streams->of_messages(call.peer, direction)
                                           : streams->internal();

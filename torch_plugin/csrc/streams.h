@@ -17,7 +17,7 @@ namespace ncclx {
 // The streams on which a group puts its operations.
 class DeviceStreams {
  public:
-  enum class Direction { Send, Receive };
+  enum class Direction { Send, Receive, Access, WaitForSignal };
 
   DeviceStreams(c10::Device device, bool high_priority)
       : device_(device), high_priority_(high_priority), guard_(device.type()) {}
@@ -33,7 +33,7 @@ class DeviceStreams {
     return of_pool(internal_);
   }
 
-  // That of messages from or to a peer. Each pair has its own, as far as there are some left, so that a message which the
+  // That of messages from or to a peer, of accesses to its window or of waits for its signals. Each pair has its own, as far as there are some left, so that a message which the
   // peer has not sent yet holds up no other.
   c10::Stream of_messages(int peer, Direction direction) {
     std::lock_guard<std::mutex> lock(mutex_);

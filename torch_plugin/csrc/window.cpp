@@ -5,24 +5,28 @@ namespace ncclx {
 
 uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
   Written written;
-  Operands operands("window_register", written);
+  const auto device = tensor.is_cuda() ? std::optional(tensor.device()) : std::nullopt;
+  if (device) streams_on(*device, "window_register");
+  Operands operands("window_register", written, device.value_or(at::kCPU));
   operands.lend(tensor, "tensor");
   uint64_t window = 0;
   NcclxError error;
   const int32_t status = engine_->window_register(comm()->get(), operands.outputs().data(), &window, &error);
   if (status != NCCLX_OK) raise(status, error.text);
-  if (owning) {
-    at::Tensor kept = tensor;  // copied without the lock: its Python object takes Python's lock
+  Window made{owning ? tensor : at::Tensor(), device};  // copied without the lock: its object takes Python's lock
+  {
     std::lock_guard<std::mutex> lock(windows_mutex_);
-    windows_.emplace(window, std::move(kept));
+    windows_.emplace(window, std::move(made));
   }
+  // What is on this stream before, such as what fills the tensor, comes before other ranks' accesses that follow on theirs.
+  if (device) barrier_in_order(false, c10d::kUnsetTimeout);
   return window;
 }
 
 void NcclxBackend::deregister_window(uint64_t window) {
   NcclxError error;
   const int32_t status = engine_->window_deregister(comm()->get(), window, &error);
-  at::Tensor kept;  // dropped without the lock
+  Window kept;  // dropped without the lock
   {
     std::lock_guard<std::mutex> lock(windows_mutex_);
     const auto found = windows_.find(window);
@@ -32,6 +36,12 @@ void NcclxBackend::deregister_window(uint64_t window) {
     }
   }
   if (status != NCCLX_OK) raise(status, error.text);
+}
+
+std::optional<at::Device> NcclxBackend::device_of_window(uint64_t window) {
+  std::lock_guard<std::mutex> lock(windows_mutex_);
+  const auto found = windows_.find(window);
+  return found == windows_.end() ? std::nullopt : found->second.device;
 }
 
 WorkPtr NcclxBackend::access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
@@ -49,6 +59,7 @@ WorkPtr NcclxBackend::access_window(NcclxKind kind, uint64_t window, const std::
                                                          : "ncclx_rs:wait_signal",
                          .type = OpType::UNKNOWN, .timeout = timeout, .async = async, .results = tensors,
                          .profiled = tensors, .peer = peer, .window = window, .offset = static_cast<uint64_t>(offset),
+                         .device = device_of_window(window),
                          .fill = [&](Operands& o, size_t) {
                            if (tensor) kind == NCCLX_PUT ? o.input(*tensor, "tensor") : o.output(*tensor, "tensor");
                          }});

@@ -299,7 +299,10 @@ def get_mem_allocator(backend: str, device: str | torch.device = "cpu") -> Any:
         ModuleNotFoundError: there is no such backend.
         RuntimeError: the backend has no allocator.
     """
-    return make_backend(backend).get_mem_allocator()
+    made = make_backend(backend)
+    if isinstance(made, C10dBackend):
+        made._device = torch.device(device)
+    return made.get_mem_allocator()
 
 
 def make_backend(name: str) -> TorchCommBackend:
