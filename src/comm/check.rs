@@ -259,16 +259,6 @@ pub(crate) fn any_source_on_device(op: &Op) -> UsageError {
     }
 }
 
-/// The error of an operation that is not done on devices.
-pub(crate) fn not_on_devices(op: &Op) -> UsageError {
-    UsageError {
-        operation: op.kind.name().to_owned(),
-        argument: "tensors",
-        expected: "tensors on the CPU".to_owned(),
-        got: "tensors on a CUDA device".to_owned(),
-    }
-}
-
 /// The error of an operation on a window that is not registered.
 pub(crate) fn unknown_window(operation: &str, window: WindowId) -> UsageError {
     UsageError {

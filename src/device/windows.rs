@@ -181,17 +181,18 @@ impl Windows {
 
     /// Maps the memory that all ranks expose. They call it together; what fails on one fails on all.
     ///
-    /// It calls `all_gather` as often on every rank, until one of them fails.
+    /// It calls `all_gather` as often on every rank, until one of them fails, and asks now and then whether all ranks are there.
     pub(crate) fn register(
         &self,
         window: WindowId,
         memory: Buffer,
         timeout: Duration,
         all_gather: &mut AllGather<'_>,
+        are_there: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let (own, offer) = split(self.offer(memory));
         let slot = own.as_ref().map(|own| own.slot);
-        let shared = self.share(own, offer, memory, timeout, all_gather);
+        let shared = self.share(own, offer, memory, timeout, all_gather, are_there);
         let mut state = lock(&self.state);
         match (shared, state.as_mut(), slot) {
             (Ok(parts), Some(state), Some(slot)) => {
@@ -253,11 +254,13 @@ impl Windows {
         memory: Buffer,
         timeout: Duration,
         all_gather: &mut AllGather<'_>,
+        are_there: &dyn Fn() -> bool,
     ) -> Result<Vec<Part>, Error> {
-        let offers: Vec<Offer> = tell(&self.comm, all_gather, offer)?;
+        let names: Vec<Rank> = (0..self.layout.ranks()).map(Rank::from).collect();
+        let offers: Vec<Offer> = tell(&self.comm, &names, all_gather, offer)?;
         let own = own.expect("no rank has told a failure");
-        let (parts, told) = split(self.map(own, &offers, memory, timeout).map(|parts| (parts, ())));
-        match (tell(&self.comm, all_gather, told), parts) {
+        let (parts, told) = split(self.map(own, &offers, memory, timeout, are_there).map(|parts| (parts, ())));
+        match (tell(&self.comm, &names, all_gather, told), parts) {
             (Ok(_), parts) => Ok(parts.expect("no rank has told a failure")),
             (Err(error), parts) => {
                 // What is mapped goes when the device does nothing.
@@ -269,7 +272,14 @@ impl Windows {
         }
     }
 
-    fn map(&self, own: Own, offers: &[Offer], memory: Buffer, timeout: Duration) -> Result<Vec<Part>, Failure> {
+    fn map(
+        &self,
+        own: Own,
+        offers: &[Offer],
+        memory: Buffer,
+        timeout: Duration,
+        are_there: &dyn Fn() -> bool,
+    ) -> Result<Vec<Part>, Failure> {
         let Own { post, exported, slot, context } = own;
         if let Some(other) = offers.iter().position(|offer| offer.slot != slot) {
             let cause = format!("rank {other} has words {} for it, this rank {slot}", offers[other].slot);
@@ -277,7 +287,7 @@ impl Windows {
         }
         let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
         let fds: Vec<BorrowedFd<'_>> = exported.iter().map(|(fd, _)| fd.as_fd()).collect();
-        let taken = post.exchange(self.me, &addresses, &fds, deadline_after(Instant::now(), timeout));
+        let taken = post.exchange(self.me, &addresses, &fds, deadline_after(Instant::now(), timeout), are_there);
         let taken = taken.map_err(failed("the exchange of file descriptors"))?;
         let part = |(rank, (fds, offer)): (usize, (Vec<OwnedFd>, &Offer))| {
             let what = format!("the window's memory on rank {rank}");

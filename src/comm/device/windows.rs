@@ -31,7 +31,8 @@ impl DeviceSide {
         timeout: Duration,
     ) -> Result<(), Error> {
         let executor = self.executor(group, "window_register", device, timeout)?;
-        executor.windows.register(window, memory, timeout, &mut |own| all_gather(group, own, timeout))
+        let are_there = || group.driver().with_engine(|engine| engine.is_whole());
+        executor.windows.register(window, memory, timeout, &mut |own| all_gather(group, own, timeout), &are_there)
     }
 
     /// Waits until this rank has nothing in flight on its device that accesses a window.
