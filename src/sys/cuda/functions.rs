@@ -8,9 +8,10 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
+    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph,
     CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType, CUmemAllocationProp,
-    CUmemGenericAllocationHandle, CUmodule, CUpointer_attribute, CUstream, CUstreamBatchMemOpParams, CUuuid,
+    CUmemGenericAllocationHandle, CUmodule, CUpointer_attribute, CUstream, CUstreamBatchMemOpParams, CUuserObject,
+    CUuuid,
 };
 
 use super::error::{CudaError, RawCode};
@@ -88,7 +89,11 @@ functions! {
     cuStreamSynchronize(CUstream);
     cuStreamWaitEvent(CUstream, CUevent, c_uint);
     cuStreamBatchMemOp_v2(CUstream, c_uint, *mut CUstreamBatchMemOpParams, c_uint);
-    cuStreamGetCaptureInfo_v2(CUstream, *mut c_uint, *mut u64, *mut c_void, *mut c_void, *mut usize);
+    cuStreamGetCaptureInfo_v2(CUstream, *mut c_uint, *mut u64, *mut CUgraph, *mut c_void, *mut usize);
+    cuThreadExchangeStreamCaptureMode(*mut c_uint);
+    cuUserObjectCreate(*mut CUuserObject, *mut c_void, unsafe extern "C" fn(*mut c_void), c_uint, c_uint);
+    cuUserObjectRelease(CUuserObject, c_uint);
+    cuGraphRetainUserObject(CUgraph, CUuserObject, c_uint, c_uint);
     cuEventCreate(*mut CUevent, c_uint);
     cuEventDestroy_v2(CUevent);
     cuEventRecord(CUevent, CUstream);

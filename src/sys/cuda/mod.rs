@@ -5,6 +5,7 @@
 //!
 //! What is made keeps its [`Context`] and gives itself back when it goes. Calls that run in a context take a [`Current`].
 
+mod capture;
 mod combine;
 mod context;
 mod device;
@@ -17,6 +18,7 @@ mod shared_memory;
 mod stream;
 mod words;
 
+pub use capture::Relaxed;
 pub use combine::{Beside, Blocks, Combine, MAX_BLOCKS, Parameters};
 pub use context::{Context, Current};
 pub use device::{Attribute, Device, DeviceUuid, DriverVersion, driver_version};

@@ -148,21 +148,6 @@ impl Stream {
         unsafe { call!(cuStreamGetId(self.raw, &raw mut id)) }?;
         Ok(StreamId(id))
     }
-
-    /// Whether its operations are being recorded.
-    pub fn capture(&self, _: &Current<'_>) -> Result<Capture, CudaError> {
-        let (mut status, mut id) = (0, 0);
-        let (graph, dependencies, count) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: two places for results, and null for those that are not wanted.
-        unsafe {
-            call!(cuStreamGetCaptureInfo_v2(self.raw, &raw mut status, &raw mut id, graph, dependencies, count))
-        }?;
-        Ok(match status {
-            0 => Capture::Off,
-            1 => Capture::Active(id),
-            _ => Capture::Spoilt,
-        })
-    }
 }
 
 impl Drop for Stream {
