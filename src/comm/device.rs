@@ -230,13 +230,12 @@ impl DeviceSide {
             layout: ControlLayout::VERSION,
             timeout,
         };
-        let are_there = || group.driver().with_engine(|engine| engine.is_whole());
         let mut all_gather = |own| all_gather(group, own, timeout);
-        let parts = setup::set_up(&wanted, &mut all_gather, &are_there)?;
+        let parts = setup::set_up(&wanted, &mut all_gather, &|| group.are_there())?;
         let ends = Arc::new(Reports(group.driver().clone()));
         let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, ends);
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
-        setup::agree(group.name(), &names, &mut all_gather, own)
+        setup::agree(group.name(), &names, "what runs operations", own, |_| {}, &mut all_gather)
     }
 }
 

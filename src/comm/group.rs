@@ -9,6 +9,7 @@ use crate::comm::device::{self, Group};
 use crate::device::executor::Ranks;
 use crate::device::messages::{Message, Peers};
 use crate::device::rounds;
+use crate::device::setup::Presence;
 use crate::engine::call::Call;
 use crate::engine::driver::Driver;
 use crate::engine::flight_recorder::Bytes;
@@ -19,6 +20,12 @@ use crate::sync::Arc;
 use crate::types::{Rank, Source, Tag};
 use crate::work::Entry;
 
+impl Presence for Communicator {
+    fn are_there(&self) -> bool {
+        self.driver.with_engine(|engine| engine.is_whole())
+    }
+}
+
 impl Ranks for Communicator {
     fn begin(&self, signature: Signature, sequence: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry {
         let sum = |buffers: &[Buffer]| buffers.iter().map(|buffer| buffer.bytes()).sum();
@@ -26,11 +33,8 @@ impl Ranks for Communicator {
         self.driver.with_engine(|engine| engine.begin_on_device(Call::Collective(signature), sequence, bytes))
     }
 
-    fn greatest(&self, own: u64, timeout: Duration) -> Result<u64, Error> {
-        let told = device::all_gather(self, own.to_le_bytes().to_vec(), timeout)?;
-        // What is no number is no rank's number.
-        let number = |bytes: Vec<u8>| bytes.try_into().map(u64::from_le_bytes).unwrap_or_default();
-        Ok(told.into_iter().map(number).fold(own, u64::max))
+    fn all_gather(&self, own: Vec<u8>, timeout: Duration) -> Result<Vec<Vec<u8>>, Error> {
+        device::all_gather(self, own, timeout)
     }
 }
 
@@ -43,10 +47,6 @@ impl Peers for Communicator {
         };
         let (call, bytes) = (way.call(tag, bytes), way.bytes(bytes));
         self.driver.with_engine(|engine| engine.begin_on_device(call, number, bytes))
-    }
-
-    fn are_there(&self) -> bool {
-        self.driver.with_engine(|engine| engine.is_whole())
     }
 
     fn tell(&self, peer: Rank, tag: Tag, told: Vec<u8>) -> Result<(), Error> {

@@ -63,6 +63,11 @@ impl LoggedCall {
         LoggedCall { signature, segments, capture }
     }
 
+    /// What is called.
+    pub(crate) fn signature(&self) -> Signature {
+        self.signature
+    }
+
     /// How a call of `me` differs from that of another rank, in words.
     ///
     /// The number is that of the collective.

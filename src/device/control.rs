@@ -172,11 +172,32 @@ impl Control {
             }
         };
         call.publish(self.words.line(self.layout.call(self.me, lane, number)), number, store);
+        self.compare(lane, number, call, blocks)
+    }
+
+    /// Compares a call that was [entered](Control::enter) with what other ranks have called by now.
+    ///
+    /// # Errors
+    /// A rank has called another operation.
+    pub(crate) fn compare(
+        &self,
+        lane: usize,
+        number: u64,
+        call: LoggedCall,
+        blocks: Option<Blocks<'_>>,
+    ) -> Result<(), Disagreement> {
         let others = self.ranks().filter(|rank| *rank != self.me);
         // Who has that slot in use for a later call is done with this one, which nobody can be before all agree.
         let mut differences = others
             .filter_map(|rank| Some(Disagreement { rank, what: self.differs(rank, lane, number, call, blocks)? }));
         differences.next().map_or(Ok(()), Err)
+    }
+
+    /// Notes that an operation which all ranks have called is not one of a stream.
+    pub(crate) fn pass(&self, lane: usize, number: u64) {
+        for index in [self.layout.started(self.me, lane, number), self.layout.done(self.me, lane, number)] {
+            self.words.word(index).store(number, Ordering::Release);
+        }
     }
 
     /// How what a rank has called under this number differs from the own call.
@@ -213,8 +234,7 @@ impl Control {
     }
 
     /// What a rank has called under this number, if it has come there and not 1024 calls beyond.
-    #[cfg(test)]
-    fn call_of(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
+    pub(crate) fn call_of(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
         LoggedCall::read(self.words.line(self.layout.call(rank, lane, number)), number, || ()).map(|(call, ())| call)
     }
 
@@ -372,14 +392,14 @@ pub(crate) fn far(last: u64, width: Width) -> u64 {
     }
 }
 
-fn writer(word: Word) -> Rank {
+pub(crate) fn writer(word: Word) -> Rank {
     match word {
         Word::Head { sender, .. } => sender,
         Word::Tail { receiver, .. } => receiver,
     }
 }
 
-fn waiter(word: Word) -> Rank {
+pub(crate) fn waiter(word: Word) -> Rank {
     match word {
         Word::Head { receiver, .. } => receiver,
         Word::Tail { sender, .. } => sender,

@@ -65,9 +65,9 @@ impl Counters {
         Counters { half: 0, sent: zeros(), received: zeros(), last: [zeros(), zeros()] }
     }
 
-    /// By peer, how many messages have been sent.
-    pub fn sent(&self) -> &[u64] {
-        &self.sent
+    /// The number of the last message to a peer that lay in staging memory: what the stream waits for is never more.
+    pub fn staged(&self, peer: Rank) -> u64 {
+        self.last.iter().map(|half| half[peer.index()]).max().unwrap_or(0)
     }
 
     /// By peer, how many messages have been received.

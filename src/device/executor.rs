@@ -3,22 +3,21 @@
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use crate::algo::{Collective, Scaling};
 use crate::buffer::Buffer;
 use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
+use crate::device::graph::{Graphs, Home, Place};
 use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
-use crate::device::lane::{Edges, Lane, Submission, Tensors};
-use crate::device::launch::{self, LaunchError, Launcher, LoadError};
+use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
+use crate::device::launch::{self, LaunchError, Launcher, Launches, LoadError};
 use crate::device::lower::InPlace;
 use crate::device::plans::{self, Plan, Plans, Room, Shape};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
 use crate::device::segment::StagingTooSmall;
-use crate::device::setup::{Member, Parts};
+use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
 use crate::device::watch;
 use crate::device::windows::{self, Windows};
@@ -28,10 +27,12 @@ use crate::schedule::Space;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{
-    Capture, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Stream, StreamHandle, StreamId,
+    Capture, Context, CudaError, Current, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId,
 };
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::{Entry, Work};
+
+mod capture;
 
 /// What a rank calls.
 pub(crate) struct Request<'a> {
@@ -48,13 +49,28 @@ pub(crate) struct Request<'a> {
     pub(crate) timeout: Duration,
 }
 
+impl<'a> Request<'a> {
+    /// The device memory of its inputs and its outputs.
+    fn stretches(&self) -> [Stretches<'a>; 2] {
+        [self.inputs, self.outputs].map(|buffers| buffers.iter().filter_map(Buffer::device_bytes).collect())
+    }
+}
+
 /// What a communicator offers to its device.
-pub(crate) trait Ranks {
+pub(crate) trait Ranks: Presence {
     /// Notes an operation in the flight recorder, by its place among those on the device.
     fn begin(&self, signature: Signature, sequence: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry;
 
+    /// Tells every rank some bytes, and returns those of all ranks, by rank. It waits for all of them.
+    fn all_gather(&self, own: Vec<u8>, timeout: Duration) -> Result<Vec<Vec<u8>>, Error>;
+
     /// Waits until all ranks have called this: the greatest of the numbers that they have.
-    fn greatest(&self, own: u64, timeout: Duration) -> Result<u64, Error>;
+    fn greatest(&self, own: u64, timeout: Duration) -> Result<u64, Error> {
+        let told = self.all_gather(own.to_le_bytes().to_vec(), timeout)?;
+        // What is no number is no rank's number.
+        let number = |bytes: Vec<u8>| bytes.try_into().map(u64::from_le_bytes).unwrap_or_default();
+        Ok(told.into_iter().map(number).fold(own, u64::max))
+    }
 }
 
 /// A communicator's executor for one device.
@@ -87,6 +103,10 @@ struct State {
     /// The stream of the last operation, and where it ends there. The stream may be gone: its handle may be another one's.
     last: Option<StreamId>,
     end: Event,
+    /// Those in which operations are captured.
+    graphs: Graphs,
+    /// The bytes of half the staging memory.
+    half: usize,
 }
 
 /// The lane of collectives. Its operations use the words of this lane, or those of the rings.
@@ -159,6 +179,15 @@ impl Executor {
         let rings = RingLane::new(RINGS, me, layout.lane_words(), registered.clone(), cells, width);
         let plans = Plans::new(me, size, algorithm, room);
         let device = context.device().ordinal();
+        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone());
+        let graphs = Graphs::new(Home {
+            comm: comm.clone(),
+            me,
+            size,
+            host: members[me.index()].host.clone(),
+            context: context.clone(),
+            in_flight: in_flight.clone(),
+        });
         let state = State {
             me,
             layout,
@@ -173,8 +202,9 @@ impl Executor {
             number: 0,
             last: None,
             end,
+            graphs,
+            half,
         };
-        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone());
         let (comm_name, lane) = (comm.clone(), WINDOWS);
         let wanted = windows::Wanted { comm: comm_name, lane, me, layout, context, words, registered, width, obstacle };
         let windows = Windows::new(wanted, &control, &in_flight, ends).map_err(|error| setup_failed(&comm, &error))?;
@@ -211,10 +241,13 @@ impl Executor {
         let driver = |error: CudaError| self.broken(number, operation(), &error);
         let current = context.enter().map_err(driver)?;
         let stream = Stream::of_caller(&context, request.stream);
-        match stream.capture(&current).map_err(driver)? {
-            Capture::Off => {}
-            Capture::Active(_) | Capture::Spoilt => return Err(captured(operation()).into()),
-        }
+        let capture = match stream.capture(&current).map_err(driver)? {
+            Capture::Off => None,
+            Capture::Active(id) => Some(id),
+            Capture::Spoilt => return Err(spoilt(operation()).into()),
+        };
+        // What is allocated for a capture must not spoil it.
+        let _relaxed = capture.map(|_| Relaxed::enter()).transpose().map_err(driver)?;
         let way = state.way(request).map_err(|error| self.refused(&request.signature, &error))?;
         if let Way::Plan(plan) = &way
             && state.lane.ranks() > MAX_BLOCKS
@@ -245,13 +278,22 @@ impl Executor {
         state.number = number;
         let sequence = state.before + number;
         let work = Work::new(self.in_flight.clone(), ranks.begin(signature, sequence, request.inputs, request.outputs));
-        let call = LoggedCall::new(signature, segments as u32, Captured::Eager);
+        let mode = if capture.is_some() { Captured::Captured } else { Captured::Eager };
+        let call = LoggedCall::new(signature, segments as u32, mode);
         if let Err(disagreement) = self.control.enter(LANE, number, call, blocks) {
             let detail = call.disagreement(sequence, self.me, disagreement);
             let error = Error::Mismatch { operation: signature.to_string(), detail };
             self.in_flight.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
             self.in_flight.end(&work, Err(error.clone()));
             return Err(error);
+        }
+        if let Some(capture) = capture {
+            let place = Place { current: &current, stream: &stream, capture };
+            let met = self.in_flight.meet(number, call, blocks, request.timeout);
+            let outcome = met.and_then(|()| self.capture(state, place, (number, signature), &way, request, ranks));
+            // It has ended for who called it: replays tell nobody.
+            self.in_flight.end(&work, outcome.clone());
+            return outcome.map(|()| work);
         }
         if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
             watch::watch(self.in_flight.clone());
@@ -283,7 +325,8 @@ impl Executor {
         };
         self.in_flight.wait_for(u64::MAX, timeout).map_err(in_flight)?;
         // A rank that does not go on would not come.
-        self.in_flight.obstacle(request.signature).map_or(Ok(()), Err)?;
+        let all: Vec<Rank> = self.control.ranks().collect();
+        self.in_flight.obstacle(request.signature, &all).map_or(Ok(()), Err)?;
         state.before = ranks.greatest(state.before + state.number, timeout)?;
         self.control.reset(LANE);
         self.control.reset(RINGS);
@@ -310,9 +353,15 @@ impl Executor {
 
     /// Waits until nothing is in flight, for `limit` at most.
     pub(crate) fn drain(&self, limit: Duration) {
-        // What is left then is given up.
         let begin = Instant::now();
+        // What is left then is given up.
         let _ = self.in_flight.wait_for(u64::MAX, limit);
+        // A thread that submits has it locked, and is not waited for.
+        let is_replayed =
+            || self.state.try_lock().is_ok_and(|state| state.as_ref().is_some_and(|state| state.graphs.is_busy()));
+        while is_replayed() && begin.elapsed() < limit {
+            std::thread::sleep(in_flight::NAP_MAX);
+        }
         self.windows.drain(limit.saturating_sub(begin.elapsed()));
     }
 
@@ -369,8 +418,7 @@ impl State {
         if self.last.is_some_and(|last| last != id) {
             stream.wait(current, &self.end)?;
         }
-        let inputs: SmallVec<[DeviceBytes<'_>; 8]> = request.inputs.iter().filter_map(Buffer::device_bytes).collect();
-        let outputs: SmallVec<[DeviceBytes<'_>; 8]> = request.outputs.iter().filter_map(Buffer::device_bytes).collect();
+        let [inputs, outputs] = request.stretches();
         let (layout, me) = (self.layout, self.me);
         let starts = Some((layout.started(me, LANE, number), number));
         let ends = Some((layout.done(me, LANE, number), number));
@@ -391,12 +439,7 @@ impl State {
                     element: request.dtype.size(),
                     sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
                 };
-                let mut kernels = self.launcher.kernels(request.dtype, request.reduce, self.lane.ranks());
-                if let Some(factor) = &request.factor
-                    && let Some(at) = factor.device_bytes()
-                {
-                    kernels = kernels.with_factor(at, factor.dtype());
-                }
+                let kernels = kernels(&self.launcher, request, self.lane.ranks());
                 let last = plan.segments.len() - 1;
                 for (index, (segment, program)) in plan.segments.iter().enumerate() {
                     let edges = Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index == last) };
@@ -417,6 +460,15 @@ impl State {
         if let Err(error) = self.lane.write(current, stream, self.layout.done(self.me, LANE, number), number) {
             log::warn!("nobody will know when device {} ends: {error}", self.context.device().ordinal());
         }
+    }
+}
+
+/// What a call on so many ranks launches.
+fn kernels<'a>(launcher: &'a Launcher, request: &'a Request<'_>, ranks: usize) -> Launches<'a> {
+    let kernels = launcher.kernels(request.dtype, request.reduce, ranks);
+    match request.factor.as_ref().and_then(|factor| Some((factor.device_bytes()?, factor.dtype()))) {
+        Some((at, dtype)) => kernels.with_factor(at, dtype),
+        None => kernels,
     }
 }
 
@@ -450,12 +502,12 @@ fn runs(buffers: &[Buffer], offset: usize, len: usize) -> impl Iterator<Item = (
     })
 }
 
-fn captured(operation: String) -> UsageError {
+fn spoilt(operation: String) -> UsageError {
     UsageError {
         operation,
         argument: "stream",
-        expected: "a stream whose operations run".to_owned(),
-        got: "one that is being captured in a graph, which this engine does not take part in yet".to_owned(),
+        expected: "a stream whose operations run, or are being captured in a graph".to_owned(),
+        got: "one whose capture has failed, and can only be ended".to_owned(),
     }
 }
 

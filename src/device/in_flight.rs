@@ -159,8 +159,8 @@ pub(crate) struct InFlight {
     is_released: AtomicBool,
 }
 
-/// When the watch looks again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// When the watch looks again: what comes later is sooner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Look {
     /// When something is submitted.
     Never,
@@ -277,14 +277,6 @@ impl InFlight {
             state.awaits.clear();
             self.is_released.store(false, Ordering::Relaxed);
         }
-    }
-
-    /// Why ranks cannot begin anew after a disagreement: for one of them that was not all. The error of this call.
-    pub(crate) fn obstacle(&self, call: Signature) -> Option<Error> {
-        let told = |rank| Some((rank, self.control.failure_of(rank, self.lane)?));
-        let mut failures = self.control.ranks().filter_map(told);
-        let (reporter, failure) = failures.find(|(_, failure)| failure.kind != FailureKind::Mismatch)?;
-        Some(reported(reporter, failure, &call))
     }
 
     /// Submits nothing more.
@@ -674,10 +666,11 @@ const SPIN: Duration = Duration::from_micros(50);
 
 /// The bounds of its naps.
 const NAP_MIN: Duration = Duration::from_micros(20);
-const NAP_MAX: Duration = Duration::from_micros(200);
+pub(crate) const NAP_MAX: Duration = Duration::from_micros(200);
 
 /// How long a released stream may take to run out.
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
+mod capture;
 #[cfg(test)]
 mod tests;

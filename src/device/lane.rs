@@ -205,15 +205,12 @@ impl Lane {
 
     /// The words that its programs wait for, and the greatest values.
     pub(crate) fn awaits(&self) -> impl Iterator<Item = (Word, u64)> + '_ {
-        let me = self.me;
-        let peers = self.counters.received().iter().zip(self.counters.sent()).enumerate();
-        peers.map(|(peer, values)| (Rank::from(peer), values)).filter(move |(peer, _)| *peer != me).flat_map(
-            move |(peer, (received, sent))| {
-                let (head, tail) =
-                    (Word::Head { sender: peer, receiver: me }, Word::Tail { sender: me, receiver: peer });
-                [(head, *received), (tail, *sent)]
-            },
-        )
+        let (me, peers) = (self.me, self.counters.received().iter().enumerate());
+        let peers = peers.map(|(peer, received)| (Rank::from(peer), *received));
+        peers.filter(move |(peer, _)| *peer != me).flat_map(move |(peer, received)| {
+            let (head, tail) = (Word::Head { sender: peer, receiver: me }, Word::Tail { sender: me, receiver: peer });
+            [(head, received), (tail, self.counters.staged(peer))]
+        })
     }
 
     /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.

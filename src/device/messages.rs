@@ -18,7 +18,7 @@ use crate::device::pairs::{Asked, Channel, LANES, Link, Own, Pair, Pairs, lane};
 use crate::device::parts::{Batch, Part, Place, Several};
 use crate::device::ring_lane::{Edge, RingLane};
 use crate::device::rounds::{self, Direction, Rounds};
-use crate::device::setup::Failure;
+use crate::device::setup::{Failure, Presence};
 use crate::device::watch;
 use crate::device::words::SLOTS;
 use crate::error::{Error, InitError, UsageError};
@@ -76,12 +76,9 @@ pub(crate) struct Request<'a> {
 }
 
 /// What a communicator offers to messages on its device.
-pub(crate) trait Peers: Sync {
+pub(crate) trait Peers: Presence + Sync {
     /// Notes a message in the flight recorder.
     fn begin(&self, message: &Message<'_>, number: u64) -> Entry;
-
-    /// Whether no rank is lost, and this one has not left.
-    fn are_there(&self) -> bool;
 
     /// Tells a rank something, in the background.
     fn tell(&self, peer: Rank, tag: Tag, told: Vec<u8>) -> Result<(), Error>;

@@ -12,7 +12,9 @@
 //! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`] module
 //! reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
 //! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
-//! streams. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks; what is [`in_flight`] then is ended by whoever looks, at the latest by the
+//! streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, which count by [`tokens`] and whose [`replay`]s
+//! nobody submits. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks; what is [`in_flight`] then is
+//! ended by whoever looks, at the latest by the
 //! [`watch`].
 //!
 //! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight
@@ -27,6 +29,8 @@ pub(crate) mod control;
 pub mod counters;
 pub mod descriptors;
 pub(crate) mod executor;
+pub(crate) mod graph;
+pub(crate) mod graph_lane;
 pub(crate) mod in_flight;
 pub mod kernels;
 pub mod lane;
@@ -39,6 +43,7 @@ pub(crate) mod pairs;
 pub(crate) mod parts;
 pub(crate) mod plans;
 mod record;
+pub(crate) mod replay;
 pub mod ring_lane;
 pub mod rings;
 pub mod rounds;
@@ -46,6 +51,7 @@ pub mod segment;
 pub mod setup;
 pub(crate) mod signals;
 pub mod staging;
+pub mod tokens;
 pub(crate) mod watch;
 pub(crate) mod windows;
 pub mod words;

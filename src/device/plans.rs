@@ -29,6 +29,8 @@ pub(crate) struct Plan {
     pub(crate) algorithm: u8,
     /// In their order.
     pub(crate) segments: Vec<(Segment, Arc<Program>)>,
+    /// The bytes of half of the staging memory that it uses.
+    pub(crate) staging: usize,
     bytes: usize,
 }
 
@@ -93,8 +95,12 @@ impl Plans {
             let staged = Staged::plan(name, &first.collective, &self.topo, shape.element, shape.scaling);
             staged.expect("chosen since it can do this collective")
         };
-        let len = segment::longest(collective, self.room.half, |len| self.needed(&stage(len), shape))?;
-        let mut plan = Plan { algorithm: select::number(name), segments: Vec::new(), bytes: 0 };
+        let mut staging = 0;
+        let len = segment::longest(collective, self.room.half, |len| {
+            staging = self.needed(&stage(len), shape);
+            staging
+        })?;
+        let mut plan = Plan { algorithm: select::number(name), segments: Vec::new(), staging, bytes: 0 };
         let mut last: Option<(Collective, Arc<Program>)> = None;
         for from in (0..segment::longest_block(collective).max(1)).step_by(len) {
             let segment = self.segment(collective, from, len);

@@ -160,7 +160,11 @@ pub struct StagingTooSmall {
 
 /// How many elements of every block a segment has, at most, so that `bytes` of it are no more than `half`. The same on every
 /// rank, as these are.
-pub fn longest(collective: &Collective, half: usize, bytes: impl Fn(usize) -> usize) -> Result<usize, StagingTooSmall> {
+pub fn longest(
+    collective: &Collective,
+    half: usize,
+    mut bytes: impl FnMut(usize) -> usize,
+) -> Result<usize, StagingTooSmall> {
     let mut len = longest_block(collective).max(1);
     loop {
         let needed = bytes(len);

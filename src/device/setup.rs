@@ -202,6 +202,12 @@ pub fn set_up(
     Ok(Parts { context, words, registered, staging, width: decision.width, members })
 }
 
+/// What a communicator says of its ranks.
+pub(crate) trait Presence {
+    /// Whether no rank is lost, and this one has not left.
+    fn are_there(&self) -> bool;
+}
+
 /// What did not work on a rank, for the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Failure {
@@ -245,16 +251,22 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     Ok(parsed.collect::<Result<Vec<T>, InitError>>()?)
 }
 
-/// What this rank has made, if no rank has failed; else the first failure, the same on every rank.
-pub(crate) fn agree<T>(
+/// What this rank has made, if every rank has made its own; else the first failure, the same on every rank, and what was made
+/// here is given up.
+pub(crate) fn agree<T, E: Display>(
     comm: &str,
     names: &[Rank],
+    what: &str,
+    own: Result<T, E>,
+    give_up: impl Fn(&T),
     all_gather: &mut AllGather<'_>,
-    own: Result<T, Error>,
 ) -> Result<T, Error> {
-    let (own, told) = split(own.map(|own| (own, ())).map_err(failed("what runs operations")));
-    tell(comm, names, all_gather, told)?;
-    Ok(own.expect("no rank has told a failure"))
+    let (kept, told) = split(own.map(|kept| (kept, ())).map_err(failed(what)));
+    if let Err(error) = tell(comm, names, all_gather, told) {
+        kept.iter().for_each(give_up);
+        return Err(error);
+    }
+    Ok(kept.expect("no rank has told a failure"))
 }
 
 /// What stays here, and what is told.

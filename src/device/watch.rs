@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::device::in_flight::{Look, Watched};
 use crate::sync::{self, Arc, Condvar, Mutex, MutexGuard, lock};
+use crate::sys::cuda::Relaxed;
 use crate::sys::exit::at_exit;
 use crate::sys::fork::PerProcess;
 
@@ -26,6 +27,7 @@ struct Watch {
 #[derive(Default)]
 struct State {
     watched: Vec<Arc<dyn Watched>>,
+    graphs: Vec<Arc<dyn Replayed>>,
     left: Vec<Left>,
     /// What can be given back now.
     idle: Vec<Left>,
@@ -33,6 +35,18 @@ struct State {
     is_ending: bool,
     is_watching: bool,
     has_reaper: bool,
+}
+
+/// What runs without being submitted: a part of a graph.
+pub(crate) trait Replayed: Send + Sync {
+    /// Looks how far it is.
+    fn tick(&self, now: Instant) -> Look;
+
+    /// Whether it runs.
+    fn is_busy(&self) -> bool;
+
+    /// What is to be given back, once, when it will not run any more; and what its communicator had in flight.
+    fn take(&self) -> Option<(Arc<dyn Watched>, Box<dyn Any + Send>)>;
 }
 
 /// What a communicator has left, and what it had in flight.
@@ -81,6 +95,11 @@ fn look_soon() {
     drop(state);
 }
 
+/// Watches a part of a graph until that is gone. The threads have [begun](begin).
+pub(crate) fn watch_graph(graph: Arc<dyn Replayed>) {
+    WATCH.get().watch_graph(graph);
+}
+
 /// Drops what holds memory of a device, once nothing is in flight in this process. Where an operation has not ended although
 /// it failed long ago, the memory stays. The threads have [begun](begin).
 pub(crate) fn reap(in_flight: Arc<dyn Watched>, memory: Box<dyn Any + Send>) {
@@ -118,6 +137,11 @@ impl Watch {
         self.changed.notify_one();
     }
 
+    fn watch_graph(&self, graph: Arc<dyn Replayed>) {
+        lock(&self.state).graphs.push(graph);
+        self.changed.notify_one();
+    }
+
     fn reap(&self, left: Left) {
         lock(&self.state).left.push(left);
         self.changed.notify_one();
@@ -129,7 +153,7 @@ impl Watch {
             let mut state = lock(&self.state);
             state = match next {
                 Look::Never => {
-                    if state.watched.is_empty() && state.left.is_empty() {
+                    if state.watched.is_empty() && state.graphs.is_empty() && state.left.is_empty() {
                         wait(&self.changed, state)
                     } else {
                         state
@@ -138,22 +162,29 @@ impl Watch {
                 Look::Later => wait_for(&self.changed, state, INTERVAL),
                 Look::Soon => wait_for(&self.changed, state, RELEASE_INTERVAL),
             };
-            let mut watched = std::mem::take(&mut state.watched);
+            let (mut watched, mut graphs) = (std::mem::take(&mut state.watched), std::mem::take(&mut state.graphs));
             drop(state);
             let now = Instant::now();
             next = Look::Never;
             watched.retain(|in_flight| {
                 let look = in_flight.tick(now);
-                next = match (next, look) {
-                    (Look::Soon, _) | (_, Look::Soon) => Look::Soon,
-                    (Look::Later, _) | (_, Look::Later) => Look::Later,
-                    _ => Look::Never,
-                };
+                next = next.max(look);
                 look != Look::Never
             });
+            let mut gone = Vec::new();
+            graphs.retain(|graph| {
+                next = next.max(graph.tick(now));
+                let taken = graph.take().map(|(in_flight, memory)| Left { in_flight: vec![in_flight], memory });
+                let stays = taken.is_none();
+                gone.extend(taken);
+                stays
+            });
+            let is_idle = !graphs.iter().any(|graph| graph.is_busy());
             let mut state = lock(&self.state);
             state.watched.append(&mut watched);
-            if state.watched.is_empty() && !state.left.is_empty() {
+            state.graphs.append(&mut graphs);
+            state.left.append(&mut gone);
+            if is_idle && state.watched.is_empty() && !state.left.is_empty() {
                 let mut left = std::mem::take(&mut state.left);
                 state.idle.append(&mut left);
                 self.turned.notify_all();
@@ -163,6 +194,8 @@ impl Watch {
 
     /// The reaper.
     fn give_back(&self) {
+        // What is freed here must not spoil what is captured elsewhere.
+        let _relaxed = Relaxed::enter().inspect_err(|error| log::warn!("captures may be spoilt: {error}"));
         let mut state = lock(&self.state);
         loop {
             if state.is_ending {

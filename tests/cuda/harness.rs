@@ -65,7 +65,7 @@ pub(crate) fn watch(test: &str) {
 }
 
 /// A function of the software CUDA, or of CUDA; nothing if it has none of that name.
-fn symbol(name: &CStr) -> Option<*mut c_void> {
+pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
     // SAFETY: the name ends with a zero.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!found.is_null()).then_some(found)

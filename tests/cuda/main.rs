@@ -5,6 +5,7 @@
 mod communicators;
 mod faults;
 mod fence;
+mod graphs;
 mod harness;
 mod lanes;
 mod messages;
@@ -15,6 +16,7 @@ mod nvrtc;
 mod prepared;
 mod processes;
 mod ranks;
+mod recording;
 mod reductions;
 mod rings;
 mod setup;

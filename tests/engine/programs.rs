@@ -10,6 +10,7 @@ use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
 use ncclx_rs::device::counters::{Access, Counters, Numbering, Word};
 use ncclx_rs::device::lower::{InPlace, Kernel, Memory, Operation, Program, Staged, WordOperation};
 use ncclx_rs::device::segment::{self, Segment};
+use ncclx_rs::device::tokens::{Step, Tokens};
 use ncclx_rs::schedule::{Action, Builder, Slice, Space};
 use ncclx_rs::{Counts, Rank, Topology};
 use rand::rngs::StdRng;
@@ -20,11 +21,26 @@ use crate::schedules::{Case, ELEMENT, SCALINGS, cases, division, factor, heard_i
 /// Bytes of an element and of half the staging memory: a few elements fit.
 const HALF: usize = 40 * ELEMENT;
 
-/// A segment's program on one rank, with what its numbers mean.
+/// A segment's program on one rank, with what its numbers mean, and what is done to words before and after it.
 struct Submitted<'a> {
     program: &'a Program,
     numbering: Numbering,
     segment: &'a Segment,
+    before: Vec<Step>,
+    after: Vec<Step>,
+}
+
+/// How operations tell their messages from those of others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Telling {
+    /// They count for ever.
+    Counting,
+    /// They are replays of one operation of a graph.
+    Tokens,
+    /// As these, but nobody waits for tokens.
+    WithoutWaits,
+    /// As these, but heads are not made zero.
+    WithoutZeros,
 }
 
 /// One rank: its memory, and how far its queue has come.
@@ -44,6 +60,9 @@ struct Stream<'a> {
 /// What all ranks see.
 struct Shared {
     words: HashMap<Word, u64>,
+    /// By the tail of their pair; those that have never been touched are there.
+    tokens: HashMap<Word, u64>,
+    telling: Telling,
     /// By rank and half, the elements in staging memory, by their byte, and which of its programs has put them there.
     staging: Vec<[HashMap<usize, (u64, usize)>; 2]>,
     scaling: Scaling,
@@ -57,13 +76,20 @@ impl Shared {
         }
     }
 
-    /// Whether the access can be made; makes it.
-    fn access(&mut self, access: Access) -> bool {
-        match access {
-            Access::Wait(word, value) => self.words.get(&word).is_some_and(|now| *now >= value),
-            Access::Write(word, value) => {
+    /// Whether the step can be made; makes it.
+    fn step(&mut self, step: Step) -> bool {
+        match step {
+            Step::Count(Access::Wait(word, value)) => self.words.get(&word).is_some_and(|now| *now >= value),
+            Step::Count(Access::Write(word, value)) => {
                 let before = self.words.insert(word, value).unwrap_or(0);
-                assert!(before < value, "{word:?} goes from {before} to {value}");
+                let is_zeroed = self.telling != Telling::Counting && value == 0;
+                assert!(before < value || is_zeroed, "{word:?} goes from {before} to {value}");
+                true
+            }
+            Step::Token(Access::Wait(word, value)) => *self.tokens.entry(word).or_insert(1) >= value,
+            Step::Token(Access::Write(word, value)) => {
+                let before = self.tokens.insert(word, value).unwrap_or(1);
+                assert_eq!(before + value, 1, "the token of {word:?} is taken or put back twice");
                 true
             }
         }
@@ -74,16 +100,19 @@ impl Stream<'_> {
     /// Takes one operation. Whether it could.
     fn turn(&mut self, shared: &mut Shared) -> bool {
         let Some(submitted) = self.queue.get(self.at.0) else { return false };
-        let credits = submitted.numbering.credits();
-        let accesses: Vec<Access> = match self.at.1.checked_sub(1) {
-            None => credits.to_vec(),
+        let count = |access: &Access| Step::Count(*access);
+        let steps: Vec<Step> = match self.at.1.checked_sub(1) {
+            None => submitted.before.iter().copied().chain(submitted.numbering.credits().iter().map(count)).collect(),
             Some(index) => match submitted.program.operations.get(index) {
-                Some(Operation::Words(words)) => words.iter().map(|word| submitted.numbering.access(*word)).collect(),
-                _ => vec![],
+                Some(Operation::Words(words)) => {
+                    words.iter().map(|word| Step::Count(submitted.numbering.access(*word))).collect()
+                }
+                Some(_) => vec![],
+                None => submitted.after.clone(),
             },
         };
-        if let Some(access) = accesses.get(self.word) {
-            let is_done = shared.access(*access);
+        if let Some(step) = steps.get(self.word) {
+            let is_done = shared.step(*step);
             self.word += usize::from(is_done);
             return is_done;
         }
@@ -261,20 +290,49 @@ fn job(name: &str, case: &Case, topo: &Topology, scaling: Scaling) -> Option<Job
     Some(job)
 }
 
+/// What is done to words before and after an operation of a graph.
+fn edges(telling: Telling, me: Rank, programs: &[&Program]) -> (Vec<Step>, Vec<Step>) {
+    let tokens = Tokens::of_programs(me, programs.iter().copied());
+    let waits = tokens.waits().filter(|_| telling != Telling::WithoutWaits);
+    let is_zero = |step: &Step| telling == Telling::WithoutZeros && matches!(step, Step::Count(_));
+    let returns = tokens.returns().filter(|step| !is_zero(step));
+    (waits.chain(tokens.takes()).collect(), returns.collect())
+}
+
 /// Runs a job several times over on one lane and compares the results.
-fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, order: Order, context: &str) {
+fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, order): (Telling, Order), context: &str) {
     let size = topo.size();
     let data: Vec<_> = (0..size).map(|rank| case.data(rank, size, scaling)).collect();
-    let mut shared = Shared { words: HashMap::new(), staging: vec![Default::default(); size], scaling };
+    let mut shared = Shared {
+        words: HashMap::new(),
+        tokens: HashMap::new(),
+        telling,
+        staging: vec![Default::default(); size],
+        scaling,
+    };
     let mut streams: Vec<Stream<'_>> = data
         .iter()
         .enumerate()
         .map(|(me, (input, output, _))| {
-            let mut counters = Counters::new(size);
-            let segments = job.programs.iter().zip(&job.segments).cycle().take(3 * job.programs.len());
-            let submit = segments.map(|(programs, segments)| {
-                let program = &programs[me];
-                Submitted { program, numbering: counters.take_up(Rank::from(me), program), segment: &segments[me] }
+            let (mut counters, rank) = (Counters::new(size), Rank::from(me));
+            let programs: Vec<&Program> = job.programs.iter().map(|programs| &programs[me]).collect();
+            let (begin, end) = match telling {
+                Telling::Counting => (vec![], vec![]),
+                _ => edges(telling, rank, &programs),
+            };
+            let (count, last) = (programs.len(), programs.len() - 1);
+            let submit = (0..3 * count).map(|number| {
+                let index = number % count;
+                if index == 0 && telling != Telling::Counting {
+                    counters = Counters::new(size);
+                }
+                Submitted {
+                    program: programs[index],
+                    numbering: counters.take_up(rank, programs[index]),
+                    segment: &job.segments[index][me],
+                    before: if index == 0 { begin.clone() } else { vec![] },
+                    after: if index == last { end.clone() } else { vec![] },
+                }
             });
             Stream {
                 me,
@@ -305,9 +363,9 @@ fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, order: Order, 
         }
     }
     for (rank, (stream, (_, _, expected))) in streams.iter().zip(&data).enumerate() {
-        assert_eq!(stream.at.0, stream.queue.len(), "rank {rank} waits for ever: {context}, {order:?}");
+        assert_eq!(stream.at.0, stream.queue.len(), "rank {rank} waits for ever: {context}, {telling:?}, {order:?}");
         if let Some(expected) = expected {
-            assert!(stream.output == *expected, "rank {rank} is wrong: {context}, {order:?}");
+            assert!(stream.output == *expected, "rank {rank} is wrong: {context}, {telling:?}, {order:?}");
         }
     }
 }
@@ -329,13 +387,73 @@ fn programs_of_every_algorithm_run_to_their_end_and_are_right() {
                 for name in algo::names() {
                     let Some(job) = job(name, &case, &topo, *scaling) else { continue };
                     let context = format!("{name} for {whole:?} on {size} ranks, {scaling:?}");
-                    for order in (0..size).map(Order::Ahead).chain([Order::Random(1), Order::Random(2)]) {
-                        run(&job, &case, &topo, *scaling, order, &context);
+                    for telling in [Telling::Counting, Telling::Tokens] {
+                        for order in (0..size).map(Order::Ahead).chain([Order::Random(1), Order::Random(2)]) {
+                            run(&job, &case, &topo, *scaling, (telling, order), &context);
+                        }
                     }
                 }
             }
         }
     }
+}
+
+/// Whether it shows for some collective and some order of ranks that a graph's operations tell their messages so.
+fn shows(telling: Telling) -> bool {
+    let (topo, mut random) = (Topology::single_host(3), StdRng::seed_from_u64(3));
+    cases(3, &mut random).iter().filter(|case| !matches!(case.of(0), Collective::AllToAll { .. })).any(|case| {
+        let Some(job) = job("direct", case, &topo, Scaling::Nothing) else { return false };
+        let mut orders = (0..3).map(Order::Ahead).chain((0..20).map(Order::Random));
+        orders.any(|order| {
+            let run = || run(&job, case, &topo, Scaling::Nothing, (telling, order), "a mutation");
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err()
+        })
+    })
+}
+
+#[test]
+fn in_a_graph_memory_is_written_when_no_rank_reads_it_any_more() {
+    let data = Slice::new(Space::Input, 0, 5);
+    let send = |to| Action::Send { to: Rank(to), from: data };
+    let receive = |from| Action::Recv { from: Rank(from), into: Slice::new(Space::Output, 0, 5) };
+    let of_rank_0 = |ranks: [&[Action]; 3]| {
+        let schedules = ranks.map(|actions| {
+            let mut builder = Builder::new("example");
+            actions.iter().for_each(|action| _ = builder.push(*action));
+            builder.finish()
+        });
+        Staged::new(schedules.into(), 4, Scaling::Nothing).program(Rank(0), None)
+    };
+    let sends = of_rank_0([&[send(1), send(2)], &[receive(0)], &[receive(0)]]);
+    let receives = of_rank_0([&[receive(1)], &[send(0)], &[]]);
+    let steps = |program, steps: fn(&Tokens) -> Vec<Step>| steps(&Tokens::of_programs(Rank(0), [program]));
+    let tail = |sender, receiver| Word::Tail { sender: Rank(sender), receiver: Rank(receiver) };
+    let token = |access| Step::Token(access);
+    assert_eq!(
+        steps(&sends, |tokens| tokens.waits().collect()),
+        [token(Access::Wait(tail(0, 1), 1)), token(Access::Wait(tail(0, 2), 1))]
+    );
+    assert_eq!(steps(&sends, |tokens| tokens.returns().collect()), []);
+    assert_eq!(steps(&receives, |tokens| tokens.waits().collect()), [], "it writes nothing there");
+    let head = Word::Head { sender: Rank(1), receiver: Rank(0) };
+    assert_eq!(
+        steps(&receives, |tokens| tokens.returns().collect()),
+        [Step::Count(Access::Write(head, 0)), token(Access::Write(tail(1, 0), 1))]
+    );
+    // Whom it sends something is not all who may read.
+    let one = of_rank_0([&[send(1)], &[receive(0)], &[]]);
+    assert_eq!(steps(&one, |tokens| tokens.waits().collect()).len(), 2);
+    assert_eq!(
+        steps(&one, |tokens| tokens.takes().collect()),
+        [token(Access::Write(tail(0, 1), 0)), Step::Count(Access::Write(tail(0, 1), 0))]
+    );
+}
+
+#[test]
+fn replays_need_tokens_and_zeros() {
+    assert!(!shows(Telling::Tokens));
+    assert!(shows(Telling::WithoutWaits), "a replay used memory that the one before was using");
+    assert!(shows(Telling::WithoutZeros), "a replay took messages of the one before for its own");
 }
 
 /// The program of an all_reduce of so many elements on four ranks, as rank 1 has it.

@@ -86,15 +86,16 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // What is decided.
             &["call_log", "lower", "setup"],
             &["counters", "plans", "rounds"],
-            &["rings", "words"],
+            &["rings", "tokens", "words"],
             // What acts on streams and on words.
             &["control", "lane"],
             &["in_flight", "launch", "message_log", "ring_lane", "signals"],
-            &["accesses", "parts"],
+            &["accesses", "parts", "replay"],
             &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
-            &["windows"],
+            &["graph_lane", "windows"],
+            &["graph"],
             &["executor", "messages"],
         ],
     ),

@@ -26,6 +26,8 @@ impl Ends for Completes {
     }
 }
 
+const BOTH: [Rank; 2] = [Rank(0), Rank(1)];
+
 /// One rank of two, of whose streams the tests write the words.
 struct Side {
     in_flight: Arc<InFlight>,
@@ -267,8 +269,8 @@ fn ranks_that_disagreed_do_not_wait_for_one_that_stays_away() {
     for (side, culprit) in [(&side, Rank(1)), (&other, Rank(0))] {
         side.in_flight.fail(2, FailureKind::Mismatch, culprit, disagreed());
     }
-    assert_eq!((side.in_flight.obstacle(call()), other.in_flight.obstacle(call())), (None, None));
+    assert_eq!((side.in_flight.obstacle(call(), &BOTH), other.in_flight.obstacle(call(), &BOTH)), (None, None));
     // For one of them an operation before that one has failed, too.
     other.break_at(1);
-    assert!(matches!(side.in_flight.obstacle(call()), Some(Error::Remote { rank: 1, .. })));
+    assert!(matches!(side.in_flight.obstacle(call(), &BOTH), Some(Error::Remote { rank: 1, .. })));
 }

@@ -1,0 +1,154 @@
+//! The captures of graphs in which a communicator takes part.
+//!
+//! What a graph does must not use what eager operations use, since it may run beside them. So each graph has [lanes](GraphLane)
+//! of its own, which the ranks set up together at the first operation in a capture that needs one; calls in a capture block the
+//! host until all ranks have made them. The operations of one capture come one after the other, as eager ones do.
+
+use std::time::Duration;
+
+use crate::device::graph_lane::{Capturing, GraphLane, Purpose};
+use crate::device::in_flight::InFlight;
+use crate::device::lane::Kernels;
+use crate::device::replay::TokenLayout;
+use crate::device::setup::{self, AllGather, Wanted};
+use crate::device::watch;
+use crate::error::Error;
+use crate::sync::{Arc, Weak};
+use crate::sys::cuda::{Context, CudaError, Current, Event, Stream, StreamId};
+use crate::types::Rank;
+
+/// What a communicator's captures need of it.
+pub(crate) struct Home {
+    pub(crate) comm: String,
+    pub(crate) me: Rank,
+    pub(crate) size: usize,
+    /// The identity of the host.
+    pub(crate) host: String,
+    pub(crate) context: Arc<Context>,
+    pub(crate) in_flight: Arc<InFlight>,
+}
+
+/// The captures of one communicator.
+pub(crate) struct Graphs {
+    home: Home,
+    captures: Vec<Recording>,
+}
+
+/// A capture.
+struct Recording {
+    id: u64,
+    lanes: Vec<Arc<GraphLane>>,
+    /// The stream of its last operation, and where it ends there.
+    last: Option<StreamId>,
+    /// Its lanes keep it.
+    end: Weak<Event>,
+}
+
+/// Where an operation is captured.
+#[derive(Clone, Copy)]
+pub(crate) struct Place<'a> {
+    pub(crate) current: &'a Current<'a>,
+    pub(crate) stream: &'a Stream,
+    /// The capture's number.
+    pub(crate) capture: u64,
+}
+
+impl Graphs {
+    pub(crate) fn new(home: Home) -> Graphs {
+        Graphs { home, captures: Vec::new() }
+    }
+
+    /// Whether a replay is in an operation.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.captures.iter().flat_map(|capture| &capture.lanes).any(|lane| watch::Replayed::is_busy(&**lane))
+    }
+
+    /// Sees to it that there is a lane for the next operation of a capture. All ranks call it, in the same order.
+    ///
+    /// # Errors
+    /// It could not be made: the same on all ranks; or ranks are gone.
+    pub(crate) fn prepare(
+        &mut self,
+        Place { current, stream, capture: id }: Place<'_>,
+        purpose: Purpose,
+        timeout: Duration,
+        all_gather: &mut AllGather<'_>,
+        are_there: &dyn Fn() -> bool,
+    ) -> Result<(), Error> {
+        if self.lane(id, purpose).is_some() {
+            return Ok(());
+        }
+        let home = &self.home;
+        let names: Vec<Rank> = (0..home.size).map(Rank::from).collect();
+        let wanted = Wanted {
+            comm: &home.comm,
+            me: home.me,
+            names: &names,
+            device: home.context.device().ordinal(),
+            host: &home.host,
+            halves: &[purpose.half()],
+            words: TokenLayout::new(home.size).count(),
+            layout: VERSION,
+            timeout,
+        };
+        let parts = setup::set_up(&wanted, all_gather, are_there)?;
+        let known = self.captures.iter().find(|capture| capture.id == id).and_then(|capture| capture.end.upgrade());
+        let make = || -> Result<(Arc<GraphLane>, Arc<Event>), Box<dyn std::error::Error>> {
+            let end = match known {
+                Some(end) => end,
+                None => Arc::new(Event::new(&home.context)?),
+            };
+            let (comm, in_flight) = (home.comm.clone(), home.in_flight.clone());
+            let lane = Arc::new(GraphLane::new(comm, home.me, purpose, parts, end.clone(), in_flight));
+            watch::watch_graph(lane.clone());
+            lane.belong(current, stream).inspect_err(|_| lane.give_up())?;
+            Ok((lane, end))
+        };
+        let (lane, end) =
+            setup::agree(&home.comm, &names, "a lane of a graph", make(), |(lane, _)| lane.give_up(), all_gather)?;
+        self.captures.retain(|capture| capture.id == id || capture.lanes.iter().any(|lane| lane.lives()));
+        if !self.captures.iter().any(|capture| capture.id == id) {
+            self.captures.push(Recording { id, lanes: vec![], last: None, end: Arc::downgrade(&end) });
+        }
+        let capture = self.captures.iter_mut().find(|capture| capture.id == id);
+        capture.expect("it was there, or has just come").lanes.push(lane);
+        Ok(())
+    }
+
+    /// Puts an operation into a capture.
+    ///
+    /// # Errors
+    /// A call of the driver has failed. The graph is of no use.
+    ///
+    /// # Panics
+    /// When it was not prepared.
+    pub(crate) fn submit(
+        &mut self,
+        Place { current, stream, capture: id }: Place<'_>,
+        purpose: Purpose,
+        operation: &Capturing<'_>,
+        kernels: &impl Kernels,
+    ) -> Result<(), CudaError> {
+        let lane = self.lane(id, purpose).expect("it was prepared").clone();
+        let capture = self.captures.iter_mut().find(|capture| capture.id == id).expect("it has a lane");
+        let end = capture.end.upgrade().expect("a graph that is being captured lives");
+        let id = stream.id(current)?;
+        if capture.last.is_some_and(|last| last != id) {
+            stream.wait(current, &end)?;
+        }
+        lane.submit(current, stream, operation, kernels)?;
+        end.record(current, stream)?;
+        capture.last = Some(id);
+        Ok(())
+    }
+
+    /// The smallest lane of a capture that does it.
+    fn lane(&self, id: u64, purpose: Purpose) -> Option<&Arc<GraphLane>> {
+        let capture = self.captures.iter().find(|capture| capture.id == id)?;
+        let lanes = capture.lanes.iter().filter(|lane| lane.purpose().serves(purpose));
+        lanes.min_by_key(|lane| lane.purpose().half())
+    }
+}
+
+/// The version of what lies in the words of a graph's lane, apart from those of the communicator's.
+const VERSION: u32 = 1 << 16;

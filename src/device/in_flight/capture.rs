@@ -1,0 +1,91 @@
+//! What calls in the captures of graphs ask, and what replays do: nothing of them is in flight as operations on streams are.
+
+use std::time::{Duration, Instant};
+
+use super::{Halt, InFlight, NAP_MAX, named, reported};
+use crate::device::call_log::{Blocks, LoggedCall};
+use crate::device::control::FailureKind;
+use crate::error::{Error, rank_list};
+use crate::signature::Signature;
+use crate::sync::lock;
+use crate::types::Rank;
+
+impl InFlight {
+    /// Waits on the host until all ranks have called the operation of this number, none of which puts anything on a stream
+    /// before that, and compares what they have called.
+    ///
+    /// # Errors
+    /// They differ, one of them will not come, or not within `limit`. The others have been told.
+    pub(crate) fn meet(
+        &self,
+        number: u64,
+        call: LoggedCall,
+        blocks: Option<Blocks<'_>>,
+        limit: Duration,
+    ) -> Result<(), Error> {
+        let (begin, signature) = (Instant::now(), call.signature());
+        lock(&self.state).last = number;
+        loop {
+            let is_missing = |rank: &Rank| self.control.call_of(*rank, self.lane, number).is_none();
+            let missing: Vec<Rank> = self.control.ranks().filter(is_missing).collect();
+            // Also before all have come: a call that differs puts an end to it.
+            if let Err(disagreement) = self.control.compare(self.lane, number, call, blocks) {
+                let detail = call.disagreement(number, self.control.me(), disagreement);
+                let error = Error::Mismatch { operation: signature.to_string(), detail };
+                self.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
+                return Err(error);
+            }
+            if missing.is_empty() {
+                return Ok(());
+            }
+            let waited = begin.elapsed();
+            let late = || {
+                let detail = format!(
+                    "device collective {number}, in the capture of a graph: rank(s) {} did not call it",
+                    rank_list(&missing)
+                );
+                (waited >= limit).then(|| Error::Timeout { operation: signature.to_string(), waited, detail })
+            };
+            if let Some(error) = self.obstacle(signature, &missing).or_else(late) {
+                let (kind, culprit) = self.kind(&error);
+                self.fail(number, kind, culprit, error.clone());
+                return Err(error);
+            }
+            std::thread::sleep(NAP_MAX);
+        }
+    }
+
+    /// Why one of these ranks will do nothing more for an operation, or why this rank itself does nothing more.
+    pub(crate) fn obstacle(&self, call: Signature, ranks: &[Rank]) -> Option<Error> {
+        if let Some(Halt::Failed(error)) = &lock(&self.state).halt {
+            return Some(named(error.clone(), call));
+        }
+        let failed = ranks.iter().find_map(|rank| {
+            let failure = self.control.failure_of(*rank, self.lane)?;
+            // After a disagreement the ranks go on.
+            (failure.kind != FailureKind::Mismatch).then(|| reported(*rank, failure, &call))
+        });
+        let lost = || match self.ends.loss(&call.to_string()) {
+            Some(Error::PeerLost { rank, .. }) if !ranks.contains(&Rank(rank)) => None,
+            error => error,
+        };
+        failed.or_else(lost)
+    }
+
+    /// Gives up what comes next, and tells the other ranks. What is in flight is not concerned.
+    pub(crate) fn fail_next(&self, error: Error) {
+        let (kind, culprit) = self.kind(&error);
+        let mut state = lock(&self.state);
+        let number = state.last + 1;
+        self.give_up(&mut state, number, kind, culprit, error);
+    }
+
+    /// How the others are told of an error.
+    fn kind(&self, error: &Error) -> (FailureKind, Rank) {
+        match error {
+            Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
+            Error::Timeout { .. } => (FailureKind::Timeout, self.control.me()),
+            _ => (FailureKind::Driver, self.control.me()),
+        }
+    }
+}

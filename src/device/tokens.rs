@@ -1,0 +1,112 @@
+//! Tokens: what lets an operation of a CUDA graph run again and again with the same values.
+//!
+//! The values of words are fixed in a graph, so heads and tails cannot count for ever. In a graph each operation counts from
+//! zero, and between operations the words of a pair are made zero again by the one of the two that waits for them, at a moment
+//! at which the other one writes them no more. A *token* a pair says when that is: the sender takes it before it sends
+//! anything, and the receiver puts it back when it has read everything. At first it is there.
+//!
+//! # Proof
+//! The receiver waits for every message of the pair, hence for the greatest value of its head, before it makes the head zero
+//! and puts the token back. So the sender, which takes the token, writes the head after that, and counts from zero. All that
+//! the receiver writes to the tail comes before the token too, so the sender that has taken it makes the tail zero for good,
+//! and the receiver writes it only after messages that are sent later. Where memory is shared by all messages of an operation,
+//! the sender waits for the tokens of all ranks before it writes there: none of them still reads what lay there before.
+//! Nothing of this counts replays or operations, so it holds between replays as between operations of one. An operation waits
+//! for what others do in it, and for the ends of those before it: so if all ranks take the operations in one order, and each of
+//! them ends when all have come to it, all do.
+
+use crate::device::counters::{Access, Word};
+use crate::device::lower::Program;
+use crate::device::rounds::{Direction, Rounds};
+use crate::types::Rank;
+
+/// What one rank does with the tokens of its pairs in one operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tokens {
+    me: Rank,
+    /// By peer, whether it is sent something.
+    sends: Vec<bool>,
+    /// By peer, whether something comes from it.
+    receives: Vec<bool>,
+    /// Whether messages share memory that any rank may still read.
+    shares: bool,
+}
+
+/// What is done to a word, or to the token of a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// To a head or tail.
+    Count(Access),
+    /// To a token, which belongs to the sender and the receiver of this [`Word::Tail`].
+    Token(Access),
+}
+
+impl Tokens {
+    /// Those of an operation that consists of these programs, one after the other.
+    ///
+    /// # Panics
+    /// When there are none.
+    pub fn of_programs<'a>(me: Rank, programs: impl IntoIterator<Item = &'a Program>) -> Tokens {
+        let mut tokens = Tokens { me, sends: vec![], receives: vec![], shares: false };
+        for program in programs {
+            let size = program.sent.len();
+            tokens.sends.resize(size, false);
+            tokens.receives.resize(size, false);
+            tokens.sends.iter_mut().zip(&program.sent).for_each(|(sends, sent)| *sends |= sent.messages > 0);
+            tokens.receives.iter_mut().zip(&program.received).for_each(|(receives, count)| *receives |= *count > 0);
+            tokens.shares |= program.sent.iter().any(|sent| sent.staged > 0);
+        }
+        assert!(!tokens.sends.is_empty(), "an operation without programs");
+        tokens
+    }
+
+    /// Those of a batch among so many ranks. Each pair has memory of its own.
+    pub fn of_rounds(me: Rank, size: usize, rounds: &Rounds) -> Tokens {
+        let mut tokens = Tokens { me, sends: vec![false; size], receives: vec![false; size], shares: false };
+        for flow in &rounds.flows {
+            match flow.direction {
+                Direction::Send => tokens.sends[flow.peer.index()] = true,
+                Direction::Receive => tokens.receives[flow.peer.index()] = true,
+            }
+        }
+        tokens
+    }
+
+    /// The ranks whose tokens are waited for.
+    pub fn awaited(&self) -> impl Iterator<Item = Rank> + '_ {
+        let is_awaited = |peer: &Rank| self.sends[peer.index()] || self.shares && *peer != self.me;
+        (0..self.sends.len()).map(Rank::from).filter(is_awaited)
+    }
+
+    /// What comes first: waits for tokens.
+    pub fn waits(&self) -> impl Iterator<Item = Step> + '_ {
+        self.awaited().map(|peer| Step::Token(Access::Wait(self.outward(peer), 1)))
+    }
+
+    /// What follows: takes those of the ranks to which something goes, and lets their tails begin at zero.
+    pub fn takes(&self) -> impl Iterator<Item = Step> + '_ {
+        ranks(&self.sends).flat_map(|peer| {
+            let tail = self.outward(peer);
+            [Step::Token(Access::Write(tail, 0)), Step::Count(Access::Write(tail, 0))]
+        })
+    }
+
+    /// What comes after everything else: lets the heads of the ranks from which something has come begin at zero, and puts their
+    /// tokens back.
+    pub fn returns(&self) -> impl Iterator<Item = Step> + '_ {
+        ranks(&self.receives).flat_map(|peer| {
+            let head = Word::Head { sender: peer, receiver: self.me };
+            let token = Word::Tail { sender: peer, receiver: self.me };
+            [Step::Count(Access::Write(head, 0)), Step::Token(Access::Write(token, 1))]
+        })
+    }
+
+    fn outward(&self, peer: Rank) -> Word {
+        Word::Tail { sender: self.me, receiver: peer }
+    }
+}
+
+/// The ranks for which it is so.
+fn ranks(flags: &[bool]) -> impl Iterator<Item = Rank> + '_ {
+    flags.iter().enumerate().filter(|(_, flag)| **flag).map(|(rank, _)| Rank::from(rank))
+}

@@ -1,0 +1,169 @@
+"""Collectives in CUDA graphs, captured and replayed by PyTorch.
+
+The software CUDA computes PyTorch's operators on the CPU, which cannot be captured: these graphs have collectives and
+copies.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, fresh_store, joined
+from reference import assert_same, data, reduced
+
+
+def warm() -> None:
+    """The first operation on a device blocks until all ranks have called it."""
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+
+
+def captured(body: Callable[[], None], mode: str = "global") -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        body()
+    return graph
+
+
+def blocking_and_asynchronous(rank: int, size: int) -> None:
+    own, summed = torch.zeros(3000, device="cuda"), torch.zeros(3000, device="cuda")
+    gathered, moved = torch.zeros(3000 * size, device="cuda"), torch.zeros(3000, device="cuda")
+    first = torch.zeros(30, device="cuda")
+
+    def body() -> None:
+        summed.copy_(own)
+        work = dist.all_reduce(summed, async_op=True)
+        gathering = dist.all_gather_into_tensor(gathered, own, async_op=True)
+        work.wait()
+        gathering.wait()
+        assert work.is_completed() and work.exception() is None
+        dist.all_to_all_single(moved, own)
+        dist.broadcast(first, src=0)
+        # What is allocated here is the graph's, and another stream uses it.
+        dist.all_reduce(torch.empty_like(own).copy_(own), op=dist.ReduceOp.MAX, async_op=True).wait()
+
+    # The ranks have called nothing on this device before.
+    graph = captured(body)
+    for turn in range(4):
+        parts = [data(r, 3000) + turn for r in range(size)]
+        own.copy_(parts[rank])
+        first.copy_(torch.full((30,), float(turn if rank == 0 else -1)))
+        graph.replay()
+        assert_same(summed.cpu(), reduced(parts), f"the sum of replay {turn}")
+        assert_same(gathered.cpu(), torch.cat(parts), f"what replay {turn} gathered")
+        expected = torch.cat([part.chunk(size)[rank] for part in parts])
+        assert_same(moved.cpu(), expected, f"what replay {turn} exchanged")
+        assert_same(first.cpu(), torch.full((30,), float(turn)), f"what replay {turn} broadcast")
+
+
+def test_blocking_and_asynchronous_collectives_are_captured(cuda_world: World) -> None:
+    cuda_world.run(blocking_and_asynchronous)
+
+
+def turns(rank: int, size: int) -> None:
+    warm()
+    first, second, eager = (torch.full((500,), float(rank + 1), device="cuda") for _ in range(3))
+    maximum = captured(lambda: dist.all_reduce(first, op=dist.ReduceOp.MAX))
+    average = captured(lambda: dist.all_reduce(second, op=dist.ReduceOp.AVG))
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        maximum.replay()
+        dist.all_reduce(eager, op=dist.ReduceOp.MAX)
+        average.replay()
+        with torch.cuda.stream(side):
+            work = dist.all_reduce(eager, op=dist.ReduceOp.MIN, async_op=True)
+        work.wait()
+    mean = (size + 1) / 2
+    assert_same(first.cpu(), torch.full((500,), float(size)), "the first graph")
+    assert_same(second.cpu(), torch.full((500,), mean), "the second graph")
+    assert_same(eager.cpu(), torch.full((500,), float(size)), "calls between replays")
+
+
+def test_graphs_take_turns_with_each_other_and_with_calls(cuda_world: World) -> None:
+    cuda_world.run(turns)
+
+
+def factors(rank: int, size: int) -> None:
+    own, tensor = torch.ones(50, device="cuda"), torch.zeros(50, device="cuda")
+    factor = torch.ones(1, device="cuda")
+
+    def body() -> None:
+        tensor.copy_(own)
+        dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor[0]))
+
+    graph = captured(body)
+    for value in (3.0, 0.5):
+        factor.copy_(torch.tensor([value]))
+        graph.replay()
+        assert_same(tensor.cpu(), torch.full((50,), value * size), f"products with {value}")
+
+
+def test_a_replay_reads_the_factor_of_its_time(cuda_world: World) -> None:
+    cuda_world.run(factors)
+
+
+def disagreements(rank: int, size: int) -> None:
+    warm()
+    tensor = torch.ones(10, device="cuda")
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="eagerly.*in a graph's capture|in a graph's capture.*eagerly"):
+            captured(lambda: dist.all_reduce(tensor))
+    else:
+        with pytest.raises(RuntimeError, match="eagerly.*in a graph's capture|in a graph's capture.*eagerly"):
+            dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=60))
+    torch.cuda.synchronize()
+    again = torch.full((3,), float(rank), device="cuda")
+    graph = captured(lambda: dist.all_reduce(again))
+    graph.replay()
+    assert again.cpu().tolist() == [sum(range(size))] * 3
+
+
+def test_a_capture_that_other_ranks_do_not_make_is_an_error(cuda_world: World) -> None:
+    cuda_world.run(disagreements)
+
+
+def graphs_that_stay(rank: int, size: int) -> None:
+    with joined():
+        tensor = torch.full((100,), 1.0, device="cuda")
+        graph = captured(lambda: dist.all_reduce(tensor))
+        graph.replay()
+        assert tensor.cpu().tolist() == [float(size)] * 100
+        dist.barrier()
+    # It computes nothing any more, but ends.
+    graph.replay()
+    torch.cuda.synchronize()
+    del graph
+    gc.collect()
+
+
+def test_a_graph_may_stay_when_its_group_goes(cuda_world: World) -> None:
+    cuda_world.run(graphs_that_stay, join=False)
+
+
+def object_api(rank: int, size: int) -> None:
+    import ncclx_rs
+
+    comm = ncclx_rs.new_comm("ncclx", "cuda", store=fresh_store(), rank=rank, size=size)
+    parts = [data(r, 5000) for r in range(size)]
+    own, tensor = parts[rank].cuda(), torch.zeros(5000, device="cuda")
+
+    def body() -> None:
+        tensor.copy_(own)
+        comm.all_reduce(tensor, ncclx_rs.ReduceOp.SUM, False)
+        comm.barrier(True).wait()
+
+    graph = captured(body, "thread_local")
+    for _ in range(3):
+        graph.replay()
+        assert_same(tensor.cpu(), reduced(parts), "a replay")
+    del graph
+    comm.finalize()
+
+
+def test_the_object_api_takes_part_in_captures(cuda_world: World) -> None:
+    cuda_world.run(object_api, join=False)
