@@ -552,7 +552,8 @@ WorkPtr NcclxBackend::barrier_in_order(bool async, Milliseconds timeout) {
                  .fill = nullptr});
 }
 
-WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout) {
+WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout,
+                              bool async) {
   const bool sends = kind == NCCLX_SEND;
   const char* operation = sends ? "send" : "recv";
   at::Tensor tensor = single(tensors, operation, "tensors");
@@ -561,8 +562,8 @@ WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int ta
   return launch({.kind = kind, .operation = operation,
                  .title = sends ? "ncclx_rs:send" : (any ? "ncclx_rs:recvAnySource" : "ncclx_rs:recv"),
                  .type = sends ? OpType::SEND : (any ? OpType::RECVANYSOURCE : OpType::RECV),
-                 .timeout = timeout, .async = true, .results = tensors, .profiled = tensors, .peer = peer,
-                 .tag = static_cast<uint32_t>(tag), .fill = [&](Operands& o, size_t) {
+                 .timeout = timeout, .async = async || !tensor.is_cuda(), .results = tensors,
+                 .profiled = tensors, .peer = peer, .tag = static_cast<uint32_t>(tag), .fill = [&](Operands& o, size_t) {
                    sends ? o.input(tensor, "tensor") : o.output(tensor, "tensor");
                  }});
 }

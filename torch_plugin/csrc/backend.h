@@ -155,7 +155,8 @@ class NcclxBackend : public c10d::Backend {
   // Sets the job's numbers of this group's ranks.
   void name_ranks(const std::vector<int64_t>& members) const;
   void onFailure(GroupState::FailureHook hook, int64_t id) { group_->on_failure(id, stoppable(std::move(hook))); }
-  WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout);
+  // `async` says whether one on a device goes on a stream of its own instead of the current one.
+  WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout, bool async = true);
   // As c10d's, but to wait for one on a device does not block the thread.
   WorkPtr barrier_in_order(bool async, Milliseconds timeout);
 
@@ -186,6 +187,8 @@ class NcclxBackend : public c10d::Backend {
   struct Call;
   WorkPtr launch(Call&& call);
   WorkPtr launch_on(at::Device device, Call&& call, const std::shared_ptr<Batch>& batch);
+  // Adds a message on a device to a batch, whose end submits it.
+  WorkPtr record(at::Device device, Call&& call, Batch& batch);
   // The device whose streams order the call; none for one on host memory.
   static std::optional<at::Device> device_of(const Call& call);
   NcclxOp operation(const Call& call, const Operands& operands) const;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "message_batch.h"
 #include "stream_end.h"
 #include "streams.h"
 
@@ -47,9 +48,12 @@ class Batch {
     return has_host_works_;
   }
 
+  // The messages on device memory, which its end submits.
+  Messages& messages() { return messages_; }
+
   bool is_on_device() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return !enqueued_.ends.empty();
+    return !enqueued_.ends.empty() || !messages_.ops.empty();
   }
 
   void remove(const c10d::Work* work, const std::exception_ptr& error) {
@@ -81,6 +85,7 @@ class Batch {
   std::mutex mutex_;
   InFlight in_flight_;
   Enqueued enqueued_;
+  Messages messages_;
   bool has_host_works_ = false;
   std::exception_ptr first_error_;
 };

@@ -50,9 +50,10 @@ std::shared_ptr<DeviceStreams> NcclxBackend::streams_on(at::Device device, const
 
 WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::shared_ptr<Batch>& batch) {
   if (batch && batch->has_host_works()) refuse_mixed(call.operation);
+  const bool is_message = !is_collective(call.kind);
+  if (batch && is_message) return record(device, std::move(call), *batch);
   const auto comm = this->comm();
   const auto streams = streams_on(device, call.operation);
-  const bool is_message = !is_collective(call.kind);
   const bool aside = call.async || batch != nullptr;
   const c10::Stream current = streams->current();
   using Direction = DeviceStreams::Direction;
@@ -74,6 +75,8 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
   auto work = c10::make_intrusive<StreamWork>(end, streams, stream, call.waits, getRank(), call.type, call.title,
                                               std::optional<Tensors>(std::move(call.profiled)),
                                               std::move(call.results));
+  // The engine refuses any source where there are several.
+  if (call.kind == NCCLX_RECV) work->comes_from(call.peer < 0 ? getSize() - 1 - getRank() : call.peer);
   Written written;
   std::list<Operands> all;
   // All are filled before the first is put on the stream: none reads what another has written.
@@ -116,20 +119,64 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
   return work;
 }
 
+WorkPtr NcclxBackend::record(at::Device device, Call&& call, Batch& batch) {
+  try {
+    const auto streams = streams_on(device, call.operation);
+    const c10::Stream stream = streams->joint();
+    DeviceStreams::order(streams->current(), stream);
+    const c10::StreamGuard on_stream(stream);
+    Messages& messages = batch.messages();
+    Operands& operands = messages.operands.emplace_back(call.operation, messages.written, device);
+    call.fill(operands, 0);
+    NcclxOp op = operation(call, operands);
+    op.device = number_of(device);
+    op.stream = reinterpret_cast<uint64_t>(stream.native_handle());
+    auto work = c10::make_intrusive<MessageWork>(getRank(), call.type, std::move(call.results));
+    messages.ops.push_back(op);
+    messages.works.push_back(work);
+    return work;
+  } catch (...) {
+    // The program will not come to the end of the block, and what it sends later must not wait for that.
+    exchange_batch(nullptr);
+    throw;
+  }
+}
+
 WorkPtr NcclxBackend::end_of(Batch& batch) {
   auto enqueued = batch.take_enqueued();
   const auto streams = [this] {
     std::lock_guard<std::mutex> lock(streams_mutex_);
     return streams_;
   }();
-  const c10::Stream stream = streams->joint(enqueued.streams);
   auto end = std::make_shared<StreamEnd>(engine_, group_, OpType::COALESCED);
+  Messages& messages = batch.messages();
+  Tensors tensors;
+  if (!messages.ops.empty()) {
+    const c10::Stream of_messages = streams->joint();
+    NcclxError error;
+    NcclxHandle* handle = nullptr;
+    const auto comm = this->comm();
+    const auto& ops = messages.ops;
+    const int32_t status = engine_->submit_batch(comm->get(), ops.data(), ops.size(), &handle, &error);
+    if (status != NCCLX_OK) raise(status, error.text);
+    end->add(handle);
+    const c10::StreamGuard on_stream(of_messages);
+    for (Operands& operands : messages.operands) {
+      operands.finish();
+      tensors.insert(tensors.end(), operands.on_device().begin(), operands.on_device().end());
+    }
+    if (std::find(enqueued.streams.begin(), enqueued.streams.end(), of_messages) == enqueued.streams.end()) {
+      enqueued.streams.push_back(of_messages);
+    }
+  }
+  const c10::Stream stream = streams->joint(enqueued.streams);
   for (auto& member : enqueued.ends) end->add(std::move(member));
   end->follow();
   auto work = c10::make_intrusive<StreamWork>(end, streams, stream, StreamWork::Waits::Stream, getRank(),
                                               OpType::COALESCED, nullptr, std::nullopt, Tensors{});
   const c10::StreamGuard on_stream(stream);
-  work->enqueued_aside({});
+  work->enqueued_aside(std::move(tensors));
+  for (const auto& message : messages.works) message->submitted(work);
   return work;
 }
 

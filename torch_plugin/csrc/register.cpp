@@ -47,7 +47,8 @@ WorkPtr access_without_tensor(NcclxBackend& self, uint64_t window, int peer, boo
 }
 
 // Blocks the thread, also for a work whose `wait` only orders streams.
-void wait_blocking(const c10::intrusive_ptr<c10d::Work>& work) {
+void wait_blocking(c10::intrusive_ptr<c10d::Work> work) {
+  if (const auto* message = dynamic_cast<const MessageWork*>(work.get())) work = message->whole();
   if (const auto* on_stream = dynamic_cast<const StreamWork*>(work.get())) on_stream->block(std::nullopt);
   work->wait();
 }
@@ -84,11 +85,12 @@ void define(py::module_& m) {
       .def("_set_rendezvous", &NcclxBackend::set_rendezvous, py::arg("handle"), py::arg("rendezvous"))
 #endif
       .def("_message",
-           [](NcclxBackend& self, bool sends, at::Tensor tensor, int peer, int tag, Milliseconds timeout) {
+           [](NcclxBackend& self, bool sends, at::Tensor tensor, int peer, int tag, Milliseconds timeout, bool async) {
              Tensors tensors{std::move(tensor)};
-             return self.message(sends ? NCCLX_SEND : NCCLX_RECV, tensors, peer, tag, timeout);
+             return self.message(sends ? NCCLX_SEND : NCCLX_RECV, tensors, peer, tag, timeout, async);
            },
            py::arg("sends"), py::arg("tensor"), py::arg("peer"), py::arg("tag"), py::arg("timeout"),
+           py::arg("async_op") = true,
            py::call_guard<py::gil_scoped_release>())
       .def("_barrier", &NcclxBackend::barrier_in_order, py::arg("async_op"), py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())

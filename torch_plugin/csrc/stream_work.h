@@ -41,6 +41,9 @@ class StreamWork : public c10d::Work {
     future_ = make_future();
   }
 
+  // The sender of the message that this receives: known before it has come, as on a device only one can be meant.
+  void comes_from(int source) { source_ = source; }
+
   // The profiler's range ends with the submission, as NCCL's: it covers what the host does.
   void end_profile() {
     if (const auto profiled = std::exchange(recordFunctionEndCallback_, nullptr)) profiled();
@@ -104,6 +107,7 @@ class StreamWork : public c10d::Work {
     return result;
   }
 
+  int sourceRank() const override { return source_; }
   uint64_t getSequencenumber() const override { return end_->sequence(); }
   float getDuration() const override { return end_->duration().count(); }
 
@@ -128,6 +132,7 @@ class StreamWork : public c10d::Work {
   const c10::Stream stream_;
   const Waits waits_;
   const std::vector<at::Tensor> results_;
+  int source_ = -1;
   std::mutex mutex_;  // guards what follows
   std::vector<at::Tensor> kept_;  // until a stream of the program waits for their end
   std::optional<c10::Event> done_;

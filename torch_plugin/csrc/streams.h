@@ -6,6 +6,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -41,13 +43,15 @@ class DeviceStreams {
     return of_pool(messages_[found->second]);
   }
 
-  // A stream on which the works of a batch come together.
+  // That of batches of messages, and on which the works of a batch come together.
+  c10::Stream joint() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return of_pool(joint_);
+  }
+
   c10::Stream joint(const std::vector<c10::Stream>& streams) {
     if (streams.size() == 1) return streams.front();
-    const c10::Stream joint = [this] {
-      std::lock_guard<std::mutex> lock(mutex_);
-      return of_pool(joint_);
-    }();
+    const c10::Stream joint = this->joint();
     for (const c10::Stream& stream : streams) order(stream, joint);
     return joint;
   }
@@ -68,9 +72,23 @@ class DeviceStreams {
  private:
   static constexpr size_t kMessageStreams = 8;
 
-  c10::Stream of_pool(std::optional<c10::Stream>& stream) const {
-    if (!stream) stream = guard_.getStreamFromGlobalPool(device_, high_priority_);
+  c10::Stream of_pool(std::optional<c10::Stream>& stream) {
+    if (!stream) {
+      stream = guard_.getStreamFromGlobalPool(device_, high_priority_);
+      warn_of_few_queues(++in_use_);
+    }
     return *stream;
+  }
+
+  // Streams that share a queue of the device wait for each other's messages.
+  static void warn_of_few_queues(int in_use) {
+    const char* text = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    const int queues = text ? std::atoi(text) : 0;
+    static std::atomic<bool> has_warned{false};
+    if (queues <= 0 || queues >= in_use || has_warned.exchange(true)) return;
+    TORCH_WARN("ncclx_rs: CUDA_DEVICE_MAX_CONNECTIONS=", queues, " is less than the ", in_use,
+               " streams of a group, so that messages may wait for others which they do not need; with a larger number, up to "
+               "32, they do not");
   }
 
   const c10::Device device_;
@@ -79,6 +97,7 @@ class DeviceStreams {
   std::mutex mutex_;
   std::optional<c10::Stream> internal_;
   std::optional<c10::Stream> joint_;
+  int in_use_ = 0;  // of the pool
   std::optional<c10::Stream> messages_[kMessageStreams];
   std::map<std::pair<int, Direction>, size_t> pairs_;
 };

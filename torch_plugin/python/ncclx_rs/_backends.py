@@ -128,15 +128,26 @@ class C10dBackend(TorchCommBackend):
     # ---- operations ----
 
     def send(self, tensor: torch.Tensor, dst: int, async_op: bool, options: OpOptions) -> Any:
-        return self._message("send", tensor, dst, options)
+        return self._message("send", tensor, dst, async_op, options)
 
     def recv(self, tensor: torch.Tensor, src: int, async_op: bool, options: OpOptions) -> Any:
-        return self._message("recv", tensor, src, options)
+        return self._message("recv", tensor, src, async_op, options)
 
-    def _message(self, operation: str, tensor: torch.Tensor, peer: int, options: OpOptions) -> Any:
-        if options.timeout and hasattr(self.c10d, "_message"):
-            return self.c10d._message(operation == "send", tensor, peer, 0, options.timeout)
+    def _message(self, operation: str, tensor: torch.Tensor, peer: int, async_op: bool, options: OpOptions) -> Any:
+        # What blocks on a device goes on the current stream, which c10d's own methods do not know.
+        if (options.timeout or self._device.type == "cuda") and hasattr(self.c10d, "_message"):
+            timeout = options.timeout or self._timeout
+            return self.c10d._message(operation == "send", tensor, peer, 0, timeout, async_op)
         return getattr(self.c10d, operation)([tensor], peer, 0)
+
+    def coalesced(self, issue: Callable[[], object]) -> Any:
+        """Calls ``issue``, whose messages on a device go on together; the work of all, if there they have one."""
+        if self._device.type != "cuda" or not getattr(self.c10d, "supports_coalescing", False):
+            issue()
+            return None
+        self.c10d._start_coalescing()
+        issue()
+        return self.c10d._end_coalescing()
 
     def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool, options: OpOptions) -> Any:
         return self.c10d.broadcast([tensor], self._options(c10d.BroadcastOptions, async_op, options, rootRank=root))

@@ -101,7 +101,18 @@ class Operations:
         op_id = next(op_ids)
         self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op, list(ops)))
         names = {P2POpType.SEND: OpName.send, P2POpType.RECV: OpName.recv}
-        work = together([self._perform(names[op.type], options, op.tensor, op.peer, True) for op in ops])
+        works: list[TorchWork] = []
+
+        def issue() -> None:
+            works.extend(self._perform(names[op.type], options, op.tensor, op.peer, True) for op in ops)
+
+        coalesced = getattr(self._impl, "coalesced", None)
+        whole = None
+        if coalesced is None:
+            issue()
+        else:
+            whole = coalesced(issue)
+        work = together(works) if whole is None else TorchWork(whole)
         self._post_hooks(op_id, _hooks.BatchOpIssuePostHookArgs(work))
         if not async_op:
             work.wait()
