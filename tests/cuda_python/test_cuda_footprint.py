@@ -25,7 +25,7 @@ TIMES = int(os.environ.get("NCCLX_RS_SOAK_CUDA", "1"))
 OPERATIONS, COMMUNICATORS = 10_000 * TIMES, 100 * TIMES
 
 # Threads that a process keeps once it has needed them.
-KEPT = ("ncclx_rs_done", "ncclx_rs_log", "ncclx_rs device")
+KEPT = ("ncclx_rs_done", "ncclx_rs_log", "ncclx_rs device", "ncclx_rs reaper")
 
 
 @pytest.fixture(scope="module")
