@@ -50,10 +50,12 @@ def cuda_allocator() -> Any:
     Raises:
         RuntimeError: this PyTorch has no CUDA, or the machine no device.
     """
-    if native()._cuda_devices() <= 0 or not torch.backends.cuda.is_built():
+    # Its functions have no types.
+    cuda: Any = torch.backends.cuda
+    if native()._cuda_devices() <= 0 or not cuda.is_built():
         raise RuntimeError("get_mem_allocator: this PyTorch has no CUDA")
     path = native().__file__
-    own = torch.cuda.memory.CUDAPluggableAllocator(path, "ncclx_rs_cuda_malloc", "ncclx_rs_cuda_free")
+    own: Any = torch.cuda.memory.CUDAPluggableAllocator(path, "ncclx_rs_cuda_malloc", "ncclx_rs_cuda_free")
     return own.allocator()
 
 
