@@ -55,6 +55,18 @@ impl Topology {
         self.host_of[rank.index()]
     }
 
+    /// The place of `rank` among the ranks of its host.
+    ///
+    /// ```
+    /// use ncclx_rs::{Rank, Topology};
+    /// let topo = Topology::new(&["a", "b", "a"]);
+    /// assert_eq!([0, 1, 2].map(|rank| topo.seat(Rank(rank))), [Rank(0), Rank(0), Rank(1)]);
+    /// ```
+    pub fn seat(&self, rank: Rank) -> Rank {
+        let seat = self.hosts[self.host_of(rank)].binary_search(&rank);
+        Rank::from(seat.expect("the ranks of a host are ascending, and this is one of them"))
+    }
+
     /// Whether two ranks share a host.
     pub fn same_host(&self, a: Rank, b: Rank) -> bool {
         self.host_of(a) == self.host_of(b)

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use crate::buffer::Buffer;
 use crate::comm::check::{self, Place};
+use crate::comm::other_hosts::ThroughEngine;
 use crate::config::Config;
 use crate::deadline::deadline_after;
-use crate::device::executor::{self, Executor, Ranks, Request};
+use crate::device::executor::{self, Executor, LANE, Ranks, Request};
 use crate::device::in_flight::Ends;
 use crate::device::messages::{Message, Messages, Peers, Request as Messaging};
 use crate::device::pairs::Own;
@@ -18,6 +19,7 @@ use crate::device::setup::{self, Wanted};
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
 use crate::engine::driver::Driver;
+use crate::engine::relay::Pier;
 use crate::error::{Error, UsageError};
 use crate::op::{Op, OpKind};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
@@ -163,6 +165,10 @@ impl DeviceSide {
             return Err(driver.forked_error(operation));
         }
         let messages: Vec<Message<'_>> = ops.iter().map(|op| message(op, group.place())).collect::<Result<_, _>>()?;
+        let is_here = |peer| driver.with_engine(|engine| engine.context.topo.same_host(me, peer));
+        if let Some(message) = messages.iter().find(|message| !is_here(message.peer)) {
+            return Err(not_between_hosts(operation, me, message.peer).into());
+        }
         check_open(group, operation)?;
         if let Some(executor) = self.executor.get() {
             own_device(executor.device(), operation, stream.device())?;
@@ -219,23 +225,33 @@ impl DeviceSide {
         let _relaxed = Relaxed::enter();
         let Place { me, size } = group.place();
         let names: Vec<Rank> = (0..size).map(Rank::from).collect();
+        let topo = group.driver().with_engine(|engine| engine.context.topo.clone());
+        let here = topo.hosts()[topo.host_of(me)].len();
+        // As many on every host, as rank 0's hold for all.
+        let most = topo.hosts().iter().map(Vec::len).max().expect("this rank's, at least");
         let wanted = Wanted {
             comm: group.name(),
             me,
             names: &names,
             device,
             host: &self.host,
-            halves: &executor::halves(self.staging_bytes, size),
-            words: executor::words(size).1,
+            halves: &executor::halves(self.staging_bytes, most),
+            words: executor::words(here).1,
             layout: ControlLayout::VERSION,
             timeout,
         };
         let mut all_gather = |own| all_gather(group, own, timeout);
         let parts = setup::set_up(&wanted, &mut all_gather, &|| group.are_there())?;
         let ends = Arc::new(Reports(group.driver().clone()));
-        let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, ends);
+        let hosts = Arc::new(ThroughEngine(group.driver().clone()));
+        let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, ends, hosts);
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
-        setup::agree(group.name(), &names, "what runs operations", own, |_| {}, &mut all_gather)
+        let executor = setup::agree(group.name(), &names, "what runs operations", own, |_| {}, &mut all_gather)?;
+        if let Some((control, memory)) = executor.network() {
+            let pier = Pier { control, lane: LANE, memory };
+            group.driver().with_engine(|engine| engine.relay.open(pier));
+        }
+        Ok(executor)
     }
 }
 
@@ -266,6 +282,15 @@ fn message(op: &Op, Place { me, size }: Place) -> Result<Message<'_>, UsageError
             Ok(Message { peer, direction: Direction::Receive, tag, buffers: &op.outputs })
         }
         _ => unreachable!("the kinds of a batch have been checked"),
+    }
+}
+
+fn not_between_hosts(operation: &str, me: Rank, peer: Rank) -> UsageError {
+    UsageError {
+        operation: operation.to_owned(),
+        argument: "peer",
+        expected: format!("a rank on the host of rank {me}, as messages of CUDA tensors need"),
+        got: format!("rank {peer}, which is on another one; use tensors on the CPU"),
     }
 }
 

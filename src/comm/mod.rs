@@ -16,6 +16,7 @@ mod framing;
 mod group;
 pub mod launch;
 mod on_device;
+mod other_hosts;
 mod registry;
 mod split;
 pub mod store;

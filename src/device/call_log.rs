@@ -57,6 +57,19 @@ pub(crate) struct Blocks<'a> {
     pub(crate) received: &'a Counts,
 }
 
+impl Disagreement {
+    /// The same with other names of the ranks.
+    pub(crate) fn named(self, name: impl Fn(Rank) -> Rank) -> Disagreement {
+        let what = match self.what {
+            Difference::Call(call) => Difference::Call(call),
+            Difference::Block { sender, sent, receiver, expected } => {
+                Difference::Block { sender: name(sender), sent, receiver: name(receiver), expected }
+            }
+        };
+        Disagreement { rank: name(self.rank), what }
+    }
+}
+
 impl LoggedCall {
     /// A call that runs as so many segments.
     pub(crate) fn new(signature: Signature, segments: u32, capture: Capture) -> LoggedCall {

@@ -20,6 +20,7 @@ use crate::types::Rank;
 pub(crate) struct Control {
     words: Arc<SharedWords>,
     layout: ControlLayout,
+    /// Its place among the ranks of the host, by which all of them are known here.
     me: Rank,
     width: Width,
     /// The communicator's numbers of the ranks, by which others know them.
@@ -63,6 +64,11 @@ pub(crate) enum FailureKind {
 impl FailureKind {
     const ALL: [FailureKind; 5] =
         [FailureKind::Mismatch, FailureKind::Timeout, FailureKind::PeerLost, FailureKind::Left, FailureKind::Driver];
+
+    /// The kind of this number.
+    pub(crate) fn numbered(number: u32) -> FailureKind {
+        FailureKind::ALL.get(number as usize).copied().unwrap_or(FailureKind::Driver)
+    }
 }
 
 impl Control {
@@ -86,7 +92,7 @@ impl Control {
         Control { names, size, ..self }
     }
 
-    /// The rank that sees it so.
+    /// The rank that sees it so, by its place on the host.
     pub(crate) fn me(&self) -> Rank {
         self.me
     }
@@ -316,6 +322,35 @@ impl Control {
         (first..first + TEXT_LINES).flat_map(|line| self.words.line(line))
     }
 
+    // ---- other hosts ----
+
+    /// Whether this rank's stream has made so many messages to other hosts ready.
+    pub(crate) fn is_outbound_ready(&self, lane: usize, number: u64) -> bool {
+        self.has_counted(lane, Word::Outbound { of: self.me }, number)
+    }
+
+    /// Whether this rank's stream is done with so many messages from other hosts.
+    pub(crate) fn is_inbound_taken(&self, lane: usize, number: u64) -> bool {
+        self.has_counted(lane, Word::Taken { of: self.me }, number)
+    }
+
+    fn has_counted(&self, lane: usize, word: Word, number: u64) -> bool {
+        let word = self.words.word(self.layout.lane_words().index(lane, word));
+        is_reached(word.load(Ordering::Acquire), number, self.width)
+    }
+
+    /// Tells this rank's stream that so many messages to other hosts have been sent.
+    pub(crate) fn tell_sent(&self, lane: usize, number: u64) {
+        let word = self.layout.lane_words().index(lane, Word::Sent { of: self.me });
+        self.words.word(word).store(number, Ordering::Release);
+    }
+
+    /// Tells this rank's stream that so many messages from other hosts have come.
+    pub(crate) fn tell_received(&self, lane: usize, number: u64) {
+        let word = self.layout.lane_words().index(lane, Word::Inbound { of: self.me });
+        self.words.word(word).store(number, Ordering::Release);
+    }
+
     // ---- the words of lanes ----
 
     /// The names of the ranks that have not brought words to the values which this rank's stream waits for: of a head, its
@@ -326,10 +361,9 @@ impl Control {
             let found = self.words.word(words.index(lane, word)).load(Ordering::Acquire);
             !is_reached(found, value, self.width)
         };
-        let mut behind: SmallVec<[Rank; 8]> = expected
-            .filter(|(word, value)| is_behind(*word, *value))
-            .map(|(word, _)| self.name(writer(word)))
-            .collect();
+        // What the host writes waits for other hosts.
+        let behind = expected.filter(|(word, value)| is_behind(*word, *value)).filter_map(|(word, _)| writer(word));
+        let mut behind: SmallVec<[Rank; 8]> = behind.map(|rank| self.name(rank)).collect();
         behind.sort_unstable();
         behind.dedup();
         behind.into_vec()
@@ -343,7 +377,7 @@ impl Control {
     /// When this rank's stream does not wait for a word.
     pub(crate) fn release(&self, lane: usize, words: impl Iterator<Item = (Word, u64)>) {
         for (word, last) in words {
-            assert_eq!(waiter(word), self.me, "{word:?} is released by who waits for it");
+            assert_eq!(waiter(word), Some(self.me), "{word:?} is released by who waits for it");
             let value = far(last, self.width);
             self.words.word(self.layout.lane_words().index(lane, word)).store(value, Ordering::Release);
         }
@@ -363,7 +397,9 @@ impl Control {
         let peers = self
             .ranks()
             .flat_map(|peer| [Word::Head { sender: peer, receiver: me }, Word::Tail { sender: me, receiver: peer }]);
-        let words = peers.map(|word| layout.lane_words().index(lane, word));
+        let network =
+            [Word::Outbound { of: me }, Word::Sent { of: me }, Word::Inbound { of: me }, Word::Taken { of: me }];
+        let words = peers.chain(network).map(|word| layout.lane_words().index(lane, word));
         let slots = (0..SLOTS as u64).flat_map(|slot| {
             [layout.started(me, lane, slot), layout.done(me, lane, slot), layout.call(me, lane, slot)]
         });
@@ -392,17 +428,23 @@ pub(crate) fn far(last: u64, width: Width) -> u64 {
     }
 }
 
-pub(crate) fn writer(word: Word) -> Rank {
+/// Whose stream writes a word; nothing if none does.
+pub(crate) fn writer(word: Word) -> Option<Rank> {
     match word {
-        Word::Head { sender, .. } => sender,
-        Word::Tail { receiver, .. } => receiver,
+        Word::Head { sender, .. } => Some(sender),
+        Word::Tail { receiver, .. } => Some(receiver),
+        Word::Outbound { of } | Word::Taken { of } => Some(of),
+        Word::Sent { .. } | Word::Inbound { .. } => None,
     }
 }
 
-pub(crate) fn waiter(word: Word) -> Rank {
+/// Whose stream waits for a word; nothing if none does.
+pub(crate) fn waiter(word: Word) -> Option<Rank> {
     match word {
-        Word::Head { receiver, .. } => receiver,
-        Word::Tail { sender, .. } => sender,
+        Word::Head { receiver, .. } => Some(receiver),
+        Word::Tail { sender, .. } => Some(sender),
+        Word::Sent { of } | Word::Inbound { of } => Some(of),
+        Word::Outbound { .. } | Word::Taken { .. } => None,
     }
 }
 

@@ -17,9 +17,14 @@ pub struct Counters {
     received: Vec<u64>,
     /// By half and peer, the number of the last message in it; zero if none was.
     last: [Vec<u64>; 2],
+    /// The messages sent to other hosts and received from there so far.
+    outbound: u64,
+    inbound: u64,
+    /// By half, the number of the last message to other hosts in it; zero if none was.
+    last_outbound: [u64; 2],
 }
 
-/// A word that two ranks share.
+/// A word that two ranks share, or the stream of a rank and its CPU engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Word {
     /// How many messages `sender` has published for `receiver`.
@@ -35,6 +40,26 @@ pub enum Word {
         sender: Rank,
         /// Whose stream writes it.
         receiver: Rank,
+    },
+    /// How many messages to other hosts a rank's stream has made ready. Its CPU engine looks at it.
+    Outbound {
+        /// Whose.
+        of: Rank,
+    },
+    /// How many of them its CPU engine has sent. Its stream waits for it.
+    Sent {
+        /// Whose.
+        of: Rank,
+    },
+    /// How many messages from other hosts its CPU engine has received. Its stream waits for it.
+    Inbound {
+        /// Whose.
+        of: Rank,
+    },
+    /// With how many of them its stream is done. Its CPU engine looks at it.
+    Taken {
+        /// Whose.
+        of: Rank,
     },
 }
 
@@ -55,6 +80,8 @@ pub struct Numbering {
     /// By peer, the messages sent and received before.
     sent: SmallVec<[u64; 8]>,
     received: SmallVec<[u64; 8]>,
+    outbound: u64,
+    inbound: u64,
     credits: SmallVec<[Access; 8]>,
 }
 
@@ -62,7 +89,13 @@ impl Counters {
     /// A lane of `size` ranks on which nothing has happened.
     pub fn new(size: usize) -> Counters {
         let zeros = || vec![0; size];
-        Counters { half: 0, sent: zeros(), received: zeros(), last: [zeros(), zeros()] }
+        let (sent, received, last) = (zeros(), zeros(), [zeros(), zeros()]);
+        Counters { half: 0, sent, received, last, outbound: 0, inbound: 0, last_outbound: [0; 2] }
+    }
+
+    /// How many messages have been sent to other hosts, and how many received from there.
+    pub fn network(&self) -> (u64, u64) {
+        (self.outbound, self.inbound)
     }
 
     /// The number of the last message to a peer that lay in staging memory: what the stream waits for is never more.
@@ -86,7 +119,14 @@ impl Counters {
         let credit = |(reader, number): (usize, &u64)| {
             Access::Wait(Word::Tail { sender: me, receiver: Rank::from(reader) }, *number)
         };
-        let credits = readers.map(credit).collect();
+        let mut credits: SmallVec<[Access; 8]> = readers.map(credit).collect();
+        let (outbound, inbound) = (self.outbound, self.inbound);
+        self.outbound += program.traffic.outbound.len() as u64;
+        self.inbound += program.traffic.inbound.len() as u64;
+        if program.traffic.outbound.iter().any(|parcel| parcel.bytes > 0) {
+            let last = std::mem::replace(&mut self.last_outbound[half], self.outbound);
+            credits.extend((last > 0).then_some(Access::Wait(Word::Sent { of: me }, last)));
+        }
         let (sent, received) = (SmallVec::from_slice(&self.sent), SmallVec::from_slice(&self.received));
         for (peer, now) in program.sent.iter().enumerate().filter(|(_, now)| now.staged > 0) {
             last[peer] = self.sent[peer] + u64::from(now.staged);
@@ -94,7 +134,7 @@ impl Counters {
         self.sent.iter_mut().zip(&program.sent).for_each(|(sent, now)| *sent += u64::from(now.messages));
         self.received.iter_mut().zip(&program.received).for_each(|(received, now)| *received += u64::from(*now));
         self.half = 1 - half;
-        Numbering { me, half, sent, received, credits }
+        Numbering { me, half, sent, received, outbound, inbound, credits }
     }
 }
 
@@ -122,6 +162,15 @@ impl Numbering {
             WordOperation::Release { from, number } => {
                 let value = self.received[from.index()] + u64::from(number);
                 Access::Write(Word::Tail { sender: from, receiver: me }, value)
+            }
+            WordOperation::AwaitInbound { number } => {
+                Access::Wait(Word::Inbound { of: me }, self.inbound + u64::from(number))
+            }
+            WordOperation::PublishOutbound { number } => {
+                Access::Write(Word::Outbound { of: me }, self.outbound + u64::from(number))
+            }
+            WordOperation::ReleaseInbound { number } => {
+                Access::Write(Word::Taken { of: me }, self.inbound + u64::from(number))
             }
         }
     }

@@ -13,6 +13,8 @@ use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
 use crate::device::launch::{self, LaunchError, Launcher, Launches, LoadError};
 use crate::device::lower::InPlace;
+use crate::device::network::NetworkMemory;
+use crate::device::other_hosts::OtherHosts;
 use crate::device::plans::{self, Plan, Plans, Room, Shape};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
@@ -81,12 +83,17 @@ pub(crate) struct Executor {
     control: Arc<Control>,
     in_flight: Arc<InFlight>,
     pub(crate) windows: Windows,
+    /// If there are any.
+    hosts: Option<Arc<dyn OtherHosts>>,
     /// Held while something is submitted. The driver's calls queue, they do not wait.
     state: Mutex<Option<State>>,
 }
 
 struct State {
     me: Rank,
+    /// The place of this rank on its host, and how many ranks there are on all hosts.
+    seat: Rank,
+    world: usize,
     layout: ControlLayout,
     context: Arc<Context>,
     lane: Lane,
@@ -110,7 +117,7 @@ struct State {
 }
 
 /// The lane of collectives. Its operations use the words of this lane, or those of the rings.
-const LANE: usize = 0;
+pub(crate) const LANE: usize = 0;
 const RINGS: usize = 1;
 /// That of accesses to windows, which have words of their own.
 const WINDOWS: usize = 2;
@@ -150,13 +157,16 @@ impl Executor {
         algorithm: Option<String>,
         parts: Parts,
         ends: Arc<dyn Ends>,
+        hosts: Arc<dyn OtherHosts>,
     ) -> Result<Executor, Error> {
-        let Parts { context, words, registered, staging, width, members } = parts;
+        let Parts { context, words, registered, staging, network, width, topo, members } = parts;
         let [staging, cells] = <[Staging; 2]>::try_from(staging).expect("as many as `halves` wants");
-        let (size, half) = (members.len(), staging.half());
-        let room = Room { half, scratch: 2 * half };
-        let (layout, _) = self::words(size);
-        let control = Arc::new(Control::new(words.clone(), layout, me, width));
+        let (seat, world, half) = (topo.seat(me), members.len(), staging.half());
+        let room = Room { half, scratch: 2 * half, network: NetworkMemory::half_beside(half) };
+        let here = topo.hosts()[topo.host_of(me)].clone();
+        let (layout, _) = self::words(here.len());
+        let control = Arc::new(Control::new(words.clone(), layout, seat, width).of_some(here, world));
+        let hosts = network.is_some().then_some(hosts);
         let obstacle =
             (staging.kind() == StagingKind::Host).then_some("the ranks' devices do not reach each other's memory");
         let sharing = members.iter().filter(|member| member.device == members[me.index()].device).count();
@@ -175,21 +185,24 @@ impl Executor {
             all.try_for_each(|dtype| launcher.prepare(dtype)).map_err(|error| no_kernels(&comm, &error))?;
         }
         let registered = Arc::new(registered);
-        let lane = Lane::new(LANE, me, layout.lane_words(), registered.clone(), staging, width);
-        let rings = RingLane::new(RINGS, me, layout.lane_words(), registered.clone(), cells, width);
-        let plans = Plans::new(me, size, algorithm, room);
+        let lane = Lane::new(LANE, seat, layout.lane_words(), registered.clone(), staging, width);
+        let lane = lane.with_network(network.map(Arc::new));
+        let rings = RingLane::new(RINGS, seat, layout.lane_words(), registered.clone(), cells, width);
+        let plans = Plans::new(me, topo, algorithm, room);
         let device = context.device().ordinal();
-        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone());
+        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone(), hosts.clone());
         let graphs = Graphs::new(Home {
             comm: comm.clone(),
             me,
-            size,
+            size: world,
             host: members[me.index()].host.clone(),
             context: context.clone(),
             in_flight: in_flight.clone(),
         });
         let state = State {
             me,
+            seat,
+            world,
             layout,
             context: context.clone(),
             lane,
@@ -205,10 +218,33 @@ impl Executor {
             graphs,
             half,
         };
-        let (comm_name, lane) = (comm.clone(), WINDOWS);
-        let wanted = windows::Wanted { comm: comm_name, lane, me, layout, context, words, registered, width, obstacle };
+        let (comm_name, lane, me_here) = (comm.clone(), WINDOWS, seat);
+        let wanted =
+            windows::Wanted { comm: comm_name, lane, me: me_here, layout, context, words, registered, width, obstacle };
         let windows = Windows::new(wanted, &control, &in_flight, ends).map_err(|error| setup_failed(&comm, &error))?;
-        Ok(Executor { comm, me, device, control, in_flight, windows, state: Mutex::new(Some(state)) })
+        Ok(Executor { comm, me, device, control, in_flight, windows, hosts, state: Mutex::new(Some(state)) })
+    }
+
+    /// Where there are other hosts: the words and the memory for messages to and from there.
+    pub(crate) fn network(&self) -> Option<(Arc<Control>, Arc<NetworkMemory>)> {
+        let memory = lock(&self.state).as_ref()?.lane.network()?;
+        Some((self.control.clone(), memory))
+    }
+
+    /// Refuses what is not done between hosts, where there are several.
+    ///
+    /// # Errors
+    /// There are.
+    pub(crate) fn check_one_host(&self, operation: &str, what: &str) -> Result<(), UsageError> {
+        if self.hosts.is_none() {
+            return Ok(());
+        }
+        Err(UsageError {
+            operation: operation.to_owned(),
+            argument: "group",
+            expected: format!("ranks on one host, as {what} need"),
+            got: "ranks on several hosts".to_owned(),
+        })
     }
 
     /// The number of its device.
@@ -246,11 +282,17 @@ impl Executor {
             Capture::Active(id) => Some(id),
             Capture::Spoilt => return Err(spoilt(operation()).into()),
         };
+        if capture.is_some() {
+            self.check_one_host(&operation(), "collectives in CUDA graphs")?;
+        }
+        if matches!(request.collective, Collective::AllToAll { .. }) {
+            self.check_one_host(&operation(), "all_to_alls of CUDA tensors")?;
+        }
         // What is allocated for a capture must not spoil it.
         let _relaxed = capture.map(|_| Relaxed::enter()).transpose().map_err(driver)?;
         let way = state.way(request).map_err(|error| self.refused(&request.signature, &error))?;
         if let Way::Plan(plan) = &way
-            && state.lane.ranks() > MAX_BLOCKS
+            && state.world > MAX_BLOCKS
         {
             let mut programs = plan.segments.iter().map(|(_, program)| program);
             let checked = programs.try_for_each(|program| launch::check(program));
@@ -281,6 +323,7 @@ impl Executor {
         let mode = if capture.is_some() { Captured::Captured } else { Captured::Eager };
         let call = LoggedCall::new(signature, segments as u32, mode);
         if let Err(disagreement) = self.control.enter(LANE, number, call, blocks) {
+            let disagreement = disagreement.named(|rank| self.control.name(rank));
             let detail = call.disagreement(sequence, self.me, disagreement);
             let error = Error::Mismatch { operation: signature.to_string(), detail };
             self.in_flight.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
@@ -297,6 +340,11 @@ impl Executor {
         }
         if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
             watch::watch(self.in_flight.clone());
+        }
+        if let (Some(hosts), Way::Plan(plan)) = (&self.hosts, &way) {
+            let mut segments = plan.segments.iter().map(|(_, program)| &program.traffic);
+            let taken_up = hosts.submit(number, signature, &mut segments);
+            taken_up.map_err(|cause| self.broken(number, signature.to_string(), &cause))?;
         }
         let submitted = state.submit(&current, &stream, number, &way, request, &self.in_flight);
         if let Err(error) = submitted {
@@ -325,9 +373,12 @@ impl Executor {
         };
         self.in_flight.wait_for(u64::MAX, timeout).map_err(in_flight)?;
         // A rank that does not go on would not come.
-        let all: Vec<Rank> = self.control.ranks().collect();
+        let all: Vec<Rank> = (0..state.world).map(Rank::from).collect();
         self.in_flight.obstacle(request.signature, &all).map_or(Ok(()), Err)?;
         state.before = ranks.greatest(state.before + state.number, timeout)?;
+        if let Some(hosts) = &self.hosts {
+            hosts.reset();
+        }
         self.control.reset(LANE);
         self.control.reset(RINGS);
         state.lane.reset();
@@ -419,9 +470,9 @@ impl State {
             stream.wait(current, &self.end)?;
         }
         let [inputs, outputs] = request.stretches();
-        let (layout, me) = (self.layout, self.me);
-        let starts = Some((layout.started(me, LANE, number), number));
-        let ends = Some((layout.done(me, LANE, number), number));
+        let (layout, seat) = (self.layout, self.seat);
+        let starts = Some((layout.started(seat, LANE, number), number));
+        let ends = Some((layout.done(seat, LANE, number), number));
         match way {
             Way::Rounds(rounds) => {
                 let submitted =
@@ -439,7 +490,7 @@ impl State {
                     element: request.dtype.size(),
                     sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
                 };
-                let kernels = kernels(&self.launcher, request, self.lane.ranks());
+                let kernels = kernels(&self.launcher, request, self.world);
                 let last = plan.segments.len() - 1;
                 for (index, (segment, program)) in plan.segments.iter().enumerate() {
                     let edges = Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index == last) };
@@ -457,7 +508,7 @@ impl State {
 
     /// Puts only the end of an operation on the stream, of which a part is missing there: it says when the stream has run out.
     fn end(&self, current: &Current<'_>, stream: &Stream, number: u64) {
-        if let Err(error) = self.lane.write(current, stream, self.layout.done(self.me, LANE, number), number) {
+        if let Err(error) = self.lane.write(current, stream, self.layout.done(self.seat, LANE, number), number) {
             log::warn!("nobody will know when device {} ends: {error}", self.context.device().ordinal());
         }
     }

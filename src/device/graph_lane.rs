@@ -121,7 +121,7 @@ impl GraphLane {
         end: Arc<Event>,
         in_flight: Arc<InFlight>,
     ) -> GraphLane {
-        let Parts { context, words, registered, staging, width, members } = parts;
+        let Parts { context, words, registered, staging, width, members, .. } = parts;
         let layout = TokenLayout::new(members.len());
         let registered = Arc::new(registered);
         let of = |number| LaneWords { number, layout: layout.words(), registered: registered.clone(), width };

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 use crate::device::control::{Control, Failure, FailureKind};
 use crate::device::counters::Word;
-use crate::error::{Error, rank_list};
+use crate::device::other_hosts::OtherHosts;
+use crate::error::Error;
 use crate::signature::Signature;
 use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, Ordering, lock};
 use crate::sys::fork::Origin;
@@ -84,6 +85,8 @@ struct Flight {
     limit: Duration,
     /// When its stream was first seen to have reached it: only from there on its time counts.
     started: Option<Instant>,
+    /// Whether other hosts have been told that this rank waits in it.
+    is_told: bool,
 }
 
 impl Flight {
@@ -141,6 +144,8 @@ struct State {
     closely: Option<u64>,
     /// Has whoever watches look at once.
     look_soon: Option<fn()>,
+    /// Since when operations are to be released.
+    failing: Option<Instant>,
     /// Since when the words are being written that the stream waits for.
     released: Option<Instant>,
 }
@@ -152,6 +157,8 @@ pub(crate) struct InFlight {
     lane: usize,
     control: Arc<Control>,
     ends: Arc<dyn Ends>,
+    /// If there are any.
+    hosts: Option<Arc<dyn OtherHosts>>,
     state: Mutex<State>,
     /// Whether an operation is in flight, to be asked without the lock.
     is_busy: AtomicBool,
@@ -184,9 +191,15 @@ pub(crate) trait Watched: Send + Sync {
 
 impl InFlight {
     /// Nothing in flight on this lane.
-    pub(crate) fn new(comm: String, lane: usize, control: Arc<Control>, ends: Arc<dyn Ends>) -> Arc<InFlight> {
+    pub(crate) fn new(
+        comm: String,
+        lane: usize,
+        control: Arc<Control>,
+        ends: Arc<dyn Ends>,
+        hosts: Option<Arc<dyn OtherHosts>>,
+    ) -> Arc<InFlight> {
         let (state, is_busy, is_released) = (Mutex::default(), AtomicBool::new(false), AtomicBool::new(false));
-        Arc::new(InFlight { comm, origin: Origin::here(), lane, control, ends, state, is_busy, is_released })
+        Arc::new(InFlight { comm, origin: Origin::here(), lane, control, ends, hosts, state, is_busy, is_released })
     }
 
     /// Its lane, and what its ranks see of it.
@@ -206,9 +219,9 @@ impl InFlight {
         state.last = number;
         if state.flights.is_empty() {
             // What was released before has run out; this has its own time to do so.
-            state.released = None;
+            (state.failing, state.released) = (None, None);
         }
-        state.flights.push_back(Flight { number, call: call.into(), work, limit, started: None });
+        state.flights.push_back(Flight { number, call: call.into(), work, limit, started: None, is_told: false });
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
         let is_first = !std::mem::replace(&mut state.is_watched, true);
@@ -270,6 +283,7 @@ impl InFlight {
         if matches!(state.halt, Some(Halt::Mismatch)) {
             state.halt = None;
             state.failed = None;
+            state.failing = None;
             state.released = None;
             state.last = 0;
             state.closely = None;
@@ -368,7 +382,12 @@ impl InFlight {
         if !state.is_sound(number) {
             return;
         }
-        self.control.fail(&Failure { lane: self.lane, number, kind, rank: culprit, text: detail(&error) });
+        let failure = Failure { lane: self.lane, number, kind, rank: culprit, text: detail(&error) };
+        self.control.fail(&failure);
+        // Before the release: from then on the stream makes messages to other hosts ready that are wrong.
+        if let Some(hosts) = &self.hosts {
+            hosts.fail(&failure);
+        }
         state.fail(number, error);
     }
 
@@ -396,32 +415,6 @@ impl InFlight {
             Some((late.first(), timed_out(late, now, detail)))
         })
     }
-
-    fn timeout(&self, state: &State, late: &Flight, now: Instant) -> Error {
-        let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= late.number;
-        let number = state.before + late.number;
-        let (came, missing): (Vec<Rank>, Vec<Rank>) = self.control.ranks().partition(has_called);
-        let detail = if missing.is_empty() {
-            let behind = |(lane, words): &(usize, Vec<_>)| self.control.behind(*lane, words.iter().copied());
-            let mut slow: Vec<Rank> = state.awaits.iter().flat_map(behind).collect();
-            slow.sort_unstable();
-            slow.dedup();
-            format!(
-                "device collective {number}: all ranks called it; rank(s) {} did not finish their part",
-                rank_list(&slow)
-            )
-        } else {
-            let mut elsewhere = self.ends.elsewhere();
-            elsewhere.retain(|rank| missing.contains(rank));
-            let elsewhere = match &elsewhere[..] {
-                [] => String::new(),
-                ranks => format!("; rank(s) {} called a collective on the CPU instead", rank_list(ranks)),
-            };
-            let (missing, came) = (rank_list(&missing), rank_list(&came));
-            format!("device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}")
-        };
-        timed_out(late, now, detail)
-    }
 }
 
 impl Watched for InFlight {
@@ -446,15 +439,23 @@ impl Watched for InFlight {
                 } else if let Some((reporter, failure)) = self.control.first_failure(lane, last)
                     && state.is_sound(failure.number)
                 {
-                    let from = failure.number;
-                    state.fail(from, reported(reporter, failure, &call));
+                    if let Some(hosts) = &self.hosts {
+                        hosts.give_up(reporter, &failure);
+                    }
+                    state.fail(failure.number, reported(reporter, failure, &call));
+                } else if let Some((reporter, failure)) = self.failed_elsewhere(last)
+                    && state.is_sound(failure.number)
+                {
+                    let Failure { number, kind, rank, .. } = failure;
+                    self.give_up(&mut state, number, kind, rank, reported(reporter, failure, &call));
                 } else if let Some((from, error)) = self.late(&state, now) {
                     // Also if a later one has failed: that does not end those before it.
                     self.give_up(&mut state, from, FailureKind::Timeout, self.control.name(me), error);
                 }
             }
+            self.tell_of_wait(&mut state, now);
             // Operations before the one that has failed may still end well.
-            if !state.is_sound(number) {
+            if !state.is_sound(number) && self.is_settled(&mut state, now) {
                 for (lane, words) in &state.awaits {
                     self.control.release(*lane, words.iter().copied());
                 }
@@ -474,7 +475,8 @@ impl Watched for InFlight {
         let look = match state.flights.front() {
             None => Look::Never,
             Some(first)
-                if self.is_released.load(Ordering::Relaxed)
+                if state.failing.is_some()
+                    || self.is_released.load(Ordering::Relaxed)
                     || state.closely.is_some_and(|last| first.number <= last) =>
             {
                 Look::Soon
@@ -672,5 +674,6 @@ pub(crate) const NAP_MAX: Duration = Duration::from_micros(200);
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 mod capture;
+mod elsewhere;
 #[cfg(test)]
 mod tests;

@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 
 use crate::device::counters::{Access, Counters, Word};
 use crate::device::lower::{Kernel, Memory, Operation, Program};
+use crate::device::network::NetworkMemory;
 use crate::device::segment::Segment;
 use crate::device::staging::Staging;
 use crate::device::words::WordLayout;
@@ -21,6 +22,8 @@ pub struct Lane {
     me: Rank,
     words: LaneWords,
     staging: Staging,
+    /// Where there are other hosts.
+    network: Option<Arc<NetworkMemory>>,
     counters: Counters,
 }
 
@@ -114,6 +117,7 @@ pub trait Kernels {
 #[derive(Debug)]
 pub struct Places<'a> {
     staging: &'a Staging,
+    network: Option<&'a NetworkMemory>,
     half: usize,
     segment: &'a Segment,
     tensors: &'a Tensors<'a>,
@@ -140,9 +144,9 @@ impl<'a> Places<'a> {
     pub fn of(&self, memory: Memory) -> Stretches<'a> {
         let Tensors { input, output, scratch, sums, element, sum } = *self.tensors;
         match memory {
-            Memory::Staging { of, offset, bytes } => {
-                [self.staging.bytes(of, self.half, offset, bytes)].into_iter().collect()
-            }
+            Memory::Staging { of, offset, bytes } => one(self.staging.bytes(of, self.half, offset, bytes)),
+            Memory::Outbound { offset, bytes } => one(self.network().outbound(self.half).part(offset, bytes)),
+            Memory::Inbound { offset, bytes } => one(self.network().inbound(self.half).part(offset, bytes)),
             Memory::Own(slice) => {
                 let (extent, whole) = match slice.space {
                     Space::Input => (&self.segment.input, input),
@@ -157,6 +161,12 @@ impl<'a> Places<'a> {
                 stretches
             }
         }
+    }
+}
+
+impl<'a> Places<'a> {
+    fn network(&self) -> &'a NetworkMemory {
+        self.network.expect("programs of ranks on one host have no messages to others")
     }
 }
 
@@ -195,7 +205,12 @@ impl Lane {
         width: Width,
     ) -> Lane {
         let words = LaneWords { number, layout, registered: words, width };
-        Lane { me, words, staging, counters: Counters::new(layout.ranks()) }
+        Lane { me, words, staging, network: None, counters: Counters::new(layout.ranks()) }
+    }
+
+    /// The same with memory for messages to and from other hosts.
+    pub fn with_network(self, network: Option<Arc<NetworkMemory>>) -> Lane {
+        Lane { network, ..self }
     }
 
     /// The lane's number of ranks.
@@ -203,14 +218,24 @@ impl Lane {
         self.words.layout.ranks()
     }
 
+    /// The memory for messages to and from other hosts, if there are any.
+    pub(crate) fn network(&self) -> Option<Arc<NetworkMemory>> {
+        self.network.clone()
+    }
+
     /// The words that its programs wait for, and the greatest values.
     pub(crate) fn awaits(&self) -> impl Iterator<Item = (Word, u64)> + '_ {
-        let (me, peers) = (self.me, self.counters.received().iter().enumerate());
-        let peers = peers.map(|(peer, received)| (Rank::from(peer), *received));
-        peers.filter(move |(peer, _)| *peer != me).flat_map(move |(peer, received)| {
+        let me = self.me;
+        let (outbound, inbound) = self.counters.network();
+        let network = [(Word::Sent { of: me }, outbound), (Word::Inbound { of: me }, inbound)];
+        let network = network.into_iter().filter(|_| self.network.is_some());
+        let peers = self.counters.received().iter().enumerate();
+        let peers = peers.map(|(peer, received)| (Rank::from(peer), *received)).filter(move |(peer, _)| *peer != me);
+        let peers = peers.flat_map(move |(peer, received)| {
             let (head, tail) = (Word::Head { sender: peer, receiver: me }, Word::Tail { sender: me, receiver: peer });
             [(head, received), (tail, self.counters.staged(peer))]
-        })
+        });
+        peers.chain(network)
     }
 
     /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.
@@ -234,7 +259,8 @@ impl Lane {
     ) -> Result<(), CudaError> {
         let Submission { program, segment, tensors, edges } = *submission;
         let numbering = self.counters.take_up(self.me, program);
-        let places = Places { staging: &self.staging, half: numbering.half(), segment, tensors };
+        let network = self.network.as_deref();
+        let places = Places { staging: &self.staging, network, half: numbering.half(), segment, tensors };
         let mut batch = self.words.batch(edges.starts);
         numbering.credits().iter().for_each(|credit| self.words.add(&mut batch, *credit));
         for operation in &program.operations {

@@ -290,7 +290,9 @@ impl Kernels for Launches<'_> {
             Kernel::Average { into, blocks } => {
                 let size = blocks.first().map_or(element, |block| match block {
                     Memory::Own(slice) => of(slice.space),
-                    Memory::Staging { bytes, .. } => bytes / into.len,
+                    Memory::Staging { bytes, .. } | Memory::Outbound { bytes, .. } | Memory::Inbound { bytes, .. } => {
+                        bytes / into.len
+                    }
                 });
                 // Where sums are no longer than elements, they are elements.
                 let computation = if size == element { Computation::Average } else { Computation::AverageSums };

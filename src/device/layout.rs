@@ -4,6 +4,7 @@
 //! read without being told.
 
 use crate::schedule::{Action, Schedule, Slice, Space, StepId};
+use crate::types::Rank;
 
 /// Cells begin at a multiple of this many bytes, unless one continues another.
 pub const ALIGNMENT: usize = 256;
@@ -48,11 +49,21 @@ impl Layout {
     /// assert_eq!((offsets, layout.bytes()), ([0, 8, 8, 256], 258));
     /// ```
     pub fn new(schedule: &Schedule, element_bytes: impl Fn(Space) -> usize) -> Layout {
+        Layout::of_sends(schedule, element_bytes, |_| true)
+    }
+
+    /// The same for the messages to some ranks alone.
+    pub fn of_sends(
+        schedule: &Schedule,
+        element_bytes: impl Fn(Space) -> usize,
+        is_to: impl Fn(Rank) -> bool,
+    ) -> Layout {
         let mut layout = Layout { cells: vec![None; schedule.steps.len()], bytes: 0 };
         let mut published: Vec<(Slice, usize)> = Vec::new();
         for (step, action) in schedule.steps.iter().map(|step| step.action).enumerate() {
-            if let Action::Send { from, .. } = action
+            if let Action::Send { to, from } = action
                 && from.len > 0
+                && is_to(to)
             {
                 let element = element_bytes(from.space);
                 let known = published.iter().find(|(slice, _)| slice.contains(from));
@@ -62,6 +73,27 @@ impl Layout {
             }
             if let (_, Some(written)) = action.touches() {
                 published.retain(|(slice, _)| !slice.overlaps(written));
+            }
+        }
+        layout
+    }
+
+    /// The cells of the messages that come from some ranks, each of its own.
+    pub fn of_receives(
+        schedule: &Schedule,
+        element_bytes: impl Fn(Space) -> usize,
+        is_from: impl Fn(Rank) -> bool,
+    ) -> Layout {
+        let mut layout = Layout { cells: vec![None; schedule.steps.len()], bytes: 0 };
+        for (step, action) in schedule.steps.iter().map(|step| step.action).enumerate() {
+            if let Action::Recv { from, into } | Action::RecvReduce { from, into } = action
+                && into.len > 0
+                && is_from(from)
+            {
+                let offset = layout.bytes.next_multiple_of(ALIGNMENT);
+                let bytes = into.len.saturating_mul(element_bytes(into.space));
+                layout.bytes = offset.saturating_add(bytes);
+                layout.cells[step] = Some(Cell { offset, bytes, is_shared: false });
             }
         }
         layout
@@ -77,7 +109,7 @@ impl Layout {
         offset
     }
 
-    /// The cell of the message that `step` sends.
+    /// The cell of the message that `step` sends, or receives.
     pub fn cell(&self, step: StepId) -> Option<Cell> {
         self.cells[step as usize]
     }

@@ -10,12 +10,18 @@
 //! Operations are listed in the order of the schedule's steps, which ranks can take one after the other without a send that
 //! waits for its receive. So a program runs to its end on a single queue, whatever the other ranks' order of execution.
 //!
+//! # Other hosts
+//! A message to a rank of another host goes into pinned memory, and one from there comes through such memory; see
+//! [`network`](crate::device::network). So ranks are known by their places among those of their host, but in the
+//! [`Traffic`] with others.
+//!
 //! # Staging
 //! A segment uses one half of the staging memory, the next segment the other. No send waits inside a segment: what it
 //! waits for before it writes to a half are the readers of the segment before the last.
 
 use crate::algo::{self, Chunking, Collective, Scaling, Setting};
 use crate::device::layout::{Cell, Layout};
+use crate::device::network::{Parcel, Traffic};
 use crate::schedule::{Action, Schedule, Slice, Space, StepId};
 use crate::topo::Topology;
 use crate::types::Rank;
@@ -30,6 +36,8 @@ pub struct Program {
     pub sent: Vec<Sent>,
     /// By peer, how many messages come from it.
     pub received: Vec<u32>,
+    /// The messages to and from other hosts.
+    pub traffic: Traffic,
 }
 
 impl Program {
@@ -42,7 +50,7 @@ impl Program {
             Operation::Copy { .. } | Operation::Kernel(_) => 0,
         };
         let operations: usize = self.operations.iter().map(|operation| size_of::<Operation>() + of(operation)).sum();
-        operations + self.sent.len() * (size_of::<Sent>() + size_of::<u32>())
+        operations + self.traffic.bytes() + self.sent.len() * (size_of::<Sent>() + size_of::<u32>())
     }
 }
 
@@ -95,6 +103,21 @@ pub enum WordOperation {
         /// The last one's number.
         number: u32,
     },
+    /// Waits until the messages from other hosts up to this one have come.
+    AwaitInbound {
+        /// The last one's number among all from there.
+        number: u32,
+    },
+    /// Says that the messages to other hosts up to this one are ready.
+    PublishOutbound {
+        /// The last one's number among all that go there.
+        number: u32,
+    },
+    /// Says that this rank is done with the messages from other hosts up to this one.
+    ReleaseInbound {
+        /// The last one's number among all from there.
+        number: u32,
+    },
 }
 
 /// Where an operation reads or writes.
@@ -106,6 +129,20 @@ pub enum Memory {
     Staging {
         /// Whose.
         of: Rank,
+        /// The first byte.
+        offset: usize,
+        /// How many bytes.
+        bytes: usize,
+    },
+    /// Pinned memory for messages to other hosts, in the half that the segment uses.
+    Outbound {
+        /// The first byte.
+        offset: usize,
+        /// How many bytes.
+        bytes: usize,
+    },
+    /// Pinned memory for messages from other hosts, likewise.
+    Inbound {
         /// The first byte.
         offset: usize,
         /// How many bytes.
@@ -169,15 +206,27 @@ impl InPlace {
 pub struct Staged {
     element: usize,
     scaling: Scaling,
+    topo: Topology,
     schedules: Vec<Schedule>,
-    layouts: Vec<Layout>,
+    layouts: Vec<Layouts>,
+}
+
+/// Where the messages of one rank lie.
+#[derive(Clone, Debug)]
+struct Layouts {
+    /// In staging memory: those to ranks of its host.
+    staging: Layout,
+    /// In pinned memory: those to other hosts.
+    outbound: Layout,
+    /// In pinned memory: those from other hosts.
+    inbound: Layout,
 }
 
 impl Staged {
-    /// Plans `collective` for all ranks of one host by the algorithm of this name; nothing if that does not do it.
+    /// Plans `collective` for all ranks by the algorithm of this name; nothing if that does not do it.
     ///
     /// # Panics
-    /// When the ranks are on several hosts, or when the collective is an all_to_all of which ranks know only their part.
+    /// When the collective is an all_to_all of which ranks know only their part.
     pub fn plan(
         algorithm: &str,
         collective: &Collective,
@@ -185,25 +234,42 @@ impl Staged {
         element: usize,
         scaling: Scaling,
     ) -> Option<Staged> {
-        assert!(topo.hosts().len() == 1, "messages between hosts do not go through staging memory");
         assert!(!matches!(collective, Collective::AllToAll { .. }), "no rank knows the blocks of all");
         let setting = |me| Setting { me, topo, element, scaling, chunking: Chunking::Whole };
         let plan = |me| algo::plan_with(algorithm, collective, setting(me));
         let schedules = (0..topo.size()).map(Rank::from).map(plan).collect::<Option<_>>()?;
-        Some(Staged::new(schedules, element, scaling))
+        Some(Staged::of_hosts(topo.clone(), schedules, element, scaling))
     }
 
     /// The schedules of all ranks of one host; an element has so many bytes.
     pub fn new(schedules: Vec<Schedule>, element: usize, scaling: Scaling) -> Staged {
-        let mut staged = Staged { element, scaling, schedules, layouts: Vec::new() };
-        let layout = |schedule| Layout::new(schedule, |space| staged.element_bytes(space));
-        staged.layouts = staged.schedules.iter().map(layout).collect();
+        Staged::of_hosts(Topology::single_host(schedules.len()), schedules, element, scaling)
+    }
+
+    fn of_hosts(topo: Topology, schedules: Vec<Schedule>, element: usize, scaling: Scaling) -> Staged {
+        let mut staged = Staged { element, scaling, topo, schedules, layouts: Vec::new() };
+        let layouts = |(me, schedule): (usize, &Schedule)| {
+            let bytes = |space| staged.element_bytes(space);
+            let is_local = |peer| staged.topo.same_host(Rank::from(me), peer);
+            Layouts {
+                staging: Layout::of_sends(schedule, bytes, is_local),
+                outbound: Layout::of_sends(schedule, bytes, |peer| !is_local(peer)),
+                inbound: Layout::of_receives(schedule, bytes, |peer| !is_local(peer)),
+            }
+        };
+        staged.layouts = staged.schedules.iter().enumerate().map(layouts).collect();
         staged
     }
 
     /// How many bytes of staging memory the messages of one rank take: of the one that needs most.
     pub fn bytes(&self) -> usize {
-        self.layouts.iter().map(Layout::bytes).max().unwrap_or(0)
+        self.layouts.iter().map(|layouts| layouts.staging.bytes()).max().unwrap_or(0)
+    }
+
+    /// The same of pinned memory, in each direction.
+    pub fn network_bytes(&self) -> usize {
+        let of = |layouts: &Layouts| layouts.outbound.bytes().max(layouts.inbound.bytes());
+        self.layouts.iter().map(of).max().unwrap_or(0)
     }
 
     /// The schedule of rank `me`.
@@ -227,7 +293,7 @@ impl Staged {
 
     /// The cells of the messages from `sender` to `receiver`, in order; nothing for messages without data.
     fn cells(&self, sender: Rank, receiver: Rank) -> Vec<Option<Cell>> {
-        let (schedule, layout) = (&self.schedules[sender.index()], &self.layouts[sender.index()]);
+        let (schedule, layout) = (&self.schedules[sender.index()], &self.layouts[sender.index()].staging);
         let sends = schedule.steps.iter().enumerate();
         let to_receiver = |action| matches!(action, Action::Send { to, .. } if to == receiver);
         sends.filter(|(_, step)| to_receiver(step.action)).map(|(id, _)| layout.cell(id as StepId)).collect()
@@ -245,9 +311,11 @@ struct Alias {
 struct Lowering<'a> {
     staged: &'a Staged,
     me: Rank,
+    /// The place of this rank on its host.
+    seat: Rank,
     in_place: Option<InPlace>,
     schedule: &'a Schedule,
-    /// By sender, the cells of its messages to this rank.
+    /// By sender of this host, the cells of its messages to this rank.
     cells: Vec<Vec<Option<Cell>>>,
     aliases: Vec<Alias>,
     program: Program,
@@ -261,15 +329,22 @@ struct Lowering<'a> {
 
 impl<'a> Lowering<'a> {
     fn new(staged: &'a Staged, me: Rank, in_place: Option<InPlace>) -> Lowering<'a> {
-        let size = staged.schedules.len();
+        let here = &staged.topo.hosts()[staged.topo.host_of(me)];
+        let size = here.len();
         Lowering {
             staged,
             me,
+            seat: staged.topo.seat(me),
             in_place,
             schedule: &staged.schedules[me.index()],
-            cells: (0..size).map(|sender| staged.cells(Rank::from(sender), me)).collect(),
+            cells: here.iter().map(|sender| staged.cells(*sender, me)).collect(),
             aliases: Vec::new(),
-            program: Program { operations: Vec::new(), sent: vec![Sent::default(); size], received: vec![0; size] },
+            program: Program {
+                operations: Vec::new(),
+                sent: vec![Sent::default(); size],
+                received: vec![0; size],
+                traffic: Traffic::default(),
+            },
             words: Vec::new(),
             copies: Vec::new(),
             consumed: vec![0; size],
@@ -283,7 +358,7 @@ impl<'a> Lowering<'a> {
         match action {
             Action::Send { to, from } => self.send(step, to, from),
             Action::Recv { from, into } => {
-                let Some(cell) = self.receive(from) else { return };
+                let Some(cell) = self.receive(step, from) else { return };
                 if self.stays_in_staging(step, into) {
                     self.aliases.push(Alias { slice: into, cell });
                     return;
@@ -295,7 +370,7 @@ impl<'a> Lowering<'a> {
                 }
             }
             Action::RecvReduce { from, into } => {
-                if let Some(cell) = self.receive(from) {
+                if let Some(cell) = self.receive(step, from) {
                     self.compute(Kernel::Fold { into, position: 0, others: vec![cell] });
                 }
             }
@@ -327,16 +402,22 @@ impl<'a> Lowering<'a> {
 
     /// Copies what is sent to its cell, and publishes it together with what is sent right before and after.
     fn send(&mut self, step: StepId, to: Rank, from: Slice) {
-        if self.words.iter().any(|word| matches!(word, WordOperation::Await { .. })) {
+        let waits =
+            |word: &WordOperation| matches!(word, WordOperation::Await { .. } | WordOperation::AwaitInbound { .. });
+        if self.words.iter().any(waits) {
             self.flush();
         }
+        if !self.staged.topo.same_host(self.me, to) {
+            return self.send_away(step, to, from);
+        }
+        let to = self.staged.topo.seat(to);
         let sent = &mut self.program.sent[to.index()];
         sent.messages += 1;
         let number = sent.messages;
-        if let Some(cell) = self.staged.layouts[self.me.index()].cell(step) {
+        if let Some(cell) = self.staged.layouts[self.me.index()].staging.cell(step) {
             sent.staged = number;
             if !cell.is_shared {
-                let into = Memory::Staging { of: self.me, offset: cell.offset, bytes: cell.bytes };
+                let into = Memory::Staging { of: self.seat, offset: cell.offset, bytes: cell.bytes };
                 self.push(Operation::Copy { from: Memory::Own(from), into });
             }
         }
@@ -348,8 +429,36 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Waits for the next message from a rank. Where its data lies, if it has any.
-    fn receive(&mut self, from: Rank) -> Option<Memory> {
+    /// The same for another host.
+    fn send_away(&mut self, step: StepId, to: Rank, from: Slice) {
+        let cell = self.staged.layouts[self.me.index()].outbound.cell(step);
+        let Cell { offset, bytes, is_shared } = cell.unwrap_or(Cell { offset: 0, bytes: 0, is_shared: true });
+        self.program.traffic.outbound.push(Parcel { peer: to, offset, bytes });
+        let number = self.program.traffic.outbound.len() as u32;
+        if !is_shared {
+            self.push(Operation::Copy { from: Memory::Own(from), into: Memory::Outbound { offset, bytes } });
+        }
+        let earlier = |word: &&mut WordOperation| matches!(word, WordOperation::PublishOutbound { .. });
+        match self.words.iter_mut().find(earlier) {
+            Some(WordOperation::PublishOutbound { number: last }) => *last = number,
+            _ => self.words.push(WordOperation::PublishOutbound { number }),
+        }
+    }
+
+    /// Waits for the message that `step` receives. Where its data lies, if it has any.
+    fn receive(&mut self, step: StepId, from: Rank) -> Option<Memory> {
+        if !self.staged.topo.same_host(self.me, from) {
+            let cell = self.staged.layouts[self.me.index()].inbound.cell(step);
+            let (offset, bytes) = cell.map_or((0, 0), |cell| (cell.offset, cell.bytes));
+            self.program.traffic.inbound.push(Parcel { peer: from, offset, bytes });
+            let number = self.program.traffic.inbound.len() as u32;
+            match self.words.last_mut() {
+                Some(WordOperation::AwaitInbound { number: last }) => *last = number,
+                _ => self.words.push(WordOperation::AwaitInbound { number }),
+            }
+            return cell.map(|_| Memory::Inbound { offset, bytes });
+        }
+        let from = self.staged.topo.seat(from);
         let received = &mut self.program.received[from.index()];
         let cell = self.cells[from.index()][*received as usize];
         *received += 1;
@@ -432,8 +541,11 @@ impl<'a> Lowering<'a> {
     fn finish(mut self) -> Program {
         self.flush();
         let releases = self.consumed.iter().enumerate().filter(|(_, number)| **number > 0);
+        let releases =
+            releases.map(|(from, number)| WordOperation::Release { from: Rank::from(from), number: *number });
+        let inbound = self.program.traffic.inbound.len() as u32;
         self.words =
-            releases.map(|(from, number)| WordOperation::Release { from: Rank::from(from), number: *number }).collect();
+            releases.chain((inbound > 0).then_some(WordOperation::ReleaseInbound { number: inbound })).collect();
         self.flush();
         self.program
     }
@@ -450,6 +562,16 @@ impl Memory {
                 if of == next_of && offset + bytes == next =>
             {
                 Some(Memory::Staging { of, offset, bytes: bytes + more })
+            }
+            (Memory::Outbound { offset, bytes }, Memory::Outbound { offset: next, bytes: more })
+                if offset + bytes == next =>
+            {
+                Some(Memory::Outbound { offset, bytes: bytes + more })
+            }
+            (Memory::Inbound { offset, bytes }, Memory::Inbound { offset: next, bytes: more })
+                if offset + bytes == next =>
+            {
+                Some(Memory::Inbound { offset, bytes: bytes + more })
             }
             _ => None,
         }

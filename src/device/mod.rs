@@ -7,7 +7,8 @@
 //! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
 //! there, [`lower`] turns a schedule into a [`lower::Program`], which [`plans`] keep, and [`counters`] give its words their
 //! values. Messages between two ranks take another way: [`rounds`] turns batches of them into operations, and [`rings`] count
-//! for them.
+//! for them. What goes to other hosts and comes from there is [`network`] traffic, which the CPU engine
+//! exchanges for its [`other_hosts`].
 //!
 //! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`] module
 //! reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
@@ -39,6 +40,8 @@ pub mod layout;
 pub mod lower;
 pub(crate) mod message_log;
 pub(crate) mod messages;
+pub mod network;
+pub(crate) mod other_hosts;
 pub(crate) mod pairs;
 pub(crate) mod parts;
 pub(crate) mod plans;

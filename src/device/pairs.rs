@@ -129,7 +129,7 @@ impl Pair {
         let events = events.expect("no rank has told a failure");
         let cells = staging.pop().expect("one is wanted");
         let control = Arc::new(Control::new(words, layout, place, width).of_some(names, own.size));
-        let in_flight = |lane| InFlight::new(comm.clone(), lane, control.clone(), ends.clone());
+        let in_flight = |lane| InFlight::new(comm.clone(), lane, control.clone(), ends.clone(), None);
         let link = Link { in_flight: [in_flight(0), in_flight(1)], control };
         let ends = events.map(|end| End { number: 0, last: None, end });
         let (link, registered) = (Arc::new(link), Arc::new(registered));
@@ -191,13 +191,14 @@ impl Pairs {
 
     /// A ring's pair, the lane of its words there, and a word as that has it.
     fn local(&self, word: Word) -> (&Pair, usize, Word) {
-        let (Word::Head { sender, receiver } | Word::Tail { sender, receiver }) = word;
+        let (sender, receiver, is_head) = match word {
+            Word::Head { sender, receiver } => (sender, receiver, true),
+            Word::Tail { sender, receiver } => (sender, receiver, false),
+            other => unreachable!("{other:?} is no word of a ring"),
+        };
         let pair = self.pair(self.peer(sender, receiver));
         let (sender, receiver) = (pair.place(sender), pair.place(receiver));
-        let local = match word {
-            Word::Head { .. } => Word::Head { sender, receiver },
-            Word::Tail { .. } => Word::Tail { sender, receiver },
-        };
+        let local = if is_head { Word::Head { sender, receiver } } else { Word::Tail { sender, receiver } };
         (pair, sender.index(), local)
     }
 

@@ -41,6 +41,8 @@ pub(crate) struct Room {
     pub(crate) half: usize,
     /// Bytes of scratch memory, and as many for sums.
     pub(crate) scratch: usize,
+    /// Bytes of half of the memory for messages to other hosts, and as many for messages from there.
+    pub(crate) network: usize,
 }
 
 /// The plans of one communicator.
@@ -60,9 +62,8 @@ pub(crate) struct Plans {
 const CACHE_BYTES: usize = 8 << 20;
 
 impl Plans {
-    /// No plans yet, for ranks that are all on one host.
-    pub(crate) fn new(me: Rank, size: usize, algorithm: Option<String>, room: Room) -> Plans {
-        let topo = Topology::single_host(size);
+    /// No plans yet.
+    pub(crate) fn new(me: Rank, topo: Topology, algorithm: Option<String>, room: Room) -> Plans {
         Plans { me, topo, algorithm, room, cached: HashMap::new(), bytes: 0 }
     }
 
@@ -135,7 +136,7 @@ impl Plans {
         Segment::of(collective, self.me, self.topo.size(), from, len).expect("no all_to_all has segments")
     }
 
-    /// How much of half of the staging memory a segment takes; where scratch memory does not hold what it needs, too much.
+    /// How much of half of the staging memory a segment takes; where other memory does not hold what it needs, too much.
     fn needed(&self, staged: &Staged, shape: &Shape) -> usize {
         let ranks = (0..self.topo.size()).map(|rank| staged.schedule(Rank::from(rank)));
         let bytes = |space, count: usize| count.saturating_mul(shape.scaling.bytes_in(space, shape.element));
@@ -143,7 +144,12 @@ impl Plans {
             .map(|schedule| bytes(Space::Scratch, schedule.scratch).max(bytes(Space::Sums, schedule.sums)))
             .max()
             .unwrap_or(0);
-        if scratch > self.room.scratch { self.room.half.saturating_add(scratch) } else { staged.bytes() }
+        let network = staged.network_bytes();
+        match () {
+            () if scratch > self.room.scratch => self.room.half.saturating_add(scratch),
+            () if network > self.room.network => self.room.half.saturating_add(network),
+            () => staged.bytes(),
+        }
     }
 }
 

@@ -216,7 +216,7 @@ impl Replay {
             Busy::Runs(_) => {
                 let awaits = operation.awaits.iter();
                 let is_behind = |(word, value): &&(Word, u64)| !is_reached(found(COUNTS, *word), *value, self.width);
-                awaits.filter(is_behind).map(|(word, _)| writer(*word)).collect()
+                awaits.filter(is_behind).filter_map(|(word, _)| writer(*word)).collect()
             }
         };
         missing.sort_unstable();
@@ -244,7 +244,7 @@ impl Replay {
     }
 
     fn store(&self, lane: usize, word: Word, value: u64) {
-        assert_eq!(waiter(word), self.me, "{word:?} is set by who waits for it");
+        assert_eq!(waiter(word), Some(self.me), "{word:?} is set by who waits for it");
         self.words.word(self.layout.words().index(lane, word)).store(value, Ordering::Release);
     }
 }

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::deadline::deadline_after;
 use crate::device::descriptors::{Address, Post};
+use crate::device::network::NetworkMemory;
 use crate::device::staging::{Staging, StagingKind};
 use crate::error::{Error, InitError};
 use crate::sync::Arc;
@@ -22,6 +23,7 @@ use crate::sys::cuda::{
 };
 use crate::sys::process::ProcessId;
 use crate::sys::words::SharedWords;
+use crate::topo::Topology;
 use crate::types::Rank;
 
 /// What a rank brings to the setup.
@@ -39,7 +41,7 @@ pub struct Wanted<'a> {
     pub host: &'a str,
     /// The bytes of half of each of a rank's staging memories, as this rank is set; rank 0's hold.
     pub halves: &'a [usize],
-    /// How many words the ranks share: the same number on every rank.
+    /// How many words the ranks of its host share: the same number on each of them.
     pub words: usize,
     /// The version of what lies in them.
     pub layout: u32,
@@ -50,19 +52,23 @@ pub struct Wanted<'a> {
 /// Tells every rank some bytes, and returns those of all ranks, by rank. It waits for all of them.
 pub type AllGather<'a> = dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>, Error> + 'a;
 
-/// What the setup has made: everything that programs need, of all ranks.
+/// What the setup has made: everything that programs need, of all ranks of the host.
 #[derive(Debug)]
 pub struct Parts {
     /// The own device's.
     pub context: Arc<Context>,
-    /// The words of all ranks.
+    /// The words of all ranks of the host.
     pub words: Arc<SharedWords>,
     /// The same, as the own device reaches them.
     pub registered: RegisteredWords,
-    /// The staging memories of all ranks, mapped, in the order in which they were wanted.
+    /// The staging memories of all ranks of the host, by their places there, mapped, in the order in which they were wanted.
     pub staging: Vec<Staging>,
+    /// Where there are other hosts: the memory for messages to and from there.
+    pub network: Option<NetworkMemory>,
     /// How much of a word every device can wait for.
     pub width: Width,
+    /// Which ranks share a host.
+    pub topo: Topology,
     /// What each rank has told, by rank.
     pub members: Vec<Member>,
 }
@@ -117,14 +123,6 @@ pub struct Decision {
 pub fn decide(comm: &str, names: &[Rank], members: &[Member]) -> Result<Decision, InitError> {
     let named = |ranks: &[usize]| named(names, ranks);
     let error = |text: String| Err(InitError::Config(format!("communicator `{comm}`: {text}")));
-    let hosts = groups(members, |member| &member.host);
-    if hosts.len() > 1 {
-        let list: Vec<String> = hosts.iter().map(|(host, ranks)| format!("{} on `{host}`", named(ranks))).collect();
-        return error(format!(
-            "CUDA tensors of ranks on several hosts are not served yet: {}; use cpu:ncclx_rs,cuda:nccl",
-            list.join(", ")
-        ));
-    }
     let layouts = groups(members, |member| &member.layout);
     if layouts.len() > 1 {
         let list: Vec<String> =
@@ -161,14 +159,17 @@ pub fn decide(comm: &str, names: &[Rank], members: &[Member]) -> Result<Decision
     })
 }
 
-/// Why devices cannot copy from each other's memory, if so.
+/// Why devices of a host cannot copy from each other's memory, if so.
 fn obstacle(names: &[Rank], members: &[Member]) -> Option<String> {
-    let closed = ranks_where(members, |member| !member.exports_memory);
-    if members.len() > 1 && !closed.is_empty() {
+    let is_alone = |member: &Member| members.iter().filter(|other| other.host == member.host).count() == 1;
+    let closed = ranks_where(members, |member| !member.exports_memory && !is_alone(member));
+    if !closed.is_empty() {
         return Some(format!("the device of {} cannot hand its memory to another process", named(names, &closed)));
     }
     members.iter().enumerate().find_map(|(rank, member)| {
-        let reaches = |other: &Member| other.device == member.device || member.reaches.contains(&other.device);
+        let reaches = |other: &Member| {
+            other.host != member.host || other.device == member.device || member.reaches.contains(&other.device)
+        };
         let other = members.iter().position(|other| !reaches(other))?;
         let (rank, other) = (names[rank], names[other]);
         Some(format!("the device of rank {rank} does not reach that of rank {other}, or its process does not see it"))
@@ -193,13 +194,30 @@ pub fn set_up(
     if me.index() == 0 && decision.staging == StagingKind::Host {
         log::info!("communicator `{comm}`: tensors go through memory of the host, since {}", decision.reason);
     }
-    let (own, offer) = split(Own::make(wanted, &decision, members.len()));
+    let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
+    let topo = Topology::new(&hosts);
+    let here = topo.hosts()[topo.host_of(me)].clone();
+    let here_names: Vec<Rank> = here.iter().map(|rank| names[rank.index()]).collect();
+    let neighbours = Neighbours { seat: topo.seat(me), names: &here_names, has_others: topo.hosts().len() > 1 };
+    let (own, offer) = split(Own::make(wanted, &decision, neighbours));
     let offers: Vec<Offer> = tell(comm, names, all_gather, offer)?;
+    let offers: Vec<&Offer> = here.iter().map(|rank| &offers[rank.index()]).collect();
     let own = own.expect("no rank has told a failure");
-    let (mapped, told) = split(own.share(wanted, &offers, are_there).map(|mapped| (mapped, ())));
+    let (mapped, told) = split(own.share(wanted, &offers, neighbours, are_there).map(|mapped| (mapped, ())));
     tell(comm, names, all_gather, told)?;
-    let Mapped { context, words, registered, staging } = mapped.expect("no rank has told a failure");
-    Ok(Parts { context, words, registered, staging, width: decision.width, members })
+    let Mapped { context, words, registered, staging, network } = mapped.expect("no rank has told a failure");
+    Ok(Parts { context, words, registered, staging, network, width: decision.width, topo, members })
+}
+
+/// The ranks of a host.
+#[derive(Clone, Copy)]
+struct Neighbours<'a> {
+    /// This one's place among them.
+    seat: Rank,
+    /// What the communicator calls them, by place.
+    names: &'a [Rank],
+    /// Whether there are ranks elsewhere.
+    has_others: bool,
 }
 
 /// What a communicator says of its ranks.
@@ -310,10 +328,11 @@ fn probe(wanted: &Wanted<'_>) -> Result<Member, Failure> {
 /// What a rank has made, and is about to hand over.
 struct Own {
     context: Arc<Context>,
-    /// The first rank's.
+    /// The first rank's of a host.
     words: Option<SharedWords>,
     /// With a descriptor for the others.
     staging: Vec<(Staging, OwnedFd)>,
+    network: Option<NetworkMemory>,
     post: Post,
 }
 
@@ -331,11 +350,14 @@ struct Mapped {
     words: Arc<SharedWords>,
     registered: RegisteredWords,
     staging: Vec<Staging>,
+    network: Option<NetworkMemory>,
 }
 
 impl Own {
-    fn make(wanted: &Wanted<'_>, decision: &Decision, ranks: usize) -> Result<(Own, Offer), Failure> {
-        let &Wanted { me, device, .. } = wanted;
+    fn make(wanted: &Wanted<'_>, decision: &Decision, neighbours: Neighbours<'_>) -> Result<(Own, Offer), Failure> {
+        let &Wanted { device, .. } = wanted;
+        let Neighbours { seat: me, names, has_others } = neighbours;
+        let ranks = names.len();
         let context = Device::new(device).and_then(Context::primary);
         let context = context.map_err(failed(format_args!("the context of its device {device}")))?;
         let (mut staging, mut lengths) = (vec![], vec![]);
@@ -352,52 +374,61 @@ impl Own {
             staging.push((made, fd));
             lengths.push(len);
         }
+        let half = NetworkMemory::half_beside(decision.halves.first().copied().unwrap_or(0));
+        let network = has_others.then(|| NetworkMemory::new(&context, half)).transpose();
+        let network =
+            network.map_err(failed(format_args!("{} bytes of memory for messages to other hosts", 4 * half)))?;
         let words = (me.index() == 0).then(|| SharedWords::new(wanted.words)).transpose();
         let words = words.map_err(failed(format_args!("{} shared words", wanted.words)))?;
         let post = Post::open().map_err(failed("a place for file descriptors"))?;
         let offer = Offer { address: post.address().clone(), staging: lengths };
-        Ok((Own { context, words, staging, post }, offer))
+        Ok((Own { context, words, staging, network, post }, offer))
     }
 
-    /// Hands own memory to all ranks, and maps theirs.
-    fn share(self, wanted: &Wanted<'_>, offers: &[Offer], are_there: &dyn Fn() -> bool) -> Result<Mapped, Failure> {
-        let Own { context, words, staging, post } = self;
+    /// Hands own memory to all ranks of the host, and maps theirs.
+    fn share(
+        self,
+        wanted: &Wanted<'_>,
+        offers: &[&Offer],
+        neighbours: Neighbours<'_>,
+        are_there: &dyn Fn() -> bool,
+    ) -> Result<Mapped, Failure> {
+        let Own { context, words, staging, network, post } = self;
         let (mut staging, own_fds): (Vec<Staging>, Vec<OwnedFd>) = staging.into_iter().unzip();
         // Staging memory first.
         let own: Vec<BorrowedFd<'_>> = own_fds.iter().map(AsFd::as_fd).chain(words.as_ref().map(AsFd::as_fd)).collect();
         let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
         let deadline = deadline_after(Instant::now(), wanted.timeout);
-        let taken = post.exchange(wanted.me, &addresses, &own, deadline, are_there);
-        let taken =
-            taken.map_err(|error| error.naming(wanted.names)).map_err(failed("the exchange of file descriptors"))?;
+        let taken = post.exchange(neighbours.seat, &addresses, &own, deadline, are_there);
+        let taken = taken.map_err(|error| error.naming(neighbours.names)).map_err(failed(EXCHANGE))?;
         let mut others_words = None;
-        for (rank, (fds, offer)) in taken.into_iter().zip(offers).enumerate() {
+        for (seat, (fds, offer)) in taken.into_iter().zip(offers).enumerate() {
+            let rank = neighbours.names[seat];
             let mut fds = fds.into_iter();
             for (number, staging) in staging.iter_mut().enumerate() {
                 let (memory, len) = (fds.next(), offer.staging.get(number));
-                let (memory, len) =
-                    memory.zip(len).ok_or_else(|| failed("the exchange of file descriptors")(NONE_FROM))?;
-                let name = wanted.names[rank];
+                let (memory, len) = memory.zip(len).ok_or_else(|| failed(EXCHANGE)(NONE_FROM))?;
                 staging
-                    .import(Rank::from(rank), memory.as_fd(), *len)
-                    .map_err(failed(format_args!("the staging memory of rank {name}")))?;
+                    .import(Rank::from(seat), memory.as_fd(), *len)
+                    .map_err(failed(format_args!("the staging memory of rank {rank}")))?;
             }
             others_words = others_words.or(fds.next());
         }
         let words = match (words, others_words) {
             (Some(words), _) => words,
             (None, Some(fd)) => SharedWords::open(fd, wanted.words)
-                .map_err(failed(format_args!("the words that rank {} has made", wanted.names[0])))?,
+                .map_err(failed(format_args!("the words that rank {} has made", neighbours.names[0])))?,
             (None, None) => {
-                return Err(failed(format_args!("the words that rank {} has made", wanted.names[0]))(NONE_FROM));
+                return Err(failed(format_args!("the words that rank {} has made", neighbours.names[0]))(NONE_FROM));
             }
         };
         let words = Arc::new(words);
         let registered = RegisteredWords::new(&context, &words).map_err(failed("the words for its device"))?;
-        Ok(Mapped { context, words, registered, staging })
+        Ok(Mapped { context, words, registered, staging, network })
     }
 }
 
+const EXCHANGE: &str = "the exchange of file descriptors";
 const NONE_FROM: &str = "a rank has handed too few over";
 
 /// The first that has the operations on words of which programs are made.
@@ -510,13 +541,13 @@ mod tests {
     }
 
     #[test]
-    fn ranks_on_several_hosts_are_told_what_to_use() {
-        let apart = |rank, member: &mut Member| member.host = if rank == 1 { "two" } else { "one" }.to_owned();
-        assert_eq!(
-            decision(3, apart).expect_err("two hosts"),
-            "communicator `main`: CUDA tensors of ranks on several hosts are not served yet: ranks [0, 2] on `one`, \
-             rank 1 on `two`; use cpu:ncclx_rs,cuda:nccl"
-        );
+    fn devices_need_not_reach_those_of_other_hosts() {
+        let apart = |rank, member: &mut Member| {
+            member.host = if rank == 1 { "two" } else { "one" }.to_owned();
+            member.reaches.retain(|other| (rank == 1) == (other.0[0] == 1));
+            member.exports_memory = rank != 1;
+        };
+        assert_eq!(decision(3, apart).expect("they fit together").staging, StagingKind::Device);
     }
 
     #[test]

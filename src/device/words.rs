@@ -26,7 +26,7 @@ impl WordLayout {
 
     /// How many words there are.
     pub fn count(self) -> usize {
-        2 * self.lanes * self.ranks * self.ranks
+        2 * self.lanes * self.ranks * (self.ranks + NETWORK_WORDS / 2)
     }
 
     /// The number of a lane's word. Those that one rank waits for lie together.
@@ -36,7 +36,7 @@ impl WordLayout {
     /// use ncclx_rs::device::counters::Word;
     /// use ncclx_rs::device::words::WordLayout;
     /// let layout = WordLayout::new(3, 2);
-    /// assert_eq!(layout.count(), 36);
+    /// assert_eq!(layout.count(), 36 + 24); // four more for each rank's messages to and from other hosts
     /// let head = Word::Head { sender: Rank(2), receiver: Rank(0) };
     /// let tail = Word::Tail { sender: Rank(0), receiver: Rank(1) };
     /// assert_eq!((layout.index(0, head), layout.index(0, tail), layout.index(1, head)), (2, 4, 20));
@@ -48,15 +48,28 @@ impl WordLayout {
         let (waits, writes, kind) = match word {
             Word::Head { sender, receiver } => (receiver, sender, 0),
             Word::Tail { sender, receiver } => (sender, receiver, 1),
+            Word::Outbound { of } => return self.network(lane, of, 0),
+            Word::Sent { of } => return self.network(lane, of, 1),
+            Word::Inbound { of } => return self.network(lane, of, 2),
+            Word::Taken { of } => return self.network(lane, of, 3),
         };
         assert!(lane < self.lanes && self.has(waits) && self.has(writes), "no {word:?} on lane {lane} of {self:?}");
         self.first + ((lane * self.ranks + waits.index()) * 2 + kind) * self.ranks + writes.index()
+    }
+
+    /// Behind the words of pairs.
+    fn network(self, lane: usize, of: Rank, kind: usize) -> usize {
+        assert!(lane < self.lanes && self.has(of), "no words of rank {of} on lane {lane} of {self:?}");
+        self.first + 2 * self.lanes * self.ranks * self.ranks + (lane * self.ranks + of.index()) * NETWORK_WORDS + kind
     }
 
     fn has(self, rank: Rank) -> bool {
         rank.index() < self.ranks
     }
 }
+
+/// The words of a rank and a lane for messages to and from other hosts.
+const NETWORK_WORDS: usize = 4;
 
 /// Which line of a control segment is which, for so many ranks and lanes.
 ///
@@ -209,6 +222,13 @@ mod tests {
                 lines.push(layout.lane_words().index(lane, Word::Tail { sender: me, receiver: other }));
             }
             for rank in (0..ranks).map(Rank::from) {
+                let network = [
+                    Word::Outbound { of: rank },
+                    Word::Sent { of: rank },
+                    Word::Inbound { of: rank },
+                    Word::Taken { of: rank },
+                ];
+                lines.extend(network.map(|word| layout.lane_words().index(lane, word)));
                 for number in 0..SLOTS as u64 {
                     lines.extend([layout.started(rank, lane, number), layout.done(rank, lane, number)]);
                     lines.push(layout.call(rank, lane, number));

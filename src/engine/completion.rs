@@ -16,6 +16,10 @@ pub(crate) enum OpId {
     RmaOp(u64),
     /// Other ranks' accesses to this rank's part of the window with this id.
     Window(u64),
+    /// The message to another host of this number, of the communicator's device.
+    Outbound(u64),
+    /// The message from another host of this number, likewise.
+    Inbound(u64),
     /// The protocol itself.
     Protocol,
 }

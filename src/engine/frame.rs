@@ -41,7 +41,8 @@ pub(crate) enum FrameKind {
     /// The next bytes of the message `token` of the frame's sender.
     Data = 4,
     /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why; `index` is a
-    /// [`Scope`]. A collective's `token` is one more than the rank whose loss is the reason, or zero.
+    /// [`Scope`], or the kind of a device's failure. A collective's `token` is one more than the rank that is the reason, or
+    /// zero.
     Fail = 5,
     /// The message `token` of the frame's sender is no longer at the address that its `Rts` named.
     Invalidated = 6,
@@ -111,6 +112,8 @@ pub(crate) enum MatchSpace {
     Collective = 0,
     /// `key` is the tag, or the window.
     PointToPoint = 1,
+    /// As `Collective`, of what a device does.
+    Device = 2,
 }
 
 /// What an RTS says of a message.
@@ -131,18 +134,23 @@ pub(crate) enum Failed {
     Collective { sequence: u64, scope: Scope, lost: Option<Rank> },
     /// By its sender's token.
     Message(u64),
+    /// A collective on a device and all later ones, why, and the rank at fault.
+    Device { sequence: u64, kind: u32, culprit: Rank },
 }
 
 impl Failed {
     /// The header of the frame that tells of it, in a text of so many bytes.
     pub(crate) fn header(self, len: usize) -> Header {
-        let (match_space, key, token, scope) = match self {
+        let (match_space, key, token, index) = match self {
             Failed::Collective { sequence, scope, lost } => {
-                (MatchSpace::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), scope)
+                (MatchSpace::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), scope as u32)
             }
-            Failed::Message(token) => (MatchSpace::PointToPoint, 0, token, Scope::Operation),
+            Failed::Message(token) => (MatchSpace::PointToPoint, 0, token, Scope::Operation as u32),
+            Failed::Device { sequence, kind, culprit } => {
+                (MatchSpace::Device, sequence, u64::from(culprit.0) + 1, kind)
+            }
         };
-        Header { index: scope as u32, ..Header::control(FrameKind::Fail, match_space, key, token, len as u64) }
+        Header { index, ..Header::control(FrameKind::Fail, match_space, key, token, len as u64) }
     }
 }
 
@@ -234,6 +242,7 @@ impl Header {
         let match_space = match bytes[1] {
             0 => Some(MatchSpace::Collective),
             1 => Some(MatchSpace::PointToPoint),
+            2 => Some(MatchSpace::Device),
             _ => None,
         };
         let (Some(kind), Some(match_space)) = (kind, match_space) else {
@@ -314,13 +323,13 @@ mod tests {
     proptest! {
         #[test]
         fn a_header_survives_the_wire(
-            kind in 0..FrameKind::ALL.len(), p2p: bool, operation: u8, dtype: u8, reduction: u8, algorithm: u8, root: u32,
+            kind in 0..FrameKind::ALL.len(), space in 0..3usize, operation: u8, dtype: u8, reduction: u8, algorithm: u8, root: u32,
             count: u64, key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64, is_busy: bool,
         ) {
             let segment = SegmentId::from_bits(segment);
             let address = (address != 0 || segment.is_some()).then_some(MemoryAddress { address, segment });
             let signature = Signature { operation, dtype, reduction, algorithm, root, count };
-            let match_space = if p2p { MatchSpace::PointToPoint } else { MatchSpace::Collective };
+            let match_space = [MatchSpace::Collective, MatchSpace::PointToPoint, MatchSpace::Device][space];
             let kind = FrameKind::ALL[kind];
             let (token, address) = if kind.has_token() { (token, address) } else { (0, None) };
             let header = Header { kind, match_space, signature, key, index, token, len, address, is_busy };

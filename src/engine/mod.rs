@@ -15,6 +15,7 @@
 //! | rendezvous | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
 //! | protocols | `context` | what all protocols get with a call |
 //! | | `collective`, `message`, `window` | one kind of operation each; none knows another |
+//! | | `relay` | what collectives on devices send to other hosts |
 //! | engine | `progress` | all state behind one lock, the loop, and who is told what is done |
 //! | | `fast_path` | operations that end in the call that submits them |
 //! | | `shutdown`, `dump` | ends that nothing can go on after, and the flight recorder as a file |
@@ -48,6 +49,7 @@ pub(crate) mod progress;
 pub(crate) mod recv_buffer;
 pub mod reduce;
 pub(crate) mod region;
+pub(crate) mod relay;
 pub(crate) mod rndv;
 pub(crate) mod shutdown;
 pub(crate) mod single_copy;

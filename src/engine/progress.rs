@@ -20,6 +20,7 @@ use crate::engine::heartbeat::Heartbeat;
 use crate::engine::message::{MessageRequest, Messages};
 use crate::engine::plan::Executed;
 use crate::engine::recv_buffer::Sink;
+use crate::engine::relay::Relay;
 use crate::engine::rndv::Rendezvous;
 use crate::engine::wait_policy::{Cpu, Wait};
 use crate::engine::window::{RmaRequest, Windows};
@@ -38,6 +39,7 @@ pub(crate) struct Engine {
     pub(crate) collectives: Collectives,
     pub(crate) messages: Messages,
     pub(crate) windows: Windows,
+    pub(crate) relay: Relay,
     pub(crate) buffered_sends: BufferedSends,
     pub(crate) cpu: Cpu,
     turns: u32,
@@ -76,6 +78,7 @@ impl Engine {
             collectives: Collectives::new(size),
             messages: Messages::new(size),
             windows: Windows::default(),
+            relay: Relay::new(size),
             buffered_sends: BufferedSends::default(),
             cpu: Cpu::default(),
             turns: 0,
@@ -202,7 +205,8 @@ impl Engine {
 
     /// Whether no operation is in flight, nor a message that outlives its operation.
     pub(crate) fn is_settled(&self) -> bool {
-        self.collectives.is_idle() && self.messages.is_idle() && self.windows.is_idle() && self.context.rndv.is_idle()
+        let is_idle = self.collectives.is_idle() && self.messages.is_idle() && self.windows.is_idle();
+        is_idle && self.relay.is_idle() && self.context.rndv.is_idle()
     }
 
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
@@ -223,6 +227,7 @@ impl Engine {
             moved |= self.progress_send(peer);
         }
         moved |= self.collectives.progress(&mut self.context);
+        moved |= self.relay.progress(&mut self.context);
         if self.context.rndv.has_reads() {
             // What others wait for goes first: reading may take long.
             moved |= self.progress_sends();
@@ -276,6 +281,7 @@ impl Engine {
             self.messages.next_deadline(),
             copies,
             self.windows.next_deadline(),
+            self.relay.next_look(),
             self.context.endpoints.next_deadline(),
         ];
         deadlines.into_iter().flatten().min()
@@ -381,11 +387,13 @@ impl Engine {
         match (header.kind, header.match_space) {
             (FrameKind::Eager, MatchSpace::Collective) => return self.collectives.arrives(ctx, from, header),
             (FrameKind::Eager, MatchSpace::PointToPoint) => return self.messages.arrives(ctx, from, header),
+            (FrameKind::Eager, MatchSpace::Device) => return self.relay.arrives(ctx, from, header),
             (FrameKind::Data, _) => return ctx.rndv.data_arrives(from, header),
             (FrameKind::Put, _) => return self.windows.put_arrives(ctx, from, header),
             (FrameKind::Fail, _) => return Sink::Heap(Vec::new()),
             (FrameKind::Rts, MatchSpace::Collective) => self.collectives.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::PointToPoint) => self.messages.rts_arrives(ctx, from, header),
+            (FrameKind::Rts, MatchSpace::Device) => self.relay.rts_arrives(ctx, from, header),
             (FrameKind::Rtr, _) => ctx.rndv.rtr_arrives(&mut ctx.endpoints, from, header),
             (FrameKind::Ats, _) => {
                 if let Some(completion) = ctx.rndv.ats_arrives(from, header.token) {
@@ -396,6 +404,7 @@ impl Engine {
                 if !ctx.rndv.invalidation_arrives(&mut ctx.endpoints, from, header.token) {
                     self.collectives.clear_address(from, header.token);
                     self.messages.clear_address(from, header.token);
+                    self.relay.clear_address(from, header.token);
                 }
             }
             (FrameKind::Credit, _) => self.messages.credits_arrive(from, header.len),
@@ -416,6 +425,7 @@ impl Engine {
             (_, Sink::Heap(bytes)) => match header.match_space {
                 MatchSpace::Collective => self.collectives.unexpected_complete(ctx, from, header, bytes),
                 MatchSpace::PointToPoint => self.messages.unexpected_complete(ctx, from, header, bytes),
+                MatchSpace::Device => self.relay.unexpected_complete(ctx, from, header, bytes),
             },
             (_, Sink::Discard) => {}
         }
@@ -431,6 +441,7 @@ impl Engine {
                 }
                 self.collectives.failed_elsewhere(ctx, from, header, text);
             }
+            MatchSpace::Device => self.relay.failed_elsewhere(ctx, from, header, text),
             MatchSpace::PointToPoint => match ctx.rndv.op_of_token(from, header.token) {
                 Some(OpId::Message(id)) => self.messages.failed_elsewhere(ctx, id, &text),
                 Some(OpId::RmaOp(id)) => self.windows.failed_elsewhere(ctx, id, &text),
@@ -454,6 +465,8 @@ impl Engine {
             OpId::Collective(sequence) => self.collectives.step_done(sequence, completion.step),
             OpId::Message(id) => self.messages.done(&mut self.context, id, source),
             OpId::RmaOp(id) => self.windows.done(&mut self.context, id),
+            OpId::Outbound(number) => self.relay.sent(number),
+            OpId::Inbound(number) => self.relay.received(number),
             OpId::Window(_) | OpId::Protocol => {}
         }
     }

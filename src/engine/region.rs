@@ -6,7 +6,8 @@
 //! therefore must not outlive its operation: the engine drops every region of an operation before it completes the
 //! operation's work. Schedules order conflicting steps, and one thread at a time holds the engine's lock, so no two
 //! slices made here are alive at the same time except where a function takes both. The memory of a window is lent in
-//! the same way, from its registration until it is concealed.
+//! the same way, from its registration until it is concealed. Pinned memory for messages of devices is the engine's own: words
+//! say whether it or a stream may use it.
 #![allow(unsafe_code, reason = "the engine's only access to callers' memory")]
 
 use std::io::IoSlice;
@@ -16,6 +17,7 @@ use std::slice;
 use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
+use crate::device::network::NetworkMemory;
 use crate::schedule::{Slice, Space};
 use crate::types::DType;
 
@@ -38,7 +40,7 @@ impl Piece {
     }
 }
 
-// SAFETY: a Piece is a Buffer or a part of one, and Buffer is Send.
+// SAFETY: a Piece is a Buffer or a part of one, and Buffer is Send; or it is memory of the engine, which is for all threads.
 unsafe impl Send for Piece {}
 
 /// Bytes of an operation's memory.
@@ -65,6 +67,18 @@ impl Region {
             [buffer] => Region::Run(piece(buffer)),
             _ => Region::joined(buffers.iter().map(piece)),
         }
+    }
+
+    /// A half of a device's memory for messages to other hosts. Whoever has the region keeps the memory.
+    pub(crate) fn outbound(memory: &NetworkMemory, half: usize) -> Region {
+        let (ptr, len) = memory.outbound_address(half);
+        Region::Run(Piece { ptr, len })
+    }
+
+    /// The same of messages from other hosts.
+    pub(crate) fn inbound(memory: &NetworkMemory, half: usize) -> Region {
+        let (ptr, len) = memory.inbound_address(half);
+        Region::Run(Piece { ptr, len })
     }
 
     /// All bytes of `pieces`, end to end.

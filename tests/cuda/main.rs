@@ -7,6 +7,7 @@ mod faults;
 mod fence;
 mod graphs;
 mod harness;
+mod hosts;
 mod lanes;
 mod messages;
 #[path = "../engine/numbers.rs"]

@@ -2,13 +2,14 @@
 //!
 //! All ranks' programs run in one thread: each rank has one queue, in the order of submission. Ranks get their turn in
 //! orders that let each of them run as far ahead of the others as words allow, so that memory used too early shows as a
-//! wrong result.
+//! wrong result. Messages to other hosts are carried one by one, as late as their receivers may ask for them.
 
 use std::collections::HashMap;
 
 use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
 use ncclx_rs::device::counters::{Access, Counters, Numbering, Word};
 use ncclx_rs::device::lower::{InPlace, Kernel, Memory, Operation, Program, Staged, WordOperation};
+use ncclx_rs::device::network::{Ledger, Traffic, Turn};
 use ncclx_rs::device::segment::{self, Segment};
 use ncclx_rs::device::tokens::{Step, Tokens};
 use ncclx_rs::schedule::{Action, Builder, Slice, Space};
@@ -46,6 +47,8 @@ enum Telling {
 /// One rank: its memory, and how far its queue has come.
 struct Stream<'a> {
     me: usize,
+    /// Its host.
+    host: usize,
     queue: Vec<Submitted<'a>>,
     /// Operations taken: of which program, and how many of it, credits included.
     at: (usize, usize),
@@ -59,16 +62,122 @@ struct Stream<'a> {
 
 /// What all ranks see.
 struct Shared {
-    words: HashMap<Word, u64>,
-    /// By the tail of their pair; those that have never been touched are there.
+    topo: Topology,
+    /// By host, and tokens by the tail of their pair; those that have never been touched are there.
+    words: HashMap<(usize, Word), u64>,
     tokens: HashMap<Word, u64>,
     telling: Telling,
     /// By rank and half, the elements in staging memory, by their byte, and which of its programs has put them there.
-    staging: Vec<[HashMap<usize, (u64, usize)>; 2]>,
+    staging: Vec<[Cells; 2]>,
+    /// The same of the memory for messages to other hosts, and of that for messages from there.
+    outbound: Vec<[Cells; 2]>,
+    inbound: Vec<[Cells; 2]>,
     scaling: Scaling,
 }
 
+type Cells = HashMap<usize, (u64, usize)>;
+
+/// A message between hosts, as one of its ends counts it.
+struct Letter {
+    peer: usize,
+    /// Its number among all of the rank in this direction, from 1.
+    number: u64,
+    turn: Turn,
+    segment: usize,
+    offset: usize,
+    bytes: usize,
+    is_done: bool,
+}
+
+/// What the CPU engines of all ranks carry, by rank.
+struct Network {
+    outbound: Vec<Vec<Letter>>,
+    inbound: Vec<Vec<Letter>>,
+}
+
+impl Network {
+    fn new(streams: &[Stream<'_>]) -> Network {
+        let mut network = Network { outbound: vec![], inbound: vec![] };
+        for stream in streams {
+            let (mut ledger, mut outbound, mut inbound) = (Ledger::default(), vec![], vec![]);
+            for (segment, submitted) in stream.queue.iter().enumerate() {
+                let traffic = &submitted.program.traffic;
+                let turn = ledger.take_up(traffic);
+                if *traffic == Traffic::default() {
+                    continue;
+                }
+                assert_eq!(turn.half, submitted.numbering.half());
+                for (parcels, letters, before) in
+                    [(&traffic.outbound, &mut outbound, turn.sent), (&traffic.inbound, &mut inbound, turn.received)]
+                {
+                    letters.extend(parcels.iter().zip(before + 1..).map(|(parcel, number)| {
+                        let (peer, offset, bytes) = (parcel.peer.index(), parcel.offset, parcel.bytes);
+                        Letter { peer, number, turn, segment, offset, bytes, is_done: false }
+                    }));
+                }
+            }
+            network.outbound.push(outbound);
+            network.inbound.push(inbound);
+        }
+        network
+    }
+
+    /// Carries one message that is ready at both ends from this rank. Whether there was one.
+    fn turn(&mut self, from: usize, shared: &mut Shared) -> bool {
+        let ready = shared.word(from, |of| Word::Outbound { of });
+        for index in 0..self.outbound[from].len() {
+            let letter = &self.outbound[from][index];
+            let to = letter.peer;
+            if letter.is_done || letter.number > ready {
+                continue;
+            }
+            // The k-th message to a peer meets the peer's k-th from this rank.
+            let nth = self.outbound[from][..index].iter().filter(|earlier| earlier.peer == to).count();
+            let mut its = self.inbound[to].iter_mut().filter(|other| other.peer == from);
+            let other = its.nth(nth).expect("a receive for every send");
+            if shared.word(to, |of| Word::Taken { of }) < other.turn.taken {
+                continue;
+            }
+            assert_eq!(letter.bytes, other.bytes, "rank {from} to rank {to}");
+            let cells: Vec<_> = shared.outbound[from][letter.turn.half]
+                .iter()
+                .filter(|(at, _)| (letter.offset..letter.offset + letter.bytes).contains(at))
+                .map(|(at, (value, segment))| (at - letter.offset, *value, *segment))
+                .collect();
+            assert_eq!(cells.is_empty(), letter.bytes == 0);
+            for (at, value, segment) in cells {
+                assert_eq!(segment, letter.segment, "rank {from} sends what is of another segment");
+                shared.inbound[to][other.turn.half].insert(other.offset + at, (value, segment));
+            }
+            other.is_done = true;
+            self.outbound[from][index].is_done = true;
+            let prefix = |letters: &[Letter]| letters.iter().take_while(|letter| letter.is_done).count() as u64;
+            shared.set(from, |of| Word::Sent { of }, prefix(&self.outbound[from]));
+            shared.set(to, |of| Word::Inbound { of }, prefix(&self.inbound[to]));
+            return true;
+        }
+        false
+    }
+}
+
 impl Shared {
+    fn of_rank(&self, rank: usize, word: fn(Rank) -> Word) -> (usize, Word) {
+        let rank = Rank::from(rank);
+        (self.topo.host_of(rank), word(self.topo.seat(rank)))
+    }
+
+    fn word(&self, rank: usize, word: fn(Rank) -> Word) -> u64 {
+        self.words.get(&self.of_rank(rank, word)).copied().unwrap_or(0)
+    }
+
+    fn set(&mut self, rank: usize, word: fn(Rank) -> Word, value: u64) {
+        self.words.insert(self.of_rank(rank, word), value);
+    }
+
+    fn rank(&self, host: usize, seat: Rank) -> usize {
+        self.topo.hosts()[host][seat.index()].index()
+    }
+
     fn element(&self, space: Space) -> usize {
         match (space, self.scaling) {
             (Space::Sums, Scaling::Sum { bytes }) => bytes,
@@ -77,11 +186,11 @@ impl Shared {
     }
 
     /// Whether the step can be made; makes it.
-    fn step(&mut self, step: Step) -> bool {
+    fn step(&mut self, host: usize, step: Step) -> bool {
         match step {
-            Step::Count(Access::Wait(word, value)) => self.words.get(&word).is_some_and(|now| *now >= value),
+            Step::Count(Access::Wait(word, value)) => self.words.get(&(host, word)).is_some_and(|now| *now >= value),
             Step::Count(Access::Write(word, value)) => {
-                let before = self.words.insert(word, value).unwrap_or(0);
+                let before = self.words.insert((host, word), value).unwrap_or(0);
                 let is_zeroed = self.telling != Telling::Counting && value == 0;
                 assert!(before < value || is_zeroed, "{word:?} goes from {before} to {value}");
                 true
@@ -112,7 +221,7 @@ impl Stream<'_> {
             },
         };
         if let Some(step) = steps.get(self.word) {
-            let is_done = shared.step(*step);
+            let is_done = shared.step(self.host, *step);
             self.word += usize::from(is_done);
             return is_done;
         }
@@ -177,8 +286,13 @@ impl Stream<'_> {
                 for block in blocks {
                     let space = match block {
                         Memory::Own(slice) => slice.space,
-                        Memory::Staging { bytes, .. } if bytes / into.len == ELEMENT => Space::Scratch,
-                        Memory::Staging { .. } => Space::Sums,
+                        Memory::Staging { bytes, .. } | Memory::Inbound { bytes, .. }
+                            if bytes / into.len == ELEMENT =>
+                        {
+                            Space::Scratch
+                        }
+                        Memory::Staging { .. } | Memory::Inbound { .. } => Space::Sums,
+                        Memory::Outbound { .. } => unreachable!("what goes away is not read"),
                     };
                     for (sum, value) in result.iter_mut().zip(self.read(*block, space, shared)) {
                         *sum = sum.wrapping_add(value.wrapping_mul(division));
@@ -193,13 +307,17 @@ impl Stream<'_> {
     fn read(&mut self, memory: Memory, space: Space, shared: &Shared) -> Vec<u64> {
         let half = self.queue[self.at.0].numbering.half();
         match memory {
-            Memory::Staging { of, offset, bytes } => {
+            Memory::Outbound { .. } => unreachable!("what goes away is not read"),
+            Memory::Staging { offset, bytes, .. } | Memory::Inbound { offset, bytes } => {
                 let element = shared.element(space);
-                let cells = &shared.staging[of.index()][half];
+                let cells = match memory {
+                    Memory::Staging { of, .. } => &shared.staging[shared.rank(self.host, of)][half],
+                    _ => &shared.inbound[self.me][half],
+                };
                 let value = |at| {
                     let (value, program) =
-                        *cells.get(&at).unwrap_or_else(|| panic!("nothing at byte {at} of rank {of}"));
-                    assert_eq!(program, self.at.0, "what rank {of} has at byte {at} is of another segment");
+                        *cells.get(&at).unwrap_or_else(|| panic!("nothing at byte {at} of {memory:?}"));
+                    assert_eq!(program, self.at.0, "what {memory:?} has at byte {at} is of another segment");
                     value
                 };
                 (offset..offset + bytes).step_by(element).map(value).collect()
@@ -211,11 +329,20 @@ impl Stream<'_> {
     fn write(&mut self, memory: Memory, space: Space, values: &[u64], shared: &mut Shared) {
         let half = self.queue[self.at.0].numbering.half();
         match memory {
-            Memory::Staging { of, offset, bytes } => {
-                assert_eq!(of.index(), self.me, "a rank writes to another one's staging memory");
+            Memory::Inbound { .. } => unreachable!("a stream writes where messages come"),
+            Memory::Staging { offset, bytes, .. } | Memory::Outbound { offset, bytes } => {
                 let element = shared.element(space);
                 assert!(offset + bytes <= HALF && bytes == values.len() * element);
-                let cells = &mut shared.staging[self.me][half];
+                let cells = match memory {
+                    Memory::Staging { of, .. } => {
+                        let of = shared.rank(self.host, of);
+                        assert_eq!(of, self.me, "a rank writes to another one's staging memory");
+                        &mut shared.staging[of][half]
+                    }
+                    _ => &mut shared.outbound[self.me][half],
+                };
+                // Elements that were longer or shorter began elsewhere.
+                cells.retain(|at, _| !(offset..offset + bytes).contains(at));
                 for (index, value) in values.iter().enumerate() {
                     cells.insert(offset + index * element, (*value, self.at.0));
                 }
@@ -274,12 +401,13 @@ fn job(name: &str, case: &Case, topo: &Topology, scaling: Scaling) -> Option<Job
     let cut = |rank, from, len| Segment::of(&whole, Rank::from(rank), size, from, len).expect("no all_to_all");
     let stage = |from, len| Staged::plan(name, &cut(0, from, len).collective, topo, ELEMENT, scaling);
     stage(0, 1)?;
-    let longest = segment::longest(&whole, HALF, |len| stage(0, len).expect("as with one element").bytes());
+    let bytes = |staged: Staged| staged.bytes().max(staged.network_bytes());
+    let longest = segment::longest(&whole, HALF, |len| bytes(stage(0, len).expect("as with one element")));
     let longest = longest.unwrap_or_else(|error| panic!("{name} for {whole:?}: {error}"));
     let mut job = Job { programs: vec![], segments: vec![], scratch: 0, sums: 0 };
     for from in (0..segment::longest_block(&whole).max(1)).step_by(longest) {
         let staged = stage(from, longest).expect("as the first segment");
-        assert!(staged.bytes() <= HALF);
+        assert!(staged.bytes() <= HALF && staged.network_bytes() <= HALF);
         job.programs.push((0..size).map(|rank| staged.program(Rank::from(rank), None)).collect());
         job.segments.push((0..size).map(|rank| cut(rank, from, longest)).collect());
         for rank in 0..size {
@@ -303,32 +431,31 @@ fn edges(telling: Telling, me: Rank, programs: &[&Program]) -> (Vec<Step>, Vec<S
 fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, order): (Telling, Order), context: &str) {
     let size = topo.size();
     let data: Vec<_> = (0..size).map(|rank| case.data(rank, size, scaling)).collect();
-    let mut shared = Shared {
-        words: HashMap::new(),
-        tokens: HashMap::new(),
-        telling,
-        staging: vec![Default::default(); size],
-        scaling,
-    };
+    let memory = || vec![Default::default(); size];
+    let (staging, outbound, inbound) = (memory(), memory(), memory());
+    let (topo_here, words, tokens) = (topo.clone(), HashMap::new(), HashMap::new());
+    let mut shared = Shared { topo: topo_here, words, tokens, telling, staging, outbound, inbound, scaling };
     let mut streams: Vec<Stream<'_>> = data
         .iter()
         .enumerate()
         .map(|(me, (input, output, _))| {
-            let (mut counters, rank) = (Counters::new(size), Rank::from(me));
+            let (host, seat) = (topo.host_of(Rank::from(me)), topo.seat(Rank::from(me)));
+            let here = topo.hosts()[host].len();
+            let mut counters = Counters::new(here);
             let programs: Vec<&Program> = job.programs.iter().map(|programs| &programs[me]).collect();
             let (begin, end) = match telling {
                 Telling::Counting => (vec![], vec![]),
-                _ => edges(telling, rank, &programs),
+                _ => edges(telling, seat, &programs),
             };
             let (count, last) = (programs.len(), programs.len() - 1);
             let submit = (0..3 * count).map(|number| {
                 let index = number % count;
                 if index == 0 && telling != Telling::Counting {
-                    counters = Counters::new(size);
+                    counters = Counters::new(here);
                 }
                 Submitted {
                     program: programs[index],
-                    numbering: counters.take_up(rank, programs[index]),
+                    numbering: counters.take_up(seat, programs[index]),
                     segment: &job.segments[index][me],
                     before: if index == 0 { begin.clone() } else { vec![] },
                     after: if index == last { end.clone() } else { vec![] },
@@ -336,6 +463,7 @@ fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, orde
             });
             Stream {
                 me,
+                host,
                 queue: submit.collect(),
                 at: (0, 0),
                 word: 0,
@@ -346,22 +474,29 @@ fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, orde
             }
         })
         .collect();
+    let mut network = Network::new(&streams);
     let mut random = StdRng::seed_from_u64(if let Order::Random(seed) = order { seed } else { 0 });
     loop {
         let moved = match order {
             Order::Ahead(first) => {
-                let mut ranks = (0..size).map(|index| (first + index) % size);
-                ranks.any(|rank| streams[rank].turn(&mut shared))
+                let ranks = || (0..size).map(|index| (first + index) % size);
+                ranks().any(|rank| streams[rank].turn(&mut shared))
+                    || ranks().any(|rank| network.turn(rank, &mut shared))
             }
             Order::Random(_) => {
-                let first = random.random_range(0..size);
-                (0..size).any(|index| streams[(first + index) % size].turn(&mut shared))
+                let first = random.random_range(0..2 * size);
+                (0..2 * size).map(|index| (first + index) % (2 * size)).any(|turn| match turn.checked_sub(size) {
+                    None => streams[turn].turn(&mut shared),
+                    Some(rank) => network.turn(rank, &mut shared),
+                })
             }
         };
         if !moved {
             break;
         }
     }
+    let mut letters = network.outbound.iter().chain(&network.inbound).flatten();
+    assert!(letters.all(|letter| letter.is_done), "a message has not gone: {context}, {order:?}");
     for (rank, (stream, (_, _, expected))) in streams.iter().zip(&data).enumerate() {
         assert_eq!(stream.at.0, stream.queue.len(), "rank {rank} waits for ever: {context}, {telling:?}, {order:?}");
         if let Some(expected) = expected {
@@ -373,24 +508,38 @@ fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, orde
 #[test]
 fn programs_of_every_algorithm_run_to_their_end_and_are_right() {
     for size in 1..=9 {
-        let (topo, mut random) = (Topology::single_host(size), StdRng::seed_from_u64(size as u64));
-        for case in cases(size, &mut random) {
-            let whole = case.of(0);
-            if matches!(whole, Collective::AllToAll { .. }) {
-                continue;
-            }
-            let reduces = matches!(
-                whole,
-                Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::ReduceScatter { .. }
-            );
-            for scaling in if reduces { &SCALINGS[..] } else { &[Scaling::Nothing] } {
-                for name in algo::names() {
-                    let Some(job) = job(name, &case, &topo, *scaling) else { continue };
-                    let context = format!("{name} for {whole:?} on {size} ranks, {scaling:?}");
-                    for telling in [Telling::Counting, Telling::Tokens] {
-                        for order in (0..size).map(Order::Ahead).chain([Order::Random(1), Order::Random(2)]) {
-                            run(&job, &case, &topo, *scaling, (telling, order), &context);
-                        }
+        run_all(&Topology::single_host(size), &[Telling::Counting, Telling::Tokens]);
+    }
+}
+
+#[test]
+fn programs_of_ranks_on_several_hosts_run_to_their_end_and_are_right() {
+    for hosts in ["ab", "aabb", "aaab", "aabbcc", "abab", "abc", "aaabb"] {
+        let hosts: Vec<&str> = hosts.split("").filter(|host| !host.is_empty()).collect();
+        run_all(&Topology::new(&hosts), &[Telling::Counting]);
+    }
+}
+
+/// Runs every collective by every algorithm among these ranks.
+fn run_all(topo: &Topology, tellings: &[Telling]) {
+    let size = topo.size();
+    let mut random = StdRng::seed_from_u64(size as u64);
+    for case in cases(size, &mut random) {
+        let whole = case.of(0);
+        if matches!(whole, Collective::AllToAll { .. }) {
+            continue;
+        }
+        let reduces = matches!(
+            whole,
+            Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::ReduceScatter { .. }
+        );
+        for scaling in if reduces { &SCALINGS[..] } else { &[Scaling::Nothing] } {
+            for name in algo::names() {
+                let Some(job) = job(name, &case, topo, *scaling) else { continue };
+                let context = format!("{name} for {whole:?} on {:?}, {scaling:?}", topo.hosts());
+                for telling in tellings {
+                    for order in (0..size).map(Order::Ahead).chain([Order::Random(1), Order::Random(2)]) {
+                        run(&job, &case, topo, *scaling, (*telling, order), &context);
                     }
                 }
             }
@@ -501,7 +650,7 @@ fn a_reduction_reads_blocks_where_their_senders_have_them() {
         .flatten()
         .map(|memory| match memory {
             Memory::Staging { of, .. } => *of,
-            Memory::Own(slice) => panic!("{slice:?} was copied"),
+            memory => panic!("{memory:?} was copied"),
         })
         .collect();
     assert_eq!(senders, [Rank(0), Rank(2), Rank(3)]);

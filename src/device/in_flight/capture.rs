@@ -55,13 +55,13 @@ impl InFlight {
         }
     }
 
-    /// Why one of these ranks will do nothing more for an operation, or why this rank itself does nothing more.
+    /// Why one of these ranks, by their names, will do nothing more for an operation, or why this rank itself does nothing more.
     pub(crate) fn obstacle(&self, call: Signature, ranks: &[Rank]) -> Option<Error> {
         if let Some(Halt::Failed(error)) = &lock(&self.state).halt {
             return Some(named(error.clone(), call));
         }
         let failed = ranks.iter().find_map(|rank| {
-            let failure = self.control.failure_of(*rank, self.lane)?;
+            let failure = self.control.failure_of(self.control.local(*rank)?, self.lane)?;
             // After a disagreement the ranks go on.
             (failure.kind != FailureKind::Mismatch).then(|| reported(*rank, failure, &call))
         });
@@ -84,8 +84,8 @@ impl InFlight {
     fn kind(&self, error: &Error) -> (FailureKind, Rank) {
         match error {
             Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
-            Error::Timeout { .. } => (FailureKind::Timeout, self.control.me()),
-            _ => (FailureKind::Driver, self.control.me()),
+            Error::Timeout { .. } => (FailureKind::Timeout, self.control.name(self.control.me())),
+            _ => (FailureKind::Driver, self.control.name(self.control.me())),
         }
     }
 }

@@ -46,7 +46,7 @@ fn sides() -> [Side; 2] {
     [Rank(0), Rank(1)].map(|me| {
         let control = Arc::new(Control::new(words.clone(), layout, me, Width::Bits64));
         let ends = Arc::new(Completes::default());
-        let in_flight = InFlight::new("test".to_owned(), LANE, control.clone(), ends.clone());
+        let in_flight = InFlight::new("test".to_owned(), LANE, control.clone(), ends.clone(), None);
         Side { in_flight, control, words: words.clone(), layout, ends }
     })
 }

@@ -41,7 +41,7 @@ fn sides() -> [Side; 2] {
     [Rank(0), Rank(1)].map(|me| {
         let control = Control::new(words.clone(), layout, me, Width::Bits64).of_some(vec![Rank(3), Rank(5)], 8);
         let control = Arc::new(control);
-        let lane = |lane| InFlight::new("test".to_owned(), lane, control.clone(), Arc::new(Completes));
+        let lane = |lane| InFlight::new("test".to_owned(), lane, control.clone(), Arc::new(Completes), None);
         Side { lanes: [lane(0), lane(1)], control: control.clone(), words: words.clone(), layout }
     })
 }

@@ -39,7 +39,7 @@ fn sides() -> [Side; 2] {
     [Rank(0), Rank(1)].map(|me| {
         let control = Arc::new(Control::new(control_words.clone(), control_layout, me, Width::Bits64));
         let ends = Arc::new(Nobody::default());
-        let in_flight = InFlight::new("test".to_owned(), 0, control.clone(), ends.clone());
+        let in_flight = InFlight::new("test".to_owned(), 0, control.clone(), ends.clone(), None);
         let replay = Replay::new("test".to_owned(), me, words.clone(), layout, Width::Bits64, in_flight.clone());
         let side = Side { replay, in_flight, control, ends };
         let awaits = vec![(side.head(), 2), (side.tail(), 1)];
@@ -115,6 +115,11 @@ fn every_line_of_a_graphs_lane_has_one_use() {
             lines.push(layout.words().index(lane, Word::Head { sender, receiver }));
             lines.push(layout.words().index(lane, Word::Tail { sender, receiver }));
         }
+    }
+    // Those for other hosts, to which graphs send nothing yet.
+    for (lane, of) in [COUNTS, TOKENS].into_iter().flat_map(|lane| ranks().map(move |of| (lane, of))) {
+        let words = [Word::Outbound { of }, Word::Sent { of }, Word::Inbound { of }, Word::Taken { of }];
+        lines.extend(words.map(|word| layout.words().index(lane, word)));
     }
     lines.sort_unstable();
     assert_eq!(lines, (0..layout.count()).collect::<Vec<_>>());

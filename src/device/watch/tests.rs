@@ -41,7 +41,7 @@ impl Side {
         let layout = ControlLayout::new(1, 1);
         let words = Arc::new(SharedWords::new(layout.count()).expect("words"));
         let control = Arc::new(Control::new(words.clone(), layout, Rank(0), Width::Bits64));
-        Side { in_flight: InFlight::new("test".to_owned(), 0, control, Arc::new(Completes)), words, layout }
+        Side { in_flight: InFlight::new("test".to_owned(), 0, control, Arc::new(Completes), None), words, layout }
     }
 
     /// Puts an operation in flight, and has it watched.

@@ -1,6 +1,6 @@
 //! Host memory that streams reach, and that several processes can map.
 //!
-//! Only streams read and write it: Rust holds no reference to what is in it.
+//! Streams read and write it, and whoever asks for [`SharedHostMemory::address`]: Rust holds no reference to what is in it.
 #![allow(unsafe_code, reason = "maps memory, and calls the driver")]
 
 use std::ffi::c_void;
@@ -77,6 +77,11 @@ impl SharedHostMemory {
         DeviceBytes::new(self.registration.device, self.registration.mapping.len)
     }
 
+    /// Where it lies in this process.
+    pub fn address(&self) -> *mut u8 {
+        self.registration.mapping.base.cast()
+    }
+
     fn map(context: &Arc<Context>, fd: OwnedFd, len: usize) -> Result<SharedHostMemory, HostMemoryError> {
         let mapping = Mapping::new(fd.as_fd(), len).map_err(os("mmap"))?;
         Ok(SharedHostMemory { registration: Registration::new(context, mapping)?, fd })
@@ -94,7 +99,7 @@ struct Mapping {
     len: usize,
 }
 
-// SAFETY: the mapping is owned and stays at its address until drop, and this process does not access it.
+// SAFETY: the mapping is owned and stays at its address until drop, and nothing here accesses what is in it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}

@@ -1,0 +1,79 @@
+//! What operations in flight have to do with ranks of other hosts, and which ranks they wait for.
+
+use std::time::{Duration, Instant};
+
+use super::{Called, Flight, InFlight, State, timed_out};
+use crate::device::control::{Failure, FailureKind};
+use crate::device::other_hosts::Missing;
+use crate::error::{Error, rank_list};
+use crate::types::Rank;
+
+/// How long an operation takes before other hosts are told of it.
+const WAIT_NOTICE: Duration = Duration::from_millis(500);
+
+/// How long what an operation sends to other hosts may take after a later operation has failed.
+const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
+
+impl InFlight {
+    /// A failure that other hosts have told of, or on the way there, if it concerns operations up to this one.
+    pub(super) fn failed_elsewhere(&self, last: u64) -> Option<(Rank, Failure)> {
+        let (reporter, mut failure) = self.hosts.as_ref()?.failure()?;
+        if failure.kind == FailureKind::Left {
+            // It is another rank than this one that leaves, as those of this host are to be told.
+            (failure.kind, failure.rank) = (FailureKind::PeerLost, reporter);
+        }
+        (failure.number <= last).then_some((reporter, failure))
+    }
+
+    /// Tells other hosts of the first operation if it takes long: they learn what this rank has called.
+    pub(super) fn tell_of_wait(&self, state: &mut State, now: Instant) {
+        let Some(hosts) = &self.hosts else { return };
+        let Some(first) = state.flights.front_mut().filter(|first| !first.is_told) else { return };
+        let Called::Collective(call) = &first.call else { return };
+        let notice = WAIT_NOTICE.min(first.limit / 4);
+        if first.started.is_some_and(|started| now.saturating_duration_since(started) >= notice) {
+            first.is_told = true;
+            hosts.tell_of_wait(first.number, *call);
+        }
+    }
+
+    /// Whether the stream may be released: what it has made ready for other hosts before the failure has to be sent first.
+    pub(super) fn is_settled(&self, state: &mut State, now: Instant) -> bool {
+        let since = *state.failing.get_or_insert(now);
+        let Some(hosts) = &self.hosts else { return true };
+        state.released.is_some() || hosts.settle(now.saturating_duration_since(since) < SETTLE_TIMEOUT)
+    }
+
+    pub(super) fn timeout(&self, state: &State, late: &Flight, now: Instant) -> Error {
+        let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= late.number;
+        let number = state.before + late.number;
+        let (mut came, mut missing): (Vec<Rank>, Vec<Rank>) = self.control.ranks().partition(has_called);
+        came.iter_mut().chain(&mut missing).for_each(|rank| *rank = self.control.name(*rank));
+        let there = self.hosts.as_ref().map(|hosts| hosts.missing(late.number));
+        let Missing { unheard, called, slow: late_there } = there.unwrap_or_default();
+        came.extend(called);
+        missing.extend(unheard);
+        came.sort_unstable();
+        missing.sort_unstable();
+        let detail = if missing.is_empty() {
+            let behind = |(lane, words): &(usize, Vec<_>)| self.control.behind(*lane, words.iter().copied());
+            let mut slow: Vec<Rank> = state.awaits.iter().flat_map(behind).chain(late_there).collect();
+            slow.sort_unstable();
+            slow.dedup();
+            format!(
+                "device collective {number}: all ranks called it; rank(s) {} did not finish their part",
+                rank_list(&slow)
+            )
+        } else {
+            let mut elsewhere = self.ends.elsewhere();
+            elsewhere.retain(|rank| missing.contains(rank));
+            let elsewhere = match &elsewhere[..] {
+                [] => String::new(),
+                ranks => format!("; rank(s) {} called a collective on the CPU instead", rank_list(ranks)),
+            };
+            let (missing, came) = (rank_list(&missing), rank_list(&came));
+            format!("device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}")
+        };
+        timed_out(late, now, detail)
+    }
+}

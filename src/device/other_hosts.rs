@@ -1,0 +1,45 @@
+//! What operations on a device ask of the engine that exchanges their messages with other hosts.
+
+use crate::device::control::Failure;
+use crate::device::network::Traffic;
+use crate::signature::Signature;
+use crate::types::Rank;
+
+/// The engine that sends and receives what operations on a device exchange with other hosts.
+pub(crate) trait OtherHosts: Send + Sync {
+    /// Takes up an operation: what its segments send and receive. Every rank takes up every operation.
+    fn submit(&self, number: u64, call: Signature, segments: &mut dyn Iterator<Item = &Traffic>)
+    -> std::io::Result<()>;
+
+    /// Gives up the operation of a failure and all later ones, and tells all other ranks, unless they know.
+    fn fail(&self, failure: &Failure);
+
+    /// The same, when the reporter tells the others.
+    fn give_up(&self, reporter: Rank, failure: &Failure);
+
+    /// Whether all has been sent that stays to be sent after a failure. Where there is no time for it, it is given up as well.
+    fn settle(&self, has_time: bool) -> bool;
+
+    /// A failure that is known, if there is one, and who has told of it.
+    fn failure(&self) -> Option<(Rank, Failure)>;
+
+    /// The ranks of other hosts that keep the operation of this number from its end.
+    fn missing(&self, number: u64) -> Missing;
+
+    /// Tells the ranks of other hosts that this one waits in an operation.
+    fn tell_of_wait(&self, number: u64, call: Signature);
+
+    /// Begins anew after a disagreement, when nothing is on any rank's stream.
+    fn reset(&self);
+}
+
+/// Ranks of other hosts that keep an operation from its end.
+#[derive(Debug, Default)]
+pub(crate) struct Missing {
+    /// Those of which nothing has been heard in it.
+    pub(crate) unheard: Vec<Rank>,
+    /// Those that have called it.
+    pub(crate) called: Vec<Rank>,
+    /// Those that have called it and have not sent everything.
+    pub(crate) slow: Vec<Rank>,
+}

@@ -1,0 +1,642 @@
+//! What collectives on devices send to other hosts and receive from there.
+//!
+//! A stream copies what is to go into pinned memory and counts it in a word; this sends it and counts in another word, for which
+//! the stream waits before it uses the memory again. The other way, this receives into pinned memory once the stream is done
+//! with what lay there, and counts; the stream waits for that. Both ends count the messages in the order of the schedules, so no call
+//! of the driver is needed here, and none is made.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use rustc_hash::FxHashMap;
+
+use crate::device::control::{Control, Failure, FailureKind};
+use crate::device::network::{Ledger, NetworkMemory, Parcel, Traffic};
+use crate::device::other_hosts::Missing;
+use crate::engine::body::Body;
+use crate::engine::completion::{Completion, OpId};
+use crate::engine::context::OpContext;
+use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo};
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
+use crate::engine::region::Region;
+use crate::signature::Signature;
+use crate::sync::Arc;
+use crate::types::Rank;
+
+/// This rank's end of the way to other hosts.
+pub(crate) struct Pier {
+    pub(crate) control: Arc<Control>,
+    /// The lane in whose words streams count.
+    pub(crate) lane: usize,
+    pub(crate) memory: Arc<NetworkMemory>,
+}
+
+/// A failure, and which rank has told of it.
+type Reported = (Rank, Failure);
+
+/// A message that goes or comes.
+struct Message {
+    peer: Rank,
+    /// The operation, and which of its messages between the two ranks in this direction.
+    sequence: u64,
+    index: u32,
+    signature: Signature,
+    /// Where it lies.
+    half: usize,
+    offset: usize,
+    bytes: usize,
+    /// Of one that comes: with how many before the stream must be done.
+    taken: u64,
+    is_done: bool,
+}
+
+/// Messages of one direction, in the order in which the stream counts them.
+struct Queue {
+    /// The number of the first one.
+    first: u64,
+    messages: VecDeque<Message>,
+    /// How many of them have begun.
+    begun: usize,
+}
+
+impl Queue {
+    fn new() -> Queue {
+        Queue { first: 1, messages: VecDeque::new(), begun: 0 }
+    }
+
+    /// The next one to begin, and its number.
+    fn next(&self) -> Option<(u64, &Message)> {
+        Some((self.first + self.begun as u64, self.messages.get(self.begun)?))
+    }
+
+    fn get(&self, number: u64) -> Option<&Message> {
+        self.messages.get(usize::try_from(number.checked_sub(self.first)?).ok()?)
+    }
+
+    /// Notes that a message is done. The number of the last one up to which all are, if it has grown.
+    fn done(&mut self, number: u64) -> Option<u64> {
+        let index = usize::try_from(number.checked_sub(self.first)?).ok()?;
+        self.messages.get_mut(index)?.is_done = true;
+        let before = self.first;
+        while self.messages.front().is_some_and(|message| message.is_done) {
+            self.messages.pop_front();
+            self.first += 1;
+            self.begun -= 1;
+        }
+        (self.first > before).then_some(self.first - 1)
+    }
+
+    /// Drops the messages of this operation and of later ones. The numbers of those that had begun.
+    fn drop_from(&mut self, sequence: u64) -> Vec<u64> {
+        let kept = self.messages.partition_point(|message| message.sequence < sequence);
+        let begun = (kept..self.begun).map(|index| self.first + index as u64).collect();
+        self.messages.truncate(kept);
+        self.begun = self.begun.min(kept);
+        begun
+    }
+}
+
+/// A message that came before it was asked for.
+enum Unexpected {
+    Whole(Vec<u8>),
+    Rts(RtsInfo),
+}
+
+/// A message's place among all: sender, operation, position between the two ranks.
+type Key = (Rank, u64, u32);
+
+/// The messages of one communicator's device to and from other hosts.
+pub(crate) struct Relay {
+    pier: Option<Pier>,
+    /// What is added to an operation's number: it grows when ranks begin anew.
+    base: u64,
+    ledger: Ledger,
+    outbound: Queue,
+    inbound: Queue,
+    /// Receives that have begun, by number.
+    posted: FxHashMap<Key, u64>,
+    unexpected: FxHashMap<Key, (Signature, Unexpected)>,
+    /// What this rank has called last.
+    calls: VecDeque<(u64, Signature)>,
+    /// By rank, the last operation that it is known to have called.
+    heard: Vec<u64>,
+    failure: Option<Reported>,
+    /// A rank that cannot be reached, why, and since when that is known.
+    suspect: Option<(Rank, String, Instant)>,
+    /// When something moved last.
+    moved: Instant,
+}
+
+impl Relay {
+    /// Of a communicator of so many ranks.
+    pub(crate) fn new(size: usize) -> Relay {
+        Relay {
+            pier: None,
+            base: 0,
+            ledger: Ledger::default(),
+            outbound: Queue::new(),
+            inbound: Queue::new(),
+            posted: FxHashMap::default(),
+            unexpected: FxHashMap::default(),
+            calls: VecDeque::new(),
+            heard: vec![0; size],
+            failure: None,
+            suspect: None,
+            moved: Instant::now(),
+        }
+    }
+
+    /// Begins, once the ranks have set up.
+    pub(crate) fn open(&mut self, pier: Pier) {
+        self.pier = Some(pier);
+    }
+
+    /// Whether nothing is to go or to come.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.outbound.messages.is_empty() && self.inbound.messages.is_empty()
+    }
+
+    /// When to look at the stream's words again.
+    pub(crate) fn next_look(&self) -> Option<Instant> {
+        let waits = self.outbound.next().is_some() || self.inbound.next().is_some();
+        let now = Instant::now();
+        waits.then(|| now + ((now - self.moved) / 8).clamp(NAP_MIN, NAP_MAX))
+    }
+
+    // ---- steps ----
+
+    /// Takes up an operation on the device: what its segments send and receive.
+    pub(crate) fn submit<'a>(
+        &mut self,
+        ctx: &mut OpContext,
+        number: u64,
+        signature: Signature,
+        segments: impl Iterator<Item = &'a Traffic>,
+    ) {
+        let sequence = self.base + number;
+        let (mut sent, mut received): (FxHashMap<Rank, u32>, FxHashMap<Rank, u32>) = Default::default();
+        let is_sound = self.is_sound(sequence);
+        for traffic in segments {
+            let turn = self.ledger.take_up(traffic);
+            if !is_sound {
+                continue;
+            }
+            let message = |parcel: &Parcel, counts: &mut FxHashMap<Rank, u32>, taken| {
+                let count = counts.entry(parcel.peer).or_default();
+                *count += 1;
+                let Parcel { peer, offset, bytes } = *parcel;
+                let index = *count - 1;
+                Message { peer, sequence, index, signature, half: turn.half, offset, bytes, taken, is_done: false }
+            };
+            self.outbound.messages.extend(traffic.outbound.iter().map(|parcel| message(parcel, &mut sent, 0)));
+            let inbound = traffic.inbound.iter().map(|parcel| message(parcel, &mut received, turn.taken));
+            self.inbound.messages.extend(inbound);
+        }
+        self.calls.push_back((sequence, signature));
+        if self.calls.len() > CALLS {
+            self.calls.pop_front();
+        }
+        self.moved = Instant::now();
+        let early = self.unexpected.iter().filter(|((_, key, _), _)| *key == sequence);
+        let early: Vec<(Rank, Signature)> = early.map(|((from, ..), (signature, _))| (*from, *signature)).collect();
+        for (from, theirs) in early {
+            self.agrees(ctx, from, sequence, theirs);
+        }
+        self.progress(ctx);
+    }
+
+    /// Sends and receives what the stream is ready for. True: something moved.
+    pub(crate) fn progress(&mut self, ctx: &mut OpContext) -> bool {
+        let mut moved = false;
+        while self.can_send() {
+            moved = true;
+            self.send_next(ctx);
+        }
+        while self.can_receive() {
+            moved = true;
+            self.receive_next(ctx);
+        }
+        if moved {
+            self.moved = Instant::now();
+        }
+        moved
+    }
+
+    fn can_send(&self) -> bool {
+        let (Some((number, message)), Some(Pier { control, lane, .. })) = (self.outbound.next(), &self.pier) else {
+            return false;
+        };
+        // A rank of this host tells of a failure before its stream writes anything wrong, and so before any other stream can
+        // have counted what follows from that.
+        control.is_outbound_ready(*lane, number) && control.first_failure(*lane, message.sequence - self.base).is_none()
+    }
+
+    fn can_receive(&self) -> bool {
+        let (Some((_, message)), Some(Pier { control, lane, .. })) = (self.inbound.next(), &self.pier) else {
+            return false;
+        };
+        control.is_inbound_taken(*lane, message.taken)
+    }
+
+    fn send_next(&mut self, ctx: &mut OpContext) {
+        let (Some((number, message)), Some(pier)) = (self.outbound.next(), &self.pier) else { return };
+        let region = Region::outbound(&pier.memory, message.half).part(message.offset, message.bytes);
+        let control = Header::control(FrameKind::Eager, MatchSpace::Device, message.sequence, 0, message.bytes as u64);
+        let header = Header { signature: message.signature, index: message.index, ..control };
+        let to = message.peer;
+        self.outbound.begun += 1;
+        let completion = Completion { op: OpId::Outbound(number), step: 0 };
+        let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, region.len(), false);
+        if ctx.rndv.send_message(&mut ctx.endpoints, to, header, Body::of(region), completion, eager) {
+            self.sent(number);
+        }
+        if let Some(cause) = ctx.lost(to) {
+            self.suspect(to, cause);
+        }
+    }
+
+    fn receive_next(&mut self, ctx: &mut OpContext) {
+        let Some((number, message)) = self.inbound.next() else { return };
+        let key = (message.peer, message.sequence, message.index);
+        let from = message.peer;
+        self.inbound.begun += 1;
+        match self.unexpected.remove(&key) {
+            Some((_, Unexpected::Whole(bytes))) => {
+                if let Some(mut buffer) = self.buffer(ctx, number, from, bytes.len() as u64) {
+                    buffer.take(&bytes);
+                    self.received(number);
+                }
+            }
+            Some((_, Unexpected::Rts(rts))) => {
+                if let Some(buffer) = self.buffer(ctx, number, from, rts.len) {
+                    ctx.receive(from, rts, MatchSpace::Device, buffer);
+                }
+            }
+            None => {
+                self.posted.insert(key, number);
+                ctx.endpoints.connect(from);
+                if let Some(cause) = ctx.lost(from) {
+                    self.suspect(from, cause);
+                }
+            }
+        }
+    }
+
+    /// The place of a message that comes, if it is of the length that arrives; else the operation fails.
+    fn buffer(&mut self, ctx: &mut OpContext, number: u64, from: Rank, len: u64) -> Option<RecvBuffer> {
+        let (message, pier) = (self.inbound.get(number)?, self.pier.as_ref()?);
+        let expected = message.bytes;
+        if expected as u64 != len {
+            let (sequence, me) = (message.sequence, ctx.me);
+            let text = format!(
+                "the ranks disagree on the sizes of device collective {}: rank {me} expected {expected} bytes from rank {from}, \
+                 which sent {len}",
+                sequence - self.base
+            );
+            self.disagree(ctx, sequence, from, text);
+            return None;
+        }
+        let region = Region::inbound(&pier.memory, message.half).part(message.offset, expected);
+        let completion = Completion { op: OpId::Inbound(number), step: 0 };
+        Some(RecvBuffer { region, action: RecvAction::Store, completion, received: 0 })
+    }
+
+    /// The message of this number has been sent.
+    pub(crate) fn sent(&mut self, number: u64) {
+        if let (Some(last), Some(pier)) = (self.outbound.done(number), &self.pier) {
+            pier.control.tell_sent(pier.lane, last);
+        }
+    }
+
+    /// The message of this number has come.
+    pub(crate) fn received(&mut self, number: u64) {
+        if let (Some(last), Some(pier)) = (self.inbound.done(number), &self.pier) {
+            pier.control.tell_received(pier.lane, last);
+        }
+    }
+
+    // ---- arrivals ----
+
+    /// The receive that waits for what comes with `header`; an error if nothing will.
+    fn wanted(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Result<Option<u64>, Stale> {
+        let sequence = header.key;
+        if sequence < self.base {
+            return Err(Stale);
+        }
+        let heard = &mut self.heard[from.index()];
+        *heard = sequence.max(*heard);
+        if !self.agrees(ctx, from, sequence, header.signature) || header.index == HERE || !self.is_sound(sequence) {
+            return Err(Stale);
+        }
+        Ok(self.posted.remove(&(from, sequence, header.index)))
+    }
+
+    pub(crate) fn arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Sink {
+        match self.wanted(ctx, from, header) {
+            Err(Stale) => Sink::Discard,
+            Ok(None) => Sink::Heap(Vec::new()),
+            Ok(Some(number)) => self.buffer(ctx, number, from, header.len).map_or(Sink::Discard, Sink::Buffer),
+        }
+    }
+
+    /// A message that no receive waited for when its header came is complete.
+    pub(crate) fn unexpected_complete(&mut self, ctx: &mut OpContext, from: Rank, header: Header, bytes: Vec<u8>) {
+        match self.wanted(ctx, from, header) {
+            Err(Stale) => {}
+            Ok(None) => self.keep(from, header, Unexpected::Whole(bytes)),
+            Ok(Some(number)) => {
+                if let Some(mut buffer) = self.buffer(ctx, number, from, header.len) {
+                    buffer.take(&bytes);
+                    self.received(number);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn rts_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
+        match self.wanted(ctx, from, header) {
+            Err(Stale) => {}
+            Ok(None) => self.keep(from, header, Unexpected::Rts(header.rts())),
+            Ok(Some(number)) => {
+                if let Some(buffer) = self.buffer(ctx, number, from, header.len) {
+                    ctx.receive(from, header.rts(), MatchSpace::Device, buffer);
+                }
+            }
+        }
+    }
+
+    fn keep(&mut self, from: Rank, header: Header, what: Unexpected) {
+        self.unexpected.insert((from, header.key, header.index), (header.signature, what));
+    }
+
+    /// Message `token` of `from` must be asked for.
+    pub(crate) fn clear_address(&mut self, from: Rank, token: u64) {
+        for ((sender, ..), (_, unexpected)) in &mut self.unexpected {
+            if let Unexpected::Rts(rts) = unexpected
+                && (*sender, rts.token) == (from, token)
+            {
+                rts.address = None;
+            }
+        }
+    }
+
+    /// Another rank has given up an operation and all later ones.
+    pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, from: Rank, header: Header, text: String) {
+        let Some(number) = header.key.checked_sub(self.base) else { return };
+        let culprit = header.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
+        let rank = culprit.filter(|rank| rank.index() < ctx.size()).unwrap_or(from);
+        let kind = FailureKind::numbered(header.index);
+        let lane = self.pier.as_ref().map_or(0, |pier| pier.lane);
+        self.fail_from(ctx, (from, Failure { lane, number, kind, rank, text }));
+    }
+
+    // ---- ends ----
+
+    /// Whether no failure is known of this operation, or of one before it.
+    fn is_sound(&self, sequence: u64) -> bool {
+        self.failure.as_ref().is_none_or(|(_, failure)| self.base + failure.number > sequence)
+    }
+
+    /// Compares what another rank has called with what this rank has, as far as it is known. False: they differ.
+    fn agrees(&mut self, ctx: &mut OpContext, from: Rank, sequence: u64, theirs: Signature) -> bool {
+        let called = self.calls.iter().rev().find(|(number, _)| *number == sequence);
+        let Some((_, ours)) = called.copied().filter(|(_, ours)| *ours != theirs) else { return true };
+        let text = ours.disagreement(sequence - self.base, ctx.me, from, &theirs);
+        self.disagree(ctx, sequence, from, text);
+        false
+    }
+
+    fn disagree(&mut self, ctx: &mut OpContext, sequence: u64, with: Rank, text: String) {
+        let (number, lane) = (sequence - self.base, self.pier.as_ref().map_or(0, |pier| pier.lane));
+        let failure = Failure { lane, number, kind: FailureKind::Mismatch, rank: with, text };
+        self.fail(ctx, failure);
+    }
+
+    /// Gives up the operation of this number and all later ones, and tells all other ranks.
+    pub(crate) fn fail(&mut self, ctx: &mut OpContext, failure: Failure) {
+        let sequence = self.base + failure.number;
+        if !self.is_sound(sequence) {
+            return;
+        }
+        let failed = Failed::Device { sequence, kind: failure.kind as u32, culprit: failure.rank };
+        // Who leaves opens no streams for that.
+        let tells = |peer: &Rank| failure.kind != FailureKind::Left || ctx.endpoints.is_connected(*peer);
+        for peer in ctx.endpoints.others().into_iter().filter(tells).collect::<Vec<_>>() {
+            ctx.endpoints.send_failure(peer, failed, &failure.text);
+        }
+        self.fail_from(ctx, (ctx.me, failure));
+    }
+
+    /// The same, when the others know.
+    pub(crate) fn fail_from(&mut self, ctx: &mut OpContext, reported: Reported) {
+        let sequence = self.base + reported.1.number;
+        if self.is_sound(sequence) {
+            self.failure = Some(reported);
+            self.drop_from(ctx, sequence);
+        }
+    }
+
+    /// Drops the messages of this operation and of later ones: nothing of the engine refers to their memory afterwards.
+    fn drop_from(&mut self, ctx: &mut OpContext, sequence: u64) {
+        for number in self.outbound.drop_from(sequence) {
+            ctx.cancel(OpId::Outbound(number), |_, _| ());
+        }
+        for number in self.inbound.drop_from(sequence) {
+            ctx.cancel(OpId::Inbound(number), |_, _| ());
+        }
+        self.posted.retain(|(_, key, _), _| *key < sequence);
+        self.unexpected.retain(|(_, key, _), _| *key < sequence);
+    }
+
+    /// Whether what operations send that came before a failure has been sent, so that the stream may use its memory for
+    /// anything. If there is no time for that, they are given up too.
+    pub(crate) fn settle(&mut self, ctx: &mut OpContext, has_time: bool) -> bool {
+        let Some(first) = self.outbound.messages.front() else { return true };
+        if !has_time {
+            let number = first.sequence - self.base;
+            let lane = self.pier.as_ref().map_or(0, |pier| pier.lane);
+            let (kind, rank) = (FailureKind::Left, ctx.me);
+            let text = match &self.failure {
+                Some((_, later)) => later.text.clone(),
+                None => "it gave up what it had not sent".to_owned(),
+            };
+            self.fail(ctx, Failure { lane, number, kind, rank, text });
+        }
+        self.outbound.messages.is_empty()
+    }
+
+    /// The failure that is known, if one is.
+    pub(crate) fn failure(&mut self, ctx: &mut OpContext, now: Instant) -> Option<Reported> {
+        if let Some((rank, cause, since)) = &self.suspect {
+            let is_explained = !ctx.failures.is_watched || ctx.endpoints.has_reported(*rank);
+            if is_explained || now.saturating_duration_since(*since) >= NOTICE_TIMEOUT {
+                let (rank, text) = ctx.failures.lost().unwrap_or((*rank, cause.clone()));
+                self.suspect = None;
+                let ends = self.outbound.messages.front().into_iter().chain(self.inbound.messages.front());
+                if let Some(sequence) = ends.map(|message| message.sequence).min() {
+                    let (number, lane) = (sequence - self.base, self.pier.as_ref().map_or(0, |pier| pier.lane));
+                    self.fail(ctx, Failure { lane, number, kind: FailureKind::PeerLost, rank, text });
+                }
+            }
+        }
+        self.failure.clone()
+    }
+
+    /// Notes that a rank without which something cannot end is gone: why is told soon, perhaps because of another one.
+    fn suspect(&mut self, rank: Rank, cause: String) {
+        self.suspect.get_or_insert((rank, cause, Instant::now()));
+    }
+
+    /// Suspects `peer`, which is gone, if something waits for it.
+    pub(crate) fn lose(&mut self, ctx: &OpContext, peer: Rank, cause: &str) {
+        let (sent, received) = (self.outbound.messages.iter(), self.inbound.messages.iter());
+        let mut begun = sent.take(self.outbound.begun).chain(received.take(self.inbound.begun));
+        if ctx.closed.is_none() && begun.any(|message| message.peer == peer && !message.is_done) {
+            self.suspect(peer, cause.to_owned());
+        }
+    }
+
+    /// Ranks of other hosts that may keep an operation from its end.
+    pub(crate) fn missing(&self, ctx: &OpContext, number: u64) -> Missing {
+        let sequence = self.base + number;
+        let (called, unheard): (Vec<Rank>, Vec<Rank>) =
+            others(ctx).partition(|rank| self.heard[rank.index()] >= sequence);
+        let waits = self.inbound.messages.iter().filter(|message| !message.is_done && message.sequence <= sequence);
+        let mut slow: Vec<Rank> = waits.map(|message| message.peer).collect();
+        slow.sort_unstable();
+        slow.dedup();
+        slow.retain(|rank| self.heard[rank.index()] >= sequence);
+        Missing { unheard, called, slow }
+    }
+
+    /// Tells the ranks of other hosts that this one waits in an operation.
+    pub(crate) fn tell_of_wait(&mut self, ctx: &mut OpContext, number: u64, signature: Signature) {
+        let control = Header::control(FrameKind::Eager, MatchSpace::Device, self.base + number, 0, 0);
+        for peer in others(ctx).collect::<Vec<_>>() {
+            ctx.endpoints.send_control(peer, Header { signature, index: HERE, ..control });
+        }
+    }
+
+    /// Begins anew after a disagreement. Nothing is on any rank's stream.
+    pub(crate) fn reset(&mut self, ctx: &mut OpContext) {
+        self.drop_from(ctx, self.base);
+        let base = self.base + EPOCH;
+        let pier = self.pier.take();
+        *self = Relay { pier, base, ..Relay::new(self.heard.len()) };
+    }
+
+    /// Drops everything, for good.
+    pub(crate) fn end(&mut self, ctx: &mut OpContext) {
+        self.drop_from(ctx, 0);
+    }
+
+    /// Gives the memory back, after the [end](Relay::end).
+    pub(crate) fn close(&mut self) {
+        self.pier = None;
+    }
+}
+
+/// The ranks of other hosts.
+fn others(ctx: &OpContext) -> impl Iterator<Item = Rank> + '_ {
+    (0..ctx.size()).map(Rank::from).filter(|rank| !ctx.topo.same_host(ctx.me, *rank))
+}
+
+/// Nothing waits for the message.
+struct Stale;
+
+/// The index of a message that only tells that its sender waits.
+const HERE: u32 = u32::MAX;
+
+/// How many operations there can be before ranks begin anew.
+const EPOCH: u64 = 1 << 40;
+
+/// How many calls are kept to be compared: more than can be under way.
+const CALLS: usize = 1024;
+
+/// How often the stream's words are looked at, at most and at least.
+const NAP_MIN: Duration = Duration::from_micros(50);
+const NAP_MAX: Duration = Duration::from_millis(1);
+
+/// How long to wait for news of an earlier loss before blaming the rank that left.
+const NOTICE_TIMEOUT: Duration = Duration::from_millis(300);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::mock_peer::Harness;
+
+    fn message(sequence: u64) -> Message {
+        let signature = Signature::default();
+        Message { peer: Rank(1), sequence, index: 0, signature, half: 0, offset: 0, bytes: 0, taken: 0, is_done: false }
+    }
+
+    #[test]
+    fn messages_that_end_in_any_order_are_counted_in_theirs() {
+        let mut queue = Queue::new();
+        queue.messages.extend([1, 1, 2, 3].map(message));
+        queue.begun = 3;
+        assert_eq!((queue.done(2), queue.done(1)), (None, Some(2)));
+        assert_eq!(queue.next().map(|(number, message)| (number, message.sequence)), Some((4, 3)));
+        assert_eq!((queue.drop_from(2), queue.messages.len(), queue.begun), (vec![3], 0, 0));
+        assert_eq!(queue.done(3), None, "it is not expected any more");
+    }
+
+    fn call(count: u64) -> Signature {
+        Signature { operation: 1, count, ..Signature::default() }
+    }
+
+    fn submit(harness: &mut Harness, number: u64, signature: Signature) {
+        let engine = &mut harness.engine;
+        engine.relay.submit(&mut engine.context, number, signature, [].into_iter());
+    }
+
+    fn failure(harness: &mut Harness) -> Option<Reported> {
+        let engine = &mut harness.engine;
+        engine.relay.failure(&mut engine.context, Instant::now())
+    }
+
+    fn here(number: u64, signature: Signature) -> Vec<u8> {
+        let control = Header::control(FrameKind::Eager, MatchSpace::Device, number, 0, 0);
+        Header { signature, index: HERE, ..control }.encode().to_vec()
+    }
+
+    #[test]
+    fn whoever_calls_something_else_is_found_by_what_it_tells() {
+        for is_early in [false, true] {
+            let mut harness = Harness::new();
+            submit(&mut harness, 1, call(5));
+            harness.send(&here(1, call(5)));
+            assert!(failure(&mut harness).is_none());
+            let other = Header { index: 0, ..Header::decode(&here(2, call(7))).expect("a header").expect("whole") };
+            if is_early {
+                harness.send(&other.encode());
+                submit(&mut harness, 2, call(6));
+            } else {
+                submit(&mut harness, 2, call(6));
+                harness.send(&other.encode());
+            }
+            let (reporter, failure) = failure(&mut harness).expect("they differ");
+            assert_eq!((reporter, failure.number, failure.kind), (Rank(0), 2, FailureKind::Mismatch));
+            assert!(failure.text.contains("rank 1 called"), "{}", failure.text);
+            let told = Header::decode(&harness.wire().from_engine).expect("a header").expect("a whole one");
+            assert_eq!((told.kind, told.match_space, told.key), (FrameKind::Fail, MatchSpace::Device, 2));
+        }
+    }
+
+    #[test]
+    fn what_another_rank_gives_up_is_given_up_until_ranks_begin_anew() {
+        let mut harness = Harness::new();
+        let gives_up = |sequence: u64| {
+            let failed = Failed::Device { sequence, kind: FailureKind::Timeout as u32, culprit: Rank(1) };
+            [&*failed.header(4).encode(), b"late"].concat()
+        };
+        harness.send(&gives_up(3));
+        let first = failure(&mut harness).expect("it was told");
+        assert_eq!((first.0, first.1.number, first.1.kind), (Rank(1), 3, FailureKind::Timeout));
+        assert_eq!(first.1.text, "late");
+        let engine = &mut harness.engine;
+        engine.relay.reset(&mut engine.context);
+        harness.send(&gives_up(4));
+        assert!(failure(&mut harness).is_none(), "that is of before");
+    }
+}

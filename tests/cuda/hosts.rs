@@ -1,0 +1,218 @@
+//! Operations between ranks of several hosts, which one machine poses as.
+
+use std::time::Duration;
+
+use ncclx_rs::sys::cuda::{DeviceMemory, SharedDeviceMemory};
+use ncclx_rs::{Buffer, Counts, DType, Error, OpKind, Rank, ReduceOp, Source, Tag};
+
+use crate::harness::alone;
+use crate::ranks::{OnDevice, data, hosts, total};
+use crate::recording::{Graph, Mode};
+
+/// Several segments, and a last one that is shorter.
+const HINTS: &[(&str, &str)] = &[("device_staging_bytes", "65536"), ("single_copy_bytes", "0")];
+const LENGTHS: [usize; 4] = [1, 3, 1000, 150_000];
+
+type Settings = [(&'static str, &'static str)];
+
+const LATE: &Settings = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "1"), ("SOFTCUDA_HOST_POINTERS_DIFFER", "1")];
+/// Returns memory that must stay: to give it back waits for the device, and so for the other ranks.
+fn expect_sum(rank: &OnDevice, len: usize) -> DeviceMemory {
+    let (me, size) = (rank.me(), rank.comm.size());
+    let memory = rank.memory(&data(me, len));
+    rank.sum(&memory).expect("a sum");
+    assert_eq!(rank.values(&memory), total(size, len), "{len} on rank {me} of {size}");
+    memory
+}
+
+/// Every collective that is served, several at a time.
+fn collectives(rank: OnDevice) {
+    let (me, size) = (rank.me(), rank.comm.size());
+    let mut kept: Vec<DeviceMemory> = vec![];
+    for len in LENGTHS {
+        let all: Vec<Vec<f32>> = (0..size).map(|rank| data(rank, len)).collect();
+        let zeros = |len| rank.memory(&vec![0.0; len]);
+        let [sum, most, own] = [0, 1, 2].map(|_| rank.memory(&data(me, len)));
+        let root = Rank::from(size - 1);
+        let spread = rank.memory(&data(me, len));
+        let (reduced, gathered, scattered) = (zeros(len), zeros(size * len), zeros(len));
+        let (blocks, at_root) = (rank.memory(&all.concat()), zeros(size * len));
+        let blocks_to_root = [&at_root];
+        let at_the_root = usize::from(me + 1 == size);
+        let served = [
+            rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&sum], &[&sum]),
+            rank.submit(OpKind::AllReduce(ReduceOp::Max), &[&most], &[&most]),
+            rank.submit(OpKind::AllGather, &[&own], &[&gathered]),
+            rank.submit(OpKind::ReduceScatter(ReduceOp::Sum), &[&blocks], &[&scattered]),
+            rank.submit(OpKind::Broadcast { root }, &[&spread], &[&spread]),
+            rank.submit(OpKind::Reduce { op: ReduceOp::Sum, root }, &[&own], &[&reduced]),
+            rank.submit(OpKind::Gather { root }, &[&own], &blocks_to_root[..at_the_root]),
+            rank.submit(OpKind::Barrier, &[], &[]),
+        ];
+        for work in served {
+            work.expect("a work").wait(None).expect("success");
+        }
+        let what = format!("{len} on rank {me} of {size}");
+        assert_eq!(rank.values(&sum), total(size, len), "{what}");
+        let maximum = |at: usize| all.iter().map(|data| data[at]).fold(f32::MIN, f32::max);
+        assert_eq!(rank.values(&most), (0..len).map(maximum).collect::<Vec<_>>(), "{what}");
+        assert_eq!(rank.values(&gathered), all.concat(), "{what}");
+        let block: Vec<f32> = all[me].iter().map(|value| value * size as f32).collect();
+        assert_eq!(rank.values(&scattered), block, "{what}");
+        assert_eq!(rank.values(&spread), all[size - 1], "{what}");
+        if me + 1 == size {
+            assert_eq!(rank.values(&reduced), total(size, len), "{what}");
+            assert_eq!(rank.values(&at_root), all.concat(), "{what}");
+        }
+        kept.extend([sum, most, own, spread, reduced, gathered, scattered, blocks, at_root]);
+    }
+    rank.leave(kept);
+}
+
+#[test]
+fn ranks_of_several_hosts_do_every_collective() {
+    alone("hosts::ranks_of_several_hosts_do_every_collective", &[&[], LATE], || {
+        for places in ["ab", "aabb", "aaab", "aba"] {
+            hosts(places, HINTS, collectives);
+        }
+    });
+}
+
+#[test]
+fn many_operations_are_under_way_between_hosts() {
+    alone("hosts::many_operations_are_under_way_between_hosts", &[&[]], || {
+        hosts("aab", HINTS, |rank| {
+            let memory = rank.memory(&[rank.me() as f32, 1.0]);
+            let works: Vec<_> = (0..300)
+                .map(|_| rank.submit(OpKind::AllReduce(ReduceOp::Max), &[&memory], &[&memory]).expect("a work"))
+                .collect();
+            assert_eq!(rank.values(&memory), [2.0, 1.0]);
+            assert!(works.iter().all(|work| work.wait(None) == Ok(())));
+            rank.leave(memory);
+        });
+    });
+}
+
+#[test]
+fn hosts_that_disagree_are_told_and_go_on() {
+    alone("hosts::hosts_that_disagree_are_told_and_go_on", &[&[], LATE], || {
+        // The odd one has its host alone, or shares it.
+        for (places, odd) in [("aab", 2), ("aabb", 3), ("ab", 0)] {
+            hosts(places, HINTS, |rank| {
+                let (me, size) = (rank.me(), rank.comm.size());
+                let mut kept = vec![expect_sum(&rank, 1000)];
+                for len in [10, 50_000] {
+                    let memory = rank.memory(&data(me, len));
+                    let op = if me == odd { ReduceOp::Max } else { ReduceOp::Sum };
+                    let outcome = rank.submit(OpKind::AllReduce(op), &[&memory], &[&memory]);
+                    let outcome = outcome.and_then(|work| work.wait(None));
+                    let Err(Error::Mismatch { detail, .. }) = &outcome else { panic!("rank {me}: {outcome:?}") };
+                    assert!(detail.contains("all_reduce(MAX") && detail.contains("all_reduce(SUM"), "{detail}");
+                    rank.stream.synchronize().expect("a stream that ends");
+                    kept.extend([memory, expect_sum(&rank, 1000)]);
+                    assert_eq!(rank.sum_on_the_cpu(), Ok((size * (size + 1) / 2) as f32));
+                }
+                rank.leave(kept);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_rank_of_another_host_that_does_not_come_is_named() {
+    alone("hosts::a_rank_of_another_host_that_does_not_come_is_named", &[&[]], || {
+        hosts("aabb", HINTS, |rank| {
+            let me = rank.me();
+            let memory = rank.memory(&data(me, 1000));
+            rank.sum(&memory).expect("a sum");
+            if me != 3 {
+                let limit = Some(Duration::from_secs(3));
+                let op = OpKind::AllReduce(ReduceOp::Sum);
+                let work = rank.submit_within(op, &[&memory], &[&memory], limit).expect("a work");
+                let error = work.wait(None).expect_err("rank 3 does not call").to_string();
+                assert!(error.contains("rank(s) 3 did not call it"), "rank {me}: {error}");
+                rank.stream.synchronize().expect("a stream that ends");
+            }
+            rank.leave(memory);
+        });
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_ends_what_waits_for_it_on_other_hosts() {
+    alone("hosts::a_rank_that_leaves_ends_what_waits_for_it_on_other_hosts", &[&[]], || {
+        hosts("aabb", HINTS, |rank| {
+            let memory = rank.memory(&data(rank.me(), 1000));
+            rank.sum(&memory).expect("a sum");
+            if rank.me() == 3 {
+                return rank.comm.abort("enough");
+            }
+            let outcome = rank.sum(&memory);
+            assert!(matches!(outcome, Err(Error::PeerLost { rank: 3, .. })), "{outcome:?}");
+            rank.stream.synchronize().expect("a stream that ends");
+        });
+    });
+}
+
+#[test]
+fn the_device_may_be_waited_for_while_a_network_is() {
+    alone("hosts::the_device_may_be_waited_for_while_a_network_is", &[&[]], || {
+        hosts("ab", HINTS, |rank| {
+            let memory = rank.memory(&data(rank.me(), 50_000));
+            rank.sum(&memory).expect("a sum");
+            let spare = rank.memory(&[0.0; 1000]);
+            rank.comm.barrier().expect("all are there");
+            let work = rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory]).expect("a work");
+            // To give memory back waits for the device, and so for the other host.
+            drop(spare);
+            assert_eq!(work.wait(None), Ok(()));
+            rank.leave(memory);
+        });
+    });
+}
+
+#[test]
+fn what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on() {
+    alone("hosts::what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on", &[&[]], || {
+        hosts("aab", HINTS, |rank| {
+            let (me, tag) = (rank.me(), Tag(0));
+            let [first, second] = [0, 1].map(|_| rank.memory(&data(me, 6)));
+            let mut kept = vec![expect_sum(&rank, 1000)];
+            let refused = |outcome: Result<(), Error>, why: &str| {
+                let error = outcome.expect_err(why);
+                assert!(matches!(&error, Error::Usage(_)) && error.to_string().contains(why), "rank {me}: {error}");
+            };
+            let submit = |kind, inputs: &[&DeviceMemory], outputs: &[&DeviceMemory]| {
+                rank.submit(kind, inputs, outputs).map(drop)
+            };
+            let counts = Counts::equal(2, 3);
+            let all_to_all = OpKind::AllToAll { send: counts.clone(), recv: counts };
+            refused(submit(all_to_all, &[&first], &[&second]), "ranks on one host, as all_to_alls of CUDA tensors");
+            kept.push(expect_sum(&rank, 1000));
+            let far = Rank::from(if me == 2 { 0 } else { 2 });
+            let why = format!("a rank on the host of rank {me}, as messages of CUDA tensors need");
+            refused(submit(OpKind::Send { to: far, tag }, &[&first], &[]), &why);
+            refused(submit(OpKind::Recv { from: Source::Rank(far), tag }, &[], &[&first]), &why);
+            // Those of one host may.
+            let near = match me {
+                0 => Some(rank.submit(OpKind::Send { to: Rank(1), tag }, &[&first], &[])),
+                1 => Some(rank.submit(OpKind::Recv { from: Source::Rank(Rank(0)), tag }, &[], &[&second])),
+                _ => None,
+            };
+            near.map_or(Ok(()), |work| work.expect("a work").wait(None)).expect("success");
+            assert_eq!(rank.values(&second), data(if me == 1 { 0 } else { me }, 6));
+            let shared = SharedDeviceMemory::new(&rank.context, 64).expect("memory");
+            // SAFETY: it stays until the end.
+            let window = unsafe { Buffer::on_device(shared.bytes().ptr().to_bits(), 16, DType::F32, 0) };
+            let window = rank.comm.window_register(window).map(drop);
+            refused(window, "ranks on one host, as windows of CUDA tensors");
+            kept.push(expect_sum(&rank, 1000));
+            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
+                let captured = submit(OpKind::AllReduce(ReduceOp::Sum), &[&first], &[&first]);
+                refused(captured, "ranks on one host, as collectives in CUDA graphs");
+            });
+            kept.push(expect_sum(&rank, 1000));
+            rank.leave((kept, first, second, shared, graph));
+        });
+    });
+}
