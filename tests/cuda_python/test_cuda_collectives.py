@@ -26,6 +26,13 @@ def call(operation: Callable[..., Any], *args: Any, is_async: bool, **kwargs: An
 
 
 def everything(rank: int, size: int, is_async: bool) -> None:
+    one_for_all(rank, size, is_async)
+    each_for_each(rank, size, is_async)
+
+
+def one_for_all(rank: int, size: int, is_async: bool) -> None:
+    """Every collective but all_to_all."""
+
     def run(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         call(operation, *args, is_async=is_async, **kwargs)
 
@@ -65,6 +72,13 @@ def everything(rank: int, size: int, is_async: bool) -> None:
         output = there(torch.zeros(count))
         run(dist.reduce_scatter_tensor, output, there(torch.cat(blocks[rank])))
         assert_same(output.cpu(), expected, f"reduce_scatter_tensor of {count}")
+
+
+def each_for_each(rank: int, size: int, is_async: bool) -> None:
+    def run(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        call(operation, *args, is_async=is_async, **kwargs)
+
+    for count in COUNTS:
         sent = [data(rank, count * (peer % 2) + rank, salt=peer) for peer in range(size)]
         expected = torch.cat([data(r, count * (rank % 2) + r, salt=rank) for r in range(size)])
         splits = [[count * (rank % 2) + r for r in range(size)], [part.numel() for part in sent]]

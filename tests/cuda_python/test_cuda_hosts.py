@@ -1,0 +1,135 @@
+"""CUDA tensors of ranks on several hosts, which this machine poses as: four ranks, two on each."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import begin
+from harness import World, joined
+from reference import assert_same, data, reduced
+from test_cuda_collectives import one_for_all
+
+
+@pytest.fixture(scope="module", params=["", "one-queue"], ids=["queues", "one-queue"])
+def hosts(request: pytest.FixtureRequest) -> Iterator[World]:
+    variables = {
+        "SOFTCUDA_DEVICES": "2",
+        "SOFTCUDA_DELAY_US": "100",
+        "SOFTCUDA_WEAK": "1",
+        "SOFTCUDA_HOST_POINTERS_DIFFER": "1",
+        "NCCLX_RS_DEVICE_STAGING_BYTES": "65536",
+    }
+    if request.param:
+        variables["SOFTCUDA_QUEUES"] = "1"
+    world = World(4, "hier", variables, begin)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
+def test_every_collective_but_all_to_all_is_right(hosts: World, is_async: bool) -> None:
+    hosts.run(one_for_all, is_async)
+
+
+def from_both_sides(rank: int, size: int) -> None:
+    # Long enough for many segments each way, several operations at once.
+    parts = [data(r, 300_000) for r in range(size)]
+    tensors = [parts[rank].cuda() for _ in range(3)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    for tensor in tensors:
+        assert_same(tensor.cpu(), reduced(parts), "all_reduce")
+
+
+def test_long_tensors_go_both_ways_at_once(hosts: World) -> None:
+    hosts.run(from_both_sides)
+
+
+def disagreements(rank: int, size: int) -> None:
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    for odd in (0, 3):
+        tensor = torch.ones(10, device="cuda")
+        op = dist.ReduceOp.MAX if rank == odd else dist.ReduceOp.SUM
+        with pytest.raises(RuntimeError, match=r"all_reduce\(MAX, 10 × float32\)") as caught:
+            work = dist.all_reduce(tensor, op, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=60))
+        assert "all_reduce(SUM, 10" in str(caught.value)
+        torch.cuda.synchronize()
+        again = torch.full((3,), float(rank), device="cuda")
+        dist.all_reduce(again)
+        assert again.cpu().tolist() == [float(sum(range(size)))] * 3
+
+
+def test_hosts_that_disagree_are_told_and_the_group_goes_on(hosts: World) -> None:
+    hosts.run(disagreements)
+
+
+def synchronized_meanwhile(rank: int, size: int) -> None:
+    tensor = torch.full((50_000,), float(rank), device="cuda")
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    spare = torch.zeros(1 << 20, device="cuda")
+    del spare
+
+    device = torch.cuda.current_device()
+
+    def wait_for_the_device() -> None:
+        torch.cuda.set_device(device)
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+
+    for _ in range(5):
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+        thread = threading.Thread(target=wait_for_the_device)
+        thread.start()
+        work.wait()
+        thread.join()
+    assert tensor.cpu().tolist() == [float(sum(range(size)))] * 50_000
+
+
+def test_threads_may_wait_for_the_device_meanwhile(hosts: World) -> None:
+    hosts.run(synchronized_meanwhile)
+
+
+def killed(rank: int, size: int) -> None:
+    with joined(timeout=60):
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+        torch.cuda.synchronize()
+        if rank == 3:
+            os._exit(1)
+        with pytest.raises(RuntimeError, match="rank 3 is lost"):
+            dist.all_reduce(torch.ones(10, device="cuda"), async_op=True).wait(timedelta(seconds=30))
+        torch.cuda.synchronize()
+
+
+def test_a_rank_that_dies_on_another_host_ends_what_waits_for_it(hosts: World) -> None:
+    hosts.run(killed, join=False, dies=[3])
+
+
+def refused(rank: int, size: int) -> None:
+    tensor = torch.ones(4, device="cuda")
+    with pytest.raises(ValueError, match="ranks on one host"):
+        dist.all_to_all_single(torch.empty_like(tensor), tensor)
+    far, near = (rank + 2) % size, rank ^ 1
+    for operation in (dist.send, dist.recv):
+        with pytest.raises(ValueError, match=f"a rank on the host of rank {rank}"):
+            operation(tensor, far)
+    got = torch.zeros(4, device="cuda")
+    messages = [dist.P2POp(dist.isend, tensor, near), dist.P2POp(dist.irecv, got, near)]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    assert got.cpu().tolist() == [1.0] * 4
+    dist.all_reduce(tensor)
+    assert tensor.cpu().tolist() == [float(size)] * 4
+
+
+def test_what_is_not_done_between_hosts_is_refused_and_the_group_goes_on(hosts: World) -> None:
+    hosts.run(refused)
