@@ -676,4 +676,4 @@ pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 mod capture;
 mod elsewhere;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

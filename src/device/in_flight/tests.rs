@@ -8,7 +8,7 @@ use crate::work::Entry;
 
 /// What a communicator does: it completes works, and a rank may be lost.
 #[derive(Default)]
-struct Completes {
+pub(crate) struct Completes {
     lost: Mutex<Option<Error>>,
 }
 

@@ -2,29 +2,13 @@ use std::time::Duration;
 
 use super::*;
 use crate::device::control::{Control, FailureKind};
+use crate::device::in_flight::tests::Completes;
 use crate::device::in_flight::{Halt, Look, Watched};
 use crate::device::words::ControlLayout;
 use crate::sync::Ordering;
 use crate::sys::cuda::Width;
 use crate::sys::words::SharedWords;
 use crate::work::Entry;
-
-/// What a communicator does: it completes works.
-struct Completes;
-
-impl Ends for Completes {
-    fn ended(&self, work: &Work, result: Result<(), Error>) {
-        work.complete(result, None);
-    }
-
-    fn loss(&self, _: &str) -> Option<Error> {
-        None
-    }
-
-    fn elsewhere(&self) -> Vec<Rank> {
-        Vec::new()
-    }
-}
 
 /// One rank's end of a pair, of whose streams the tests write the words.
 struct Side {
@@ -41,7 +25,7 @@ fn sides() -> [Side; 2] {
     [Rank(0), Rank(1)].map(|me| {
         let control = Control::new(words.clone(), layout, me, Width::Bits64).of_some(vec![Rank(3), Rank(5)], 8);
         let control = Arc::new(control);
-        let lane = |lane| InFlight::new("test".to_owned(), lane, control.clone(), Arc::new(Completes), None);
+        let lane = |lane| InFlight::new("test".to_owned(), lane, control.clone(), Arc::new(Completes::default()), None);
         Side { lanes: [lane(0), lane(1)], control: control.clone(), words: words.clone(), layout }
     })
 }

@@ -2,7 +2,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
 use crate::device::control::Control;
-use crate::device::in_flight::{Ends, InFlight};
+use crate::device::in_flight::InFlight;
+use crate::device::in_flight::tests::Completes;
 use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::op::CollectiveKind;
@@ -12,22 +13,6 @@ use crate::sys::cuda::Width;
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
 use crate::work::{Entry, Work};
-
-struct Completes;
-
-impl Ends for Completes {
-    fn ended(&self, work: &Work, result: Result<(), Error>) {
-        work.complete(result, None);
-    }
-
-    fn loss(&self, _: &str) -> Option<Error> {
-        None
-    }
-
-    fn elsewhere(&self) -> Vec<Rank> {
-        Vec::new()
-    }
-}
 
 /// A communicator of one rank, of whose stream the tests write the words.
 struct Side {
@@ -41,7 +26,11 @@ impl Side {
         let layout = ControlLayout::new(1, 1);
         let words = Arc::new(SharedWords::new(layout.count()).expect("words"));
         let control = Arc::new(Control::new(words.clone(), layout, Rank(0), Width::Bits64));
-        Side { in_flight: InFlight::new("test".to_owned(), 0, control, Arc::new(Completes), None), words, layout }
+        Side {
+            in_flight: InFlight::new("test".to_owned(), 0, control, Arc::new(Completes::default()), None),
+            words,
+            layout,
+        }
     }
 
     /// Puts an operation in flight, and has it watched.
