@@ -292,6 +292,17 @@ def object_api(rank: int, size: int) -> None:
         comm.recv(got, before, False)
         comm.send(data(rank, 5000).cuda(), after, False)
     assert_same(got.cpu(), data(before, 5000), "blocking, on the current stream")
+    # Of a batch that fails nothing is sent, and what follows is in no batch.
+    batch = comm.batch_op_create()
+    batch.send(data(rank, 5000).cuda(), after)
+    batch.send(data(rank, 5000), after)
+    with pytest.raises(RuntimeError, match="cuda"):
+        batch.issue(False)
+    got.zero_()
+    works = [comm.recv(got, before, True), comm.send(data(rank, 5000, salt=9).cuda(), after, True)]
+    for work in works:
+        work.wait()
+    assert_same(got.cpu(), data(before, 5000, salt=9), "after a batch that failed")
     comm.finalize()
 
 

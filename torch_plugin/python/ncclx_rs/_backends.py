@@ -78,10 +78,15 @@ class C10dBackend(TorchCommBackend):
     def get_backend_version(self) -> str:
         return str(native().__version__) if self._make is _make_ncclx else torch.__version__
 
+    @property
+    def has_allocators(self) -> bool:
+        """Whether the engine's allocators serve the backend."""
+        return self._make is _make_ncclx
+
     def get_mem_allocator(self) -> Any:
-        if self._make is not _make_ncclx:
+        if not self.has_allocators:
             return super().get_mem_allocator()
-        return cuda_allocator() if self._device.type == "cuda" else MemAllocator()
+        return _allocator(self._device)
 
     def host(self, rank: int) -> int:
         """The number of a rank's host. Zero for all ranks if the backend does not know the hosts."""
@@ -146,7 +151,13 @@ class C10dBackend(TorchCommBackend):
             issue()
             return None
         self.c10d._start_coalescing()
-        issue()
+        try:
+            issue()
+        except BaseException:
+            # A new block takes the place of this one, whose messages are never sent.
+            self.c10d._start_coalescing()
+            self.c10d._end_coalescing()
+            raise
         return self.c10d._end_coalescing()
 
     def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool, options: OpOptions) -> Any:
@@ -311,9 +322,14 @@ def get_mem_allocator(backend: str, device: str | torch.device = "cpu") -> Any:
         RuntimeError: the backend has no allocator.
     """
     made = make_backend(backend)
-    if isinstance(made, C10dBackend):
-        made._device = torch.device(device)
+    if isinstance(made, C10dBackend) and made.has_allocators:
+        return _allocator(torch.device(device))
     return made.get_mem_allocator()
+
+
+def _allocator(device: torch.device) -> Any:
+    """The engine's allocator of tensors on a type of device."""
+    return cuda_allocator() if device.type == "cuda" else MemAllocator()
 
 
 def make_backend(name: str) -> TorchCommBackend:
