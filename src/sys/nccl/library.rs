@@ -1,11 +1,8 @@
-//! NVIDIA's library of collectives, NCCL, and AMD's, RCCL, which has the same functions: looked for when it is needed, and
-//! never linked.
-//!
-//! What a library can do is known by its version and its functions together. Source: nccl.h of NCCL 2.27 to 2.32.
+//! Finding and loading the library of a vendor, and what it can do.
 #![allow(unsafe_code, reason = "calls a library in C")]
 
 use std::error::Error;
-use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::ffi::{CStr, OsStr, c_int, c_void};
 use std::fmt;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::os::unix::ffi::OsStrExt;
@@ -13,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 use libc::{RTLD_NOLOAD, RTLD_NOW};
 use libloading::os::unix::Library;
+
+use super::functions::{Code, Functions};
 
 /// Whose library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +68,11 @@ impl Version {
         let thousand = if code < 10_000 { 1_000 } else { 10_000 };
         Version { major: code / thousand, minor: code % thousand / 100, patch: code % 100 }
     }
+
+    /// As [`Version::from_code`] takes it, since 2.9.
+    pub fn to_code(self) -> u32 {
+        self.major * 10_000 + self.minor * 100 + self.patch
+    }
 }
 
 impl fmt::Display for Version {
@@ -119,6 +123,19 @@ pub enum NcclError {
         /// Its version.
         version: Version,
     },
+    /// It cannot do something.
+    #[error("{library} {version} has no {what}")]
+    Lacks {
+        /// What it is.
+        library: &'static str,
+        /// Its version.
+        version: Version,
+        /// What it lacks.
+        what: &'static str,
+    },
+    /// A communicator of it was given up.
+    #[error("its communicator has been given up")]
+    Gone,
     /// A call failed.
     #[error("{call}: {reason}")]
     Call {
@@ -182,50 +199,9 @@ features! {
     OneSided, "put and signal", (2, 29), ["ncclPutSignal", "ncclSignal", "ncclWaitSignal"];
 }
 
-/// Without these it is no such library. Every version since the oldest has them.
-const NEEDED: &[&str] = &[
-    "ncclGetVersion",
-    "ncclGetErrorString",
-    "ncclGetLastError",
-    "ncclGetUniqueId",
-    "ncclCommInitRankConfig",
-    "ncclCommGetAsyncError",
-    "ncclCommFinalize",
-    "ncclCommAbort",
-    "ncclCommDestroy",
-    "ncclAllReduce",
-    "ncclReduce",
-    "ncclBroadcast",
-    "ncclAllGather",
-    "ncclReduceScatter",
-    "ncclSend",
-    "ncclRecv",
-    "ncclGroupStart",
-    "ncclGroupEnd",
-];
-
-type Code = c_int;
-
-/// What is called of a library.
-#[derive(Clone, Copy)]
-struct Functions {
-    get_version: unsafe extern "C" fn(*mut c_int) -> Code,
-    get_error_string: unsafe extern "C" fn(Code) -> *const c_char,
-}
-
-impl Functions {
-    fn of(library: &Library) -> Result<Functions, libloading::Error> {
-        Ok(Functions {
-            // SAFETY: nccl.h declares it with this type.
-            get_version: unsafe { *library.get("ncclGetVersion")? },
-            // SAFETY: as above.
-            get_error_string: unsafe { *library.get("ncclGetErrorString")? },
-        })
-    }
-}
-
 /// A vendor's library.
 pub struct Nccl {
+    vendor: Vendor,
     path: PathBuf,
     version: Version,
     features: Vec<Feature>,
@@ -274,13 +250,12 @@ impl Nccl {
     }
 
     fn of(vendor: Vendor, library: Library, path: &Path) -> Result<Nccl, NcclError> {
+        let functions = Functions::of(&library).map_err(|function| {
+            let (path, name) = (path.to_owned(), vendor.name());
+            NcclError::Function { path, name, function }
+        })?;
         // SAFETY: it is looked up and not called.
         let has = |function: &str| unsafe { library.get::<*const c_void>(function) }.is_ok();
-        if let Some(function) = NEEDED.iter().find(|function| !has(function)) {
-            let (path, name) = (path.to_owned(), vendor.name());
-            return Err(NcclError::Function { path, name, function });
-        }
-        let functions = Functions::of(&library).expect("they are among those that are needed");
         let mut code = 0;
         // SAFETY: it writes to a number, which lives.
         let status = unsafe { (functions.get_version)(&raw mut code) };
@@ -288,12 +263,17 @@ impl Nccl {
         let path = file_of(functions.get_version as *const c_void).unwrap_or_else(|| path.to_owned());
         let features = features(version, has);
         let library = ManuallyDrop::new(library);
-        let nccl = Nccl { path, version, features, functions, _library: library };
+        let nccl = Nccl { vendor, path, version, features, functions, _library: library };
         nccl.check("ncclGetVersion", status)?;
         if version < Version::OLDEST {
             return Err(NcclError::TooOld { path: nccl.path, name: vendor.name(), version });
         }
         Ok(nccl)
+    }
+
+    /// The library's name.
+    pub fn name(&self) -> &'static str {
+        self.vendor.name()
     }
 
     /// The library's file.
@@ -311,19 +291,30 @@ impl Nccl {
         &self.features
     }
 
-    fn check(&self, call: &'static str, code: Code) -> Result<(), NcclError> {
-        let failed = || NcclError::Call { call, reason: self.reason(code) };
-        if code == 0 { Ok(()) } else { Err(failed()) }
+    pub(super) fn functions(&self) -> &Functions {
+        &self.functions
     }
 
-    fn reason(&self, code: Code) -> String {
+    pub(super) fn check(&self, call: &'static str, code: Code) -> Result<(), NcclError> {
+        if code == 0 { Ok(()) } else { Err(self.failed(call, code)) }
+    }
+
+    /// The error of a call, with what the library says of its last failure.
+    pub(super) fn failed(&self, call: &'static str, code: Code) -> NcclError {
         // SAFETY: it takes any number.
         let text = unsafe { (self.functions.get_error_string)(code) };
-        if text.is_null() {
-            return format!("error {code}");
-        }
-        // SAFETY: the library's own text, which stays and ends with NUL.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        // SAFETY: it needs no communicator.
+        let detail = unsafe { (self.functions.get_last_error)(std::ptr::null_mut()) };
+        let read = |text: *const std::ffi::c_char| {
+            // SAFETY: the library's own text, which stays and ends with NUL.
+            (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned())
+        };
+        let text = read(text).unwrap_or_else(|| format!("error {code}"));
+        let reason = match read(detail).filter(|detail| !detail.is_empty()) {
+            Some(detail) => format!("{text}: {detail}"),
+            None => text,
+        };
+        NcclError::Call { call, reason }
     }
 }
 
@@ -360,6 +351,7 @@ mod tests {
     fn versions_are_read_from_their_codes() {
         let texts = [22_809, 23_203, 21_000, 2_708].map(|code| Version::from_code(code).to_string());
         assert_eq!(texts, ["2.28.9", "2.32.3", "2.10.0", "2.7.8"]);
+        assert_eq!([22_703, 23_203].map(|code| Version::from_code(code).to_code()), [22_703, 23_203]);
         assert!(Version::from_code(22_605) < Version::OLDEST && Version::from_code(22_703) > Version::OLDEST);
     }
 

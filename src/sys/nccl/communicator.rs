@@ -1,0 +1,411 @@
+//! Communicators of a vendor's library that never block, and what is called of them.
+#![allow(unsafe_code, reason = "calls a library in C")]
+
+use std::ffi::{c_int, c_void};
+use std::fmt;
+
+use super::config::Config;
+use super::functions::{Address, Code, Functions, RawComm, RawId, RawStream};
+use super::library::{Nccl, NcclError};
+use crate::sync::{Arc, Mutex, lock};
+use crate::sys::cuda::{Current, DeviceBytes, Stream};
+
+/// What ranks must know to begin a communicator together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UniqueId(pub [u8; 128]);
+
+/// A type of numbers that a library knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "nccl.h has them")]
+#[repr(i32)]
+pub enum Element {
+    I8 = 0,
+    U8 = 1,
+    I32 = 2,
+    U32 = 3,
+    I64 = 4,
+    U64 = 5,
+    F16 = 6,
+    F32 = 7,
+    F64 = 8,
+    BF16 = 9,
+}
+
+impl Element {
+    /// Its bytes.
+    pub fn size(self) -> usize {
+        match self {
+            Element::I8 | Element::U8 => 1,
+            Element::F16 | Element::BF16 => 2,
+            Element::I32 | Element::U32 | Element::F32 => 4,
+            Element::I64 | Element::U64 | Element::F64 => 8,
+        }
+    }
+}
+
+/// How a library reduces.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reduction<'a> {
+    /// The sum.
+    Sum,
+    /// The product.
+    Product,
+    /// The greatest.
+    Max,
+    /// The least.
+    Min,
+    /// The sum divided by the number of ranks.
+    Avg,
+    /// The sum of each rank's elements times its factor.
+    PreMulSum(Factor<'a>),
+}
+
+/// One number of the type of the elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Factor<'a> {
+    /// Its bytes, the first so many of these.
+    Value([u8; 8]),
+    /// In the memory of the device, where it is read when its turn comes.
+    Device(DeviceBytes<'a>),
+}
+
+/// What is put on a stream. Counts are those of the elements that `from` or `into` has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Call<'a> {
+    /// Everyone gets the reduction.
+    AllReduce {
+        /// What this rank has.
+        from: DeviceBytes<'a>,
+        /// Where the result goes.
+        into: DeviceBytes<'a>,
+        /// Of which type.
+        element: Element,
+        /// How.
+        reduction: Reduction<'a>,
+    },
+    /// The root gets the reduction; others write nothing.
+    Reduce {
+        /// What this rank has.
+        from: DeviceBytes<'a>,
+        /// Where the result goes on the root.
+        into: DeviceBytes<'a>,
+        /// Of which type.
+        element: Element,
+        /// How.
+        reduction: Reduction<'a>,
+        /// Who gets it.
+        root: u32,
+    },
+    /// Everyone gets the root's data.
+    Broadcast {
+        /// What the root has.
+        from: DeviceBytes<'a>,
+        /// Where it goes.
+        into: DeviceBytes<'a>,
+        /// Whose data.
+        root: u32,
+    },
+    /// Everyone gets everyone's block.
+    AllGather {
+        /// This rank's block.
+        from: DeviceBytes<'a>,
+        /// All blocks, which are as long.
+        into: DeviceBytes<'a>,
+    },
+    /// Everyone gets its block of the reduction.
+    ReduceScatter {
+        /// All blocks, which are as long.
+        from: DeviceBytes<'a>,
+        /// This rank's.
+        into: DeviceBytes<'a>,
+        /// Of which type.
+        element: Element,
+        /// How.
+        reduction: Reduction<'a>,
+    },
+    /// A message goes.
+    Send {
+        /// What.
+        from: DeviceBytes<'a>,
+        /// Where to.
+        peer: u32,
+    },
+    /// A message comes.
+    Receive {
+        /// Where it goes.
+        into: DeviceBytes<'a>,
+        /// From where.
+        peer: u32,
+    },
+}
+
+impl Call<'_> {
+    /// The library's function.
+    fn name(&self) -> &'static str {
+        match self {
+            Call::AllReduce { .. } => "ncclAllReduce",
+            Call::Reduce { .. } => "ncclReduce",
+            Call::Broadcast { .. } => "ncclBroadcast",
+            Call::AllGather { .. } => "ncclAllGather",
+            Call::ReduceScatter { .. } => "ncclReduceScatter",
+            Call::Send { .. } => "ncclSend",
+            Call::Receive { .. } => "ncclRecv",
+        }
+    }
+}
+
+/// How far a communicator is with what it was last told to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// It still does it.
+    Going,
+    /// It is done: it has begun, or the calls are on the stream.
+    Done,
+}
+
+/// A communicator of a library, of which no call blocks: [`NcclComm::progress`] says when it is done.
+///
+/// Who drops it without [aborting](NcclComm::abort) or [destroying](NcclComm::destroy) it leaves it to the end of the process.
+pub struct NcclComm {
+    library: Arc<Nccl>,
+    /// None when it is gone. Held over calls, each of which returns at once.
+    raw: Mutex<Option<Raw>>,
+}
+
+struct Raw(RawComm);
+
+// SAFETY: a communicator may be used by any thread; `NcclComm` has one at a time use it.
+unsafe impl Send for Raw {}
+
+impl Nccl {
+    /// What rank 0 tells the others before they begin a communicator.
+    pub fn unique_id(&self) -> Result<UniqueId, NcclError> {
+        let mut id = RawId([0; 128]);
+        // SAFETY: `id` is a place for the result.
+        self.check("ncclGetUniqueId", unsafe { (self.functions().get_unique_id)(&raw mut id) })?;
+        Ok(UniqueId(id.0))
+    }
+}
+
+impl NcclComm {
+    /// Begins one on the current context's device. It can be used once it is [done](Progress::Done) on every rank.
+    pub fn begin(
+        library: &Arc<Nccl>,
+        _: &Current<'_>,
+        id: UniqueId,
+        (rank, size): (u32, u32),
+    ) -> Result<NcclComm, NcclError> {
+        let mut raw = std::ptr::null_mut();
+        let mut config = Config::non_blocking(library.version().to_code());
+        let (rank, size) = (rank as c_int, size as c_int);
+        // SAFETY: `raw` is a place for the result, and `config` as long as it says.
+        let code = unsafe { (library.functions().comm_init)(&raw mut raw, size, RawId(id.0), rank, &raw mut config) };
+        let comm = NcclComm { library: library.clone(), raw: Mutex::new((!raw.is_null()).then_some(Raw(raw))) };
+        match code {
+            SUCCESS | IN_PROGRESS => Ok(comm),
+            code => {
+                let error = library.failed("ncclCommInitRankConfig", code);
+                comm.abort();
+                Err(error)
+            }
+        }
+    }
+
+    /// The library.
+    pub fn library(&self) -> &Arc<Nccl> {
+        &self.library
+    }
+
+    /// How far it is. An error: it has failed, also by what other ranks did; all that is left is to abort it.
+    pub fn progress(&self) -> Result<Progress, NcclError> {
+        let raw = lock(&self.raw);
+        let raw = raw.as_ref().ok_or(NcclError::Gone)?;
+        self.state(raw)
+    }
+
+    fn state(&self, raw: &Raw) -> Result<Progress, NcclError> {
+        let mut state = SUCCESS;
+        // SAFETY: it lives, since it is only taken out under the lock; `state` is a place for the result.
+        let code = unsafe { (self.functions().comm_async_error)(raw.0, &raw mut state) };
+        self.library.check("ncclCommGetAsyncError", code)?;
+        match state {
+            SUCCESS => Ok(Progress::Done),
+            IN_PROGRESS => Ok(Progress::Going),
+            code => Err(self.library.failed("what was put on a stream", code)),
+        }
+    }
+
+    /// Puts calls on a stream together: they make progress together. Where they are [still going](Progress::Going) there, nothing
+    /// may be put behind them yet.
+    pub fn submit(&self, _: &Current<'_>, stream: &Stream, calls: &[Call<'_>]) -> Result<Progress, NcclError> {
+        let raw = lock(&self.raw);
+        let raw = raw.as_ref().ok_or(NcclError::Gone)?;
+        let functions = self.functions();
+        let stream: RawStream = std::ptr::with_exposed_provenance_mut(stream.to_raw() as usize);
+        // SAFETY: groups are of the thread, which ends it below.
+        self.library.check("ncclGroupStart", unsafe { (functions.group_start)() })?;
+        let put = calls.iter().try_for_each(|call| self.put(raw, stream, call));
+        // SAFETY: begun above.
+        let code = unsafe { (functions.group_end)() };
+        put?;
+        match code {
+            SUCCESS | IN_PROGRESS => self.state(raw),
+            code => Err(self.library.failed("ncclGroupEnd", code)),
+        }
+    }
+
+    fn put(&self, raw: &Raw, stream: RawStream, call: &Call<'_>) -> Result<(), NcclError> {
+        let (f, comm) = (self.functions(), raw.0);
+        let code = match *call {
+            Call::AllReduce { from, into, element, reduction } => {
+                assert_eq!(from.len(), into.len());
+                self.with_op(comm, element, reduction, |op| {
+                    let count = from.len() / element.size();
+                    // SAFETY: both are device memory of so many elements, which stay until the stream has passed this; that is
+                    // what whoever made the bytes answers for.
+                    unsafe { (f.all_reduce)(address(from), address(into), count, element as c_int, op, comm, stream) }
+                })?
+            }
+            Call::Reduce { from, into, element, reduction, root } => self.with_op(comm, element, reduction, |op| {
+                let (count, root) = (from.len() / element.size(), root as c_int);
+                // SAFETY: as above; on ranks that are not the root nothing is written.
+                unsafe { (f.reduce)(address(from), address(into), count, element as c_int, op, root, comm, stream) }
+            })?,
+            Call::Broadcast { from, into, root } => {
+                let root = root as c_int;
+                // SAFETY: as above; what is read is the root's.
+                unsafe { (f.broadcast)(address(from), address(into), into.len(), BYTE, root, comm, stream) }
+            }
+            Call::AllGather { from, into } => {
+                // SAFETY: as above; the caller has as many blocks as there are ranks.
+                unsafe { (f.all_gather)(address(from), address(into), from.len(), BYTE, comm, stream) }
+            }
+            Call::ReduceScatter { from, into, element, reduction } => {
+                self.with_op(comm, element, reduction, |op| {
+                    let count = into.len() / element.size();
+                    // SAFETY: as above.
+                    unsafe {
+                        (f.reduce_scatter)(address(from), address(into), count, element as c_int, op, comm, stream)
+                    }
+                })?
+            }
+            // SAFETY: as above.
+            Call::Send { from, peer } => unsafe {
+                (f.send)(address(from), from.len(), BYTE, peer as c_int, comm, stream)
+            },
+            // SAFETY: as above.
+            Call::Receive { into, peer } => unsafe {
+                (f.recv)(address(into), into.len(), BYTE, peer as c_int, comm, stream)
+            },
+        };
+        match code {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            code => Err(self.library.failed(call.name(), code)),
+        }
+    }
+
+    /// Calls something with the library's number for a reduction.
+    fn with_op(
+        &self,
+        comm: RawComm,
+        element: Element,
+        reduction: Reduction<'_>,
+        call: impl FnOnce(c_int) -> Code,
+    ) -> Result<Code, NcclError> {
+        let factor = match reduction {
+            Reduction::Sum => return Ok(call(0)),
+            Reduction::Product => return Ok(call(1)),
+            Reduction::Max => return Ok(call(2)),
+            Reduction::Min => return Ok(call(3)),
+            Reduction::Avg => return Ok(call(4)),
+            Reduction::PreMulSum(factor) => factor,
+        };
+        let f = self.functions();
+        let (Some(create), Some(destroy)) = (f.pre_mul_sum, f.red_op_destroy) else {
+            return Err(NcclError::Lacks {
+                library: self.library.name(),
+                version: self.library.version(),
+                what: "PREMUL_SUM",
+            });
+        };
+        // Aligned for any element.
+        let mut value = u64::from_ne_bytes(if let Factor::Value(bytes) = factor { bytes } else { [0; 8] });
+        let (scalar, residence): (*mut c_void, c_int) = match factor {
+            Factor::Value(_) => ((&raw mut value).cast(), 1),
+            Factor::Device(bytes) => (address(bytes), 0),
+        };
+        let mut op = 0;
+        // SAFETY: `op` is a place for the result; a factor on the host is read here, and is as long as any element.
+        let created = unsafe { create(&raw mut op, scalar, element as c_int, residence, comm) };
+        self.library.check("ncclRedOpCreatePreMulSum", created)?;
+        let code = call(op);
+        // SAFETY: created above; it may go once the call has returned.
+        self.library.check("ncclRedOpDestroy", unsafe { destroy(op, comm) })?;
+        Ok(code)
+    }
+
+    /// Whether it is gone.
+    pub fn is_gone(&self) -> bool {
+        lock(&self.raw).is_none()
+    }
+
+    /// Has what it has on streams end, whatever the other ranks do, and gives it back. It waits for the device, and for graphs
+    /// that calls were captured in: to be called on a thread of its own.
+    pub fn abort(&self) {
+        let raw = lock(&self.raw).take();
+        if let Some(Raw(raw)) = raw {
+            // SAFETY: it has just been taken out, so nobody else has it.
+            let code = unsafe { (self.functions().comm_abort)(raw) };
+            self.log_failure("ncclCommAbort", code);
+        }
+    }
+
+    /// Begins the end: what it still has to do for other ranks is done first, which [`progress`](NcclComm::progress) tells.
+    pub fn finalize(&self) -> Result<(), NcclError> {
+        let raw = lock(&self.raw);
+        let Some(raw) = raw.as_ref() else { return Ok(()) };
+        // SAFETY: it lives, since it is only taken out under the lock.
+        match unsafe { (self.functions().comm_finalize)(raw.0) } {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            code => Err(self.library.failed("ncclCommFinalize", code)),
+        }
+    }
+
+    /// Gives it back, after [`finalize`](NcclComm::finalize). It may wait, as [`abort`](NcclComm::abort) does.
+    pub fn destroy(&self) {
+        let raw = lock(&self.raw).take();
+        if let Some(Raw(raw)) = raw {
+            // SAFETY: as in `abort`.
+            let code = unsafe { (self.functions().comm_destroy)(raw) };
+            self.log_failure("ncclCommDestroy", code);
+        }
+    }
+
+    fn log_failure(&self, call: &'static str, code: Code) {
+        if !matches!(code, SUCCESS | IN_PROGRESS) {
+            log::warn!("{}", self.library.failed(call, code));
+        }
+    }
+
+    fn functions(&self) -> &Functions {
+        self.library.functions()
+    }
+}
+
+impl fmt::Debug for NcclComm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NcclComm").field("library", &self.library).finish_non_exhaustive()
+    }
+}
+
+fn address(bytes: DeviceBytes<'_>) -> Address {
+    std::ptr::without_provenance_mut(bytes.ptr().to_bits() as usize)
+}
+
+/// `ncclSuccess`.
+const SUCCESS: Code = 0;
+/// `ncclInProgress`.
+const IN_PROGRESS: Code = 7;
+
+/// `ncclUint8`: what is only moved goes as bytes.
+const BYTE: c_int = Element::U8 as c_int;

@@ -1,0 +1,90 @@
+//! The functions of a library that are called, looked up by name once.
+#![allow(unsafe_code, reason = "looks up functions of a library")]
+
+use std::ffi::{c_char, c_int, c_void};
+
+use libloading::os::unix::Library;
+
+use super::config::Config;
+
+/// `ncclResult_t`: a number, so that one that a later library invents is no undefined behaviour.
+pub(super) type Code = c_int;
+
+/// `ncclComm_t`.
+pub(super) type RawComm = *mut c_void;
+
+/// `ncclUniqueId`, which is passed by value.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct RawId(pub(super) [u8; 128]);
+
+/// Memory of a device, of which the host only knows the address.
+pub(super) type Address = *mut c_void;
+
+/// `cudaStream_t`, which the driver calls `CUstream`.
+pub(super) type RawStream = *mut c_void;
+
+macro_rules! functions {
+    (
+        needed { $($needed:ident = $needed_name:literal ($($needed_argument:ty),*) -> $needed_result:ty;)* }
+        optional { $($optional:ident = $optional_name:literal ($($argument:ty),*) -> $result:ty;)* }
+    ) => {
+        /// What is called of a library. What not every library has may be missing.
+        #[derive(Clone, Copy)]
+        pub(super) struct Functions {
+            $(pub(super) $needed: unsafe extern "C" fn($($needed_argument),*) -> $needed_result,)*
+            $(pub(super) $optional: Option<unsafe extern "C" fn($($argument),*) -> $result>,)*
+        }
+
+        impl Functions {
+            /// Those of a library, or the name of one that it lacks.
+            pub(super) fn of(library: &Library) -> Result<Functions, &'static str> {
+                Ok(Functions {
+                    $($needed: {
+                        // SAFETY: nccl.h declares it with this type in every version since the oldest known one.
+                        let found = unsafe {
+                            library.get::<unsafe extern "C" fn($($needed_argument),*) -> $needed_result>($needed_name)
+                        };
+                        *found.map_err(|_| $needed_name)?
+                    },)*
+                    $($optional: {
+                        // SAFETY: nccl.h declares it with this type in every version that has it.
+                        let found = unsafe {
+                            library.get::<unsafe extern "C" fn($($argument),*) -> $result>($optional_name)
+                        };
+                        found.ok().map(|found| *found)
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    needed {
+        get_version = "ncclGetVersion"(*mut c_int) -> Code;
+        get_error_string = "ncclGetErrorString"(Code) -> *const c_char;
+        get_last_error = "ncclGetLastError"(RawComm) -> *const c_char;
+        get_unique_id = "ncclGetUniqueId"(*mut RawId) -> Code;
+        comm_init = "ncclCommInitRankConfig"(*mut RawComm, c_int, RawId, c_int, *mut Config) -> Code;
+        comm_async_error = "ncclCommGetAsyncError"(RawComm, *mut Code) -> Code;
+        comm_finalize = "ncclCommFinalize"(RawComm) -> Code;
+        comm_abort = "ncclCommAbort"(RawComm) -> Code;
+        comm_destroy = "ncclCommDestroy"(RawComm) -> Code;
+        all_reduce = "ncclAllReduce"(Address, Address, usize, c_int, c_int, RawComm, RawStream) -> Code;
+        reduce = "ncclReduce"(Address, Address, usize, c_int, c_int, c_int, RawComm, RawStream) -> Code;
+        broadcast = "ncclBroadcast"(Address, Address, usize, c_int, c_int, RawComm, RawStream) -> Code;
+        all_gather = "ncclAllGather"(Address, Address, usize, c_int, RawComm, RawStream) -> Code;
+        reduce_scatter = "ncclReduceScatter"(Address, Address, usize, c_int, c_int, RawComm, RawStream) -> Code;
+        send = "ncclSend"(Address, usize, c_int, c_int, RawComm, RawStream) -> Code;
+        recv = "ncclRecv"(Address, usize, c_int, c_int, RawComm, RawStream) -> Code;
+        group_start = "ncclGroupStart"() -> Code;
+        group_end = "ncclGroupEnd"() -> Code;
+    }
+    optional {
+        pre_mul_sum = "ncclRedOpCreatePreMulSum"(*mut c_int, *mut c_void, c_int, c_int, RawComm) -> Code;
+        red_op_destroy = "ncclRedOpDestroy"(c_int, RawComm) -> Code;
+    }
+}
+
+const _: () = assert!(size_of::<RawId>() == 128 && align_of::<RawId>() == 1);

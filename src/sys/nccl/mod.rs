@@ -1,0 +1,13 @@
+//! NVIDIA's library of collectives, NCCL, and AMD's, RCCL, which has the same functions: looked for when it is needed, and
+//! never linked.
+//!
+//! What a library can do is known by its version and its functions together. Source: nccl.h of NCCL 2.27 to 2.32. A
+//! [`NcclComm`] is a communicator of such a library that blocks nobody: its [calls](Call) are data.
+
+mod communicator;
+mod config;
+mod functions;
+mod library;
+
+pub use communicator::{Call, Element, Factor, NcclComm, Progress, Reduction, UniqueId};
+pub use library::{Feature, Nccl, NcclError, Vendor, Version};
