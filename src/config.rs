@@ -99,6 +99,9 @@ options! {
         "The signal at which the flight recorder is also written to `dump_directory`.";
     shm_ring_bytes: RingBytes, "shm_ring_bytes", "262144", &[],
         "The size of the shared memory ring for each direction between two ranks of a host.";
+    shm_line_ownership: LineOwnership, "shm_line_ownership", "auto", &[],
+        "Whether this rank, as it reads a shared memory ring, takes the cache lines for itself, so that their writer gets \
+         them back faster; auto measures for each ring which way is cheaper.";
     device_staging: StagingBytes, "device_staging_bytes", "16777216", &[],
         "CUDA: half the memory of its device through which a rank's messages go, for each communicator. Rank 0's holds for \
          all ranks.";
@@ -233,6 +236,17 @@ impl TransportChoice {
             TransportChoice::Shm => false,
         }
     }
+}
+
+/// Whether the reader of a shared memory ring takes the cache lines that it has read for itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LineOwnership {
+    /// Where that has been measured to be cheaper.
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
 }
 
 /// Whether TCP connections are encrypted.
@@ -464,6 +478,19 @@ impl Value for Tls {
             "auto" => Some(Tls::Auto),
             "on" => Some(Tls::On),
             "off" => Some(Tls::Off),
+            _ => None,
+        }
+    }
+}
+
+impl Value for LineOwnership {
+    const EXPECTED: &'static str = "auto, on or off";
+
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "auto" => Some(LineOwnership::Auto),
+            "on" => Some(LineOwnership::On),
+            "off" => Some(LineOwnership::Off),
             _ => None,
         }
     }

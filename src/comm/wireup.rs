@@ -13,7 +13,7 @@ use crate::sys::socket::PeerTimeout;
 use crate::topo::Topology;
 use crate::transport::Transport;
 use crate::transport::auth::Identity;
-use crate::transport::shm::ShmTransport;
+use crate::transport::shm::{RingSettings, ShmTransport};
 use crate::transport::tcp::TcpTransport;
 use crate::transport::tls::Tls;
 use crate::types::Rank;
@@ -72,14 +72,16 @@ impl Transports {
             move |cause: std::io::Error| InitError::Os { comm, what, cause: cause.to_string() }
         };
         let mut transports = Vec::new();
-        let (ring_bytes, peer_can_read, timeout) = match purpose {
+        let line_ownership = config.shm_line_ownership;
+        let (bytes, peer_can_read, timeout) = match purpose {
             Purpose::Data => {
                 (config.shm_ring_bytes.get(), config.single_copy_bytes > 0, PeerTimeout::WhileIdle(config.peer_timeout))
             }
             Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
         if config.transport.has_shm() {
-            let transport = ShmTransport::new(identity.clone(), poller.clone(), ring_bytes, peer_can_read)
+            let settings = RingSettings { bytes, peer_can_read, line_ownership };
+            let transport = ShmTransport::new(identity.clone(), poller.clone(), settings)
                 .map_err(os("the shared memory transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::SameHost, purpose });
         }

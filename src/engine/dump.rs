@@ -11,10 +11,11 @@ use serde::Serialize;
 use crate::engine::flight_recorder::Record;
 use crate::engine::progress::Engine;
 use crate::sys::tcp_info::TcpStats;
+use crate::transport::RingStats;
 use crate::types::{DType, Frame, Rank};
 
 /// The version of the format. Readers refuse others.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Everything that a dump tells. Times are microseconds of Unix time by this host's clock.
 #[derive(Serialize)]
@@ -50,6 +51,8 @@ struct Peer<'a> {
     lost: Option<&'a str>,
     /// How the TCP connection to it does, or did until it was lost, if there is one.
     link: Option<TcpStats>,
+    /// How the shared memory through which its messages come is read, if they do.
+    ring: Option<RingStats>,
 }
 
 /// An operation.
@@ -156,6 +159,7 @@ impl Engine {
                     called: self.collectives.called(rank),
                     lost: self.context.endpoints.lost(rank),
                     link: self.context.endpoints.tcp_stats(rank),
+                    ring: self.context.endpoints.ring_stats(rank),
                 })
                 .collect(),
             records: self.context.recorder.records().into_iter().map(|record| Entry::new(record, &clock)).collect(),

@@ -17,7 +17,7 @@ use crate::engine::inbox::Inbox;
 use crate::engine::outbox::Outbox;
 use crate::error::{Error, LinkDown};
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::Transport;
+use crate::transport::{RingStats, Transport};
 use crate::types::Rank;
 
 /// The connection to one other rank.
@@ -100,6 +100,11 @@ impl Endpoints {
     pub(crate) fn tcp_stats(&self, peer: Rank) -> Option<TcpStats> {
         let peer = &self.peers[peer.index()];
         peer.outbox.tcp_stats().or(peer.last_tcp_stats)
+    }
+
+    /// How shared memory of `peer` is read, if there is a ring for it.
+    pub(crate) fn ring_stats(&self, peer: Rank) -> Option<RingStats> {
+        self.peers[peer.index()].inbox.as_ref().and_then(|inbox| inbox.ring_stats())
     }
 
     /// Keeps what `peer` says of a failure for which it will leave.

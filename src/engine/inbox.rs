@@ -6,7 +6,7 @@ use crate::engine::completion::OpId;
 use crate::engine::frame::{Encoded, Header};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::error::LinkDown;
-use crate::transport::{MemoryAddress, RecvStream};
+use crate::transport::{MemoryAddress, RecvStream, RingStats};
 
 /// What is at the head of a stream where a certain frame is expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +128,11 @@ impl Inbox {
     /// How often the peer has invalidated memory whose address it had sent.
     pub(crate) fn invalidations(&self) -> u64 {
         self.recv_stream.invalidations()
+    }
+
+    /// How the stream's shared memory is read, if it is one of shared memory.
+    pub(crate) fn ring_stats(&self) -> Option<RingStats> {
+        self.recv_stream.ring_stats()
     }
 
     /// Whether a payload is being received for `op`.

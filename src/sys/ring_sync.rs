@@ -41,8 +41,8 @@ pub struct Position {
     pub bytes: u64,
 }
 
-/// The reader's positions, flags, the count of invalidations and the writer's CPU, as they lie at the beginning of a ring's
-/// memory. All zero at first.
+/// The reader's positions, flags, the count of invalidations, the writer's CPU and what its copies cost, as they lie at the
+/// beginning of a ring's memory. All zero at first.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct RingWords {
@@ -52,6 +52,8 @@ pub struct RingWords {
     invalidations: CacheLine<AtomicU64>,
     /// One more than the CPU's number.
     writer_cpu: CacheLine<AtomicU32>,
+    /// The last whole lap's number in the upper half, what a byte of it cost in the lower one.
+    write_cost: CacheLine<AtomicU64>,
 }
 
 /// A value on cache lines of its own: two, because processors fetch lines in pairs.
@@ -93,6 +95,12 @@ impl RingWords {
         }
     }
 
+    /// Publishes what a byte of lap `lap` of the ring cost the writer; 0 if it was not measured.
+    pub fn publish_write_cost(&self, lap: u32, cost: u32) {
+        // Relaxed, as in `write_cost`: the value stands alone.
+        self.write_cost.0.store(u64::from(lap) << 32 | u64::from(cost), Ordering::Relaxed);
+    }
+
     /// Counts that the writer invalidates memory that the reader may read. To be called before the memory is used for
     /// something else.
     pub fn invalidate(&self) {
@@ -127,6 +135,12 @@ impl RingWords {
     /// The CPU that the writer waited on last, if it has published one.
     pub fn writer_cpu(&self) -> Option<u32> {
         self.writer_cpu.0.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// What a byte of lap `lap` cost the writer, if that is the last lap that it has told of, and it has measured it.
+    pub fn write_cost(&self, lap: u32) -> Option<u32> {
+        let word = self.write_cost.0.load(Ordering::Relaxed);
+        ((word >> 32) as u32 == lap && word as u32 != 0).then_some(word as u32)
     }
 
     /// How often the writer has invalidated memory, to be checked after memory was read.

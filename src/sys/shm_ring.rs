@@ -145,6 +145,50 @@ impl ShmRing {
         unsafe { std::slice::from_raw_parts(ptr, len) }
     }
 
+    /// Copies the bytes from position `head` on into `into`, and takes their cache lines for this core as [`ShmRing::own_lines`]
+    /// does. Only the reader calls this, for bytes that came with a slot whose mark is set.
+    ///
+    /// # Panics
+    /// When there are more bytes than the capacity.
+    pub fn read_and_own(&mut self, head: u64, into: &mut [u8]) {
+        assert!(into.len() <= self.capacity, "{} bytes of a ring of {}", into.len(), self.capacity);
+        let ptr = self.data(head);
+        let whole = into.len() - into.len() % LINE;
+        // One line at a time, so that it is still at hand when it is written to.
+        for (line, into) in into[..whole].chunks_exact_mut(LINE).enumerate() {
+            // SAFETY: the line is inside the run, whose start is below `capacity` and whose length is at most that, and so inside
+            // the double mapping.
+            let from = unsafe { ptr.add(line * LINE) };
+            // SAFETY: as above; every bit pattern is bytes, and the writer does not touch what the reader has not released.
+            let bytes = unsafe { from.cast::<[u8; LINE]>().read_unaligned() };
+            into.copy_from_slice(&bytes);
+            // SAFETY: as above; the run is this reader's alone until it releases it.
+            unsafe { from.write_volatile(bytes[0]) };
+        }
+        let rest = &mut into[whole..];
+        rest.copy_from_slice(self.bytes(head + whole as u64, rest.len()));
+        self.own_lines(head + whole as u64, rest.len());
+    }
+
+    /// Takes the cache lines of the `len` bytes from position `head` on for this core, by writing to each what is there. Only
+    /// the reader calls this, for bytes that came with a slot whose mark is set.
+    ///
+    /// # Panics
+    /// When `len` is more than the capacity.
+    pub fn own_lines(&mut self, head: u64, len: usize) {
+        assert!(len <= self.capacity, "{len} bytes of a ring of {}", self.capacity);
+        let ptr = self.data(head);
+        for at in (0..len).step_by(LINE) {
+            // SAFETY: inside the run, whose start is below `capacity` and whose length is at most that, and so inside the double
+            // mapping.
+            let byte = unsafe { ptr.add(at) };
+            // SAFETY: as above; the writer does not touch what the reader has not released.
+            let value = unsafe { byte.read_volatile() };
+            // SAFETY: as above; the run is this reader's alone until it releases it.
+            unsafe { byte.write_volatile(value) };
+        }
+    }
+
     /// Copies `from` to position `tail` of the ring. Only the writer calls this, for room that the reader has released.
     ///
     /// # Panics
@@ -189,6 +233,9 @@ pub fn before_ring() -> usize {
 
 const CAPACITY_MAX: usize = 1 << 28;
 
+/// No processor that this runs on has shorter cache lines.
+const LINE: usize = 64;
+
 /// The number of slots.
 pub const SLOTS: u64 = 256;
 
@@ -214,6 +261,23 @@ mod tests {
         let (mark, lap) = reader.mark(SLOTS + 3);
         assert_eq!((lap, mark.get(lap), mark.get(lap + 1)), (2, Some(7), None));
         assert_eq!(reader.slot_bytes(3, 2, 7), b"hello");
+    }
+
+    #[test]
+    fn a_reader_that_takes_lines_leaves_every_byte_as_it_was() {
+        let (mut writer, fd) = ShmRing::create(65536).expect("a ring");
+        let mut reader = ShmRing::open(fd.as_fd()).expect("the same ring");
+        let bytes: Vec<u8> = (0..1000u32).map(|number| (number % 251) as u8).collect();
+        for head in [0, 1, 63, 65536 - 500] {
+            for len in [0, 1, 63, 64, 65, 999, 1000] {
+                writer.write(head, &bytes);
+                let mut into = vec![0; len];
+                reader.read_and_own(head, &mut into);
+                assert_eq!(into, bytes[..len], "{len} bytes from {head} on");
+                reader.own_lines(head, len);
+                assert_eq!(writer.bytes(head, 1000), bytes, "after {len} bytes from {head} on");
+            }
+        }
     }
 
     #[test]

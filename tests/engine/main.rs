@@ -22,6 +22,7 @@ mod numbers;
 mod nvrtc;
 mod peer_loss;
 mod programs;
+mod rings;
 mod rounds;
 mod schedules;
 mod secrets_redacted;

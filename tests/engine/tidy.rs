@@ -77,7 +77,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ("src/comm/bootstrap/", &[&["build"], &["protocol"], &["context", "roster"], &["joiner", "root"], &["fuzz"]]),
     ("src/comm/failure_detector/", &[&["neighbours", "notice", "gossip"], &["monitor"], &["state"], &["thread"]]),
     ("src/transport/", &[&["auth", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"]]),
-    ("src/transport/shm/", &[&["doorbell"], &["handover"], &["ring_stream"], &["tests"]]),
+    ("src/transport/shm/", &[&["doorbell", "line_ownership"], &["handover"], &["ring_stream"], &["tests"]]),
     ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
     (
         "src/device/",

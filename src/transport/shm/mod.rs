@@ -5,6 +5,7 @@
 
 mod doorbell;
 mod handover;
+mod line_ownership;
 mod ring_stream;
 
 use std::io;
@@ -15,6 +16,7 @@ use std::time::Instant;
 use rand::TryRngCore;
 use rand::rngs::OsRng;
 
+use crate::config::LineOwnership;
 use crate::error::LinkDown;
 use crate::sys::cma::{self, PeerMemory};
 use crate::sys::limits;
@@ -25,17 +27,28 @@ use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
 use crate::transport::shm::doorbell::Doorbell;
 use crate::transport::shm::handover::RingHandover;
+use crate::transport::shm::line_ownership::Chooser;
 use crate::transport::shm::ring_stream::{ShmRecvStream, ShmSendStream};
 use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
 use crate::types::Rank;
+
+/// How a rank uses rings.
+#[derive(Clone, Copy, Debug)]
+pub struct RingSettings {
+    /// The size of those that it makes: a power of two of whole pages.
+    pub bytes: usize,
+    /// Whether their readers may also read this process's memory.
+    pub peer_can_read: bool,
+    /// How it reads those of others.
+    pub line_ownership: LineOwnership,
+}
 
 /// The transport of one communicator.
 #[derive(Debug)]
 pub struct ShmTransport {
     identity: Identity,
     poller: Poller,
-    ring_bytes: usize,
-    peer_can_read: bool,
+    settings: RingSettings,
     name: Vec<u8>,
     listener: UnixListener,
     registration: Registration,
@@ -43,20 +56,19 @@ pub struct ShmTransport {
 }
 
 impl ShmTransport {
-    /// Listens under an unguessable name. Rings that this rank makes have `ring_bytes`, a power of two of whole pages. With
-    /// `peer_can_read`, their readers may also read this process's memory.
-    pub fn new(identity: Identity, poller: Poller, ring_bytes: usize, peer_can_read: bool) -> io::Result<Self> {
+    /// Listens under an unguessable name.
+    pub fn new(identity: Identity, poller: Poller, settings: RingSettings) -> io::Result<Self> {
         // From the system, since a forked child's generator repeats its parent's numbers.
         let mut random = [0; 16];
         OsRng.try_fill_bytes(&mut random).map_err(io::Error::other)?;
         let name = format!("ncclx_rs-{:032x}", u128::from_le_bytes(random)).into_bytes();
         let listener = socket::listen_unix(&name)?;
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
-        if peer_can_read {
+        if settings.peer_can_read {
             cma::allow_readers();
         }
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(ShmTransport { identity, poller, ring_bytes, peer_can_read, name, listener, registration, pending })
+        Ok(ShmTransport { identity, poller, settings, name, listener, registration, pending })
     }
 }
 
@@ -82,18 +94,18 @@ impl Transport for ShmTransport {
             if limits::lacks_descriptors(&error) {
                 return shortage::while_opening(error, size);
             }
-            let cause = format!("there is no shared memory for a ring of {} bytes: {error}", self.ring_bytes);
+            let cause = format!("there is no shared memory for a ring of {} bytes: {error}", self.settings.bytes);
             match detour {
                 Detour::Impossible if limits::is_shortage(&error) => LinkDown::lacking(cause),
                 _ => LinkDown::unfit(cause),
             }
         };
-        let (ring, fd) = ShmRing::create(self.ring_bytes).map_err(lacking)?;
+        let (ring, fd) = ShmRing::create(self.settings.bytes).map_err(lacking)?;
         let registration = self.poller.add(stream.as_fd(), Interest::Read);
         let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
         let doorbell = Doorbell::new(stream, registration);
         let handover = RingHandover::new(self.identity.clone(), peer, fd, detour);
-        Ok(Box::new(ShmSendStream::new(ring, doorbell, handover, self.peer_can_read)))
+        Ok(Box::new(ShmSendStream::new(ring, doorbell, handover, self.settings.peer_can_read)))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
@@ -113,7 +125,8 @@ impl Transport for ShmTransport {
         let size = self.identity.size;
         let accepted = self.pending.drive(|candidate| handover::accept(candidate, size));
         self.pending.watch(&mut self.registration);
-        accepted.into_iter().map(recv_stream).collect()
+        let line_ownership = self.settings.line_ownership;
+        accepted.into_iter().map(|proved| recv_stream(proved, Chooser::new(line_ownership))).collect()
     }
 
     fn shortage(&self) -> Option<String> {
@@ -126,10 +139,10 @@ impl Transport for ShmTransport {
 }
 
 /// The receiving end of a connection whose ring is mapped here.
-fn recv_stream(proved: Proved<UnixStream, ShmRing>) -> Accepted {
+fn recv_stream(proved: Proved<UnixStream, ShmRing>, chooser: Chooser) -> Accepted {
     let Proved { rank, stream, registration, received: ring } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
-    (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream, registration), writer)))
+    (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream, registration), writer, chooser)))
 }
 
 #[cfg(test)]

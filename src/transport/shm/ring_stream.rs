@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
+use std::time::Instant;
 
 use crate::error::LinkDown;
 use crate::sys::cma::PeerMemory;
@@ -10,7 +11,8 @@ use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::sys::shm_ring::{SLOT_BYTES, SLOTS, ShmRing};
 use crate::transport::shm::doorbell::Doorbell;
 use crate::transport::shm::handover::RingHandover;
-use crate::transport::{MemoryAddress, RecvStream, SendStream};
+use crate::transport::shm::line_ownership::{Chooser, Lines, Meter};
+use crate::transport::{MemoryAddress, RecvStream, RingStats, SendStream};
 
 fn gone() -> LinkDown {
     LinkDown::new("it closed the connection: its process ended or its communicator was closed")
@@ -26,11 +28,13 @@ pub(super) struct ShmSendStream {
     /// The rest of the handover, until the peer has the ring.
     handover: Option<RingHandover>,
     peer_can_read: bool,
+    meter: Meter,
 }
 
 impl ShmSendStream {
     pub(super) fn new(ring: ShmRing, doorbell: Doorbell, handover: RingHandover, peer_can_read: bool) -> Self {
-        ShmSendStream { ring, doorbell, written: Position::default(), handover: Some(handover), peer_can_read }
+        let (written, meter) = (Position::default(), Meter::default());
+        ShmSendStream { ring, doorbell, written, handover: Some(handover), peer_can_read, meter }
     }
 
     /// Whether a slot and that many bytes of the ring are free. The peer's positions are checked, since the peer writes them.
@@ -58,7 +62,11 @@ impl ShmSendStream {
         let mut left = if in_slot > head.len() { 0 } else { len };
         while left > 0 {
             let run = body.take(left);
+            let measured = self.meter.is_due(run.len()).then(Instant::now);
             self.ring.write(at, run);
+            if let Some(since) = measured {
+                self.meter.record(run.len(), since.elapsed());
+            }
             at += run.len() as u64;
             left -= run.len();
         }
@@ -75,6 +83,9 @@ impl ShmSendStream {
         let (mark, lap) = self.ring.mark(slot);
         mark.set(lap, content(head.len(), len));
         self.written.slots += 1;
+        if let Some((lap, cost)) = self.meter.advance(self.written.bytes, self.ring.capacity()) {
+            self.ring.words().publish_write_cost(lap as u32, cost.unwrap_or(0));
+        }
     }
 
     /// Wakes the reader if it sleeps.
@@ -188,10 +199,12 @@ pub(super) struct ShmRecvStream {
     released: Position,
     /// The writer is gone, and no byte was consumed since the last look.
     stalled: bool,
+    meter: Meter,
+    chooser: Chooser,
 }
 
 impl ShmRecvStream {
-    pub(super) fn new(ring: ShmRing, doorbell: Doorbell, writer: Option<PeerMemory>) -> Self {
+    pub(super) fn new(ring: ShmRing, doorbell: Doorbell, writer: Option<PeerMemory>, chooser: Chooser) -> Self {
         ShmRecvStream {
             ring,
             doorbell,
@@ -203,6 +216,8 @@ impl ShmRecvStream {
             in_ring: 0,
             released: Position::default(),
             stalled: false,
+            meter: Meter::default(),
+            chooser,
         }
     }
 
@@ -239,18 +254,26 @@ impl ShmRecvStream {
             self.ring.bytes(self.read.bytes, count)
         }
     }
-}
 
-impl RecvStream for ShmRecvStream {
-    fn peek(&mut self) -> Result<&[u8], LinkDown> {
-        let available = self.look()?;
-        Ok(self.bytes(available))
+    /// Copies the next bytes of the current run, which lie in the ring.
+    fn copy_from_ring(&mut self, into: &mut [u8]) {
+        match self.chooser.lines() {
+            Lines::Shared => into.copy_from_slice(self.ring.bytes(self.read.bytes, into.len())),
+            Lines::Owned => self.ring.read_and_own(self.read.bytes, into),
+        }
     }
 
-    fn consume(&mut self, count: usize) {
-        if count == 0 {
-            return;
+    /// Runs `copy`, which takes `len` bytes out of the ring, and measures it if it is time to.
+    fn measured(&mut self, len: usize, copy: impl FnOnce(&mut Self)) {
+        let since = (self.chooser.measures() && self.meter.is_due(len)).then(Instant::now);
+        copy(self);
+        if let Some(since) = since {
+            self.meter.record(len, since.elapsed());
         }
+    }
+
+    /// Goes on behind the next `count` bytes, at least one.
+    fn consumed(&mut self, count: usize) {
         self.stalled = false;
         if self.in_slot > 0 {
             self.taken += count;
@@ -264,6 +287,10 @@ impl RecvStream for ShmRecvStream {
         }
         self.read.bytes = self.read.bytes.next_multiple_of(ALIGN);
         self.read.slots += 1;
+        if let Some((lap, read)) = self.meter.advance(self.read.bytes, self.ring.capacity()) {
+            let written = self.ring.words().write_cost(lap as u32);
+            self.chooser.lap_read(written.zip(read).map(|(written, read)| written.saturating_add(read)));
+        }
         // Not after every short message, since a word that both sides touch makes them wait for each other's cache line. The
         // writer is at most an eighth of the room behind, so it never waits for bytes that were read.
         let (slots, bytes) = (self.read.slots - self.released.slots, self.read.bytes - self.released.bytes);
@@ -274,6 +301,28 @@ impl RecvStream for ShmRecvStream {
             }
         }
     }
+}
+
+impl RecvStream for ShmRecvStream {
+    fn peek(&mut self) -> Result<&[u8], LinkDown> {
+        let available = self.look()?;
+        Ok(self.bytes(available))
+    }
+
+    fn consume(&mut self, count: usize) {
+        if count == 0 {
+            return;
+        }
+        if self.in_slot == 0 {
+            // What is consumed without a copy by this stream costs it nothing while lines are shared.
+            self.measured(count, |stream| {
+                if stream.chooser.lines() == Lines::Owned {
+                    stream.ring.own_lines(stream.read.bytes, count);
+                }
+            });
+        }
+        self.consumed(count);
+    }
 
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
         let mut done = 0;
@@ -282,8 +331,13 @@ impl RecvStream for ShmRecvStream {
             if count == 0 {
                 break;
             }
-            into[done..done + count].copy_from_slice(self.bytes(count));
-            self.consume(count);
+            let part = &mut into[done..done + count];
+            if self.in_slot > 0 {
+                part.copy_from_slice(self.bytes(count));
+            } else {
+                self.measured(count, |stream| stream.copy_from_ring(part));
+            }
+            self.consumed(count);
             done += count;
         }
         Ok(done)
@@ -315,6 +369,11 @@ impl RecvStream for ShmRecvStream {
 
     fn writer_cpu(&self) -> Option<u32> {
         self.ring.words().writer_cpu()
+    }
+
+    fn ring_stats(&self) -> Option<RingStats> {
+        let [shared, owned] = self.chooser.costs();
+        Some(RingStats { lines: self.chooser.lines().name(), shared, owned })
     }
 
     fn arm(&mut self) -> bool {

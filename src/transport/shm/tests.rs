@@ -12,7 +12,9 @@ const OTHER_USER: u32 = 54_321;
 
 fn transport(me: u32) -> ShmTransport {
     let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret: Secret::new([5; 32]) };
-    ShmTransport::new(identity, Poller::new().unwrap(), rustix::param::page_size(), false).unwrap()
+    let settings =
+        RingSettings { bytes: rustix::param::page_size(), peer_can_read: false, line_ownership: LineOwnership::On };
+    ShmTransport::new(identity, Poller::new().unwrap(), settings).unwrap()
 }
 
 /// So many connections to `name` by a thread of another user; none where this process may not have such threads.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-_VERSION = 3
+_VERSION = 4
 
 T = TypeVar("T")
 
@@ -75,6 +75,21 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Ring:
+    """How a rank reads the shared memory through which another's messages come.
+
+    Attributes:
+        lines: who holds the cache lines that it has read, `shared` by both cores or `owned` by the reader's.
+        shared: picoseconds that a byte costs writer and reader together while lines are shared, if measured.
+        owned: the same while they are owned.
+    """
+
+    lines: str
+    shared: int | None
+    owned: int | None
+
+
+@dataclass(frozen=True)
 class Peer:
     """What a rank knows of another.
 
@@ -82,6 +97,7 @@ class Peer:
         called: how many collectives on the CPU the peer has called at least.
         lost: why it cannot be reached any more.
         link: the connection to the peer, if it is a TCP connection.
+        ring: the shared memory through which the peer's messages come, if they do.
     """
 
     rank: int
@@ -89,6 +105,7 @@ class Peer:
     called: int
     lost: str | None
     link: Link | None
+    ring: Ring | None
 
 
 @dataclass(frozen=True)
@@ -185,8 +202,9 @@ def parse(text: str) -> Dump:
 
 
 def _peer(content: dict[str, Any]) -> Peer:
-    link = content["link"]
-    return _filled(Peer, content | {"link": None if link is None else _filled(Link, link)})
+    link, ring = content["link"], content["ring"]
+    parts = {"link": link and _filled(Link, link), "ring": ring and _filled(Ring, ring)}
+    return _filled(Peer, content | parts)
 
 
 def _filled(kind: type[T], content: dict[str, Any]) -> T:
