@@ -55,7 +55,7 @@ def message(operation: str, peer: int | None, tag: int = 0, state: str = "runnin
 
 def dump(rank: int, size: int, *records: Record, called: dict[int, int] | None = None, **lost: str) -> Dump:
     """A dump; `called` and `lost` (as rank2="reason") are its knowledge of other ranks."""
-    peers = [Peer(r, 0, (called or {}).get(r, 0), lost.get(f"rank{r}"), None) for r in range(size) if r != rank]
+    peers = [Peer(r, 0, (called or {}).get(r, 0), lost.get(f"rank{r}"), None, None) for r in range(size) if r != rank]
     collectives, members = sum(record.collective for record in records), list(range(size))
     told = (len(records), collectives, peers, list(records))
     return Dump("00ff", "main", rank, size, members, 0, 77, "test", 9_000_000, *told)
@@ -215,14 +215,14 @@ def test_stragglers_are_measured_where_all_completed() -> None:
 
 def save(folder: Path, *dumps: Dump) -> None:
     for dump in dumps:
-        content = {"version": 3} | asdict(dump)
+        content = {"version": 4} | asdict(dump)
         (folder / f"{dump.rank}-{dump.time}.json").write_text(json.dumps(content))
 
 
 def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == UNUSABLE and "no dump in" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == UNUSABLE and "nowhere" in capsys.readouterr().err
-    bad = {"cut": '{"version": 3, "id"', "old": '{"version": 1}', "list": "[]", "bare": '{"version": 3}'}
+    bad = {"cut": '{"version": 4, "id"', "old": '{"version": 1}', "list": "[]", "bare": '{"version": 3}'}
     for name, content in bad.items():
         (tmp_path / f"{name}.json").write_text(content)
     (tmp_path / "note.txt").write_text("not looked at")
@@ -230,7 +230,7 @@ def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.Cap
     strange = {"foreign": replace(fine, records=[message("send", 9)]), "few": replace(fine, members=[])}
     strange["path"] = replace(fine, members=["/../0"])  # type: ignore[list-item]
     for name, wrong in strange.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"version": 3} | asdict(wrong)))
+        (tmp_path / f"{name}.json").write_text(json.dumps({"version": 4} | asdict(wrong)))
     save(tmp_path, fine)
     assert main([str(tmp_path), "--pytorch", str(tmp_path / "traces")]) == FINE
     out, err = capsys.readouterr()
