@@ -581,6 +581,19 @@ mod tests {
     }
 
     #[test]
+    fn every_variable_of_the_manual_changes_a_setting() {
+        // One of them is valid for each setting, and not its default.
+        let values = ["1", "7", "on", "tcp", "usr1", "USR1", "8192", "131072", "0123456789abcdef", "some text"];
+        for row in Config::describe() {
+            for variable in &row.variables {
+                let changes =
+                    |value: &&str| resolve(&[(variable, value)], &[]).is_ok_and(|config| config != Config::default());
+                assert!(values.iter().any(|value| changes(value)), "{variable} changes nothing");
+            }
+        }
+    }
+
+    #[test]
     fn interfaces_fall_back_to_the_variables_of_nccl_and_gloo() {
         let both = [("GLOO_SOCKET_IFNAME", "g"), ("NCCL_SOCKET_IFNAME", "n"), ("NCCLX_RS_SOCKET_IFNAME", "")];
         assert_eq!(resolve(&both, &[]).unwrap().socket_interfaces.as_deref(), Some("n"));

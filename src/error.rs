@@ -100,7 +100,10 @@ impl InitError {
 #[non_exhaustive]
 pub enum LaunchError {
     /// No launcher has set rank and size.
-    #[error("no launcher has told this process its rank and the number of ranks in {variables}")]
+    #[error(
+        "no launcher has told this process its rank and the number of ranks in {variables}; `torchrun --standalone \
+         --nproc-per-node 2 PROGRAM` starts two ranks"
+    )]
     Absent {
         /// The pairs of variables that were looked for.
         variables: String,

@@ -54,8 +54,16 @@ const TABLE: &[Row] = &[
 /// # Panics
 /// Never: the table has a row for every collective.
 pub fn plan(collective: &Collective, setting: Setting<'_>) -> Schedule {
-    let row = TABLE.iter().find(|row| (row.can)(collective, &setting) && (row.prefer)(collective, &setting));
-    build(row.expect("the last rows take what is left"), collective, setting)
+    build(preferred(collective, &setting).expect("the last rows take what is left"), collective, setting)
+}
+
+fn preferred(collective: &Collective, setting: &Setting<'_>) -> Option<&'static Row> {
+    TABLE.iter().find(|row| (row.can)(collective, setting) && (row.prefer)(collective, setting))
+}
+
+/// The name of the algorithm that [`plan`] takes.
+pub(super) fn first(collective: &Collective, setting: &Setting<'_>) -> Option<&'static str> {
+    preferred(collective, setting).map(|row| row.name)
 }
 
 /// The schedule by the algorithm `name`; nothing if there is none or it does not do this collective.

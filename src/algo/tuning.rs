@@ -95,6 +95,20 @@ pub fn algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Vec<&'
     (0 < hosts && hosts <= ranks).then(|| algorithms_for(kind, ranks, hosts))
 }
 
+/// The algorithm that the engine's own table has for such a collective of so many bytes; nothing as for [`algorithms`].
+///
+/// ```
+/// assert_eq!(ncclx_rs::algo::tuning::preferred("all_gather", 4, 1, 1 << 30), Some("ring"));
+/// ```
+pub fn preferred(collective: &str, ranks: usize, hosts: usize, bytes: usize) -> Option<&'static str> {
+    let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
+    (0 < hosts && hosts <= ranks).then(|| {
+        in_a_world(kind, ranks, hosts, bytes, |collective, setting| {
+            crate::algo::select::first(collective, setting).unwrap_or_default()
+        })
+    })
+}
+
 impl TunedRow {
     fn check(&self) -> Result<(), String> {
         if self.ranks == 0 || self.ranks > MAX_RANKS {
@@ -117,7 +131,19 @@ impl TunedRow {
 
 /// As [`algorithms`].
 fn algorithms_for(kind: CollectiveKind, ranks: usize, hosts: usize) -> Vec<&'static str> {
-    let (count, root, counts) = (1, Rank(0), || Counts::equal(1, ranks));
+    in_a_world(kind, ranks, hosts, 0, |collective, setting| candidates(collective, setting).collect())
+}
+
+/// Calls `ask` with such a collective of `bytes`, at least one a rank, on rank 0.
+fn in_a_world<R>(
+    kind: CollectiveKind,
+    ranks: usize,
+    hosts: usize,
+    bytes: usize,
+    ask: impl FnOnce(&Collective, &Setting<'_>) -> R,
+) -> R {
+    let block = (bytes / ranks).max(1);
+    let (count, root, counts) = (bytes.max(1), Rank(0), || Counts::equal(block, ranks));
     let collective = match kind {
         CollectiveKind::AllReduce => Collective::AllReduce { count },
         CollectiveKind::Reduce => Collective::Reduce { count, root },
@@ -125,14 +151,14 @@ fn algorithms_for(kind: CollectiveKind, ranks: usize, hosts: usize) -> Vec<&'sta
         CollectiveKind::AllGather | CollectiveKind::WindowRegister => Collective::AllGather { counts: counts() },
         CollectiveKind::ReduceScatter => Collective::ReduceScatter { counts: counts() },
         CollectiveKind::AllToAll => Collective::AllToAll { send: counts(), recv: counts() },
-        CollectiveKind::Gather => Collective::Gather { count, root },
-        CollectiveKind::Scatter => Collective::Scatter { count, root },
+        CollectiveKind::Gather => Collective::Gather { count: block, root },
+        CollectiveKind::Scatter => Collective::Scatter { count: block, root },
         CollectiveKind::Barrier | CollectiveKind::WindowDeregister => Collective::Barrier,
     };
     let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
     let topo = Topology::new(&names);
     let setting = Setting { me: root, topo: &topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
-    candidates(&collective, &setting).collect()
+    ask(&collective, &setting)
 }
 
 fn one() -> usize {

@@ -77,6 +77,8 @@ enum Half {
 }
 
 const METHOD: &str = "TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD";
+/// The default of [`METHOD`].
+const AUTO: &str = "auto";
 
 /// The variables that come before any method.
 const EXPLICIT: Launcher = Launcher {
@@ -137,6 +139,26 @@ impl Launch {
     /// The launch that this process's environment describes.
     pub fn from_env() -> Result<Launch, LaunchError> {
         Launch::resolve(&config::variable)
+    }
+
+    /// As [`Launch::from_env`], but a process that nothing has launched is the only rank of a world of its own.
+    pub fn from_env_or_alone() -> Result<Launch, LaunchError> {
+        Launch::resolve_or_alone(&config::variable)
+    }
+
+    /// As [`Launch::from_env_or_alone`], of the variables that `variable` looks up.
+    ///
+    /// Who names a master or a launcher's method expects other ranks. Then a missing rank stays an error.
+    pub fn resolve_or_alone(variable: &dyn Fn(&str) -> Option<String>) -> Result<Launch, LaunchError> {
+        let variables = Variables(variable);
+        let expects_others = ["MASTER_ADDR", "MASTER_PORT"].iter().any(|name| variables.value(name).is_some())
+            || variables.method() != AUTO;
+        match Launch::resolve(variable) {
+            Err(LaunchError::Absent { .. }) if !expects_others => {
+                Ok(Launch { rank: Rank(0), size: 1, local_rank: None, master: None })
+            }
+            resolved => resolved,
+        }
     }
 
     /// The launch that the variables describe, which `variable` looks up. An empty value counts as unset.
@@ -200,14 +222,18 @@ impl Variables<'_> {
         self.0(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty())
     }
 
+    fn method(&self) -> String {
+        self.value(METHOD).map_or(AUTO.to_owned(), |method| method.to_lowercase())
+    }
+
     /// Rank and size, and the launcher that set them.
     fn rank_and_size(&self) -> Result<(Rank, usize, &'static Launcher), LaunchError> {
         if let Some((rank, size)) = self.pair(&EXPLICIT, Half::Error)? {
             return Ok((rank, size, &EXPLICIT));
         }
-        let method = self.value(METHOD).map_or("auto".to_owned(), |method| method.to_lowercase());
+        let method = self.method();
         let asked: Vec<&Launcher> =
-            LAUNCHERS.iter().filter(|launcher| method == "auto" || method == launcher.method).collect();
+            LAUNCHERS.iter().filter(|launcher| method == AUTO || method == launcher.method).collect();
         if asked.is_empty() {
             return Err(LaunchError::Value {
                 variable: METHOD,
@@ -216,7 +242,7 @@ impl Variables<'_> {
             });
         }
         for launcher in &asked {
-            let half = if method == "auto" { launcher.half } else { Half::Error };
+            let half = if method == AUTO { launcher.half } else { Half::Error };
             if let Some((rank, size)) = self.pair(launcher, half)? {
                 return Ok((rank, size, launcher));
             }
@@ -299,12 +325,13 @@ mod tests {
     fn every_launcher_is_understood() {
         for (index, launcher) in [&EXPLICIT].into_iter().chain(LAUNCHERS).enumerate() {
             let rank = index.to_string();
-            let local = launcher.local_rank.last().unwrap();
-            assert_eq!(
-                place(&[(launcher.rank, &rank), (launcher.size, "9"), (local, "7")]),
-                (index as u32, 9, Some(7))
-            );
-            assert_eq!(place(&[(launcher.rank, " 0 "), (launcher.size, "1"), (local, "")]), (0, 1, None));
+            for local in launcher.local_rank {
+                assert_eq!(
+                    place(&[(launcher.rank, &rank), (launcher.size, "9"), (local, "7")]),
+                    (index as u32, 9, Some(7))
+                );
+                assert_eq!(place(&[(launcher.rank, " 0 "), (launcher.size, "1"), (local, "")]), (0, 1, None));
+            }
         }
     }
 
@@ -351,6 +378,26 @@ mod tests {
         assert_eq!(bad("0", "0"), "WORLD_SIZE is `0`: expected a whole number above 0");
         let local = [TORCHRUN[0], TORCHRUN[1], ("LOCAL_RANK", "x")];
         assert_eq!(refused(&local), "LOCAL_RANK is `x`: expected a whole number");
+    }
+
+    #[test]
+    fn a_process_that_nothing_has_launched_is_alone_unless_it_expects_others() {
+        let resolve = |environment: &[(&str, &str)]| {
+            Launch::resolve_or_alone(&|name| {
+                environment.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
+            })
+        };
+        for environment in [&[] as &[(&str, &str)], &SLURM[..1], &[(METHOD, "AUTO")], &[("MASTER_ADDR", "")]] {
+            let alone = resolve(environment).unwrap();
+            assert_eq!((alone.rank, alone.size, alone.master), (Rank(0), 1, None), "{environment:?}");
+        }
+        assert_eq!(resolve(&SLURM).unwrap().rank, Rank(5));
+        for environment in [[("MASTER_ADDR", "here")], [("MASTER_PORT", "29500")], [(METHOD, "slurm")]] {
+            let error = resolve(&environment).unwrap_err();
+            assert!(matches!(error, LaunchError::Absent { .. }), "{environment:?}: {error}");
+            assert!(error.to_string().contains("torchrun --standalone --nproc-per-node 2"), "{error}");
+        }
+        assert!(matches!(resolve(&TORCHRUN[..1]), Err(LaunchError::Half { .. })));
     }
 
     #[test]

@@ -16,6 +16,7 @@
 
 #include "errors.h"
 #include "group_state.h"
+#include "interrupt.h"
 
 namespace ncclx {
 
@@ -94,7 +95,7 @@ class StreamEnd : public std::enable_shared_from_this<StreamEnd> {
     };
     for (NcclxHandle* handle : handles_) {
       NcclxError error;
-      const int32_t status = engine_->wait(handle, left().value_or(Milliseconds(-1)).count(), &error);
+      const int32_t status = wait_for(engine_, handle, left().value_or(Milliseconds(-1)).count(), &error);
       if (status != NCCLX_OK) raise(status, error.text);
     }
     for (const auto& member : members_) member->wait(left());

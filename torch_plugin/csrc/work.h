@@ -15,6 +15,7 @@
 #include "batch.h"
 #include "errors.h"
 #include "group_state.h"
+#include "interrupt.h"
 #include "tensors.h"
 
 namespace ncclx {
@@ -60,10 +61,8 @@ class NcclxWork : public c10d::Work {
   // Waits for the added operations in the background. Called once, after the last was added.
   void follow() {
     group_->work_started();
-    pending_ = 1 + handles_.size() + members_.size();
-    for (NcclxHandle* handle : handles_) {
-      engine_->on_complete(handle, &NcclxWork::completed, retained());
-    }
+    pending_ = 1 + members_.size();
+    follow_from(0);
     for (auto& member : members_) {
       auto self = c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this);
       member->getFuture()->addCallback([self](c10::ivalue::Future& future) {
@@ -73,19 +72,29 @@ class NcclxWork : public c10d::Work {
     one_done(nullptr);
   }
 
-  // The same, but this thread makes the engine's progress until the operations are done. `wait` raises their errors.
+  // The same, but this thread makes the engine's progress until the operations are done. `wait` raises their errors. If a
+  // signal's handler raises, that is thrown, and the background waits for the rest.
   void drive() {
     group_->work_started();
     pending_ = 1;
     std::unique_ptr<GroupState::FailureCall> call;
-    for (NcclxHandle* handle : handles_) {
+    std::exception_ptr interrupted;
+    for (size_t i = 0; i < handles_.size(); ++i) {
       NcclxError error;
-      const int32_t status = engine_->wait(handle, -1, &error);
+      int32_t status;
+      try {
+        status = wait_for(engine_, handles_[i], -1, &error);
+      } catch (...) {
+        interrupted = std::current_exception();
+        follow_from(i);
+        break;
+      }
       if (status == NCCLX_OK) continue;
       if (auto first = failed(status, error.text)) call = std::move(first);
     }
     one_done(nullptr);
     GroupState::call_failure_hooks(engine_, std::move(call));
+    if (interrupted) std::rethrow_exception(interrupted);
   }
 
   bool isSuccess() const override {
@@ -103,7 +112,7 @@ class NcclxWork : public c10d::Work {
     for (NcclxHandle* handle : handles_) {
       if (pending_ == 0) break;
       NcclxError error;
-      if (engine_->wait(handle, left().count(), &error) == NCCLX_PENDING) raise(NCCLX_PENDING, error.text);
+      if (wait_for(engine_, handle, left().count(), &error) == NCCLX_PENDING) raise(NCCLX_PENDING, error.text);
     }
     for (auto& member : members_) member->wait(timeout == kNoTimeout ? kNoTimeout : left());
     return c10d::Work::wait(timeout == kNoTimeout ? kNoTimeout : left());
@@ -155,6 +164,14 @@ class NcclxWork : public c10d::Work {
   }
 
  private:
+  // Has the operations from the `first` on noticed in the background when they are done.
+  void follow_from(size_t first) {
+    pending_ += handles_.size() - first;
+    for (size_t i = first; i < handles_.size(); ++i) {
+      engine_->on_complete(handles_[i], &NcclxWork::completed, retained());
+    }
+  }
+
   void* retained() {
     c10::raw::intrusive_ptr::incref(this);
     return this;

@@ -36,6 +36,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(launch_rank_and_size, module)?)?;
     module.add_function(wrap_pyfunction!(pytorch_recorder, module)?)?;
     module.add_function(wrap_pyfunction!(algorithms, module)?)?;
+    module.add_function(wrap_pyfunction!(preferred_algorithm, module)?)?;
+    module.add_function(wrap_pyfunction!(interfaces, module)?)?;
+    module.add_function(wrap_pyfunction!(advertised_addresses, module)?)?;
     module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
     module.add_function(wrap_pyfunction!(dumps, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
@@ -46,10 +49,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     abi::register(module)
 }
 
-/// This process's rank and the number of ranks, from the launcher's environment variables.
+/// This process's rank and the number of ranks, from the launcher's environment variables; (0, 1) without a launcher.
 #[pyfunction]
 fn launch_rank_and_size() -> PyResult<(u32, usize)> {
-    let launch = ncclx_rs::Launch::from_env().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+    let launch = ncclx_rs::Launch::from_env_or_alone().map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
     Ok((launch.rank.0, launch.size))
 }
 
@@ -70,6 +73,36 @@ fn algorithms(collective: &str, ranks: usize, hosts: usize) -> PyResult<Vec<&'st
              {hosts} hosts"
         ))
     })
+}
+
+/// The algorithm that the engine takes for a collective of so many bytes in such a world.
+#[pyfunction]
+fn preferred_algorithm(collective: &str, ranks: usize, hosts: usize, bytes: usize) -> PyResult<&'static str> {
+    ncclx_rs::algo::tuning::preferred(collective, ranks, hosts, bytes).ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "preferred_algorithm: expected a collective and at least one rank a host, got {collective} of {ranks} \
+             ranks on {hosts} hosts"
+        ))
+    })
+}
+
+/// This host's addresses: the interface's name, the address, and whether it is up.
+#[pyfunction]
+fn interfaces() -> PyResult<Vec<(String, String, bool)>> {
+    let found = ncclx_rs::sys::net::interfaces().map_err(|error| PyOSError::new_err(error.to_string()))?;
+    Ok(found.into_iter().map(|one| (one.name, one.address.to_string(), one.up)).collect())
+}
+
+/// The addresses that a rank of this host tells the others, the best first. `host` is where the rendezvous is, if that is
+/// known.
+#[pyfunction]
+fn advertised_addresses(host: Option<&str>) -> PyResult<Vec<String>> {
+    let refused = |error: ncclx_rs::InitError| PyValueError::new_err(error.to_string());
+    let found = ncclx_rs::sys::net::interfaces().map_err(|error| PyOSError::new_err(error.to_string()))?;
+    let filter = ncclx_rs::config::Config::resolve(&[]).map_err(refused)?.socket_interfaces;
+    let routed = host.and_then(ncclx_rs::sys::net::source_toward);
+    let told = ncclx_rs::comm::address::advertised(&found, filter.as_deref(), routed).map_err(refused)?;
+    Ok(told.iter().map(ToString::to_string).collect())
 }
 
 /// The version of CUDA that the driver serves, and the devices' names.

@@ -33,6 +33,7 @@ def register() -> None:
         if is_installed():
             # torchcomms' name of this engine. PyTorch's torchcomms mode takes only names that c10d knows.
             _register_as("ncclx")
+        _wrap("init_process_group")
         if _has_gpu():
             _check_groups()
         chosen = os.environ.get("NCCLX_RS_DEFAULT", "")
@@ -112,15 +113,20 @@ _NAMES = ("ncclx_rs", "ncclx")
 
 def _check_groups() -> None:
     """Wraps the functions that make groups, so that they check which backend serves which device."""
+    for name in ("init_process_group", "new_group"):
+        _wrap(name)
+
+
+def _wrap(name: str) -> None:
+    """Wraps a function that makes groups; see `_checked`. Idempotent."""
     import torch.distributed as dist
 
-    for name in ("init_process_group", "new_group"):
-        original = getattr(dist, name)
-        if not hasattr(original, "_ncclx_rs_checked"):
-            checked = _checked(name, original)
-            # pickle looks for a function in the module that defines it.
-            setattr(dist, name, checked)
-            setattr(dist.distributed_c10d, name, checked)
+    original = getattr(dist, name)
+    if not hasattr(original, "_ncclx_rs_checked"):
+        checked = _checked(name, original)
+        # pickle looks for a function in the module that defines it.
+        setattr(dist, name, checked)
+        setattr(dist.distributed_c10d, name, checked)
 
 
 def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,17 +136,47 @@ def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         import torch.distributed as dist
 
+        try:
+            call = parameters.bind(*args, **kwargs)
+        except TypeError:
+            return original(*args, **kwargs)  # which raises it, with a text of its own
+        backend = call.arguments.get("backend")
+        _explain_name(name, backend)
         if _has_gpu():
-            given = parameters.bind_partial(*args, **kwargs).arguments
-            _refuse_cuda(name, given.get("backend"), given.get("device_id"))
-        made = original(*args, **kwargs)
+            _refuse_cuda(name, backend, call.arguments.get("device_id"))
+        if name == "init_process_group" and _is_ours(backend):
+            from ncclx_rs._alone import init_process_group
+
+            made = init_process_group(original, call)
+        else:
+            made = original(*args, **kwargs)
         group = dist.group.WORLD if name == "init_process_group" else made
-        if isinstance(group, dist.ProcessGroup):
+        if _expected and isinstance(group, dist.ProcessGroup):
             _warn_of_other_backends(name, group)
         return made
 
     make._ncclx_rs_checked = True  # type: ignore[attr-defined]  # functions take any
     return make
+
+
+def _explain_name(function: str, backend: Any) -> None:
+    """Refuses the name that this backend has in `new_comm` alone, which PyTorch knows nothing of."""
+    import torch.distributed as dist
+
+    names = [pair.rsplit(":", 1)[-1] for pair in str(backend or "").lower().split(",")]
+    if "ncclx" in names and "ncclx" not in dist.Backend.backend_list:
+        raise ValueError(
+            f"ncclx_rs: {function}: argument `backend`: expected ncclx_rs, got {backend}: it is ncclx in new_comm, "
+            "and here only after ncclx_rs.install_as_torchcomms()"
+        )
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether an argument ``backend`` puts tensors of some device on this backend."""
+    if backend is None:
+        return bool(_expected)
+    pairs = str(backend).lower().split(",")
+    return any(pair.rsplit(":", 1)[-1] in _NAMES for pair in pairs)
 
 
 def _refuse_cuda(function: str, backend: str | None, device_id: Any) -> None:

@@ -20,6 +20,7 @@ from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._library import OWN_VARIABLE, TORCHCOMMS_VARIABLE, find_library
 from ncclx_rs._load import native
 from ncclx_rs._memory import MemAllocator, cuda_allocator
+from ncclx_rs._mistakes import warn_of_hints
 from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
 from ncclx_rs._vendor import LIBRARIES, what_is_missing
 
@@ -377,7 +378,11 @@ def _make_ncclx(options: CommOptions) -> Any:
     return _backend.create(_distributed_options(options), pg_options)
 
 
+_GLOO_HINTS = ("hostname", "interface", "timeout_seconds")
+
+
 def _make_gloo(options: CommOptions) -> Any:
+    warn_of_hints("new_comm", options.hints.keys() - _GLOO_HINTS, "the backend gloo")
     made: Any = cast(Any, dist.ProcessGroupGloo)._Options()
     hostname = options.hints.get("hostname") or os.environ.get("TORCHCOMM_GLOO_HOSTNAME")
     interface = options.hints.get("interface") or os.environ.get("TORCHCOMM_GLOO_INTERFACE")
@@ -391,6 +396,7 @@ def _make_gloo(options: CommOptions) -> Any:
 
 
 def _make_plugin(name: str, options: CommOptions) -> Any:
+    warn_of_hints("new_comm", options.hints.keys() - {"timeout_seconds"}, f"the backend {name}")
     creator = dist.Backend._plugins[name.upper()]
     if creator.extended_api:
         return creator.creator_fn(_distributed_options(options), None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from ncclx_rs._work import TorchWork
 class BatchIssuer(Protocol):
     """The methods of a communicator that a batch calls."""
 
-    def _check_rank(self, parameter: str, rank: int) -> None: ...
+    def _check_rank(self, method: str, parameter: str, rank: int) -> None: ...
 
     def _issue_batch(self, ops: Sequence[P2POp], async_op: bool, options: OpOptions) -> TorchWork: ...
 
@@ -31,15 +32,21 @@ class BatchSendRecv:
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Adds a send of ``tensor`` to rank ``dst``."""
-        self._comm._check_rank("dst", dst)
+        self._comm._check_rank("send", "dst", dst)
         self.ops.append(P2POp(P2POpType.SEND, tensor, dst))
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         """Adds a receive into ``tensor`` from rank ``src``."""
-        self._comm._check_rank("src", src)
+        self._comm._check_rank("recv", "src", src)
         self.ops.append(P2POp(P2POpType.RECV, tensor, src))
 
-    def issue(self, async_op: bool, options: BatchP2POptions | None = None) -> TorchWork:
+    def issue(
+        self,
+        async_op: bool = False,
+        options: BatchP2POptions | None = None,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> TorchWork:
         """Starts all operations of the batch. The work is done when all of them are.
 
         Raises:
@@ -47,4 +54,5 @@ class BatchSendRecv:
         """
         if not self.ops:
             raise RuntimeError("Cannot issue empty batch operation")
-        return self._comm._issue_batch(self.ops, async_op, options or BatchP2POptions())
+        opts = BatchP2POptions.of("issue", timeout, hints, options)
+        return self._comm._issue_batch(self.ops, async_op, opts)

@@ -7,6 +7,7 @@ import functools
 import os
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ncclx_rs._load import native
@@ -15,8 +16,11 @@ from ncclx_rs._load import native
 def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks, from the launcher's environment variables; see `new_comm`.
 
+    A process without a launcher is the only rank of a world of its own.
+
     Raises:
-        RuntimeError: the variables are missing or invalid.
+        RuntimeError: the variables are invalid, or they are missing although the environment names a master or the
+            launcher's method.
     """
     return native().launch_rank_and_size()  # type: ignore[no-any-return]
 
@@ -34,7 +38,15 @@ def _root_store(rank: int, size: int, timeout: timedelta) -> c10d.Store:
         ) from error
     # Under torchrun, its agent serves the store.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return c10d.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    try:
+        return c10d.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    except dist.DistNetworkError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        raise dist.DistNetworkError(
+            f"new_comm: another program uses MASTER_PORT {port} of this host: choose a free port, the same on all "
+            f"ranks; torchrun --standalone does so itself ({str(error).splitlines()[0]})"
+        ) from None
 
 
 # How many communicators of each name this process has made. All ranks of a communicator have the same number.

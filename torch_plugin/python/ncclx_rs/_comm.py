@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import os
 import sys
 import warnings
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -21,12 +22,16 @@ from ncclx_rs import _graph_state, _hooks, _logging, _reconfigure
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import C10dBackend
 from ncclx_rs._c10d_hook_args import c10d_hook_args
+from ncclx_rs._mistakes import no_device_side
 from ncclx_rs._once import once
 from ncclx_rs._operations import Hints, Operations, op_ids
 from ncclx_rs._tracing import not_in_graphs
-from ncclx_rs._types import CommOptions, OpName
+from ncclx_rs._types import CommOptions, InitHandle, OpName, ReconfigureOptions, as_timeout
 from ncclx_rs._window import TorchCommWindow
 from ncclx_rs._work import TorchWork
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class TorchComm(Operations):
@@ -173,14 +178,39 @@ class TorchComm(Operations):
         """Whether the communicator was aborted, by `abort` or because an operation failed for good."""
         return self._state == "aborted" or (self._state == "ready" and self._impl.has_failed())
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of later operations that have none of their own."""
-        self._options.timeout = timeout
-        self._impl.set_timeout(timeout)  # type: ignore[attr-defined]
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        """Sets the timeout of later operations that have none of their own.
+
+        Raises:
+            TypeError: the timeout is neither a duration nor a number of seconds.
+            RuntimeError: the backend does not support it.
+        """
+        limit = as_timeout("set_timeout", timeout)
+        if not callable(getattr(self._impl, "set_timeout", None)):
+            raise RuntimeError(
+                f"set_timeout: the backend {self.get_backend()} does not have it; give each operation its `timeout`"
+            )
+        self._options.timeout = limit
+        self._impl.set_timeout(limit)  # type: ignore[attr-defined]
 
     def set_hints(self, hints: Mapping[str, str]) -> None:
         """Adds hints to the communicator's, which its splits inherit."""
         self._options.hints.update(hints)
+
+    def __enter__(self) -> Self:
+        """The communicator itself: at the end of the ``with`` block it is finalized.
+
+        If the block ends by an exception, it is aborted before that, where its backend can: other ranks may wait for
+        operations that this rank will never call.
+        """
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._state == "finalized":
+            return
+        if kind is not None and self.is_abort_supported():
+            self.abort()
+        self.finalize()
 
     def __del__(self) -> None:
         if getattr(self, "_state", "finalized") == "ready":
@@ -191,9 +221,10 @@ class TorchComm(Operations):
     def split(
         self,
         ranks: Sequence[int] | Sequence[Sequence[int]],
-        name: str,
+        name: str | None = None,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: CommOptions | None = None,
     ) -> TorchComm | None:
         """Makes a communicator of some of the ranks. Called on all ranks.
 
@@ -201,31 +232,50 @@ class TorchComm(Operations):
             ranks: the ranks of the caller's new communicator; a rank's position in this list is its new rank. The list
                 is empty for a caller that is in no new communicator. Or a list of such lists, the same on all ranks:
                 the caller gets the communicator of the list that it is in.
-            name: the new communicator's name.
+            name: the new communicator's name, the same on all its ranks. The default is this one's name, the lowest of
+                the ranks, and from the second split of these ranks on a number.
             hints: settings in addition to those of this communicator.
             timeout: the new communicator's timeout; this one's if not given.
+            options: name, hints and timeout in one object; the arguments above win.
 
         Returns:
             The new communicator, or None for a caller in no list.
 
         Raises:
-            RuntimeError: a rank is not in this communicator or is repeated, or the list lacks the caller.
+            TypeError: ``ranks`` is no list of ranks and no list of such lists.
+            RuntimeError: a rank is not in this communicator or is repeated, the list lacks the caller, or the backend
+                cannot split.
         """
         not_in_graphs("split", "it makes a communicator")
         self._check_usable("split")
         members = self._own_group(ranks)
+        if not callable(getattr(self._impl, "split", None)):
+            raise RuntimeError(f"split: the backend {self.get_backend()} does not have it; make it with `new_comm`")
+        if options is not None:
+            name, hints = name or options.name or None, {**options.hints, **(hints or {})}
+            timeout = options.timeout if timeout is None else timeout
+        # Only splits of these members are counted: PyTorch lets other ranks split any number of times.
+        number = self._splits[_digest(members)] + 1
+        if name is None:
+            name = f"{self._name}_{min(members, default='none')}" + (f"_{number}" if number > 1 else "")
+        limit = None if timeout is None else as_timeout("split", timeout)
         hook_args = _hooks.SplitPreHookArgs(members, name)
         op_id = next(op_ids)
         self._pre_hooks(OpName.split, op_id, hook_args)
-        child = self._split(members, name, hints, timeout) if members else None
+        child = self._split(members, name, hints, limit) if members else None
         self._post_hooks(op_id, SplitPostHookArgs(child))
         return child
 
     def _own_group(self, ranks: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
-        nested = [list(group) for group in ranks if not isinstance(group, int)]
-        if nested and len(nested) != len(ranks):
-            raise RuntimeError("split: ranks must be a list of ranks or a list of such lists, not a mixture")
-        flat = [rank for group in nested for rank in group] if nested else [int(rank) for rank in ranks]  # type: ignore
+        try:
+            nested = [list(group) for group in ranks if not hasattr(group, "__index__")]
+            if nested and len(nested) != len(ranks):
+                raise RuntimeError("split: ranks must be a list of ranks or a list of such lists, not a mixture")
+            flat = [int(rank) for rank in itertools.chain(*nested)] if nested else [int(rank) for rank in ranks]  # type: ignore
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"split: argument `ranks`: expected a list of ranks or a list of such lists, got {ranks!r}"
+            ) from None
         for rank in flat:
             if not 0 <= rank < self._size:
                 raise RuntimeError(f"Invalid rank {rank} in ranks. Valid ranks are 0 to {self._size - 1}")
@@ -244,10 +294,9 @@ class TorchComm(Operations):
         options.rank, options.size = members.index(self._rank), len(members)
         options.hints = {**self._options.hints, **(hints or {})}
         options.timeout = timeout or self._options.timeout
+        key = _digest(members)
+        self._splits[key] += 1
         if self._options.store is not None:
-            # The key counts the splits of these members alone: PyTorch lets other ranks split any number of times.
-            key = _digest(members)
-            self._splits[key] += 1
             options.store = c10d.PrefixStore(f"split/{key}/{self._splits[key]}", self._options.store)
         backend = self._impl.split(members, name, options)  # type: ignore[attr-defined]
         child = TorchComm(backend, name, self._device, options)
@@ -271,9 +320,9 @@ class TorchComm(Operations):
 
     def reconfigure(
         self,
-        uuid: int,
-        init_handles: Sequence[_reconfigure.InitHandle] | Set[_reconfigure.InitHandle],
-        timeout: timedelta | None = None,
+        uuid: int | ReconfigureOptions,
+        init_handles: Sequence[InitHandle] | Set[InitHandle] | None = None,
+        timeout: timedelta | float | None = None,
         hints: Hints = None,
     ) -> TorchWork:
         """Makes the processes of ``init_handles`` the members of this communicator.
@@ -282,7 +331,7 @@ class TorchComm(Operations):
         may be called again, with fewer, more or other members, also after an abort or the loss of a rank.
 
         Args:
-            uuid: a number that no earlier call with these members had.
+            uuid: a number that no earlier call with these members had; or all arguments in one object.
             init_handles: every member's `get_init_handle`. A list has the members in the order of their ranks; a set
                 leaves the order open.
             timeout: the timeout of joining; the communicator's if not given.
@@ -296,6 +345,13 @@ class TorchComm(Operations):
                 members did not join in time.
         """
         not_in_graphs("reconfigure", "it changes the communicator")
+        if isinstance(uuid, ReconfigureOptions):
+            given = uuid
+            uuid, init_handles = given.uuid, given.init_handles if init_handles is None else init_handles
+            timeout = given.timeout if timeout is None else timeout
+            hints = {**given.hints, **(hints or {})}
+        if init_handles is None:
+            raise TypeError("reconfigure: missing argument `init_handles`")
         if not hasattr(self._impl, "reconfigure"):
             raise RuntimeError(f"reconfigure not implemented by the backend {self.get_backend()}")
         if not self._options.enable_reconfigure:
@@ -304,7 +360,7 @@ class TorchComm(Operations):
             raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
         self._impl.wait_for_hooks()
         options = copy.copy(self._options)
-        options.timeout = timeout or self._options.timeout
+        options.timeout = as_timeout("reconfigure", timeout or self._options.timeout)
         rendezvous = self._endpoint().rendezvous(uuid, init_handles, options.timeout)
         options.store, options.rank, options.size, secret = rendezvous
         options.hints = {**self._options.hints, **(hints or {}), "group_secret": secret}
@@ -397,6 +453,14 @@ class TorchComm(Operations):
 
     # ---- memory ----
 
+    def get_device_transport(self) -> NoReturn:
+        """The transport for kernels that communicate by themselves, which no device has here.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise no_device_side("get_device_transport", "the operations of the communicator, or a window")
+
     def get_mem_allocator(self) -> Any:
         """The allocator of tensors that the backend communicates fastest.
 
@@ -436,6 +500,16 @@ class SplitPostHookArgs:
     """What a post-hook gets of a split: the caller's new communicator, or None if the caller is in none."""
 
     comm: TorchComm | None
+
+
+# What a post-hook gets.
+PostHookArgs = (
+    _hooks.CollectivePostHookArgs
+    | SplitPostHookArgs
+    | _hooks.NewWindowPostHookArgs
+    | _hooks.BatchOpIssuePostHookArgs
+    | _hooks.FinalizePostHookArgs
+)
 
 
 def _digest(ranks: Sequence[int]) -> str:

@@ -227,3 +227,50 @@ class BatchOpIssuePostHookArgs:
 
 class FinalizePostHookArgs:
     """The communicator was finalized."""
+
+
+# torchcomms' type stubs name one for each operation.
+SendPostHookArgs = CollectivePostHookArgs
+RecvPostHookArgs = CollectivePostHookArgs
+BroadcastPostHookArgs = CollectivePostHookArgs
+AllReducePostHookArgs = CollectivePostHookArgs
+ReducePostHookArgs = CollectivePostHookArgs
+AllGatherPostHookArgs = CollectivePostHookArgs
+AllGatherVPostHookArgs = CollectivePostHookArgs
+AllGatherSinglePostHookArgs = CollectivePostHookArgs
+ReduceScatterPostHookArgs = CollectivePostHookArgs
+ReduceScatterVPostHookArgs = CollectivePostHookArgs
+ReduceScatterSinglePostHookArgs = CollectivePostHookArgs
+AllToAllSinglePostHookArgs = CollectivePostHookArgs
+AllToAllVSinglePostHookArgs = CollectivePostHookArgs
+AllToAllPostHookArgs = CollectivePostHookArgs
+BarrierPostHookArgs = CollectivePostHookArgs
+ScatterPostHookArgs = CollectivePostHookArgs
+GatherPostHookArgs = CollectivePostHookArgs
+GatherSinglePostHookArgs = CollectivePostHookArgs
+
+# What a pre-hook gets.
+PreHookArgs = (
+    SendPreHookArgs
+    | RecvPreHookArgs
+    | BroadcastPreHookArgs
+    | AllReducePreHookArgs
+    | ReducePreHookArgs
+    | AllGatherPreHookArgs
+    | AllGatherVPreHookArgs
+    | AllGatherSinglePreHookArgs
+    | ReduceScatterPreHookArgs
+    | ReduceScatterVPreHookArgs
+    | ReduceScatterSinglePreHookArgs
+    | AllToAllSinglePreHookArgs
+    | AllToAllVSinglePreHookArgs
+    | AllToAllPreHookArgs
+    | BarrierPreHookArgs
+    | ScatterPreHookArgs
+    | GatherPreHookArgs
+    | GatherSinglePreHookArgs
+    | SplitPreHookArgs
+    | NewWindowPreHookArgs
+    | BatchOpIssuePreHookArgs
+    | FinalizePreHookArgs
+)

@@ -20,10 +20,34 @@ def settings() -> list[tuple[str, list[str], str, str, str]]:
     """Every setting: name, environment variables, values, default and meaning."""
 
 def launch_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, from the launcher's environment variables."""
+    """This process's rank and the number of ranks, from the launcher's environment; (0, 1) without a launcher."""
 
 def algorithms(collective: str, ranks: int, hosts: int) -> list[str]:
     """The names of the algorithms for a collective, such as ``all_reduce``, of ``ranks`` ranks on ``hosts`` hosts."""
+
+def interfaces() -> list[tuple[str, str, bool]]:
+    """This host's addresses: the interface's name, the address, and whether it is up.
+
+    Raises:
+        OSError: the kernel does not list them.
+    """
+
+def advertised_addresses(host: str | None) -> list[str]:
+    """The addresses that a rank of this host tells the others, the best first.
+
+    Args:
+        host: where the rendezvous is, if that is known.
+
+    Raises:
+        ValueError: no interface is usable, or the setting `socket_ifname` matches none.
+    """
+
+def preferred_algorithm(collective: str, ranks: int, hosts: int, bytes: int) -> str:
+    """The algorithm that the engine takes for a collective of so many bytes in such a world.
+
+    Raises:
+        ValueError: there is no such collective, or fewer ranks than hosts.
+    """
 
 def cuda_devices() -> tuple[str, list[str]]:
     """The version of CUDA that the driver serves, and the devices' names. OSError: there is no driver."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-import os
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -15,7 +14,7 @@ from ncclx_rs._backends import C10dBackend, make_backend
 from ncclx_rs._comm import TorchComm
 from ncclx_rs._library import LibraryBackend
 from ncclx_rs._operations import Hints
-from ncclx_rs._types import CommOptions
+from ncclx_rs._types import CommOptions, as_timeout
 
 
 def new_comm(
@@ -23,14 +22,15 @@ def new_comm(
     device: torch.device | str,
     name: str | None = None,
     abort_process_on_timeout_or_error: bool | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     is_high_priority_stream: bool | None = None,
     store: c10d.Store | None = None,
-    enable_reconfigure: bool = False,
+    enable_reconfigure: bool | None = None,
     hints: Hints = None,
     *,
     rank: int | None = None,
     size: int | None = None,
+    options: CommOptions | None = None,
 ) -> TorchComm:
     """Makes a communicator of all ranks. All ranks call it; it returns once all have joined.
 
@@ -51,10 +51,13 @@ def new_comm(
         store: the store for the bootstrap. The default is a TCP store at ``MASTER_ADDR`` and ``MASTER_PORT``.
         enable_reconfigure: whether `TorchComm.reconfigure` may change the members.
         hints: settings by name. An unknown name causes a warning.
-        rank: this process's rank. The default comes from the launcher's environment, as for ``size``.
+        rank: this process's rank. The default comes from the launcher's environment, as for ``size``; without a
+            launcher, the process is the only rank.
         size: the number of ranks.
+        options: the arguments from ``name`` to ``hints`` in one object, which is not changed; those given win.
 
     Raises:
+        TypeError: an argument has the wrong type.
         ModuleNotFoundError: there is no such backend.
         ImportError: its shared library cannot be used.
         ValueError: the backend does not serve the device, or a hint has no valid value.
@@ -64,48 +67,33 @@ def new_comm(
     device = torch.device(device)
     if isinstance(impl, C10dBackend):
         impl.check_device(device)
-    if enable_reconfigure and not hasattr(impl, "reconfigure"):
+    if options is not None and not isinstance(options, CommOptions):
+        raise TypeError(f"new_comm: argument `options`: expected CommOptions, got {type(options).__name__}")
+    made = CommOptions(hints=hints) if options is None else copy.copy(options)
+    made.hints = {**made.hints, **(hints or {})}
+    made.name = name or made.name or f"comm{next(_unnamed)}"
+    if abort_process_on_timeout_or_error is not None:
+        made.abort_process_on_timeout_or_error = abort_process_on_timeout_or_error
+    if timeout:
+        made.timeout = as_timeout("new_comm", timeout)
+    if enable_reconfigure is not None:
+        made.enable_reconfigure = enable_reconfigure
+    if made.enable_reconfigure and not hasattr(impl, "reconfigure"):
         raise RuntimeError(f"new_comm: the backend {backend} does not support enable_reconfigure")
-    options = CommOptions()
-    options.name = f"comm{next(_unnamed)}" if name is None else name
-    options.abort_process_on_timeout_or_error = (
-        _flag("TORCHCOMM_ABORT_ON_ERROR", True)
-        if abort_process_on_timeout_or_error is None
-        else abort_process_on_timeout_or_error
-    )
-    options.enable_reconfigure = enable_reconfigure
-    options.hints = dict(hints or {})
-    options.timeout = timeout or _default_timeout(options.hints)
     if is_high_priority_stream is not None:
-        options.hints.setdefault("is_high_priority_stream", str(is_high_priority_stream).lower())
-    if enable_reconfigure:
+        made.hints.setdefault("is_high_priority_stream", str(is_high_priority_stream).lower())
+    store = made.store if store is None else store
+    if made.enable_reconfigure:
         pass  # `reconfigure` gets the members' addresses from their handles
     elif isinstance(impl, C10dBackend | LibraryBackend) or rank is not None or size is not None:
         if rank is None or size is None:
             rank, size = (0, 1) if backend == "fake" else _bootstrap.rank_and_size()
-        options.rank, options.size = rank, size
-        options.store = _bootstrap.store_for(options.name, store, rank, size, options.timeout)
+        made.rank, made.size = rank, size
+        made.store = _bootstrap.store_for(made.name, store, rank, size, made.timeout)
     else:
-        options.store = store
-    impl.init(device, options.name, options)
-    return TorchComm(impl, options.name, device, options)
-
-
-def _default_timeout(hints: Mapping[str, str]) -> timedelta:
-    variables = (os.environ.get(f"{owner}_TIMEOUT_SECONDS") for owner in ("NCCLX_RS", "TORCHCOMM"))
-    given = (text for text in (hints.get("timeout_seconds"), *variables) if text)
-    return timedelta(seconds=float(next(given, "600")))
-
-
-def _flag(variable: str, default: bool) -> bool:
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    if text.lower() in ("1", "true", "yes", "y"):
-        return True
-    if text.lower() in ("0", "false", "no", "n"):
-        return False
-    raise RuntimeError(f"new_comm: {variable} must be true or false, got {text!r}")
+        made.store = store
+    impl.init(device, made.name, made)
+    return TorchComm(impl, made.name, device, made)
 
 
 _unnamed = itertools.count()

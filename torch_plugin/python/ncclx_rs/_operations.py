@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,15 +13,18 @@ from ncclx_rs import _hooks
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import accepts_options
 from ncclx_rs._batch import BatchSendRecv
+from ncclx_rs._mistakes import explained, warn_of_hints
 from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import (
     AllGatherOptions,
     AllGatherPExecOptions,
+    AllGatherPInitOptions,
     AllGatherSingleOptions,
     AllReduceOptions,
     AllToAllOptions,
     AllToAllSingleOptions,
     AllToAllvSingleOptions,
+    AnyReduceOp,
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
@@ -38,6 +39,7 @@ from ncclx_rs._types import (
     ReduceScatterSingleOptions,
     ScatterOptions,
     SendOptions,
+    as_reduce_op,
 )
 from ncclx_rs._work import TorchWork, together
 
@@ -61,28 +63,42 @@ class Operations:
     # ---- point to point ----
 
     def send(
-        self, tensor: torch.Tensor, dst: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        async_op: bool = False,
+        hints: Hints = None,
+        timeout: timedelta | float | None = None,
+        options: SendOptions | None = None,
     ) -> TorchWork:
         """Sends ``tensor``, of any shape, to rank ``dst``. Messages between two ranks arrive in order.
 
         Raises:
             RuntimeError: there is no such rank, it is this rank, or the receiver did not receive in time.
         """
-        self._check_rank("dst", dst)
+        self._check_rank("send", "dst", dst)
         hook_args = _hooks.SendPreHookArgs(tensor, dst, async_op)
-        return self._issue(OpName.send, hook_args, SendOptions(timeout, hints), tensor, dst, async_op)
+        opts = SendOptions.of("send", timeout, hints, options)
+        return self._issue(OpName.send, hook_args, opts, tensor, dst, async_op)
 
     def recv(
-        self, tensor: torch.Tensor, src: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
+        self,
+        tensor: torch.Tensor,
+        src: int,
+        async_op: bool = False,
+        hints: Hints = None,
+        timeout: timedelta | float | None = None,
+        options: RecvOptions | None = None,
     ) -> TorchWork:
         """Receives the next message from rank ``src`` into ``tensor``, which has as many bytes; the shapes may differ.
 
         Raises:
             RuntimeError: there is no such rank, no message came in time, or it has another size.
         """
-        self._check_rank("src", src)
+        self._check_rank("recv", "src", src)
         hook_args = _hooks.RecvPreHookArgs(tensor, src, async_op)
-        return self._issue(OpName.recv, hook_args, RecvOptions(timeout, hints), tensor, src, async_op)
+        opts = RecvOptions.of("recv", timeout, hints, options)
+        return self._issue(OpName.recv, hook_args, opts, tensor, src, async_op)
 
     def batch_op_create(self) -> BatchSendRecv:
         """An empty batch of sends and receives."""
@@ -121,19 +137,32 @@ class Operations:
     # ---- collectives ----
 
     def broadcast(
-        self, tensor: torch.Tensor, root: int, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
+        self,
+        tensor: torch.Tensor,
+        root: int,
+        async_op: bool = False,
+        hints: Hints = None,
+        timeout: timedelta | float | None = None,
+        options: BroadcastOptions | None = None,
     ) -> TorchWork:
         """Copies the root's ``tensor`` into every rank's, which has as many elements of the same dtype.
 
         Raises:
             RuntimeError: there is no such root, or a rank called something else or nothing.
         """
-        self._check_rank("root", root)
+        self._check_rank("broadcast", "root", root)
         hook_args = _hooks.BroadcastPreHookArgs(tensor, root, async_op)
-        return self._issue(OpName.broadcast, hook_args, BroadcastOptions(timeout, hints), tensor, root, async_op)
+        opts = BroadcastOptions.of("broadcast", timeout, hints, options)
+        return self._issue(OpName.broadcast, hook_args, opts, tensor, root, async_op)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, async_op: bool, hints: Hints = None, timeout: timedelta | None = None
+        self,
+        tensor: torch.Tensor,
+        op: AnyReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        hints: Hints = None,
+        timeout: timedelta | float | None = None,
+        options: AllReduceOptions | None = None,
     ) -> TorchWork:
         """Combines the ranks' tensors, of one shape and dtype, element by element; every rank gets the result in place.
 
@@ -141,8 +170,10 @@ class Operations:
             ValueError: ``op`` cannot combine that dtype.
             RuntimeError: a rank called something else or nothing.
         """
-        hook_args = _hooks.AllReducePreHookArgs(tensor, op, async_op)
-        return self._issue(OpName.all_reduce, hook_args, AllReduceOptions(timeout, hints), tensor, op, async_op)
+        reduction = as_reduce_op("all_reduce", op)
+        hook_args = _hooks.AllReducePreHookArgs(tensor, reduction, async_op)
+        opts = AllReduceOptions.of("all_reduce", timeout, hints, options)
+        return self._issue(OpName.all_reduce, hook_args, opts, tensor, reduction, async_op)
 
     allreduce = all_reduce
 
@@ -150,23 +181,27 @@ class Operations:
         self,
         tensor: torch.Tensor,
         root: int,
-        op: ReduceOp,
-        async_op: bool,
+        op: AnyReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: ReduceOptions | None = None,
     ) -> TorchWork:
         """As `all_reduce`, but only the root gets the result. Other ranks' ``tensor`` is undefined afterwards."""
-        self._check_rank("root", root)
-        hook_args = _hooks.ReducePreHookArgs(tensor, root, op, async_op)
-        return self._issue(OpName.reduce, hook_args, ReduceOptions(timeout, hints), tensor, root, op, async_op)
+        reduction = as_reduce_op("reduce", op)
+        self._check_rank("reduce", "root", root)
+        hook_args = _hooks.ReducePreHookArgs(tensor, root, reduction, async_op)
+        opts = ReduceOptions.of("reduce", timeout, hints, options)
+        return self._issue(OpName.reduce, hook_args, opts, tensor, root, reduction, async_op)
 
     def all_gather(
         self,
         tensor_list: Tensors,
         tensor: torch.Tensor,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: AllGatherOptions | None = None,
     ) -> TorchWork:
         """Gives every rank each rank's ``tensor``: ``tensor_list[r]`` gets that of rank r. All have one size and dtype.
 
@@ -174,48 +209,49 @@ class Operations:
             ValueError: an element of ``tensor_list`` has another size or dtype than ``tensor``.
             RuntimeError: ``tensor_list`` has not one tensor for each rank, or a rank called something else or nothing.
         """
-        self._check_length("tensor_list", tensor_list)
+        self._check_length("all_gather", "tensor_list", tensor_list)
         hook_args = _hooks.AllGatherPreHookArgs(tensor, list(tensor_list), async_op)
-        return self._issue(
-            OpName.all_gather, hook_args, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op
-        )
+        opts = AllGatherOptions.of("all_gather", timeout, hints, options)
+        return self._issue(OpName.all_gather, hook_args, opts, tensor_list, tensor, async_op)
 
     def all_gather_v(
         self,
         tensor_list: Tensors,
         tensor: torch.Tensor,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: AllGatherOptions | None = None,
     ) -> TorchWork:
         """As `all_gather`, but the ranks' tensors may differ in size: ``tensor_list[r]`` has the size of rank r's."""
-        self._check_length("tensor_list", tensor_list)
+        self._check_length("all_gather_v", "tensor_list", tensor_list)
         hook_args = _hooks.AllGatherVPreHookArgs(tensor, list(tensor_list), async_op)
-        return self._issue(
-            OpName.all_gather_v, hook_args, AllGatherOptions(timeout, hints), tensor_list, tensor, async_op
-        )
+        opts = AllGatherOptions.of("all_gather_v", timeout, hints, options)
+        return self._issue(OpName.all_gather_v, hook_args, opts, tensor_list, tensor, async_op)
 
     def all_gather_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: AllGatherSingleOptions | None = None,
     ) -> TorchWork:
         """As `all_gather`, into one tensor of ``size`` times the elements of ``input``, in the order of the ranks."""
         hook_args = _hooks.AllGatherSinglePreHookArgs(input, output, async_op)
-        options = AllGatherSingleOptions(timeout, hints)
-        return self._issue(OpName.all_gather_single, hook_args, options, output, input, async_op)
+        opts = AllGatherSingleOptions.of("all_gather_single", timeout, hints, options)
+        return self._issue(OpName.all_gather_single, hook_args, opts, output, input, async_op)
 
     def reduce_scatter(
         self,
         output: torch.Tensor,
         input_list: Tensors,
-        op: ReduceOp,
-        async_op: bool,
+        op: AnyReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: ReduceScatterOptions | None = None,
     ) -> TorchWork:
         """Combines ``input_list[r]`` of all ranks into the ``output`` of rank r. All have one size and dtype.
 
@@ -223,47 +259,53 @@ class Operations:
             ValueError: an input has another size or dtype than ``output``, or ``op`` cannot combine that dtype.
             RuntimeError: ``input_list`` has not one tensor for each rank, or a rank called something else or nothing.
         """
-        self._check_length("input_list", input_list)
-        hook_args = _hooks.ReduceScatterPreHookArgs(list(input_list), output, op, async_op)
-        options = ReduceScatterOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter, hook_args, options, output, input_list, op, async_op)
+        reduction = as_reduce_op("reduce_scatter", op)
+        self._check_length("reduce_scatter", "input_list", input_list)
+        hook_args = _hooks.ReduceScatterPreHookArgs(list(input_list), output, reduction, async_op)
+        opts = ReduceScatterOptions.of("reduce_scatter", timeout, hints, options)
+        return self._issue(OpName.reduce_scatter, hook_args, opts, output, input_list, reduction, async_op)
 
     def reduce_scatter_v(
         self,
         output: torch.Tensor,
         input_list: Tensors,
-        op: ReduceOp,
-        async_op: bool,
+        op: AnyReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: ReduceScatterOptions | None = None,
     ) -> TorchWork:
         """As `reduce_scatter`, but the parts may differ in size: ``input_list[r]`` has that of rank r's ``output``."""
-        self._check_length("input_list", input_list)
-        hook_args = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, op, async_op)
-        options = ReduceScatterOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter_v, hook_args, options, output, input_list, op, async_op)
+        reduction = as_reduce_op("reduce_scatter_v", op)
+        self._check_length("reduce_scatter_v", "input_list", input_list)
+        hook_args = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, reduction, async_op)
+        opts = ReduceScatterOptions.of("reduce_scatter_v", timeout, hints, options)
+        return self._issue(OpName.reduce_scatter_v, hook_args, opts, output, input_list, reduction, async_op)
 
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        op: ReduceOp,
-        async_op: bool,
+        op: AnyReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: ReduceScatterSingleOptions | None = None,
     ) -> TorchWork:
         """As `reduce_scatter`, from one tensor of ``size`` times the elements of ``output``."""
-        hook_args = _hooks.ReduceScatterSinglePreHookArgs(input, output, op, async_op)
-        options = ReduceScatterSingleOptions(timeout, hints)
-        return self._issue(OpName.reduce_scatter_single, hook_args, options, output, input, op, async_op)
+        reduction = as_reduce_op("reduce_scatter_single", op)
+        hook_args = _hooks.ReduceScatterSinglePreHookArgs(input, output, reduction, async_op)
+        opts = ReduceScatterSingleOptions.of("reduce_scatter_single", timeout, hints, options)
+        return self._issue(OpName.reduce_scatter_single, hook_args, opts, output, input, reduction, async_op)
 
     def all_to_all_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: AllToAllSingleOptions | None = None,
     ) -> TorchWork:
         """Sends the r-th of ``size`` equal blocks of ``input`` to rank r; block r of ``output`` comes from rank r.
 
@@ -274,8 +316,8 @@ class Operations:
             RuntimeError: a rank called something else or nothing.
         """
         hook_args = _hooks.AllToAllSinglePreHookArgs(input, output, async_op)
-        options = AllToAllSingleOptions(timeout, hints)
-        return self._issue(OpName.all_to_all_single, hook_args, options, output, input, async_op)
+        opts = AllToAllSingleOptions.of("all_to_all_single", timeout, hints, options)
+        return self._issue(OpName.all_to_all_single, hook_args, opts, output, input, async_op)
 
     def all_to_all_v_single(
         self,
@@ -283,9 +325,10 @@ class Operations:
         input: torch.Tensor,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: AllToAllvSingleOptions | None = None,
     ) -> TorchWork:
         """As `all_to_all_single`, with one block for each rank, of the given number of rows of the first dimension.
 
@@ -297,16 +340,17 @@ class Operations:
         """
         outputs, inputs = list(output_split_sizes), list(input_split_sizes)
         hook_args = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
-        options = AllToAllvSingleOptions(timeout, hints)
-        return self._issue(OpName.all_to_all_v_single, hook_args, options, output, input, outputs, inputs, async_op)
+        opts = AllToAllvSingleOptions.of("all_to_all_v_single", timeout, hints, options)
+        return self._issue(OpName.all_to_all_v_single, hook_args, opts, output, input, outputs, inputs, async_op)
 
     def all_to_all(
         self,
         output_tensor_list: Tensors,
         input_tensor_list: Tensors,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: AllToAllOptions | None = None,
     ) -> TorchWork:
         """Sends ``input_tensor_list[r]`` to rank r; ``output_tensor_list[r]`` comes from rank r. The sizes may differ.
 
@@ -314,30 +358,36 @@ class Operations:
             RuntimeError: a list has not one tensor for each rank, two ranks disagree on the size of a message, or a
                 rank called something else or nothing.
         """
-        self._check_length("output_tensor_list", output_tensor_list)
-        self._check_length("input_tensor_list", input_tensor_list)
+        self._check_length("all_to_all", "output_tensor_list", output_tensor_list)
+        self._check_length("all_to_all", "input_tensor_list", input_tensor_list)
         hook_args = _hooks.AllToAllPreHookArgs(list(input_tensor_list), list(output_tensor_list), async_op)
-        options = AllToAllOptions(timeout, hints)
-        return self._issue(OpName.all_to_all, hook_args, options, output_tensor_list, input_tensor_list, async_op)
+        opts = AllToAllOptions.of("all_to_all", timeout, hints, options)
+        return self._issue(OpName.all_to_all, hook_args, opts, output_tensor_list, input_tensor_list, async_op)
 
-    def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
+    def barrier(
+        self,
+        async_op: bool = False,
+        hints: Hints = None,
+        timeout: timedelta | float | None = None,
+        options: BarrierOptions | None = None,
+    ) -> TorchWork:
         """Completes once every rank has called it.
 
         Raises:
             RuntimeError: a rank called something else or nothing.
         """
-        return self._issue(
-            OpName.barrier, _hooks.BarrierPreHookArgs(async_op), BarrierOptions(timeout, hints), async_op
-        )
+        opts = BarrierOptions.of("barrier", timeout, hints, options)
+        return self._issue(OpName.barrier, _hooks.BarrierPreHookArgs(async_op), opts, async_op)
 
     def scatter(
         self,
         output_tensor: torch.Tensor,
         input_tensor_list: Tensors,
         root: int,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: ScatterOptions | None = None,
     ) -> TorchWork:
         """Gives rank r the root's ``input_tensor_list[r]``, of ``output_tensor``'s size. Others pass an empty list.
 
@@ -345,21 +395,22 @@ class Operations:
             ValueError: a tensor of the root's list has another size or dtype than ``output_tensor``.
             RuntimeError: there is no such root, its list has not one tensor for each rank, or a rank did not call it.
         """
-        self._check_rank("root", root)
+        self._check_rank("scatter", "root", root)
         if self._rank == root:
-            self._check_length("input_tensor_list", input_tensor_list)
+            self._check_length("scatter", "input_tensor_list", input_tensor_list)
         hook_args = _hooks.ScatterPreHookArgs(output_tensor, list(input_tensor_list), root, async_op)
-        options = ScatterOptions(timeout, hints)
-        return self._issue(OpName.scatter, hook_args, options, output_tensor, input_tensor_list, root, async_op)
+        opts = ScatterOptions.of("scatter", timeout, hints, options)
+        return self._issue(OpName.scatter, hook_args, opts, output_tensor, input_tensor_list, root, async_op)
 
     def gather(
         self,
         output_tensor_list: Tensors,
         input_tensor: torch.Tensor,
         root: int,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: GatherOptions | None = None,
     ) -> TorchWork:
         """Gives the root each rank's ``input_tensor`` in ``output_tensor_list[r]``. Others pass an empty list.
 
@@ -369,44 +420,50 @@ class Operations:
             ValueError: a tensor of the root's list has another size or dtype than ``input_tensor``.
             RuntimeError: there is no such root, its list has not one tensor for each rank, or a rank did not call it.
         """
-        self._check_rank("root", root)
+        self._check_rank("gather", "root", root)
         if self._rank == root:
-            self._check_length("output_tensor_list", output_tensor_list)
+            self._check_length("gather", "output_tensor_list", output_tensor_list)
         hook_args = _hooks.GatherPreHookArgs(input_tensor, list(output_tensor_list), root, async_op)
-        options = GatherOptions(timeout, hints)
-        return self._issue(OpName.gather, hook_args, options, output_tensor_list, input_tensor, root, async_op)
+        opts = GatherOptions.of("gather", timeout, hints, options)
+        return self._issue(OpName.gather, hook_args, opts, output_tensor_list, input_tensor, root, async_op)
 
     def gather_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
         root: int,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: GatherOptions | None = None,
     ) -> TorchWork:
         """As `gather`, into one tensor, whose first dimension is ``size`` times that of ``input``.
 
         Other ranks' ``output`` is left unchanged.
         """
-        self._check_rank("root", root)
+        self._check_rank("gather_single", "root", root)
         hook_args = _hooks.GatherSinglePreHookArgs(input, output, root, async_op)
-        return self._issue(
-            OpName.gather_single, hook_args, GatherOptions(timeout, hints), output, input, root, async_op
-        )
+        opts = GatherOptions.of("gather_single", timeout, hints, options)
+        return self._issue(OpName.gather_single, hook_args, opts, output, input, root, async_op)
 
     # ---- persistent all_gather ----
 
     def all_gather_p_init(
-        self, output: torch.Tensor, hints: Hints = None, timeout: timedelta | None = None
+        self,
+        output: torch.Tensor,
+        hints: Hints = None,
+        timeout: timedelta | float | None = None,
+        options: AllGatherPInitOptions | None = None,
     ) -> AllGatherPHandle:
         """Prepares an all_gather that will run repeatedly into the same ``output``. Called on all ranks.
 
         Raises:
             RuntimeError: ``output`` is not contiguous, or its elements cannot be shared equally among the ranks.
         """
+        opts = AllGatherPInitOptions.of("all_gather_p_init", timeout, hints, options)
         self._check_usable("all_gather_p_init")
         self._check_tensor("all_gather_p_init", output)
+        warn_of_hints("all_gather_p_init", opts.hints)
         if output.numel() % self._size:
             raise RuntimeError(f"all_gather_p_init: output of {output.numel()} elements is not shared by {self._size}")
         return AllGatherPHandle(output)
@@ -415,16 +472,17 @@ class Operations:
         self,
         handle: AllGatherPHandle,
         input: torch.Tensor,
-        async_op: bool,
+        async_op: bool = False,
         hints: Hints = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
+        options: AllGatherPExecOptions | None = None,
     ) -> TorchWork:
         """Gathers every rank's ``input`` into the handle's output."""
         not_in_graphs("all_gather_p_exec", "the graph does not know the output; all_gather_single can be")
         if handle.output is None:
             raise RuntimeError("all_gather_p_exec: the handle was freed")
-        options = AllGatherPExecOptions(timeout, hints)
-        return self._perform(OpName.all_gather_single, options, handle.output, input, async_op)
+        opts = AllGatherPExecOptions.of("all_gather_p_exec", timeout, hints, options)
+        return self._perform(OpName.all_gather_single, opts, handle.output, input, async_op)
 
     def all_gather_p_free(self, handle: AllGatherPHandle) -> None:
         """Releases a handle of `all_gather_p_init`."""
@@ -437,13 +495,17 @@ class Operations:
         if state != "ready":
             raise RuntimeError(f"{operation}: communicator `{self._name}` is {state}")
 
-    def _check_rank(self, parameter: str, rank: int) -> None:
+    def _check_rank(self, method: str, parameter: str, rank: int) -> None:
+        if not hasattr(rank, "__index__"):
+            raise TypeError(f"{method}: argument `{parameter}`: expected a rank, got {type(rank).__name__} {rank!r}")
         if not 0 <= rank < self._size:
-            raise RuntimeError(f"{parameter} must be in range [0, {self._size}), but got {rank}")
+            raise RuntimeError(f"{method}: {parameter} must be in range [0, {self._size}), but got {rank}")
 
-    def _check_length(self, parameter: str, tensors: Tensors) -> None:
+    def _check_length(self, method: str, parameter: str, tensors: Tensors) -> None:
         if len(tensors) != self._size:
-            raise RuntimeError(f"{parameter} must hold {self._size} tensors, one a rank, but holds {len(tensors)}")
+            raise RuntimeError(
+                f"{method}: {parameter} must hold {self._size} tensors, one a rank, but holds {len(tensors)}"
+            )
 
     def _check_tensor(self, operation: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
@@ -475,13 +537,16 @@ class Operations:
             for tensor in [arg] if isinstance(arg, torch.Tensor) else arg if isinstance(arg, list | tuple) else ():
                 if isinstance(tensor, torch.Tensor):
                     self._check_tensor(name.name, tensor)
-        for hint in options.hints:
-            _warn_unknown_hint(hint)
+        if options.hints:
+            warn_of_hints(name.name, options.hints)
         method = getattr(self._impl, name.name, None)
         if method is None:
             raise RuntimeError(f"{name.name}: the backend {self._impl.get_backend_name()} does not have it")
         extra = (options,) if accepts_options(getattr(method, "__func__", method)) else ()
-        work = TorchWork(method(*args, *extra))
+        try:
+            work = TorchWork(method(*args, *extra))
+        except (TypeError, ValueError) as error:
+            raise explained(name.name, args, error) from None
         async_op = args[-1]
         if not async_op:
             work.wait()
@@ -493,18 +558,6 @@ class AllGatherPHandle:
 
     def __init__(self, output: torch.Tensor) -> None:
         self.output: torch.Tensor | None = output
-
-
-_warned: set[str] = set()
-_warned_lock = threading.Lock()
-
-
-def _warn_unknown_hint(name: str) -> None:
-    with _warned_lock:
-        if name in _warned:
-            return
-        _warned.add(name)
-    warnings.warn(f"ncclx_rs: the hint {name!r} is not known to any operation and is ignored", stacklevel=4)
 
 
 # One count for the process, so that the calls of hooks on several communicators have an order.

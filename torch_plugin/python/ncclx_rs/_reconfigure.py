@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ncclx_rs._load import native
+from ncclx_rs._types import InitHandle
 
 if TYPE_CHECKING:
     from ncclx_rs._native import SecretStore
-
-InitHandle = str
 
 _VERSION = "nrs1"
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class RedOpType(enum.Enum):
@@ -42,10 +46,19 @@ class ReduceOp:
     BXOR: ReduceOp
     AVG: ReduceOp
 
-    def __init__(self, type: RedOpType = RedOpType.SUM, factor: float | torch.Tensor | None = None) -> None:
-        if (type is RedOpType.PREMUL_SUM) != (factor is not None):
-            raise ValueError(f"ReduceOp: a factor belongs to PREMUL_SUM and to nothing else, got {type}, {factor!r}")
-        self._type = type
+    def __init__(self, opType: RedOpType = RedOpType.SUM, factor: float | torch.Tensor | None = None) -> None:
+        """Makes a reduction; the constants of this class are those without a factor.
+
+        Args:
+            opType: the kind; the name is torchcomms'.
+            factor: a number or a one-element tensor, for `RedOpType.PREMUL_SUM` alone.
+
+        Raises:
+            ValueError: there is a factor without PREMUL_SUM, or PREMUL_SUM without a factor.
+        """
+        if (opType is RedOpType.PREMUL_SUM) != (factor is not None):
+            raise ValueError(f"ReduceOp: a factor belongs to PREMUL_SUM and to nothing else, got {opType}, {factor!r}")
+        self._type = opType
         self._factor = factor
 
     @staticmethod
@@ -78,6 +91,35 @@ class ReduceOp:
 for _type in RedOpType:
     if _type is not RedOpType.PREMUL_SUM:
         setattr(ReduceOp, _type.name, ReduceOp(_type))
+
+
+# What operations take as their reduction: also PyTorch's, which is a kind or, with a factor, an object.
+AnyReduceOp = ReduceOp | RedOpType | dist.ReduceOp.RedOpType | dist.ReduceOp
+
+
+def as_reduce_op(operation: str, op: Any) -> ReduceOp:
+    """The reduction that a caller means.
+
+    Args:
+        operation: the method that was called.
+        op: a `ReduceOp`, or what stands for one: a `RedOpType`, or a reduction of ``torch.distributed``.
+
+    Raises:
+        TypeError: ``op`` is something else.
+    """
+    if isinstance(op, ReduceOp):
+        return op
+    if isinstance(op, RedOpType):
+        return ReduceOp(op)
+    if isinstance(op, dist.ReduceOp.RedOpType):
+        return ReduceOp(RedOpType[op.name])
+    if isinstance(op, dist.ReduceOp):
+        # Its pickled form is the one way to its factor.
+        kind, factor = cast(Any, op).__getstate__()
+        return ReduceOp(RedOpType[dist.ReduceOp.RedOpType(int(kind)).name], factor)
+    raise TypeError(
+        f"{operation}: argument `op`: expected a reduction as ncclx_rs.ReduceOp.SUM, got {type(op).__name__} {op!r}"
+    )
 
 
 class OpName(enum.Enum):
@@ -140,7 +182,7 @@ class P2POp:
 
 
 class CommOptions:
-    """The options of a communicator.
+    """The options of a communicator, for `new_comm`.
 
     Attributes:
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost.
@@ -153,15 +195,34 @@ class CommOptions:
         hints: settings by name.
     """
 
-    def __init__(self) -> None:
-        self.abort_process_on_timeout_or_error = True
-        self.timeout = timedelta(seconds=600)
-        self.store: Any = None
+    def __init__(
+        self,
+        *,
+        abort_process_on_timeout_or_error: bool | None = None,
+        timeout: timedelta | float | None = None,
+        store: Any = None,
+        name: str = "",
+        enable_reconfigure: bool = False,
+        hints: Mapping[str, str] | None = None,
+    ) -> None:
+        """Makes options. `new_comm` says their defaults; it sets rank and size.
+
+        Raises:
+            TypeError: the timeout is neither a duration nor a number of seconds.
+            RuntimeError: an environment variable has no valid value.
+        """
+        self.hints: dict[str, str] = dict(hints or {})
+        self.abort_process_on_timeout_or_error = (
+            _flag("TORCHCOMM_ABORT_ON_ERROR", True)
+            if abort_process_on_timeout_or_error is None
+            else abort_process_on_timeout_or_error
+        )
+        self.timeout = _default_timeout(self.hints) if timeout is None else as_timeout("CommOptions", timeout)
+        self.store = store
         self.rank = 0
         self.size = 1
-        self.name = ""
-        self.enable_reconfigure = False
-        self.hints: dict[str, str] = {}
+        self.name = name
+        self.enable_reconfigure = enable_reconfigure
 
     def __repr__(self) -> str:
         hints = {name: "..." if name.endswith("_secret") else value for name, value in self.hints.items()}
@@ -169,10 +230,70 @@ class CommOptions:
         return f"CommOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
+def _default_timeout(hints: Mapping[str, str]) -> timedelta:
+    variables = (os.environ.get(f"{owner}_TIMEOUT_SECONDS") for owner in ("NCCLX_RS", "TORCHCOMM"))
+    given = (text for text in (hints.get("timeout_seconds"), *variables) if text)
+    return timedelta(seconds=float(next(given, "600")))
+
+
+def _flag(variable: str, default: bool) -> bool:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    if text.lower() in ("1", "true", "yes", "y"):
+        return True
+    if text.lower() in ("0", "false", "no", "n"):
+        return False
+    raise RuntimeError(f"new_comm: {variable} must be true or false, got {text!r}")
+
+
 # torchcomms' name of the type of timeouts.
 Timeout = timedelta
 
+# A process's handle for `TorchComm.reconfigure`.
+InitHandle = str
+
 NO_TIMEOUT = timedelta(0)
+
+
+def as_timeout(method: str, timeout: timedelta | float) -> timedelta:
+    """A timeout as a duration.
+
+    Args:
+        method: what was called.
+        timeout: a duration, or a number of seconds.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(timeout, timedelta):
+        return timeout
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
+        return timedelta(seconds=timeout)
+    raise TypeError(f"{method}: argument `timeout`: expected a timedelta or a number of seconds, got {timeout!r}")
+
+
+class ReconfigureOptions:
+    """The arguments of `TorchComm.reconfigure` in one object.
+
+    Attributes:
+        uuid: a number that no earlier call with these members had.
+        init_handles: every member's `TorchComm.get_init_handle`; a list has them in the order of their ranks.
+        timeout: the timeout of joining; the communicator's if None.
+        hints: settings in addition to the communicator's.
+    """
+
+    def __init__(
+        self,
+        uuid: int = 0,
+        init_handles: Sequence[InitHandle] | Set[InitHandle] = (),
+        timeout: timedelta | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> None:
+        self.uuid = uuid
+        self.init_handles = init_handles
+        self.timeout = timeout
+        self.hints = dict(hints or {})
 
 
 class OpOptions:
@@ -183,10 +304,30 @@ class OpOptions:
         hints: settings by name.
     """
 
-    def __init__(self, timeout: timedelta | None = None, hints: Mapping[str, str] | None = None) -> None:
+    def __init__(self, timeout: timedelta | float | None = None, hints: Mapping[str, str] | None = None) -> None:
         # Not by `or`: torch.compile cannot trace whether a duration is zero.
-        self.timeout = NO_TIMEOUT if timeout is None else timeout
+        self.timeout = NO_TIMEOUT if timeout is None else as_timeout(type(self).__name__, timeout)
         self.hints = dict(hints or {})
+
+    @classmethod
+    def of(
+        cls,
+        method: str,
+        timeout: timedelta | float | None,
+        hints: Mapping[str, str] | None,
+        options: OpOptions | None,
+    ) -> Self:
+        """The options of a call that has them one by one, in one object, or both; then those one by one win.
+
+        Raises:
+            TypeError: ``options`` are not those of the method, or the timeout is no duration.
+        """
+        limit = None if timeout is None else as_timeout(method, timeout)
+        if options is None:
+            return cls(limit, hints)
+        if not isinstance(options, cls):
+            raise TypeError(f"{method}: argument `options`: expected {cls.__name__}, got {type(options).__name__}")
+        return cls(options.timeout if limit is None else limit, {**options.hints, **(hints or {})})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(timeout={self.timeout}, hints={self.hints})"

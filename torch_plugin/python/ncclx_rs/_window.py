@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ncclx_rs import _graph_state
+from ncclx_rs._mistakes import explained, no_device_side, warn_of_hints
 from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import OpOptions
 from ncclx_rs._work import TorchWork
@@ -114,10 +115,10 @@ class TorchCommWindow:
         self,
         tensor: torch.Tensor,
         dst_rank: int,
-        target_offset_nelems: int,
-        async_op: bool,
+        target_offset_nelems: int = 0,
+        async_op: bool = False,
         hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
     ) -> TorchWork:
         """Writes a tensor into a rank's part. Once it is done, the program may change the tensor.
 
@@ -135,17 +136,23 @@ class TorchCommWindow:
                 failed.
         """
         return self._move(
-            "put", tensor, "dst_rank", dst_rank, target_offset_nelems, async_op, OpOptions(timeout, hints)
+            "put",
+            tensor,
+            "dst_rank",
+            dst_rank,
+            target_offset_nelems,
+            async_op,
+            OpOptions.of("put", timeout, hints, None),
         )
 
     def get(
         self,
         tensor: torch.Tensor,
         src_rank: int,
-        source_offset_nelems: int,
-        async_op: bool,
+        source_offset_nelems: int = 0,
+        async_op: bool = False,
         hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
     ) -> TorchWork:
         """Reads from a rank's part into a tensor. Once it is done, the tensor holds the data.
 
@@ -166,7 +173,13 @@ class TorchCommWindow:
                 failed.
         """
         return self._move(
-            "get", tensor, "src_rank", src_rank, source_offset_nelems, async_op, OpOptions(timeout, hints)
+            "get",
+            tensor,
+            "src_rank",
+            src_rank,
+            source_offset_nelems,
+            async_op,
+            OpOptions.of("get", timeout, hints, None),
         )
 
     def signal(
@@ -174,7 +187,7 @@ class TorchCommWindow:
         peer_rank: int | None = None,
         async_op: bool = False,
         hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
         *,
         dst_rank: int | None = None,
     ) -> TorchWork:
@@ -194,15 +207,15 @@ class TorchCommWindow:
         peer = dst_rank if peer_rank is None else peer_rank
         if peer is None:
             raise TypeError("signal: missing argument `peer_rank`")
-        self._comm._check_rank("peer_rank", peer)
-        return self._access("signal", OpOptions(timeout, hints), peer, async_op)
+        self._comm._check_rank("signal", "peer_rank", peer)
+        return self._access("signal", OpOptions.of("signal", timeout, hints, None), peer, async_op)
 
     def wait_signal(
         self,
         peer_rank: int,
         async_op: bool = False,
         hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
     ) -> TorchWork:
         """Waits for a signal from a rank, and consumes it.
 
@@ -215,8 +228,8 @@ class TorchCommWindow:
         Raises:
             RuntimeError: there is no such rank, no tensor is registered, no signal came in time, or the rank is lost.
         """
-        self._comm._check_rank("peer_rank", peer_rank)
-        return self._access("wait_signal", OpOptions(timeout, hints), peer_rank, async_op)
+        self._comm._check_rank("wait_signal", "peer_rank", peer_rank)
+        return self._access("wait_signal", OpOptions.of("wait_signal", timeout, hints, None), peer_rank, async_op)
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
         """This rank's own part: the registered tensor. In a compiled graph it is a copy.
@@ -229,7 +242,7 @@ class TorchCommWindow:
         Raises:
             RuntimeError: ``rank`` is another rank, or the window keeps no tensor.
         """
-        self._comm._check_rank("rank", rank)
+        self._comm._check_rank("map_remote_tensor", "rank", rank)
         meta = self._registered()
         if torch.compiler.is_compiling():
             from ncclx_rs import _graph
@@ -245,11 +258,35 @@ class TorchCommWindow:
         Raises:
             RuntimeError: there is no such rank.
         """
-        self._comm._check_rank("peer_rank", peer_rank)
+        self._comm._check_rank("get_attr", "peer_rank", peer_rank)
         attr = TorchCommWindowAttr()
         if peer_rank == self._comm._rank:
             attr.access_type = TorchCommWinAccessType.WIN_ACCESS_TYPE_UNIFIED
         return attr
+
+    def get_device_window(self, signal_count: int = -1, counter_count: int = -1, barrier_count: int = 1) -> NoReturn:
+        """The window for kernels that communicate by themselves, which no device has here.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise no_device_side("get_device_window", "put, signal and wait_signal")
+
+    def register_local_buffer(self, tensor: torch.Tensor) -> NoReturn:
+        """Registers a buffer for such kernels; see `get_device_window`.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise no_device_side("register_local_buffer", "put, which takes any tensor")
+
+    def deregister_local_buffer(self, handle: int) -> NoReturn:
+        """Undoes `register_local_buffer`.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise no_device_side("deregister_local_buffer", "put, which takes any tensor")
 
     def __copy__(self) -> TorchCommWindow:
         return self
@@ -277,7 +314,7 @@ class TorchCommWindow:
         async_op: bool,
         options: OpOptions,
     ) -> TorchWork:
-        self._comm._check_rank(argument, rank)
+        self._comm._check_rank(operation, argument, rank)
         self._comm._check_tensor(operation, tensor)
         return self._access(operation, options, tensor, rank, offset * tensor.element_size(), async_op)
 
@@ -289,9 +326,14 @@ class TorchCommWindow:
             return _graph.issue(self._handle, f"window_{operation}", options, *args)
         self._comm._check_usable(operation)
         self._registered()
+        if options.hints:
+            warn_of_hints(operation, options.hints)
         limit = round(options.timeout.total_seconds() * 1000) if options.timeout else -1
         access = getattr(self._c10d, f"_window_{operation}")
-        work = TorchWork(access(self._id, *args, limit))
+        try:
+            work = TorchWork(access(self._id, *args, limit))
+        except ValueError as error:
+            raise explained(operation, args, error) from None
         if not args[-1]:
             work.wait()
         return work
