@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from harness import BACKEND, World, fresh_store, lacking, leaving_together
 from ncclx_rs import ReduceOp, TorchComm
-from ncclx_rs.diagnose import Communicator, Dump, Record, analyze, read, report
+from ncclx_rs.diagnose import Communicator, Dump, Record, analyze, perfetto, read, report
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
 from ncclx_rs.diagnose.analyze import ranks
 from ncclx_rs.diagnose.dumps import Link, Peer
@@ -72,6 +72,30 @@ def of(size: int, *dumps: Dump) -> Communicator:
 
 def test_ranks_have_short_names() -> None:
     assert [ranks([3]), ranks([2, 0, 1]), ranks([5, 0, 1])] == ["rank 3", "ranks 0-2", "ranks 0-1 and 5"]
+
+
+def test_a_trace_for_perfetto_has_every_operation(tmp_path: Path) -> None:
+    stack = [{"name": "step", "filename": "train.py", "line": 7}]
+    failed = collective(2, "failed", started=2100, ended=2600, failure="rank 1 is lost", stack=stack)
+    records = [collective(0, ended=1500), collective(1, "running"), failed]
+    named = replace(dump(1, 2, *records), members=[4, 6])
+    path = tmp_path / "trace.json"
+    perfetto.write([of(2, dump(0, 2), named)], path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["rank 0", "rank 6"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [(span["pid"], span["ts"], span["dur"]) for span in spans] == [
+        (6, 0, 1500),
+        (6, 1000, 9_000_000 - 1000),  # in flight when the dump was written
+        (6, 2000, 600),
+    ]
+    # The second begins while the first lasts, and the third is in the row that the first has left.
+    assert spans[0]["tid"] == spans[2]["tid"] != spans[1]["tid"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert rows == {spans[0]["tid"]: "main", spans[1]["tid"]: "main"}
+    about = spans[2]["args"]
+    assert about["failure"] == "rank 1 is lost" and about["waited_us"] == 100
+    assert about["called_at"] == "train.py:7 in step" and about["state"] == "failed"
 
 
 def test_nothing_is_wrong_where_all_completed() -> None:
@@ -249,8 +273,9 @@ def test_the_newest_dump_of_a_rank_counts(tmp_path: Path) -> None:
 def test_exit_codes_json_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = collective(0, "failed", failure="<late>")
     save(tmp_path, dump(0, 2, failed, called={1: 1}))
-    page = tmp_path / "page.html"
-    assert main([str(tmp_path), "--json", "--html", str(page)]) == UNCLEAR
+    page, trace_file = tmp_path / "page.html", tmp_path / "perfetto.json"
+    assert main([str(tmp_path), "--json", "--html", str(page), "--perfetto", str(trace_file)]) == UNCLEAR
+    assert json.loads(trace_file.read_text())["traceEvents"]
     (shown,) = json.loads(capsys.readouterr().out)
     assert shown["ranks_at_fault"] == [] and shown["findings"][0]["kind"] == "hang" and shown["dumps"] == [0]
     text = page.read_text()

@@ -69,7 +69,10 @@ def new_comm(
         impl.check_device(device)
     if options is not None and not isinstance(options, CommOptions):
         raise TypeError(f"new_comm: argument `options`: expected CommOptions, got {type(options).__name__}")
-    made = CommOptions(hints=hints) if options is None else copy.copy(options)
+    if options is None:
+        made = CommOptions(hints=hints, abort_process_on_timeout_or_error=abort_process_on_timeout_or_error)
+    else:
+        made = copy.copy(options)
     made.hints = {**made.hints, **(hints or {})}
     made.name = name or made.name or f"comm{next(_unnamed)}"
     if abort_process_on_timeout_or_error is not None:

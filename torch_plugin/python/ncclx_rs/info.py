@@ -1,6 +1,7 @@
-"""Says what is here: versions, CUDA devices, and the vendors' libraries with what they lack.
+"""Says what is here: versions, devices, interfaces, limits, the vendors' libraries, and what a world would take.
 
 ncclx-rs info
+ncclx-rs info --ranks 16 --hosts 2
 ncclx-rs info --json
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -15,8 +17,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from ncclx_rs import _host
+from ncclx_rs._host import Interface, Limits
 from ncclx_rs._load import native
 from ncclx_rs._vendor import LIBRARIES, VendorLibrary, find_vendor_library
+from ncclx_rs.bench.report import size_text
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Info:
     """What is here.
 
     `problems` says why a vendor's library cannot be used, for those that cannot; `cuda` is the driver's version, or why
-    there is no driver.
+    there is no driver. `advertised` are the addresses that ranks of this host tell the others, the best first.
     """
 
     ncclx_rs: str
@@ -35,11 +40,74 @@ class Info:
     devices: list[str]
     libraries: dict[str, VendorLibrary]
     problems: dict[str, str]
+    interfaces: list[Interface]
+    advertised: list[str]
+    limits: Limits
+    world: World
 
 
-def gather() -> Info:
-    """Looks. It makes no context on a device."""
+@dataclass(frozen=True)
+class World:
+    """What the engine would take for a world of `ranks` on `hosts`, unless settings or a tuning file say otherwise.
+
+    `transports` says how bytes move between which ranks. `algorithms` has for each collective the algorithms by size:
+    the least number of bytes that each is taken for, and its name.
+    """
+
+    ranks: int
+    hosts: int
+    transports: dict[str, str]
+    algorithms: dict[str, list[tuple[int, str]]]
+
+
+# The sizes that are asked for: powers of two from 8 bytes to 1 GiB.
+_SIZES = tuple(1 << power for power in range(3, 31))
+_COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "barrier",
+)
+
+
+def world_of(ranks: int, hosts: int, limits: Limits) -> World:
+    """What the engine would take for such a world."""
+    algorithms: dict[str, list[tuple[int, str]]] = {}
+    for collective in _COLLECTIVES:
+        chosen: list[tuple[int, str]] = []
+        for size in _SIZES:
+            name = native().preferred_algorithm(collective, ranks, hosts, size)
+            if not chosen or chosen[-1][1] != name:
+                chosen.append((size if chosen else 0, name))
+        algorithms[collective] = chosen
+    transports = {}
+    if ranks > hosts:
+        copies = "one copy" if limits.reads_memory and (limits.ptrace_scope or 0) < 2 else "two copies"
+        within = f"shared memory, {copies} of long messages" if limits.memfd else "TCP: memfd_create is refused"
+        transports["within a host"] = within
+    if hosts > 1:
+        transports["between hosts"] = "TCP"
+    return World(ranks, hosts, transports, algorithms)
+
+
+def gather(ranks: int = 8, hosts: int = 1) -> Info:
+    """Looks. It makes no context on a device.
+
+    Args:
+        ranks: the number of ranks in the world that is spoken of.
+        hosts: the number of its hosts.
+    """
     module = native()
+    try:
+        advertised = module.advertised_addresses(os.environ.get("MASTER_ADDR") or None)
+    except ValueError:  # `ncclx-rs doctor` says what is wrong
+        advertised = []
+    limits = _host.limits()
     libraries: dict[str, VendorLibrary] = {}
     problems: dict[str, str] = {}
     for name in LIBRARIES:
@@ -60,6 +128,10 @@ def gather() -> Info:
         devices=devices,
         libraries=libraries,
         problems=problems,
+        interfaces=_host.interfaces(),
+        advertised=advertised,
+        limits=limits,
+        world=world_of(ranks, hosts, limits),
     )
 
 
@@ -78,7 +150,58 @@ def text(info: Info) -> str:
                 lines.append(("", f"lacks {', '.join(library.lacks)}"))
         else:
             lines.append((name.upper(), f"none: {info.problems[name]}"))
-    return "\n".join(f"{name:<10} {what}" for name, what in lines)
+    return "\n".join(f"{name:<10} {what}" for name, what in [*lines, *_host_lines(info), *_world_lines(info.world)])
+
+
+def _host_lines(info: Info) -> list[tuple[str, str]]:
+    lines = []
+    for one in info.interfaces:
+        facts = [*one.addresses, "up" if one.up else "down"]
+        facts += [f"MTU {one.mtu}"] if one.mtu is not None else []
+        facts += [f"{one.megabits} Mbit/s"] if one.megabits is not None else []
+        facts += ["taken"] if info.advertised and info.advertised[0] in one.addresses else []
+        lines.append((one.name, ", ".join(facts)))
+    limits = info.limits
+    lines.append(("files", f"{limits.descriptors} descriptors, raised to {limits.descriptors_at_most} at need"))
+    memory = "no limit of the control group"
+    if limits.memory_bytes is not None:
+        memory = f"{limits.memory_bytes >> 20} MiB by the control group, {(limits.memory_used_bytes or 0) >> 20} used"
+    lines.append(("memory", memory))
+    locked = "unlimited" if limits.locked_bytes is None else f"{limits.locked_bytes >> 10} KiB"
+    shm = "not there" if limits.shm_free_bytes is None else f"{limits.shm_free_bytes >> 20} MiB free"
+    lines.append(("shared", f"/dev/shm {shm} (not needed here), locked memory {locked}"))
+    scope = "not set" if limits.ptrace_scope is None else str(limits.ptrace_scope)
+    allowed = "allowed" if limits.reads_memory else "refused"
+    seccomp = ", under a seccomp filter" if limits.seccomp else ""
+    lines.append(("ptrace", f"process_vm_readv {allowed}, kernel.yama.ptrace_scope {scope}{seccomp}"))
+    return lines
+
+
+def _world_lines(world: World) -> list[tuple[str, str]]:
+    lines = [("world", f"{world.ranks} ranks on {world.hosts} {'host' if world.hosts == 1 else 'hosts'} would take")]
+    lines += [("", f"{where}: {how}") for where, how in world.transports.items()]
+    for collective, chosen in world.algorithms.items():
+        parts = [name if least == 0 else f"{name} from {size_text(least)}" for least, name in chosen]
+        lines.append(("", f"{collective}: {', '.join(parts)}"))
+    return lines
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    made = argparse.ArgumentParser(prog="ncclx-rs info", description=__doc__.split("\n")[0])
+    made.add_argument("--json", action="store_true", help="prints one JSON object")
+    made.add_argument("--ranks", type=int, default=8, help="the ranks of the world that is spoken of (8)")
+    made.add_argument("--hosts", type=int, default=1, help="its hosts (1)")
+    return made
+
+
+def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
+    """Prints what is here; returns the exit code."""
+    if not 0 < options.hosts <= options.ranks:
+        made.error(f"--hosts: expected 1 to --ranks, which is {options.ranks}, got {options.hosts}")
+    info = gather(options.ranks, options.hosts)
+    print(json.dumps(asdict(info), indent=2) if options.json else text(info))
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,12 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="ncclx-rs info", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="prints one JSON object")
-    options = parser.parse_args(arguments)
-    info = gather()
-    print(json.dumps(asdict(info), indent=2) if options.json else text(info))
-    return 0
+    made = parser()
+    return execute(made.parse_args(arguments), made)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     made = parser()
-    options = made.parse_args(arguments)
+    return execute(made.parse_args(arguments), made)
+
+
+def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
+    """Runs the benchmark of these options; returns the exit code."""
     if options.min > options.max:
         made.error(f"--min: expected at most --max, which is {options.max}, got {options.min}")
     known = [backend for backend in dist.Backend.backend_list if backend != dist.Backend.UNDEFINED]
@@ -225,7 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (plot.NoMatplotlib, ValueError) as error:
             made.error(str(error))
     plan = plan_of(options)
-    command = sys.argv if arguments is None else ["ncclx-rs", "bench", *arguments]
     if launch.launched():
         rank, ranks, rows = launch.run_here(plan, measure.run)
         worlds: Sequence[int] = (ranks,)
@@ -234,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         worlds = options.ranks or (2,)
         rows = _rows(plan, worlds)
-    return _report(plan, worlds, rows, options, command)
+    return _report(plan, worlds, rows, options, sys.argv)
 
 
 def _report(

@@ -170,7 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 1 if an algorithm or a rank failed.
     """
     made = parser()
-    options = made.parse_args(arguments)
+    return execute(made.parse_args(arguments), made)
+
+
+def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
+    """Measures with these options, and writes the file; returns the exit code."""
     if options.min > options.max:
         made.error(f"--min: expected at most --max, which is {options.max}, got {options.min}")
     if launch.launched() and options.ranks is not None:

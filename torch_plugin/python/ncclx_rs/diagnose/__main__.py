@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ncclx_rs.diagnose import dumps, pytorch, report
+from ncclx_rs.diagnose import dumps, perfetto, pytorch, report
 from ncclx_rs.diagnose.analyze import Diagnosis, analyze
 
 # The exit codes.
@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="where the dumps are")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with a timeline")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="also write a trace for https://ui.perfetto.dev")
     parser.add_argument(
         "--pytorch",
         type=Path,
@@ -53,12 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; see ``--help``.
     """
-    options = parser().parse_args(arguments)
+    made = parser()
+    return execute(made.parse_args(arguments), made)
+
+
+def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
+    """Runs the diagnosis of these options; returns the exit code."""
     try:
         folder = dumps.read(options.folder)
         diagnoses = [analyze(communicator) for communicator in folder.communicators]
         if options.html is not None:
             options.html.write_text(report.page(diagnoses))
+        if options.perfetto is not None:
+            perfetto.write(folder.communicators, options.perfetto)
         if options.pytorch is not None:
             every = (dump for communicator in folder.communicators for dump in communicator.dumps.values())
             pytorch.write(every, options.pytorch)

@@ -1,0 +1,220 @@
+"""The program `ncclx-rs`: its commands, and what `doctor` and `info` say of a host and of a launcher's ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import BACKEND
+from ncclx_rs import _host, info
+from ncclx_rs.__main__ import COMMANDS, main
+from ncclx_rs._host import Interface, Limits
+from ncclx_rs.doctor import checks
+from ncclx_rs.doctor.checks import Finding, Level
+from ncclx_rs.doctor.meeting import Member, compare
+
+WATCHDOG_SECONDS = 300
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
+
+ROOMY = Limits(
+    descriptors=1024,
+    descriptors_at_most=1 << 20,
+    locked_bytes=None,
+    shm_free_bytes=1 << 30,
+    memory_bytes=None,
+    memory_used_bytes=None,
+    ptrace_scope=0,
+    seccomp=False,
+    reads_memory=True,
+    memfd=True,
+)
+
+
+def test_the_version_is_told_and_wrong_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ncclx_rs {importlib.metadata.version('ncclx_rs')}\n"
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"{name} " in listed and meaning.split()[0] in listed for name, (_, meaning) in COMMANDS.items())
+    assert main(["dance"]) == 2 and "'dance' (choose from " in capsys.readouterr().err
+    assert main(["info", "--hosts", "9"]) == 2
+    assert "ncclx-rs info: error: --hosts: expected 1 to --ranks, which is 8, got 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: ncclx-rs {command} ")
+
+
+def test_info_tells_of_the_host_and_of_a_world(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json", "--ranks", "8", "--hosts", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (loopback,) = (one for one in told["interfaces"] if "127.0.0.1" in one["addresses"])
+    assert loopback["up"] and loopback["mtu"] > 0 and told["advertised"]
+    assert told["limits"]["descriptors"] > 0
+    world = told["world"]
+    assert world["transports"]["between hosts"] == "TCP" and "within a host" in world["transports"]
+    assert world["algorithms"]["all_reduce"] == [[0, "hierarchical"]]
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "127.0.0.1" in text and "8 ranks on 1 host would take" in text
+
+
+def test_the_algorithms_of_a_world_change_with_the_size() -> None:
+    chosen = info.world_of(4, 1, ROOMY).algorithms["all_reduce"]
+    assert chosen[0] == (0, "recursive_doubling") and chosen[-1][1] == "direct"
+    assert [least for least, _ in chosen] == sorted({least for least, _ in chosen})
+    alone = info.world_of(1, 1, ROOMY)
+    assert alone.transports == {} and set(alone.algorithms["broadcast"]) == {(0, "local")}
+    strict = info.world_of(2, 1, replace(ROOMY, ptrace_scope=2)).transports
+    assert strict == {"within a host": "shared memory, two copies of long messages"}
+
+
+def test_limits_are_read_where_the_kernel_writes_them(tmp_path: Path) -> None:
+    for path, content in {
+        "sys/fs/cgroup/job/step/memory.max": "max",
+        "sys/fs/cgroup/job/memory.max": "1000",
+        "sys/fs/cgroup/job/memory.current": "990",
+        "proc/self/cgroup": "0::/job/step",
+        "proc/self/status": "Name:\tx\nSeccomp:\t2\n",
+        "proc/sys/kernel/yama/ptrace_scope": "3",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    found = _host.limits(tmp_path)
+    assert (found.memory_bytes, found.memory_used_bytes) == (1000, 990)
+    assert found.seccomp and found.ptrace_scope == 3 and found.shm_free_bytes is None
+    nothing = _host.limits(tmp_path / "nothing")
+    assert (nothing.memory_bytes, nothing.seccomp, nothing.ptrace_scope) == (None, False, None)
+
+
+def of(finding: Finding) -> tuple[Level, str]:
+    """A finding's level and text; what is wrong has a remedy, and nothing else has."""
+    assert bool(finding.remedy) == (finding.level is not Level.OK), finding
+    return finding.level, finding.text
+
+
+def unknown(name: str) -> list[str]:
+    raise OSError(f"no address for {name}")
+
+
+def test_the_host_name_must_not_stand_for_loopback_alone() -> None:
+    level, text = of(checks.name(lambda _: ["127.0.1.1", "::1"]))
+    assert level is Level.WARNING and "127.0.1.1, ::1, which no other host can reach" in text
+    assert of(checks.name(unknown))[0] is Level.WARNING
+    assert of(checks.name(lambda _: ["127.0.1.1", "10.0.0.1"]))[0] is Level.OK
+
+
+def test_the_chosen_interface_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judged(*told: str, mtu: int = 1500) -> list[tuple[Level, str]]:
+        monkeypatch.setattr(checks, "native", lambda: FakeNative(list(told)))
+        interfaces = [Interface("lo", ["127.0.0.1"], True, 65536, None), Interface("eth0", ["10.0.0.1"], True, mtu, 10)]
+        return [of(finding) for finding in checks.addresses(interfaces)]
+
+    assert judged("127.0.0.1") == [(Level.WARNING, "lo (127.0.0.1) is taken, which no other host can reach")]
+    fine = [(Level.OK, "eth0 (10.0.0.1) is taken"), (Level.OK, "eth0 has an MTU of 1500")]
+    assert judged("10.0.0.1") == fine
+    assert judged("10.0.0.1", mtu=576)[1] == (Level.WARNING, "eth0 has an MTU of 576")
+    monkeypatch.undo()
+    monkeypatch.setenv("NCCLX_RS_SOCKET_IFNAME", "nosuch0")
+    (found,) = checks.addresses(_host.interfaces())
+    assert of(found)[0] is Level.PROBLEM and "nosuch0" in found.text and "NCCLX_RS_SOCKET_IFNAME" in found.remedy
+    assert of(checks.port())[0] is Level.PROBLEM
+
+
+class FakeNative:
+    """The native module of a host with these addresses."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def advertised_addresses(self, host: str | None) -> list[str]:
+        return self._told
+
+
+def test_limits_are_judged() -> None:
+    need = checks.descriptors_of(64)
+    for at_most, level in ((need - 1, Level.PROBLEM), (need, Level.WARNING), (2 * need, Level.OK)):
+        assert of(checks.descriptors(replace(ROOMY, descriptors_at_most=at_most), 64))[0] is level
+    assert of(checks.memory(ROOMY))[0] is Level.OK
+    full = replace(ROOMY, memory_bytes=100 << 20, memory_used_bytes=95 << 20)
+    assert of(checks.memory(full)) == (Level.WARNING, "95 of the control group's 100 MiB are used")
+    assert of(checks.memory(replace(full, memory_used_bytes=50 << 20)))[0] is Level.OK
+    assert of(checks.shared_memory(ROOMY))[0] is Level.OK
+    assert of(checks.shared_memory(replace(ROOMY, memfd=False)))[0] is Level.WARNING
+    assert of(checks.single_copy(replace(ROOMY, ptrace_scope=1)))[0] is Level.OK
+    assert "ptrace_scope is 2" in of(checks.single_copy(replace(ROOMY, ptrace_scope=2)))[1]
+    assert "process_vm_readv is refused" in of(checks.single_copy(replace(ROOMY, reads_memory=False)))[1]
+
+
+def test_ranks_are_compared() -> None:
+    def member(rank: int, **other: object) -> Member:
+        fields = {"host": f"host{rank}", "ncclx_rs": "1", "torch": "2", "python": "3", "seconds": 100.0}
+        return Member(rank=rank, addresses=[], port=1, **(fields | other))  # type: ignore[arg-type]
+
+    def compared(*members: Member, size: int = 2) -> list[tuple[Level, str]]:
+        return [of(finding) for finding in compare(members, size, 100.0, 101.0)]
+
+    met = (Level.OK, "all 2 ranks met, on 2 hosts: host0, host1")
+    assert compared(member(0), member(1)) == [met]
+    assert compared(member(0), size=3) == [(Level.PROBLEM, "ranks 1, 2 did not come within 60 s")]
+    assert compared(member(0), member(1, torch="9")) == [
+        met,
+        (Level.PROBLEM, "torch differs: 2 on ranks 0; 9 on ranks 1"),
+    ]
+    assert compared(member(0), member(1, unreachable=["host0 (10.0.0.1 port 5, rank 0)"])) == [
+        met,
+        (Level.PROBLEM, "rank 1 on host1 cannot reach host0 (10.0.0.1 port 5, rank 0)"),
+    ]
+    for seconds in (90.0, 111.0):
+        assert compared(member(0), member(1, seconds=seconds)) == [
+            met,
+            (Level.WARNING, "the clock of host1 differs from rank 0's by 10 s"),
+        ]
+    own = [{"check": "memory", "level": "warning", "text": "little", "remedy": "buy"}]
+    assert compared(member(0), member(1, findings=own), member(2, host="host1", findings=own), size=3)[1:] == [
+        (Level.WARNING, "host1: little")
+    ]
+
+
+def doctor(*launcher: str, **variables: str) -> tuple[int, list[dict[str, str]]]:
+    command = [*(launcher or (sys.executable, "-m")), "ncclx_rs.doctor", "--json"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+        check=False,
+        env=os.environ | variables,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_the_doctor_looks_at_one_host() -> None:
+    code, found = doctor()
+    assert code == int(any(finding["level"] == "problem" for finding in found))
+    assert {"host name", "interface", "file descriptors", "memory"} <= {finding["check"] for finding in found}
+
+
+def test_the_doctor_has_ranks_meet() -> None:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--module",
+        "--",
+    ]
+    _, found = doctor(*launcher)
+    assert found[0]["check"] == "meeting" and found[0]["text"].startswith("all 2 ranks met, on 1 host: ")
