@@ -24,6 +24,7 @@ from ncclx_rs import (
     ReduceOp,
     SendOptions,
     TorchComm,
+    distwrap,
 )
 
 pytestmark = pytest.mark.worlds(sizes=(2,), modes=("shm",))
@@ -149,7 +150,28 @@ def ctrl_c_ends_a_wait(rank: int, size: int) -> None:
     comm.finalize()
 
 
+def distwrap_is_torch_distributed(rank: int, size: int) -> None:
+    distwrap.init_process_group("ncclx", store=fresh_store(), rank=rank, world_size=size, use_torchcomms=True)
+    assert dist.get_backend() == "ncclx_rs" and distwrap.get_world_size() == size
+    alone = distwrap.split_group(split_ranks=[[1], [0]])
+    both = distwrap.new_group([0, 1], backend="cpu:ncclx")
+    for group, expected in ((alone, rank + 1.0), (both, 3.0), (distwrap.split_group(), 3.0)):
+        tensor = torch.full((2,), rank + 1.0)
+        distwrap.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [expected] * 2
+    for call, said in (
+        (lambda: distwrap.init_process_group(), "init_process_group: argument `backend`: expected a name"),
+        (lambda: distwrap.split_group(split_ranks=[[1 - rank]]), "split_group: argument `split_ranks`: expected rank"),
+        (lambda: distwrap.new_window(), "new_window: a process group has no windows"),
+        (lambda: distwrap.reduce_scatter_quantized(), "reduce_scatter_quantized: ncclx_rs does not round"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=said):
+            call()
+    distwrap.destroy_process_group()
+
+
 CHECKS = [
+    distwrap_is_torch_distributed,
     reductions_of_pytorch_are_taken,
     splits_need_no_name,
     an_exception_in_the_block_aborts,

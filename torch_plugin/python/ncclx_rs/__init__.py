@@ -25,6 +25,7 @@ if hasattr(sys.modules.get("torch.distributed"), "Backend"):
 
 if TYPE_CHECKING:
     from ncclx_rs import device_mesh as device_mesh
+    from ncclx_rs import distwrap as distwrap
     from ncclx_rs import hooks as hooks
     from ncclx_rs import objcol as objcol
     from ncclx_rs._api import *  # noqa: F403
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ncclx_rs.as_torchcomms import install_as_torchcomms as install_as_torchcomms
 
 
-_MODULES = ("device_mesh", "functional", "hooks", "objcol")
+_MODULES = ("device_mesh", "distwrap", "functional", "hooks", "objcol")
 
 
 def __getattr__(name: str) -> Any:
