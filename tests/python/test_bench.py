@@ -52,6 +52,28 @@ def test_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -> No
     assert bus == pytest.approx(2.0 * factor)
 
 
+@pytest.mark.parametrize(
+    ("operation", "least"),
+    [("all_reduce", 8), ("all_gather", 5), ("broadcast", 4), ("all_to_all", 8), ("gather", 2), ("send_recv", 4)],
+)
+def test_the_share_of_memory_is_that_of_the_least_traffic(operation: str, least: int) -> None:
+    case = Case(operation, "sync", 4, "int8", 1_000_000, 1)
+    row = Row(case, {"a": Result(time=500.0), "b": Result(error="no")}, None)
+    shared = measure.with_memory(row, OPERATIONS[operation], bandwidth=100.0)
+    assert shared.memory == {"a": pytest.approx(least * 2.0 / 100.0)}
+    assert "of memory" in report.lines(shared) and "of memory" not in report.lines(row)
+    assert measure.with_memory(row, OPERATIONS[operation], None) == row
+
+
+def test_a_device_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["--device", "cuda"])
+    assert ended.value.code == 2
+    assert "--device: PyTorch finds no CUDA device" in capsys.readouterr().err
+
+
 def test_percentiles_lie_between_neighbours() -> None:
     values = [5.0, 1.0, 2.0, 4.0, 3.0]
     assert [percentile(values, p) for p in (0, 50, 90, 100)] == pytest.approx([1.0, 3.0, 4.6, 5.0])

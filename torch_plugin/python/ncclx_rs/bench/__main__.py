@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
@@ -93,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--factor", type=above(int, 2), default=2, help="from one size to the next (2)")
     what.add_argument("--dtypes", type=names_of(list(DTYPES)), default="float32", help=f"{', '.join(DTYPES)} (float32)")
     what.add_argument("--modes", type=names_of(MODES), default="sync", help="sync, async (sync)")
+    what.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are: cpu, cuda (cpu)")
     what.add_argument("--ranks", type=rank_list, help="the sizes of the worlds to start, as in 2,4,8 (2)")
     how = made.add_argument_group("how long")
     how.add_argument("--rounds", type=above(int, 1), default=15, help="rounds of a row (15)")
@@ -139,6 +141,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         check=not options.no_check,
         timeout=options.timeout,
         pin=options.pin,
+        device=options.device,
     )
 
 
@@ -217,6 +220,8 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     for option, backend in (("--backend", options.backend), ("--vs", options.vs)):
         if backend is not None and backend not in known:
             made.error(f"{option}: expected one of {', '.join(known)}, got {backend}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        made.error("--device: PyTorch finds no CUDA device; ncclx-rs info says what is here")
     if options.vs == options.backend:
         made.error(f"--vs: expected another backend than --backend, got {options.vs}")
     if options.fail_below is not None and options.vs is None:

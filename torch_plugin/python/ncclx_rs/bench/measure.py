@@ -5,6 +5,7 @@ measured in short rounds. In a round each backend gets a turn, and the order alt
 of the rounds' ratios and their spread.
 
 The time of a call is that of the slowest rank. The time of a round is that of all its calls, divided by their number.
+On CUDA tensors a call lasts until the device has run it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -27,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ncclx_rs.bench import device
 from ncclx_rs.bench.operations import OPERATIONS, Job, Operation, Place
 
 DTYPES = {
@@ -57,6 +61,7 @@ class Plan:
         check: Whether to check results.
         timeout: The groups' timeout in seconds.
         pin: Whether each rank's calling thread is pinned to a core. Backends' own threads are not.
+        device: Where tensors are: "cpu" or "cuda", in which case ranks take the host's devices in turn.
     """
 
     backends: tuple[str, ...] = ("ncclx_rs",)
@@ -72,6 +77,7 @@ class Plan:
     check: bool = True
     timeout: float = 120.0
     pin: bool = False
+    device: str = "cpu"
 
     def rows(self, ranks: int) -> list[Case]:
         """The rows of a world of `ranks` in the order of measurement. Sizes that give the same case are one row."""
@@ -149,11 +155,20 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report."""
+    """A line of the report.
+
+    Attributes:
+        case: What was measured.
+        results: Those of each backend by its name.
+        ratio: The first backend against the second, if there is one.
+        memory: The share of the device's memory bandwidth that the least traffic of the operation took in the time of
+            each backend; empty unless all ranks share one CUDA device.
+    """
 
     case: Case
     results: dict[str, Result]
     ratio: Ratio | None
+    memory: dict[str, float] = field(default_factory=dict)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -265,10 +280,20 @@ def run(
         return {name: dist.new_group(backend=name, timeout=timeout) for name in plan.backends}
 
     with world(plan, store, Place(rank, ranks), local_rank, groups) as (made, control):
+        bandwidth = device.shared_bandwidth(plan.device, control)
         for case in plan.rows(ranks):
             row = measure_row(plan, case, known[case.operation], made, control)
             if row is not None:
-                yield row
+                yield with_memory(row, known[case.operation], bandwidth)
+
+
+def with_memory(row: Row, operation: Operation, bandwidth: float | None) -> Row:
+    """The row with its shares of a memory's bandwidth in GB/s; unchanged if that is None."""
+    least = operation.traffic(row.case.ranks) * row.case.bytes
+    if bandwidth is None or not least:
+        return row
+    times = {name: result.time for name, result in row.results.items() if not result.error}
+    return dataclasses.replace(row, memory={name: least / time / 1e3 / bandwidth for name, time in times.items()})
 
 
 @contextlib.contextmanager
@@ -298,6 +323,7 @@ def world(
     Yields:
         The groups by name, and the `Control`.
     """
+    device.choose(plan.device, local_rank)
     dist.init_process_group(
         plan.backends[0],
         store=c10d.PrefixStore("c10d", store),
@@ -320,7 +346,8 @@ def measure_row(
     """Measures a row on the groups in alternating rounds. Every rank calls it; returns None on ranks other than 0."""
     place = control.place
     depth = plan.depth if case.mode == "async" else 1
-    jobs = [operation.build(place, case.count, DTYPES[case.dtype]) for _ in range(depth)]
+    with torch.device(plan.device):
+        jobs = [operation.build(place, case.count, DTYPES[case.dtype]) for _ in range(depth)]
     in_flight = min(depth, plan.warmup)
     results = {name: _check(plan, case, jobs[0], place, group, control) for name, group in groups.items()}
     for job in jobs:
@@ -328,6 +355,8 @@ def measure_row(
     measured = {name: group for name, group in groups.items() if not results[name].error}
 
     def turn(group: dist.ProcessGroup, calls: int) -> _Turn:
+        if plan.device == "cuda":
+            return _timed(group, functools.partial(device.turn, jobs, group, calls, later=case.mode == "async"))
         return _sync_turn(jobs[0], group, calls) if case.mode == "sync" else _async_turn(jobs, group, calls)
 
     for name, group in measured.items():

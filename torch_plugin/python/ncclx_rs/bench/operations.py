@@ -2,6 +2,8 @@
 
 Sizes and factors of the bus bandwidth are those of nccl-tests (its doc/PERFORMANCE.md). The size is the bytes of one
 rank's tensor. For operations that join or divide ranks' blocks, it is the bytes of all blocks.
+
+Buffers lie on the device that `torch.device` has made the default while an operation is built.
 """
 
 from __future__ import annotations
@@ -77,6 +79,8 @@ class Operation:
         build: Makes the buffers for a number of elements: of the tensor, or of one block.
         blocks: Whether the size is that of all ranks' blocks.
         bus_factor: Bus bandwidth divided by algorithm bandwidth, for a number of ranks.
+        traffic: What all ranks together must read and write at least, divided by the size: each input once, each
+            output once.
         least_ranks: The size of the smallest world in which it is measured.
         sized: Whether it moves data.
         trips: How many times the data travels in a synchronous call; the time of a call is divided by it.
@@ -85,6 +89,7 @@ class Operation:
     build: Callable[[Place, int, torch.dtype], Job]
     blocks: bool
     bus_factor: Callable[[int], float]
+    traffic: Callable[[int], float]
     least_ranks: int = 1
     sized: bool = True
     trips: int = 1
@@ -104,14 +109,14 @@ def count_wrong(got: torch.Tensor, expected: torch.Tensor, addends: int = 1) -> 
     """The number of elements in which `got` differs from `expected`.
 
     Args:
-        got: A tensor of one dimension.
-        expected: Another of the same length and type.
+        got: A tensor of one dimension, on any device.
+        expected: Another of the same length and type, on the CPU.
         addends: Floating-point results may differ by the rounding of a sum of this many addends.
     """
     wrong = 0
     # Compares in parts, so that large tensors need little additional memory.
     for start in range(0, got.numel(), _COMPARED):
-        part, should_be = (tensor[start : start + _COMPARED] for tensor in (got, expected))
+        part, should_be = got[start : start + _COMPARED].cpu(), expected[start : start + _COMPARED]
         if part.is_floating_point():
             same = torch.isclose(part, should_be, rtol=addends * torch.finfo(part.dtype).eps, atol=0.0)
         else:
@@ -337,18 +342,29 @@ def _shared(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
+def _twice(ranks: int) -> float:
+    return 2.0 * ranks
+
+
+def _all_and_one(ranks: int) -> float:
+    return ranks + 1.0
+
+
 OPERATIONS = {
-    "all_reduce": Operation(_all_reduce, blocks=False, bus_factor=lambda ranks: 2 * (ranks - 1) / ranks),
-    "reduce": Operation(_reduce, blocks=False, bus_factor=_once),
-    "broadcast": Operation(_broadcast, blocks=False, bus_factor=_once),
-    "all_gather": Operation(_all_gather, blocks=True, bus_factor=_shared),
-    "all_gather_into_tensor": Operation(_all_gather_into_tensor, blocks=True, bus_factor=_shared),
-    "reduce_scatter": Operation(_reduce_scatter, blocks=True, bus_factor=_shared),
-    "reduce_scatter_tensor": Operation(_reduce_scatter_tensor, blocks=True, bus_factor=_shared),
-    "all_to_all": Operation(_all_to_all, blocks=True, bus_factor=_shared),
-    "all_to_all_single": Operation(_all_to_all_single, blocks=True, bus_factor=_shared),
-    "gather": Operation(_gather, blocks=True, bus_factor=_shared),
-    "scatter": Operation(_scatter, blocks=True, bus_factor=_shared),
-    "send_recv": Operation(_send_recv, blocks=False, bus_factor=_once, least_ranks=2, trips=2),
-    "barrier": Operation(_barrier, blocks=False, bus_factor=_once, sized=False),
+    "all_reduce": Operation(_all_reduce, False, bus_factor=lambda ranks: 2 * (ranks - 1) / ranks, traffic=_twice),
+    "reduce": Operation(_reduce, False, bus_factor=_once, traffic=_all_and_one),
+    "broadcast": Operation(_broadcast, False, bus_factor=_once, traffic=lambda ranks: float(ranks)),
+    "all_gather": Operation(_all_gather, True, bus_factor=_shared, traffic=_all_and_one),
+    "all_gather_into_tensor": Operation(_all_gather_into_tensor, True, bus_factor=_shared, traffic=_all_and_one),
+    "reduce_scatter": Operation(_reduce_scatter, True, bus_factor=_shared, traffic=_all_and_one),
+    "reduce_scatter_tensor": Operation(_reduce_scatter_tensor, True, bus_factor=_shared, traffic=_all_and_one),
+    "all_to_all": Operation(_all_to_all, True, bus_factor=_shared, traffic=_twice),
+    "all_to_all_single": Operation(_all_to_all_single, True, bus_factor=_shared, traffic=_twice),
+    "gather": Operation(_gather, True, bus_factor=_shared, traffic=lambda ranks: 2.0),
+    "scatter": Operation(_scatter, True, bus_factor=_shared, traffic=lambda ranks: 2.0),
+    # Each pair of ranks sends a message one way at a time.
+    "send_recv": Operation(
+        _send_recv, False, bus_factor=_once, traffic=lambda ranks: 2.0 * (ranks // 2), least_ranks=2, trips=2
+    ),
+    "barrier": Operation(_barrier, False, bus_factor=_once, traffic=lambda ranks: 0.0, sized=False),
 }

@@ -46,6 +46,8 @@ def lines(row: Row) -> str:
     for index, (name, result) in enumerate(row.results.items()):
         line = f"{size_text(row.case.bytes):>10} {name:>10} "
         line += f" not measured: {result.error}" if result.error else _numbers(result)
+        if name in row.memory:
+            line += f"   {row.memory[name]:.1%} of memory"
         if index == 0 and row.ratio is not None:
             line += f"   {row.ratio.median:.2f} [{row.ratio.p10:.2f}, {row.ratio.p90:.2f}]   {row.ratio.typical:.2f}"
         shown.append(line)
@@ -104,6 +106,7 @@ def document(plan: Plan, rows: Sequence[Row], command: Sequence[str]) -> dict[st
             "processor": processor(),
             "cores": len(os.sched_getaffinity(0)),
             "system": platform.platform(),
+            "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
         },
         "versions": {
             "python": platform.python_version(),
