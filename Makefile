@@ -167,11 +167,12 @@ KERNEL_TWINS = $(SOFTCUDA)/kernels.so
 AS_TWINS = $(CXX) -x c++ -std=c++17 -O1 -ffp-contract=off -shared -fPIC -Itests/softcuda/include
 $(KERNEL_TWINS): src/device/kernels.cu $(wildcard tests/softcuda/include/*.h) | softcuda
 	$(AS_TWINS) $< -o $@
+$(CUDA_TWINS): tests/softcuda/tests/sample.cu $(wildcard tests/softcuda/include/*.h) | softcuda
+	$(AS_TWINS) $< -o $@
 .PHONY: rust-test-cuda
 test-cuda: rust-test-cuda
 # The compiler of kernels lies in a folder that PyTorch's wheel brings, which a program without PyTorch has to be told.
-rust-test-cuda: softcuda $(KERNEL_TWINS)
-	$(AS_TWINS) tests/softcuda/tests/sample.cu -o $(CUDA_TWINS)
+rust-test-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS)
 	LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib)" \
 		SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1 \
 		cargo test --locked --test cuda \
@@ -201,6 +202,42 @@ chaos-cuda: $(CUDA_INSTALLED)
 soak-cuda: $(CUDA_INSTALLED)
 	NCCLX_RS_SOAK_CUDA=10 NCCLX_RS_TEST_WATCHDOG=1800 $(PYTHON_CUDA) --timeout 2000 \
 		tests/cuda_python/test_cuda_footprint.py
+
+# On a GPU: tests/gpu/README.md. `cargo` tells where it has put the program of the tests.
+.PHONY: gpu try-gpu
+CUDA_TESTS = "$$(cargo test --locked --test cuda --no-run 2>&1 | tee /dev/stderr | sed -n 's/.*(\(.*\))$$/\1/p' | tail -1)"
+# The compiler of kernels, as for rust-test-cuda.
+WITH_NVRTC = LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib):$$LD_LIBRARY_PATH"
+gpu: export LD_LIBRARY_PATH ?=
+gpu: $(call installed,$(TORCH)) ## Runs probes, benchmarks and tests on a GPU, and writes a report
+	program=$(CUDA_TESTS); $(IN_VENV) $(WITH_NVRTC) python tests/gpu/run.py --report target/gpu --rust "$$program" $(GPU_OPTIONS)
+
+PROBE_TWINS = $(SOFTCUDA)/probes.so
+$(PROBE_TWINS): tests/gpu/probe.cu $(wildcard tests/softcuda/include/*.h) | softcuda
+	$(AS_TWINS) $< -o $@
+try-gpu: export LD_LIBRARY_PATH ?=
+try-gpu: $(CUDA_INSTALLED) $(CUDA_TWINS) $(PROBE_TWINS) ## Tries `make gpu` out on the software CUDA
+	program=$(CUDA_TESTS); $(WITH_NVRTC) SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS):$(PROBE_TWINS)" SOFTCUDA_DEVICES=1 \
+		$(IN_SOFTCUDA) python tests/gpu/run.py --report target/try-gpu --rust "$$program" $(GPU_OPTIONS)
+
+# For a machine with another PyTorch and no compiler. Without a Python 3.12 it is for that of PYTHON.
+GPU_TORCH ?= 2.11
+GPU_PYTHON ?= $(or $(shell python3.12 -c 'print("python3.12")' 2>/dev/null),$(PYTHON))
+GPU_PROFILE ?= release
+GPU_VENV := .venv-gpu
+GPU_WHEEL := target/gpu-bundle/wheel
+$(GPU_VENV)/.ready-$(GPU_TORCH):
+	$(GPU_PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) "torch==$(GPU_TORCH).*" "$$(grep maturin requirements-dev.txt)"
+	touch $@
+.PHONY: gpu-bundle
+gpu-bundle: $(GPU_VENV)/.ready-$(GPU_TORCH) ## Packs what `gpu` runs, for a machine without network; GPU_TORCH and GPU_PYTHON say for which
+	rm -rf $(GPU_WHEEL)
+	$(call in_venv,$(GPU_VENV)) CARGO_TARGET_DIR="$(CURDIR)/$(call target_of,$(TORCH))" \
+		MATURIN_PEP517_ARGS="--profile $(GPU_PROFILE)" \
+		pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(GPU_WHEEL) .
+	program=$(CUDA_TESTS); tests/gpu/bundle.sh target/gpu-bundle/ncclx-rs-gpu.tar.gz $(GPU_VENV)/bin/python \
+		$(GPU_WHEEL)/*.whl "$$program"
 
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
@@ -273,7 +310,7 @@ tch-version:
 
 .PHONY: clean
 clean: ## Removes environments and builds
-	rm -rf .venv .venv-torch* target .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch* $(GPU_VENV) target .pytest_cache .mypy_cache .ruff_cache
 
 # What `compat` builds need not be as fast as it can be, and all but its C++ serves each version.
 QUICK := CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16

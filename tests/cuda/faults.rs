@@ -79,10 +79,7 @@ const SURE: &[&str] = &["cuDriverGetVersion", "cuInit"];
 #[test]
 fn a_call_that_fails_is_named_and_nothing_leaks() {
     alone("faults::a_call_that_fails_is_named_and_nothing_leaks", &[&[]], || {
-        let Some(software) = Software::new() else {
-            eprintln!("not run: only the software CUDA has calls fail");
-            return;
-        };
+        let Some(software) = Software::new() else { return };
         exercise().expect("nothing fails");
         let (calls, living) = (software.calls(), software.living());
         assert!(calls.len() > 35, "{calls:?}");

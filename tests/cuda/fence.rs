@@ -11,7 +11,7 @@ use ncclx_rs::sys::cuda::{
 };
 use ncclx_rs::sys::words::SharedWords;
 
-use crate::harness::{Software, alone, captured, context};
+use crate::harness::{Software, alone, captured, context, not_run};
 
 fn filled(context: &Arc<Context>, bytes: &[u8]) -> Result<DeviceMemory, CudaError> {
     let memory = DeviceMemory::new(context, bytes.len())?;
@@ -52,7 +52,6 @@ fn a_device_can_say_that_it_lacks_something() {
     alone("fence::a_device_can_say_that_it_lacks_something", &[lacking], || {
         let context = context().expect("the caller has seen one");
         if Software::new().is_none() {
-            eprintln!("not run: only the software CUDA says what it is told to say");
             return;
         }
         assert_eq!(driver_version(), Ok(DriverVersion { major: 12, minor: 4 }));
@@ -171,7 +170,7 @@ const PTX: &[u8] =
 fn a_kernel_runs_on_a_stream() -> Result<(), CudaError> {
     let Some(context) = context() else { return Ok(()) };
     if std::env::var_os("SOFTCUDA_TWINS").is_none() {
-        eprintln!("not run: this kernel has only a twin");
+        not_run("this kernel has only a twin");
         return Ok(());
     }
     // SAFETY: the image ends with a zero.

@@ -1,6 +1,7 @@
 //! Whether there is CUDA, tests in processes of their own, and what only the software CUDA can be asked.
 
 use std::ffi::{CStr, CString, c_char, c_long, c_void};
+use std::io::Write;
 use std::process::Command;
 use std::time::Duration;
 
@@ -17,9 +18,43 @@ pub(crate) fn context() -> Option<Arc<Context>> {
         Ok(context) => Some(context),
         Err(error) if is_set("NCCLX_RS_CI") && is_set("NCCLX_RS_TEST_CUDA") => panic!("CUDA must be here: {error}"),
         Err(error) => {
-            eprintln!("not run: {error}");
+            not_run(&error.to_string());
             None
         }
+    }
+}
+
+/// Says why this test is not run, also in the file that `NCCLX_RS_TEST_NOT_RUN` names.
+pub(crate) fn not_run(reason: &str) {
+    eprintln!("not run: {reason}");
+    if let Some(file) = std::env::var_os("NCCLX_RS_TEST_NOT_RUN") {
+        let test = std::env::var(ALONE).ok().or_else(|| std::thread::current().name().map(str::to_owned));
+        let line = format!("{}: {reason}\n", test.expect("a test's thread has its name"));
+        let mut file = std::fs::OpenOptions::new().append(true).open(file).expect("the file of who runs the tests");
+        file.write_all(line.as_bytes()).expect("room");
+    }
+}
+
+/// Settings that only make trouble likelier on the software CUDA: without them, too, a test must pass.
+const TROUBLE: [&str; 7] = [
+    "SOFTCUDA_DELAY_US",
+    "SOFTCUDA_GAP_US",
+    "SOFTCUDA_SEED",
+    "SOFTCUDA_WEAK",
+    "SOFTCUDA_QUEUES",
+    "SOFTCUDA_PEERS",
+    "SOFTCUDA_HOST_POINTERS_DIFFER",
+];
+
+/// Whether a test can run with these settings here; if not, it says why.
+pub(crate) fn can_have(settings: &[(&str, &str)]) -> bool {
+    let more = settings.iter().find(|(name, _)| name.starts_with("SOFTCUDA_") && !TROUBLE.contains(name));
+    match more {
+        Some((name, _)) if symbol(c"softcuda_uses").is_none() => {
+            not_run(&format!("a GPU has no {name}"));
+            false
+        }
+        _ => true,
     }
 }
 
@@ -48,6 +83,9 @@ pub(crate) fn alone(test: &str, settings: &[&[(&str, &str)]], body: impl FnOnce(
         return;
     }
     for settings in settings {
+        if !can_have(settings) {
+            continue;
+        }
         let output = program(test).envs(settings.iter().copied()).output().expect("a process");
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "with {settings:?}: {text}");
@@ -81,7 +119,11 @@ pub(crate) struct Software {
 
 impl Software {
     pub(crate) fn new() -> Option<Software> {
-        let (uses, calls) = (symbol(c"softcuda_uses")?, symbol(c"softcuda_calls")?);
+        let Some(uses) = symbol(c"softcuda_uses") else {
+            not_run("only the software CUDA can be asked");
+            return None;
+        };
+        let calls = symbol(c"softcuda_calls")?;
         let (plant, living) = (symbol(c"softcuda_plant")?, symbol(c"softcuda_living")?);
         Some(Software {
             // SAFETY: tests/softcuda declares it so.

@@ -9,7 +9,7 @@ use ncclx_rs::device::words::WordLayout;
 use ncclx_rs::sys::socket;
 use ncclx_rs::sys::words::SharedWords;
 
-use crate::harness::{program, watch};
+use crate::harness::{can_have, program, watch};
 use crate::world::{Others, words};
 
 /// Which rank a process is, of how many, and where its parent listens.
@@ -75,6 +75,9 @@ impl Process {
 
 /// Runs the test of this name in a process for each of so many ranks, with these settings of the software CUDA.
 pub(crate) fn of_processes(test: &str, size: usize, settings: &[(&str, &str)]) {
+    if !can_have(settings) {
+        return;
+    }
     let name = format!("ncclx_rs {test} {} {size} {}", std::process::id(), settings[0].1);
     let listener = socket::listen_unix(name.as_bytes()).expect("a socket");
     let start = |me: usize| -> Child {

@@ -23,7 +23,7 @@ use ncclx_rs::{Counts, DType, Rank, ReduceOp, Topology};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::harness::{Software, alone};
+use crate::harness::{Software, alone, not_run};
 use crate::numbers::numbers;
 use crate::nvrtc::folders;
 use crate::simulation::{self, Part, Reduction};
@@ -49,7 +49,7 @@ fn launcher(context: &Arc<Context>, size: usize, dtypes: &[DType]) -> Option<Lau
             Ok(()) => {}
             Err(LaunchError::Load(LoadError::Compile(error @ CompileError::NoCompiler { .. }))) => {
                 assert!(std::env::var("NCCLX_RS_CI").is_err(), "CI lacks what the test needs: {error}");
-                eprintln!("not run: {error}");
+                not_run(&error.to_string());
                 return None;
             }
             Err(error) => panic!("{dtype}: {error}"),

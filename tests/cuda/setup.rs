@@ -9,7 +9,7 @@ use ncclx_rs::{
     Buffer, CommOptions, Communicator, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle, UsageError,
 };
 
-use crate::harness::{Software, alone, context, is_alone, program, watch};
+use crate::harness::{Software, alone, context, is_alone, not_run, program, watch};
 use crate::ranks::{OnDevice, Process, data, of_processes, total, world_on};
 
 /// Several segments, and a last one that is shorter.
@@ -149,7 +149,7 @@ fn a_tensor_on_another_device_is_refused_and_nothing_else_happens() {
     let test = "setup::a_tensor_on_another_device_is_refused_and_nothing_else_happens";
     alone(test, &[&[]], || {
         if Device::count().expect("devices") < 2 {
-            eprintln!("not run: there is one device");
+            not_run("there is one device");
             return;
         }
         world_on(&[0, 0], HINTS, |rank| {
@@ -193,7 +193,7 @@ fn without_a_driver_the_error_says_what_is_missing() {
     }
     watch(TEST);
     if driver_version().is_ok() {
-        eprintln!("not run: there is a driver");
+        not_run("there is a driver");
         return;
     }
     let store = Arc::new(MemoryStore::default());

@@ -1,7 +1,8 @@
-"""Tests of CUDA tensors on the software CUDA, which `make test-cuda` runs.
+"""Tests of CUDA tensors on the software CUDA, which `make test-cuda` runs, or on a GPU, where `make gpu` runs them.
 
 A test that takes `cuda_world` runs in worlds whose ranks share one device, and in worlds where each has one of its own.
-The devices pause at random places, so that an order that is missing shows as wrong numbers; the seed is printed.
+The devices of the software CUDA pause at random places, so that an order that is missing shows as wrong numbers; the
+seed is printed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,18 @@ import pytest
 import torch
 from harness import World
 
+IS_SOFTWARE = "libcuda.so.1" in os.environ.get("LD_PRELOAD", "")
+
 if not (torch.version.cuda or "").startswith("13."):
     collect_ignore_glob = ["test_*.py"]
-elif "libcuda.so.1" not in os.environ.get("LD_PRELOAD", ""):
+elif not IS_SOFTWARE and os.environ.get("NCCLX_RS_TEST_GPU") != "1":
     raise RuntimeError("run these by `make test-cuda`: without the software CUDA they would try a real one")
+
+# What a GPU cannot be asked for.
+ONLY_SOFTWARE = {
+    "test_cuda_costs": "counts the calls of the software CUDA",
+    "test_cuda_footprint": "asks the software CUDA what is left",
+}
 
 # The number of ranks, and how many devices they share.
 WORLDS = ((2, 1), (3, 3))
@@ -33,15 +42,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "worlds(sizes, modes): the worlds that the test runs in")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if not IS_SOFTWARE else ():
+        if reason := ONLY_SOFTWARE.get(item.path.stem):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
 def begin(rank: int) -> None:
     """Chooses the rank's device, and has PyTorch's own operators run on it."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     fallback.install()
 
 
+def needs_devices(count: int) -> None:
+    """Skips a test where there are fewer devices; the software CUDA has as many as are asked for."""
+    if not IS_SOFTWARE and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} devices")
+
+
 @pytest.fixture(scope="session", params=WORLDS, ids=[f"{size}-on-{devices}" for size, devices in WORLDS])
 def cuda_world(request: pytest.FixtureRequest) -> Iterator[World]:
     size, devices = request.param
+    needs_devices(devices)
     variables = {"SOFTCUDA_DEVICES": str(devices), "SOFTCUDA_DELAY_US": "200", "SOFTCUDA_WEAK": "1"}
     world = World(size, "shm", variables, begin)
     yield world

@@ -1,10 +1,15 @@
-"""The driver's functions for tests, by ctypes: `cuda.cuMemAlloc_v2(...)` raises CudaError if it fails."""
+"""The driver's functions for tests, by ctypes: `cuda.cuMemAlloc_v2(...)` raises CudaError if it fails.
+
+What only the software CUDA can be asked is at the end; the rest works on a GPU too, where tests/gpu uses it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
-from ctypes import byref, c_char_p, c_int, c_long, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_long, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from pathlib import Path
 from typing import Any
 
 NON_BLOCKING = 1
@@ -16,10 +21,12 @@ HOST_FUNCTION = ctypes.CFUNCTYPE(None, c_void_p)
 PAGE = 4096
 
 library = ctypes.CDLL("libcuda.so.1")
-library.softcuda_uses.restype = library.softcuda_breaches.restype = c_uint64
-library.softcuda_living.restype = c_long
-library.softcuda_alias.restype = c_void_p
-library.softcuda_alias.argtypes = [c_uint64, c_size_t]
+IS_SOFTWARE = hasattr(library, "softcuda_uses")
+if IS_SOFTWARE:
+    library.softcuda_uses.restype = library.softcuda_breaches.restype = c_uint64
+    library.softcuda_living.restype = c_long
+    library.softcuda_alias.restype = c_void_p
+    library.softcuda_alias.argtypes = [c_uint64, c_size_t]
 
 
 class CudaError(Exception):
@@ -128,6 +135,118 @@ def call_on(on: c_void_p, function: Callable[[], None]) -> Any:
     callback = HOST_FUNCTION(lambda _: function())
     cuda.cuLaunchHostFunc(on, callback, None)
     return callback
+
+
+class Handle(ctypes.Structure):
+    """What names memory or an event to other processes; passed by value."""
+
+    _fields_ = [("bytes", ctypes.c_byte * 64)]
+
+
+class Location(ctypes.Structure):
+    _fields_ = [("type", c_int), ("id", c_int)]
+
+
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp: pinned memory of a device, to be shared as a file."""
+
+    _fields_ = [
+        ("type", c_int),
+        ("handles", c_int),
+        ("location", Location),
+        ("meta", c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class Access(ctypes.Structure):
+    _fields_ = [("location", Location), ("flags", c_int)]
+
+
+CHUNK = 2 << 20
+ON_DEVICE = Location(1, 0)
+
+
+def pages(count: int = 1) -> c_ulonglong:
+    made = c_ulonglong()
+    wanted = Properties(1, POSIX_FILE, ON_DEVICE)
+    cuda.cuMemCreate(byref(made), c_size_t(count * CHUNK), byref(wanted), c_ulonglong(0))
+    return made
+
+
+def reserve(count: int) -> int:
+    found = c_uint64()
+    cuda.cuMemAddressReserve(byref(found), c_size_t(count * CHUNK), c_size_t(0), c_uint64(0), c_ulonglong(0))
+    return found.value
+
+
+def map_at(where: int, handle: c_ulonglong) -> None:
+    cuda.cuMemMap(address(where), c_size_t(CHUNK), c_size_t(0), handle, c_ulonglong(0))
+
+
+def allow(where: int, count: int = 1) -> None:
+    cuda.cuMemSetAccess(address(where), c_size_t(count * CHUNK), byref(Access(ON_DEVICE, 3)), c_size_t(1))
+
+
+class BatchStep(ctypes.Structure):
+    """CUstreamBatchMemOpParams, as far as waits and writes use it."""
+
+    _fields_ = [
+        ("operation", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", c_uint),
+        ("rest", ctypes.c_uint64 * 2),
+    ]
+
+
+WAIT_32, WRITE_32, WAIT_64, WRITE_64 = 1, 2, 4, 5
+
+
+def nvrtc() -> ctypes.CDLL:
+    """The compiler in NVIDIA's wheel, with the library that it looks for by name."""
+    found = [path for folder in sys.path for path in Path(folder).glob("nvidia/*/lib/libnvrtc.so.*")]
+    compiler = next(path for path in found if "alt" not in path.name)
+    for builtins in compiler.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(compiler))
+
+
+def compile_for(architecture: str, source: Path) -> bytes:
+    """A source's machine code for an architecture."""
+    compiler, program = nvrtc(), c_void_p()
+    assert compiler.nvrtcCreateProgram(byref(program), source.read_bytes(), source.name.encode(), 0, None, None) == 0
+    options = (c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"--fmad=false")
+    failed = compiler.nvrtcCompileProgram(program, 2, options)
+    size = c_size_t()
+    if failed:
+        compiler.nvrtcGetProgramLogSize(program, byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetProgramLog(program, log)
+        raise AssertionError(log.value.decode())
+    assert compiler.nvrtcGetCUBINSize(program, byref(size)) == 0
+    code = ctypes.create_string_buffer(size.value)
+    assert compiler.nvrtcGetCUBIN(program, code) == 0
+    return code.raw
+
+
+def load(image: bytes) -> c_void_p:
+    module = c_void_p()
+    cuda.cuModuleLoadData(byref(module), image)
+    return module
+
+
+def function(module: c_void_p, name: bytes) -> c_void_p:
+    found = c_void_p()
+    cuda.cuModuleGetFunction(byref(found), module, name)
+    return found
+
+
+def launch(
+    what: c_void_p, grid: tuple[int, ...], block: tuple[int, ...], on: c_void_p | None, *arguments: object
+) -> None:
+    pointers = (c_void_p * len(arguments))(*(ctypes.cast(ctypes.pointer(it), c_void_p) for it in arguments))
+    cuda.cuLaunchKernel(what, *map(c_uint, (*grid, *block)), c_uint(0), on, pointers, None)
 
 
 def fails_with(error: str, function: Callable[..., Any], *arguments: Any) -> None:

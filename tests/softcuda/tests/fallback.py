@@ -9,7 +9,9 @@ import torch
 
 
 def install() -> int:
-    """Runs `aten::` operators by CPU kernels from now on; how many."""
+    """Runs `aten::` operators by CPU kernels from now on; how many. None on a GPU, which has its own."""
+    if "SOFTCUDA_HOME" not in os.environ:
+        return 0
     # PyTorch registers its CUDA kernels when it first needs them: they must not come later.
     torch.cuda.init()
     torch.backends.cuda.enable_flash_sdp(False)

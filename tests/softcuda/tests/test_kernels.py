@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sysconfig
 import threading
-from ctypes import byref, c_char_p, c_float, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from ctypes import byref, c_float, c_uint, c_uint64, c_ulonglong, c_void_p
 from pathlib import Path
 
 import pytest
 from driver import (
     address,
     allocate,
+    compile_for,
     copy,
     cuda,
     event,
     fails_with,
     fill,
     free,
+    function,
     host_word,
+    launch,
     living,
+    load,
     pinned,
     read,
     start,
@@ -33,52 +36,6 @@ from isolated import alone
 
 SOURCE = Path(__file__).with_name("sample.cu")
 NO_BARRIER = 1
-
-
-def nvrtc() -> ctypes.CDLL:
-    """The compiler in NVIDIA's wheel, with the library that it looks for by name."""
-    wheels = Path(sysconfig.get_path("purelib")) / "nvidia"
-    (compiler,) = [path for path in wheels.glob("*/lib/libnvrtc.so.*") if "alt" not in path.name]
-    for builtins in compiler.parent.glob("libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(compiler))
-
-
-def compile_for(architecture: str) -> bytes:
-    """The source's machine code for an architecture."""
-    compiler, program = nvrtc(), c_void_p()
-    assert compiler.nvrtcCreateProgram(byref(program), SOURCE.read_bytes(), b"sample.cu", 0, None, None) == 0
-    options = (c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"--fmad=false")
-    failed = compiler.nvrtcCompileProgram(program, 2, options)
-    size = c_size_t()
-    if failed:
-        compiler.nvrtcGetProgramLogSize(program, byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        compiler.nvrtcGetProgramLog(program, log)
-        raise AssertionError(log.value.decode())
-    assert compiler.nvrtcGetCUBINSize(program, byref(size)) == 0
-    code = ctypes.create_string_buffer(size.value)
-    assert compiler.nvrtcGetCUBIN(program, code) == 0
-    return code.raw
-
-
-def load(image: bytes) -> c_void_p:
-    module = c_void_p()
-    cuda.cuModuleLoadData(byref(module), image)
-    return module
-
-
-def function(module: c_void_p, name: bytes) -> c_void_p:
-    found = c_void_p()
-    cuda.cuModuleGetFunction(byref(found), module, name)
-    return found
-
-
-def launch(
-    what: c_void_p, grid: tuple[int, ...], block: tuple[int, ...], on: c_void_p | None, *arguments: object
-) -> None:
-    pointers = (c_void_p * len(arguments))(*(ctypes.cast(ctypes.pointer(it), c_void_p) for it in arguments))
-    cuda.cuLaunchKernel(what, *map(c_uint, (*grid, *block)), c_uint(0), on, pointers, None)
 
 
 Sources = ctypes.c_uint64 * 4
@@ -116,7 +73,7 @@ def kernels_run(cubin: str) -> None:
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_a_kernel_compiles_for_the_gpu_and_its_twin_runs(architecture: str, twins: str, tmp_path: Path) -> None:
     cubin = tmp_path / "sample.cubin"
-    cubin.write_bytes(compile_for(architecture))
+    cubin.write_bytes(compile_for(architecture, SOURCE))
     alone(kernels_run, str(cubin), SOFTCUDA_TWINS=twins)
     alone(kernels_run, str(cubin), SOFTCUDA_TWINS=twins, SOFTCUDA_WEAK="1")
 

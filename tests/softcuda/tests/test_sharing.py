@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 from ctypes import byref, c_int, c_size_t, c_uint64, c_ulonglong, c_void_p
 from multiprocessing.connection import Connection
 
 from driver import (
+    CHUNK,
     DISABLE_TIMING,
     INTERPROCESS,
     POSIX_FILE,
+    Handle,
     address,
     allocate,
+    allow,
     cuda,
     event,
     fails_with,
     fill,
     free,
     living,
+    map_at,
+    pages,
     read,
+    reserve,
     start,
     stream,
     wait,
@@ -30,12 +35,6 @@ from driver import (
 from isolated import alone
 
 SECONDS = 60
-
-
-class Handle(ctypes.Structure):
-    """What names memory or an event to other processes; passed by value."""
-
-    _fields_ = [("bytes", ctypes.c_byte * 64)]
 
 
 def peer(pipe: Connection) -> None:
@@ -97,51 +96,6 @@ def between_processes() -> None:
 
 def test_processes_share_memory_words_and_events() -> None:
     alone(between_processes)
-
-
-class Location(ctypes.Structure):
-    _fields_ = [("type", c_int), ("id", c_int)]
-
-
-class Properties(ctypes.Structure):
-    """CUmemAllocationProp: pinned memory of a device, to be shared as a file."""
-
-    _fields_ = [
-        ("type", c_int),
-        ("handles", c_int),
-        ("location", Location),
-        ("meta", c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    ]
-
-
-class Access(ctypes.Structure):
-    _fields_ = [("location", Location), ("flags", c_int)]
-
-
-CHUNK = 2 << 20
-ON_DEVICE = Location(1, 0)
-
-
-def pages(count: int = 1) -> c_ulonglong:
-    made = c_ulonglong()
-    wanted = Properties(1, POSIX_FILE, ON_DEVICE)
-    cuda.cuMemCreate(byref(made), c_size_t(count * CHUNK), byref(wanted), c_ulonglong(0))
-    return made
-
-
-def reserve(count: int) -> int:
-    found = c_uint64()
-    cuda.cuMemAddressReserve(byref(found), c_size_t(count * CHUNK), c_size_t(0), c_uint64(0), c_ulonglong(0))
-    return found.value
-
-
-def map_at(where: int, handle: c_ulonglong) -> None:
-    cuda.cuMemMap(address(where), c_size_t(CHUNK), c_size_t(0), handle, c_ulonglong(0))
-
-
-def allow(where: int, count: int = 1) -> None:
-    cuda.cuMemSetAccess(address(where), c_size_t(count * CHUNK), byref(Access(ON_DEVICE, 3)), c_size_t(1))
 
 
 def addresses_and_pages() -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from ctypes import byref, c_uint, c_void_p
+from ctypes import byref, c_void_p
 
 from driver import (
     EQUAL,
+    WAIT_32,
+    WAIT_64,
+    WRITE_32,
+    WRITE_64,
+    BatchStep,
     address,
     allocate,
     breaches,
@@ -103,21 +108,6 @@ def words_are_waited_for() -> None:
 
 def test_words_are_written_and_waited_for() -> None:
     alone(words_are_waited_for)
-
-
-class BatchStep(ctypes.Structure):
-    """CUstreamBatchMemOpParams, as far as waits and writes use it."""
-
-    _fields_ = [
-        ("operation", ctypes.c_int),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", c_uint),
-        ("rest", ctypes.c_uint64 * 2),
-    ]
-
-
-WAIT_32, WRITE_32, WAIT_64, WRITE_64 = 1, 2, 4, 5
 
 
 def batches_run_in_order() -> None:
