@@ -154,6 +154,7 @@ def test_a_suite_has_each_outcome_also_of_tests_that_are_left(tmp_path: Path, pa
     ((failed, text),) = facts["failures"].items()
     assert failed.endswith("test_b") and "not equal" in text
     assert [name[-6:] for name in facts["not_run"]] == [[], ["test_d", "test_e"]][pause > 0]
+    assert [name[-6:] for name in facts["running"]] == [[], ["test_d"]][pause > 0]
 
 
 def test_no_test_is_begun_after_the_time(tmp_path: Path, monkeypatch: Any) -> None:
@@ -190,6 +191,7 @@ def test_the_tests_in_rust_have_each_outcome(tmp_path: Path, pause: int) -> None
         "failures": {"c::three": "it broke"},
         "reasons": {"a GPU has no SOFTCUDA_FAULT": 1},
         "not_run": ["d::four"],
+        "running": [],
     }
 
 
@@ -197,6 +199,11 @@ def test_a_suite_that_is_not_there_fails(tmp_path: Path) -> None:
     part = Part("suite", "none")
     suites.python_suite(part, 60, [str(tmp_path / "absent.py")])
     assert part.status == FAILED and "absent.py" in part.why
+    (tmp_path / "test_bad.py").write_text("def test_a(): pass\nraise SystemError('unreadable')\n")
+    (tmp_path / "test_good.py").write_text("def test_a(): pass\n")
+    part = Part("suite", "bad")
+    suites.python_suite(part, 60, [str(tmp_path)])
+    assert part.status == FAILED and "unreadable" in part.why
     part = Part("suite", "none")
     suites.rust_suite(part, 10, "/bin/false")
     assert part.status == FAILED and "--list" in part.why

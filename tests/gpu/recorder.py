@@ -27,6 +27,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     if time.time() < _UNTIL:
+        _write(item.nodeid, "left", "running")
         return None
     item.session.shouldstop = "the time is over"
     return True  # the test is left

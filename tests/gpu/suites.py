@@ -73,11 +73,14 @@ class Outcomes:
         failures = {name: why for name, (outcome, why) in self.by_test.items() if outcome == "failed"}
         reasons = collections.Counter(why for outcome, why in self.by_test.values() if outcome == "skipped")
         left = [name for name, (outcome, _) in self.by_test.items() if outcome == "left"]
+        # Those that were killed while they ran.
+        running = [name for name, (_, why) in self.by_test.items() if why == "running"]
         return {
             **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped", "left")},
             "failures": failures,
             "reasons": dict(reasons),
             "not_run": left,
+            "running": running,
         }
 
 
@@ -99,6 +102,7 @@ def judge(part: Part, outcomes: Outcomes, ended: Ended, good_codes: Sequence[int
         part.status = PASSED
         if part.facts["left"]:
             part.why = f"{part.facts['left']} tests were left when the time was over"
+            part.why += "".join(f"; {name} was running" for name in part.facts["running"])
 
 
 def python_suite(part: Part, seconds: float, arguments: Sequence[str]) -> None:
@@ -119,8 +123,8 @@ def python_suite(part: Part, seconds: float, arguments: Sequence[str]) -> None:
         outcomes = Outcomes()
         for line in record.read_text().splitlines():
             outcomes.add(**json.loads(line))
-    # 0: all passed; 1: some failed; 2: stopped when the time was over; 5: none left to run.
-    judge(part, outcomes, ended, (0, 1, 2, 5))
+    # 0: all passed; 1: some failed; 2: stopped, by us or because a file cannot be read.
+    judge(part, outcomes, ended, (0, 1, 2) if "the time is over" in ended.output else (0, 1))
 
 
 def rust_suite(part: Part, seconds: float, program: str) -> None:
