@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use crate::algo::{Collective, Scaling};
 use crate::buffer::Buffer;
+use crate::counts::Counts;
+use crate::device::all_to_all;
 use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
 use crate::device::graph::{Graphs, Home, Place};
@@ -12,13 +14,13 @@ use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
 use crate::device::launch::{self, LaunchError, Launcher, Launches, LoadError};
-use crate::device::lower::InPlace;
-use crate::device::network::NetworkMemory;
+use crate::device::lower::{InPlace, Program};
+use crate::device::network::{NetworkMemory, Traffic};
 use crate::device::other_hosts::OtherHosts;
 use crate::device::plans::{self, Plan, Plans, Room, Shape};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
-use crate::device::segment::StagingTooSmall;
+use crate::device::segment::{Segment, StagingTooSmall};
 use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
 use crate::device::watch;
@@ -31,6 +33,7 @@ use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{
     Capture, Context, CudaError, Current, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId,
 };
+use crate::topo::Topology;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::{Entry, Work};
 
@@ -91,6 +94,7 @@ pub(crate) struct Executor {
 
 struct State {
     me: Rank,
+    topo: Topology,
     /// The place of this rank on its host, and how many ranks there are on all hosts.
     seat: Rank,
     world: usize,
@@ -114,6 +118,8 @@ struct State {
     graphs: Graphs,
     /// The bytes of half the staging memory.
     half: usize,
+    /// The bytes of half of the memory for messages to other hosts.
+    network: usize,
 }
 
 /// The lane of collectives. Its operations use the words of this lane, or those of the rings.
@@ -146,7 +152,16 @@ pub(crate) fn cell(staging: usize) -> usize {
 /// How a collective runs.
 enum Way {
     Plan(Arc<Plan>),
-    Rounds(Rounds),
+    /// An all_to_all: within the host, and between hosts if there are any.
+    Rounds(Rounds, Option<Far>),
+}
+
+/// What of an all_to_all goes to other hosts and comes from there.
+struct Far {
+    segment: Segment,
+    programs: Vec<Program>,
+    /// By seat, the blocks that go to the ranks of this host and come from them.
+    near: [Counts; 2],
 }
 
 impl Executor {
@@ -188,7 +203,7 @@ impl Executor {
         let lane = Lane::new(LANE, seat, layout.lane_words(), registered.clone(), staging, width);
         let lane = lane.with_network(network.map(Arc::new));
         let rings = RingLane::new(RINGS, seat, layout.lane_words(), registered.clone(), cells, width);
-        let plans = Plans::new(me, topo, algorithm, room);
+        let plans = Plans::new(me, topo.clone(), algorithm, room);
         let device = context.device().ordinal();
         let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone(), hosts.clone());
         let graphs = Graphs::new(Home {
@@ -201,6 +216,7 @@ impl Executor {
         });
         let state = State {
             me,
+            topo,
             seat,
             world,
             layout,
@@ -217,6 +233,7 @@ impl Executor {
             end,
             graphs,
             half,
+            network: room.network,
         };
         let (comm_name, lane, me_here) = (comm.clone(), WINDOWS, seat);
         let wanted =
@@ -285,9 +302,6 @@ impl Executor {
         if capture.is_some() {
             self.check_one_host(&operation(), "collectives in CUDA graphs")?;
         }
-        if matches!(request.collective, Collective::AllToAll { .. }) {
-            self.check_one_host(&operation(), "all_to_alls of CUDA tensors")?;
-        }
         // What is allocated for a capture must not spoil it.
         let _relaxed = capture.map(|_| Relaxed::enter()).transpose().map_err(driver)?;
         let way = state.way(request).map_err(|error| self.refused(&request.signature, &error))?;
@@ -309,11 +323,12 @@ impl Executor {
         }
         let (algorithm, segments) = match &way {
             Way::Plan(plan) => (plan.algorithm, plan.segments.len()),
-            Way::Rounds(_) => (request.signature.algorithm, 1),
+            Way::Rounds(..) => (request.signature.algorithm, 1),
         };
         let signature = Signature { algorithm, ..request.signature };
-        let blocks = match &request.collective {
-            Collective::AllToAll { send, recv } => Some(Blocks { sent: send, received: recv }),
+        let blocks = match (&request.collective, &way) {
+            (_, Way::Rounds(_, Some(Far { near: [sent, received], .. }))) => Some(Blocks { sent, received }),
+            (Collective::AllToAll { send, recv }, _) => Some(Blocks { sent: send, received: recv }),
             _ => None,
         };
         self.make_room(number, request.timeout, signature, blocks.is_some())?;
@@ -341,9 +356,8 @@ impl Executor {
         if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
             watch::watch(self.in_flight.clone());
         }
-        if let (Some(hosts), Way::Plan(plan)) = (&self.hosts, &way) {
-            let mut segments = plan.segments.iter().map(|(_, program)| &program.traffic);
-            let taken_up = hosts.submit(number, signature, &mut segments);
+        if let Some(hosts) = &self.hosts {
+            let taken_up = hosts.submit(number, signature, &mut way.traffic());
             taken_up.map_err(|cause| self.broken(number, signature.to_string(), &cause))?;
         }
         let submitted = state.submit(&current, &stream, number, &way, request, &self.in_flight);
@@ -443,15 +457,49 @@ impl Executor {
     }
 }
 
+impl Way {
+    /// What each of its programs exchanges with other hosts.
+    fn traffic(&self) -> Box<dyn Iterator<Item = &Traffic> + '_> {
+        match self {
+            Way::Plan(plan) => Box::new(plan.segments.iter().map(|(_, program)| &program.traffic)),
+            Way::Rounds(_, far) => Box::new(far.iter().flat_map(|far| &far.programs).map(|program| &program.traffic)),
+        }
+    }
+}
+
 impl State {
     /// How this rank runs a collective.
     fn way(&mut self, request: &Request<'_>) -> Result<Way, StagingTooSmall> {
         let Collective::AllToAll { send, recv } = &request.collective else {
             return self.plans.plan(&shape(request, self.me)).map(Way::Plan);
         };
-        let messages = rounds::all_to_all(send, recv, request.dtype.size());
+        let element = request.dtype.size();
+        let mut messages = rounds::all_to_all(send, recv, element);
+        let far =
+            (self.topo.hosts().len() > 1).then(|| self.far(&request.collective, send, recv, element)).transpose()?;
+        if far.is_some() {
+            messages.retain(|message| self.topo.same_host(self.me, message.peer));
+            messages.iter_mut().for_each(|message| message.peer = self.topo.seat(message.peer));
+        }
         let rounds = self.rings.plan(&messages);
-        Ok(Way::Rounds(rounds.expect("it was checked that this rank sends itself what it receives from itself")))
+        let rounds = rounds.expect("it was checked that this rank sends itself what it receives from itself");
+        Ok(Way::Rounds(rounds, far))
+    }
+
+    /// What of an all_to_all goes to other hosts and comes from there.
+    fn far(
+        &self,
+        collective: &Collective,
+        sent: &Counts,
+        received: &Counts,
+        element: usize,
+    ) -> Result<Far, StagingTooSmall> {
+        let blocks = all_to_all::Blocks { sent, received, element };
+        let programs = all_to_all::programs(&self.topo, self.me, blocks, self.network)?;
+        let here = &self.topo.hosts()[self.topo.host_of(self.me)];
+        let near = |counts: &Counts| here.iter().map(|rank| counts[rank.index()]).collect();
+        let segment = Segment::whole(collective.clone(), sent.total(), received.total());
+        Ok(Far { segment, programs, near: [near(sent), near(received)] })
     }
 
     /// Puts all of an operation on the stream.
@@ -473,31 +521,46 @@ impl State {
         let (layout, seat) = (self.layout, self.seat);
         let starts = Some((layout.started(seat, LANE, number), number));
         let ends = Some((layout.done(seat, LANE, number), number));
+        let tensors = Tensors {
+            input: &inputs,
+            output: &outputs,
+            scratch: self.scratch.bytes(),
+            sums: self.sums.bytes(),
+            element: request.dtype.size(),
+            sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
+        };
+        let kernels = kernels(&self.launcher, request, self.world);
+        let mut run = |segment, program, edges| {
+            let submission = Submission { program, segment, tensors: &tensors, edges };
+            let submitted = self.lane.submit(current, stream, &submission, &kernels);
+            // Also if not all of it is on the stream, here and below: what is may wait for words.
+            in_flight.submitted(LANE, self.lane.awaits());
+            submitted
+        };
+        // Where it begins and where it ends, of so many parts.
+        let edges =
+            |index, count| Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index + 1 == count) };
         match way {
-            Way::Rounds(rounds) => {
-                let submitted =
-                    self.rings.submit(current, stream, rounds, &[&inputs, &outputs], Edges { starts, ends });
-                // Also if not all of it is on the stream, here and below: what is may wait for words.
+            Way::Rounds(rounds, far) => {
+                let far = far.iter().flat_map(|far| far.programs.iter().map(|program| (&far.segment, program)));
+                let count = far.clone().count() + 1;
+                // The first one only sends: what is done within the host goes on while that travels.
+                let (first, later) = (far.clone().take(1), far.skip(1));
+                for (segment, program) in first.clone() {
+                    run(segment, program, edges(0, count))?;
+                }
+                let before = first.count();
+                let tensors = [&inputs[..], &outputs[..]];
+                let submitted = self.rings.submit(current, stream, rounds, &tensors, edges(before, count));
                 in_flight.submitted(RINGS, self.rings.awaits());
                 submitted?;
+                for (index, (segment, program)) in (before + 1..).zip(later) {
+                    run(segment, program, edges(index, count))?;
+                }
             }
             Way::Plan(plan) => {
-                let tensors = Tensors {
-                    input: &inputs,
-                    output: &outputs,
-                    scratch: self.scratch.bytes(),
-                    sums: self.sums.bytes(),
-                    element: request.dtype.size(),
-                    sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
-                };
-                let kernels = kernels(&self.launcher, request, self.world);
-                let last = plan.segments.len() - 1;
                 for (index, (segment, program)) in plan.segments.iter().enumerate() {
-                    let edges = Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index == last) };
-                    let submission = Submission { program, segment, tensors: &tensors, edges };
-                    let submitted = self.lane.submit(current, stream, &submission, &kernels);
-                    in_flight.submitted(LANE, self.lane.awaits());
-                    submitted?;
+                    run(segment, program, edges(index, plan.segments.len()))?;
                 }
             }
         }

@@ -8,7 +8,7 @@
 //! there, [`lower`] turns a schedule into a [`lower::Program`], which [`plans`] keep, and [`counters`] give its words their
 //! values. Messages between two ranks take another way: [`rounds`] turns batches of them into operations, and [`rings`] count
 //! for them. What goes to other hosts and comes from there is [`network`] traffic, which the CPU engine
-//! exchanges for its [`other_hosts`].
+//! exchanges for its [`other_hosts`]; [`all_to_all`] has programs of its own for it.
 //!
 //! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`] module
 //! reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
@@ -24,6 +24,7 @@
 //! The [`allocator`] is for programs: what it lends can be exposed to other ranks.
 
 pub(crate) mod accesses;
+pub mod all_to_all;
 pub mod allocator;
 pub(crate) mod call_log;
 pub(crate) mod control;

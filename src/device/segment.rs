@@ -85,6 +85,11 @@ impl Segment {
         self.collective.bytes() + self.input.bytes() + self.output.bytes()
     }
 
+    /// All of an operation whose programs take its elements where they are, so many of its input and of its output.
+    pub(crate) fn whole(collective: Collective, input: usize, output: usize) -> Segment {
+        Segment { collective, input: Extent::of([(0, input)]), output: Extent::of([(0, output)]) }
+    }
+
     /// The `len` elements from the `from`-th of every block on, as rank `me` of `size` has them; fewer where blocks end
     /// before. Nothing for an all_to_all, of which no rank knows all blocks.
     pub fn of(whole: &Collective, me: Rank, size: usize, from: usize, len: usize) -> Option<Segment> {

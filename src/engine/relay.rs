@@ -19,6 +19,7 @@ use crate::engine::context::OpContext;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
+use crate::op::CollectiveKind;
 use crate::signature::Signature;
 use crate::sync::Arc;
 use crate::types::Rank;
@@ -102,6 +103,14 @@ enum Unexpected {
     Rts(RtsInfo),
 }
 
+/// What this rank has called.
+struct Call {
+    sequence: u64,
+    signature: Signature,
+    /// Of an all_to_all, the bytes of the blocks that it sends to ranks of other hosts.
+    blocks: FxHashMap<Rank, u64>,
+}
+
 /// A message's place among all: sender, operation, position between the two ranks.
 type Key = (Rank, u64, u32);
 
@@ -117,7 +126,7 @@ pub(crate) struct Relay {
     posted: FxHashMap<Key, u64>,
     unexpected: FxHashMap<Key, (Signature, Unexpected)>,
     /// What this rank has called last.
-    calls: VecDeque<(u64, Signature)>,
+    calls: VecDeque<Call>,
     /// By rank, the last operation that it is known to have called.
     heard: Vec<u64>,
     failure: Option<Reported>,
@@ -176,8 +185,14 @@ impl Relay {
         let sequence = self.base + number;
         let (mut sent, mut received): (FxHashMap<Rank, u32>, FxHashMap<Rank, u32>) = Default::default();
         let is_sound = self.is_sound(sequence);
+        let (before, tells_sizes) = (self.outbound.messages.len(), tells_sizes(&signature));
+        let (mut blocks, mut expected): (FxHashMap<Rank, u64>, FxHashMap<Rank, u64>) = Default::default();
         for traffic in segments {
             let turn = self.ledger.take_up(traffic);
+            if tells_sizes {
+                count_bytes(&traffic.outbound, &mut blocks);
+                count_bytes(&traffic.inbound, &mut expected);
+            }
             if !is_sound {
                 continue;
             }
@@ -192,7 +207,12 @@ impl Relay {
             let inbound = traffic.inbound.iter().map(|parcel| message(parcel, &mut received, turn.taken));
             self.inbound.messages.extend(inbound);
         }
-        self.calls.push_back((sequence, signature));
+        if tells_sizes {
+            for message in self.outbound.messages.range_mut(before..) {
+                message.signature.count = expected.get(&message.peer).copied().unwrap_or(0);
+            }
+        }
+        self.calls.push_back(Call { sequence, signature, blocks });
         if self.calls.len() > CALLS {
             self.calls.pop_front();
         }
@@ -200,7 +220,7 @@ impl Relay {
         let early = self.unexpected.iter().filter(|((_, key, _), _)| *key == sequence);
         let early: Vec<(Rank, Signature)> = early.map(|((from, ..), (signature, _))| (*from, *signature)).collect();
         for (from, theirs) in early {
-            self.agrees(ctx, from, sequence, theirs);
+            self.agrees(ctx, from, (sequence, 0), theirs);
         }
         self.progress(ctx);
     }
@@ -325,7 +345,10 @@ impl Relay {
         }
         let heard = &mut self.heard[from.index()];
         *heard = sequence.max(*heard);
-        if !self.agrees(ctx, from, sequence, header.signature) || header.index == HERE || !self.is_sound(sequence) {
+        if !self.agrees(ctx, from, (sequence, header.index), header.signature)
+            || header.index == HERE
+            || !self.is_sound(sequence)
+        {
             return Err(Stale);
         }
         Ok(self.posted.remove(&(from, sequence, header.index)))
@@ -398,10 +421,25 @@ impl Relay {
     }
 
     /// Compares what another rank has called with what this rank has, as far as it is known. False: they differ.
-    fn agrees(&mut self, ctx: &mut OpContext, from: Rank, sequence: u64, theirs: Signature) -> bool {
-        let called = self.calls.iter().rev().find(|(number, _)| *number == sequence);
-        let Some((_, ours)) = called.copied().filter(|(_, ours)| *ours != theirs) else { return true };
-        let text = ours.disagreement(sequence - self.base, ctx.me, from, &theirs);
+    fn agrees(&mut self, ctx: &mut OpContext, from: Rank, (sequence, index): (u64, u32), theirs: Signature) -> bool {
+        let Some(call) = self.calls.iter().rev().find(|call| call.sequence == sequence) else { return true };
+        let (ours, number) = (call.signature, sequence - self.base);
+        let theirs_without = if tells_sizes(&theirs) { Signature { count: 0, ..theirs } } else { theirs };
+        let text = if ours != theirs_without {
+            ours.disagreement(number, ctx.me, from, &theirs_without)
+        } else if tells_sizes(&ours)
+            && index != HERE
+            && let sent = call.blocks.get(&from).copied().unwrap_or(0)
+            && sent != theirs.count
+        {
+            let (me, expected) = (ctx.me, theirs.count);
+            format!(
+                "the ranks disagree on the sizes of device collective {number}: rank {me} sends {sent} bytes to rank {from}, \
+                 which expects {expected}"
+            )
+        } else {
+            return true;
+        };
         self.disagree(ctx, sequence, from, text);
         false
     }
@@ -533,6 +571,19 @@ impl Relay {
     /// Gives the memory back, after the [end](Relay::end).
     pub(crate) fn close(&mut self) {
         self.pier = None;
+    }
+}
+
+/// Whether every message of this operation says how much its sender expects from the receiver, in place of a number of
+/// elements that all ranks have.
+fn tells_sizes(signature: &Signature) -> bool {
+    CollectiveKind::numbered(signature.operation) == Some(CollectiveKind::AllToAll)
+}
+
+/// Adds the bytes of messages up, by their other ends.
+fn count_bytes(parcels: &[Parcel], bytes: &mut FxHashMap<Rank, u64>) {
+    for parcel in parcels {
+        *bytes.entry(parcel.peer).or_default() += parcel.bytes as u64;
     }
 }
 

@@ -16,6 +16,7 @@ const LENGTHS: [usize; 4] = [1, 3, 1000, 150_000];
 type Settings = [(&'static str, &'static str)];
 
 const LATE: &Settings = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "1"), ("SOFTCUDA_HOST_POINTERS_DIFFER", "1")];
+
 /// Returns memory that must stay: to give it back waits for the device, and so for the other ranks.
 fn expect_sum(rank: &OnDevice, len: usize) -> DeviceMemory {
     let (me, size) = (rank.me(), rank.comm.size());
@@ -75,6 +76,123 @@ fn ranks_of_several_hosts_do_every_collective() {
         for places in ["ab", "aabb", "aaab", "aba"] {
             hosts(places, HINTS, collectives);
         }
+    });
+}
+
+/// How many elements go from one rank to another; none at all from some.
+fn block(from: usize, to: usize, unit: usize) -> usize {
+    if (from + 2 * to).is_multiple_of(5) { 0 } else { unit * (1 + from) + to }
+}
+
+/// The elements that go from one rank to another.
+fn block_data(from: usize, to: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|at| (from * 1000 + to * 100 + at % 97) as f32).collect()
+}
+
+/// An all_to_all of blocks of these lengths: the memory of both sides, which must stay, and how it has ended.
+fn exchange(rank: &OnDevice, len: impl Fn(usize, usize) -> usize) -> ([DeviceMemory; 2], Result<(), Error>) {
+    exchange_within(rank, len, None)
+}
+
+fn exchange_within(
+    rank: &OnDevice,
+    len: impl Fn(usize, usize) -> usize,
+    limit: Option<Duration>,
+) -> ([DeviceMemory; 2], Result<(), Error>) {
+    let (me, size) = (rank.me(), rank.comm.size());
+    let send: Counts = (0..size).map(|to| len(me, to)).collect();
+    let recv: Counts = (0..size).map(|from| len(from, me)).collect();
+    let data: Vec<f32> = (0..size).flat_map(|to| block_data(me, to, send[to])).collect();
+    let (input, output) = (rank.memory(&data), rank.memory(&vec![-1.0; recv.total()]));
+    let work = rank.submit_within(OpKind::AllToAll { send, recv }, &[&input], &[&output], limit);
+    let outcome = work.and_then(|work| work.wait(None));
+    ([input, output], outcome)
+}
+
+#[test]
+fn blocks_of_any_length_go_between_hosts_and_within_them() {
+    alone("hosts::blocks_of_any_length_go_between_hosts_and_within_them", &[&[], LATE], || {
+        for places in ["ab", "aabb", "aaab", "abac"] {
+            hosts(places, HINTS, |rank| {
+                let (me, size) = (rank.me(), rank.comm.size());
+                let mut kept = vec![];
+                // Pieces are of 16 KiB among four ranks: less than one, one and a bit, several, and all of one length.
+                for unit in [1, 700, 4096, 30_000] {
+                    let (unequal, equal) = (|from, to| block(from, to, unit), |_, _| unit);
+                    for len in [&unequal as &dyn Fn(usize, usize) -> usize, &equal] {
+                        let ([input, output], outcome) = exchange(&rank, len);
+                        outcome.expect("success");
+                        let expected: Vec<f32> =
+                            (0..size).flat_map(|from| block_data(from, me, len(from, me))).collect();
+                        assert_eq!(rank.values(&output), expected, "{unit} on rank {me} of {places}");
+                        kept.extend([input, output, expect_sum(&rank, 3000)]);
+                    }
+                }
+                rank.leave(kept);
+            });
+        }
+    });
+}
+
+#[test]
+fn hosts_that_disagree_on_a_block_are_told_and_go_on() {
+    alone("hosts::hosts_that_disagree_on_a_block_are_told_and_go_on", &[&[], LATE], || {
+        hosts("aab", HINTS, |rank| {
+            let me = rank.me();
+            let mut kept = vec![expect_sum(&rank, 1000)];
+            // One sends more than another expects, or less: within a piece, by a piece of 5440, by many.
+            for (from, to, sent, expected) in
+                [(0, 2, 10, 11), (2, 1, 0, 1), (1, 2, 40_000, 3), (2, 0, 5440, 5440 * 2), (0, 1, 7, 8)]
+            {
+                let (memory, outcome) = exchange(&rank, |sender, receiver| match (sender, receiver) == (from, to) {
+                    true if me == from => sent,
+                    true => expected,
+                    false => 5,
+                });
+                // Who is at neither end may have exchanged everything before it hears of that.
+                let outcome = match outcome {
+                    Ok(()) if me != from && me != to => rank.sum(&kept[0]),
+                    outcome => outcome,
+                };
+                let Err(Error::Mismatch { detail, .. }) = &outcome else { panic!("rank {me}: {outcome:?}") };
+                let names = [from, to].map(|rank| format!("rank {rank}"));
+                assert!(names.iter().all(|name| detail.contains(name)), "rank {me}: {detail}");
+                assert!(detail.contains("disagree on the sizes"), "rank {me}: {detail}");
+                rank.stream.synchronize().expect("a stream that ends");
+                kept.extend(memory);
+                kept.push(expect_sum(&rank, 1000));
+            }
+            // And on what is called at all.
+            let (memory, outcome) = if me == 2 {
+                (vec![], rank.sum(&kept[0]))
+            } else {
+                let (memory, outcome) = exchange(&rank, |_, _| 5);
+                (Vec::from(memory), outcome)
+            };
+            kept.extend(memory);
+            let Err(Error::Mismatch { detail, .. }) = &outcome else { panic!("rank {me}: {outcome:?}") };
+            assert!(detail.contains("all_reduce(SUM") && detail.contains("all_to_all(float32)"), "{detail}");
+            kept.push(expect_sum(&rank, 1000));
+            rank.leave(kept);
+        });
+    });
+}
+
+#[test]
+fn a_rank_of_another_host_that_does_not_exchange_is_named() {
+    alone("hosts::a_rank_of_another_host_that_does_not_exchange_is_named", &[&[]], || {
+        hosts("aabb", HINTS, |rank| {
+            let me = rank.me();
+            let mut kept = vec![expect_sum(&rank, 1000)];
+            if me != 3 {
+                let (memory, outcome) = exchange_within(&rank, |_, _| 20_000, Some(Duration::from_secs(3)));
+                let error = outcome.expect_err("rank 3 does not call").to_string();
+                assert!(error.contains("rank(s) 3 did not call it"), "rank {me}: {error}");
+                rank.stream.synchronize().expect("a stream that ends");
+                kept.extend(memory);
+            }
+            rank.leave(kept);
+        });
     });
 }
 
@@ -185,10 +303,6 @@ fn what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on() {
             let submit = |kind, inputs: &[&DeviceMemory], outputs: &[&DeviceMemory]| {
                 rank.submit(kind, inputs, outputs).map(drop)
             };
-            let counts = Counts::equal(2, 3);
-            let all_to_all = OpKind::AllToAll { send: counts.clone(), recv: counts };
-            refused(submit(all_to_all, &[&first], &[&second]), "ranks on one host, as all_to_alls of CUDA tensors");
-            kept.push(expect_sum(&rank, 1000));
             let far = Rank::from(if me == 2 { 0 } else { 2 });
             let why = format!("a rank on the host of rank {me}, as messages of CUDA tensors need");
             refused(submit(OpKind::Send { to: far, tag }, &[&first], &[]), &why);

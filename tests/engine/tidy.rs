@@ -86,7 +86,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["allocator", "descriptors", "kernels", "layout", "network", "record", "segment", "staging"],
             // What is decided.
             &["call_log", "lower", "setup"],
-            &["counters", "plans", "rounds"],
+            &["all_to_all", "counters", "plans", "rounds"],
             &["rings", "tokens", "words"],
             // What acts on streams and on words.
             &["control", "lane", "other_hosts"],

@@ -44,7 +44,7 @@ impl Executor {
                 let sum = request.scaling.bytes_in(Space::Sums, element);
                 Work::Plan { segments: &plan.segments, element, sum }
             }
-            Way::Rounds(rounds) => Work::Rounds(rounds),
+            Way::Rounds(rounds, _) => Work::Rounds(rounds),
         };
         let kernels = kernels(&state.launcher, request, state.lane.ranks());
         let operation = Capturing { call, limit: request.timeout, work, inputs: &inputs, outputs: &outputs };
@@ -61,7 +61,7 @@ impl State {
                 let half = plan.staging.next_power_of_two().max(LEAST_HALF);
                 Purpose::Plans { half: half.min(self.half) }
             }
-            Way::Rounds(_) => Purpose::Rounds { half: RingLane::half(self.lane.ranks(), self.rings.cell()) },
+            Way::Rounds(..) => Purpose::Rounds { half: RingLane::half(self.lane.ranks(), self.rings.cell()) },
         }
     }
 }
