@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ncclx_rs._autoload import register
 from ncclx_rs._autoload import set_default as set_default
+from ncclx_rs._autoload import take_over as take_over
 
 # This module does not import torch: torch loads it at its own start to register the backend. If that is switched off,
 # an import of this package after torch registers it.

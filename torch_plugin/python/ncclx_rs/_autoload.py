@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import glob
 import inspect
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from ncclx_rs import _take_over
+from ncclx_rs._gpu import has_driver, has_gpu
+
 _DEVICES = ("cpu", "cuda")
-# Device files of GPUs: those of NVIDIA's drivers for servers and for Jetson, of WSL, and of AMD's driver.
-_GPU_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 
 
 def register() -> None:
@@ -34,10 +33,13 @@ def register() -> None:
             # torchcomms' name of this engine. PyTorch's torchcomms mode takes only names that c10d knows.
             _register_as("ncclx")
         _wrap("init_process_group")
-        if _has_gpu():
+        if has_gpu():
             _check_groups()
         chosen = os.environ.get("NCCLX_RS_DEFAULT", "")
         set_default(*(device.strip() for device in chosen.split(",") if device.strip()))
+        for backend in os.environ.get("NCCLX_RS_INSTEAD_OF", "").split(","):
+            if backend.strip():
+                take_over(backend.strip())
     except Exception as error:
         warnings.warn(f"ncclx_rs could not register its backend: {error}", RuntimeWarning, stacklevel=2)
 
@@ -50,25 +52,7 @@ def _register_as(name: str) -> None:
 
 
 def _served() -> tuple[str, ...]:
-    return _DEVICES if _has_driver() else ("cpu",)
-
-
-@functools.cache
-def _has_driver() -> bool:
-    """Whether there is a CUDA driver for this build of PyTorch. It is only loaded: not every program will use it."""
-    import torch
-
-    if torch.version.cuda is None:
-        return False
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def _has_gpu() -> bool:
-    return any(glob.glob(pattern) for pattern in _GPU_NODES)
+    return _DEVICES if has_driver() else ("cpu",)
 
 
 def set_default(*devices: str) -> None:
@@ -90,7 +74,7 @@ def set_default(*devices: str) -> None:
         if device not in _DEVICES:
             raise ValueError(f"ncclx_rs: set_default: expected one of {', '.join(_DEVICES)}, got {device!r}")
     for device in devices:
-        if device == "cuda" and _has_gpu() and not _has_driver():
+        if device == "cuda" and has_gpu() and not has_driver():
             warnings.warn(
                 "ncclx_rs: set_default: CUDA tensors are not served without a CUDA driver, and stay with "
                 f"`{dist.Backend.default_device_backend_map.get(device)}`",
@@ -102,6 +86,23 @@ def set_default(*devices: str) -> None:
         _expected.add(device)
     if _expected:
         _check_groups()
+
+
+def take_over(backend: str) -> None:
+    """Makes process groups that would run on another backend run on ncclx_rs.
+
+    The program, and PyTorch, still call these groups by the other backend's name. All ranks must do the same. The
+    environment variable ``NCCLX_RS_INSTEAD_OF=gloo`` has the same effect without a change of the program.
+
+    Args:
+        backend: ``gloo``. Gloo keeps what it alone can serve, such as tensors of devices other than CPUs and CUDA's.
+
+    Raises:
+        ValueError: it is another backend.
+        RuntimeError: it is too late, there are process groups already.
+    """
+    _register_as("ncclx_rs")
+    _take_over.start(backend)
 
 
 # The devices that `set_default` was called for.
@@ -142,7 +143,7 @@ def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)  # which raises it, with a text of its own
         backend = call.arguments.get("backend")
         _explain_name(name, backend)
-        if _has_gpu():
+        if has_gpu():
             _refuse_cuda(name, backend, call.arguments.get("device_id"))
         if name == "init_process_group" and _is_ours(backend):
             from ncclx_rs._alone import init_process_group
@@ -205,7 +206,10 @@ def _warn_of_other_backends(function: str, group: Any) -> None:
 
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     for device in sorted(_expected & backends.keys()):
-        if backends[device] not in _NAMES:
+        runs_here = backends[device] in _NAMES or (
+            _take_over.is_taken_over(backends[device]) and _take_over.serves(device)
+        )
+        if not runs_here:
             warnings.warn(
                 f"ncclx_rs was made the default for {device} tensors, and this group does not run on it: "
                 f"{function} was asked for `{backends[device]}` by name",
@@ -218,6 +222,7 @@ def _create(options: Any, pg_options: Any = None) -> Any:
     from ncclx_rs import _pytorch_recorder
     from ncclx_rs._backend import create
 
+    pg_options = _take_over.own_options(pg_options)
     backend = create(options, pg_options)
     _pytorch_recorder.configure(backend, pg_options)
     return backend
