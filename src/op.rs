@@ -96,6 +96,23 @@ pub enum OpKind {
         /// The first byte read.
         offset: usize,
     },
+    /// Adds the inputs, end to end, to what another rank's part of a window has, element by element. Accumulations of several
+    /// ranks to the same elements all count. Otherwise as [`OpKind::Put`].
+    Accumulate {
+        /// Which window.
+        window: WindowId,
+        /// Whose part.
+        to: Rank,
+        /// The first byte changed.
+        offset: usize,
+    },
+    /// Waits until everything that was put and accumulated before is in another rank's part of a window.
+    Flush {
+        /// Which window.
+        window: WindowId,
+        /// Whose part.
+        to: Rank,
+    },
     /// Tells another rank that everything put before is there. Signals are counted.
     Signal {
         /// Which window.
@@ -129,6 +146,8 @@ impl OpKind {
             OpKind::Recv { .. } => "recv",
             OpKind::Put { .. } => "put",
             OpKind::Get { .. } => "get",
+            OpKind::Accumulate { .. } => "accumulate",
+            OpKind::Flush { .. } => "flush",
             OpKind::Signal { .. } => "signal",
             OpKind::WaitSignal { .. } => "wait_signal",
         }
@@ -140,6 +159,12 @@ impl OpKind {
             OpKind::AllReduce(op) | OpKind::ReduceScatter(op) | OpKind::Reduce { op, .. } => Some(op),
             _ => None,
         }
+    }
+
+    /// Whether it is an access to a window.
+    pub(crate) fn is_access(&self) -> bool {
+        use OpKind::{Accumulate, Flush, Get, Put, Signal, WaitSignal};
+        matches!(self, Put { .. } | Get { .. } | Accumulate { .. } | Flush { .. } | Signal { .. } | WaitSignal { .. })
     }
 }
 
@@ -187,6 +212,7 @@ collective_kinds! {
     Barrier = 9, "barrier";
     #[serde(skip)] WindowRegister = 10, "window_register";
     #[serde(skip)] WindowDeregister = 11, "window_deregister";
+    #[serde(skip)] WindowFence = 12, "window_fence";
 }
 
 /// An operation: its kind, its memory, and how long it may take.
@@ -213,13 +239,13 @@ mod tests {
         for &kind in CollectiveKind::ALL {
             assert_eq!(CollectiveKind::numbered(kind as u8), Some(kind));
         }
-        assert_eq!((CollectiveKind::numbered(0), CollectiveKind::numbered(12)), (None, None));
+        assert_eq!((CollectiveKind::numbered(0), CollectiveKind::numbered(13)), (None, None));
     }
 
     #[test]
     fn collectives_have_the_same_name_in_files_and_those_of_windows_have_none_there() {
         for &kind in CollectiveKind::ALL {
-            let is_of_windows = matches!(kind, CollectiveKind::WindowRegister | CollectiveKind::WindowDeregister);
+            let is_of_windows = kind.name().starts_with("window_");
             let written = serde_json::to_value(kind).ok();
             assert_eq!(written, (!is_of_windows).then(|| kind.name().into()));
             let read = serde_json::from_value(kind.name().into()).ok();

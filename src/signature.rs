@@ -90,7 +90,9 @@ impl fmt::Display for Signature {
         let Signature { count, root, .. } = self;
         let dtype = DType::ALL.get(usize::from(self.dtype)).map_or("unknown", |dtype| dtype.name());
         match Kind::numbered(self.operation) {
-            Some(Kind::Barrier | Kind::WindowRegister | Kind::WindowDeregister) => write!(f, "{operation}()"),
+            Some(Kind::Barrier | Kind::WindowRegister | Kind::WindowDeregister | Kind::WindowFence) => {
+                write!(f, "{operation}()")
+            }
             Some(Kind::AllToAll) => write!(f, "{operation}({dtype})"),
             Some(Kind::AllReduce | Kind::ReduceScatter) => write!(f, "{operation}({reduction}, {count} × {dtype})"),
             Some(Kind::Reduce) => write!(f, "{operation}({reduction}, {count} × {dtype}, root {root})"),

@@ -3,7 +3,11 @@
 //! [`Communicator::window_register`](crate::Communicator::window_register) makes one on every rank. To write, a rank
 //! submits [`OpKind::Put`](crate::OpKind::Put) and then [`OpKind::Signal`](crate::OpKind::Signal). The owner submits
 //! [`OpKind::WaitSignal`](crate::OpKind::WaitSignal); then it sees everything that the signalling rank had put before. A put
-//! alone notifies its target of nothing. [`OpKind::Get`](crate::OpKind::Get) reads the current content.
+//! alone notifies its target of nothing. [`OpKind::Get`](crate::OpKind::Get) reads the current content, and
+//! [`OpKind::Accumulate`](crate::OpKind::Accumulate) adds to it. [`OpKind::Flush`](crate::OpKind::Flush) waits until what was
+//! put before is there, and [`Communicator::window_fence`](crate::Communicator::window_fence) until what all ranks have put is.
+//! Parts that lie in a [`SharedMemory`](crate::SharedMemory) can be mapped by the other ranks of the host
+//! ([`Communicator::window_map`](crate::Communicator::window_map)).
 //!
 //! Windows in the memory of CUDA devices are accessed by [`Mode::Stream`](crate::Mode::Stream), in the order of streams: a
 //! signal announces what was put before it on any stream, and what follows a wait on its stream sees it.
@@ -45,6 +49,7 @@
 use std::fmt;
 
 use crate::buffer::Memory;
+use crate::sys::segment::SegmentPlace;
 use crate::types::Rank;
 
 /// The id of a window: its number in its communicator, the same on every rank.
@@ -63,14 +68,17 @@ impl fmt::Display for WindowId {
 pub struct Window {
     id: WindowId,
     sizes: Vec<usize>,
+    /// Where the part of each rank can be mapped, if it can.
+    places: Vec<Option<SegmentPlace>>,
     /// Where this rank's part lies.
     memory: Memory,
 }
 
 impl Window {
-    /// Describes the window `id`; `sizes` are the bytes that each rank exposes, this one in `memory`.
-    pub(crate) fn new(id: WindowId, sizes: Vec<usize>, memory: Memory) -> Window {
-        Window { id, sizes, memory }
+    /// Describes the window `id`; `sizes` are the bytes that each rank exposes, this one in `memory`. `places` say where ranks'
+    /// memory can be mapped.
+    pub(crate) fn new(id: WindowId, sizes: Vec<usize>, places: Vec<Option<SegmentPlace>>, memory: Memory) -> Window {
+        Window { id, sizes, places, memory }
     }
 
     /// The id that operations take.
@@ -81,6 +89,11 @@ impl Window {
     /// The number of bytes that `rank` exposes; none if there is no such rank.
     pub fn bytes(&self, rank: Rank) -> usize {
         self.sizes.get(rank.index()).copied().unwrap_or(0)
+    }
+
+    /// Where the processes of its host can map the part of `rank`; nowhere if it does not lie in memory made for that.
+    pub(crate) fn place(&self, rank: Rank) -> Option<SegmentPlace> {
+        self.places.get(rank.index()).copied().flatten()
     }
 
     /// Where this rank's part lies. All ranks' do on the host, or all on CUDA devices.
@@ -106,7 +119,7 @@ mod tests {
 
     #[test]
     fn only_what_lies_inside_the_window_passes() {
-        let window = Window::new(WindowId(0), vec![16, 0], Memory::Host);
+        let window = Window::new(WindowId(0), vec![16, 0], vec![], Memory::Host);
         assert_eq!(window.check(Rank(0), 0, 16), Ok(()));
         assert_eq!(window.check(Rank(0), 16, 0), Ok(()));
         assert_eq!(window.check(Rank(1), 0, 0), Ok(()));

@@ -153,7 +153,7 @@ fn in_a_world<R>(
         CollectiveKind::AllToAll => Collective::AllToAll { send: counts(), recv: counts() },
         CollectiveKind::Gather => Collective::Gather { count: block, root },
         CollectiveKind::Scatter => Collective::Scatter { count: block, root },
-        CollectiveKind::Barrier | CollectiveKind::WindowDeregister => Collective::Barrier,
+        CollectiveKind::Barrier | CollectiveKind::WindowDeregister | CollectiveKind::WindowFence => Collective::Barrier,
     };
     let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
     let topo = Topology::new(&names);

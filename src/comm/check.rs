@@ -6,7 +6,7 @@ use crate::counts::Counts;
 use crate::error::UsageError;
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::signature::Signature;
-use crate::types::{DType, Rank};
+use crate::types::{DType, Rank, ReduceOp};
 use crate::window::{Window, WindowId};
 
 /// A collective whose arguments fit together.
@@ -68,9 +68,12 @@ pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: Place) 
         }
         OpKind::Barrier => Collective::Barrier,
         OpKind::Send { .. } | OpKind::Recv { .. } => unreachable!("messages are not collectives"),
-        OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
-            unreachable!("accesses to windows are not collectives")
-        }
+        OpKind::Put { .. }
+        | OpKind::Get { .. }
+        | OpKind::Accumulate { .. }
+        | OpKind::Flush { .. }
+        | OpKind::Signal { .. }
+        | OpKind::WaitSignal { .. } => unreachable!("accesses to windows are not collectives"),
     };
     let signature = signature(op, called, &collective, dtype);
     Ok(Checked { collective, dtype, signature })
@@ -197,11 +200,17 @@ impl Checker<'_> {
 
 /// Refuses a peer that is no rank of the communicator.
 pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> Result<(), UsageError> {
+    one_of(op.kind.name(), argument, rank, size)
+}
+
+/// As [`peer`], for a call that is no operation.
+#[inline]
+pub(crate) fn one_of(operation: &str, argument: &'static str, rank: Rank, size: usize) -> Result<(), UsageError> {
     if rank.index() < size {
         return Ok(());
     }
     let expected = format!("a rank in [0, {size})");
-    Err(UsageError { operation: op.kind.name().to_owned(), argument, expected, got: rank.to_string() })
+    Err(UsageError { operation: operation.to_owned(), argument, expected, got: rank.to_string() })
 }
 
 /// Refuses buffers that do not lie in the memory where the operation runs.
@@ -285,6 +294,30 @@ pub(crate) fn access(
     let Some((offset, len)) = range else { return Ok(()) };
     let checked = known.check(peer, offset, len);
     checked.map_err(|got| error("offset", format!("a range inside the window of rank {peer}"), got))
+}
+
+/// Refuses what cannot be done to a window in the memory of a device.
+pub(crate) fn access_on_device(op: &Op) -> Result<(), UsageError> {
+    match op.kind {
+        OpKind::Accumulate { .. } | OpKind::Flush { .. } => Err(UsageError {
+            operation: op.kind.name().to_owned(),
+            argument: "window",
+            expected: format!("a window in memory of {}", Memory::Host),
+            got: "one of a CUDA device, to which only put, get, signal and wait_signal apply".to_owned(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// The element type of what is added to a window. Refuses elements that have no sum, or are of several types.
+pub(crate) fn addends(op: &Op) -> Result<DType, UsageError> {
+    let checker = Checker { op, place: Place { me: Rank(0), size: 1 } };
+    let dtype = checker.dtype()?;
+    if ReduceOp::Sum.supports(dtype) {
+        Ok(dtype)
+    } else {
+        Err(checker.error("tensor", "elements of a type that can be added", dtype.name()))
+    }
 }
 
 /// Refuses memory of more than [`BYTES_MAX`] bytes, so that computations with its lengths do not overflow.

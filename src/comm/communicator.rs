@@ -314,9 +314,7 @@ impl Communicator {
                 }
                 self.message(op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)
             }
-            OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
-                self.access(op, timeout)
-            }
+            ref kind if kind.is_access() => self.access(op, timeout),
             _ => self.collective(op, None, timeout),
         }
     }
@@ -381,6 +379,11 @@ impl Communicator {
             OpKind::Get { window, from, offset } => {
                 ("src", window, from, RmaOp::Get { offset, into: Region::of(&op.outputs) })
             }
+            OpKind::Accumulate { window, to, offset } => {
+                let dtype = check::addends(op)?;
+                ("dst", window, to, RmaOp::Accumulate { offset, from: Region::of(&op.inputs), dtype })
+            }
+            OpKind::Flush { window, to } => ("dst", window, to, RmaOp::Flush),
             OpKind::Signal { window, to } => ("dst", window, to, RmaOp::Signal),
             OpKind::WaitSignal { window, from } => ("src", window, from, RmaOp::WaitSignal),
             _ => unreachable!("`begin` has matched on the kind"),
@@ -389,12 +392,7 @@ impl Communicator {
         check::peer(op, argument, peer, self.place.size)?;
         self.enter(op, |engine, driver| {
             let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(name, window))?;
-            let range = match &access {
-                RmaOp::Put { offset, from } => Some((*offset, from.len())),
-                RmaOp::Get { offset, into } => Some((*offset, into.len())),
-                RmaOp::Signal | RmaOp::WaitSignal => None,
-            };
-            check::access(name, known, Memory::Host, peer, range)?;
+            check::access(name, known, Memory::Host, peer, access.range())?;
             let entry = engine.begin(access.call(peer, window), access.bytes());
             let work = Work::new(driver.clone(), entry);
             engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });

@@ -128,9 +128,7 @@ impl DeviceSide {
             OpKind::Send { .. } | OpKind::Recv { .. } => {
                 return self.run_batch(group, std::slice::from_ref(op), stream, timeout);
             }
-            OpKind::Put { .. } | OpKind::Get { .. } | OpKind::Signal { .. } | OpKind::WaitSignal { .. } => {
-                return self.access(group, op, stream, timeout);
-            }
+            ref kind if kind.is_access() => return self.access(group, op, stream, timeout),
             _ => {}
         }
         let checked = check::collective(op, None, group.place())?;

@@ -6,13 +6,16 @@ use crate::buffer::{Buffer, Memory};
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
 use crate::engine::region::{Region, Words};
-use crate::error::Error;
+use crate::error::{Error, UsageError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
+use crate::sys::cma;
+use crate::sys::segment::{MappedMemory, SegmentId, SegmentPlace};
+use crate::types::Rank;
 use crate::window::{Window, WindowId};
 
 impl Communicator {
     /// Exposes `memory` to the other ranks. A collective: every rank calls it, with any number of bytes, and it returns when
-    /// all ranks have. [`Communicator::submit`] puts, gets, signals and waits for signals.
+    /// all ranks have. [`Communicator::submit`] puts, gets, accumulates, flushes, signals and waits for signals.
     ///
     /// The memory stays exposed until [`Communicator::window_deregister`] returns or the communicator closes; see [`Buffer`].
     /// Memory of a CUDA device must be such as other processes can map: that of [`allocator`](crate::device::allocator), for
@@ -31,7 +34,16 @@ impl Communicator {
             // Exposed before another rank can learn that this rank has called.
             None => Ok(engine.windows.expose(region)),
         })?;
-        let exchanged = self.exchange([id.0, memory.bytes() as u64, place]);
+        let mappable = match memory.memory() {
+            Memory::Host => SegmentPlace::of(memory.ptr() as u64, memory.bytes()),
+            Memory::Device(_) => None,
+        };
+        if mappable.is_some() {
+            cma::allow_readers();
+        }
+        let [segment, offset, pid] =
+            mappable.map_or([0; 3], |place| [place.id.to_bits(), place.offset, place.pid.unsigned_abs().into()]);
+        let exchanged = self.exchange([id.0, memory.bytes() as u64, place, segment, offset, pid]);
         let agreed = exchanged.and_then(|answers| self.agree(id, memory, &answers)).and_then(|window| {
             if let Memory::Device(device) = memory.memory() {
                 self.device.register_window(self, id, memory, device, self.timeout())?;
@@ -63,14 +75,81 @@ impl Communicator {
         known?;
         self.driver.drive_until(|driver| driver.with_engine(|engine| !engine.windows.accesses_peers(window)), None);
         let settled = self.device.settle_window(window, self.timeout());
-        let all_came = self.window_barrier();
+        let all_came = self.window_barrier(CollectiveKind::WindowDeregister);
         self.driver.with_engine(|engine| engine.conceal(window));
         self.device.conceal_window(window);
         self.driver.flush_finished();
-        all_came.and_then(|()| self.window_barrier()).and(settled)
+        all_came.and_then(|()| self.window_barrier(CollectiveKind::WindowDeregister)).and(settled)
     }
 
-    /// Exchanges every rank's id of the new window, its size and whether it is in a device's memory.
+    /// Waits until everything that this rank has put and accumulated is in the other ranks' parts of a window, which lies in the
+    /// memory of hosts.
+    ///
+    /// # Errors
+    /// As those of [`OpKind::Flush`](crate::OpKind::Flush).
+    pub fn window_flush_all(&self, window: WindowId) -> Result<(), Error> {
+        let flushes: Result<Vec<_>, Error> = self
+            .driver
+            .with_engine(|engine| engine.windows.unflushed(window))
+            .into_iter()
+            .map(|to| {
+                let kind = OpKind::Flush { window, to };
+                self.submit(Op { kind, inputs: smallvec![], outputs: smallvec![], timeout: None, mode: Mode::Async })
+            })
+            .collect();
+        // All end before the first error is told.
+        let ends: Vec<_> = flushes?.iter().map(|flush| flush.wait(None)).collect();
+        ends.into_iter().collect()
+    }
+
+    /// Waits until everything that all ranks have put and accumulated is in the parts of a window. A collective: every rank calls
+    /// it, for a window in the memory of hosts.
+    ///
+    /// # Errors
+    /// The window is not registered, an access does not end in time, a rank did not call it, or a rank is lost.
+    pub fn window_fence(&self, window: WindowId) -> Result<(), Error> {
+        self.check_window(FENCE, window, Memory::Host)?;
+        let flushed = self.window_flush_all(window);
+        // Also after an error, for which the other ranks need not wait.
+        let all_came = self.window_barrier(CollectiveKind::WindowFence);
+        flushed.and(all_came)
+    }
+
+    /// Maps the part of a window of a rank on this rank's host, which lies in a [`SharedMemory`](crate::SharedMemory) there. The
+    /// mapping may outlive the window.
+    ///
+    /// # Errors
+    /// The window is not registered, the rank is on another host, its memory cannot be mapped, or the system forbids it.
+    pub fn window_map(&self, window: WindowId, rank: Rank) -> Result<MappedMemory, Error> {
+        check::one_of(MAP, "rank", rank, self.size())?;
+        let known = self.check_window(MAP, window, Memory::Host)?;
+        let refused = |expected: String, got: String| -> Error {
+            UsageError { operation: MAP.to_owned(), argument: "rank", expected, got }.into()
+        };
+        if self.host_of(rank) != self.host_of(self.rank()) {
+            return Err(refused("a rank on the same host".to_owned(), format!("rank {rank} on another host")));
+        }
+        let place = known.place(rank).ok_or_else(|| {
+            let expected = "a rank whose part lies in shared memory, as get_mem_allocator and SharedMemory make it";
+            refused(expected.to_owned(), format!("rank {rank}, whose part does not"))
+        })?;
+        place.map(known.bytes(rank)).map_err(|cause| {
+            let expected = "a rank whose memory this process may map".to_owned();
+            refused(expected, format!("rank {rank}, of which the system says: {cause}"))
+        })
+    }
+
+    /// The window, if it is registered and lies in such memory.
+    fn check_window(&self, operation: &'static str, window: WindowId, memory: Memory) -> Result<Window, Error> {
+        self.driver.with_engine(|engine| {
+            engine.check_open(operation)?;
+            let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(operation, window))?;
+            check::access(operation, known, memory, self.rank(), None)?;
+            Ok(known.clone())
+        })
+    }
+
+    /// Exchanges every rank's id of the new window, its size, whether it is in a device's memory, and where it can be mapped.
     fn exchange(&self, mine: [u64; TOLD]) -> Result<Vec<u64>, Error> {
         let (mut mine, mut all) = (Words::new(mine.to_vec()), Words::new(vec![0; TOLD * self.size()]));
         let op = Op {
@@ -99,10 +178,14 @@ impl Communicator {
             return Err(Error::Mismatch { operation: REGISTER.to_owned(), detail });
         }
         let sizes = column(1).map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)).collect();
-        Ok(Window::new(id, sizes, memory.memory()))
+        let places = answers.chunks_exact(TOLD).map(|told| {
+            let id = SegmentId::from_bits(told[3])?;
+            Some(SegmentPlace { pid: i32::try_from(told[5]).ok()?, id, offset: told[4] })
+        });
+        Ok(Window::new(id, sizes, places.collect(), memory.memory()))
     }
 
-    fn window_barrier(&self) -> Result<(), Error> {
+    fn window_barrier(&self, kind: CollectiveKind) -> Result<(), Error> {
         let op = Op {
             kind: OpKind::Barrier,
             inputs: smallvec![],
@@ -110,13 +193,17 @@ impl Communicator {
             timeout: None,
             mode: Mode::Blocking,
         };
-        self.collective(&op, Some(CollectiveKind::WindowDeregister), self.timeout())?.wait().map(|_| ())
+        self.collective(&op, Some(kind), self.timeout())?.wait().map(|_| ())
     }
 }
 
 /// The words that each rank tells of its part.
-const TOLD: usize = 3;
+const TOLD: usize = 6;
 
 const REGISTER: &str = CollectiveKind::WindowRegister.name();
+
+const FENCE: &str = CollectiveKind::WindowFence.name();
+
+const MAP: &str = "window_map";
 
 const DEREGISTER: &str = CollectiveKind::WindowDeregister.name();

@@ -14,6 +14,8 @@ pub(crate) enum Call {
     Recv { bytes: usize, from: Source, tag: Tag },
     Put { bytes: usize, to: Rank, window: WindowId },
     Get { bytes: usize, from: Rank, window: WindowId },
+    Accumulate { bytes: usize, to: Rank, window: WindowId },
+    Flush { to: Rank, window: WindowId },
     Signal { to: Rank, window: WindowId },
     WaitSignal { from: Rank, window: WindowId },
 }
@@ -28,7 +30,11 @@ impl Call {
     pub(crate) fn peer(&self) -> Option<Rank> {
         match *self {
             Call::Collective(_) | Call::Recv { from: Source::Any, .. } => None,
-            Call::Send { to, .. } | Call::Put { to, .. } | Call::Signal { to, .. } => Some(to),
+            Call::Send { to, .. }
+            | Call::Put { to, .. }
+            | Call::Accumulate { to, .. }
+            | Call::Flush { to, .. }
+            | Call::Signal { to, .. } => Some(to),
             Call::Recv { from: Source::Rank(from), .. } | Call::Get { from, .. } | Call::WaitSignal { from, .. } => {
                 Some(from)
             }
@@ -59,6 +65,8 @@ impl Call {
             Call::Recv { .. } => "recv",
             Call::Put { .. } => "put",
             Call::Get { .. } => "get",
+            Call::Accumulate { .. } => "accumulate",
+            Call::Flush { .. } => "flush",
             Call::Signal { .. } => "signal",
             Call::WaitSignal { .. } => "wait_signal",
         }
@@ -77,9 +85,13 @@ impl fmt::Display for Call {
             Call::Recv { bytes, from: Source::Any, tag } => {
                 write!(f, "{name}({bytes} bytes from any rank, tag {})", tag.0)
             }
-            Call::Put { bytes, to, window } => write!(f, "{name}({bytes} bytes to rank {to}, window {window})"),
+            Call::Put { bytes, to, window } | Call::Accumulate { bytes, to, window } => {
+                write!(f, "{name}({bytes} bytes to rank {to}, window {window})")
+            }
             Call::Get { bytes, from, window } => write!(f, "{name}({bytes} bytes from rank {from}, window {window})"),
-            Call::Signal { to, window } => write!(f, "{name}(to rank {to}, window {window})"),
+            Call::Signal { to, window } | Call::Flush { to, window } => {
+                write!(f, "{name}(to rank {to}, window {window})")
+            }
             Call::WaitSignal { from, window } => write!(f, "{name}(from rank {from}, window {window})"),
         }
     }

@@ -56,6 +56,12 @@ pub(crate) enum FrameKind {
     Signal = 10,
     /// Acknowledge to send: the receiver has read the message `token` out of the memory of the frame's addressee.
     Ats = 11,
+    /// The next elements to add to the window `key`, from byte `token` on, of the type `signature.dtype`.
+    Accumulate = 12,
+    /// The sender wants to know when what it has put into the window `key` is there. `token` is its name for the question.
+    Flush = 13,
+    /// The answer to `token` of the frame's addressee: all is there, or there is no window `key` if `index` is not zero.
+    Flushed = 14,
 }
 
 impl FrameKind {
@@ -69,7 +75,7 @@ impl FrameKind {
         if self.has_token() { HEADER_MAX } else { HEADER_MIN }
     }
 
-    const ALL: [FrameKind; 11] = [
+    const ALL: [FrameKind; 14] = [
         FrameKind::Eager,
         FrameKind::Rts,
         FrameKind::Rtr,
@@ -81,6 +87,9 @@ impl FrameKind {
         FrameKind::Get,
         FrameKind::Signal,
         FrameKind::Ats,
+        FrameKind::Accumulate,
+        FrameKind::Flush,
+        FrameKind::Flushed,
     ];
 }
 
@@ -181,7 +190,7 @@ pub(crate) struct Header {
     pub(crate) index: u32,
     /// The sender's name for a long message, or a place in a window.
     pub(crate) token: u64,
-    /// The message's length in bytes; for `Data` and `Put`, the frame's.
+    /// The message's length in bytes; for `Data`, `Put` and `Accumulate`, the frame's.
     pub(crate) len: u64,
     /// Where the message of an `Rts` frame lies in its sender's memory, if the receiver may read it there.
     pub(crate) address: Option<MemoryAddress>,
@@ -274,7 +283,7 @@ impl Header {
         };
         let limit = match kind {
             FrameKind::Fail => FAIL_TEXT_MAX as u64,
-            FrameKind::Data | FrameKind::Put => FRAGMENT_BYTES as u64,
+            FrameKind::Data | FrameKind::Put | FrameKind::Accumulate => FRAGMENT_BYTES as u64,
             FrameKind::Eager => EagerBytes::MAX as u64,
             _ => u64::MAX,
         };
@@ -303,12 +312,16 @@ impl Header {
     /// How many payload bytes follow the header.
     pub(crate) fn payload(&self) -> usize {
         match self.kind {
-            FrameKind::Eager | FrameKind::Data | FrameKind::Put | FrameKind::Fail => self.len as usize,
+            FrameKind::Eager | FrameKind::Data | FrameKind::Put | FrameKind::Accumulate | FrameKind::Fail => {
+                self.len as usize
+            }
             FrameKind::Rts
             | FrameKind::Rtr
             | FrameKind::Credit
             | FrameKind::Get
             | FrameKind::Signal
+            | FrameKind::Flush
+            | FrameKind::Flushed
             | FrameKind::Ats
             | FrameKind::Invalidated => 0,
         }

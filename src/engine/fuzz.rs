@@ -106,7 +106,7 @@ impl FuzzRun {
     /// A frame of the format that peers send, with fields that are mostly small numbers, and its payload.
     fn frame(&mut self, input: &mut Input<'_>) {
         let mut bytes = [0; HEADER_MAX];
-        bytes[0] = 1 + input.byte() % 12;
+        bytes[0] = 1 + input.byte() % 15;
         bytes[1] = input.byte() % 2;
         if input.byte().is_multiple_of(2) {
             bytes[2..5].copy_from_slice(&input.array::<3>());
@@ -171,6 +171,8 @@ impl FuzzRun {
             0 => RmaOp::Put { offset, from: region },
             1 => RmaOp::Get { offset, into: region },
             2 => RmaOp::Signal,
+            3 => RmaOp::Flush,
+            4 => RmaOp::Accumulate { offset, from: region, dtype: DType::U64 },
             _ => RmaOp::WaitSignal,
         };
         let Some((window, _)) = &self.window else { return };

@@ -289,6 +289,7 @@ mod tests {
             (FrameKind::Eager, EagerBytes::MAX),
             (FrameKind::Data, FRAGMENT_BYTES),
             (FrameKind::Put, FRAGMENT_BYTES),
+            (FrameKind::Accumulate, FRAGMENT_BYTES),
             (FrameKind::Fail, FAIL_TEXT_MAX),
         ] {
             for len in [limit as u64 + 1, u64::MAX] {

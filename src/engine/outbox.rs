@@ -9,7 +9,7 @@ use crate::error::LinkDown;
 use crate::sys::tcp_info::TcpStats;
 use crate::transport::SendStream;
 
-/// A message on its way: one frame, or as many `Data` or `Put` frames as its body needs.
+/// A message on its way: one frame, or as many `Data`, `Put` or `Accumulate` frames as its body needs.
 #[derive(Debug)]
 struct Outgoing {
     header: Header,
@@ -23,7 +23,9 @@ impl Outgoing {
     /// The payload of the current frame, as a range of the body.
     fn frame_end(&self) -> usize {
         match self.header.kind {
-            FrameKind::Data | FrameKind::Put => self.body.len().min(self.offset + FRAGMENT_BYTES),
+            FrameKind::Data | FrameKind::Put | FrameKind::Accumulate => {
+                self.body.len().min(self.offset + FRAGMENT_BYTES)
+            }
             _ => self.body.len(),
         }
     }
@@ -32,7 +34,8 @@ impl Outgoing {
     fn frame_header(&self, end: usize) -> Header {
         let header = self.header;
         let len = if header.payload() > 0 { (end - self.offset) as u64 } else { header.len };
-        let token = if header.kind == FrameKind::Put { header.token + self.offset as u64 } else { header.token };
+        let names_place = matches!(header.kind, FrameKind::Put | FrameKind::Accumulate);
+        let token = if names_place { header.token + self.offset as u64 } else { header.token };
         Header { len, token, ..header }
     }
 }

@@ -390,6 +390,7 @@ impl Engine {
             (FrameKind::Eager, MatchSpace::Device) => return self.relay.arrives(ctx, from, header),
             (FrameKind::Data, _) => return ctx.rndv.data_arrives(from, header),
             (FrameKind::Put, _) => return self.windows.put_arrives(ctx, from, header),
+            (FrameKind::Accumulate, _) => return self.windows.accumulate_arrives(ctx, from, header),
             (FrameKind::Fail, _) => return Sink::Heap(Vec::new()),
             (FrameKind::Rts, MatchSpace::Collective) => self.collectives.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::PointToPoint) => self.messages.rts_arrives(ctx, from, header),
@@ -410,6 +411,8 @@ impl Engine {
             (FrameKind::Credit, _) => self.messages.credits_arrive(from, header.len),
             (FrameKind::Get, _) => self.windows.get_arrives(ctx, from, header),
             (FrameKind::Signal, _) => self.windows.signal_arrives(ctx, from, header),
+            (FrameKind::Flush, _) => self.windows.flush_arrives(ctx, from, header),
+            (FrameKind::Flushed, _) => self.windows.flushed_arrives(ctx, from, header),
         }
         Sink::Discard
     }

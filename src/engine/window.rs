@@ -1,9 +1,11 @@
-//! One-sided operations on windows: put, get, signal, wait for a signal. The target's part is taken by whichever of its
-//! threads makes progress; see [`crate::window`].
+//! One-sided operations on windows: put, get, accumulate, flush, signal, wait for a signal. The target's part is taken by
+//! whichever of its threads makes progress; see [`crate::window`].
 //!
 //! A put's payload lands in the target's window as it arrives. The stream keeps order, so a signal that follows a put
 //! from the same rank is counted after the put's last byte. Since a long put travels in fragments, between which other
-//! messages get their turn, what this rank sends to one peer after it waits here until it is written ([`PutOrder`]).
+//! messages get their turn, what this rank sends to one peer after it waits here until it is written ([`PutOrder`]). So the
+//! answer to a flush says that what was put before is there. A target's elements are added to under the engine's lock, so
+//! accumulations of several ranks do not lose each other.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -15,10 +17,11 @@ use crate::engine::context::OpContext;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
+use crate::engine::reduce::Operands;
 use crate::engine::region::Region;
 use crate::error::Error;
 use crate::signature::Signature;
-use crate::types::Rank;
+use crate::types::{DType, Rank, ReduceOp};
 use crate::window::{Window, WindowId};
 use crate::work::Work;
 
@@ -29,6 +32,10 @@ pub(crate) enum RmaOp {
     Put { offset: usize, from: Region },
     /// The region gets the peer's window's bytes, from `offset` on.
     Get { offset: usize, into: Region },
+    /// The region's elements are added to the peer's window's, from `offset` on.
+    Accumulate { offset: usize, from: Region, dtype: DType },
+    /// What was put and accumulated before is waited for.
+    Flush,
     /// The peer gets a signal.
     Signal,
     /// A signal of the peer is taken.
@@ -41,6 +48,8 @@ impl RmaOp {
         match self {
             RmaOp::Put { from, .. } => Call::Put { bytes: from.len(), to: peer, window },
             RmaOp::Get { into, .. } => Call::Get { bytes: into.len(), from: peer, window },
+            RmaOp::Accumulate { from, .. } => Call::Accumulate { bytes: from.len(), to: peer, window },
+            RmaOp::Flush => Call::Flush { to: peer, window },
             RmaOp::Signal => Call::Signal { to: peer, window },
             RmaOp::WaitSignal => Call::WaitSignal { from: peer, window },
         }
@@ -49,9 +58,18 @@ impl RmaOp {
     /// How much of this process's memory it reads or writes.
     pub(crate) fn bytes(&self) -> Bytes {
         match self {
-            RmaOp::Put { from, .. } => Bytes { read: from.len(), written: 0 },
+            RmaOp::Put { from, .. } | RmaOp::Accumulate { from, .. } => Bytes { read: from.len(), written: 0 },
             RmaOp::Get { into, .. } => Bytes { read: 0, written: into.len() },
-            RmaOp::Signal | RmaOp::WaitSignal => Bytes::default(),
+            RmaOp::Flush | RmaOp::Signal | RmaOp::WaitSignal => Bytes::default(),
+        }
+    }
+
+    /// The range of the peer's part that it reads or writes: where it begins, and its length.
+    pub(crate) fn range(&self) -> Option<(usize, usize)> {
+        match self {
+            RmaOp::Put { offset, from } | RmaOp::Accumulate { offset, from, .. } => Some((*offset, from.len())),
+            RmaOp::Get { offset, into } => Some((*offset, into.len())),
+            RmaOp::Flush | RmaOp::Signal | RmaOp::WaitSignal => None,
         }
     }
 }
@@ -117,6 +135,8 @@ pub(crate) struct Windows {
     next: u64,
     in_flight: BTreeMap<u64, InFlight>,
     flows: HashMap<Rank, PutOrder>,
+    /// The last operation that has changed a rank's part, where no flush after it has been answered.
+    unflushed: BTreeMap<(WindowId, Rank), u64>,
 }
 
 impl Windows {
@@ -138,6 +158,12 @@ impl Windows {
     /// Whether this rank has something on its way to other ranks' parts of `window`.
     pub(crate) fn accesses_peers(&self, window: WindowId) -> bool {
         self.in_flight.values().any(|op| op.window == window && op.accesses_peer())
+    }
+
+    /// The ranks to whose parts of `window` this rank has put something that no flush was answered for.
+    pub(crate) fn unflushed(&self, window: WindowId) -> Vec<Rank> {
+        let all = (window, Rank(0))..=(window, Rank(u32::MAX));
+        self.unflushed.range(all).map(|((_, rank), _)| *rank).collect()
     }
 
     /// The id that the next operation gets.
@@ -196,8 +222,13 @@ impl Windows {
                 let len = into.len();
                 into.copy_from(&exposed.region.part(offset, len));
             }
+            (RmaOp::Accumulate { offset, from, dtype }, Some(exposed)) => {
+                // A copy: the program may add a part of the window to another part of it.
+                let bytes = from.to_vec(0, from.len());
+                adder(exposed.region.part(offset, bytes.len()), window, dtype).take(&bytes);
+            }
             (RmaOp::Signal, _) => self.signalled(ctx, ctx.me, window),
-            (RmaOp::WaitSignal, _) | (_, None) => {}
+            (RmaOp::Flush | RmaOp::WaitSignal, _) | (_, None) => {}
         }
         self.done(ctx, id);
     }
@@ -211,11 +242,22 @@ impl Windows {
         let frame =
             |kind, token, len: usize| Header::control(kind, MatchSpace::PointToPoint, window.0, token, len as u64);
         let queued = match access {
-            RmaOp::Put { from, .. } if from.len() == 0 => return self.done(ctx, id),
+            RmaOp::Put { from, .. } | RmaOp::Accumulate { from, .. } if from.len() == 0 => return self.done(ctx, id),
+            RmaOp::Flush if !self.unflushed.contains_key(&(window, to)) => return self.done(ctx, id),
             RmaOp::Get { into, .. } if into.len() == 0 => return self.done(ctx, id),
             RmaOp::Put { offset, from } => {
+                self.unflushed.insert((window, to), id);
                 let header = frame(FrameKind::Put, offset as u64, from.len());
                 Queued { id, header, body: Body::Memory(from), completion }
+            }
+            RmaOp::Accumulate { offset, from, dtype } => {
+                self.unflushed.insert((window, to), id);
+                let signature = Signature { dtype: dtype as u8, ..Signature::default() };
+                let header = Header { signature, ..frame(FrameKind::Accumulate, offset as u64, from.len()) };
+                Queued { id, header, body: Body::Memory(from), completion }
+            }
+            RmaOp::Flush => {
+                Queued { id, header: frame(FrameKind::Flush, id, 0), body: Body::Empty, completion: Completion::NONE }
             }
             RmaOp::Get { offset, into } => {
                 let token = GET_TOKENS | id;
@@ -309,6 +351,42 @@ impl Windows {
         Sink::Buffer(RecvBuffer { region, action: RecvAction::Store, completion, received: 0 })
     }
 
+    pub(crate) fn accumulate_arrives(&self, ctx: &OpContext, from: Rank, header: Header) -> Sink {
+        let dtype = DType::ALL.get(usize::from(header.signature.dtype)).copied();
+        let Some(dtype) =
+            dtype.filter(|dtype| ReduceOp::Sum.supports(*dtype) && header.len.is_multiple_of(dtype.size() as u64))
+        else {
+            self.log_stray(ctx, from, header, header.token);
+            return Sink::Discard;
+        };
+        let Some(region) = self.exposed_part(ctx, from, header, header.token) else { return Sink::Discard };
+        Sink::Buffer(adder(region, WindowId(header.key), dtype))
+    }
+
+    /// Everything that came before on the stream is in the window already.
+    pub(crate) fn flush_arrives(&self, ctx: &mut OpContext, from: Rank, header: Header) {
+        let is_there = self.exposed.contains_key(&WindowId(header.key));
+        let answer = Header::control(FrameKind::Flushed, MatchSpace::PointToPoint, header.key, header.token, 0);
+        ctx.endpoints.send_control(from, Header { index: u32::from(!is_there), ..answer });
+    }
+
+    pub(crate) fn flushed_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
+        let id = header.token;
+        let Some(op) = self.in_flight.get(&id).filter(|op| op.peer == from && matches!(op.call, Call::Flush { .. }))
+        else {
+            // The answer to a flush that has timed out, or the peer's mistake.
+            return;
+        };
+        if header.index != 0 {
+            return self.failed_elsewhere(ctx, id, DEREGISTERED);
+        }
+        let key = (op.window, from);
+        if self.unflushed.get(&key).is_some_and(|last| *last < id) {
+            self.unflushed.remove(&key);
+        }
+        self.done(ctx, id);
+    }
+
     pub(crate) fn get_arrives(&self, ctx: &mut OpContext, from: Rank, header: Header) {
         match self.exposed_part(ctx, from, header, header.signature.count) {
             Some(region) => {
@@ -395,6 +473,7 @@ impl Windows {
             self.fail(ctx, id, |operation| Error::Mismatch { operation, detail: DEREGISTERED.to_owned() });
         }
         self.exposed.remove(&window);
+        self.unflushed.retain(|(of, _), _| *of != window);
         ctx.cancel(OpId::Window(window.0), |_, _| ());
     }
 
@@ -420,22 +499,30 @@ impl Windows {
             let Some(op) = self.in_flight.get(&id) else { continue };
             let (peer, waited) = (op.peer, op.work.age());
             let detail = match op.call {
-                Call::Get { .. } => format!("rank {peer} did not answer"),
+                Call::Get { .. } | Call::Flush { .. } => format!("rank {peer} did not answer"),
                 Call::WaitSignal { .. } => format!("rank {peer} did not signal"),
                 _ => format!("rank {peer} did not take it"),
             };
+            let failed = if matches!(op.call, Call::Put { .. }) { "a put" } else { "an accumulate" };
             let later = match op.call {
-                Call::Put { .. } => self.accesses(|op| op.peer == peer && op.accesses_peer()),
+                Call::Put { .. } | Call::Accumulate { .. } => self.accesses(|op| op.peer == peer && op.accesses_peer()),
                 _ => Vec::new(),
             };
             let error = ctx.endpoints.timeout(peer.index()..peer.index() + 1, waited, format!("access {id}: {detail}"));
             self.fail(ctx, id, error);
             for other in later.into_iter().filter(|other| *other > id) {
-                let detail = format!("a put to rank {peer} before it failed");
+                let detail = format!("{failed} to rank {peer} before it failed");
                 self.fail(ctx, other, |operation| Error::Timeout { operation, waited, detail });
             }
         }
     }
+}
+
+/// What adds elements that come to a part of a window.
+fn adder(region: Region, window: WindowId, dtype: DType) -> RecvBuffer {
+    let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, dtype));
+    let completion = Completion { op: OpId::Window(window.0), step: 0 };
+    RecvBuffer { region, action, completion, received: 0 }
 }
 
 /// Tokens of gets have this bit, which the tokens that their targets give messages never reach.

@@ -1,4 +1,4 @@
-//! Shared memory segments: one process makes a segment, the other processes of its host map it to read.
+//! Shared memory segments: one process makes a segment, the other processes of its host map it.
 //!
 //! A segment is a memfd(2) whose size is sealed. Another process opens it through /proc, which the system allows to
 //! processes of the same user that may inspect each other. It checks the inode, since descriptors are reused.
@@ -45,7 +45,8 @@ impl SegmentId {
 
 /// Elements in memory that the other processes of this host can map and read in place, zero at first.
 ///
-/// A communicator does so by itself when an operation's data lies in such memory. Every instance takes a mapping and a file
+/// A communicator does so by itself when an operation's data lies in such memory, and on request when it is a part of a window
+/// ([`Communicator::window_map`](crate::Communicator::window_map)). Every instance takes a mapping and a file
 /// descriptor, so it is meant for a few large buffers that live long.
 ///
 /// A forked child shares the memory with the process that made it. To the child's own communicators it is ordinary memory.
@@ -144,6 +145,130 @@ pub fn locate(address: u64, len: usize) -> Option<(SegmentId, u64)> {
     (offset.checked_add(len)? <= *size).then_some((*id, offset as u64))
 }
 
+/// Where bytes of a process lie for the other processes of its host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentPlace {
+    /// The process.
+    pub pid: i32,
+    /// Its segment.
+    pub id: SegmentId,
+    /// The first byte's offset in the segment.
+    pub offset: u64,
+}
+
+impl SegmentPlace {
+    /// The place of `len` bytes of this process from `address` on, if one segment contains them all.
+    pub fn of(address: u64, len: usize) -> Option<SegmentPlace> {
+        let (id, offset) = locate(address, len)?;
+        Some(SegmentPlace { pid: rustix::process::getpid().as_raw_pid(), id, offset })
+    }
+
+    /// Maps `len` bytes there, to be read and written.
+    ///
+    /// # Errors
+    /// The segment is gone or shorter, or the system does not let this process open it.
+    pub fn map(self, len: usize) -> io::Result<MappedMemory> {
+        let (base, mapped) = map_segment(self.pid, self.id, Access::ReadWrite)?;
+        let memory = MappedMemory { base, mapped, offset: usize::try_from(self.offset).unwrap_or(usize::MAX), len };
+        if memory.offset.checked_add(len).is_some_and(|end| end <= mapped) {
+            Ok(memory)
+        } else {
+            Err(io::Error::other("the memory lies beyond the segment's end"))
+        }
+    }
+}
+
+/// Memory of another process, mapped to be read and written. It stays valid whatever the other process does: once it has freed
+/// the memory, this reads zeros.
+#[derive(Debug)]
+pub struct MappedMemory {
+    base: NonNull<u8>,
+    mapped: usize,
+    offset: usize,
+    len: usize,
+}
+
+// SAFETY: the mapping is owned and stays at its address until drop.
+unsafe impl Send for MappedMemory {}
+
+impl MappedMemory {
+    /// The number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies the bytes from `offset` on.
+    ///
+    /// # Panics
+    /// When they are not all inside.
+    pub fn copy_out(&self, offset: usize, into: &mut [u8]) {
+        let from = self.at(offset, into.len());
+        // SAFETY: the range is inside the mapping, as was just checked, of whose bytes there are no references.
+        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+    }
+
+    /// Copies `from` to `offset`.
+    ///
+    /// # Panics
+    /// When that is not all inside.
+    pub fn copy_in(&self, offset: usize, from: &[u8]) {
+        let into = self.at(offset, from.len());
+        // SAFETY: as in `copy_out`; the mapping is writable.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len()) };
+    }
+
+    fn at(&self, offset: usize, len: usize) -> *mut u8 {
+        let is_inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(is_inside, "{len} bytes at {offset} of {}", self.len);
+        self.as_ptr().wrapping_add(offset)
+    }
+
+    /// The first byte. The other process may change the bytes at any time, so no reference to them may be made.
+    pub fn as_ptr(&self) -> *mut u8 {
+        // SAFETY: offset is inside the mapping, as `SegmentPlace::map` has checked.
+        unsafe { self.base.as_ptr().add(self.offset) }
+    }
+}
+
+impl Drop for MappedMemory {
+    fn drop(&mut self) {
+        // SAFETY: the range is the mapping made in `map_segment`, and nothing is borrowed from it.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.mapped) };
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Access {
+    Read,
+    ReadWrite,
+}
+
+/// Maps segment `id` of process `pid`, after checking its inode and that it can never shrink; returns its length too.
+fn map_segment(pid: i32, id: SegmentId, access: Access) -> io::Result<(NonNull<u8>, usize)> {
+    let path = format!("/proc/{pid}/fd/{}", id.fd());
+    let (mode, protection) = match access {
+        Access::Read => (OFlags::RDONLY, ProtFlags::READ),
+        Access::ReadWrite => (OFlags::RDWR, ProtFlags::READ | ProtFlags::WRITE),
+    };
+    // The descriptor may have become a pipe, whose opening would wait for a writer.
+    let fd = rustix::fs::open(path, mode | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
+    let stat = rustix::fs::fstat(&fd)?;
+    // What is not a memfd has no seals.
+    let sealed = memfd::cannot_shrink(&fd).unwrap_or(false);
+    if !sealed || SegmentId::new(id.fd() as i32, stat.st_ino) != id {
+        return Err(io::Error::new(io::ErrorKind::NotFound, "the segment is no longer there"));
+    }
+    let len = usize::try_from(stat.st_size).unwrap_or(0);
+    // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
+    let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, fd.as_fd(), 0) }?;
+    Ok((NonNull::new(base.cast()).expect("mmap never returns null"), len))
+}
+
 /// A segment of another process, mapped to be read.
 #[derive(Debug)]
 pub struct PeerSegment {
@@ -156,22 +281,12 @@ pub struct PeerSegment {
 unsafe impl Send for PeerSegment {}
 
 impl PeerSegment {
-    /// Maps segment `id` of process `pid`, after checking its inode and that it can never shrink.
+    /// Maps segment `id` of process `pid`.
+    ///
+    /// # Errors
+    /// The segment is gone, or the system does not let this process open it.
     pub fn open(pid: i32, id: SegmentId) -> io::Result<PeerSegment> {
-        let path = format!("/proc/{pid}/fd/{}", id.fd());
-        // The descriptor may have become a pipe, whose opening would wait for a writer.
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let fd = rustix::fs::open(path, flags, Mode::empty())?;
-        let stat = rustix::fs::fstat(&fd)?;
-        let sealed = memfd::cannot_shrink(&fd)?;
-        if !sealed || SegmentId::new(id.fd() as i32, stat.st_ino) != id {
-            return Err(io::Error::new(io::ErrorKind::NotFound, "the segment is no longer there"));
-        }
-        let len = usize::try_from(stat.st_size).unwrap_or(0);
-        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, fd.as_fd(), 0) }?;
-        let base = NonNull::new(base.cast()).expect("mmap never returns null");
+        let (base, len) = map_segment(pid, id, Access::Read)?;
         Ok(PeerSegment { base, len, _not_sync: PhantomData })
     }
 
@@ -218,6 +333,26 @@ mod tests {
         segment.read(offset, &mut bytes).expect("readable");
         assert_eq!(u16::from_ne_bytes(bytes), 7);
         assert!(segment.read(199_999, &mut bytes).is_err() && segment.read(u64::MAX, &mut bytes).is_err());
+    }
+
+    #[test]
+    fn a_place_in_a_segment_is_mapped_to_be_written() {
+        let mut memory = SharedMemory::<u8>::new(10_000).expect("memory");
+        let place = SegmentPlace::of(&raw const memory[5_000] as u64, 100).expect("known");
+        let mapped = place.map(100).expect("mapped");
+        assert_eq!((mapped.len(), mapped.is_empty()), (100, false));
+        mapped.copy_in(99, &[7]);
+        assert_eq!(memory[5_099], 7);
+        memory[5_000] = 9;
+        let mut byte = [0];
+        mapped.copy_out(0, &mut byte);
+        assert_eq!(byte, [9]);
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| mapped.copy_in(100, &[1]))).is_err());
+        assert!(place.map(5_001).is_err() && SegmentPlace { offset: u64::MAX, ..place }.map(2).is_err());
+        drop(memory);
+        assert!(place.map(100).is_err());
+        mapped.copy_out(0, &mut byte);
+        assert_eq!(byte, [0], "it outlives what it maps");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, ReduceOp, Window, Work};
+use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, ReduceOp, SharedMemory, Window, Work};
 
 use crate::world::{WIRES, buffer, op, run, world, world_with};
 
@@ -216,6 +216,162 @@ fn get_reads_what_the_other_rank_has() {
                 comm.window_deregister(window.id()).expect("deregister");
             });
         }
+    }
+}
+
+#[test]
+fn accumulations_of_all_ranks_count() {
+    for wire in WIRES {
+        // Shorter than a frame, and several fragments; at an odd address, where no element is aligned.
+        for count in [5, 200_000] {
+            world(wire, 3, move |comm| {
+                let me = comm.rank().index();
+                let mut memory = vec![0u8; 8 * (count + 1)];
+                let window = comm.window_register(buffer(&mut memory)).expect("register");
+                for to in 0..3 {
+                    let kind = || OpKind::Accumulate { window: window.id(), to: Rank::from(to), offset: 3 };
+                    let mut addends: Vec<i64> = (0..count as i64).map(|at| at + (1 << 40) * me as i64).collect();
+                    run(comm, kind(), vec![buffer(&mut addends)], vec![]).expect("accumulate");
+                    addends.fill(-1); // it is over, its memory is the caller's again
+                    run(comm, kind(), vec![buffer(&mut addends)], vec![]).expect("accumulate");
+                }
+                comm.window_fence(window.id()).expect("fence");
+                let (sums, _) = memory[3..3 + 8 * count].as_chunks();
+                let sums: Vec<i64> = sums.iter().map(|bytes| i64::from_ne_bytes(*bytes)).collect();
+                assert!(sums.iter().enumerate().all(|(at, sum)| *sum == 3 * at as i64 + 3 * (1 << 40) - 3));
+                assert_eq!((&memory[..3], &memory[8 * count + 3..]), ([0; 3].as_slice(), [0; 5].as_slice()));
+                comm.window_deregister(window.id()).expect("deregister");
+            });
+        }
+    }
+}
+
+#[test]
+fn what_was_put_is_there_after_a_flush() {
+    for wire in WIRES {
+        let flushed = Arc::new(AtomicBool::new(false));
+        world(wire, 3, move |comm| {
+            let mut memory = vec![0u8; LARGE];
+            let window = comm.window_register(buffer(&mut memory)).expect("register");
+            let (id, me) = (window.id(), comm.rank().0);
+            let flush = |to| run(comm, OpKind::Flush { window: id, to: Rank(to) }, vec![], vec![]);
+            (0..3).for_each(|to| flush(to).expect("nothing to wait for"));
+            if me == 0 {
+                let (mut long, mut short) = (vec![5; LARGE], [6; 3]);
+                let to = Rank(1);
+                let works = [
+                    start(comm, OpKind::Put { window: id, to, offset: 0 }, &mut long),
+                    start(comm, OpKind::Put { window: id, to, offset: LARGE - 3 }, &mut short),
+                ];
+                flush(1).expect("flush");
+                flushed.store(true, Ordering::SeqCst);
+                works.iter().for_each(|work| work.wait(None).expect("written"));
+                comm.window_flush_all(id).expect("flush");
+            } else if me == 1 {
+                while !flushed.load(Ordering::SeqCst) {
+                    std::thread::sleep(SHORT / 100); // outside the engine
+                }
+                assert!(memory[..LARGE - 3].iter().all(|byte| *byte == 5));
+                assert_eq!(memory[LARGE - 3..], [6; 3]);
+            }
+            comm.window_deregister(id).expect("deregister");
+            let error = run(comm, OpKind::Flush { window: id, to: Rank(0) }, vec![], vec![]).expect_err("it is gone");
+            assert!(matches!(&error, Error::Usage(usage) if usage.argument == "window"), "{error}");
+        });
+    }
+}
+
+#[test]
+fn a_fence_shows_what_all_ranks_have_put() {
+    for wire in WIRES {
+        world(wire, 3, |comm| {
+            let me = comm.rank().index();
+            let mut memory = vec![0u8; 3 * LARGE / 4];
+            let part = memory.len() / 3;
+            let window = comm.window_register(buffer(&mut memory)).expect("register");
+            for round in 1..4 {
+                let mut data = vec![10 * round + me as u8; part];
+                let kind = |to| OpKind::Put { window: window.id(), to: Rank::from(to), offset: me * part };
+                let works: Vec<Work> = (0..3).map(|to| start(comm, kind(to), &mut data)).collect();
+                comm.window_fence(window.id()).expect("fence");
+                works.iter().for_each(|work| work.wait(None).expect("written"));
+                for from in 0..3 {
+                    let written = &memory[from * part..(from + 1) * part];
+                    assert!(written.iter().all(|byte| *byte == 10 * round + from as u8));
+                }
+                comm.window_fence(window.id()).expect("nobody puts before all have read");
+            }
+            comm.window_deregister(window.id()).expect("deregister");
+            assert!(matches!(comm.window_fence(window.id()), Err(Error::Usage(_))));
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_fence_is_named() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            let mut memory = [0u8; 4];
+            let window = comm.window_register(buffer(&mut memory)).expect("register");
+            let result = match comm.rank().0 {
+                0 => comm.window_fence(window.id()),
+                _ => run(comm, OpKind::Barrier, vec![], vec![]),
+            };
+            let text = result.expect_err("they differ").to_string();
+            assert!(text.contains("window_fence()") && text.contains("barrier()"), "{text}");
+            comm.window_fence(window.id()).expect("the communicator works on");
+            comm.window_deregister(window.id()).expect("deregister");
+        });
+    }
+}
+
+#[test]
+fn what_cannot_be_added_is_refused_at_its_origin() {
+    world(WIRES[0], 2, |comm| {
+        let mut memory = [0u8; 16];
+        let window = comm.window_register(buffer(&mut memory)).expect("register");
+        let add =
+            |inputs, offset| run(comm, OpKind::Accumulate { window: window.id(), to: Rank(1), offset }, inputs, vec![]);
+        let error = add(vec![buffer(&mut [1u8; 2]), buffer(&mut [1u32; 2])], 0).expect_err("two types");
+        assert!(error.to_string().contains("accumulate: argument `tensors`: expected all of one dtype"), "{error}");
+        let error = add(vec![buffer(&mut [1u64; 2])], 8).expect_err("too long");
+        assert!(error.to_string().contains("exceeds the window size"), "{error}");
+        comm.window_fence(window.id()).expect("the communicator works on");
+        comm.window_deregister(window.id()).expect("deregister");
+        assert_eq!(memory, [0; 16]);
+    });
+}
+
+#[test]
+fn a_part_in_shared_memory_is_mapped_by_the_other_ranks() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            let (me, peer) = (comm.rank().index(), Rank::from(1 - comm.rank().index()));
+            let mut memory = SharedMemory::<u8>::new(10_000).expect("memory");
+            let window = comm.window_register(buffer(&mut memory[100..200 + me])).expect("register");
+            if comm.host_of(peer) != comm.host_of(comm.rank()) {
+                let error = comm.window_map(window.id(), peer).expect_err("another host");
+                assert!(error.to_string().contains("expected a rank on the same host"), "{error}");
+                return comm.window_deregister(window.id()).expect("deregister");
+            }
+            let mapped = comm.window_map(window.id(), peer).expect("mapped");
+            assert_eq!(mapped.len(), 100 + peer.index());
+            mapped.copy_in(99, &[7 + me as u8]);
+            comm.window_fence(window.id()).expect("fence");
+            assert_eq!(memory[199], 7 + peer.0 as u8);
+            let mut byte = [0];
+            mapped.copy_out(99, &mut byte);
+            assert_eq!(byte, [7 + me as u8]);
+            let error = comm.window_map(window.id(), Rank(2)).expect_err("no such rank");
+            assert!(error.to_string().contains("window_map: argument `rank`: expected a rank in [0, 2)"), "{error}");
+            comm.window_deregister(window.id()).expect("deregister");
+            assert!(comm.window_map(window.id(), peer).is_err());
+            let mut elsewhere = vec![0u8; 100];
+            let window = comm.window_register(buffer(&mut elsewhere)).expect("register");
+            let error = comm.window_map(window.id(), peer).expect_err("other memory");
+            assert!(error.to_string().contains("whose part lies in shared memory"), "{error}");
+            comm.window_deregister(window.id()).expect("deregister");
+        });
     }
 }
 

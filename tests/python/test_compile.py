@@ -195,6 +195,31 @@ def windows_are_read_as_without(rank: int, size: int) -> None:
         window.tensor_deregister()
 
 
+def windows_are_added_to_as_without(rank: int, size: int) -> None:
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def program(window: TorchCommWindow, x: torch.Tensor, async_op: bool) -> torch.Tensor:
+        works = [window.accumulate(x * 2, right, 2, async_op), window.flush(right, async_op)]
+        if async_op:
+            for work in works:
+                work.wait()
+        window.flush_all()
+        window.signal(right)
+        window.wait_signal(left)
+        return window.map_remote_tensor(rank) + 1
+
+    with communicator(rank, size) as comm:
+        window = comm.new_window(torch.zeros(6))
+        expected = torch.ones(6)
+        for salt, async_op in enumerate((False, True)):
+            expected[2:5] += data(left, 3, salt=salt) * 2
+            assert_same(compiled(program)(window, data(rank, 3, salt=salt), async_op), expected, "what was added")
+            comm.barrier(False)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="fence cannot be part of a compiled graph"):
+            compiled(lambda x: (window.fence(), x + 1)[1])(torch.ones(4))
+        window.tensor_deregister()
+
+
 def batches_may_be_made_outside(rank: int, size: int) -> None:
     def fill(batch: BatchSendRecv, sent: torch.Tensor, received: torch.Tensor) -> None:
         batch.recv(received, (rank - 1) % size)
@@ -641,6 +666,7 @@ CHECKS = [
     shapes_may_vary,
     windows_are_as_without,
     windows_are_read_as_without,
+    windows_are_added_to_as_without,
     batches_may_be_made_outside,
     gloo_is_as_without,
     operations_keep_their_order,

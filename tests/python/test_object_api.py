@@ -312,6 +312,76 @@ def windows_are_written_by_others(rank: int, size: int) -> None:
             window.signal(after, False)
 
 
+def windows_are_added_to_and_flushed(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+            window = comm.new_window(torch.zeros(3, 100, dtype=dtype))
+            tensor = window.get_tensor()
+            assert tensor is not None
+            for target in range(size):
+                window.put(torch.full((100,), rank + 1, dtype=dtype), target, 100, True) if rank == 0 else None
+            window.fence()
+            for target in range(size):
+                addend = torch.arange(100).to(dtype) + rank
+                window.accumulate(addend, target, 100, target % 2 == 0).wait()
+                addend.zero_()
+            window.flush(0)
+            window.flush_all()
+            window.fence()
+            expected = torch.zeros(3, 100, dtype=dtype)
+            expected[1] = 1 + size * torch.arange(100).to(dtype) + sum(range(size))
+            assert_same(tensor, expected, f"sums of {dtype}")
+            with pytest.raises(ValueError, match=r"accumulate.*Requested size .* exceeds the window size"):
+                window.accumulate(torch.ones(200, dtype=dtype), 0, 200, False)
+            window.fence()
+            window.tensor_deregister()
+        window = comm.new_window(torch.zeros(4))
+        with pytest.raises(ValueError, match="accumulate: argument `tensor`: expected elements of a type that can be"):
+            window.accumulate(torch.zeros(4, dtype=torch.float8_e4m3fn), 0, 0, False)
+        with pytest.raises(RuntimeError, match="dst_rank must be in range"):
+            window.accumulate(torch.ones(1), size, 0, False)
+        with pytest.raises(RuntimeError, match="dst_rank must be in range"):
+            window.flush(-1)
+        window.tensor_deregister()
+        for call in (window.fence, window.flush_all, lambda: window.flush(0)):
+            with pytest.raises(RuntimeError, match="no tensor"):
+                call()
+
+
+def windows_are_mapped_by_others(rank: int, size: int) -> None:
+    access = ncclx_rs.TorchCommWinAccessType
+    with communicator(rank, size) as comm:
+        memory = comm.get_mem_allocator().empty(2, 50)
+        memory.fill_(rank)
+        window = comm.new_window(memory)
+        assert all(window.get_attr(r).access_type == access.WIN_ACCESS_TYPE_UNIFIED for r in range(size))
+        comm.barrier(False)
+        parts = [window.map_remote_tensor(other) for other in range(size)]
+        for other, part in enumerate(parts):
+            assert part.shape == (2, 50) and part.dtype == torch.float32
+            assert_same(part[0], torch.full((50,), float(other)), f"the part of rank {other}")
+            part[1, rank] = float(rank * 10)
+        window.fence()
+        assert memory[1, :size].tolist() == [float(10 * other) for other in range(size)]
+        window.tensor_deregister()
+        comm.barrier(False)
+        del window
+        assert [part[0, 0].item() for part in parts] == [float(other) for other in range(size)]
+        window = comm.new_window(torch.zeros(2))
+        for other in set(range(size)) - {rank}:
+            with pytest.raises(RuntimeError, match=rf"map_remote_tensor: the part of rank {other} cannot be mapped.*"):
+                window.map_remote_tensor(other)
+        window.tensor_deregister()
+        window = comm.new_window(comm.get_mem_allocator().empty(1 + rank))
+        for other in set(range(size)) - {rank}:
+            assert window.get_attr(other).access_type == access.WIN_ACCESS_TYPE_SEPARATE
+            with pytest.raises(
+                RuntimeError, match=rf"rank {other} has {4 * (other + 1)} bytes, this rank's {4 * rank + 4}"
+            ):
+                window.map_remote_tensor(other)
+        window.tensor_deregister()
+
+
 # ---- splitting ----
 
 
@@ -786,6 +856,8 @@ CHECKS = [
     objects_travel,
     objects_of_any_class_need_consent,
     windows_are_written_by_others,
+    windows_are_added_to_and_flushed,
+    windows_are_mapped_by_others,
     communicators_split,
     tensors_of_the_allocator_are_communicated,
     wrong_splits_are_refused,

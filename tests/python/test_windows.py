@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
+from ncclx_rs._load import native
 
 pytestmark = pytest.mark.worlds(sizes=(1, 2, 3))
 
@@ -171,9 +172,16 @@ def pytorchs_window_is_one_of_ours(rank: int, size: int) -> None:
         mine = window.get_attr(rank).access_type
         if size > 1:
             assert window.get_attr(after).access_type != mine
+            with pytest.raises(ValueError, match="whose part lies in shared memory"):
+                window.map_remote_tensor(after)
         window.tensor_deregister()
         with pytest.raises(RuntimeError, match="Double deregistration"):
             window.tensor_deregister()
+    mapped = group.new_window(native()._shared_memory(40).view(torch.float32).fill_(rank))
+    dist.barrier()
+    assert torch.equal(mapped.map_remote_tensor(after), torch.full((10,), float(after)))
+    assert mapped.get_attr(after).access_type == mine
+    mapped.tensor_deregister()
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])

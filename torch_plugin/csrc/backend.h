@@ -163,6 +163,9 @@ class NcclxBackend : public c10d::Backend {
   // Windows by the engine's ids. Without `owning`, the caller keeps the tensor until the window is deregistered.
   uint64_t register_window(const at::Tensor& tensor, bool owning);
   void deregister_window(uint64_t window);
+  void fence_window(uint64_t window);
+  // The bytes of a rank's part; the tensor keeps the mapping.
+  at::Tensor map_window(uint64_t window, int64_t rank);
   // A put (reads the tensor), get (fills it), signal or wait_signal (without a tensor); the offset is in bytes.
   WorkPtr access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
                         int64_t offset, bool async, Milliseconds timeout);

@@ -40,6 +40,8 @@ enum NcclxKind : uint32_t {
   NCCLX_GET = 12,
   NCCLX_SIGNAL = 13,
   NCCLX_WAIT_SIGNAL = 14,
+  NCCLX_ACCUMULATE = 15,
+  NCCLX_FLUSH = 16,
 };
 
 enum : int32_t { NCCLX_HOST = -1 };
@@ -95,6 +97,7 @@ struct NcclxInit {
 struct NcclxComm;
 struct NcclxHandle;
 struct NcclxMemory;
+struct NcclxMapping;
 
 struct NcclxEngine {
   uint32_t size;  // of this struct
@@ -122,6 +125,12 @@ struct NcclxEngine {
   // Both are collective and block. The engine may use the memory until it is deregistered or the communicator ends.
   int32_t (*window_register)(NcclxComm* comm, const NcclxBuffer* memory, uint64_t* window, NcclxError* error);
   int32_t (*window_deregister)(NcclxComm* comm, uint64_t window, NcclxError* error);
+  // Collective; blocks.
+  int32_t (*window_fence)(NcclxComm* comm, uint64_t window, NcclxError* error);
+  // The part of a rank on this host, in memory that stays valid until `unmap`.
+  int32_t (*window_map)(NcclxComm* comm, uint64_t window, int32_t rank, NcclxMapping** mapping, void** ptr,
+                        uint64_t* bytes, NcclxError* error);
+  void (*unmap)(NcclxMapping* mapping);
   // Zeroed shared memory, valid until `memory_free`.
   int32_t (*memory_new)(uint64_t bytes, NcclxMemory** memory, void** ptr, NcclxError* error);
   void (*memory_free)(NcclxMemory* memory);
@@ -150,4 +159,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 128);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 216);
+static_assert(sizeof(NcclxEngine) == 240);

@@ -110,6 +110,14 @@ void define(py::module_& m) {
            py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
       .def("_window_wait_signal", &access_without_tensor<NCCLX_WAIT_SIGNAL>, py::arg("window"), py::arg("src"),
            py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
+      .def("_window_accumulate", &access_with_tensor<NCCLX_ACCUMULATE>, py::arg("window"), py::arg("tensor"),
+           py::arg("dst"), py::arg("byte_offset"), py::arg("async_op") = false, py::arg("timeout_ms") = -1,
+           py::call_guard<py::gil_scoped_release>())
+      .def("_window_flush", &access_without_tensor<NCCLX_FLUSH>, py::arg("window"), py::arg("dst"),
+           py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
+      .def("_window_fence", &NcclxBackend::fence_window, py::arg("window"), py::call_guard<py::gil_scoped_release>())
+      .def("_window_map", &NcclxBackend::map_window, py::arg("window"), py::arg("rank"),
+           py::call_guard<py::gil_scoped_release>())
       // Ranks in no new group of a split have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
   m.def("_end_all", [] { NcclxBackend::end_all(g_engine); }, py::call_guard<py::gil_scoped_release>());

@@ -1,4 +1,6 @@
 // One-sided windows: the backend's calls, and c10d::Window over them. Included by register.cpp.
+#include <cstring>
+
 #include "backend.h"
 
 namespace ncclx {
@@ -38,6 +40,24 @@ void NcclxBackend::deregister_window(uint64_t window) {
   if (status != NCCLX_OK) raise(status, error.text);
 }
 
+void NcclxBackend::fence_window(uint64_t window) {
+  NcclxError error;
+  const int32_t status = engine_->window_fence(comm()->get(), window, &error);
+  if (status != NCCLX_OK) raise(status, error.text);
+}
+
+at::Tensor NcclxBackend::map_window(uint64_t window, int64_t rank) {
+  NcclxMapping* mapping = nullptr;
+  void* ptr = nullptr;
+  uint64_t bytes = 0;
+  NcclxError error;
+  const auto number = rank >= 0 && rank < getSize() ? static_cast<int32_t>(rank) : -1;
+  const int32_t status = engine_->window_map(comm()->get(), window, number, &mapping, &ptr, &bytes, &error);
+  if (status != NCCLX_OK) raise(status, error.text);
+  const auto unmap = [engine = engine_, mapping](void*) { engine->unmap(mapping); };
+  return at::from_blob(ptr, {static_cast<int64_t>(bytes)}, unmap, at::kByte);
+}
+
 std::optional<at::Device> NcclxBackend::device_of_window(uint64_t window) {
   std::lock_guard<std::mutex> lock(windows_mutex_);
   const auto found = windows_.find(window);
@@ -46,22 +66,22 @@ std::optional<at::Device> NcclxBackend::device_of_window(uint64_t window) {
 
 WorkPtr NcclxBackend::access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
                                     int64_t offset, bool async, Milliseconds timeout) {
-  const char* operation = kind == NCCLX_PUT      ? "put"
-                          : kind == NCCLX_GET    ? "get"
-                          : kind == NCCLX_SIGNAL ? "signal"
-                                                 : "wait_signal";
+  const char* title = kind == NCCLX_PUT          ? "ncclx_rs:put"
+                      : kind == NCCLX_GET        ? "ncclx_rs:get"
+                      : kind == NCCLX_ACCUMULATE ? "ncclx_rs:accumulate"
+                      : kind == NCCLX_FLUSH      ? "ncclx_rs:flush"
+                      : kind == NCCLX_SIGNAL     ? "ncclx_rs:signal"
+                                                 : "ncclx_rs:wait_signal";
+  const char* operation = title + std::strlen("ncclx_rs:");
   if (offset < 0) refuse(operation, "offset", "a number of at least 0", std::to_string(offset));
   const Tensors tensors = tensor ? Tensors{*tensor} : Tensors{};
   WorkPtr work = launch({.kind = kind, .operation = operation,
-                         .title = kind == NCCLX_PUT      ? "ncclx_rs:put"
-                                  : kind == NCCLX_GET    ? "ncclx_rs:get"
-                                  : kind == NCCLX_SIGNAL ? "ncclx_rs:signal"
-                                                         : "ncclx_rs:wait_signal",
+                         .title = title,
                          .type = OpType::UNKNOWN, .timeout = timeout, .async = async, .results = tensors,
                          .profiled = tensors, .peer = peer, .window = window, .offset = static_cast<uint64_t>(offset),
                          .device = device_of_window(window),
                          .fill = [&](Operands& o, size_t) {
-                           if (tensor) kind == NCCLX_PUT ? o.input(*tensor, "tensor") : o.output(*tensor, "tensor");
+                           if (tensor) kind == NCCLX_GET ? o.output(*tensor, "tensor") : o.input(*tensor, "tensor");
                          }});
   if (!async) work->wait();
   return work;
@@ -106,16 +126,24 @@ class NcclxWindow : public c10d::Window {
                                    opts.timeout);
   }
 
-  // Only operations reach another rank's memory.
   at::Tensor map_remote_tensor(int64_t rank) override {
-    id();
-    if (rank != backend_->getRank()) refuse("map_remote_tensor", "rank", "this rank itself", std::to_string(rank));
-    return tensor_;
+    if (rank == backend_->getRank()) return id(), tensor_;
+    const auto mapped = backend_->map_window(id(), rank);
+    if (mapped.numel() != static_cast<int64_t>(tensor_.nbytes())) {
+      refuse("map_remote_tensor", "rank", "a rank with a part of " + std::to_string(tensor_.nbytes()) + " bytes",
+             "one of " + std::to_string(mapped.numel()));
+    }
+    return mapped.view(tensor_.scalar_type()).view(tensor_.sizes());
   }
 
   c10d::WindowAttr get_attr(int64_t peer) override {
-    const bool mine = peer == backend_->getRank();
-    return {mine ? c10d::WindowAccessType::UNIFIED : c10d::WindowAccessType::SEPARATE};
+    bool unified = peer == backend_->getRank();
+    try {
+      if (!unified) unified = backend_->map_window(id(), peer).defined();
+    } catch (const std::exception&) {
+      // Only operations reach that rank's memory.
+    }
+    return {unified ? c10d::WindowAccessType::UNIFIED : c10d::WindowAccessType::SEPARATE};
   }
 
  private:

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use ncclx_rs::comm::store::Store;
 use ncclx_rs::sys::cuda::Device;
+use ncclx_rs::sys::segment::MappedMemory;
 use ncclx_rs::{
     Buffer, Buffers, CommOptions, Communicator, Error, Mode, Op, Rank, SharedMemory, StreamHandle, WindowId, Work,
 };
@@ -114,6 +115,17 @@ struct RawEngine {
     host: extern "C" fn(*const Communicator, i32) -> i32,
     window_register: extern "C" fn(*const Communicator, *const RawBuffer, *mut u64, *mut RawError) -> i32,
     window_deregister: extern "C" fn(*const Communicator, u64, *mut RawError) -> i32,
+    window_fence: extern "C" fn(*const Communicator, u64, *mut RawError) -> i32,
+    window_map: extern "C" fn(
+        *const Communicator,
+        u64,
+        i32,
+        *mut *mut MappedMemory,
+        *mut *mut c_void,
+        *mut u64,
+        *mut RawError,
+    ) -> i32,
+    unmap: extern "C" fn(*mut MappedMemory),
     memory_new: extern "C" fn(u64, *mut *mut SharedMemory<u8>, *mut *mut c_void, *mut RawError) -> i32,
     memory_free: extern "C" fn(*mut SharedMemory<u8>),
     set_members: extern "C" fn(*const Communicator, *const i64, u64),
@@ -127,7 +139,7 @@ const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 128);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 216);
+const _: () = assert!(size_of::<RawEngine>() == 240);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -150,6 +162,9 @@ static ENGINE: RawEngine = RawEngine {
     host,
     window_register,
     window_deregister,
+    window_fence,
+    window_map,
+    unmap,
     memory_new,
     memory_free,
     set_members,
@@ -643,6 +658,43 @@ extern "C" fn window_deregister(comm: *const Communicator, window: u64, error: *
         let comm = unsafe { &*comm };
         comm.window_deregister(WindowId(window)).map_err(|error| failure(&error))
     })
+}
+
+extern "C" fn window_fence(comm: *const Communicator, window: u64, error: *mut RawError) -> i32 {
+    guarded(error, || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        comm.window_fence(WindowId(window)).map_err(|error| failure(&error))
+    })
+}
+
+extern "C" fn window_map(
+    comm: *const Communicator,
+    window: u64,
+    rank: i32,
+    mapping: *mut *mut MappedMemory,
+    ptr: *mut *mut c_void,
+    bytes: *mut u64,
+    error: *mut RawError,
+) -> i32 {
+    without_tensors(error, || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        let rank = u32::try_from(rank).map_err(|_| (Status::Usage, format!("window_map: there is no rank {rank}")))?;
+        let mapped = comm.window_map(WindowId(window), Rank(rank)).map_err(|error| failure(&error))?;
+        // SAFETY: the caller's place for the address.
+        unsafe { *ptr = mapped.as_ptr().cast() };
+        // SAFETY: the caller's place for the length.
+        unsafe { *bytes = mapped.len() as u64 };
+        // SAFETY: the caller's place for the mapping, which it gives back to `unmap`.
+        unsafe { *mapping = Box::into_raw(Box::new(mapped)) };
+        Ok(())
+    })
+}
+
+extern "C" fn unmap(mapping: *mut MappedMemory) {
+    // SAFETY: made by `window_map` and given back once.
+    or_end(|| drop(unsafe { Box::from_raw(mapping) }));
 }
 
 extern "C" fn memory_new(

@@ -106,6 +106,8 @@ pub(crate) fn kind(numbers: Numbers<'_>) -> Result<OpKind, UsageError> {
         12 => OpKind::Get { window, from: rank("src")?, offset },
         13 => OpKind::Signal { window, to: rank("dst")? },
         14 => OpKind::WaitSignal { window, from: rank("src")? },
+        15 => OpKind::Accumulate { window, to: rank("dst")?, offset },
+        16 => OpKind::Flush { window, to: rank("dst")? },
         other => return Err(misuse("kind", "a known operation", other)),
     })
 }

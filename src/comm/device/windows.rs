@@ -57,6 +57,7 @@ impl DeviceSide {
         timeout: Duration,
     ) -> Result<Work, Error> {
         check::memory(op)?;
+        check::access_on_device(op)?;
         let sum = |buffers: &[Buffer]| -> usize { buffers.iter().map(|buffer| buffer.bytes()).sum() };
         let (read, written) = (sum(&op.inputs), sum(&op.outputs));
         let (argument, window, peer, access, call): (_, _, Rank, _, _) = match op.kind {
@@ -70,7 +71,7 @@ impl DeviceSide {
             OpKind::WaitSignal { window, from } => {
                 ("src", window, from, Access::WaitSignal, Call::WaitSignal { from, window })
             }
-            _ => unreachable!("`run` has matched on the kind"),
+            _ => unreachable!("it has been checked"),
         };
         let name = op.kind.name();
         let Place { size, .. } = group.place();

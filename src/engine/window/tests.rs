@@ -96,3 +96,57 @@ fn nothing_is_written_to_a_window_that_was_concealed_amid_a_put() {
     assert_eq!(harness.words.get(), [7, 0]);
     assert!(harness.by_hand.engine.context.endpoints.lost(Rank(1)).is_none());
 }
+
+/// A frame that adds bytes to the window.
+fn addition(dtype: u8, window: u64, offset: u64, len: u64) -> Vec<u8> {
+    let signature = Signature { dtype, ..Signature::default() };
+    let header = Header::control(FrameKind::Accumulate, MatchSpace::PointToPoint, window, offset, len);
+    Header { signature, ..header }.encode().to_vec()
+}
+
+#[test]
+fn an_accumulate_adds_to_what_is_there() {
+    let mut harness = Harness::new();
+    let id = harness.window.0;
+    for _ in 0..3 {
+        harness.send(&addition(DType::U64 as u8, id, 8, 8));
+        harness.send(&7u64.to_ne_bytes());
+    }
+    assert_eq!(harness.words.get(), [0, 21]);
+}
+
+#[test]
+fn additions_of_what_has_no_sum_or_no_place_are_dropped_and_the_stream_goes_on() {
+    let mut harness = Harness::new();
+    let (id, dtype) = (harness.window.0, DType::U64 as u8);
+    let no_sum = DType::ALL.iter().find(|dtype| !ReduceOp::Sum.supports(**dtype)).expect("a type without sums");
+    let strays =
+        [(*no_sum as u8, id, 0, 8), (255, id, 0, 8), (dtype, id, 0, 7), (dtype, id, 9, 8), (dtype, id + 1, 0, 8)];
+    for (dtype, window, offset, len) in strays {
+        harness.send(&addition(dtype, window, offset, len));
+        harness.send(&vec![0xff; len as usize]);
+    }
+    harness.send(&Harness::header(FrameKind::Signal, id, 0, 0));
+    assert_eq!((harness.words.get(), harness.signals()), ([0, 0].as_slice(), 1));
+}
+
+#[test]
+fn a_flush_is_answered_and_an_answer_nobody_waits_for_is_dropped() {
+    let mut harness = Harness::new();
+    let id = harness.window.0;
+    for (window, token) in [(id, 7), (id + 1, 8)] {
+        harness.send(&Harness::header(FrameKind::Flush, window, token, 0));
+    }
+    harness.send(&Harness::header(FrameKind::Flushed, id, 3, 0));
+    let sent = std::mem::take(&mut harness.by_hand.wire().from_engine);
+    let mut rest = sent.as_slice();
+    let mut answers = Vec::new();
+    while !rest.is_empty() {
+        let header = Header::decode(rest).expect("a header").expect("a whole one");
+        rest = &rest[header.size() + header.payload()..];
+        answers.push((header.kind, header.key, header.token, header.index));
+    }
+    let answer = |window, token, index| (FrameKind::Flushed, window, token, index);
+    assert_eq!(answers, [answer(id, 7, 0), answer(id + 1, 8, 1)]);
+    assert!(harness.by_hand.engine.context.endpoints.lost(Rank(1)).is_none());
+}

@@ -51,6 +51,8 @@ TABLE = {
     # The offset is in bytes.
     "window_put": "Tensor tensor, int dst_rank, SymInt offset",
     "window_get": "out Tensor tensor, int src_rank, SymInt offset",
+    "window_accumulate": "Tensor tensor, int dst_rank, SymInt offset",
+    "window_flush": "int dst_rank",
     "window_signal": "int peer_rank",
     "window_wait_signal": "int peer_rank",
 }

@@ -52,6 +52,7 @@ class TorchCommWindow:
         self._id: int | None = None
         self._bytes = 0
         self._meta: tuple[torch.dtype, torch.Size, torch.device] | None = None
+        self._mapped: dict[int, torch.Tensor] = {}
         self._comm_handle = comm._handle
         self._handle = _graph_state.handle(self, f"{comm._handle}/window")
 
@@ -109,7 +110,7 @@ class TorchCommWindow:
         if self._id is None:
             raise RuntimeError("Double deregistration error: the window has no tensor")
         self._c10d._window_deregister(self._id)
-        self._id, self._tensor, self._bytes, self._meta = None, None, 0, None
+        self._id, self._tensor, self._bytes, self._meta, self._mapped = None, None, 0, None, {}
 
     def put(
         self,
@@ -182,6 +183,90 @@ class TorchCommWindow:
             OpOptions.of("get", timeout, hints, None),
         )
 
+    def accumulate(
+        self,
+        tensor: torch.Tensor,
+        dst_rank: int,
+        target_offset_nelems: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Adds a tensor to a rank's part, element by element. Once it is done, the program may change the tensor.
+
+        What several ranks add to the same elements is all counted, in some order. An accumulate that fails may have
+        been added in part. torchcomms has no such method.
+
+        Args:
+            tensor: the tensor to add, of any shape. The rank's part has its dtype, which ``all_reduce`` sums.
+            dst_rank: the rank to whose part it is added.
+            target_offset_nelems: the offset in the rank's part, in elements of ``tensor``.
+            async_op: whether the call returns before the operation is done.
+            hints: settings by name.
+            timeout: the timeout; the communicator's if not given.
+
+        Raises:
+            ValueError: the tensor does not fit into the part at that offset, its elements have no sum, or the window is
+                one of CUDA tensors.
+            RuntimeError: there is no such rank, no tensor is registered, the tensor is not contiguous, or the operation
+                failed.
+        """
+        return self._move(
+            "accumulate", tensor, "dst_rank", dst_rank, target_offset_nelems, async_op, OpOptions(timeout, hints)
+        )
+
+    def flush(
+        self,
+        dst_rank: int,
+        async_op: bool = False,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Waits until what this rank has put and accumulated is in a rank's part. torchcomms has no such method.
+
+        Args:
+            dst_rank: the rank whose part it is.
+            async_op: whether the call returns before the operation is done.
+            hints: settings by name.
+            timeout: the timeout; the communicator's if not given.
+
+        Raises:
+            ValueError: the window is one of CUDA tensors.
+            RuntimeError: there is no such rank, no tensor is registered, or the operation failed.
+        """
+        self._comm._check_rank("dst_rank", dst_rank)
+        return self._access("flush", OpOptions(timeout, hints), dst_rank, async_op)
+
+    def flush_all(self, hints: Mapping[str, str] | None = None, timeout: timedelta | None = None) -> None:
+        """Does `flush` for all ranks.
+
+        Args:
+            hints: settings by name.
+            timeout: the timeout; the communicator's if not given.
+
+        Raises:
+            ValueError: the window is one of CUDA tensors.
+            RuntimeError: no tensor is registered, or the operation failed.
+        """
+        works = [self.flush(rank, True, hints, timeout) for rank in range(self._comm._size)]
+        for work in works:
+            work.wait()
+
+    def fence(self) -> None:
+        """Waits until what all ranks have put and accumulated is in the ranks' parts. Called on all ranks.
+
+        torchcomms has no such method.
+
+        Raises:
+            ValueError: the window is one of CUDA tensors.
+            RuntimeError: no tensor is registered, a put or accumulate did not end in time, a rank did not call it, or a
+                rank is lost.
+        """
+        not_in_graphs("fence", "the graph does not see what it changes; signal and wait_signal can be")
+        self._comm._check_usable("fence")
+        self._registered()
+        self._c10d._window_fence(self._id)
+
     def signal(
         self,
         peer_rank: int | None = None,
@@ -232,15 +317,22 @@ class TorchCommWindow:
         return self._access("wait_signal", OpOptions.of("wait_signal", timeout, hints, None), peer_rank, async_op)
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
-        """This rank's own part: the registered tensor. In a compiled graph it is a copy.
+        """A rank's part as a tensor of this process. In a compiled graph it is a copy.
 
-        Other ranks' parts are not in this process's memory; `get` reads them.
+        This rank's own part is the registered tensor. Another rank's can be mapped if the rank is on this host and its
+        tensor is memory of `TorchComm.get_mem_allocator`. Reads and writes of it need synchronization, as by `signal`
+        and `wait_signal`. It may be used after `tensor_deregister`, but no longer has the other rank's data once that
+        rank has freed its tensor. `get` and `put` reach the parts of all ranks.
 
         Args:
-            rank: this rank.
+            rank: the rank whose part it is.
+
+        Returns:
+            A tensor of the shape and dtype of this rank's.
 
         Raises:
-            RuntimeError: ``rank`` is another rank, or the window keeps no tensor.
+            RuntimeError: there is no such rank, its part cannot be mapped or has another size than this rank's, or the
+                window keeps no tensor and ``rank`` is this rank.
         """
         self._comm._check_rank("map_remote_tensor", "rank", rank)
         meta = self._registered()
@@ -248,19 +340,30 @@ class TorchCommWindow:
             from ncclx_rs import _graph
 
             return _graph.window_contents(self._handle, rank, meta)
-        if rank != self._comm._rank or self._tensor is None:
-            raise RuntimeError(f"map_remote_tensor: the part of rank {rank} is not in this process's memory")
-        return self._tensor
+        if rank == self._comm._rank:
+            if self._tensor is None:
+                raise RuntimeError(f"map_remote_tensor: the window does not keep the tensor of rank {rank}, this rank")
+            return self._tensor
+        try:
+            part = self._map(rank)
+        except ValueError as error:
+            raise RuntimeError(f"map_remote_tensor: the part of rank {rank} cannot be mapped: {error}") from error
+        if part.nbytes != self._bytes:
+            raise RuntimeError(
+                f"map_remote_tensor: the part of rank {rank} has {part.nbytes} bytes, this rank's {self._bytes}"
+            )
+        dtype, shape, _ = meta
+        return part.view(dtype).view(shape)
 
     def get_attr(self, peer_rank: int) -> TorchCommWindowAttr:
-        """The attributes of a rank's part. Only this rank's own part is memory of this process.
+        """The attributes of a rank's part. It is unified if `map_remote_tensor` gives the part, and separate otherwise.
 
         Raises:
             RuntimeError: there is no such rank.
         """
         self._comm._check_rank("get_attr", "peer_rank", peer_rank)
         attr = TorchCommWindowAttr()
-        if peer_rank == self._comm._rank:
+        if peer_rank == self._comm._rank or self._can_map(peer_rank):
             attr.access_type = TorchCommWinAccessType.WIN_ACCESS_TYPE_UNIFIED
         return attr
 
@@ -303,6 +406,20 @@ class TorchCommWindow:
         if self._meta is None:
             raise RuntimeError("the window has no tensor; call tensor_register first")
         return self._meta
+
+    def _map(self, rank: int) -> torch.Tensor:
+        """The bytes of another rank's part. ValueError: they cannot be mapped."""
+        if rank not in self._mapped:
+            self._mapped[rank] = self._c10d._window_map(self._id, rank)
+        return self._mapped[rank]
+
+    def _can_map(self, rank: int) -> bool:
+        if self._id is None:
+            return False
+        try:
+            return self._map(rank).nbytes == self._bytes
+        except ValueError:
+            return False
 
     def _move(
         self,
