@@ -194,6 +194,14 @@ def test_options_come_in_one_object_or_one_by_one() -> None:
     comm.finalize()
 
 
+def test_an_operations_own_arguments_win_over_its_options() -> None:
+    given = AllReduceOptions(timeout=7, hints={"a": "1", "b": "1"})
+    made = AllReduceOptions.of("all_reduce", None, {"b": "2"}, given)
+    assert (made.timeout, made.hints) == (timedelta(seconds=7), {"a": "1", "b": "2"})
+    assert AllReduceOptions.of("all_reduce", 8, None, given).timeout == timedelta(seconds=8)
+    assert given.hints == {"a": "1", "b": "1"}
+
+
 def refused(call: Callable[[], Any]) -> str:
     with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
         call()
