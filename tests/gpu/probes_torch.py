@@ -10,7 +10,7 @@ from typing import Any
 from probing import Found, NotHere, Number, Probe, Ranks, amount, cu, together
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
-OPERATIONS = ("SUM", "AVG", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
+OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 def begin() -> None:
