@@ -18,6 +18,7 @@ pub mod fuzz;
 #[cfg(any(test, fuzzing))]
 mod fuzz_input;
 pub mod op;
+pub mod rdma;
 pub mod schedule;
 mod signature;
 pub mod sync;

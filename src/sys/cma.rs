@@ -25,6 +25,11 @@ impl PeerMemory {
         Ok(PeerMemory { pid })
     }
 
+    /// The process's number.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
     /// Maps a segment of the process.
     pub fn segment(&self, id: SegmentId) -> io::Result<PeerSegment> {
         PeerSegment::open(self.pid, id)
@@ -33,9 +38,18 @@ impl PeerMemory {
     /// Copies bytes at `address` of the process into `into`. Returns how many, at least one. An error if the memory does not
     /// exist, the process is gone, or this process may not read it.
     pub fn read(&self, address: u64, into: &mut [u8]) -> io::Result<usize> {
-        let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
-        let remote = libc::iovec { iov_base: address as usize as *mut libc::c_void, iov_len: into.len() };
-        // SAFETY: the kernel writes at most `into.len()` bytes to `local`, which is borrowed for that, and checks the
+        // SAFETY: `into` is writable, and borrowed for this alone.
+        unsafe { self.read_to(address, into.as_mut_ptr(), into.len()) }
+    }
+
+    /// As [`PeerMemory::read`], to the `len` bytes at `into`.
+    ///
+    /// # Safety
+    /// The bytes at `into` are writable, and no reference to them is used meanwhile.
+    pub(super) unsafe fn read_to(&self, address: u64, into: *mut u8, len: usize) -> io::Result<usize> {
+        let local = libc::iovec { iov_base: into.cast(), iov_len: len };
+        let remote = libc::iovec { iov_base: address as usize as *mut libc::c_void, iov_len: len };
+        // SAFETY: the kernel writes at most `len` bytes to `local`, which the caller lends for that, and checks the
         // remote range itself, which belongs to no object of this process that is borrowed (the peer's own tensors,
         // also where the peer is a communicator of this very process).
         let count = unsafe { libc::process_vm_readv(self.pid, &local, 1, &remote, 1, 0) };

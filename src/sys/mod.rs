@@ -4,6 +4,7 @@ pub mod cma;
 pub mod cuda;
 pub mod exit;
 pub mod fork;
+pub mod lent_bytes;
 pub mod limits;
 mod memfd;
 pub mod nccl;

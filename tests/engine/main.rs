@@ -22,6 +22,7 @@ mod numbers;
 mod nvrtc;
 mod peer_loss;
 mod programs;
+mod rdma;
 mod rings;
 mod rounds;
 mod schedules;

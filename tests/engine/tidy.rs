@@ -18,6 +18,7 @@ const LAYERS: &[&[&str]] = &[
     &["transport"],
     &["engine"],
     &["comm"],
+    &["rdma"],
     &["fuzz"],
 ];
 
@@ -72,6 +73,10 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // What a communicator offers, and ways to one.
             &["blocking", "group", "launch", "on_device", "split", "window"],
         ],
+    ),
+    (
+        "src/rdma/",
+        &[&["error"], &["memory", "pending"], &["protocol"], &["wire"], &["client", "server"], &["transport"]],
     ),
     ("src/comm/store/", &[&["interface"], &["memory", "prefix", "protocol"], &["server"], &["tcp"], &["fuzz"]]),
     ("src/comm/bootstrap/", &[&["build"], &["protocol"], &["context", "roster"], &["joiner", "root"], &["fuzz"]]),
@@ -145,6 +150,7 @@ const UNSAFE: &[&str] = &[
     "torch_plugin/src/library/load.rs",
     "torch_plugin/src/library/store.rs",
     "torch_plugin/src/python.rs",
+    "torch_plugin/src/rdma.rs",
 ];
 
 /// The folders of the workspace's sources.

@@ -2,7 +2,7 @@
 //!
 //! `abi` is the C boundary to the C++ shim in csrc/, which implements c10d's classes. `allocator` has functions that PyTorch
 //! allocates device memory by. `library` loads backends from shared
-//! libraries, `store` serves the rendezvous of reconfigured communicators, and `logging` passes the engine's records to
+//! libraries, `rdma` reads and writes the memory of other processes, `store` serves the rendezvous of reconfigured communicators, and `logging` passes the engine's records to
 //! Python's logging.
 
 mod abi;
@@ -12,6 +12,7 @@ mod library;
 mod logging;
 mod mesh;
 mod python;
+mod rdma;
 mod stack;
 mod store;
 mod vendor;
@@ -46,6 +47,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cuda_devices, module)?)?;
     module.add_class::<store::SecretStore>()?;
     library::register(module)?;
+    rdma::register(module)?;
     abi::register(module)
 }
 

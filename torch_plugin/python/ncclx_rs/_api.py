@@ -64,6 +64,14 @@ from ncclx_rs._hooks import (
 from ncclx_rs._memory import MemAllocator
 from ncclx_rs._new_comm import new_comm
 from ncclx_rs._operations import AllGatherPHandle
+from ncclx_rs._transport import (
+    RdmaFuture,
+    RdmaMemory,
+    RdmaMemoryMutableView,
+    RdmaMemoryView,
+    RdmaRemoteBuffer,
+    RdmaTransport,
+)
 from ncclx_rs._types import (
     AllGatherOptions,
     AllGatherPExecOptions,
@@ -150,6 +158,12 @@ __all__ = [
     "P2POpType",
     "PostHookArgs",
     "PreHookArgs",
+    "RdmaFuture",
+    "RdmaMemory",
+    "RdmaMemoryMutableView",
+    "RdmaMemoryView",
+    "RdmaRemoteBuffer",
+    "RdmaTransport",
     "ReconfigureOptions",
     "RecvOptions",
     "RecvPostHookArgs",

@@ -95,6 +95,45 @@ class SecretStore:
     def get(self, key: str, timeout: timedelta) -> bytes:
         """The value of ``key``; waits for it up to ``timeout``."""
 
+@final
+class RdmaRegistration:
+    """The registered memory of a contiguous tensor on the CPU. ValueError: the tensor is another one."""
+
+    def __new__(cls, tensor: torch.Tensor) -> RdmaRegistration: ...
+    def remote_buffer(self, offset: int, length: int) -> tuple[int, int, str]:
+        """The address, the length and the key of ``length`` bytes from ``offset`` on, for other processes."""
+
+    def deregister(self) -> None:
+        """Takes all keys back."""
+
+@final
+class RdmaConnection:
+    """A transport to another process."""
+
+    def __new__(cls, hints: list[tuple[str, str]]) -> RdmaConnection: ...
+    def bind(self) -> bytes: ...
+    def connect(self, peer: bytes, timeout: timedelta | None) -> None: ...
+    def is_connected(self) -> bool: ...
+    def wire(self) -> str | None:
+        """How bytes move, once it is connected."""
+
+    def post(
+        self, writes: bool, spans: list[tuple[RdmaRegistration, int, int, int, int, str]], timeout: timedelta | None
+    ) -> RdmaOperation:
+        """Begins to write or read spans."""
+
+    def close(self) -> None:
+        """Ends what is in flight, and both connections."""
+
+@final
+class RdmaOperation:
+    """An operation in flight or done."""
+
+    def wait(self, limit: timedelta | None) -> None:
+        """Waits for its end, and at most for ``limit``; raises its error."""
+
+    def is_done(self) -> bool: ...
+
 def _end_all() -> None: ...
 def _shared_memory(bytes: int) -> torch.Tensor: ...
 def _wait_blocking(work: dist.Work) -> None: ...

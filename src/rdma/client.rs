@@ -1,0 +1,466 @@
+//! The side that reads and writes: a thread that sends requests and takes answers, and never blocks in either.
+//!
+//! The peer answers in the order of requests. So what is under way is a queue, whose head the next answer is for. A span may
+//! take two requests, so operations that are in flight together end in any order.
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use crate::rdma::error::RdmaError;
+use crate::rdma::memory::RemoteBuffer;
+use crate::rdma::pending::Pending;
+use crate::rdma::protocol::{ANSWER_BYTES, Answer, Ask, REQUEST_BYTES, Request, Say};
+use crate::rdma::wire::Wire;
+use crate::sync::{Arc, Mutex, lock};
+use crate::sys::cma::PeerMemory;
+use crate::sys::lent_bytes::LentBytes;
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// From this process to the remote one.
+    Write,
+    /// From the remote process to this one.
+    Read,
+}
+
+impl Kind {
+    /// The name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Write => "write",
+            Kind::Read => "read",
+        }
+    }
+}
+
+/// One run of bytes of an operation.
+#[derive(Clone, Debug)]
+pub struct Span {
+    /// This process's memory.
+    pub local: Arc<LentBytes>,
+    /// The first byte there.
+    pub offset: usize,
+    /// The number of bytes.
+    pub len: usize,
+    /// The other process's memory, of at least as many bytes: the first ones are meant.
+    pub remote: RemoteBuffer,
+}
+
+/// A span that was given to the thread.
+struct Active {
+    kind: Kind,
+    span: Span,
+    /// Its place in its operation, and the number of spans there.
+    place: (usize, usize),
+    timeout: Duration,
+    deadline: Option<Instant>,
+    pending: Pending,
+    /// What the peer is asked next, or was.
+    ask: Ask,
+    /// Bytes that have come.
+    received: usize,
+}
+
+impl Active {
+    /// Which part of the operation it is, in words.
+    fn name(&self) -> String {
+        let (place, spans) = self.place;
+        let Span { len, remote, .. } = &self.span;
+        let which = if spans > 1 { format!("span {place} of {spans}, ") } else { String::new() };
+        format!("{which}{len} bytes at {:#x}", remote.address)
+    }
+
+    fn broken(&self, peer: &str, cause: &str) -> RdmaError {
+        let (operation, span) = (self.kind.name(), self.name());
+        RdmaError::Broken { operation, peer: peer.to_owned(), span, cause: cause.to_owned() }
+    }
+
+    fn request(&self) -> Request {
+        let Span { local, offset, len, remote } = &self.span;
+        let source = local.address() + *offset as u64;
+        Request { ask: self.ask, remote: RemoteBuffer { len: *len, ..*remote }, source }
+    }
+}
+
+/// What other threads tell the one of the client.
+#[derive(Default)]
+struct Inbox {
+    posted: Vec<Active>,
+    /// Why the connection has ended.
+    ended: Option<String>,
+    closing: bool,
+}
+
+/// A connection to a peer, and what is under way on it.
+pub(super) struct Client {
+    peer: String,
+    inbox: Arc<Mutex<Inbox>>,
+    waker: UnixStream,
+    wire: &'static str,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Client {
+    /// Works on a connection to `peer` whose sides have proved themselves. Where `reads_directly`, the two may read each other's
+    /// memory within a host.
+    pub(super) fn start(wire: Wire, peer: String, reads_directly: bool) -> io::Result<Client> {
+        let (waker, woken) = UnixStream::pair()?;
+        waker.set_nonblocking(true)?;
+        woken.set_nonblocking(true)?;
+        let inbox: Arc<Mutex<Inbox>> = Arc::default();
+        let name = wire.name();
+        let mut progress = Progress {
+            peer_memory: wire.peer_memory().filter(|_| reads_directly),
+            wire,
+            peer: peer.clone(),
+            inbox: inbox.clone(),
+            woken,
+            to_send: VecDeque::new(),
+            sent: 0,
+            asked: VecDeque::new(),
+            head: [0; ANSWER_BYTES],
+            head_len: 0,
+            body: None,
+            next_deadline: None,
+        };
+        let thread = std::thread::Builder::new().name("ncclx_rs rdma".to_owned()).spawn(move || progress.run())?;
+        Ok(Client { peer, inbox, waker, wire: name, thread: Some(thread) })
+    }
+
+    /// Why it is of no use any more, if it is not.
+    pub(super) fn ended(&self) -> Option<String> {
+        lock(&self.inbox).ended.clone()
+    }
+
+    /// The wire's name.
+    pub(super) fn wire(&self) -> &'static str {
+        self.wire
+    }
+
+    /// Begins an operation of spans that are inside their memories. It ends when all of them have, and after `timeout` at the latest.
+    pub(super) fn post(&self, kind: Kind, spans: Vec<Span>, timeout: Duration) -> Result<Pending, RdmaError> {
+        let (pending, count) = (Pending::new(spans.len()), spans.len());
+        let deadline = Instant::now().checked_add(timeout);
+        let active = spans.into_iter().enumerate().map(|(index, span)| Active {
+            kind,
+            // How it is asked for is the thread's to say.
+            ask: if kind == Kind::Write { Ask::Write } else { Ask::Read },
+            span,
+            place: (index + 1, count),
+            timeout,
+            deadline,
+            pending: pending.clone(),
+            received: 0,
+        });
+        let mut inbox = lock(&self.inbox);
+        if let Some(cause) = &inbox.ended {
+            return Err(RdmaError::NotConnected { operation: kind.name(), cause: cause.clone() });
+        }
+        inbox.posted.extend(active);
+        drop(inbox);
+        self.wake();
+        Ok(pending)
+    }
+
+    fn wake(&self) {
+        // A full socket wakes as well.
+        let _ = (&self.waker).write(&[0]);
+    }
+
+    /// Ends the connection and what is under way. Returns when the thread has ended.
+    pub(super) fn stop(&mut self) {
+        lock(&self.inbox).closing = true;
+        self.wake();
+        if let Some(thread) = self.thread.take() {
+            // A panic was printed when it happened.
+            let _ = thread.join();
+        }
+    }
+
+    /// The peer in messages.
+    pub(super) fn peer(&self) -> &str {
+        &self.peer
+    }
+}
+
+/// The part of an answer behind its header.
+enum Body {
+    Data { left: usize },
+    Reason { text: Vec<u8>, len: usize },
+}
+
+/// The state of the thread.
+struct Progress {
+    wire: Wire,
+    peer_memory: Option<PeerMemory>,
+    peer: String,
+    inbox: Arc<Mutex<Inbox>>,
+    woken: UnixStream,
+    /// Requests that are not written, the oldest first.
+    to_send: VecDeque<Active>,
+    /// Bytes written of the first one, its header included.
+    sent: usize,
+    /// Requests that are written, the oldest first.
+    asked: VecDeque<Active>,
+    head: [u8; ANSWER_BYTES],
+    head_len: usize,
+    body: Option<Body>,
+    /// No deadline is before this one.
+    next_deadline: Option<Instant>,
+}
+
+/// Why the thread ends.
+enum End {
+    Closed,
+    Broken(String),
+    TimedOut,
+}
+
+impl Progress {
+    fn run(&mut self) {
+        let end = loop {
+            if let Err(end) = self.turn() {
+                break end;
+            }
+        };
+        // First, so that the peer reads nothing of this process's memory after the operations have ended.
+        self.wire.shut_down();
+        let mut left: Vec<Active> = self.asked.drain(..).chain(self.to_send.drain(..)).collect();
+        let (mut cause, now) = (String::new(), Instant::now());
+        match end {
+            End::Closed => cause.push_str("the transport was closed"),
+            End::Broken(how) => cause = how,
+            End::TimedOut => {
+                let late = left.iter().find(|active| is_due(active, now)).map_or_else(String::new, Active::name);
+                cause = format!("the peer did not complete {late} in time");
+            }
+        }
+        {
+            let mut inbox = lock(&self.inbox);
+            inbox.ended = Some(cause.clone());
+            left.append(&mut inbox.posted);
+        }
+        for active in left {
+            let error = if is_due(&active, now) {
+                let (operation, peer, span) = (active.kind.name(), self.peer.clone(), active.name());
+                RdmaError::Timeout { operation, peer, span, waited: active.timeout }
+            } else {
+                active.broken(&self.peer, &cause)
+            };
+            active.pending.end_span(Err(error));
+        }
+    }
+
+    /// Sleeps until there is something to do, and does it.
+    fn turn(&mut self) -> Result<(), End> {
+        self.sleep()?;
+        self.take_posted()?;
+        let broken = |error: io::Error| End::Broken(error.to_string());
+        while self.receive().map_err(broken)? {}
+        while self.send().map_err(broken)? {}
+        let now = Instant::now();
+        if self.next_deadline.is_none_or(|next| now < next) {
+            return Ok(());
+        }
+        let under_way = || self.asked.iter().chain(&self.to_send);
+        if under_way().any(|active| is_due(active, now)) {
+            return Err(End::TimedOut);
+        }
+        self.next_deadline = under_way().filter_map(|active| active.deadline).min();
+        Ok(())
+    }
+
+    fn sleep(&self) -> Result<(), End> {
+        let mut wanted = PollFlags::IN;
+        wanted.set(PollFlags::OUT, !self.to_send.is_empty());
+        let mut watched = [
+            PollFd::from_borrowed_fd(self.wire.as_fd(), wanted),
+            PollFd::from_borrowed_fd(self.woken.as_fd(), PollFlags::IN),
+        ];
+        let left = self.next_deadline.map(|next| next.saturating_duration_since(Instant::now()));
+        let left = left.map(|left| Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        });
+        match rustix::event::poll(&mut watched, left.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(End::Broken(error.to_string())),
+        }
+    }
+
+    fn take_posted(&mut self) -> Result<(), End> {
+        let mut bytes = [0; 64];
+        // All that is there is read; the rest wakes again.
+        let _ = rustix::net::recv(&self.woken, &mut bytes[..], rustix::net::RecvFlags::DONTWAIT);
+        let mut inbox = lock(&self.inbox);
+        if inbox.closing {
+            return Err(End::Closed);
+        }
+        let posted = std::mem::take(&mut inbox.posted);
+        drop(inbox);
+        for mut active in posted {
+            if self.peer_memory.is_some() && active.span.len >= DIRECT_BYTES {
+                active.ask = if active.kind == Kind::Write { Ask::WriteFrom } else { Ask::Locate };
+            }
+            self.next_deadline = self.next_deadline.into_iter().chain(active.deadline).min();
+            self.to_send.push_back(active);
+        }
+        Ok(())
+    }
+
+    /// Writes a part of the first request. True: there is more to write, and there may be room.
+    fn send(&mut self) -> io::Result<bool> {
+        let Some(active) = self.to_send.front() else { return Ok(false) };
+        let Span { local, offset, len, .. } = &active.span;
+        let payload = if active.ask == Ask::Write { *len } else { 0 };
+        let written = if self.sent < REQUEST_BYTES {
+            self.wire.try_write(&active.request().encode()[self.sent..])
+        } else {
+            let done = self.sent - REQUEST_BYTES;
+            local.send(self.wire.as_fd(), offset + done, payload - done)
+        };
+        let Some(written) = passing(written)? else { return Ok(false) };
+        self.sent += written;
+        if self.sent == REQUEST_BYTES + payload
+            && let Some(active) = self.to_send.pop_front()
+        {
+            self.sent = 0;
+            self.asked.push_back(active);
+        }
+        Ok(true)
+    }
+
+    /// Reads a part of the next answer. True: there may be more.
+    fn receive(&mut self) -> io::Result<bool> {
+        let hung_up =
+            || io::Error::new(io::ErrorKind::UnexpectedEof, "the peer has closed it, or its process has ended");
+        match &mut self.body {
+            None => {
+                let read = self.wire.try_read(&mut self.head[self.head_len..]);
+                let Some(read) = passing(read)? else { return Ok(false) };
+                if read == 0 {
+                    return Err(hung_up());
+                }
+                self.head_len += read;
+                if self.head_len == ANSWER_BYTES {
+                    self.head_len = 0;
+                    let answer = Answer::decode(&self.head).map_err(io::Error::other)?;
+                    self.begin(answer)?;
+                }
+            }
+            Some(Body::Data { left }) => {
+                let active = self.asked.front_mut().expect("its data is being received");
+                let at = active.span.offset + active.received;
+                let Some(read) = passing(active.span.local.receive(self.wire.as_fd(), at, *left))? else {
+                    return Ok(false);
+                };
+                if read == 0 {
+                    return Err(hung_up());
+                }
+                active.received += read;
+                *left -= read;
+                if *left == 0 {
+                    self.body = None;
+                }
+            }
+            Some(Body::Reason { text, len }) => {
+                let mut bytes = vec![0; *len - text.len()];
+                let Some(read) = passing(self.wire.try_read(&mut bytes))? else { return Ok(false) };
+                if read == 0 {
+                    return Err(hung_up());
+                }
+                text.extend_from_slice(&bytes[..read]);
+                if text.len() == *len {
+                    let cause = String::from_utf8_lossy(text).into_owned();
+                    self.body = None;
+                    self.refused(cause);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes the header of an answer to the oldest request.
+    fn begin(&mut self, answer: Answer) -> io::Result<()> {
+        let stray = |what: &str| io::Error::other(format!("the peer sent {what}"));
+        let Some(active) = self.asked.front() else { return Err(stray("an answer to nothing")) };
+        match answer.say {
+            Say::Data if active.ask == Ask::Read && answer.len <= active.span.len - active.received => {
+                self.body = (answer.len > 0).then_some(Body::Data { left: answer.len });
+            }
+            Say::Data => return Err(stray("bytes that were not asked for")),
+            Say::Failed if answer.len == 0 => self.refused("no reason given".to_owned()),
+            Say::Failed => self.body = Some(Body::Reason { text: Vec::new(), len: answer.len }),
+            Say::CannotRead if active.ask == Ask::WriteFrom => self.ask_again(Ask::Write),
+            Say::CannotRead => return Err(stray("an answer to something else")),
+            Say::Done if active.ask == Ask::Read && active.received < active.span.len => {
+                return Err(stray("the end of a read before its bytes"));
+            }
+            Say::Done if active.ask == Ask::Locate => self.read_directly(),
+            Say::Done => {
+                if let Some(active) = self.asked.pop_front() {
+                    active.pending.end_span(Ok(()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn refused(&mut self, cause: String) {
+        let Some(active) = self.asked.pop_front() else { return };
+        let (operation, peer, span) = (active.kind.name(), self.peer.clone(), active.name());
+        active.pending.end_span(Err(RdmaError::Refused { operation, peer, span, cause }));
+    }
+
+    /// Asks something else for the oldest request.
+    fn ask_again(&mut self, ask: Ask) {
+        let Some(mut active) = self.asked.pop_front() else { return };
+        if ask != Ask::Confirm {
+            log::debug!("{} and this process cannot read each other's memory; bytes go through the socket", self.peer);
+            self.peer_memory = None;
+        }
+        active.ask = ask;
+        self.to_send.push_back(active);
+    }
+
+    /// Reads the bytes of the oldest request, which the peer says are registered, in its memory. Whether they still were, the
+    /// peer is asked next.
+    fn read_directly(&mut self) {
+        let (Some(active), Some(peer)) = (self.asked.front(), self.peer_memory) else {
+            return self.ask_again(Ask::Read);
+        };
+        let Span { local, offset, len, remote } = &active.span;
+        let mut done = 0;
+        while done < *len {
+            let from = remote.address.wrapping_add(done as u64);
+            match local.read_from(&peer, from, offset + done, len - done) {
+                Ok(count) => done += count,
+                // Not allowed here, or the memory is gone, which the peer says then.
+                Err(_) => return self.ask_again(Ask::Read),
+            }
+        }
+        self.ask_again(Ask::Confirm);
+    }
+}
+
+fn is_due(active: &Active, now: Instant) -> bool {
+    active.deadline.is_some_and(|deadline| deadline <= now)
+}
+
+/// The count of a call that may have to be made again later, for which there is none.
+fn passing(result: io::Result<usize>) -> io::Result<Option<usize>> {
+    match result {
+        Ok(count) => Ok(Some(count)),
+        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Spans of so many bytes are read where they lie, by one side or the other, within a host.
+const DIRECT_BYTES: usize = 16 * 1024;

@@ -1,0 +1,243 @@
+//! Registered memory, and the keys by which other processes access it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
+
+use crate::error::UsageError;
+use crate::rdma::error::RdmaError;
+use crate::sync::{Arc, Mutex, lock};
+use crate::sys::fork::PerProcess;
+use crate::sys::lent_bytes::LentBytes;
+
+/// What a process must know to access memory of another: 128 random bits. Printed only by [`Key::reveal`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Key([u8; 16]);
+
+impl Key {
+    /// The key of these bytes.
+    pub fn from_bytes(bytes: [u8; 16]) -> Key {
+        Key(bytes)
+    }
+
+    /// Its bytes.
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0
+    }
+
+    /// The key as 32 hexadecimal digits, for those who may have it.
+    pub fn reveal(self) -> String {
+        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+impl FromStr for Key {
+    type Err = UsageError;
+
+    fn from_str(text: &str) -> Result<Key, UsageError> {
+        let digits = text.as_bytes();
+        let is_key = digits.len() == 32 && digits.iter().all(u8::is_ascii_hexdigit);
+        let pair = |at: usize| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("hexadecimal digits");
+        is_key.then(|| Key(std::array::from_fn(pair))).ok_or_else(|| UsageError {
+            operation: "remote_buffer".to_owned(),
+            argument: "access_key",
+            expected: "a key of 32 hexadecimal digits".to_owned(),
+            // Not the text, which may be most of a key.
+            got: format!("{} bytes of something else", text.len()),
+        })
+    }
+}
+
+/// Memory of another process, and the key to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteBuffer {
+    /// The first byte's address there.
+    pub address: u64,
+    /// The number of bytes.
+    pub len: usize,
+    /// The key.
+    pub key: Key,
+}
+
+/// What a key stands for.
+struct Grant {
+    bytes: Arc<LentBytes>,
+    offset: usize,
+    len: usize,
+}
+
+type Grants = HashMap<Key, Grant>;
+
+/// The keys of this process. A forked child, whose memory is a copy, has none.
+static GRANTS: PerProcess<RwLock<Grants>> = PerProcess::unset();
+
+fn grants() -> RwLockWriteGuard<'static, Grants> {
+    GRANTS.get().write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Memory that other processes may be given access to, until it is dropped or deregistered.
+#[derive(Debug)]
+pub struct Memory {
+    bytes: Arc<LentBytes>,
+    keys: Mutex<Keys>,
+}
+
+#[derive(Debug, Default)]
+struct Keys {
+    given: Vec<(usize, usize, Key)>,
+    deregistered: bool,
+}
+
+impl Memory {
+    /// Registers the bytes. Nobody can access them before [`Memory::remote_buffer`].
+    pub fn new(bytes: Arc<LentBytes>) -> Memory {
+        Memory { bytes, keys: Mutex::default() }
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &Arc<LentBytes> {
+        &self.bytes
+    }
+
+    /// A buffer of `len` bytes from `offset` on, for other processes. Its key opens these bytes and no others. The same range
+    /// has the same key.
+    ///
+    /// # Errors
+    /// The bytes are not all inside, or the memory is deregistered.
+    pub fn remote_buffer(&self, offset: usize, len: usize) -> Result<RemoteBuffer, RdmaError> {
+        check_range("to_remote_buffer", offset, len, self.bytes.len())?;
+        let mut keys = lock(&self.keys);
+        if keys.deregistered {
+            return Err(UsageError {
+                operation: "to_remote_buffer".to_owned(),
+                argument: "self",
+                expected: "memory that is registered".to_owned(),
+                got: "memory that was deregistered".to_owned(),
+            }
+            .into());
+        }
+        let known = keys.given.iter().find(|(start, length, _)| (*start, *length) == (offset, len));
+        let key = known.map(|(_, _, key)| *key).unwrap_or_else(|| {
+            let key = Key(rand::random());
+            grants().insert(key, Grant { bytes: self.bytes.clone(), offset, len });
+            keys.given.push((offset, len, key));
+            key
+        });
+        Ok(RemoteBuffer { address: self.bytes.address() + offset as u64, len, key })
+    }
+
+    /// Takes all keys back. Once this returns, no other process reads or writes the memory; operations of this process that have
+    /// it as their own side go on.
+    pub fn deregister(&self) {
+        let mut keys = lock(&self.keys);
+        keys.deregistered = true;
+        // Waits for accesses under way, of which each copies one piece.
+        let mut grants = grants();
+        let revoked: Vec<Option<Grant>> = keys.given.drain(..).map(|(_, _, key)| grants.remove(&key)).collect();
+        // Owners are dropped without the lock.
+        drop(grants);
+        drop(revoked);
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.deregister();
+    }
+}
+
+/// Why a key does not open a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Refusal {
+    /// There is no such key. Whether there ever was is not told.
+    #[error("the memory is not registered with this key, or no longer")]
+    Key,
+    /// The key is for other bytes.
+    #[error("the bytes are not all inside the registered memory")]
+    Range,
+}
+
+/// Calls `access` on the bytes that `key` opens, `len` of them from `address` on, and where they begin there. They stay registered
+/// until it returns.
+pub(super) fn access<T>(
+    key: Key,
+    address: u64,
+    len: usize,
+    access: impl FnOnce(&LentBytes, usize) -> T,
+) -> Result<T, Refusal> {
+    let grants = GRANTS.get().read().unwrap_or_else(PoisonError::into_inner);
+    let grant = grants.get(&key).ok_or(Refusal::Key)?;
+    let begin = grant.bytes.address() + grant.offset as u64;
+    let inside = address.checked_sub(begin).and_then(|offset| usize::try_from(offset).ok());
+    let inside = inside.filter(|offset| offset.checked_add(len).is_some_and(|end| end <= grant.len));
+    let offset = inside.ok_or(Refusal::Range)?;
+    Ok(access(&grant.bytes, grant.offset + offset))
+}
+
+/// Refuses a range that is not inside `size` bytes.
+pub(super) fn check_range(operation: &str, offset: usize, len: usize, size: usize) -> Result<(), UsageError> {
+    if offset.checked_add(len).is_some_and(|end| end <= size) {
+        return Ok(());
+    }
+    Err(UsageError {
+        operation: operation.to_owned(),
+        argument: "offset",
+        expected: format!("a range inside {size} bytes"),
+        got: format!("{len} bytes at {offset}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(len: usize) -> Memory {
+        Memory::new(Arc::new(LentBytes::owned(vec![0; len])))
+    }
+
+    #[test]
+    fn a_key_opens_its_range_alone() {
+        let memory = memory(100);
+        let part = memory.remote_buffer(10, 20).expect("inside");
+        assert_eq!(memory.remote_buffer(10, 20), Ok(part), "the same range");
+        let whole = memory.remote_buffer(0, 100).expect("inside");
+        assert_ne!(whole.key, part.key);
+        let open = |key, address, len| access(key, address, len, |_, offset| offset);
+        assert_eq!(open(part.key, part.address + 5, 15), Ok(15));
+        assert_eq!(open(part.key, part.address + 20, 0), Ok(30));
+        for (address, len) in [(part.address, 21), (part.address - 1, 2), (u64::MAX, 1), (part.address, usize::MAX)] {
+            assert_eq!(open(part.key, address, len), Err(Refusal::Range), "{len} at {address}");
+        }
+        assert_eq!(open(Key([7; 16]), part.address, 1), Err(Refusal::Key));
+        assert!(memory.remote_buffer(90, 11).is_err() && memory.remote_buffer(usize::MAX, 2).is_err());
+    }
+
+    #[test]
+    fn what_is_deregistered_or_dropped_opens_to_nobody() {
+        let (first, second) = (memory(10), memory(10));
+        let keys = [&first, &second].map(|memory| memory.remote_buffer(0, 10).expect("inside"));
+        first.deregister();
+        drop(second);
+        assert!(keys.iter().all(|buffer| access(buffer.key, buffer.address, 1, |_, _| ()) == Err(Refusal::Key)));
+        let error = first.remote_buffer(0, 10).expect_err("no more keys");
+        assert!(error.to_string().contains("memory that was deregistered"), "{error}");
+    }
+
+    #[test]
+    fn a_key_survives_its_digits_and_is_not_printed() {
+        let key = Key(rand::random());
+        assert_eq!(key.reveal().parse(), Ok(key));
+        assert_eq!(format!("{key:?}"), "Key(..)");
+        for text in ["", "0", &"g".repeat(32), &"0".repeat(33), &"ü".repeat(16)] {
+            let error = text.parse::<Key>().expect_err("no key").to_string();
+            assert!(text.len() < 2 || !error.contains(text), "{error}");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! One-sided reads and writes of registered memory between two processes that need not share a communicator.
+//!
+//! A process registers [`Memory`] and hands a [`RemoteBuffer`] out: an address, a length and a key. A process that has both the
+//! buffer and a connected [`Transport`] reads and writes the memory; its owner does nothing. The names are those of torchcomms'
+//! transport, which is RDMA. Here the wires are the memory of processes of one host and TCP.
+//!
+//! # How bytes move
+//! Each transport has two connections: one that it opens, for its own operations, and one that its peer opens, which it serves
+//! by a thread (`server`). Within a host these are Unix sockets. A long write then names where it lies, and the target's thread
+//! reads it there (process_vm_readv(2)); a long read is told where the bytes lie, reads them there, and asks whether they were
+//! still registered. Otherwise, and where the system forbids that, bytes travel in frames (`protocol`). An operation's own side
+//! is a state machine of one thread that does not block (`client`), so many are in flight at once.
+//!
+//! # Who may do what
+//! [`Transport::bind`] returns a secret. Both sides of a connection prove that they know the target's
+//! ([`auth`](crate::transport::auth)); who cannot is refused and logged. A key is 128 random bits, and stands for a range of one
+//! memory. The owner looks it up for every piece that is copied, under a lock that [`Memory::deregister`] takes too. So once that
+//! returns, nothing is read or written any more.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//!
+//! use ncclx_rs::rdma::{Kind, Memory, Span, Transport};
+//! use ncclx_rs::sys::lent_bytes::LentBytes;
+//!
+//! let (one, other) = (Transport::new(&[])?, Transport::new(&[])?);
+//! let (mine, theirs) = (one.bind()?, other.bind()?);
+//! one.connect(&theirs, Duration::from_secs(60))?;
+//! other.connect(&mine, Duration::from_secs(60))?;
+//! let memory = Memory::new(Arc::new(LentBytes::owned(vec![0; 100])));
+//! let source = Arc::new(LentBytes::owned(vec![7; 10]));
+//! let span = Span { local: source, offset: 0, len: 10, remote: memory.remote_buffer(0, 100)? };
+//! one.post(Kind::Write, vec![span], Duration::from_secs(60))?.wait(None)?;
+//! let mut there = [0; 12];
+//! memory.bytes().copy_out(0, &mut there);
+//! assert_eq!(there, [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 0, 0]);
+//! # Ok::<(), ncclx_rs::rdma::RdmaError>(())
+//! ```
+
+mod client;
+mod error;
+mod memory;
+mod pending;
+mod protocol;
+mod server;
+mod transport;
+mod wire;
+
+pub use client::{Kind, Span};
+pub use error::RdmaError;
+pub use memory::{Key, Memory, RemoteBuffer};
+pub use pending::Pending;
+pub use transport::Transport;

@@ -1,0 +1,153 @@
+//! What travels on a connection: requests of the side that opened it, and the other side's answers, in the same order.
+//!
+//! A request is a header, for a `Write` with its bytes behind it. An answer to it is one frame or several: `Data` frames with
+//! the bytes that were read, then `Done`, or `Failed` with the reason. All integers are little endian.
+
+use crate::rdma::memory::{Key, RemoteBuffer};
+
+/// What a peer is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Ask {
+    /// To write the bytes that follow.
+    Write = 1,
+    /// To write the bytes that lie at `source` of the asking process.
+    WriteFrom = 2,
+    /// For the bytes.
+    Read = 3,
+    /// Where the bytes lie in its memory now.
+    Locate = 4,
+    /// Whether the bytes are still registered.
+    Confirm = 5,
+}
+
+impl Ask {
+    const ALL: [Ask; 5] = [Ask::Write, Ask::WriteFrom, Ask::Read, Ask::Locate, Ask::Confirm];
+}
+
+/// A request's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Request {
+    pub(super) ask: Ask,
+    /// The memory that is meant, at the side that is asked.
+    pub(super) remote: RemoteBuffer,
+    /// Where the bytes lie at the side that asks, for `WriteFrom`.
+    pub(super) source: u64,
+}
+
+/// The size of a request's header.
+pub(super) const REQUEST_BYTES: usize = 48;
+
+impl Request {
+    pub(super) fn encode(&self) -> [u8; REQUEST_BYTES] {
+        let mut bytes = [0; REQUEST_BYTES];
+        bytes[0] = self.ask as u8;
+        bytes[8..24].copy_from_slice(&self.remote.key.to_bytes());
+        bytes[24..32].copy_from_slice(&self.remote.address.to_le_bytes());
+        bytes[32..40].copy_from_slice(&(self.remote.len as u64).to_le_bytes());
+        bytes[40..48].copy_from_slice(&self.source.to_le_bytes());
+        bytes
+    }
+
+    /// The request, or why it is none of this version.
+    pub(super) fn decode(bytes: &[u8; REQUEST_BYTES]) -> Result<Request, String> {
+        let ask = Ask::ALL.into_iter().find(|ask| *ask as u8 == bytes[0]);
+        let ask = ask.ok_or_else(|| format!("a request of unknown kind {}", bytes[0]))?;
+        let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        let key = Key::from_bytes(std::array::from_fn(|i| bytes[8 + i]));
+        let len = usize::try_from(number(32)).map_err(|_| format!("a request for {} bytes", number(32)))?;
+        Ok(Request { ask, remote: RemoteBuffer { address: number(24), len, key }, source: number(40) })
+    }
+}
+
+/// What an answer's frame says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Say {
+    /// The next bytes of a read, which follow.
+    Data = 1,
+    /// The request is done.
+    Done = 2,
+    /// The request has failed; the reason follows.
+    Failed = 3,
+    /// The memory of the side that asked cannot be read from here.
+    CannotRead = 4,
+}
+
+impl Say {
+    const ALL: [Say; 4] = [Say::Data, Say::Done, Say::Failed, Say::CannotRead];
+}
+
+/// A frame's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Answer {
+    pub(super) say: Say,
+    /// How many bytes follow.
+    pub(super) len: usize,
+}
+
+/// The size of a frame's header.
+pub(super) const ANSWER_BYTES: usize = 8;
+
+/// The most bytes that follow a frame's header, and that are copied without another look at the key.
+pub(super) const PIECE_BYTES: usize = 256 * 1024;
+
+/// The longest reason.
+pub(super) const REASON_MAX: usize = 512;
+
+impl Answer {
+    pub(super) fn encode(&self) -> [u8; ANSWER_BYTES] {
+        let mut bytes = [0; ANSWER_BYTES];
+        bytes[0] = self.say as u8;
+        bytes[4..].copy_from_slice(&(self.len as u32).to_le_bytes());
+        bytes
+    }
+
+    /// The frame, or why it is none of this version.
+    pub(super) fn decode(bytes: &[u8; ANSWER_BYTES]) -> Result<Answer, String> {
+        let say = Say::ALL.into_iter().find(|say| *say as u8 == bytes[0]);
+        let say = say.ok_or_else(|| format!("an answer of unknown kind {}", bytes[0]))?;
+        let len = u32::from_le_bytes(std::array::from_fn(|i| bytes[4 + i])) as usize;
+        let limit = match say {
+            Say::Data => PIECE_BYTES,
+            Say::Failed => REASON_MAX,
+            Say::Done | Say::CannotRead => 0,
+        };
+        if len > limit {
+            return Err(format!("a {say:?} answer of {len} bytes"));
+        }
+        Ok(Answer { say, len })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_request_survives_the_wire(ask in 0..5usize, key: [u8; 16], address: u64, len: usize, source: u64) {
+            let remote = RemoteBuffer { address, len, key: Key::from_bytes(key) };
+            let request = Request { ask: Ask::ALL[ask], remote, source };
+            prop_assert_eq!(Request::decode(&request.encode()), Ok(request));
+        }
+
+        #[test]
+        fn an_answer_announces_no_more_than_its_limit(bytes: [u8; ANSWER_BYTES]) {
+            if let Ok(answer) = Answer::decode(&bytes) {
+                prop_assert!(answer.len <= PIECE_BYTES);
+                prop_assert_eq!(Answer::decode(&answer.encode()), Ok(answer));
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_a_request_or_refused(bytes in prop::array::uniform32(any::<u8>()), rest in prop::array::uniform16(any::<u8>())) {
+            let mut whole = [0; REQUEST_BYTES];
+            whole[..32].copy_from_slice(&bytes);
+            whole[32..].copy_from_slice(&rest);
+            prop_assert_eq!(Request::decode(&whole).is_ok(), (1..=5).contains(&bytes[0]));
+        }
+    }
+}

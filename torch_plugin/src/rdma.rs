@@ -1,0 +1,146 @@
+//! Transports between two processes for the Python package, which checks arguments (`_transport.py`).
+#![allow(unsafe_code, reason = "lends the memory of tensors")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ncclx_rs::rdma::{Kind, Memory, Pending, RdmaError, RemoteBuffer, Span, Transport};
+use ncclx_rs::sys::lent_bytes::LentBytes;
+use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// Adds the classes to the module.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<RdmaRegistration>()?;
+    module.add_class::<RdmaConnection>()?;
+    module.add_class::<RdmaOperation>()
+}
+
+/// The registered memory of a tensor on the CPU.
+#[pyclass(frozen, module = "ncclx_rs._native")]
+pub(crate) struct RdmaRegistration {
+    memory: Memory,
+}
+
+#[pymethods]
+impl RdmaRegistration {
+    #[new]
+    fn new(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let is_on_cpu: bool = tensor.getattr("is_cpu")?.extract()?;
+        if !is_on_cpu || !tensor.call_method0("is_contiguous")?.extract::<bool>()? {
+            return Err(PyValueError::new_err(
+                "RdmaMemory: argument `tensor`: expected a contiguous tensor on the CPU",
+            ));
+        }
+        let address: usize = tensor.call_method0("data_ptr")?.extract()?;
+        let len: usize = tensor.getattr("nbytes")?.extract()?;
+        let storage = tensor.call_method0("untyped_storage")?.unbind();
+        let ptr = std::ptr::with_exposed_provenance_mut(address);
+        // SAFETY: the tensor is contiguous, so all its bytes lie there, in the storage, which `storage` keeps.
+        let bytes = unsafe { LentBytes::from_raw(ptr, len, Box::new(storage)) };
+        Ok(RdmaRegistration { memory: Memory::new(Arc::new(bytes)) })
+    }
+
+    /// The address, the length and the key of `length` bytes from `offset` on, for other processes.
+    fn remote_buffer(&self, py: Python<'_>, offset: usize, length: usize) -> PyResult<(u64, usize, String)> {
+        let made = py.detach(|| self.memory.remote_buffer(offset, length));
+        made.map(|buffer| (buffer.address, buffer.len, buffer.key.reveal())).map_err(|error| exception(&error))
+    }
+
+    /// Takes all keys back.
+    fn deregister(&self, py: Python<'_>) {
+        py.detach(|| self.memory.deregister());
+    }
+}
+
+/// A run of bytes of an operation: the registration, the offset and length there, and the remote address, length and key.
+type RawSpan<'py> = (Bound<'py, RdmaRegistration>, usize, usize, u64, usize, String);
+
+/// A transport.
+#[pyclass(frozen, module = "ncclx_rs._native")]
+pub(crate) struct RdmaConnection {
+    transport: Transport,
+}
+
+#[pymethods]
+impl RdmaConnection {
+    #[new]
+    fn new(hints: Vec<(String, String)>) -> PyResult<Self> {
+        Transport::new(&hints).map(|transport| RdmaConnection { transport }).map_err(|error| exception(&error))
+    }
+
+    fn bind<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = py.detach(|| self.transport.bind()).map_err(|error| exception(&error))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    fn connect(&self, py: Python<'_>, peer: &[u8], timeout: Option<Duration>) -> PyResult<()> {
+        let timeout = timeout.unwrap_or_else(|| self.transport.default_timeout());
+        py.detach(|| self.transport.connect(peer, timeout)).map_err(|error| exception(&error))
+    }
+
+    fn is_connected(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.transport.is_connected())
+    }
+
+    /// How bytes move, once it is connected.
+    fn wire(&self, py: Python<'_>) -> Option<&'static str> {
+        py.detach(|| self.transport.wire())
+    }
+
+    /// Begins to write or read spans.
+    fn post(
+        &self,
+        py: Python<'_>,
+        writes: bool,
+        spans: Vec<RawSpan<'_>>,
+        timeout: Option<Duration>,
+    ) -> PyResult<RdmaOperation> {
+        let spans: Result<Vec<Span>, RdmaError> = spans
+            .into_iter()
+            .map(|(local, offset, len, address, remote_len, key)| {
+                let remote = RemoteBuffer { address, len: remote_len, key: key.parse()? };
+                Ok(Span { local: local.get().memory.bytes().clone(), offset, len, remote })
+            })
+            .collect();
+        let spans = spans.map_err(|error| exception(&error))?;
+        let kind = if writes { Kind::Write } else { Kind::Read };
+        let timeout = timeout.unwrap_or_else(|| self.transport.default_timeout());
+        let pending = py.detach(|| self.transport.post(kind, spans, timeout)).map_err(|error| exception(&error))?;
+        Ok(RdmaOperation { pending })
+    }
+
+    /// Ends what is in flight, and both connections.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.transport.close());
+    }
+}
+
+/// An operation in flight or done.
+#[pyclass(frozen, module = "ncclx_rs._native")]
+pub(crate) struct RdmaOperation {
+    pending: Pending,
+}
+
+#[pymethods]
+impl RdmaOperation {
+    /// Waits for its end, and at most for `limit`; raises its error.
+    fn wait(&self, py: Python<'_>, limit: Option<Duration>) -> PyResult<()> {
+        py.detach(|| self.pending.wait(limit)).map_err(|error| exception(&error))
+    }
+
+    fn is_done(&self) -> bool {
+        self.pending.is_done()
+    }
+}
+
+fn exception(error: &RdmaError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        RdmaError::Usage(_) => PyValueError::new_err(text),
+        RdmaError::Os { .. } => PyOSError::new_err(text),
+        RdmaError::InFlight { .. } => PyTimeoutError::new_err(text),
+        _ => PyRuntimeError::new_err(text),
+    }
+}
