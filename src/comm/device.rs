@@ -163,10 +163,6 @@ impl DeviceSide {
             return Err(driver.forked_error(operation));
         }
         let messages: Vec<Message<'_>> = ops.iter().map(|op| message(op, group.place())).collect::<Result<_, _>>()?;
-        let is_here = |peer| driver.with_engine(|engine| engine.context.topo.same_host(me, peer));
-        if let Some(message) = messages.iter().find(|message| !is_here(message.peer)) {
-            return Err(not_between_hosts(operation, me, message.peer).into());
-        }
         check_open(group, operation)?;
         if let Some(executor) = self.executor.get() {
             own_device(executor.device(), operation, stream.device())?;
@@ -180,7 +176,7 @@ impl DeviceSide {
                 host: self.host.clone(),
                 cell: executor::cell(self.staging_bytes),
             };
-            Messages::new(own, Arc::new(Reports(driver.clone())))
+            Messages::new(own, Arc::new(Reports(driver.clone())), Arc::new(ThroughEngine(driver.clone())))
         });
         own_device(executor.device(), operation, stream.device())?;
         executor.submit(&Messaging { messages: &messages, stream, timeout }, group)
@@ -234,6 +230,7 @@ impl DeviceSide {
             device,
             host: &self.host,
             halves: &executor::halves(self.staging_bytes, most),
+            stages_alone: true,
             words: executor::words(here).1,
             layout: ControlLayout::VERSION,
             timeout,
@@ -280,15 +277,6 @@ fn message(op: &Op, Place { me, size }: Place) -> Result<Message<'_>, UsageError
             Ok(Message { peer, direction: Direction::Receive, tag, buffers: &op.outputs })
         }
         _ => unreachable!("the kinds of a batch have been checked"),
-    }
-}
-
-fn not_between_hosts(operation: &str, me: Rank, peer: Rank) -> UsageError {
-    UsageError {
-        operation: operation.to_owned(),
-        argument: "peer",
-        expected: format!("a rank on the host of rank {me}, as messages of CUDA tensors need"),
-        got: format!("rank {peer}, which is on another one; use tensors on the CPU"),
     }
 }
 

@@ -3,9 +3,13 @@
 use std::time::Instant;
 
 use crate::device::control::Failure;
+use crate::device::far_pairs::{FarPair, FarPairs};
+use crate::device::message_log::LoggedMessage;
 use crate::device::network::Traffic;
-use crate::device::other_hosts::{Missing, OtherHosts};
+use crate::device::other_hosts::{Exchange, Missing, OtherHosts};
+use crate::device::rounds::Direction;
 use crate::engine::context::OpContext;
+use crate::engine::device_messages::DeviceMessages;
 use crate::engine::driver::Driver;
 use crate::engine::relay::Relay;
 use crate::signature::Signature;
@@ -20,6 +24,10 @@ impl ThroughEngine {
         self.0.with_engine(|engine| f(&mut engine.relay, &mut engine.context))
     }
 
+    fn with_messages<T>(&self, f: impl FnOnce(&mut DeviceMessages, &mut OpContext) -> T) -> T {
+        self.0.with_engine(|engine| f(&mut engine.device_messages, &mut engine.context))
+    }
+
     /// Has what was queued go on, whoever else waits.
     fn go_on(&self) {
         if let Err(error) = self.0.wake_progress_thread() {
@@ -29,19 +37,6 @@ impl ThroughEngine {
 }
 
 impl OtherHosts for ThroughEngine {
-    fn submit(
-        &self,
-        number: u64,
-        call: Signature,
-        segments: &mut dyn Iterator<Item = &Traffic>,
-    ) -> std::io::Result<()> {
-        let is_idle = self.with_relay(|relay, ctx| {
-            relay.submit(ctx, number, call, segments);
-            relay.is_idle()
-        });
-        if is_idle { Ok(()) } else { self.0.wake_progress_thread() }
-    }
-
     fn fail(&self, failure: &Failure) {
         self.with_relay(|relay, ctx| relay.fail(ctx, failure.clone()));
         self.go_on();
@@ -63,12 +58,90 @@ impl OtherHosts for ThroughEngine {
         self.with_relay(|relay, ctx| relay.missing(ctx, number))
     }
 
-    fn tell_of_wait(&self, number: u64, call: Signature) {
-        self.with_relay(|relay, ctx| relay.tell_of_wait(ctx, number, call));
-        self.go_on();
+    fn tell_of_wait(&self, number: u64, call: Option<Signature>) {
+        if let Some(call) = call {
+            self.with_relay(|relay, ctx| relay.tell_of_wait(ctx, number, call));
+            self.go_on();
+        }
+    }
+}
+
+impl Exchange for ThroughEngine {
+    fn submit(
+        &self,
+        number: u64,
+        call: Signature,
+        segments: &mut dyn Iterator<Item = &Traffic>,
+    ) -> std::io::Result<()> {
+        let is_idle = self.with_relay(|relay, ctx| {
+            relay.submit(ctx, number, call, segments);
+            relay.is_idle()
+        });
+        if is_idle { Ok(()) } else { self.0.wake_progress_thread() }
     }
 
     fn reset(&self) {
         self.with_relay(|relay, ctx| relay.reset(ctx));
+    }
+}
+
+impl FarPairs for ThroughEngine {
+    fn open(&self, peer: Rank, pair: FarPair) {
+        self.with_messages(|messages, _| messages.open(peer, pair));
+    }
+
+    fn forget(&self, peer: Rank) {
+        self.with_messages(|messages, ctx| messages.forget(ctx, peer));
+    }
+
+    fn lane(&self, peer: Rank, lane: usize) -> Arc<dyn OtherHosts> {
+        Arc::new(FarLane { engine: ThroughEngine(self.0.clone()), peer, lane })
+    }
+
+    fn submit(&self, channel: (Rank, Direction), first: u64, messages: &[LoggedMessage]) -> std::io::Result<()> {
+        self.with_messages(|carried, ctx| carried.submit(ctx, channel, first, messages));
+        self.0.wake_progress_thread()
+    }
+
+    fn reset(&self, peer: Rank, lane: usize) {
+        self.with_messages(|messages, ctx| messages.reset(ctx, peer, lane));
+    }
+}
+
+/// A lane of messages with a rank of another host.
+struct FarLane {
+    engine: ThroughEngine,
+    peer: Rank,
+    lane: usize,
+}
+
+impl OtherHosts for FarLane {
+    fn fail(&self, failure: &Failure) {
+        self.engine.with_messages(|messages, ctx| messages.fail(ctx, self.peer, failure));
+        self.engine.go_on();
+    }
+
+    fn give_up(&self, _: Rank, failure: &Failure) {
+        self.engine.with_messages(|messages, ctx| messages.give_up(ctx, self.peer, self.lane, failure.number));
+    }
+
+    fn settle(&self, has_time: bool) -> bool {
+        self.engine.with_messages(|messages, ctx| messages.settle(ctx, self.peer, self.lane, has_time))
+    }
+
+    /// What the other rank has told is in the control segment, and so is its loss after this.
+    fn failure(&self) -> Option<(Rank, Failure)> {
+        self.engine.with_messages(|messages, ctx| messages.check(ctx, Instant::now()));
+        None
+    }
+
+    /// What it has called is in the control segment.
+    fn missing(&self, _: u64) -> Missing {
+        Missing::default()
+    }
+
+    fn tell_of_wait(&self, _: u64, _: Option<Signature>) {
+        self.engine.with_messages(|messages, ctx| messages.tell_of_wait(ctx, self.peer, self.lane));
+        self.engine.go_on();
     }
 }

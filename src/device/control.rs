@@ -334,7 +334,8 @@ impl Control {
         self.has_counted(lane, Word::Taken { of: self.me }, number)
     }
 
-    fn has_counted(&self, lane: usize, word: Word, number: u64) -> bool {
+    /// Whether a word of a lane has come to this number.
+    pub(crate) fn has_counted(&self, lane: usize, word: Word, number: u64) -> bool {
         let word = self.words.word(self.layout.lane_words().index(lane, word));
         is_reached(word.load(Ordering::Acquire), number, self.width)
     }
@@ -349,6 +350,17 @@ impl Control {
     pub(crate) fn tell_received(&self, lane: usize, number: u64) {
         let word = self.layout.lane_words().index(lane, Word::Inbound { of: self.me });
         self.words.word(word).store(number, Ordering::Release);
+    }
+
+    /// Counts in a word of a lane, in place of the stream of another rank.
+    pub(crate) fn count(&self, lane: usize, word: Word, number: u64) {
+        let word = self.layout.lane_words().index(lane, word);
+        self.words.word(word).store(number, Ordering::Release);
+    }
+
+    /// Notes that this rank has called operations up to this number.
+    pub(crate) fn note_called(&self, lane: usize, number: u64) {
+        self.words.word(self.layout.last_call(self.me, lane)).fetch_max(number, Ordering::Release);
     }
 
     // ---- the words of lanes ----

@@ -16,7 +16,7 @@ use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
 use crate::device::launch::{self, LaunchError, Launcher, Launches, LoadError};
 use crate::device::lower::{InPlace, Program};
 use crate::device::network::{NetworkMemory, Traffic};
-use crate::device::other_hosts::OtherHosts;
+use crate::device::other_hosts::{Exchange, OtherHosts};
 use crate::device::plans::{self, Plan, Plans, Room, Shape};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
@@ -87,7 +87,7 @@ pub(crate) struct Executor {
     in_flight: Arc<InFlight>,
     pub(crate) windows: Windows,
     /// If there are any.
-    hosts: Option<Arc<dyn OtherHosts>>,
+    hosts: Option<Arc<dyn Exchange>>,
     /// Held while something is submitted. The driver's calls queue, they do not wait.
     state: Mutex<Option<State>>,
 }
@@ -153,7 +153,7 @@ pub(crate) fn cell(staging: usize) -> usize {
 enum Way {
     Plan(Arc<Plan>),
     /// An all_to_all: within the host, and between hosts if there are any.
-    Rounds(Rounds, Option<Far>),
+    Rounds(Rounds, Option<Box<Far>>),
 }
 
 /// What of an all_to_all goes to other hosts and comes from there.
@@ -172,7 +172,7 @@ impl Executor {
         algorithm: Option<String>,
         parts: Parts,
         ends: Arc<dyn Ends>,
-        hosts: Arc<dyn OtherHosts>,
+        hosts: Arc<dyn Exchange>,
     ) -> Result<Executor, Error> {
         let Parts { context, words, registered, staging, network, width, topo, members } = parts;
         let [staging, cells] = <[Staging; 2]>::try_from(staging).expect("as many as `halves` wants");
@@ -205,7 +205,8 @@ impl Executor {
         let rings = RingLane::new(RINGS, seat, layout.lane_words(), registered.clone(), cells, width);
         let plans = Plans::new(me, topo.clone(), algorithm, room);
         let device = context.device().ordinal();
-        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone(), hosts.clone());
+        let in_flight_hosts = hosts.clone().map(|hosts| hosts as Arc<dyn OtherHosts>);
+        let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone(), in_flight_hosts);
         let graphs = Graphs::new(Home {
             comm: comm.clone(),
             me,
@@ -327,7 +328,7 @@ impl Executor {
         };
         let signature = Signature { algorithm, ..request.signature };
         let blocks = match (&request.collective, &way) {
-            (_, Way::Rounds(_, Some(Far { near: [sent, received], .. }))) => Some(Blocks { sent, received }),
+            (_, Way::Rounds(_, Some(far))) => Some(Blocks { sent: &far.near[0], received: &far.near[1] }),
             (Collective::AllToAll { send, recv }, _) => Some(Blocks { sent: send, received: recv }),
             _ => None,
         };
@@ -483,7 +484,7 @@ impl State {
         }
         let rounds = self.rings.plan(&messages);
         let rounds = rounds.expect("it was checked that this rank sends itself what it receives from itself");
-        Ok(Way::Rounds(rounds, far))
+        Ok(Way::Rounds(rounds, far.map(Box::new)))
     }
 
     /// What of an all_to_all goes to other hosts and comes from there.

@@ -87,6 +87,7 @@ impl Graphs {
             device: home.context.device().ordinal(),
             host: &home.host,
             halves: &[purpose.half()],
+            stages_alone: true,
             words: TokenLayout::new(home.size).count(),
             layout: VERSION,
             timeout,

@@ -2,15 +2,41 @@
 
 use crate::device::control::Control;
 use crate::device::record;
+use crate::device::rounds::Direction;
 use crate::device::words::SLOTS;
 use crate::sync::Ordering;
-use crate::types::Tag;
+use crate::types::{Rank, Tag};
 
 /// A message, as far as both ends must call the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LoggedMessage {
     pub(crate) bytes: u64,
     pub(crate) tag: Tag,
+}
+
+/// What a rank has called, in words.
+pub(crate) fn called(direction: Direction, peer: Rank, LoggedMessage { bytes, tag }: LoggedMessage) -> String {
+    match direction {
+        Direction::Send => format!("send({bytes} bytes to rank {peer}, tag {})", tag.0),
+        Direction::Receive => format!("recv({bytes} bytes from rank {peer}, tag {})", tag.0),
+    }
+}
+
+/// How the two ends of a message differ, in words: what this rank has called, and what the other one.
+pub(crate) fn disagreement(
+    number: u64,
+    (me, direction, ours): (Rank, Direction, LoggedMessage),
+    (peer, theirs): (Rank, LoggedMessage),
+) -> String {
+    let (from, to, other) = match direction {
+        Direction::Send => (me, peer, Direction::Receive),
+        Direction::Receive => (peer, me, Direction::Send),
+    };
+    let (ours, theirs) = (called(direction, peer, ours), called(other, me, theirs));
+    format!(
+        "the ranks disagree on message {number} from rank {from} to rank {to}: rank {me} called {ours}, rank {peer} called \
+         {theirs}"
+    )
 }
 
 impl Control {
@@ -22,6 +48,26 @@ impl Control {
     /// # Errors
     /// The other rank has called this.
     pub(crate) fn enter_message(&self, lane: usize, number: u64, message: LoggedMessage) -> Result<(), LoggedMessage> {
+        let theirs = self.compare_message(lane, number, message);
+        // Only now: the other rank may then put a later message in the place of the one that was compared.
+        let (words, layout) = self.lines();
+        words.word(layout.last_call(self.me(), lane)).store(number, Ordering::Release);
+        theirs
+    }
+
+    /// The same for a rank of another host, of which this process has heard what it calls. It may hear of a message after a later
+    /// one.
+    ///
+    /// # Errors
+    /// The rank of this host has called this.
+    pub(crate) fn hear_message(&self, lane: usize, number: u64, message: LoggedMessage) -> Result<(), LoggedMessage> {
+        let ours = self.compare_message(lane, number, message);
+        self.note_called(lane, number);
+        ours
+    }
+
+    /// Publishes a message, and compares it with what the other rank has called.
+    fn compare_message(&self, lane: usize, number: u64, message: LoggedMessage) -> Result<(), LoggedMessage> {
         let (me, (words, layout)) = (self.me(), self.lines());
         let [mark, bytes, tag, ..] = words.line(layout.call(me, lane, number));
         record::publish(mark, number, || {
@@ -35,8 +81,6 @@ impl Control {
             let (bytes, tag) = record::read(mark, number, load)?;
             Some(LoggedMessage { bytes, tag: Tag(tag as u32) })
         });
-        // Only now: the other rank may then put a later message in the place of the one that was compared.
-        words.word(layout.last_call(me, lane)).store(number, Ordering::Release);
         theirs.filter(|theirs| *theirs != message).map_or(Ok(()), Err)
     }
 

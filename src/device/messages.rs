@@ -12,8 +12,9 @@ use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
+use crate::device::far_pairs::FarPairs;
 use crate::device::in_flight::{self, Ends, Halt, Watched};
-use crate::device::message_log::LoggedMessage;
+use crate::device::message_log::{LoggedMessage, called, disagreement};
 use crate::device::pairs::{Asked, Channel, LANES, Link, Own, Pair, Pairs, lane};
 use crate::device::parts::{Batch, Part, Place, Several};
 use crate::device::ring_lane::{Edge, RingLane};
@@ -59,14 +60,6 @@ impl Display for Message<'_> {
     }
 }
 
-/// What a rank has called, in words.
-fn called(direction: Direction, peer: Rank, LoggedMessage { bytes, tag }: LoggedMessage) -> String {
-    match direction {
-        Direction::Send => format!("send({bytes} bytes to rank {peer}, tag {})", tag.0),
-        Direction::Receive => format!("recv({bytes} bytes from rank {peer}, tag {})", tag.0),
-    }
-}
-
 /// What a rank calls: messages that go on together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request<'a> {
@@ -91,6 +84,8 @@ pub(crate) trait Peers: Presence + Sync {
 pub(crate) struct Messages {
     own: Own,
     ends: Arc<dyn Ends>,
+    /// What carries messages to other hosts and from there.
+    far: Arc<dyn FarPairs>,
     /// Held while something is submitted. The driver's calls queue, they do not wait.
     state: Mutex<Option<State>>,
     /// What is there without that lock.
@@ -128,11 +123,11 @@ enum Meeting {
 
 impl Messages {
     /// Nothing is set up yet.
-    pub(crate) fn new(own: Own, ends: Arc<dyn Ends>) -> Messages {
+    pub(crate) fn new(own: Own, ends: Arc<dyn Ends>, far: Arc<dyn FarPairs>) -> Messages {
         let rings = RingLane::on(Pairs::new(own.me, own.size), own.me, own.size);
         let state = Mutex::new(Some(State { rings, unmet: VecDeque::new() }));
         let meetings = (0..own.size).map(|_| Default::default()).collect();
-        Messages { own, ends, state, links: Mutex::default(), meetings }
+        Messages { own, ends, far, state, links: Mutex::default(), meetings }
     }
 
     /// The number of its device.
@@ -306,7 +301,7 @@ impl Messages {
         };
         let made = watch::begin().map_err(|cause| self.os("the threads that watch devices", &cause)).and_then(|()| {
             let are_there = || peers.are_there();
-            Pair::set_up(&self.own, peer, asked, until, &self.ends, &mut all_gather, &are_there)
+            Pair::set_up(&self.own, peer, asked, until, (&self.ends, &*self.far), &mut all_gather, &are_there)
         });
         if let Some(error) = silence {
             // The other rank finds this in place of what it waits for, if it comes later. So neither waits for ever.
@@ -371,6 +366,9 @@ impl Messages {
             if let Some(state) = lock(&self.state).as_mut() {
                 for way in ways {
                     link.control.reset(lane(me, peer, *way));
+                    if state.pairs().pair(peer).is_far() {
+                        self.far.reset(peer, lane(me, peer, *way));
+                    }
                     state.rings.reset_ring(peer, *way);
                     state.rings.memory_mut().end_mut((peer, *way)).number = 0;
                 }
@@ -457,13 +455,28 @@ impl Messages {
         for (stretch, place) in stretches.iter().zip(batch.places()) {
             self.take_off(state, stretch, place, &batch, request);
         }
-        if let Err(error) = state.put(&current, &stream, stretches, &rounds, request, &batch) {
-            let error = broken(&error);
+        let carried = self
+            .carry(state, stretches, &batch, request)
+            .map_err(|cause| Error::Device { operation: first.to_string(), cause: cause.to_string() });
+        let put =
+            |()| state.put(&current, &stream, stretches, &rounds, request, &batch).map_err(|error| broken(&error));
+        if let Err(error) = carried.and_then(put) {
             batch.fail(&error);
             state.end(&current, &stream, stretches);
             return Err(error);
         }
         Ok(Some(batch.work().clone()))
+    }
+
+    /// Has messages to other hosts and from there carried.
+    fn carry(&self, state: &State, stretches: &[Stretch], batch: &Batch, request: &Request<'_>) -> std::io::Result<()> {
+        for (Stretch { channel, messages }, place) in stretches.iter().zip(batch.places()) {
+            if state.pairs().pair(channel.0).is_far() {
+                let logged: Vec<LoggedMessage> = messages.iter().map(|at| request.messages[*at].logged()).collect();
+                self.far.submit(*channel, place.first, &logged)?;
+            }
+        }
+        Ok(())
     }
 
     /// What this rank has sent itself and not received once these messages are submitted.
@@ -552,15 +565,7 @@ impl Messages {
                 let (number, logged) = (numbers[*message], request.messages[*message].logged());
                 let Err(theirs) = control.enter_message(lane, number, logged) else { continue };
                 let operation = request.messages[*message].to_string();
-                let (from, to, other) = match direction {
-                    Direction::Send => (me, *peer, Direction::Receive),
-                    Direction::Receive => (*peer, me, Direction::Send),
-                };
-                let theirs = called(other, me, theirs);
-                let detail = format!(
-                    "the ranks disagree on message {number} from rank {from} to rank {to}: rank {me} called {operation}, rank \
-                     {peer} called {theirs}"
-                );
+                let detail = disagreement(number, (me, *direction, logged), (*peer, theirs));
                 let error = Error::Mismatch { operation, detail };
                 self.give_up(state, stretches, &error);
                 works.iter().for_each(|work| self.ends.ended(work, Err(error.clone())));

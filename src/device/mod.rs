@@ -14,9 +14,8 @@
 //! reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
 //! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
 //! streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, which count by [`tokens`] and whose [`replay`]s
-//! nobody submits. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks; what is [`in_flight`] then is
-//! ended by whoever looks, at the latest by the
-//! [`watch`].
+//! nobody submits. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks, also [far ones](far_pairs);
+//! what is [`in_flight`] then is ended by whoever looks, at the latest by the [`watch`].
 //!
 //! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight
 //! end one by one.
@@ -31,6 +30,7 @@ pub(crate) mod control;
 pub mod counters;
 pub mod descriptors;
 pub(crate) mod executor;
+pub(crate) mod far_pairs;
 pub(crate) mod graph;
 pub(crate) mod graph_lane;
 pub(crate) mod in_flight;

@@ -101,6 +101,11 @@ impl NetworkMemory {
         Ok(NetworkMemory { half, memory: SharedHostMemory::new(context, 4 * half)? })
     }
 
+    /// The bytes of a half.
+    pub(crate) fn half(&self) -> usize {
+        self.half
+    }
+
     /// Where a half for messages to other hosts lies in this process, and its bytes.
     pub(crate) fn outbound_address(&self, half: usize) -> (*mut u8, usize) {
         assert!(half < 2, "half {half}");

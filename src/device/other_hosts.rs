@@ -7,10 +7,6 @@ use crate::types::Rank;
 
 /// The engine that sends and receives what operations on a device exchange with other hosts.
 pub(crate) trait OtherHosts: Send + Sync {
-    /// Takes up an operation: what its segments send and receive. Every rank takes up every operation.
-    fn submit(&self, number: u64, call: Signature, segments: &mut dyn Iterator<Item = &Traffic>)
-    -> std::io::Result<()>;
-
     /// Gives up the operation of a failure and all later ones, and tells all other ranks, unless they know.
     fn fail(&self, failure: &Failure);
 
@@ -26,8 +22,15 @@ pub(crate) trait OtherHosts: Send + Sync {
     /// The ranks of other hosts that keep the operation of this number from its end.
     fn missing(&self, number: u64) -> Missing;
 
-    /// Tells the ranks of other hosts that this one waits in an operation.
-    fn tell_of_wait(&self, number: u64, call: Signature);
+    /// Tells the ranks of other hosts that this one waits in an operation: in a collective if there is a call.
+    fn tell_of_wait(&self, number: u64, call: Option<Signature>);
+}
+
+/// The same for collectives.
+pub(crate) trait Exchange: OtherHosts {
+    /// Takes up an operation: what its segments send and receive. Every rank takes up every operation.
+    fn submit(&self, number: u64, call: Signature, segments: &mut dyn Iterator<Item = &Traffic>)
+    -> std::io::Result<()>;
 
     /// Begins anew after a disagreement, when nothing is on any rank's stream.
     fn reset(&self);

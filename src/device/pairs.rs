@@ -7,7 +7,9 @@ use std::time::Instant;
 
 use crate::device::control::Control;
 use crate::device::counters::Word;
+use crate::device::far_pairs::{FarPair, FarPairs};
 use crate::device::in_flight::{Ends, InFlight};
+use crate::device::network::NetworkMemory;
 use crate::device::parts::Awaited;
 use crate::device::ring_lane::RingMemory;
 use crate::device::rounds::{CELLS, Direction};
@@ -67,11 +69,20 @@ pub(crate) struct Pair {
     pub(crate) layout: ControlLayout,
     registered: Arc<RegisteredWords>,
     width: Width,
-    cells: Staging,
+    cells: Cells,
     /// This rank in the pair.
     me: Rank,
     /// By lane.
     pub(crate) ends: [End; LANES],
+}
+
+/// The cells of a pair's rings.
+#[derive(Debug)]
+enum Cells {
+    /// Of two ranks of one host, which each map those of the other, or of this rank alone.
+    Near(Staging),
+    /// Of ranks of different hosts: both rings' in memory of this rank.
+    Far(Arc<NetworkMemory>),
 }
 
 /// This rank's end of the messages of one direction.
@@ -94,7 +105,7 @@ impl Pair {
         peer: Rank,
         asked: &Asked,
         until: Instant,
-        ends: &Arc<dyn Ends>,
+        (ends, far): (&Arc<dyn Ends>, &dyn FarPairs),
         all_gather: &mut AllGather<'_>,
         are_there: &dyn Fn() -> bool,
     ) -> Result<Pair, Error> {
@@ -115,25 +126,56 @@ impl Pair {
             device: own.device,
             host: &own.host,
             halves: &[own.cell],
+            stages_alone: false,
             words: layout.count(),
             layout: ControlLayout::VERSION,
             timeout: until.saturating_duration_since(Instant::now()),
         };
-        let Parts { context, words, registered, mut staging, width, .. } =
+        let Parts { context, words, registered, mut staging, network, width, .. } =
             setup::set_up(&wanted, all_gather, are_there)?;
         let events = || -> Result<_, CudaError> { Ok([Event::new(&context)?, Event::new(&context)?]) };
         let made = events().map_err(setup::failed("its events"));
         let (events, told) = setup::split(made.map(|events| (events, ())));
+        let seen_by = |rank| Control::new(words.clone(), layout, rank, width).of_some(names.clone(), own.size);
+        let control = Arc::new(seen_by(place));
+        let cells = match network {
+            None => Cells::Near(staging.pop().expect("one is wanted")),
+            Some(memory) => {
+                let (memory, other) = (Arc::new(memory), Rank::from(1 - place.index()));
+                // Before the other rank can send anything.
+                far.open(
+                    peer,
+                    FarPair {
+                        own: control.clone(),
+                        other: seen_by(other),
+                        memory: memory.clone(),
+                        cell: memory.half(),
+                        lanes: [Direction::Send, Direction::Receive].map(|direction| lane(*me, peer, direction)),
+                        words: [
+                            Word::Head { sender: place, receiver: other },
+                            Word::Tail { sender: place, receiver: other },
+                            Word::Head { sender: other, receiver: place },
+                            Word::Tail { sender: other, receiver: place },
+                        ],
+                    },
+                );
+                Cells::Far(memory)
+            }
+        };
         // What may wait for a device is over before anything is put on one.
-        setup::tell(comm, &names, all_gather, told)?;
+        setup::tell(comm, &names, all_gather, told).inspect_err(|_| far.forget(peer))?;
         let events = events.expect("no rank has told a failure");
-        let cells = staging.pop().expect("one is wanted");
-        let control = Arc::new(Control::new(words, layout, place, width).of_some(names, own.size));
-        let in_flight = |lane| InFlight::new(comm.clone(), lane, control.clone(), ends.clone(), None);
+        let hosts = |lane| matches!(cells, Cells::Far(_)).then(|| far.lane(peer, lane));
+        let in_flight = |lane| InFlight::new(comm.clone(), lane, control.clone(), ends.clone(), hosts(lane));
         let link = Link { in_flight: [in_flight(0), in_flight(1)], control };
         let ends = events.map(|end| End { number: 0, last: None, end });
         let (link, registered) = (Arc::new(link), Arc::new(registered));
         Ok(Pair { link, context, layout, registered, width, cells, me: place, ends })
+    }
+
+    /// Whether its other rank is on another host.
+    pub(crate) fn is_far(&self) -> bool {
+        matches!(self.cells, Cells::Far(_))
     }
 
     /// A rank's place in the pair.
@@ -221,12 +263,19 @@ impl RingMemory for Pairs {
 
     fn bytes(&self, sender: Rank, receiver: Rank, cell: usize, len: usize) -> DeviceBytes<'_> {
         let pair = self.pair(self.peer(sender, receiver));
-        // A rank has in a pair's memory only what it sends to the other one.
-        pair.cells.bytes(pair.place(sender), cell, 0, len)
+        match &pair.cells {
+            // A rank has in a pair's memory only what it sends to the other one.
+            Cells::Near(staging) => staging.bytes(pair.place(sender), cell, 0, len),
+            Cells::Far(memory) if sender == self.me => memory.outbound(cell).part(0, len),
+            Cells::Far(memory) => memory.inbound(cell).part(0, len),
+        }
     }
 
     fn cell(&self, peer: Rank) -> usize {
-        self.pair(peer).cells.half()
+        match &self.pair(peer).cells {
+            Cells::Near(staging) => staging.half(),
+            Cells::Far(memory) => memory.half(),
+        }
     }
 }
 

@@ -41,6 +41,8 @@ pub struct Wanted<'a> {
     pub host: &'a str,
     /// The bytes of half of each of a rank's staging memories, as this rank is set; rank 0's hold.
     pub halves: &'a [usize],
+    /// Whether a rank that is alone on its host has staging memory, too.
+    pub stages_alone: bool,
     /// How many words the ranks of its host share: the same number on each of them.
     pub words: usize,
     /// The version of what lies in them.
@@ -361,7 +363,7 @@ impl Own {
         let context = Device::new(device).and_then(Context::primary);
         let context = context.map_err(failed(format_args!("the context of its device {device}")))?;
         let (mut staging, mut lengths) = (vec![], vec![]);
-        for half in decision.halves.iter().copied() {
+        for half in decision.halves.iter().copied().filter(|_| ranks > 1 || wanted.stages_alone || !has_others) {
             let made = match decision.staging {
                 StagingKind::Device => Staging::new(&context, me, ranks, half).map_err(HostMemoryError::from),
                 StagingKind::Host => Staging::pinned(&context, me, ranks, half),

@@ -3,6 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::schedule::StepId;
+use crate::types::Rank;
 use crate::work::Work;
 
 /// The operation that a message belongs to.
@@ -20,6 +21,10 @@ pub(crate) enum OpId {
     Outbound(u64),
     /// The message from another host of this number, likewise.
     Inbound(u64),
+    /// The piece of this number of the messages to another host's rank, between devices.
+    PieceSent { peer: Rank, number: u64 },
+    /// The piece of this number of those from there.
+    PieceReceived { peer: Rank, number: u64 },
     /// The protocol itself.
     Protocol,
 }

@@ -46,7 +46,8 @@ pub(crate) enum FrameKind {
     Fail = 5,
     /// The message `token` of the frame's sender is no longer at the address that its `Rts` named.
     Invalidated = 6,
-    /// The receiver has taken `len` bytes of eager point-to-point messages out of its buffer.
+    /// The receiver has taken `len` bytes of eager point-to-point messages out of its buffer; of messages between devices, so many
+    /// pieces on lane `index`, and its sender has called `key`.
     Credit = 7,
     /// The next bytes of the window `key`, from byte `token` on.
     Put = 8,
@@ -123,6 +124,8 @@ pub(crate) enum MatchSpace {
     PointToPoint = 1,
     /// As `Collective`, of what a device does.
     Device = 2,
+    /// As `PointToPoint`, of devices: `key` counts the pieces of messages.
+    DeviceMessage = 3,
 }
 
 /// What an RTS says of a message.
@@ -145,6 +148,8 @@ pub(crate) enum Failed {
     Message(u64),
     /// A collective on a device and all later ones, why, and the rank at fault.
     Device { sequence: u64, kind: u32, culprit: Rank },
+    /// A message between two devices and all later ones of its lane, likewise.
+    DeviceMessage { lane: usize, sequence: u64, kind: u32, culprit: Rank },
 }
 
 impl Failed {
@@ -158,8 +163,16 @@ impl Failed {
             Failed::Device { sequence, kind, culprit } => {
                 (MatchSpace::Device, sequence, u64::from(culprit.0) + 1, kind)
             }
+            Failed::DeviceMessage { sequence, kind, culprit, .. } => {
+                (MatchSpace::DeviceMessage, sequence, u64::from(culprit.0) + 1, kind)
+            }
         };
-        Header { index, ..Header::control(FrameKind::Fail, match_space, key, token, len as u64) }
+        let root = match self {
+            Failed::DeviceMessage { lane, .. } => lane as u32,
+            _ => 0,
+        };
+        let signature = Signature { root, ..Signature::default() };
+        Header { index, signature, ..Header::control(FrameKind::Fail, match_space, key, token, len as u64) }
     }
 }
 
@@ -252,6 +265,7 @@ impl Header {
             0 => Some(MatchSpace::Collective),
             1 => Some(MatchSpace::PointToPoint),
             2 => Some(MatchSpace::Device),
+            3 => Some(MatchSpace::DeviceMessage),
             _ => None,
         };
         let (Some(kind), Some(match_space)) = (kind, match_space) else {
@@ -336,13 +350,15 @@ mod tests {
     proptest! {
         #[test]
         fn a_header_survives_the_wire(
-            kind in 0..FrameKind::ALL.len(), space in 0..3usize, operation: u8, dtype: u8, reduction: u8, algorithm: u8, root: u32,
+            kind in 0..FrameKind::ALL.len(), space in 0..4usize, operation: u8, dtype: u8, reduction: u8, algorithm: u8, root: u32,
             count: u64, key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64, is_busy: bool,
         ) {
             let segment = SegmentId::from_bits(segment);
             let address = (address != 0 || segment.is_some()).then_some(MemoryAddress { address, segment });
             let signature = Signature { operation, dtype, reduction, algorithm, root, count };
-            let match_space = [MatchSpace::Collective, MatchSpace::PointToPoint, MatchSpace::Device][space];
+            let match_space = [
+                MatchSpace::Collective, MatchSpace::PointToPoint, MatchSpace::Device, MatchSpace::DeviceMessage,
+            ][space];
             let kind = FrameKind::ALL[kind];
             let (token, address) = if kind.has_token() { (token, address) } else { (0, None) };
             let header = Header { kind, match_space, signature, key, index, token, len, address, is_busy };

@@ -15,7 +15,7 @@
 //! | rendezvous | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
 //! | protocols | `context` | what all protocols get with a call |
 //! | | `collective`, `message`, `window` | one kind of operation each; none knows another |
-//! | | `relay` | what collectives on devices send to other hosts |
+//! | | `relay`, `device_messages` | what collectives on devices send to other hosts, and messages between devices |
 //! | engine | `progress` | all state behind one lock, the loop, and who is told what is done |
 //! | | `fast_path` | operations that end in the call that submits them |
 //! | | `shutdown`, `dump` | ends that nothing can go on after, and the flight recorder as a file |
@@ -29,6 +29,7 @@ pub(crate) mod collective;
 pub(crate) mod completion;
 pub(crate) mod connector;
 pub(crate) mod context;
+pub(crate) mod device_messages;
 pub(crate) mod driver;
 pub(crate) mod dump;
 pub(crate) mod endpoint;

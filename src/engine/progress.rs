@@ -12,6 +12,7 @@ use crate::engine::collective::{Collectives, Request};
 use crate::engine::completion::{Completion, Finished, OpId};
 use crate::engine::connector::Route;
 use crate::engine::context::OpContext;
+use crate::engine::device_messages::DeviceMessages;
 use crate::engine::endpoint::Endpoints;
 use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
@@ -40,6 +41,7 @@ pub(crate) struct Engine {
     pub(crate) messages: Messages,
     pub(crate) windows: Windows,
     pub(crate) relay: Relay,
+    pub(crate) device_messages: DeviceMessages,
     pub(crate) buffered_sends: BufferedSends,
     pub(crate) cpu: Cpu,
     turns: u32,
@@ -79,6 +81,7 @@ impl Engine {
             messages: Messages::new(size),
             windows: Windows::default(),
             relay: Relay::new(size),
+            device_messages: DeviceMessages::default(),
             buffered_sends: BufferedSends::default(),
             cpu: Cpu::default(),
             turns: 0,
@@ -206,7 +209,7 @@ impl Engine {
     /// Whether no operation is in flight, nor a message that outlives its operation.
     pub(crate) fn is_settled(&self) -> bool {
         let is_idle = self.collectives.is_idle() && self.messages.is_idle() && self.windows.is_idle();
-        is_idle && self.relay.is_idle() && self.context.rndv.is_idle()
+        is_idle && self.relay.is_idle() && self.device_messages.is_idle() && self.context.rndv.is_idle()
     }
 
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
@@ -228,6 +231,7 @@ impl Engine {
         }
         moved |= self.collectives.progress(&mut self.context);
         moved |= self.relay.progress(&mut self.context);
+        moved |= self.device_messages.progress(&mut self.context);
         if self.context.rndv.has_reads() {
             // What others wait for goes first: reading may take long.
             moved |= self.progress_sends();
@@ -282,6 +286,7 @@ impl Engine {
             copies,
             self.windows.next_deadline(),
             self.relay.next_look(),
+            self.device_messages.next_look(),
             self.context.endpoints.next_deadline(),
         ];
         deadlines.into_iter().flatten().min()
@@ -388,6 +393,7 @@ impl Engine {
             (FrameKind::Eager, MatchSpace::Collective) => return self.collectives.arrives(ctx, from, header),
             (FrameKind::Eager, MatchSpace::PointToPoint) => return self.messages.arrives(ctx, from, header),
             (FrameKind::Eager, MatchSpace::Device) => return self.relay.arrives(ctx, from, header),
+            (FrameKind::Eager, MatchSpace::DeviceMessage) => return self.device_messages.arrives(ctx, from, header),
             (FrameKind::Data, _) => return ctx.rndv.data_arrives(from, header),
             (FrameKind::Put, _) => return self.windows.put_arrives(ctx, from, header),
             (FrameKind::Accumulate, _) => return self.windows.accumulate_arrives(ctx, from, header),
@@ -395,6 +401,7 @@ impl Engine {
             (FrameKind::Rts, MatchSpace::Collective) => self.collectives.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::PointToPoint) => self.messages.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::Device) => self.relay.rts_arrives(ctx, from, header),
+            (FrameKind::Rts, MatchSpace::DeviceMessage) => self.device_messages.rts_arrives(ctx, from, header),
             (FrameKind::Rtr, _) => ctx.rndv.rtr_arrives(&mut ctx.endpoints, from, header),
             (FrameKind::Ats, _) => {
                 if let Some(completion) = ctx.rndv.ats_arrives(from, header.token) {
@@ -408,6 +415,7 @@ impl Engine {
                     self.relay.clear_address(from, header.token);
                 }
             }
+            (FrameKind::Credit, MatchSpace::DeviceMessage) => self.device_messages.notice_arrives(ctx, from, header),
             (FrameKind::Credit, _) => self.messages.credits_arrive(from, header.len),
             (FrameKind::Get, _) => self.windows.get_arrives(ctx, from, header),
             (FrameKind::Signal, _) => self.windows.signal_arrives(ctx, from, header),
@@ -429,6 +437,8 @@ impl Engine {
                 MatchSpace::Collective => self.collectives.unexpected_complete(ctx, from, header, bytes),
                 MatchSpace::PointToPoint => self.messages.unexpected_complete(ctx, from, header, bytes),
                 MatchSpace::Device => self.relay.unexpected_complete(ctx, from, header, bytes),
+                // There is always room for what is wanted.
+                MatchSpace::DeviceMessage => {}
             },
             (_, Sink::Discard) => {}
         }
@@ -445,6 +455,7 @@ impl Engine {
                 self.collectives.failed_elsewhere(ctx, from, header, text);
             }
             MatchSpace::Device => self.relay.failed_elsewhere(ctx, from, header, text),
+            MatchSpace::DeviceMessage => self.device_messages.failed_elsewhere(ctx, from, header, text),
             MatchSpace::PointToPoint => match ctx.rndv.op_of_token(from, header.token) {
                 Some(OpId::Message(id)) => self.messages.failed_elsewhere(ctx, id, &text),
                 Some(OpId::RmaOp(id)) => self.windows.failed_elsewhere(ctx, id, &text),
@@ -470,6 +481,8 @@ impl Engine {
             OpId::RmaOp(id) => self.windows.done(&mut self.context, id),
             OpId::Outbound(number) => self.relay.sent(number),
             OpId::Inbound(number) => self.relay.received(number),
+            OpId::PieceSent { peer, number } => self.device_messages.sent(peer, number),
+            OpId::PieceReceived { peer, number } => self.device_messages.received(peer, number),
             OpId::Window(_) | OpId::Protocol => {}
         }
     }

@@ -3,9 +3,13 @@
 use std::time::Duration;
 
 use ncclx_rs::sys::cuda::{DeviceMemory, SharedDeviceMemory};
-use ncclx_rs::{Buffer, Counts, DType, Error, OpKind, Rank, ReduceOp, Source, Tag};
+use ncclx_rs::{Buffer, Counts, DType, Error, OpKind, Rank, ReduceOp, Work};
 
 use crate::harness::alone;
+use crate::messages::{
+    CELL, Item, SMALL, both_ways, cut_otherwise, disagree, disagree_in_a_batch, exchanges, many_messages, outcome,
+    ping, there_and_back,
+};
 use crate::ranks::{OnDevice, data, hosts, total};
 use crate::recording::{Graph, Mode};
 
@@ -289,12 +293,102 @@ fn the_device_may_be_waited_for_while_a_network_is() {
     });
 }
 
+/// What two ranks do that are on two hosts, and what three do, of which two share one.
+const OF_TWO: &[fn(OnDevice)] = &[there_and_back, both_ways, cut_otherwise, many_messages];
+const OF_THREE: &[fn(OnDevice)] = &[disagree, disagree_in_a_batch];
+
+#[test]
+fn messages_between_hosts_are_right() {
+    alone("hosts::messages_between_hosts_are_right", &[&[], LATE], || {
+        OF_TWO.iter().for_each(|what| hosts("ab", SMALL, what));
+    });
+}
+
+#[test]
+fn batches_go_to_ranks_of_this_host_and_of_others() {
+    alone("hosts::batches_go_to_ranks_of_this_host_and_of_others", &[&[], LATE], || {
+        for places in ["aabb", "aba", "abc"] {
+            hosts(places, SMALL, |rank| {
+                let batches = exchanges(&rank, places.len());
+                rank.leave(batches);
+            });
+        }
+    });
+}
+
+#[test]
+fn ends_on_different_hosts_that_disagree_are_told_and_go_on() {
+    alone("hosts::ends_on_different_hosts_that_disagree_are_told_and_go_on", &[&[], LATE], || {
+        for places in ["abb", "aba", "abc"] {
+            OF_THREE.iter().for_each(|what| hosts(places, SMALL, what));
+        }
+    });
+}
+
+#[test]
+fn a_rank_of_another_host_that_calls_no_message_is_named() {
+    alone("hosts::a_rank_of_another_host_that_calls_no_message_is_named", &[&[], LATE], || {
+        hosts("abb", SMALL, |rank| {
+            let kept = ping(&rank, 0);
+            // The receiver does not come, then the sender does not.
+            for (number, to) in [(1, 1), (2, 0)] {
+                let item = match rank.me() {
+                    0 if to == 1 => rank.sends(1, number, 9 * CELL),
+                    0 => rank.receives(1, number, 9 * CELL),
+                    _ => continue,
+                };
+                let mut op = rank.op_of(&rank.stream, &item);
+                op.timeout = Some(Duration::from_secs(1));
+                let outcome = outcome(rank.comm.submit(op));
+                let Err(Error::Timeout { detail, .. }) = &outcome else { panic!("{outcome:?}") };
+                assert!(detail.contains("rank 1 did not call it"), "{detail}");
+                rank.stream.synchronize().expect("a stream that runs out");
+            }
+            rank.comm.barrier().expect("the CPU's engine is not concerned");
+            if rank.me() == 1 {
+                let item = rank.receives(0, 1, 9 * CELL);
+                let outcome = outcome(rank.one(&item));
+                let Err(Error::Remote { rank: 0, cause, .. }) = &outcome else { panic!("{outcome:?}") };
+                assert!(cause.contains("rank 1 did not call it"), "{cause}");
+            }
+            rank.comm.barrier().expect("nor is it here");
+            rank.comm.abort("the test is over");
+            drop(kept);
+        });
+    });
+}
+
+#[test]
+fn messages_end_when_a_rank_of_another_host_leaves() {
+    alone("hosts::messages_end_when_a_rank_of_another_host_leaves", &[&[], LATE], || {
+        hosts("aab", SMALL, |rank| {
+            let all = exchanges(&rank, 3);
+            let me = rank.me();
+            // Also what waits on the stream of the rank that leaves.
+            let others = (0..3).filter(|other| *other != me);
+            let items: Vec<Item> = others.map(|other| rank.receives(other, 5, 9 * CELL)).collect();
+            let work: Work = rank.batch(&items).expect("a work");
+            rank.comm.barrier().expect("all are there");
+            if me == 2 {
+                rank.comm.abort("it had enough");
+                let outcome = work.wait(None);
+                assert!(matches!(&outcome, Err(Error::Closed { how, .. }) if how.contains("enough")), "{outcome:?}");
+            } else {
+                let outcome = work.wait(None);
+                assert!(matches!(&outcome, Err(Error::PeerLost { rank: 2, .. })), "{outcome:?}");
+            }
+            rank.stream.synchronize().expect("a stream that runs out");
+            drop((all, items));
+        });
+    });
+}
+
 #[test]
 fn what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on() {
     alone("hosts::what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on", &[&[]], || {
         hosts("aab", HINTS, |rank| {
-            let (me, tag) = (rank.me(), Tag(0));
-            let [first, second] = [0, 1].map(|_| rank.memory(&data(me, 6)));
+            let me = rank.me();
+            let first = rank.memory(&data(me, 6));
             let mut kept = vec![expect_sum(&rank, 1000)];
             let refused = |outcome: Result<(), Error>, why: &str| {
                 let error = outcome.expect_err(why);
@@ -303,18 +397,6 @@ fn what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on() {
             let submit = |kind, inputs: &[&DeviceMemory], outputs: &[&DeviceMemory]| {
                 rank.submit(kind, inputs, outputs).map(drop)
             };
-            let far = Rank::from(if me == 2 { 0 } else { 2 });
-            let why = format!("a rank on the host of rank {me}, as messages of CUDA tensors need");
-            refused(submit(OpKind::Send { to: far, tag }, &[&first], &[]), &why);
-            refused(submit(OpKind::Recv { from: Source::Rank(far), tag }, &[], &[&first]), &why);
-            // Those of one host may.
-            let near = match me {
-                0 => Some(rank.submit(OpKind::Send { to: Rank(1), tag }, &[&first], &[])),
-                1 => Some(rank.submit(OpKind::Recv { from: Source::Rank(Rank(0)), tag }, &[], &[&second])),
-                _ => None,
-            };
-            near.map_or(Ok(()), |work| work.expect("a work").wait(None)).expect("success");
-            assert_eq!(rank.values(&second), data(if me == 1 { 0 } else { me }, 6));
             let shared = SharedDeviceMemory::new(&rank.context, 64).expect("memory");
             // SAFETY: it stays until the end.
             let window = unsafe { Buffer::on_device(shared.bytes().ptr().to_bits(), 16, DType::F32, 0) };
@@ -326,7 +408,7 @@ fn what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on() {
                 refused(captured, "ranks on one host, as collectives in CUDA graphs");
             });
             kept.push(expect_sum(&rank, 1000));
-            rank.leave((kept, first, second, shared, graph));
+            rank.leave((kept, first, shared, graph));
         });
     });
 }

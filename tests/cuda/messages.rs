@@ -9,10 +9,10 @@ use crate::harness::{alone, is_alone};
 use crate::ranks::{OnDevice, Process, of_processes, world, world_on};
 
 /// Cells of 16 KiB.
-const SMALL: &[(&str, &str)] = &[("device_staging_bytes", "65536")];
+pub(crate) const SMALL: &[(&str, &str)] = &[("device_staging_bytes", "65536")];
 
 /// The elements of a cell.
-const CELL: usize = 4096;
+pub(crate) const CELL: usize = 4096;
 
 /// Settings under which what is missing shows.
 const WEAK: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_GAP_US", "10"), ("SOFTCUDA_WEAK", "1")];
@@ -32,41 +32,41 @@ fn data(from: usize, to: usize, number: usize, len: usize) -> Vec<f32> {
 }
 
 /// A message of a batch, with its memory.
-struct Item {
-    kind: OpKind,
-    memory: DeviceMemory,
+pub(crate) struct Item {
+    pub(crate) kind: OpKind,
+    pub(crate) memory: DeviceMemory,
     /// What is received.
-    expected: Option<Vec<f32>>,
+    pub(crate) expected: Option<Vec<f32>>,
 }
 
 impl OnDevice {
-    fn sends(&self, to: usize, number: usize, len: usize) -> Item {
+    pub(crate) fn sends(&self, to: usize, number: usize, len: usize) -> Item {
         let memory = self.memory(&data(self.me(), to, number, len));
         Item { kind: send(to, 0), memory, expected: None }
     }
 
-    fn receives(&self, from: usize, number: usize, len: usize) -> Item {
+    pub(crate) fn receives(&self, from: usize, number: usize, len: usize) -> Item {
         let expected = Some(data(from, self.me(), number, len));
         Item { kind: recv(from, 0), memory: self.memory(&vec![-1.0; len]), expected }
     }
 
-    fn op_of(&self, stream: &Stream, item: &Item) -> Op {
+    pub(crate) fn op_of(&self, stream: &Stream, item: &Item) -> Op {
         let memory = [&item.memory];
         let (inputs, outputs) = if item.expected.is_some() { (&[][..], &memory[..]) } else { (&memory[..], &[][..]) };
         self.op(stream, item.kind.clone(), inputs, outputs, None)
     }
 
-    fn batch(&self, items: &[Item]) -> Result<Work, Error> {
+    pub(crate) fn batch(&self, items: &[Item]) -> Result<Work, Error> {
         let ops: Vec<Op> = items.iter().map(|item| self.op_of(&self.stream, item)).collect();
         self.comm.submit_batch(&ops)
     }
 
-    fn one(&self, item: &Item) -> Result<Work, Error> {
+    pub(crate) fn one(&self, item: &Item) -> Result<Work, Error> {
         self.comm.submit(self.op_of(&self.stream, item))
     }
 
     /// Asserts that everything has come.
-    fn check(&self, items: &[Item]) {
+    pub(crate) fn check(&self, items: &[Item]) {
         for (number, item) in items.iter().enumerate() {
             if let Some(expected) = &item.expected {
                 assert!(&self.values(&item.memory) == expected, "message {number} of rank {}", self.me());
@@ -75,7 +75,7 @@ impl OnDevice {
     }
 }
 
-fn there_and_back(rank: OnDevice) {
+pub(crate) fn there_and_back(rank: OnDevice) {
     let (me, mut kept) = (rank.me(), Vec::new());
     for (round, len) in [1, 0, 3, CELL, 2 * CELL, 5 * CELL + 7, 1].into_iter().enumerate() {
         let (to, back) = match me {
@@ -99,7 +99,7 @@ fn a_message_comes_back_as_it_went() {
     });
 }
 
-fn both_ways(rank: OnDevice) {
+pub(crate) fn both_ways(rank: OnDevice) {
     let other = 1 - rank.me();
     let batch = |number| [rank.sends(other, number, 30 * CELL + 5), rank.receives(other, number, 30 * CELL + 5)];
     let batches: Vec<[Item; 2]> = (0..3).map(batch).collect();
@@ -118,7 +118,7 @@ fn long_messages_go_both_ways_in_one_batch() {
 }
 
 /// Every rank to every rank, itself too: without data, short, one cell, and several.
-fn exchange(rank: &OnDevice, size: usize, number: usize) -> Vec<Item> {
+pub(crate) fn exchange(rank: &OnDevice, size: usize, number: usize) -> Vec<Item> {
     let len = |from: usize, to: usize| match (from * 3 + to * 5 + number) % 4 {
         0 => 0,
         1 => 7,
@@ -129,7 +129,7 @@ fn exchange(rank: &OnDevice, size: usize, number: usize) -> Vec<Item> {
     sends.chain((0..size).map(|from| rank.receives(from, number, len(from, me)))).collect()
 }
 
-fn exchanges(rank: &OnDevice, size: usize) -> Vec<Vec<Item>> {
+pub(crate) fn exchanges(rank: &OnDevice, size: usize) -> Vec<Vec<Item>> {
     let batches: Vec<Vec<Item>> = (0..3).map(|number| exchange(rank, size, number)).collect();
     let works: Vec<Work> = batches.iter().map(|batch| rank.batch(batch).expect("a work")).collect();
     works.iter().for_each(|work| work.wait(None).expect("success"));
@@ -199,7 +199,7 @@ fn processes_with_one_queue_exchange_with_all_in_a_batch() {
     as_processes("messages::processes_with_one_queue_exchange_with_all_in_a_batch", 4, &[exchange]);
 }
 
-fn cut_otherwise(rank: OnDevice) {
+pub(crate) fn cut_otherwise(rank: OnDevice) {
     let items: Vec<Item> = match rank.me() {
         0 => (0..5).map(|number| rank.sends(1, number, 100 * number)).collect(),
         _ => (0..5).map(|number| rank.receives(0, number, 100 * number)).collect(),
@@ -279,12 +279,12 @@ fn messages_of_one_direction_keep_their_order_on_streams_in_turn() {
 }
 
 /// What a rank's work, or the call itself, ends with.
-fn outcome(work: Result<Work, Error>) -> Result<(), Error> {
+pub(crate) fn outcome(work: Result<Work, Error>) -> Result<(), Error> {
     work.and_then(|work| work.wait(None))
 }
 
 /// A message each way between ranks 0 and 1, in calls of their own.
-fn ping(rank: &OnDevice, number: usize) -> Vec<Item> {
+pub(crate) fn ping(rank: &OnDevice, number: usize) -> Vec<Item> {
     let items = match rank.me() {
         0 => vec![rank.sends(1, number, 3 * CELL), rank.receives(1, number, 10)],
         1 => vec![rank.receives(0, number, 3 * CELL), rank.sends(0, number, 10)],
@@ -295,7 +295,7 @@ fn ping(rank: &OnDevice, number: usize) -> Vec<Item> {
     items
 }
 
-fn disagree(rank: OnDevice) {
+pub(crate) fn disagree(rank: OnDevice) {
     let mut kept = ping(&rank, 0);
     for round in 1..4 {
         // Longer than what ends without its receiver, so that both ends are told.
@@ -339,7 +339,7 @@ fn ends_that_call_different_messages_are_told_and_go_on() {
     });
 }
 
-fn disagree_in_a_batch(rank: OnDevice) {
+pub(crate) fn disagree_in_a_batch(rank: OnDevice) {
     let mut kept = Vec::new();
     for number in 0..3 {
         let good = exchange(&rank, 3, 2 * number);
@@ -619,7 +619,7 @@ fn calls_that_cannot_work_are_refused() {
     });
 }
 
-fn many_messages(rank: OnDevice) {
+pub(crate) fn many_messages(rank: OnDevice) {
     let other = 1 - rank.me();
     // More than the log has room for, with and without data.
     let items =

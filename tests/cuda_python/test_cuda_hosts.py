@@ -114,20 +114,58 @@ def test_a_rank_that_dies_on_another_host_ends_what_waits_for_it(hosts: World) -
     hosts.run(killed, join=False, dies=[3])
 
 
-def refused(rank: int, size: int) -> None:
-    tensor = torch.ones(4, device="cuda")
-    far, near = (rank + 2) % size, rank ^ 1
-    for operation in (dist.send, dist.recv):
-        with pytest.raises(ValueError, match=f"a rank on the host of rank {rank}"):
-            operation(tensor, far)
-    got = torch.zeros(4, device="cuda")
-    messages = [dist.P2POp(dist.isend, tensor, near), dist.P2POp(dist.irecv, got, near)]
-    for work in dist.batch_isend_irecv(messages):
-        work.wait()
-    assert got.cpu().tolist() == [1.0] * 4
-    dist.all_reduce(tensor)
-    assert tensor.cpu().tolist() == [float(size)] * 4
+def messages(rank: int, size: int) -> None:
+    """Rings and pairs over two hosts, as pipelines send them, and batches to ranks of both hosts."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (0, 1, 70_001):
+        # First: ranks that all send first, each as its pair's first message, would wait for each other.
+        outputs = [torch.zeros(count + peer, device="cuda") for peer in range(size)]
+        ops = []
+        for peer in range(size):
+            if peer != rank:
+                ops.append(dist.P2POp(dist.isend, data(rank, count + rank, salt=peer).cuda(), peer))
+                ops.append(dist.P2POp(dist.irecv, outputs[peer], peer))
+        for batch in dist.batch_isend_irecv(ops):
+            batch.wait()
+        for peer in range(size):
+            if peer != rank:
+                assert_same(outputs[peer].cpu(), data(peer, count + peer, salt=rank), f"{count} from {peer}")
+        got = torch.zeros(count, device="cuda")
+        works = [dist.isend(data(rank, count).cuda(), after), dist.irecv(got, before)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert_same(got.cpu(), data(before, count), f"{count} from {before}")
+        # Along the ranks and back, one after the other.
+        got = torch.zeros(count, device="cuda")
+        if rank > 0:
+            dist.recv(got, rank - 1)
+            assert_same(got.cpu(), data(rank - 1, count), f"{count} along the ranks")
+        if rank + 1 < size:
+            dist.send(data(rank, count).cuda(), rank + 1)
 
 
-def test_what_is_not_done_between_hosts_is_refused_and_the_group_goes_on(hosts: World) -> None:
-    hosts.run(refused)
+def test_messages_go_between_hosts(hosts: World) -> None:
+    hosts.run(messages)
+
+
+def ends_that_differ(rank: int, size: int) -> None:
+    far = (rank + 2) % size
+    tensor, got = torch.ones(100_000, device="cuda"), torch.zeros(99_999, device="cuda")
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    with pytest.raises(RuntimeError, match="400000 bytes") as caught:
+        work = dist.isend(tensor, far) if rank < far else dist.irecv(got, far)
+        assert work is not None
+        work.wait(timedelta(seconds=60))
+    assert "399996 bytes" in str(caught.value)
+    torch.cuda.synchronize()
+    if rank < far:
+        dist.send(tensor, far)
+    else:
+        got = torch.zeros(100_000, device="cuda")
+        dist.recv(got, far)
+        assert got.cpu().tolist() == [1.0] * 100_000
+
+
+def test_ends_on_different_hosts_that_differ_are_told_and_go_on(hosts: World) -> None:
+    hosts.run(ends_that_differ)

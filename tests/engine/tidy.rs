@@ -52,7 +52,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // The rendezvous of long messages.
             &["single_copy", "rndv", "buffered_send"],
             // Protocols, none of which sees another.
-            &["context", "collective", "message", "relay", "window"],
+            &["context", "collective", "device_messages", "message", "relay", "window"],
             // The engine.
             &["progress", "dump", "fast_path", "shutdown"],
             // Threads.
@@ -96,7 +96,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // What acts on streams and on words.
             &["control", "lane", "other_hosts"],
             &["in_flight", "launch", "message_log", "ring_lane", "signals"],
-            &["accesses", "parts", "replay"],
+            &["accesses", "far_pairs", "parts", "replay"],
             &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
@@ -118,6 +118,7 @@ const BESIDE: &[(&str, &[&str])] = &[
     ("src/engine/rndv", &["single_copy"]),
     ("src/engine/buffered_send", &["rndv"]),
     ("src/engine/collective", &["context"]),
+    ("src/engine/device_messages", &["context"]),
     ("src/engine/message", &["context"]),
     ("src/engine/relay", &["context"]),
     ("src/engine/window", &["context"]),

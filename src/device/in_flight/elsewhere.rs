@@ -29,11 +29,14 @@ impl InFlight {
     pub(super) fn tell_of_wait(&self, state: &mut State, now: Instant) {
         let Some(hosts) = &self.hosts else { return };
         let Some(first) = state.flights.front_mut().filter(|first| !first.is_told) else { return };
-        let Called::Collective(call) = &first.call else { return };
+        let call = match &first.call {
+            Called::Collective(call) => Some(*call),
+            Called::Part(_) => None,
+        };
         let notice = WAIT_NOTICE.min(first.limit / 4);
         if first.started.is_some_and(|started| now.saturating_duration_since(started) >= notice) {
             first.is_told = true;
-            hosts.tell_of_wait(first.number, *call);
+            hosts.tell_of_wait(first.number, call);
         }
     }
 
