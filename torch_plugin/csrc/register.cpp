@@ -9,6 +9,7 @@ namespace py = pybind11;
 #include "backend.cpp"
 #include "device.cpp"
 #include "memory.cpp"
+#include "operators.cpp"
 #include "window.cpp"
 #include "wrapper.cpp"
 
