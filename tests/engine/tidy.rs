@@ -150,8 +150,8 @@ const UNSAFE: &[&str] = &[
     "torch_plugin/src/library/instance.rs",
     "torch_plugin/src/library/load.rs",
     "torch_plugin/src/library/store.rs",
-    "torch_plugin/src/python.rs",
     "torch_plugin/src/rdma.rs",
+    "torch_plugin/src/shim.rs",
 ];
 
 /// The folders of the workspace's sources.

@@ -146,12 +146,18 @@ struct NcclxEngine {
   int32_t (*prepare_device)(NcclxComm* comm, int32_t device, NcclxError* error);
 };
 
+// What the shim's library exports.
+#define NCCLX_EXPORT __attribute__((visibility("default")))
+
+// The version of PyTorch that the shim was compiled for.
+NCCLX_EXPORT const char* ncclx_shim_torch_version();
+
 // Adds the backend's classes to the Python module. Returns 0, or -1 with a Python exception set.
-int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine);
+NCCLX_EXPORT int32_t ncclx_shim_init(void* py_module, const NcclxEngine* engine);
 
 // Calls a Python function, with Python's lock, on a thread of the engine. `sys.unraisablehook` gets its exceptions. Does
 // not return if the interpreter ends during the call.
-void ncclx_shim_call(void* function, void* arguments);
+NCCLX_EXPORT void ncclx_shim_call(void* function, void* arguments);
 
 }  // extern "C"
 

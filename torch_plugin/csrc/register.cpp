@@ -145,6 +145,8 @@ void define(py::module_& m) {
 }  // namespace
 }  // namespace ncclx
 
+extern "C" const char* ncclx_shim_torch_version() { return TORCH_VERSION; }
+
 extern "C" void ncclx_shim_call(void* function, void* arguments) {
   ncclx::call_python(static_cast<PyObject*>(function), static_cast<PyObject*>(arguments));
 }

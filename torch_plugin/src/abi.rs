@@ -2,7 +2,7 @@
 //!
 //! # Safety
 //! All raw pointers here come from the shim, which this crate's build script compiles from csrc/. The two check each
-//! other's size when the module is loaded. The shim guarantees the contract of the header: arguments live for the call. A
+//! other's size when the shim is loaded. The shim guarantees the contract of the header: arguments live for the call. A
 //! communicator and a handle are ours; each comes back once, through `destroy` and `release`. The shim's work keeps the
 //! memory of buffers until the completion callback, which is the contract of `Buffer::from_raw`. It keeps that of a window
 //! until the window is deregistered.
@@ -27,7 +27,7 @@ use ncclx_rs::{
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
-use crate::{logging, stack};
+use crate::{logging, shim, stack};
 
 const ERROR_BYTES: usize = 4096;
 
@@ -174,15 +174,9 @@ static ENGINE: RawEngine = RawEngine {
     prepare_device,
 };
 
-unsafe extern "C" {
-    fn ncclx_shim_init(module: *mut c_void, engine: *const RawEngine) -> i32;
-}
-
-/// Adds the backend's classes to the module.
+/// Loads the shim, which adds the backend's classes to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    // SAFETY: the module is alive and the GIL is held by `module`'s lifetime; ENGINE is a static.
-    let status = unsafe { ncclx_shim_init(module.as_ptr().cast(), &raw const ENGINE) };
-    if status == 0 { Ok(()) } else { Err(PyErr::fetch(module.py())) }
+    shim::register(module, &ENGINE)
 }
 
 // ---- helpers ----

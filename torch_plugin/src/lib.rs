@@ -1,9 +1,9 @@
 //! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
 //!
-//! `abi` is the C boundary to the C++ shim in csrc/, which implements c10d's classes. `allocator` has functions that PyTorch
-//! allocates device memory by. `library` loads backends from shared
-//! libraries, `rdma` reads and writes the memory of other processes, `store` serves the rendezvous of reconfigured communicators, and `logging` passes the engine's records to
-//! Python's logging.
+//! It serves every Python and PyTorch; what is made for one of them is the C++ shim in csrc/, which implements c10d's
+//! classes. `shim` loads it, and `abi` is the C boundary to it. `allocator` has functions that PyTorch allocates device
+//! memory by. `library` loads backends from shared libraries, `rdma` reads and writes the memory of other processes, `store`
+//! serves the rendezvous of reconfigured communicators, and `logging` passes the engine's records to Python's logging.
 
 mod abi;
 mod allocator;
@@ -11,8 +11,8 @@ mod convert;
 mod library;
 mod logging;
 mod mesh;
-mod python;
 mod rdma;
+mod shim;
 mod stack;
 mod store;
 mod vendor;
@@ -23,16 +23,12 @@ use ncclx_rs::sys::cuda::{Device, driver_version};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-/// The package reads this version from the module's file before it loads the module.
-#[used]
-static TORCH_VERSION: &str = concat!("NCCLX_RS_TORCH_VERSION=", env!("NCCLX_RS_TORCH_VERSION"), ";");
-
 /// The module. The package imports `torch` and `torch.distributed` before it.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    abi::register(module)?; // first: logging calls Python through it
     logging::install(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add("torch_build_version", env!("NCCLX_RS_TORCH_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_rank_and_size, module)?)?;
     module.add_function(wrap_pyfunction!(pytorch_recorder, module)?)?;
@@ -47,8 +43,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cuda_devices, module)?)?;
     module.add_class::<store::SecretStore>()?;
     library::register(module)?;
-    rdma::register(module)?;
-    abi::register(module)
+    rdma::register(module)
 }
 
 /// This process's rank and the number of ranks, from the launcher's environment variables; (0, 1) without a launcher.

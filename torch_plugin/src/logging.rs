@@ -16,7 +16,7 @@ use ncclx_rs::sys::fork::PerProcess;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::python;
+use crate::shim;
 
 /// Connects the engine's log to Python's logging, at the level of the environment.
 pub(crate) fn install(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -117,7 +117,7 @@ impl Entry {
         let delivered = Python::try_attach(|py| {
             let record = (name, level, self.file.unwrap_or(""), self.line.unwrap_or(0), &self.text);
             match record.into_pyobject(py) {
-                Ok(record) => python::call(deliver.bind(py), &record),
+                Ok(record) => shim::call(deliver.bind(py), &record),
                 Err(error) => error.write_unraisable(py, None),
             }
         });
