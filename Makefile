@@ -239,6 +239,23 @@ gpu-bundle: $(GPU_VENV)/.ready-$(GPU_TORCH) ## Packs what `gpu` runs, for a mach
 	program=$(CUDA_TESTS); tests/gpu/bundle.sh target/gpu-bundle/ncclx-rs-gpu.tar.gz $(GPU_VENV)/bin/python \
 		$(GPU_WHEEL)/*.whl "$$program"
 
+# The wheel for every PyTorch and Python: docs/packaging.md. SHIMS names some pairs of them (2.15:3.11), and PYTHON_HEADERS
+# the headers of a Python that is not installed (3.14=FOLDER).
+MACHINE ?= $(shell uname -m)
+WHEEL_TOOLS := target/wheels/venv
+IN_WHEEL_TOOLS = PATH="$(CURDIR)/$(WHEEL_TOOLS)/bin:$$PATH" python
+$(WHEEL_TOOLS)/.ready: packaging/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) -r packaging/requirements.txt
+	touch $@
+
+.PHONY: wheels sdist
+wheels: $(WHEEL_TOOLS)/.ready ## Builds the wheel for every PyTorch and Python into dist/
+	$(IN_WHEEL_TOOLS) packaging/wheels.py --machine $(MACHINE) $(if $(SHIMS),--shims $(SHIMS)) \
+		$(if $(PYTHON_HEADERS),--headers $(PYTHON_HEADERS)) $(if $(PROFILE),--profile $(PROFILE))
+sdist: $(WHEEL_TOOLS)/.ready ## Builds the source distribution into dist/
+	$(IN_WHEEL_TOOLS) -m maturin sdist --out dist
+
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
@@ -284,7 +301,7 @@ lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
 	cargo metadata --locked --format-version 1 | $(VENV)/bin/python tests/lint/licences.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy torch_plugin/python tests/lint tests/bench
+	$(VENV)/bin/mypy torch_plugin/python tests/lint tests/bench packaging
 
 .PHONY: stubtest
 stubtest: $(call installed,$(TORCH)) ## Compares the stubs with the built extension
