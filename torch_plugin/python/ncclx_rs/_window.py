@@ -234,7 +234,7 @@ class TorchCommWindow:
             ValueError: the window is one of CUDA tensors.
             RuntimeError: there is no such rank, no tensor is registered, or the operation failed.
         """
-        self._comm._check_rank("dst_rank", dst_rank)
+        self._comm._check_rank("flush", "dst_rank", dst_rank)
         return self._access("flush", OpOptions(timeout, hints), dst_rank, async_op)
 
     def flush_all(self, hints: Mapping[str, str] | None = None, timeout: timedelta | None = None) -> None:
