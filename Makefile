@@ -150,6 +150,7 @@ IN_SOFTCUDA = $(IN_VENV) SOFTCUDA_HOME="$(SOFTCUDA)" tests/softcuda/run
 .PHONY: softcuda test-cuda
 softcuda: $(call ready,$(TORCH)) ## Builds the software CUDA for tests
 	$(MAKE) --silent -C tests/softcuda PYTHON="$(CURDIR)/$(VENV)/bin/python" OUT="$(SOFTCUDA)"
+	$(MAKE) --silent -C tests/fakenccl PYTHON="$(CURDIR)/$(VENV)/bin/python" SOFTCUDA="$(SOFTCUDA)"
 
 test-cuda: softcuda ## Runs the tests of CUDA tensors, on a software CUDA
 	$(IN_SOFTCUDA) python -m pytest tests/softcuda/tests

@@ -14,6 +14,7 @@ use std::fmt::{self, Write};
 use std::time::Duration;
 
 use log::LevelFilter;
+use serde::{Deserialize, Serialize};
 
 use crate::error::InitError;
 
@@ -105,6 +106,9 @@ options! {
     device_staging: StagingBytes, "device_staging_bytes", "16777216", &[],
         "CUDA: half the memory of its device through which a rank's messages go, for each communicator. Rank 0's holds for \
          all ranks.";
+    engine: EngineChoice, "engine", "auto", &[],
+        "CUDA: what runs collectives on tensors of devices: streams (the engine's own programs), or a vendor's library, nccl or \
+         rccl, for what it has; auto takes streams. The same on all ranks.";
     nccl_library: Option<String>, "nccl_library", "", &[],
         "The file of NCCL; otherwise the one that the process has loaded, that of a Python package, or the system's.";
     rccl_library: Option<String>, "rccl_library", "", &[],
@@ -247,6 +251,31 @@ pub enum LineOwnership {
     On,
     /// Never.
     Off,
+}
+
+/// What runs collectives on tensors of devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EngineChoice {
+    /// What is the better way: streams, as long as no GPU has shown otherwise.
+    Auto,
+    /// Programs for streams.
+    Streams,
+    /// NVIDIA's library, or an error.
+    Nccl,
+    /// AMD's library, or an error.
+    Rccl,
+}
+
+impl EngineChoice {
+    /// As the option has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineChoice::Auto => "auto",
+            EngineChoice::Streams => "streams",
+            EngineChoice::Nccl => "nccl",
+            EngineChoice::Rccl => "rccl",
+        }
+    }
 }
 
 /// Whether TCP connections are encrypted.
@@ -467,6 +496,15 @@ impl Value for TransportChoice {
             "tcp" => Some(TransportChoice::Tcp),
             _ => None,
         }
+    }
+}
+
+impl Value for EngineChoice {
+    const EXPECTED: &'static str = "auto, streams, nccl or rccl";
+
+    fn parse(text: &str) -> Option<Self> {
+        use EngineChoice::{Auto, Nccl, Rccl, Streams};
+        [Auto, Streams, Nccl, Rccl].into_iter().find(|choice| choice.name() == text)
     }
 }
 

@@ -3,19 +3,22 @@
 //! A communicator has one device, that of its first operation there. At this operation all ranks set up together what they
 //! share; from then on no rank waits for another one to submit.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::buffer::Buffer;
 use crate::comm::check::{self, Place};
 use crate::comm::other_hosts::ThroughEngine;
-use crate::config::Config;
+use crate::config::{Config, EngineChoice};
 use crate::deadline::deadline_after;
 use crate::device::executor::{self, Executor, LANE, Ranks, Request};
 use crate::device::in_flight::Ends;
 use crate::device::messages::{Message, Messages, Peers, Request as Messaging};
 use crate::device::pairs::Own;
 use crate::device::rounds::Direction;
-use crate::device::setup::{self, Wanted};
+use crate::device::setup::{self, AllGather, Parts, Wanted};
+use crate::device::vendor::choice::offer;
+use crate::device::vendor::{Candidate, VendorComm};
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
 use crate::engine::driver::Driver;
@@ -37,6 +40,11 @@ pub(super) struct DeviceSide {
     host: String,
     /// The bytes of half of a rank's staging memory.
     staging_bytes: usize,
+    engine: EngineChoice,
+    /// The files of NCCL and RCCL, where they are named.
+    libraries: [Option<PathBuf>; 2],
+    /// How long ranks wait for each other when they begin a communicator of such a library.
+    connect_timeout: Duration,
     executor: OnceLock<Arc<Executor>>,
     /// Held while the ranks set up; why they could not.
     setup: Mutex<Option<Error>>,
@@ -48,10 +56,14 @@ impl DeviceSide {
     /// Nothing yet.
     pub(super) fn new(config: &Config, host: &str) -> DeviceSide {
         let (algorithm, staging_bytes) = (config.algorithm.clone(), config.device_staging.get());
+        let libraries = [&config.nccl_library, &config.rccl_library].map(|file| file.as_ref().map(PathBuf::from));
         DeviceSide {
             algorithm,
             host: host.to_owned(),
             staging_bytes,
+            engine: config.engine,
+            libraries,
+            connect_timeout: config.connect_timeout,
             executor: OnceLock::new(),
             setup: Mutex::new(None),
             messages: OnceLock::new(),
@@ -237,9 +249,10 @@ impl DeviceSide {
         };
         let mut all_gather = |own| all_gather(group, own, timeout);
         let parts = setup::set_up(&wanted, &mut all_gather, &|| group.are_there())?;
+        let vendor = self.vendor(group, &names, &parts, timeout, &mut all_gather)?;
         let ends = Arc::new(Reports(group.driver().clone()));
         let hosts = Arc::new(ThroughEngine(group.driver().clone()));
-        let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, ends, hosts);
+        let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, vendor, ends, hosts);
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
         let executor = setup::agree(group.name(), &names, "what runs operations", own, |_| {}, &mut all_gather)?;
         if let Some((control, memory)) = executor.network() {
@@ -247,6 +260,25 @@ impl DeviceSide {
             group.driver().with_engine(|engine| engine.relay.open(pier));
         }
         Ok(executor)
+    }
+}
+
+impl DeviceSide {
+    /// The vendor's library that all ranks take, if they do.
+    fn vendor(
+        &self,
+        group: &impl Group,
+        names: &[Rank],
+        Parts { context, members, .. }: &Parts,
+        timeout: Duration,
+        all_gather: &mut AllGather<'_>,
+    ) -> Result<Option<Arc<VendorComm>>, Error> {
+        let limit = timeout.min(self.connect_timeout);
+        let (offer, library) = offer(self.engine, self.libraries.each_ref().map(Option::as_deref));
+        let candidate = Candidate { comm: group.name(), me: group.place().me, names, limit, offer, library };
+        let entered = context.enter();
+        let current = setup::agree(group.name(), names, "its context", entered, |_| {}, all_gather)?;
+        candidate.choose(&current, members, all_gather)
     }
 }
 

@@ -23,6 +23,8 @@ use crate::device::rounds::{self, Rounds};
 use crate::device::segment::{Segment, StagingTooSmall};
 use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
+use crate::device::vendor::VendorComm;
+use crate::device::vendor::calls::{self, Called, Calls, Unfit};
 use crate::device::watch;
 use crate::device::windows::{self, Windows};
 use crate::device::words::ControlLayout;
@@ -33,6 +35,7 @@ use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{
     Capture, Context, CudaError, Current, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId,
 };
+use crate::sys::nccl::NcclError;
 use crate::topo::Topology;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::{Entry, Work};
@@ -58,6 +61,27 @@ impl<'a> Request<'a> {
     /// The device memory of its inputs and its outputs.
     fn stretches(&self) -> [Stretches<'a>; 2] {
         [self.inputs, self.outputs].map(|buffers| buffers.iter().filter_map(Buffer::device_bytes).collect())
+    }
+
+    /// The same as calls of a vendor's library by rank `me`.
+    fn calls<'c>(
+        &'c self,
+        [input, output]: &'c [Stretches<'a>; 2],
+        spare: &'c DeviceMemory,
+        (me, world): (Rank, usize),
+    ) -> Result<Calls<'c>, Unfit> {
+        let factor = self.factor.as_ref().and_then(|factor| Some((factor.device_bytes()?, factor.dtype())));
+        calls::calls(&Called {
+            collective: &self.collective,
+            reduce: self.reduce,
+            factor,
+            dtype: self.dtype,
+            input,
+            output,
+            spare: spare.bytes(),
+            me,
+            world,
+        })
     }
 }
 
@@ -104,6 +128,8 @@ struct State {
     /// What no rank knows of all: all_to_alls.
     rings: RingLane,
     launcher: Launcher,
+    /// Where ranks take it, what runs most collectives.
+    vendor: Option<Vendor>,
     plans: Plans,
     scratch: DeviceMemory,
     sums: DeviceMemory,
@@ -164,6 +190,33 @@ struct Far {
     near: [Counts; 2],
 }
 
+/// What runs it.
+enum Run<'a> {
+    Programs(Way),
+    Vendor(Arc<VendorComm>, Calls<'a>),
+}
+
+/// A vendor's communicator, which goes with what uses it, and a byte for barriers.
+struct Vendor {
+    comm: Arc<VendorComm>,
+    spare: Arc<DeviceMemory>,
+}
+
+impl Drop for Vendor {
+    fn drop(&mut self) {
+        self.comm.end();
+    }
+}
+
+/// Why not all of an operation is on its stream.
+#[derive(Debug, thiserror::Error)]
+enum SubmitError {
+    #[error(transparent)]
+    Driver(#[from] CudaError),
+    #[error(transparent)]
+    Vendor(#[from] NcclError),
+}
+
 impl Executor {
     /// The executor on what the ranks have set up together.
     pub(crate) fn new(
@@ -171,6 +224,7 @@ impl Executor {
         me: Rank,
         algorithm: Option<String>,
         parts: Parts,
+        vendor: Option<Arc<VendorComm>>,
         ends: Arc<dyn Ends>,
         hosts: Arc<dyn Exchange>,
     ) -> Result<Executor, Error> {
@@ -207,6 +261,12 @@ impl Executor {
         let device = context.device().ordinal();
         let in_flight_hosts = hosts.clone().map(|hosts| hosts as Arc<dyn OtherHosts>);
         let in_flight = InFlight::new(comm.clone(), LANE, control.clone(), ends.clone(), in_flight_hosts);
+        if let Some(vendor) = &vendor {
+            in_flight.is_run_by(vendor.clone());
+        }
+        let spare = vendor.as_ref().map(|_| DeviceMemory::new(&context, 1)).transpose();
+        let spare = spare.map_err(|error| setup_failed(&comm, &error))?;
+        let vendor = vendor.zip(spare).map(|(comm, spare)| Vendor { comm, spare: Arc::new(spare) });
         let graphs = Graphs::new(Home {
             comm: comm.clone(),
             me,
@@ -225,6 +285,7 @@ impl Executor {
             lane,
             rings,
             launcher,
+            vendor,
             plans,
             scratch,
             sums,
@@ -305,15 +366,25 @@ impl Executor {
         }
         // What is allocated for a capture must not spoil it.
         let _relaxed = capture.map(|_| Relaxed::enter()).transpose().map_err(driver)?;
-        let way = state.way(request).map_err(|error| self.refused(&request.signature, &error))?;
-        if let Way::Plan(plan) = &way
+        let tensors = request.stretches();
+        // In captures, and for what a library lacks, programs: that is the same on all ranks.
+        let vendor = state.vendor.as_ref().filter(|_| capture.is_none() && calls::has(request.dtype, request.reduce));
+        let vendor = vendor.map(|vendor| (vendor.comm.clone(), vendor.spare.clone()));
+        let run = match &vendor {
+            Some((comm, spare)) => {
+                let calls = request.calls(&tensors, spare, (self.me, state.world));
+                Run::Vendor(comm.clone(), calls.map_err(|unfit| self.unfit(operation(), unfit))?)
+            }
+            None => Run::Programs(state.way(request).map_err(|error| self.refused(&request.signature, &error))?),
+        };
+        if let Run::Programs(Way::Plan(plan)) = &run
             && state.world > MAX_BLOCKS
         {
             let mut programs = plan.segments.iter().map(|(_, program)| program);
             let checked = programs.try_for_each(|program| launch::check(program));
             checked.map_err(|error| self.refused(&request.signature, &error))?;
         }
-        if request.reduce.is_some() {
+        if request.reduce.is_some() && matches!(run, Run::Programs(_)) {
             state.launcher.prepare(request.dtype).map_err(|error| match error {
                 LaunchError::Driver(_) | LaunchError::Load(LoadError::Driver { .. }) => {
                     self.broken(number, operation(), &error)
@@ -322,13 +393,16 @@ impl Executor {
                 error => self.refused(&request.signature, &error),
             })?;
         }
-        let (algorithm, segments) = match &way {
-            Way::Plan(plan) => (plan.algorithm, plan.segments.len()),
-            Way::Rounds(..) => (request.signature.algorithm, 1),
+        let (algorithm, segments) = match &run {
+            Run::Programs(Way::Plan(plan)) => (plan.algorithm, plan.segments.len() as u32),
+            Run::Programs(Way::Rounds(..)) => (request.signature.algorithm, 1),
+            Run::Vendor(_, calls) => (request.signature.algorithm, calls.pieces),
         };
         let signature = Signature { algorithm, ..request.signature };
-        let blocks = match (&request.collective, &way) {
-            (_, Way::Rounds(_, Some(far))) => Some(Blocks { sent: &far.near[0], received: &far.near[1] }),
+        let blocks = match (&request.collective, &run) {
+            (_, Run::Programs(Way::Rounds(_, Some(far)))) => {
+                Some(Blocks { sent: &far.near[0], received: &far.near[1] })
+            }
             (Collective::AllToAll { send, recv }, _) => Some(Blocks { sent: send, received: recv }),
             _ => None,
         };
@@ -337,7 +411,7 @@ impl Executor {
         let sequence = state.before + number;
         let work = Work::new(self.in_flight.clone(), ranks.begin(signature, sequence, request.inputs, request.outputs));
         let mode = if capture.is_some() { Captured::Captured } else { Captured::Eager };
-        let call = LoggedCall::new(signature, segments as u32, mode);
+        let call = LoggedCall::new(signature, segments, mode);
         if let Err(disagreement) = self.control.enter(LANE, number, call, blocks) {
             let disagreement = disagreement.named(|rank| self.control.name(rank));
             let detail = call.disagreement(sequence, self.me, disagreement);
@@ -346,10 +420,10 @@ impl Executor {
             self.in_flight.end(&work, Err(error.clone()));
             return Err(error);
         }
-        if let Some(capture) = capture {
+        if let (Some(capture), Run::Programs(way)) = (capture, &run) {
             let place = Place { current: &current, stream: &stream, capture };
             let met = self.in_flight.meet(number, call, blocks, request.timeout);
-            let outcome = met.and_then(|()| self.capture(state, place, (number, signature), &way, request, ranks));
+            let outcome = met.and_then(|()| self.capture(state, place, (number, signature), way, request, ranks));
             // It has ended for who called it: replays tell nobody.
             self.in_flight.end(&work, outcome.clone());
             return outcome.map(|()| work);
@@ -358,10 +432,10 @@ impl Executor {
             watch::watch(self.in_flight.clone());
         }
         if let Some(hosts) = &self.hosts {
-            let taken_up = hosts.submit(number, signature, &mut way.traffic());
+            let taken_up = hosts.submit(number, signature, &mut run.traffic());
             taken_up.map_err(|cause| self.broken(number, signature.to_string(), &cause))?;
         }
-        let submitted = state.submit(&current, &stream, number, &way, request, &self.in_flight);
+        let submitted = state.submit(&current, &stream, number, &run, request, &self.in_flight);
         if let Err(error) = submitted {
             let error = self.broken(number, signature.to_string(), &error);
             state.end(&current, &stream, number);
@@ -399,6 +473,11 @@ impl Executor {
         state.lane.reset();
         state.rings.reset();
         state.number = 0;
+        if let Some(vendor) = &state.vendor {
+            let failed = |error: CudaError| Error::Device { operation: operation(), cause: error.to_string() };
+            let current = state.context.enter().map_err(failed)?;
+            vendor.comm.begin_anew(&current, &mut |own| ranks.all_gather(own, timeout))?;
+        }
         self.in_flight.resume(state.before);
         ranks.greatest(0, timeout).map(|_| ())
     }
@@ -453,6 +532,11 @@ impl Executor {
         InitError::Config(text).into()
     }
 
+    fn unfit(&self, operation: String, unfit: Unfit) -> UsageError {
+        let expected = "tensors as the vendor's library takes them; engine=streams takes any".to_owned();
+        UsageError { operation, argument: "tensors", expected, got: unfit.to_string() }
+    }
+
     fn closed(&self, operation: String) -> Error {
         Error::Closed { operation, comm: self.comm.clone(), how: "left".to_owned() }
     }
@@ -464,6 +548,16 @@ impl Way {
         match self {
             Way::Plan(plan) => Box::new(plan.segments.iter().map(|(_, program)| &program.traffic)),
             Way::Rounds(_, far) => Box::new(far.iter().flat_map(|far| &far.programs).map(|program| &program.traffic)),
+        }
+    }
+}
+
+impl Run<'_> {
+    /// What it exchanges with other hosts by pinned memory.
+    fn traffic(&self) -> Box<dyn Iterator<Item = &Traffic> + '_> {
+        match self {
+            Run::Programs(way) => way.traffic(),
+            Run::Vendor(..) => Box::new(std::iter::empty()),
         }
     }
 }
@@ -509,10 +603,10 @@ impl State {
         current: &Current<'_>,
         stream: &Stream,
         number: u64,
-        way: &Way,
+        run: &Run<'_>,
         request: &Request<'_>,
         in_flight: &InFlight,
-    ) -> Result<(), CudaError> {
+    ) -> Result<(), SubmitError> {
         // The operations of a lane come one after the other, whatever their streams.
         let id = stream.id(current)?;
         if self.last.is_some_and(|last| last != id) {
@@ -531,7 +625,7 @@ impl State {
             sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
         };
         let kernels = kernels(&self.launcher, request, self.world);
-        let mut run = |segment, program, edges| {
+        let mut put = |segment, program, edges| {
             let submission = Submission { program, segment, tensors: &tensors, edges };
             let submitted = self.lane.submit(current, stream, &submission, &kernels);
             // Also if not all of it is on the stream, here and below: what is may wait for words.
@@ -541,14 +635,20 @@ impl State {
         // Where it begins and where it ends, of so many parts.
         let edges =
             |index, count| Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index + 1 == count) };
-        match way {
-            Way::Rounds(rounds, far) => {
+        match run {
+            Run::Vendor(comm, calls) => {
+                let (started, done) = (layout.started(seat, LANE, number), layout.done(seat, LANE, number));
+                self.lane.write(current, stream, started, number)?;
+                comm.submit(current, stream, &calls.calls)?;
+                self.lane.write(current, stream, done, number)?;
+            }
+            Run::Programs(Way::Rounds(rounds, far)) => {
                 let far = far.iter().flat_map(|far| far.programs.iter().map(|program| (&far.segment, program)));
                 let count = far.clone().count() + 1;
                 // The first one only sends: what is done within the host goes on while that travels.
                 let (first, later) = (far.clone().take(1), far.skip(1));
                 for (segment, program) in first.clone() {
-                    run(segment, program, edges(0, count))?;
+                    put(segment, program, edges(0, count))?;
                 }
                 let before = first.count();
                 let tensors = [&inputs[..], &outputs[..]];
@@ -556,12 +656,12 @@ impl State {
                 in_flight.submitted(RINGS, self.rings.awaits());
                 submitted?;
                 for (index, (segment, program)) in (before + 1..).zip(later) {
-                    run(segment, program, edges(index, count))?;
+                    put(segment, program, edges(index, count))?;
                 }
             }
-            Way::Plan(plan) => {
+            Run::Programs(Way::Plan(plan)) => {
                 for (index, (segment, program)) in plan.segments.iter().enumerate() {
-                    run(segment, program, edges(index, plan.segments.len()))?;
+                    put(segment, program, edges(index, plan.segments.len()))?;
                 }
             }
         }

@@ -19,7 +19,7 @@ use crate::device::counters::Word;
 use crate::device::other_hosts::OtherHosts;
 use crate::error::Error;
 use crate::signature::Signature;
-use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, Ordering, lock};
+use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, OnceLock, Ordering, lock};
 use crate::sys::fork::Origin;
 use crate::types::Rank;
 use crate::work::{Drive, Work};
@@ -62,6 +62,15 @@ impl fmt::Display for Called {
             Called::Part(part) => part.fmt(f),
         }
     }
+}
+
+/// A library that runs operations in place of programs whose words can be released.
+pub(crate) trait Runner: Send + Sync {
+    /// Why what it has on streams will not end, if that is so.
+    fn failure(&self) -> Option<String>;
+
+    /// Has what it has on streams end. It waits for nothing, and may be called again.
+    fn give_up(&self);
 }
 
 /// What the communicator does when operations on its device end.
@@ -159,6 +168,8 @@ pub(crate) struct InFlight {
     ends: Arc<dyn Ends>,
     /// If there are any.
     hosts: Option<Arc<dyn OtherHosts>>,
+    /// Likewise.
+    runner: OnceLock<Arc<dyn Runner>>,
     state: Mutex<State>,
     /// Whether an operation is in flight, to be asked without the lock.
     is_busy: AtomicBool,
@@ -199,7 +210,13 @@ impl InFlight {
         hosts: Option<Arc<dyn OtherHosts>>,
     ) -> Arc<InFlight> {
         let (state, is_busy, is_released) = (Mutex::default(), AtomicBool::new(false), AtomicBool::new(false));
-        Arc::new(InFlight { comm, origin: Origin::here(), lane, control, ends, hosts, state, is_busy, is_released })
+        let (origin, runner) = (Origin::here(), OnceLock::new());
+        Arc::new(InFlight { comm, origin, lane, control, ends, hosts, runner, state, is_busy, is_released })
+    }
+
+    /// Notes what runs operations of this lane beside programs, before there are any.
+    pub(crate) fn is_run_by(&self, runner: Arc<dyn Runner>) {
+        assert!(self.runner.set(runner).is_ok(), "there is one library");
     }
 
     /// Its lane, and what its ranks see of it.
@@ -448,6 +465,9 @@ impl Watched for InFlight {
                 {
                     let Failure { number, kind, rank, .. } = failure;
                     self.give_up(&mut state, number, kind, rank, reported(reporter, failure, &call));
+                } else if let Some(cause) = self.runner.get().and_then(|runner| runner.failure()) {
+                    let error = Error::Device { operation: call.to_string(), cause };
+                    self.give_up(&mut state, from, FailureKind::Driver, self.control.name(me), error);
                 } else if let Some((from, error)) = self.late(&state, now) {
                     // Also if a later one has failed: that does not end those before it.
                     self.give_up(&mut state, from, FailureKind::Timeout, self.control.name(me), error);
@@ -458,6 +478,9 @@ impl Watched for InFlight {
             if !state.is_sound(number) && self.is_settled(&mut state, now) {
                 for (lane, words) in &state.awaits {
                     self.control.release(*lane, words.iter().copied());
+                }
+                if let Some(runner) = self.runner.get() {
+                    runner.give_up();
                 }
                 self.is_released.store(true, Ordering::Relaxed);
                 // What the same stream has to do for other lanes may wait for what is sound there.

@@ -15,7 +15,8 @@
 //! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
 //! streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, which count by [`tokens`] and whose [`replay`]s
 //! nobody submits. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks, also [far ones](far_pairs);
-//! what is [`in_flight`] then is ended by whoever looks, at the latest by the [`watch`].
+//! what is [`in_flight`] then is ended by whoever looks, at the latest by the [`watch`]. Where the ranks take it, a
+//! [`vendor`]'s library runs collectives instead of programs.
 //!
 //! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight
 //! end one by one.
@@ -56,6 +57,7 @@ pub mod setup;
 pub(crate) mod signals;
 pub mod staging;
 pub mod tokens;
+pub(crate) mod vendor;
 pub(crate) mod watch;
 pub(crate) mod windows;
 pub mod words;

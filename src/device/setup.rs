@@ -448,11 +448,11 @@ fn groups<K: Ord>(members: &[Member], key: impl Fn(&Member) -> &K) -> BTreeMap<&
     groups
 }
 
-fn ranks_where(members: &[Member], is: impl Fn(&Member) -> bool) -> Vec<usize> {
+pub(crate) fn ranks_where(members: &[Member], is: impl Fn(&Member) -> bool) -> Vec<usize> {
     (0..members.len()).filter(|rank| is(&members[*rank])).collect()
 }
 
-fn named(names: &[Rank], ranks: &[usize]) -> String {
+pub(crate) fn named(names: &[Rank], ranks: &[usize]) -> String {
     let ranks: Vec<u32> = ranks.iter().map(|rank| names[*rank].0).collect();
     match &ranks[..] {
         [rank] => format!("rank {rank}"),
@@ -468,11 +468,11 @@ fn text(device: DeviceUuid) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// A rank of its own process on a device of its own.
-    fn member(rank: u8) -> Member {
+    pub(crate) fn member(rank: u8) -> Member {
         let process = format!(r#"{{"namespace":"here","number":{}}}"#, 100 + u32::from(rank));
         Member {
             host: "one".to_owned(),

@@ -23,5 +23,6 @@ mod rings;
 mod setup;
 mod simulation;
 mod trouble;
+mod vendor;
 mod windows;
 mod world;

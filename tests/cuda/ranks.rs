@@ -155,13 +155,19 @@ pub(crate) fn world_on(devices: &[u32], hints: &[(&str, &str)], body: impl Fn(On
 
 /// Runs `body` on every rank of a world, in threads, on the first device. Each letter is the host that a rank poses to be on.
 pub(crate) fn hosts(places: &str, hints: &[(&str, &str)], body: impl Fn(OnDevice) + Sync) {
+    let places: Vec<(&str, u32)> = places.split("").filter(|host| !host.is_empty()).map(|host| (host, 0)).collect();
+    hosts_on(&places, hints, body);
+}
+
+/// As [`hosts`], each rank on the device of this number.
+pub(crate) fn hosts_on(places: &[(&str, u32)], hints: &[(&str, &str)], body: impl Fn(OnDevice) + Sync) {
     let store = Arc::new(MemoryStore::default());
     std::thread::scope(|scope| {
-        for (rank, host) in places.split("").filter(|host| !host.is_empty()).enumerate() {
+        for (rank, (host, device)) in places.iter().enumerate() {
             let (store, body) = (store.clone(), &body);
             let place = ("cuda", Rank::from(rank), places.len());
             let hints = [hints, &[("host_id", host)]].concat();
-            scope.spawn(move || body(OnDevice::new(place, store, 0, &hints)));
+            scope.spawn(move || body(OnDevice::new(place, store, *device, &hints)));
         }
     });
 }

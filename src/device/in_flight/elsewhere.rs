@@ -47,6 +47,15 @@ impl InFlight {
         state.released.is_some() || hosts.settle(now.saturating_duration_since(since) < SETTLE_TIMEOUT)
     }
 
+    /// The ranks of this host whose streams have not come to an operation that no words tell more of; else, that have not ended it.
+    fn behind(&self, number: u64) -> Vec<Rank> {
+        let ranks = |has_reached: &dyn Fn(Rank) -> bool| -> Vec<Rank> {
+            self.control.ranks().filter(|rank| !has_reached(*rank)).map(|rank| self.control.name(rank)).collect()
+        };
+        let late = ranks(&|rank| self.control.has_started(rank, self.lane, number));
+        if late.is_empty() { ranks(&|rank| self.control.has_ended(rank, self.lane, number)) } else { late }
+    }
+
     pub(super) fn timeout(&self, state: &State, late: &Flight, now: Instant) -> Error {
         let has_called = |rank: &Rank| self.control.calls_of(*rank, self.lane) >= late.number;
         let number = state.before + late.number;
@@ -63,6 +72,9 @@ impl InFlight {
             let mut slow: Vec<Rank> = state.awaits.iter().flat_map(behind).chain(late_there).collect();
             slow.sort_unstable();
             slow.dedup();
+            if slow.is_empty() {
+                slow = self.behind(late.number);
+            }
             format!(
                 "device collective {number}: all ranks called it; rank(s) {} did not finish their part",
                 rank_list(&slow)

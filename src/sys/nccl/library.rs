@@ -69,6 +69,11 @@ impl Version {
         Version { major: code / thousand, minor: code % thousand / 100, patch: code % 100 }
     }
 
+    /// Its first two numbers. Libraries that have them alike work together.
+    pub fn release(self) -> (u32, u32) {
+        (self.major, self.minor)
+    }
+
     /// As [`Version::from_code`] takes it, since 2.9.
     pub fn to_code(self) -> u32 {
         self.major * 10_000 + self.minor * 100 + self.patch

@@ -1,0 +1,96 @@
+//! Whether ranks use a vendor's library: each tells what it has, and all decide the same.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::EngineChoice;
+use crate::device::setup::{Member, named, ranks_where};
+use crate::error::InitError;
+use crate::sync::Arc;
+use crate::sys::nccl::{Nccl, Vendor, Version};
+use crate::types::Rank;
+
+/// What a rank is set to, and what it has found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Offer {
+    pub(crate) choice: EngineChoice,
+    /// Its `NCCL_VERSION_CODE`; or why there is none. Nothing where nobody asks for one.
+    pub(crate) library: Option<Result<u32, String>>,
+}
+
+/// What ranks decide.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Decision {
+    /// The vendor's library.
+    Vendor,
+    /// Programs of their own.
+    Streams,
+}
+
+/// Which vendor's library a choice means, if one.
+fn vendor(choice: EngineChoice) -> Option<Vendor> {
+    match choice {
+        EngineChoice::Nccl => Some(Vendor::Nccl),
+        EngineChoice::Rccl => Some(Vendor::Rccl),
+        EngineChoice::Auto | EngineChoice::Streams => None,
+    }
+}
+
+/// What a rank offers, with the library that it has. It is only loaded where the rank is set to use it.
+pub(crate) fn offer(choice: EngineChoice, files: [Option<&Path>; 2]) -> (Offer, Option<Arc<Nccl>>) {
+    let Some(vendor) = vendor(choice) else { return (Offer { choice, library: None }, None) };
+    let named = files[usize::from(vendor == Vendor::Rccl)];
+    match Nccl::load(vendor, named, &[]) {
+        Ok(library) => {
+            let code = library.version().to_code();
+            (Offer { choice, library: Some(Ok(code)) }, Some(Arc::new(library)))
+        }
+        Err(error) => (Offer { choice, library: Some(Err(error.to_string())) }, None),
+    }
+}
+
+/// What ranks with these offers on these members do: the same on each.
+///
+/// # Errors
+/// They are set to use a library, or differently, and cannot: what stands in the way, and on which ranks.
+pub(crate) fn decide(comm: &str, names: &[Rank], offers: &[Offer], members: &[Member]) -> Result<Decision, InitError> {
+    let error = |text: String| Err(InitError::Config(format!("communicator `{comm}`: {text}")));
+    let choice = offers[0].choice;
+    if let Some(other) = offers.iter().position(|offer| offer.choice != choice) {
+        let (first, second) = (choice.name(), offers[other].choice.name());
+        let (rank, other) = (names[0], names[other]);
+        return error(format!(
+            "rank {rank} has engine={first}, rank {other} engine={second}: set the same on all ranks"
+        ));
+    }
+    let Some(vendor) = vendor(choice) else { return Ok(Decision::Streams) };
+    match obstacle(vendor.name(), names, offers, members) {
+        Some(obstacle) => error(format!("engine={}: {obstacle}; or take engine=streams", choice.name())),
+        None => Ok(Decision::Vendor),
+    }
+}
+
+/// Why the ranks cannot use the library together, if so.
+fn obstacle(name: &str, names: &[Rank], offers: &[Offer], members: &[Member]) -> Option<String> {
+    let mut versions: Vec<(Version, Rank)> = Vec::new();
+    for (offer, rank) in offers.iter().zip(names) {
+        match &offer.library {
+            Some(Ok(code)) => versions.push((Version::from_code(*code), *rank)),
+            Some(Err(cause)) => return Some(format!("rank {rank} has no {name}: {cause}")),
+            None => return Some(format!("rank {rank} has not looked for {name}")),
+        }
+    }
+    let (first, rank) = versions[0];
+    if let Some((other, there)) = versions.iter().find(|(version, _)| version.release() != first.release()) {
+        return Some(format!(
+            "rank {rank} has {name} {first}, rank {there} {name} {other}: install one version on all"
+        ));
+    }
+    let shared = members.iter().map(|member| ranks_where(members, |other| other.device == member.device));
+    let shared = shared.into_iter().find(|ranks| ranks.len() > 1)?;
+    Some(format!("{} use one device, which {name} refuses: give each rank a device of its own", named(names, &shared)))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,223 @@
+//! A vendor's library as what runs collectives: [`choice`] says whether ranks use it, [`calls`] what they call of it.
+//!
+//! Its operations stand between the same words, in the same log and in the same order as the programs of the [`executor`](super::executor), which
+//! also runs what the library does not have. Nothing of it blocks: a communicator is begun and its calls are put on streams by
+//! threads of the library, which are waited for here; what goes wrong on a stream is [asked for](Runner) by whoever looks at what
+//! is in flight.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::device::in_flight::Runner;
+use crate::device::setup::{AllGather, Member, named, tell};
+use crate::error::{Error, InitError};
+use crate::sync::{self, Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::sys::cuda::{Current, Stream};
+use crate::sys::nccl::{Call, Nccl, NcclComm, NcclError, Progress, UniqueId};
+use crate::types::Rank;
+
+pub(crate) mod calls;
+pub(crate) mod choice;
+
+use choice::{Decision, Offer, decide};
+
+/// A communicator of a library, and how another one is made when it had to be given up.
+pub(crate) struct VendorComm {
+    library: Arc<Nccl>,
+    comm: String,
+    me: Rank,
+    names: Vec<Rank>,
+    /// How long to wait for the others when it begins.
+    limit: Duration,
+    raw: Mutex<Arc<NcclComm>>,
+    is_given_up: AtomicBool,
+}
+
+/// A rank that is about to decide with all others.
+#[derive(Debug)]
+pub(crate) struct Candidate<'a> {
+    pub(crate) comm: &'a str,
+    pub(crate) me: Rank,
+    pub(crate) names: &'a [Rank],
+    pub(crate) limit: Duration,
+    pub(crate) offer: Offer,
+    pub(crate) library: Option<Arc<Nccl>>,
+}
+
+/// How a rank's communicator of the library has begun.
+#[derive(Debug, Serialize, Deserialize)]
+enum Beginning {
+    Begun,
+    /// Other ranks have not come in time.
+    Late,
+    Failed(String),
+}
+
+impl Candidate<'_> {
+    /// Decides with all ranks, and begins a communicator of the library where they take one.
+    ///
+    /// # Errors
+    /// Those of [`decide`], that the library fails on a rank, and those of `all_gather`. The same on all ranks.
+    pub(crate) fn choose(
+        self,
+        current: &Current<'_>,
+        members: &[Member],
+        all_gather: &mut AllGather<'_>,
+    ) -> Result<Option<Arc<VendorComm>>, Error> {
+        let Candidate { comm, me, names, limit, offer, library } = self;
+        let offers: Vec<Offer> = tell(comm, names, all_gather, Ok(offer))?;
+        let library = match decide(comm, names, &offers, members)? {
+            Decision::Streams => return Ok(None),
+            Decision::Vendor => library.expect("every rank has one, as all have told"),
+        };
+        let place = (me, names, limit);
+        let raw = begin(&library, current, comm, place, all_gather)?;
+        if me.index() == 0 {
+            log::info!("communicator `{comm}`: CUDA tensors go by {} {}", library.name(), library.version());
+        }
+        let (comm, names, raw) = (comm.to_owned(), names.to_vec(), Mutex::new(Arc::new(raw)));
+        let is_given_up = AtomicBool::new(false);
+        Ok(Some(Arc::new(VendorComm { library, comm, me, names, limit, raw, is_given_up })))
+    }
+}
+
+/// Begins a communicator with all ranks.
+fn begin(
+    library: &Arc<Nccl>,
+    current: &Current<'_>,
+    comm: &str,
+    (me, names, limit): (Rank, &[Rank], Duration),
+    all_gather: &mut AllGather<'_>,
+) -> Result<NcclComm, Error> {
+    let own = if me.index() == 0 { library.unique_id().map(|id| id.0.to_vec()) } else { Ok(Vec::new()) };
+    let failed = |cause| InitError::Os { comm: comm.to_owned(), what: what(library), cause };
+    let ids: Vec<Result<Vec<u8>, String>> = tell(comm, names, all_gather, Ok(own.map_err(|error| error.to_string())))?;
+    let id = ids.into_iter().next().expect("rank 0's").map_err(failed)?;
+    let id = <[u8; 128]>::try_from(id).map_err(|id| failed(format!("rank 0 tells an id of {} bytes", id.len())))?;
+    let begun = NcclComm::begin(library, current, UniqueId(id), (me.0, names.len() as u32));
+    let (raw, beginning) = match begun {
+        Err(error) => (None, Beginning::Failed(error.to_string())),
+        Ok(raw) => match wait(&raw, limit) {
+            Ok(Progress::Done) => (Some(raw), Beginning::Begun),
+            Ok(Progress::Going) => (Some(raw), Beginning::Late),
+            Err(error) => (Some(raw), Beginning::Failed(error.to_string())),
+        },
+    };
+    let told: Result<Vec<Beginning>, Error> = tell(comm, names, all_gather, Ok(beginning));
+    match (told.map(|told| problem(names, &told, limit)), raw) {
+        (Ok(None), Some(raw)) => Ok(raw),
+        (problem, raw) => {
+            raw.into_iter().for_each(|raw| abort_aside(Arc::new(raw)));
+            Err(failed(problem?.unwrap_or_default()).into())
+        }
+    }
+}
+
+fn what(library: &Nccl) -> String {
+    format!("a communicator of {} {}", library.name(), library.version())
+}
+
+/// What has kept a communicator from its beginning, if something has: what has failed, rather than who has waited for it.
+fn problem(names: &[Rank], told: &[Beginning], limit: Duration) -> Option<String> {
+    let failed = told.iter().zip(names).find_map(|(beginning, rank)| match beginning {
+        Beginning::Failed(cause) => Some(format!("rank {rank}: {cause}")),
+        Beginning::Begun | Beginning::Late => None,
+    });
+    failed.or_else(|| {
+        let late: Vec<usize> = (0..told.len()).filter(|rank| matches!(told[*rank], Beginning::Late)).collect();
+        (!late.is_empty()).then(|| {
+            let ranks = named(names, &late);
+            format!("it has not begun within {:.1} s on {ranks}", limit.as_secs_f64())
+        })
+    })
+}
+
+/// Waits until a communicator has done what it was told, or a limit has passed.
+fn wait(raw: &NcclComm, limit: Duration) -> Result<Progress, NcclError> {
+    let begin = Instant::now();
+    loop {
+        let progress = raw.progress()?;
+        let waited = begin.elapsed();
+        if progress == Progress::Done || waited >= limit {
+            return Ok(progress);
+        }
+        nap(waited);
+    }
+}
+
+/// Longer after a longer wait.
+fn nap(waited: Duration) {
+    std::thread::sleep((waited / 8).clamp(Duration::from_micros(5), Duration::from_millis(1)));
+}
+
+/// Gives a communicator up on a thread of its own, since that waits for the device.
+fn abort_aside(raw: Arc<NcclComm>) {
+    if let Err(error) = sync::spawn("ncclx_rs vendor", move || raw.abort()) {
+        log::warn!("a communicator of the vendor's library stays: there is no thread to give it up: {error}");
+    }
+}
+
+impl VendorComm {
+    /// Puts calls on a stream together. When it returns they are there, and others may be put behind them.
+    pub(crate) fn submit(&self, current: &Current<'_>, stream: &Stream, calls: &[Call<'_>]) -> Result<(), NcclError> {
+        if calls.is_empty() {
+            return Ok(());
+        }
+        let raw = lock(&self.raw).clone();
+        let mut progress = raw.submit(current, stream, calls)?;
+        let begin = Instant::now();
+        // Whoever watches gives it up when the time of what is in flight is over: that ends this.
+        while progress == Progress::Going {
+            nap(begin.elapsed());
+            progress = raw.progress()?;
+        }
+        Ok(())
+    }
+
+    /// After a disagreement, when nothing is on any rank's stream: begins another one with all ranks.
+    pub(crate) fn begin_anew(&self, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<(), Error> {
+        lock(&self.raw).abort();
+        let raw = begin(&self.library, current, &self.comm, (self.me, &self.names, self.limit), all_gather)?;
+        *lock(&self.raw) = Arc::new(raw);
+        // Relaxed: as in `give_up`.
+        self.is_given_up.store(false, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Gives it back. Nothing of it is on a stream.
+    pub(crate) fn end(&self) {
+        lock(&self.raw).abort();
+    }
+}
+
+impl Runner for VendorComm {
+    fn failure(&self) -> Option<String> {
+        lock(&self.raw).progress().err().map(|error| error.to_string())
+    }
+
+    fn give_up(&self) {
+        // Relaxed: it only keeps a second thread from being begun for the same.
+        if !self.is_given_up.swap(true, Ordering::Relaxed) {
+            abort_aside(lock(&self.raw).clone());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_failed_comes_before_who_waits_for_it() {
+        let names = [Rank(0), Rank(1), Rank(2)];
+        let limit = Duration::from_millis(1500);
+        let failed = || Beginning::Failed("no interface".to_owned());
+        let told = |told: [Beginning; 3]| problem(&names, &told, limit);
+        assert_eq!(told([Beginning::Begun, Beginning::Begun, Beginning::Begun]), None);
+        let late = told([Beginning::Late, Beginning::Begun, Beginning::Late]).expect("two are late");
+        assert_eq!(late, "it has not begun within 1.5 s on ranks [0, 2]");
+        let broken = told([Beginning::Late, failed(), Beginning::Late]).expect("one has failed");
+        assert_eq!(broken, "rank 1: no interface");
+    }
+}

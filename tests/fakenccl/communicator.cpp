@@ -1,0 +1,261 @@
+#include "communicator.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <thread>
+
+#include "settings.h"
+
+namespace fakenccl {
+
+namespace {
+
+struct Living {
+  std::mutex mutex;
+  std::map<void*, std::shared_ptr<Communicator>> all;
+};
+
+Living& living() {
+  static auto* const living = new Living;
+  return *living;
+}
+
+std::shared_ptr<Communicator> take(void* handle) {
+  std::lock_guard<std::mutex> lock(living().mutex);
+  const auto found = living().all.find(handle);
+  if (found == living().all.end()) return nullptr;
+  auto taken = found->second;
+  living().all.erase(found);
+  return taken;
+}
+
+// Sleeps longer the longer it has been in vain.
+void pause(int turn) {
+  if (turn < 20) {
+    sched_yield();
+  } else {
+    usleep(turn < 200 ? 20 : 200);
+  }
+}
+
+// The bytes of ncclConfig_t in a version.
+size_t config_size(int version) {
+  static const std::pair<int, size_t> sizes[] = {{23200, 120}, {23100, 112}, {23000, 96},
+                                                 {22900, 88},  {22800, 80},  {22700, 72}};
+  for (const auto& [since, size] : sizes) {
+    if (version >= since) return size;
+  }
+  return 0;
+}
+
+Result refuse(Result result, const std::string& why) {
+  last_error() = why;
+  return result;
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> find(void* handle) {
+  std::lock_guard<std::mutex> lock(living().mutex);
+  const auto found = living().all.find(handle);
+  return found == living().all.end() ? nullptr : found->second;
+}
+
+Communicator::Communicator(int rank, int size, CUdevice device, bool is_blocking, std::unique_ptr<Shared> shared)
+    : rank(rank), size(size), is_blocking(is_blocking), device_(device), shared_(std::move(shared)) {
+  cuEventCreate(&end_, CU_EVENT_DISABLE_TIMING);
+}
+
+Result Communicator::join() {
+  const Fault& fault = settings().fault;
+  if (fault.rank == rank && !fault.launch) {
+    if (fault.is_error) {
+      failure = "no interface was found";
+      return SystemError;
+    }
+    while (!is_aborted_) usleep(200);
+    return SystemError;
+  }
+  Card& own = shared_->card(rank);
+  own.version = settings().version;
+  cuDeviceGetUuid_v2(&own.device, device_);
+  own.is_there = 1;
+  for (int other = 0; other < size; other++) {
+    for (int turn = 0; !shared_->card(other).is_there; turn++) {
+      if (is_aborted_) return SystemError;
+      pause(turn);
+    }
+  }
+  if (rank == 0) shared_->hide();
+  for (int other = 0; other < size; other++) {
+    const Card& card = shared_->card(other);
+    if (card.version != own.version) {
+      failure = "rank " + std::to_string(other) + " has another version";
+      return InvalidUsage;
+    }
+    if (other != rank && !memcmp(&card.device, &own.device, sizeof own.device)) {
+      failure = "Duplicate GPU detected : rank " + std::to_string(rank) + " and rank " + std::to_string(other);
+      return InvalidUsage;
+    }
+  }
+  return Success;
+}
+
+bool Communicator::exchange(std::vector<Transfer>& transfers) const {
+  for (int turn = 0;; turn++) {
+    bool is_done = true, has_moved = false;
+    std::vector<bool> is_taken(2 * size);
+    for (Transfer& transfer : transfers) {
+      if (transfer.done == transfer.length) continue;
+      is_done = false;
+      const int way = 2 * transfer.peer + transfer.is_send;
+      if (is_taken[way]) continue;
+      is_taken[way] = true;
+      Channel& channel =
+          transfer.is_send ? shared_->channel(rank, transfer.peer) : shared_->channel(transfer.peer, rank);
+      const uint64_t written = channel.written, read = channel.read;
+      const size_t ready = transfer.is_send ? Channel::ROOM - (written - read) : written - read;
+      const size_t at = (transfer.is_send ? written : read) % Channel::ROOM;
+      const size_t length = std::min({ready, transfer.length - transfer.done, Channel::ROOM - at});
+      if (!length) continue;
+      has_moved = true;
+      if (transfer.is_send) {
+        memcpy(channel.bytes + at, transfer.bytes + transfer.done, length);
+        channel.written += length;
+      } else {
+        memcpy(transfer.bytes + transfer.done, channel.bytes + at, length);
+        channel.read += length;
+      }
+      transfer.done += length;
+    }
+    if (is_done) return true;
+    if (is_aborted_) return false;
+    if (has_moved) turn = 0;
+    pause(turn);
+  }
+}
+
+Result Communicator::follow(CUstream stream) {
+  std::lock_guard<std::mutex> lock(order_);
+  if (has_last_ && last_ != stream && cuStreamWaitEvent(stream, end_, 0)) return UnhandledCudaError;
+  return Success;
+}
+
+Result Communicator::followed_by_next(CUstream stream) {
+  std::lock_guard<std::mutex> lock(order_);
+  last_ = stream;
+  has_last_ = true;
+  return cuEventRecord(end_, stream) ? UnhandledCudaError : Success;
+}
+
+bool Communicator::begin_launch() {
+  running_++;
+  const Fault& fault = settings().fault;
+  const bool goes_wrong = fault.rank == rank && fault.launch && ++launches_ == fault.launch;
+  if (goes_wrong) {
+    if (fault.is_error) {
+      failure = "a connection was lost";
+      state = SystemError;
+    }
+    while (!is_aborted_) usleep(200);
+  }
+  return !is_aborted_;
+}
+
+void Communicator::end_launch() { running_--; }
+
+void Communicator::abort() {
+  is_aborted_ = true;
+  while (running_) usleep(100);
+  cuEventDestroy_v2(end_);
+}
+
+}  // namespace fakenccl
+
+using namespace fakenccl;
+
+API int ncclGetVersion(int* version) {
+  *version = settings().version;
+  return Success;
+}
+
+API const char* ncclGetErrorString(int code) {
+  switch (code) {
+    case Success: return "no error";
+    case UnhandledCudaError: return "unhandled cuda error";
+    case SystemError: return "unhandled system error";
+    case InvalidArgument: return "invalid argument";
+    case InvalidUsage: return "invalid usage";
+    case InProgress: return "NCCL operation in progress";
+    default: return "unknown result code";
+  }
+}
+
+API const char* ncclGetLastError(void*) { return last_error().c_str(); }
+
+API int ncclGetUniqueId(UniqueId* id) {
+  memset(id, 0, sizeof *id);
+  const int file = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+  const bool is_read = file >= 0 && read(file, id->bytes, 16) == 16;
+  if (file >= 0) close(file);
+  return is_read ? Success : SystemError;
+}
+
+API int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, const Config* config) {
+  *handle = nullptr;
+  if (size < 1 || rank < 0 || rank >= size) return refuse(InvalidArgument, "there is no such rank");
+  if (config->magic != 0xcafebeef) return refuse(InvalidArgument, "ncclConfig_t argument not initialized");
+  if (config->size != config_size(settings().version)) {
+    return refuse(InvalidArgument, "ncclConfig_t is " + std::to_string(config->size) + " bytes, as no header of this version");
+  }
+  CUcontext context;
+  CUdevice device;
+  if (cuCtxGetCurrent(&context) || cuCtxGetDevice(&device)) return refuse(UnhandledCudaError, "no context");
+  std::unique_ptr<Shared> shared(Shared::open(id, size));
+  if (!shared) return refuse(SystemError, "no shared memory");
+  auto made = std::make_shared<Communicator>(rank, size, device, config->blocking != 0, std::move(shared));
+  {
+    std::lock_guard<std::mutex> lock(living().mutex);
+    living().all[made.get()] = made;
+  }
+  *handle = made.get();
+  if (made->is_blocking) {
+    const Result result = made->join();
+    return result ? refuse(result, made->failure) : Success;
+  }
+  made->state = InProgress;
+  std::thread([made, context] {
+    cuCtxSetCurrent(context);
+    made->state = made->join();
+  }).detach();
+  return InProgress;
+}
+
+API int ncclCommGetAsyncError(void* handle, int* state) {
+  const auto comm = find(handle);
+  if (!comm) return refuse(InvalidArgument, "no communicator");
+  *state = comm->state;
+  if (*state != Success && *state != InProgress) last_error() = comm->failure;
+  return Success;
+}
+
+API int ncclCommFinalize(void* handle) {
+  const auto comm = find(handle);
+  if (!comm) return refuse(InvalidArgument, "no communicator");
+  // Nothing is on its way that a stream does not wait for.
+  return Success;
+}
+
+API int ncclCommAbort(void* handle) {
+  const auto comm = take(handle);
+  if (!comm) return refuse(InvalidArgument, "no communicator");
+  comm->abort();
+  return Success;
+}
+
+API int ncclCommDestroy(void* handle) { return ncclCommAbort(handle); }

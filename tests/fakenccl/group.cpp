@@ -1,0 +1,131 @@
+#include "group.h"
+
+#include <unistd.h>
+
+#include <thread>
+
+#include "settings.h"
+
+namespace fakenccl {
+
+namespace {
+
+struct Group {
+  int depth = 0;
+  std::vector<Call> calls;
+};
+
+Group& group() {
+  static thread_local Group group;
+  return group;
+}
+
+// The calls of a group on one communicator and one stream: one kernel.
+struct Launch {
+  std::shared_ptr<Communicator> comm;
+  CUstream stream;
+  std::vector<Call> calls;
+
+  void run() const {
+    if (comm->begin_launch()) {
+      std::vector<Transfer> transfers;
+      for (const Call& call : calls) call.moves(transfers);
+      if (comm->exchange(transfers)) {
+        for (const Call& call : calls) {
+          if (call.computes) call.computes();
+        }
+      }
+    }
+    comm->end_launch();
+  }
+
+  Result submit() {
+    CUstreamCaptureStatus capture;
+    if (cuStreamIsCapturing(stream, &capture)) return UnhandledCudaError;
+    const bool is_captured = capture != CU_STREAM_CAPTURE_STATUS_NONE;
+    if (!is_captured) {
+      if (const Result failed = comm->follow(stream)) return failed;
+    }
+    // It stays, since a graph may run it again.
+    auto* body = new Launch(*this);
+    if (cuLaunchHostFunc(stream, [](void* body) { static_cast<Launch*>(body)->run(); }, body)) return UnhandledCudaError;
+    return is_captured ? Success : comm->followed_by_next(stream);
+  }
+};
+
+std::vector<Launch> launches(std::vector<Call> calls) {
+  std::vector<Launch> launches;
+  for (Call& call : calls) {
+    Launch* found = nullptr;
+    for (Launch& launch : launches) {
+      if (launch.comm == call.comm && launch.stream == call.stream) found = &launch;
+    }
+    if (!found) {
+      launches.push_back({call.comm, call.stream, {}});
+      found = &launches.back();
+    }
+    found->calls.push_back(std::move(call));
+  }
+  return launches;
+}
+
+Result submit(std::vector<Launch> launches) {
+  for (Launch& launch : launches) {
+    if (const Result failed = launch.submit()) return failed;
+  }
+  return Success;
+}
+
+// As NCCL: where communicators do not block, a thread puts their calls on streams.
+int flush() {
+  auto all = launches(std::move(group().calls));
+  group().calls.clear();
+  if (all.empty()) return Success;
+  for (const Launch& launch : all) {
+    if (launch.comm->is_blocking != all[0].comm->is_blocking) {
+      last_error() = "communicators that block and others are in one group";
+      return InvalidUsage;
+    }
+  }
+  if (all[0].comm->is_blocking) return submit(std::move(all));
+  CUcontext context;
+  if (cuCtxGetCurrent(&context)) return UnhandledCudaError;
+  for (const Launch& launch : all) launch.comm->state = InProgress;
+  std::thread([all = std::move(all), context]() mutable {
+    cuCtxSetCurrent(context);
+    usleep(settings().launch_us);
+    std::vector<std::shared_ptr<Communicator>> comms;
+    for (const Launch& launch : all) comms.push_back(launch.comm);
+    const Result result = submit(std::move(all));
+    for (const auto& comm : comms) {
+      // What has gone wrong on the stream meanwhile stays.
+      int expected = InProgress;
+      comm->state.compare_exchange_strong(expected, result);
+    }
+  }).detach();
+  return InProgress;
+}
+
+}  // namespace
+
+int add(Call call) {
+  group().calls.push_back(std::move(call));
+  return group().depth ? Success : flush();
+}
+
+}  // namespace fakenccl
+
+using namespace fakenccl;
+
+API int ncclGroupStart() {
+  group().depth++;
+  return Success;
+}
+
+API int ncclGroupEnd() {
+  if (!group().depth) {
+    last_error() = "ncclGroupEnd: not in a group call.";
+    return InvalidUsage;
+  }
+  return --group().depth ? Success : flush();
+}

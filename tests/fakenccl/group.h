@@ -1,0 +1,21 @@
+// Calls, which a group has go on together.
+#pragma once
+#include <functional>
+#include <memory>
+
+#include "communicator.h"
+
+namespace fakenccl {
+
+// A call on a communicator: what it moves, and what it computes then. Both run when its turn on the stream has come.
+struct Call {
+  std::shared_ptr<Communicator> comm;
+  CUstream stream;
+  std::function<void(std::vector<Transfer>&)> moves;
+  std::function<void()> computes;
+};
+
+// Puts a call on its stream, or keeps it for the end of the thread's group.
+int add(Call call);
+
+}  // namespace fakenccl

@@ -1,0 +1,47 @@
+#include "settings.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace fakenccl {
+
+namespace {
+
+int version() {
+  const char* text = getenv("FAKENCCL_VERSION");
+  return text && *text ? atoi(text) : FAKENCCL_DEFAULT_VERSION;
+}
+
+Fault fault() {
+  const char* text = getenv("FAKENCCL_FAULT");
+  Fault fault;
+  if (!text || !*text) return fault;
+  char when[32], what[32];
+  if (sscanf(text, "%d:%31[^:]:%31s", &fault.rank, when, what) != 3) {
+    fprintf(stderr, "fakenccl: FAKENCCL_FAULT=%s is not rank:when:what\n", text);
+    abort();
+  }
+  fault.launch = strcmp(when, "init") ? strtoul(when, nullptr, 10) : 0;
+  fault.is_error = !strcmp(what, "error");
+  return fault;
+}
+
+unsigned long launch_us() {
+  const char* text = getenv("FAKENCCL_LAUNCH_US");
+  return text ? strtoul(text, nullptr, 10) : 0;
+}
+
+}  // namespace
+
+const Settings& settings() {
+  static const Settings settings{version(), fault(), launch_us()};
+  return settings;
+}
+
+std::string& last_error() {
+  static thread_local std::string text;
+  return text;
+}
+
+}  // namespace fakenccl

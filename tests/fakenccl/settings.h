@@ -1,0 +1,29 @@
+// What the environment says of this library.
+#pragma once
+#include <string>
+
+namespace fakenccl {
+
+// What goes wrong on one rank: "rank:when:what". `when` is the number of a launch, from 1 on, or "init"; `what` is "hang" or
+// "error".
+struct Fault {
+  int rank = -1;
+  // 0: when it begins.
+  unsigned long launch = 0;
+  bool is_error = false;
+};
+
+struct Settings {
+  // As NCCL_VERSION_CODE.
+  int version;
+  Fault fault;
+  // How long a communicator that does not block takes to put its calls on a stream.
+  unsigned long launch_us;
+};
+
+const Settings& settings();
+
+// The text that the last failure of this thread has left.
+std::string& last_error();
+
+}  // namespace fakenccl
