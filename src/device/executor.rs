@@ -437,9 +437,11 @@ impl Executor {
         }
         let submitted = state.submit(&current, &stream, number, &run, request, &self.in_flight);
         if let Err(error) = submitted {
-            let error = self.broken(number, signature.to_string(), &error);
+            // A library's communicator is given up for what has failed in the meantime: the work tells of that.
+            let is_known = matches!(&run, Run::Vendor(comm, _) if comm.is_given_up());
+            let error = (!is_known).then(|| self.broken(number, signature.to_string(), &error));
             state.end(&current, &stream, number);
-            return Err(error);
+            return error.map_or(Ok(work), Err);
         }
         Ok(work)
     }

@@ -185,6 +185,12 @@ impl VendorComm {
         Ok(())
     }
 
+    /// Whether it has been given up, for a failure that is known by then.
+    pub(crate) fn is_given_up(&self) -> bool {
+        // Relaxed: as in `give_up`.
+        self.is_given_up.load(Ordering::Relaxed)
+    }
+
     /// Gives it back. Nothing of it is on a stream.
     pub(crate) fn end(&self) {
         lock(&self.raw).abort();
