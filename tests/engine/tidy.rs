@@ -96,7 +96,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // What acts on streams and on words.
             &["control", "lane", "other_hosts"],
             &["in_flight", "launch", "message_log", "ring_lane", "signals"],
-            &["accesses", "far_pairs", "parts", "replay"],
+            &["accesses", "far_pairs", "parts", "replay", "vendor"],
             &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
