@@ -123,7 +123,7 @@ comm.finalize()
 
 # The beginning of each line that the program prints.
 SINGLE_TEXTS = (
-    "two versions of PyTorch: ImportError: ncclx_rs was built against torch ",
+    "two versions of PyTorch: ImportError: ncclx_rs was built for torch ",
     "wrong name in new_comm: ModuleNotFoundError: failed to find backend nccxl: it is none of ",
     "wrong name in torch.distributed: ValueError: ncclx_rs: init_process_group: argument `backend`: expected ncclx_rs",
     "busy port: DistNetworkError: new_comm: another program uses MASTER_PORT ",

@@ -322,14 +322,14 @@ def windows_are_added_to_and_flushed(rank: int, size: int) -> None:
                 window.put(torch.full((100,), rank + 1, dtype=dtype), target, 100, True) if rank == 0 else None
             window.fence()
             for target in range(size):
-                addend = torch.arange(100).to(dtype) + rank
+                addend = (torch.arange(100) % 10).to(dtype) + rank
                 window.accumulate(addend, target, 100, target % 2 == 0).wait()
                 addend.zero_()
             window.flush(0)
             window.flush_all()
             window.fence()
             expected = torch.zeros(3, 100, dtype=dtype)
-            expected[1] = 1 + size * torch.arange(100).to(dtype) + sum(range(size))
+            expected[1] = 1 + size * (torch.arange(100) % 10).to(dtype) + sum(range(size))
             assert_same(tensor, expected, f"sums of {dtype}")
             with pytest.raises(ValueError, match=r"accumulate.*Requested size .* exceeds the window size"):
                 window.accumulate(torch.ones(200, dtype=dtype), 0, 200, False)

@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -93,8 +93,9 @@ for _type in RedOpType:
         setattr(ReduceOp, _type.name, ReduceOp(_type))
 
 
-# What operations take as their reduction: also PyTorch's, which is a kind or, with a factor, an object.
-AnyReduceOp = ReduceOp | RedOpType | dist.ReduceOp.RedOpType | dist.ReduceOp
+# What operations take as their reduction: also PyTorch's, which is a kind or, with a factor, an object. A text, since PyTorch's
+# torchcomms mode imports this module before torch.distributed has its types.
+AnyReduceOp: TypeAlias = "ReduceOp | RedOpType | dist.ReduceOp.RedOpType | dist.ReduceOp"
 
 
 def as_reduce_op(operation: str, op: Any) -> ReduceOp:
