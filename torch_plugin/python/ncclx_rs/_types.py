@@ -93,8 +93,8 @@ for _type in RedOpType:
         setattr(ReduceOp, _type.name, ReduceOp(_type))
 
 
-# What operations take as their reduction: also PyTorch's, which is a kind or, with a factor, an object. A text, since PyTorch's
-# torchcomms mode imports this module before torch.distributed has its types.
+# What operations take as their reduction: also PyTorch's, which is a kind or, with a factor, an object. A text, since
+# PyTorch's torchcomms mode imports this module before torch.distributed has its types.
 AnyReduceOp: TypeAlias = "ReduceOp | RedOpType | dist.ReduceOp.RedOpType | dist.ReduceOp"
 
 
