@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World
+from harness import HOSTS, World
 from ncclx_rs._load import native
 
 pytestmark = pytest.mark.worlds(sizes=(1, 2, 3))
@@ -179,8 +179,13 @@ def pytorchs_window_is_one_of_ours(rank: int, size: int) -> None:
             window.tensor_deregister()
     mapped = group.new_window(native()._shared_memory(40).view(torch.float32).fill_(rank))
     dist.barrier()
-    assert torch.equal(mapped.map_remote_tensor(after), torch.full((10,), float(after)))
-    assert mapped.get_attr(after).access_type == mine
+    if "NCCLX_RS_HOST_ID" in os.environ and HOSTS[size][after] != HOSTS[size][rank]:
+        with pytest.raises(ValueError, match="on the same host"):
+            mapped.map_remote_tensor(after)
+        assert mapped.get_attr(after).access_type != mine
+    else:
+        assert torch.equal(mapped.map_remote_tensor(after), torch.full((10,), float(after)))
+        assert mapped.get_attr(after).access_type == mine
     mapped.tensor_deregister()
 
 
