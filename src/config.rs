@@ -55,7 +55,7 @@ options! {
         "How bytes move between ranks; auto takes shared memory within a host and TCP between hosts.";
     socket_interfaces: Option<String>, "socket_ifname", "", &["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"],
         "Which network interfaces to use: a comma list of name prefixes, `=name` and CIDR ranges; a leading `^` excludes.";
-    tls: Tls, "tls", "auto", &[],
+    tls: Switch, "tls", "auto", &[],
         "Whether TLS 1.3 protects what travels through TCP: auto if `tls_certificate` is set; on also without certificates, \
          with keys made from the secret that the ranks share.";
     tls_certificate: Option<String>, "tls_certificate", "", &["GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT"],
@@ -100,7 +100,7 @@ options! {
         "The signal at which the flight recorder is also written to `dump_directory`.";
     shm_ring_bytes: RingBytes, "shm_ring_bytes", "262144", &[],
         "The size of the shared memory ring for each direction between two ranks of a host.";
-    shm_line_ownership: LineOwnership, "shm_line_ownership", "auto", &[],
+    shm_line_ownership: Switch, "shm_line_ownership", "auto", &[],
         "Whether this rank, as it reads a shared memory ring, takes the cache lines for itself, so that their writer gets \
          them back faster; auto measures for each ring which way is cheaper.";
     device_staging: StagingBytes, "device_staging_bytes", "16777216", &[],
@@ -242,17 +242,6 @@ impl TransportChoice {
     }
 }
 
-/// Whether the reader of a shared memory ring takes the cache lines that it has read for itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LineOwnership {
-    /// Where that has been measured to be cheaper.
-    Auto,
-    /// Always.
-    On,
-    /// Never.
-    Off,
-}
-
 /// What runs collectives on tensors of devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EngineChoice {
@@ -278,14 +267,14 @@ impl EngineChoice {
     }
 }
 
-/// Whether TCP connections are encrypted.
+/// Whether to do something that may pay or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tls {
-    /// If there is a certificate.
+pub enum Switch {
+    /// Where the setting's own conditions hold.
     Auto,
-    /// With certificates, or else with keys made from the shared secret.
+    /// Always.
     On,
-    /// Not at all.
+    /// Never.
     Off,
 }
 
@@ -508,27 +497,14 @@ impl Value for EngineChoice {
     }
 }
 
-impl Value for Tls {
+impl Value for Switch {
     const EXPECTED: &'static str = "auto, on or off";
 
     fn parse(text: &str) -> Option<Self> {
         match text {
-            "auto" => Some(Tls::Auto),
-            "on" => Some(Tls::On),
-            "off" => Some(Tls::Off),
-            _ => None,
-        }
-    }
-}
-
-impl Value for LineOwnership {
-    const EXPECTED: &'static str = "auto, on or off";
-
-    fn parse(text: &str) -> Option<Self> {
-        match text {
-            "auto" => Some(LineOwnership::Auto),
-            "on" => Some(LineOwnership::On),
-            "off" => Some(LineOwnership::Off),
+            "auto" => Some(Switch::Auto),
+            "on" => Some(Switch::On),
+            "off" => Some(Switch::Off),
             _ => None,
         }
     }

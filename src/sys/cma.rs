@@ -25,11 +25,6 @@ impl PeerMemory {
         Ok(PeerMemory { pid })
     }
 
-    /// The process's number.
-    pub fn pid(&self) -> i32 {
-        self.pid
-    }
-
     /// Maps a segment of the process.
     pub fn segment(&self, id: SegmentId) -> io::Result<PeerSegment> {
         PeerSegment::open(self.pid, id)

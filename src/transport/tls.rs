@@ -52,10 +52,10 @@ impl Protection {
     /// The protection that the settings ask for.
     pub(crate) fn of(config: &Config) -> Protection {
         match config.tls {
-            config::Tls::Off => Protection::None,
+            config::Switch::Off => Protection::None,
             _ if files(config).iter().any(|(_, file)| file.is_some()) => Protection::Certificates,
-            config::Tls::On => Protection::Secret,
-            config::Tls::Auto => Protection::None,
+            config::Switch::On => Protection::Secret,
+            config::Switch::Auto => Protection::None,
         }
     }
 }

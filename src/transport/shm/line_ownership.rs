@@ -9,7 +9,7 @@
 //! The reader tries both ways, keeps the cheaper one, and tries the other again from time to time. How the reader reads a lap
 //! shows in what the writer pays in the next one. No other rank needs to know of it.
 
-use crate::config::LineOwnership;
+use crate::config::Switch;
 
 /// Who holds a line that the reader has read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,11 +87,11 @@ impl State {
 }
 
 impl Chooser {
-    pub(crate) fn new(setting: LineOwnership) -> Chooser {
+    pub(crate) fn new(setting: Switch) -> Chooser {
         let (lines, state) = match setting {
-            LineOwnership::Auto => (Lines::Shared, State::trial(false)),
-            LineOwnership::Off => (Lines::Shared, State::Fixed),
-            LineOwnership::On => (Lines::Owned, State::Fixed),
+            Switch::Auto => (Lines::Shared, State::trial(false)),
+            Switch::Off => (Lines::Shared, State::Fixed),
+            Switch::On => (Lines::Owned, State::Fixed),
         };
         Chooser { lines, before: None, state, kept: None, confirmed: 0, costs: [None; 2] }
     }
@@ -299,7 +299,7 @@ mod tests {
     fn the_cheaper_way_is_found_in_16_laps() {
         for (link, best) in [(NEAR, Lines::Owned), (FAR, Lines::Owned), (CHEAP, Lines::Shared)] {
             let found = (0..64).filter(|seed| {
-                let (mut chooser, mut before) = (Chooser::new(LineOwnership::Auto), Lines::Shared);
+                let (mut chooser, mut before) = (Chooser::new(Switch::Auto), Lines::Shared);
                 read(&mut chooser, &mut before, link, 16, &mut StdRng::seed_from_u64(*seed));
                 chooser.lines() == best
             });
@@ -317,7 +317,7 @@ mod tests {
         ) {
             let any = Link { writer: [writer.0, writer.1], reader: [reader.0, reader.1] };
             for link in [NEAR, FAR, CHEAP, EQUAL, any] {
-                let (mut chooser, mut before) = (Chooser::new(LineOwnership::Auto), Lines::Shared);
+                let (mut chooser, mut before) = (Chooser::new(Switch::Auto), Lines::Shared);
                 let mut random = StdRng::seed_from_u64(seed);
                 read(&mut chooser, &mut before, link, 16, &mut random);
                 let ratio = read(&mut chooser, &mut before, link, 20_000, &mut random);
@@ -327,7 +327,7 @@ mod tests {
 
         #[test]
         fn a_link_whose_cores_move_costs_a_tenth_more_at_most(seed in any::<u64>()) {
-            let (mut chooser, mut before) = (Chooser::new(LineOwnership::Auto), Lines::Shared);
+            let (mut chooser, mut before) = (Chooser::new(Switch::Auto), Lines::Shared);
             let mut random = StdRng::seed_from_u64(seed);
             let (mut ratios, links) = (Vec::new(), [NEAR, FAR, CHEAP, NEAR, CHEAP, FAR, EQUAL]);
             for _ in 0..8 {
@@ -342,7 +342,7 @@ mod tests {
 
     #[test]
     fn a_setting_decides() {
-        for (setting, lines) in [(LineOwnership::On, Lines::Owned), (LineOwnership::Off, Lines::Shared)] {
+        for (setting, lines) in [(Switch::On, Lines::Owned), (Switch::Off, Lines::Shared)] {
             let mut chooser = Chooser::new(setting);
             assert!(!chooser.measures());
             for cost in 1..1000 {
@@ -354,7 +354,7 @@ mod tests {
 
     #[test]
     fn a_link_that_is_never_measured_stays_as_it_is() {
-        let mut chooser = Chooser::new(LineOwnership::Auto);
+        let mut chooser = Chooser::new(Switch::Auto);
         for _ in 0..200 {
             chooser.lap_read(None);
         }

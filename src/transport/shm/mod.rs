@@ -16,7 +16,7 @@ use std::time::Instant;
 use rand::TryRngCore;
 use rand::rngs::OsRng;
 
-use crate::config::LineOwnership;
+use crate::config::Switch;
 use crate::error::LinkDown;
 use crate::sys::cma::{self, PeerMemory};
 use crate::sys::limits;
@@ -40,7 +40,7 @@ pub struct RingSettings {
     /// Whether their readers may also read this process's memory.
     pub peer_can_read: bool,
     /// How it reads those of others.
-    pub line_ownership: LineOwnership,
+    pub line_ownership: Switch,
 }
 
 /// The transport of one communicator.

@@ -12,8 +12,7 @@ const OTHER_USER: u32 = 54_321;
 
 fn transport(me: u32) -> ShmTransport {
     let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret: Secret::new([5; 32]) };
-    let settings =
-        RingSettings { bytes: rustix::param::page_size(), peer_can_read: false, line_ownership: LineOwnership::On };
+    let settings = RingSettings { bytes: rustix::param::page_size(), peer_can_read: false, line_ownership: Switch::On };
     ShmTransport::new(identity, Poller::new().unwrap(), settings).unwrap()
 }
 
