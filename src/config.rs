@@ -597,7 +597,8 @@ mod tests {
     #[test]
     fn every_variable_of_the_manual_changes_a_setting() {
         // One of them is valid for each setting, and not its default.
-        let values = ["1", "7", "on", "tcp", "usr1", "USR1", "8192", "131072", "0123456789abcdef", "some text"];
+        let values =
+            ["1", "7", "on", "tcp", "streams", "usr1", "USR1", "8192", "131072", "0123456789abcdef", "some text"];
         for row in Config::describe() {
             for variable in &row.variables {
                 let changes =
