@@ -9,6 +9,7 @@ use crate::algo::{Chunking, Collective, Scaling, Setting};
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
+use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo, Scope};
 use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
 use crate::engine::plan::{Executed, Plan, PlanCache};
@@ -134,14 +135,6 @@ struct Active {
     suspect: Option<Suspect>,
 }
 
-/// A rank that is gone and without which the collective cannot end. It may have left because another one is lost, of
-/// which this rank is told soon.
-struct Suspect {
-    rank: Rank,
-    cause: String,
-    until: Option<Instant>,
-}
-
 /// What another rank is known to have called.
 #[derive(Clone, Copy, Default)]
 struct Caller {
@@ -213,7 +206,7 @@ impl Collectives {
 
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let active = self.active.as_ref()?;
-        let judgement = active.suspect.as_ref().and_then(|suspect| suspect.until);
+        let judgement = active.suspect.as_ref().map(|suspect| suspect.until);
         active.deadline.into_iter().chain(active.pulse.due).chain(judgement).min()
     }
 
@@ -611,13 +604,11 @@ impl Collectives {
     /// Ends the active collective, which cannot do without `rank`: now if it is known why that is gone, else when this rank
     /// has been told of another one's loss, or has not been for a while.
     fn suspect(&mut self, ctx: &mut OpContext, rank: Rank, cause: String) {
-        let is_explained = !ctx.failures.is_watched || ctx.endpoints.has_reported(rank);
         let Some(active) = &mut self.active else { return };
-        if is_explained {
+        if ctx.is_explained(rank) {
             return self.fail_active_lost(ctx, rank, cause);
         }
-        let until = Instant::now().checked_add(NOTICE_TIMEOUT);
-        active.suspect.get_or_insert(Suspect { rank, cause, until });
+        active.suspect.get_or_insert(Suspect::new(rank, cause));
         self.resolve_suspect(ctx);
     }
 
@@ -660,7 +651,7 @@ impl Collectives {
             let again_millis = interval.as_millis().try_into().unwrap_or(u64::MAX);
             send(Heartbeat { sequence, signature, round, again_millis, ranks: vec![ctx.me] });
         }
-        if let Some(suspect) = active.suspect.take_if(|suspect| suspect.until.is_some_and(|until| until <= now)) {
+        if let Some(suspect) = active.suspect.take_if(|suspect| suspect.until <= now) {
             return self.fail_active_lost(ctx, suspect.rank, suspect.cause);
         }
         if active.deadline.is_some_and(|deadline| deadline <= now) {
@@ -719,9 +710,6 @@ struct Stale;
 
 /// How much data a collective may have to find in the cache what it wrote.
 const HOT_MAX_BYTES: usize = 512 * 1024;
-
-/// How long to wait for news of an earlier loss before blaming the rank that left.
-const NOTICE_TIMEOUT: Duration = Duration::from_millis(300);
 
 #[cfg(test)]
 mod tests;

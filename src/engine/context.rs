@@ -1,11 +1,11 @@
 //! What the protocols share, and get with every call: the streams, the rendezvous of long messages, and the ends of
 //! operations.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::engine::completion::{Finished, OpId};
 use crate::engine::endpoint::Endpoints;
-use crate::engine::failures::Failures;
+use crate::engine::failures::{Failures, Suspect};
 use crate::engine::flight_recorder::Recorder;
 use crate::engine::frame::{Header, MatchSpace, RtsInfo};
 use crate::engine::recv_buffer::RecvBuffer;
@@ -44,6 +44,17 @@ impl OpContext {
         self.endpoints.lost(peer).map(str::to_owned)
     }
 
+    /// Whether no more is to be heard of why `peer` is gone: no detector reports losses, or the peer has told.
+    pub(crate) fn is_explained(&self, peer: Rank) -> bool {
+        !self.failures.is_watched || self.endpoints.has_reported(peer)
+    }
+
+    /// Who is to blame for a rank that is gone, and why, once no more is to be heard of that or it has taken too long.
+    pub(crate) fn blame(&self, suspect: &Suspect, now: Instant) -> Option<(Rank, String)> {
+        let is_due = self.is_explained(suspect.rank) || suspect.until <= now;
+        is_due.then(|| self.failures.lost().unwrap_or_else(|| (suspect.rank, suspect.cause.clone())))
+    }
+
     /// Has a buffer for a message whose RTS has come.
     pub(crate) fn receive(&mut self, from: Rank, rts: RtsInfo, match_space: MatchSpace, buffer: RecvBuffer) {
         self.rndv.receive(&mut self.endpoints, from, rts, match_space, buffer);
@@ -80,3 +91,12 @@ impl OpContext {
         self.finished.push(work);
     }
 }
+
+/// When to look again at words that a device's stream writes, where nothing has moved for so long. What moves is looked at often.
+pub(crate) fn next_look(now: Instant, still: Duration) -> Instant {
+    now + (still / 8).clamp(LOOK_MIN, LOOK_MAX)
+}
+
+/// How long it is between two looks, at least and at most.
+const LOOK_MIN: Duration = Duration::from_micros(50);
+const LOOK_MAX: Duration = Duration::from_millis(1);

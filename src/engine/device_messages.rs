@@ -23,7 +23,8 @@ use crate::device::rounds::{CELLS, Direction};
 use crate::device::words::SLOTS;
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
-use crate::engine::context::OpContext;
+use crate::engine::context::{OpContext, next_look};
+use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
@@ -178,8 +179,8 @@ struct Pair {
 #[derive(Default)]
 pub(crate) struct DeviceMessages {
     pairs: FxHashMap<Rank, Pair>,
-    /// Ranks that cannot be reached, why, and since when that is known.
-    suspects: Vec<(Rank, String, Instant)>,
+    /// Ranks that cannot be reached.
+    suspects: Vec<Suspect>,
     /// When something moved last.
     moved: Option<Instant>,
 }
@@ -207,7 +208,7 @@ impl DeviceMessages {
     pub(crate) fn next_look(&self) -> Option<Instant> {
         let now = Instant::now();
         let still = self.moved.map_or(Duration::ZERO, |moved| now - moved);
-        (!self.is_idle()).then(|| now + (still / 8).clamp(NAP_MIN, NAP_MAX))
+        (!self.is_idle()).then(|| next_look(now, still))
     }
 
     // ---- steps ----
@@ -352,13 +353,13 @@ impl DeviceMessages {
     /// Has ranks fail that have been unreachable for a while, if something waits for them: why is told soon, perhaps because of
     /// another one.
     pub(crate) fn check(&mut self, ctx: &mut OpContext, now: Instant) {
-        let is_due = |(rank, _, since): &(Rank, String, Instant)| {
-            let is_explained = !ctx.failures.is_watched || ctx.endpoints.has_reported(*rank);
-            is_explained || now.saturating_duration_since(*since) >= NOTICE_TIMEOUT
-        };
-        let due: Vec<_> = self.suspects.extract_if(.., |suspect| is_due(suspect)).collect();
-        for (peer, cause, _) in due {
-            let (rank, text) = ctx.failures.lost().unwrap_or((peer, cause));
+        let mut due = Vec::new();
+        self.suspects.retain(|suspect| {
+            let Some(blamed) = ctx.blame(suspect, now) else { return true };
+            due.push((suspect.rank, blamed));
+            false
+        });
+        for (peer, (rank, text)) in due {
             let Some(pair) = self.pairs.get_mut(&peer) else { continue };
             for lane in [pair.outbound.lane, pair.inbound.lane] {
                 let number = pair.first_unfinished(lane);
@@ -369,8 +370,8 @@ impl DeviceMessages {
     }
 
     fn suspect(&mut self, rank: Rank, cause: String) {
-        if !self.suspects.iter().any(|(suspect, ..)| *suspect == rank) {
-            self.suspects.push((rank, cause, Instant::now()));
+        if !self.suspects.iter().any(|suspect| suspect.rank == rank) {
+            self.suspects.push(Suspect::new(rank, cause));
         }
     }
 
@@ -612,10 +613,3 @@ fn message_of(Signature { count, root, .. }: Signature) -> LoggedMessage {
 
 /// How many pieces there can be before ranks begin anew.
 const EPOCH: u64 = 1 << 40;
-
-/// How often the streams' words are looked at, at most and at least.
-const NAP_MIN: Duration = Duration::from_micros(50);
-const NAP_MAX: Duration = Duration::from_millis(1);
-
-/// How long to wait for news of an earlier loss before blaming the rank that left.
-const NOTICE_TIMEOUT: Duration = Duration::from_millis(300);

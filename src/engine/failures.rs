@@ -27,6 +27,26 @@ pub(crate) struct Departed {
     pub(crate) cause: String,
 }
 
+/// A rank that is gone and without which something cannot end. It may have left because another one is lost, of which this rank
+/// is told soon.
+#[derive(Debug)]
+pub(crate) struct Suspect {
+    pub(crate) rank: Rank,
+    pub(crate) cause: String,
+    /// When it is to blame, if nothing else is known by then.
+    pub(crate) until: Instant,
+}
+
+impl Suspect {
+    /// A rank that is noticed to be gone now.
+    pub(crate) fn new(rank: Rank, cause: String) -> Suspect {
+        Suspect { rank, cause, until: Instant::now() + NOTICE_TIMEOUT }
+    }
+}
+
+/// How long to wait for news of an earlier loss before blaming the rank that left.
+const NOTICE_TIMEOUT: Duration = Duration::from_millis(300);
+
 /// The loss callback.
 pub(crate) type OnLoss = Box<dyn FnOnce(Error) + Send>;
 

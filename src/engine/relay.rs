@@ -6,7 +6,7 @@
 //! of the driver is needed here, and none is made.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
@@ -15,7 +15,8 @@ use crate::device::network::{Ledger, NetworkMemory, Parcel, Traffic};
 use crate::device::other_hosts::Missing;
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
-use crate::engine::context::OpContext;
+use crate::engine::context::{OpContext, next_look};
+use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
@@ -131,7 +132,7 @@ pub(crate) struct Relay {
     heard: Vec<u64>,
     failure: Option<Reported>,
     /// A rank that cannot be reached, why, and since when that is known.
-    suspect: Option<(Rank, String, Instant)>,
+    suspect: Option<Suspect>,
     /// When something moved last.
     moved: Instant,
 }
@@ -169,7 +170,7 @@ impl Relay {
     pub(crate) fn next_look(&self) -> Option<Instant> {
         let waits = self.outbound.next().is_some() || self.inbound.next().is_some();
         let now = Instant::now();
-        waits.then(|| now + ((now - self.moved) / 8).clamp(NAP_MIN, NAP_MAX))
+        waits.then(|| next_look(now, now - self.moved))
     }
 
     // ---- steps ----
@@ -505,16 +506,12 @@ impl Relay {
 
     /// The failure that is known, if one is.
     pub(crate) fn failure(&mut self, ctx: &mut OpContext, now: Instant) -> Option<Reported> {
-        if let Some((rank, cause, since)) = &self.suspect {
-            let is_explained = !ctx.failures.is_watched || ctx.endpoints.has_reported(*rank);
-            if is_explained || now.saturating_duration_since(*since) >= NOTICE_TIMEOUT {
-                let (rank, text) = ctx.failures.lost().unwrap_or((*rank, cause.clone()));
-                self.suspect = None;
-                let ends = self.outbound.messages.front().into_iter().chain(self.inbound.messages.front());
-                if let Some(sequence) = ends.map(|message| message.sequence).min() {
-                    let (number, lane) = (sequence - self.base, self.pier.as_ref().map_or(0, |pier| pier.lane));
-                    self.fail(ctx, Failure { lane, number, kind: FailureKind::PeerLost, rank, text });
-                }
+        if let Some((rank, text)) = self.suspect.as_ref().and_then(|suspect| ctx.blame(suspect, now)) {
+            self.suspect = None;
+            let ends = self.outbound.messages.front().into_iter().chain(self.inbound.messages.front());
+            if let Some(sequence) = ends.map(|message| message.sequence).min() {
+                let (number, lane) = (sequence - self.base, self.pier.as_ref().map_or(0, |pier| pier.lane));
+                self.fail(ctx, Failure { lane, number, kind: FailureKind::PeerLost, rank, text });
             }
         }
         self.failure.clone()
@@ -522,7 +519,7 @@ impl Relay {
 
     /// Notes that a rank without which something cannot end is gone: why is told soon, perhaps because of another one.
     fn suspect(&mut self, rank: Rank, cause: String) {
-        self.suspect.get_or_insert((rank, cause, Instant::now()));
+        self.suspect.get_or_insert_with(|| Suspect::new(rank, cause));
     }
 
     /// Suspects `peer`, which is gone, if something waits for it.
@@ -603,13 +600,6 @@ const EPOCH: u64 = 1 << 40;
 
 /// How many calls are kept to be compared: more than can be under way.
 const CALLS: usize = 1024;
-
-/// How often the stream's words are looked at, at most and at least.
-const NAP_MIN: Duration = Duration::from_micros(50);
-const NAP_MAX: Duration = Duration::from_millis(1);
-
-/// How long to wait for news of an earlier loss before blaming the rank that left.
-const NOTICE_TIMEOUT: Duration = Duration::from_millis(300);
 
 #[cfg(test)]
 mod tests {
