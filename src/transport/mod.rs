@@ -25,6 +25,8 @@ use crate::sys::segment::{self, SegmentId};
 use crate::sys::tcp_info::TcpStats;
 use crate::types::Rank;
 
+pub use shortage::descriptors;
+
 /// The address of bytes in a process's memory (UCX: remote address and key).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryAddress {

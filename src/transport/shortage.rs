@@ -24,7 +24,7 @@ pub(crate) fn describe(error: &io::Error, size: usize) -> String {
 }
 
 /// How many file descriptors a communicator of `size` ranks takes at most.
-pub(crate) fn descriptors(size: usize) -> usize {
+pub fn descriptors(size: usize) -> usize {
     OWN_DESCRIPTORS + size.saturating_sub(1) * PEER_DESCRIPTORS
 }
 

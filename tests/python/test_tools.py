@@ -15,6 +15,7 @@ from harness import BACKEND
 from ncclx_rs import _host, info
 from ncclx_rs.__main__ import COMMANDS, main
 from ncclx_rs._host import Interface, Limits
+from ncclx_rs._load import native
 from ncclx_rs.doctor import checks
 from ncclx_rs.doctor.checks import Finding, Level
 from ncclx_rs.doctor.meeting import Member, compare
@@ -141,7 +142,7 @@ class FakeNative:
 
 
 def test_limits_are_judged() -> None:
-    need = checks.descriptors_of(64)
+    need = native().descriptors_of(64)
     for at_most, level in ((need - 1, Level.PROBLEM), (need, Level.WARNING), (2 * need, Level.OK)):
         assert of(checks.descriptors(replace(ROOMY, descriptors_at_most=at_most), 64))[0] is level
     assert of(checks.memory(ROOMY))[0] is Level.OK

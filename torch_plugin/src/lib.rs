@@ -34,6 +34,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pytorch_recorder, module)?)?;
     module.add_function(wrap_pyfunction!(algorithms, module)?)?;
     module.add_function(wrap_pyfunction!(preferred_algorithm, module)?)?;
+    module.add_function(wrap_pyfunction!(descriptors_of, module)?)?;
     module.add_function(wrap_pyfunction!(interfaces, module)?)?;
     module.add_function(wrap_pyfunction!(advertised_addresses, module)?)?;
     module.add_function(wrap_pyfunction!(write_dumps, module)?)?;
@@ -81,6 +82,12 @@ fn preferred_algorithm(collective: &str, ranks: usize, hosts: usize, bytes: usiz
              ranks on {hosts} hosts"
         ))
     })
+}
+
+/// How many file descriptors a communicator of so many ranks takes at most.
+#[pyfunction]
+fn descriptors_of(ranks: usize) -> usize {
+    ncclx_rs::transport::descriptors(ranks)
 }
 
 /// This host's addresses: the interface's name, the address, and whether it is up.

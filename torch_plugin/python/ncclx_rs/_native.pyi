@@ -49,6 +49,9 @@ def preferred_algorithm(collective: str, ranks: int, hosts: int, bytes: int) -> 
         ValueError: there is no such collective, or fewer ranks than hosts.
     """
 
+def descriptors_of(ranks: int) -> int:
+    """How many file descriptors a communicator of so many ranks takes at most."""
+
 def cuda_devices() -> tuple[str, list[str]]:
     """The version of CUDA that the driver serves, and the devices' names. OSError: there is no driver."""
 

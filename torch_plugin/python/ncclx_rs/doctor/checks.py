@@ -38,11 +38,6 @@ _CONNECT_SECONDS = 2.0
 _FREE_PART = 0.1
 
 
-def descriptors_of(ranks: int) -> int:
-    """How many file descriptors a communicator of so many ranks takes at most."""
-    return 48 + 4 * (ranks - 1)
-
-
 def host(ranks: int) -> list[Finding]:
     """The findings on this host.
 
@@ -145,7 +140,7 @@ def port() -> Finding:
 
 def descriptors(limits: Limits, ranks: int) -> Finding:
     """Whether a communicator of `ranks` gets its file descriptors. It raises the soft limit to the hard one."""
-    need = descriptors_of(ranks)
+    need = native().descriptors_of(ranks)
     text = f"{limits.descriptors_at_most} are allowed, and a communicator of {ranks} ranks takes up to {need}"
     if limits.descriptors_at_most < need:
         return Finding("file descriptors", Level.PROBLEM, text, f"raise the hard limit: ulimit -Hn {max(need, 4096)}")
