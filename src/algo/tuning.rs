@@ -98,7 +98,7 @@ pub fn algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Vec<&'
 /// The algorithm that the engine's own table has for such a collective of so many bytes; nothing as for [`algorithms`].
 ///
 /// ```
-/// assert_eq!(ncclx_rs::algo::tuning::preferred("all_gather", 4, 1, 1 << 30), Some("ring"));
+/// assert_eq!(ncclx_rs::algo::tuning::preferred("all_gather", 4, 1, 1 << 30), Some("direct"));
 /// ```
 pub fn preferred(collective: &str, ranks: usize, hosts: usize, bytes: usize) -> Option<&'static str> {
     let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
