@@ -9,12 +9,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
-use rand::TryRngCore;
-use rand::rngs::OsRng;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use serde::{Deserialize, Serialize};
 
-use crate::sys::{limits, socket};
+use crate::sys::{limits, random, socket};
 use crate::types::Rank;
 
 /// Why descriptors did not come or go.
@@ -86,11 +84,8 @@ pub struct Post {
 impl Post {
     /// Listens under an unguessable name.
     pub fn open() -> Result<Post, HandoverError> {
-        // From the system, since a forked child's generator repeats its parent's numbers.
-        let mut random = [0; 16 + NONCE];
-        OsRng
-            .try_fill_bytes(&mut random)
-            .map_err(|cause| HandoverError::Os { what: "a random name", cause: io::Error::other(cause) })?;
+        let random: [u8; 16 + NONCE] =
+            random::bytes().map_err(|cause| HandoverError::Os { what: "a random name", cause })?;
         let (name, nonce) = random.split_first_chunk::<16>().expect("it is longer");
         let name = format!("ncclx_rs-{:032x}", u128::from_le_bytes(*name)).into_bytes();
         let listener = socket::listen_unix(&name);

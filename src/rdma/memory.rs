@@ -10,6 +10,7 @@ use crate::rdma::error::RdmaError;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::fork::PerProcess;
 use crate::sys::lent_bytes::LentBytes;
+use crate::sys::random;
 
 /// What a process must know to access memory of another: 128 random bits. Printed only by [`Key::reveal`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -110,13 +111,14 @@ impl Memory {
     /// has the same key.
     ///
     /// # Errors
-    /// The bytes are not all inside, or the memory is deregistered.
+    /// The bytes are not all inside, the memory is deregistered, or the system has no random bytes.
     pub fn remote_buffer(&self, offset: usize, len: usize) -> Result<RemoteBuffer, RdmaError> {
-        check_range("to_remote_buffer", offset, len, self.bytes.len())?;
+        let operation = "to_remote_buffer";
+        check_range(operation, offset, len, self.bytes.len())?;
         let mut keys = lock(&self.keys);
         if keys.deregistered {
             return Err(UsageError {
-                operation: "to_remote_buffer".to_owned(),
+                operation: operation.to_owned(),
                 argument: "self",
                 expected: "memory that is registered".to_owned(),
                 got: "memory that was deregistered".to_owned(),
@@ -124,12 +126,16 @@ impl Memory {
             .into());
         }
         let known = keys.given.iter().find(|(start, length, _)| (*start, *length) == (offset, len));
-        let key = known.map(|(_, _, key)| *key).unwrap_or_else(|| {
-            let key = Key(rand::random());
-            grants().insert(key, Grant { bytes: self.bytes.clone(), offset, len });
-            keys.given.push((offset, len, key));
-            key
-        });
+        let key = match known {
+            Some((_, _, key)) => *key,
+            None => {
+                let lacking = |cause: std::io::Error| RdmaError::Os { operation, cause: cause.to_string() };
+                let key = Key(random::bytes().map_err(lacking)?);
+                grants().insert(key, Grant { bytes: self.bytes.clone(), offset, len });
+                keys.given.push((offset, len, key));
+                key
+            }
+        };
         Ok(RemoteBuffer { address: self.bytes.address() + offset as u64, len, key })
     }
 

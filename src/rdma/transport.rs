@@ -16,7 +16,7 @@ use crate::rdma::server::Server;
 use crate::rdma::wire::{Address, VERSION, Wire};
 use crate::sync::{Mutex, lock};
 use crate::sys::fork::Origin;
-use crate::sys::{cma, net, socket};
+use crate::sys::{cma, net, random, socket};
 use crate::transport::auth::Secret;
 use crate::transport::tls::Tls;
 
@@ -73,11 +73,12 @@ impl Transport {
         let hosts = address::advertised(&interfaces, self.config.socket_interfaces.as_deref(), None)?;
         let tcp = net::listen_anywhere().map_err(|cause| os("bind", &cause))?;
         let port = tcp.local_addr().map_err(|cause| os("bind", &cause))?.port();
-        let id: [u8; 16] = rand::random();
+        let lacking = |cause| os("bind", &cause);
+        let id: [u8; 16] = random::bytes().map_err(lacking)?;
         let mut name = b"ncclx_rs_rdma_".to_vec();
         name.extend(id.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()));
         let unix = socket::listen_unix(&name).map_err(|cause| os("bind", &cause))?;
-        let secret = Secret::new(rand::random());
+        let secret = Secret::new(random::bytes().map_err(lacking)?);
         // What other hosts send would travel in the clear.
         let is_open = self.config.transport.has_tcp() && Tls::new(&self.config, &secret)?.is_none();
         let address = Address {

@@ -12,6 +12,7 @@ pub mod net;
 pub mod nvrtc;
 pub mod poller;
 pub mod process;
+pub mod random;
 pub mod ring_sync;
 pub mod segment;
 pub mod shm_ring;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import random
@@ -53,6 +54,22 @@ def buffers(memory: RdmaMemory, size: int) -> list[RdmaRemoteBuffer]:
     found: list[RdmaRemoteBuffer] = [None] * size  # type: ignore[list-item]
     dist.all_gather_object(found, memory.to_remote_buffer())
     return found
+
+
+def test_a_forked_child_has_keys_and_secrets_of_its_own() -> None:
+    def make() -> bytes:
+        return RdmaMemory(torch.zeros(1)).to_remote_buffer().access_key.encode() + RdmaTransport().bind()
+
+    make()
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(there, make())
+        os._exit(0)
+    own, childs = make(), os.read(here, 4096)
+    os.waitpid(child, 0)
+    secrets = [json.loads(made[32:])["secret"] for made in (own, childs)]
+    assert own[:32] != childs[:32] and secrets[0] != secrets[1]
 
 
 @wires

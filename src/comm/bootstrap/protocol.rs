@@ -18,7 +18,6 @@ use std::io;
 use std::time::Duration;
 
 use hmac::{Hmac, Mac};
-use rand::TryRngCore;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
@@ -27,6 +26,7 @@ use crate::algo::Tuning;
 use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::process::ProcessId;
+use crate::sys::random;
 use crate::topo::Cpus;
 use crate::transport::auth::Binding;
 pub use crate::transport::auth::Secret;
@@ -57,7 +57,7 @@ pub struct Keys {
 impl Keys {
     /// Fresh keys, from the operating system's randomness.
     pub fn random() -> io::Result<Keys> {
-        Ok(Keys { comm_id: random()?, secret: Secret::new(random()?) })
+        Ok(Keys { comm_id: random::bytes()?, secret: Secret::new(random::bytes()?) })
     }
 
     /// These keys, which rank 0 has published, mixed with the secret that the ranks got in another way.
@@ -166,7 +166,7 @@ pub(super) struct JoinerState {
 
 impl JoinerState {
     pub(super) fn new(rank: Rank) -> io::Result<Self> {
-        Ok(JoinerState { rank, nonce: random()? })
+        Ok(JoinerState { rank, nonce: random::bytes()? })
     }
 
     pub(super) fn hello(&self) -> Vec<u8> {
@@ -258,7 +258,7 @@ impl RootState {
             Some((Rank(u32::from_le_bytes(*rank)), nonce.try_into().ok()?))
         };
         let (rank, joiner) = fields().ok_or("it does not speak this protocol")?;
-        let nonces = Nonces { joiner, root: random().map_err(|error| error.to_string())?, binding };
+        let nonces = Nonces { joiner, root: random::bytes().map_err(|error| error.to_string())?, binding };
         let proof = keys.mac("rank 0", rank, &nonces).finalize().into_bytes();
         let challenge = [nonces.root.as_slice(), &proof].concat();
         self.stage = Stage::Proof(rank, nonces);
@@ -281,12 +281,6 @@ pub(super) fn frame_length(header: &[u8], limit: usize) -> Result<usize, String>
         Ok(length) if length <= limit => Ok(length),
         _ => Err(format!("it announces a message of {length} bytes, more than {limit}")),
     }
-}
-
-fn random<const N: usize>() -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    rand::rngs::OsRng.try_fill_bytes(&mut bytes).map_err(io::Error::other)?;
-    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -13,14 +13,12 @@ use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Instant;
 
-use rand::TryRngCore;
-use rand::rngs::OsRng;
-
 use crate::config::Switch;
 use crate::error::LinkDown;
 use crate::sys::cma::{self, PeerMemory};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::random;
 use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
@@ -58,10 +56,7 @@ pub struct ShmTransport {
 impl ShmTransport {
     /// Listens under an unguessable name.
     pub fn new(identity: Identity, poller: Poller, settings: RingSettings) -> io::Result<Self> {
-        // From the system, since a forked child's generator repeats its parent's numbers.
-        let mut random = [0; 16];
-        OsRng.try_fill_bytes(&mut random).map_err(io::Error::other)?;
-        let name = format!("ncclx_rs-{:032x}", u128::from_le_bytes(random)).into_bytes();
+        let name = format!("ncclx_rs-{:032x}", u128::from_le_bytes(random::bytes()?)).into_bytes();
         let listener = socket::listen_unix(&name)?;
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         if settings.peer_can_read {
