@@ -344,7 +344,8 @@ def test_it_starts_its_ranks_and_writes_json(tmp_path: Path) -> None:
         (2, 1024),
     ]
     for row in written["rows"]:
-        assert set(row) == {"case", "results", "ratio"}
+        assert set(row) == {"case", "results", "ratio", "memory"}
+        assert not row["memory"]  # of a device
         assert set(row["results"]) == {"ncclx_rs", "gloo"}
         for result in row["results"].values():
             assert set(result) == {field.name for field in dataclasses.fields(Result)}

@@ -264,6 +264,7 @@ def test_few_file_descriptors_are_enough_for_two_ranks() -> None:
 def test_a_read_only_dev_shm_does_no_harm() -> None:
     if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0:
         lacking("only root can make /dev/shm read-only, in a namespace of mounts")
-    within = ("unshare", "--mount", "bash", "-c", 'mount -o remount,ro /dev/shm && exec "$0" "$@" read-only')
+    # `bind`: this mount alone, and not the file system, which everybody shares.
+    within = ("unshare", "--mount", "bash", "-c", 'mount -o remount,bind,ro /dev/shm && exec "$0" "$@" read-only')
     done = program(WORKS, *within, sys.executable)
     assert done.stdout.startswith("3.0\nOSError: [Errno 30] Read-only file system"), done.stderr
