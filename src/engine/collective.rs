@@ -10,7 +10,7 @@ use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
-use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo, Scope};
+use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, Reason, RtsInfo};
 use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
 use crate::engine::plan::{Executed, Plan, PlanCache};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
@@ -113,6 +113,8 @@ enum Unexpected {
 /// Why another rank gave a collective up.
 struct Failure {
     reporter: Rank,
+    /// The ranks disagree about it, as this rank would have found in its turn.
+    is_mismatch: bool,
     /// The rank whose loss is the reason.
     lost: Option<Rank>,
     text: String,
@@ -514,9 +516,11 @@ impl Collectives {
 
     pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, from: Rank, header: Header, text: String) {
         let current = self.current();
-        let sequence = if header.index == Scope::Communicator as u32 { header.key.max(current) } else { header.key };
+        let sequence = if header.index == Reason::Loss as u32 { header.key.max(current) } else { header.key };
         let lost = header.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
-        let failure = Failure { reporter: from, lost: lost.filter(|rank| rank.index() < ctx.size()), text };
+        let lost = lost.filter(|rank| rank.index() < ctx.size());
+        let is_mismatch = header.index == Reason::Mismatch as u32;
+        let failure = Failure { reporter: from, is_mismatch, lost, text };
         match &self.active {
             Some(active) if active.sequence == sequence => self.fail_active_remotely(ctx, failure),
             _ if sequence >= current => {
@@ -561,27 +565,28 @@ impl Collectives {
         let Some(active) = &self.active else { return };
         let sequence = active.sequence;
         let error = error(active.request.signature.to_string());
-        let text = error.to_string();
-        let (scope, lost) = match error {
-            Error::PeerLost { rank, .. } => (Scope::Communicator, Some(Rank(rank))),
-            _ => (Scope::Operation, None),
+        let (reason, lost, text) = match &error {
+            Error::PeerLost { rank, .. } => (Reason::Loss, Some(Rank(*rank)), error.to_string()),
+            Error::Mismatch { detail, .. } => (Reason::Mismatch, None, detail.clone()),
+            _ => (Reason::Own, None, error.to_string()),
         };
         self.finish_active(ctx, Err(error));
         for peer in ctx.endpoints.others() {
-            ctx.endpoints.send_failure(peer, Failed::Collective { sequence, scope, lost }, &text);
+            ctx.endpoints.send_failure(peer, Failed::Collective { sequence, reason, lost }, &text);
         }
     }
 
     fn fail_active_remotely(&mut self, ctx: &mut OpContext, failure: Failure) {
         let Some(active) = &self.active else { return };
         let operation = active.request.signature.to_string();
-        let Failure { reporter, lost, text } = failure;
+        let Failure { reporter, is_mismatch, lost, text } = failure;
         self.finish_active(
             ctx,
             Err(match lost {
                 Some(rank) => {
                     Error::PeerLost { operation, rank: rank.0, cause: format!("rank {reporter} reported: {text}") }
                 }
+                None if is_mismatch => Error::Mismatch { operation, detail: text },
                 None => Error::Remote { operation, rank: reporter.0, cause: text },
             }),
         );

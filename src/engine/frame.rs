@@ -104,14 +104,16 @@ pub(crate) enum RtrReason {
     CannotRead = 1,
 }
 
-/// What a failure takes with it.
+/// Why an operation failed on the rank that tells of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub(crate) enum Scope {
-    /// The one operation.
-    Operation = 0,
+pub(crate) enum Reason {
+    /// A reason of that rank, such as its time limit.
+    Own = 0,
     /// A rank is lost: also ranks that came through this operation cannot finish another.
-    Communicator = 1,
+    Loss = 1,
+    /// The ranks disagree about it.
+    Mismatch = 2,
 }
 
 /// Collectives and point-to-point messages never match each other.
@@ -143,7 +145,7 @@ pub(crate) struct RtsInfo {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Failed {
     /// A collective by its sequence number, perhaps because a rank is lost.
-    Collective { sequence: u64, scope: Scope, lost: Option<Rank> },
+    Collective { sequence: u64, reason: Reason, lost: Option<Rank> },
     /// By its sender's token.
     Message(u64),
     /// A collective on a device and all later ones, why, and the rank at fault.
@@ -156,10 +158,10 @@ impl Failed {
     /// The header of the frame that tells of it, in a text of so many bytes.
     pub(crate) fn header(self, len: usize) -> Header {
         let (match_space, key, token, index) = match self {
-            Failed::Collective { sequence, scope, lost } => {
-                (MatchSpace::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), scope as u32)
+            Failed::Collective { sequence, reason, lost } => {
+                (MatchSpace::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), reason as u32)
             }
-            Failed::Message(token) => (MatchSpace::PointToPoint, 0, token, Scope::Operation as u32),
+            Failed::Message(token) => (MatchSpace::PointToPoint, 0, token, Reason::Own as u32),
             Failed::Device { sequence, kind, culprit } => {
                 (MatchSpace::Device, sequence, u64::from(culprit.0) + 1, kind)
             }

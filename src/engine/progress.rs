@@ -16,7 +16,7 @@ use crate::engine::device_messages::DeviceMessages;
 use crate::engine::endpoint::Endpoints;
 use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
-use crate::engine::frame::{FrameKind, Header, MatchSpace, Scope};
+use crate::engine::frame::{FrameKind, Header, MatchSpace, Reason};
 use crate::engine::heartbeat::Heartbeat;
 use crate::engine::message::{MessageRequest, Messages};
 use crate::engine::plan::Executed;
@@ -449,7 +449,7 @@ impl Engine {
         let ctx = &mut self.context;
         match header.match_space {
             MatchSpace::Collective => {
-                if header.index == Scope::Communicator as u32 {
+                if header.index == Reason::Loss as u32 {
                     ctx.endpoints.set_reported(from, text.clone());
                 }
                 self.collectives.failed_elsewhere(ctx, from, header, text);

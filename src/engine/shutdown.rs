@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::engine::failures::{Departed, Departure, Drain, OnLoss};
-use crate::engine::frame::{Failed, Scope};
+use crate::engine::frame::{Failed, Reason};
 use crate::engine::progress::Engine;
 use crate::error::{Error, LinkDown};
 use crate::types::Rank;
@@ -67,7 +67,7 @@ impl Engine {
         let sequence = self.collectives.called(lost).max(self.collectives.next_sequence());
         let text = error.to_string();
         for peer in self.context.endpoints.others().into_iter().filter(|peer| *peer != lost) {
-            let failed = Failed::Collective { sequence, scope: Scope::Communicator, lost: Some(lost) };
+            let failed = Failed::Collective { sequence, reason: Reason::Loss, lost: Some(lost) };
             self.context.endpoints.send_failure(peer, failed, &text);
         }
     }
@@ -170,7 +170,7 @@ impl Engine {
         let sequence = self.collectives.next_sequence();
         for peer in self.context.endpoints.others() {
             if self.context.endpoints.is_connected(peer) {
-                let failed = Failed::Collective { sequence, scope: Scope::Communicator, lost };
+                let failed = Failed::Collective { sequence, reason: Reason::Loss, lost };
                 self.context.endpoints.send_failure(peer, failed, &failure);
             }
         }
