@@ -18,6 +18,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::InitError;
 
+mod nccl_fields;
+
+pub use nccl_fields::NcclFields;
+
 macro_rules! options {
     ($($field:ident: $kind:ty, $name:literal, $default:literal, $also:expr, $meaning:literal;)*) => {
         /// The settings of one communicator.
@@ -113,6 +117,9 @@ options! {
         "The file of NCCL; otherwise the one that the process has loaded, that of a Python package, or the system's.";
     rccl_library: Option<String>, "rccl_library", "", &[],
         "The same for RCCL.";
+    nccl_config: NcclFields, "nccl_config", "", &[],
+        "Fields of `ncclConfig_t`, as nccl.h has them, for communicators of NCCL and RCCL, as `minCTAs=4,maxCTAs=16`; others \
+         are left to the library. The same on all ranks.";
     spin: Spin, "spin_microseconds", "auto", &[],
         "How long a waiting thread polls before it sleeps; where ranks share a core, it yields the core after each poll. \
          auto is 50, and 100 where the host has fewer cores than ranks.";
@@ -497,6 +504,14 @@ impl Value for EngineChoice {
     }
 }
 
+impl Value for NcclFields {
+    const EXPECTED: &'static str = NcclFields::FORM;
+
+    fn parse(text: &str) -> Option<Self> {
+        NcclFields::read(text)
+    }
+}
+
 impl Value for Switch {
     const EXPECTED: &'static str = "auto, on or off";
 
@@ -597,8 +612,20 @@ mod tests {
     #[test]
     fn every_variable_of_the_manual_changes_a_setting() {
         // One of them is valid for each setting, and not its default.
-        let values =
-            ["1", "7", "on", "tcp", "streams", "usr1", "USR1", "8192", "131072", "0123456789abcdef", "some text"];
+        let values = [
+            "1",
+            "7",
+            "on",
+            "tcp",
+            "streams",
+            "usr1",
+            "USR1",
+            "8192",
+            "131072",
+            "0123456789abcdef",
+            "minCTAs=2",
+            "some text",
+        ];
         for row in Config::describe() {
             for variable in &row.variables {
                 let changes =

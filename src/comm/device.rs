@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::buffer::Buffer;
 use crate::comm::check::{self, Place};
 use crate::comm::other_hosts::ThroughEngine;
-use crate::config::{Config, EngineChoice};
+use crate::config::{Config, EngineChoice, NcclFields};
 use crate::deadline::deadline_after;
 use crate::device::executor::{self, Executor, LANE, Ranks, Request};
 use crate::device::in_flight::Ends;
@@ -43,6 +43,8 @@ pub(super) struct DeviceSide {
     engine: EngineChoice,
     /// The files of NCCL and RCCL, where they are named.
     libraries: [Option<PathBuf>; 2],
+    /// What their communicators are set to.
+    library_fields: Arc<NcclFields>,
     /// How long ranks wait for each other when they begin a communicator of such a library.
     connect_timeout: Duration,
     executor: OnceLock<Arc<Executor>>,
@@ -63,6 +65,7 @@ impl DeviceSide {
             staging_bytes,
             engine: config.engine,
             libraries,
+            library_fields: Arc::new(config.nccl_config.clone()),
             connect_timeout: config.connect_timeout,
             executor: OnceLock::new(),
             setup: Mutex::new(None),
@@ -275,7 +278,8 @@ impl DeviceSide {
     ) -> Result<Option<Arc<VendorComm>>, Error> {
         let limit = timeout.min(self.connect_timeout);
         let (offer, library) = offer(self.engine, self.libraries.each_ref().map(Option::as_deref));
-        let candidate = Candidate { comm: group.name(), me: group.place().me, names, limit, offer, library };
+        let (comm, me, fields) = (group.name(), group.place().me, self.library_fields.clone());
+        let candidate = Candidate { comm, me, names, limit, fields, offer, library };
         let entered = context.enter();
         let current = setup::agree(group.name(), names, "its context", entered, |_| {}, all_gather)?;
         candidate.choose(&current, members, all_gather)

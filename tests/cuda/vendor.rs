@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use ncclx_rs::config::NcclFields;
 use ncclx_rs::sync::Arc;
 use ncclx_rs::sys::cuda::DeviceMemory;
 use ncclx_rs::sys::nccl::{Nccl, NcclComm, Progress, UniqueId, Vendor};
@@ -346,6 +347,21 @@ fn a_library_that_nobody_asks_for_is_not_used() {
     });
 }
 
+#[test]
+fn its_communicators_are_set_as_the_program_wants() {
+    alone("vendor::its_communicators_are_set_as_the_program_wants", &[&[FOUR]], || {
+        let set = |fields| [("engine", "nccl"), ("nccl_config", fields)];
+        world_on(&[0, 1], &set("minCTAs=2,maxCTAs=4,netName=Socket"), |rank| {
+            all_collectives_by_either(&rank);
+            rank.leave(());
+        });
+        let text = refusal(&[0, 1], &set("minCTAs=4,maxCTAs=2"));
+        assert!(text.contains("invalid argument: minCTAs 4 is above maxCTAs 2"), "{text}");
+        let text = refusal(&[0, 1], &set("minCTAs=2,netName=None"));
+        assert!(text.contains("invalid argument: there is no network None"), "{text}");
+    });
+}
+
 /// What streams do between hosts, too.
 fn all_collectives_by_either(rank: &OnDevice) {
     let memory = rank.memory(&[1.0; 3]);
@@ -358,15 +374,17 @@ fn the_face_says_what_the_library_refuses() {
     alone("vendor::the_face_says_what_the_library_refuses", &[&[FOUR]], || {
         let library = library(Vendor::Nccl);
         let id = library.unique_id().expect("an id");
+        let fields = Arc::<NcclFields>::default();
         // Two ranks on one device.
         let errors = std::sync::Mutex::new(Vec::new());
         std::thread::scope(|scope| {
             for rank in 0..2 {
-                let (library, errors) = (&library, &errors);
+                let (library, errors, fields) = (&library, &errors, fields.clone());
                 scope.spawn(move || {
                     let context = context().expect("the software CUDA");
                     let current = context.enter().expect("a context");
-                    let comm = NcclComm::begin(library, &current, UniqueId(id.0), (rank, 2)).expect("a beginning");
+                    let comm =
+                        NcclComm::begin(library, &current, UniqueId(id.0), (rank, 2), &fields).expect("a beginning");
                     let error = loop {
                         match comm.progress() {
                             Ok(Progress::Going) => std::thread::sleep(Duration::from_millis(1)),
@@ -384,7 +402,7 @@ fn the_face_says_what_the_library_refuses() {
         assert!(errors.iter().all(|error| error.contains("invalid usage: Duplicate GPU detected")), "{errors:?}");
         let context = context().expect("the software CUDA");
         let current = context.enter().expect("a context");
-        let error = NcclComm::begin(&library, &current, id, (2, 2)).expect_err("there is no such rank");
+        let error = NcclComm::begin(&library, &current, id, (2, 2), &fields).expect_err("there is no such rank");
         assert!(error.to_string().contains("invalid argument: there is no such rank"), "{error}");
     });
 }

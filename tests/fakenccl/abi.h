@@ -25,6 +25,9 @@ struct Config {
   unsigned magic;
   unsigned version;
   int blocking;
+  int cga_cluster_size;
+  int min_ctas, max_ctas;
+  const char* net_name;
 };
 
 enum class Type { I8, U8, I32, U32, I64, U64, F16, F32, F64, BF16, F8E4M3, F8E5M2 };

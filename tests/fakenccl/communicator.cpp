@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 #include <map>
 #include <thread>
@@ -212,6 +213,13 @@ API int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, c
   if (config->magic != 0xcafebeef) return refuse(InvalidArgument, "ncclConfig_t argument not initialized");
   if (config->size != config_size(settings().version)) {
     return refuse(InvalidArgument, "ncclConfig_t is " + std::to_string(config->size) + " bytes, as no header of this version");
+  }
+  if (config->min_ctas > config->max_ctas && config->max_ctas != INT_MIN) {
+    return refuse(InvalidArgument, "minCTAs " + std::to_string(config->min_ctas) + " is above maxCTAs " +
+                                       std::to_string(config->max_ctas));
+  }
+  if (config->net_name && strcmp(config->net_name, "Socket")) {
+    return refuse(InvalidArgument, std::string("there is no network ") + config->net_name);
   }
   CUcontext context;
   CUdevice device;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::NcclFields;
 use crate::device::in_flight::Runner;
 use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
@@ -30,6 +31,7 @@ pub(crate) struct VendorComm {
     names: Vec<Rank>,
     /// How long to wait for the others when it begins.
     limit: Duration,
+    fields: Arc<NcclFields>,
     raw: Mutex<Arc<NcclComm>>,
     is_given_up: AtomicBool,
 }
@@ -41,6 +43,7 @@ pub(crate) struct Candidate<'a> {
     pub(crate) me: Rank,
     pub(crate) names: &'a [Rank],
     pub(crate) limit: Duration,
+    pub(crate) fields: Arc<NcclFields>,
     pub(crate) offer: Offer,
     pub(crate) library: Option<Arc<Nccl>>,
 }
@@ -65,20 +68,20 @@ impl Candidate<'_> {
         members: &[Member],
         all_gather: &mut AllGather<'_>,
     ) -> Result<Option<Arc<VendorComm>>, Error> {
-        let Candidate { comm, me, names, limit, offer, library } = self;
+        let Candidate { comm, me, names, limit, fields, offer, library } = self;
         let offers: Vec<Offer> = tell(comm, names, all_gather, Ok(offer))?;
         let library = match decide(comm, names, &offers, members)? {
             Decision::Streams => return Ok(None),
             Decision::Vendor => library.expect("every rank has one, as all have told"),
         };
         let place = (me, names, limit);
-        let raw = begin(&library, current, comm, place, all_gather)?;
+        let raw = begin(&library, current, comm, place, &fields, all_gather)?;
         if me.index() == 0 {
             log::info!("communicator `{comm}`: CUDA tensors go by {} {}", library.name(), library.version());
         }
         let (comm, names, raw) = (comm.to_owned(), names.to_vec(), Mutex::new(Arc::new(raw)));
         let is_given_up = AtomicBool::new(false);
-        Ok(Some(Arc::new(VendorComm { library, comm, me, names, limit, raw, is_given_up })))
+        Ok(Some(Arc::new(VendorComm { library, comm, me, names, limit, fields, raw, is_given_up })))
     }
 }
 
@@ -88,6 +91,7 @@ fn begin(
     current: &Current<'_>,
     comm: &str,
     (me, names, limit): (Rank, &[Rank], Duration),
+    fields: &Arc<NcclFields>,
     all_gather: &mut AllGather<'_>,
 ) -> Result<NcclComm, Error> {
     let own = if me.index() == 0 { library.unique_id().map(|id| id.0.to_vec()) } else { Ok(Vec::new()) };
@@ -95,7 +99,7 @@ fn begin(
     let ids: Vec<Result<Vec<u8>, String>> = tell(comm, names, all_gather, Ok(own.map_err(|error| error.to_string())))?;
     let id = ids.into_iter().next().expect("rank 0's").map_err(failed)?;
     let id = <[u8; 128]>::try_from(id).map_err(|id| failed(format!("rank 0 tells an id of {} bytes", id.len())))?;
-    let begun = NcclComm::begin(library, current, UniqueId(id), (me.0, names.len() as u32));
+    let begun = NcclComm::begin(library, current, UniqueId(id), (me.0, names.len() as u32), fields);
     let (raw, beginning) = match begun {
         Err(error) => (None, Beginning::Failed(error.to_string())),
         Ok(raw) => match wait(&raw, limit) {
@@ -178,7 +182,8 @@ impl VendorComm {
     /// After a disagreement, when nothing is on any rank's stream: begins another one with all ranks.
     pub(crate) fn begin_anew(&self, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<(), Error> {
         lock(&self.raw).abort();
-        let raw = begin(&self.library, current, &self.comm, (self.me, &self.names, self.limit), all_gather)?;
+        let place = (self.me, &self.names[..], self.limit);
+        let raw = begin(&self.library, current, &self.comm, place, &self.fields, all_gather)?;
         *lock(&self.raw) = Arc::new(raw);
         // Relaxed: as in `give_up`.
         self.is_given_up.store(false, Ordering::Relaxed);

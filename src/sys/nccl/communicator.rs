@@ -7,6 +7,7 @@ use std::fmt;
 use super::config::Config;
 use super::functions::{Address, Code, Functions, RawComm, RawId, RawStream};
 use super::library::{Nccl, NcclError};
+use crate::config::NcclFields;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{Current, DeviceBytes, Stream};
 
@@ -170,6 +171,8 @@ pub struct NcclComm {
     library: Arc<Nccl>,
     /// None when it is gone. Held over calls, each of which returns at once.
     raw: Mutex<Option<Raw>>,
+    /// What the library may still refer to.
+    _fields: Arc<NcclFields>,
 }
 
 struct Raw(RawComm);
@@ -194,13 +197,16 @@ impl NcclComm {
         _: &Current<'_>,
         id: UniqueId,
         (rank, size): (u32, u32),
+        fields: &Arc<NcclFields>,
     ) -> Result<NcclComm, NcclError> {
         let mut raw = std::ptr::null_mut();
-        let mut config = Config::non_blocking(library.version().to_code());
+        let mut config = Config::non_blocking(library.version().to_code(), fields);
         let (rank, size) = (rank as c_int, size as c_int);
-        // SAFETY: `raw` is a place for the result, and `config` as long as it says.
+        // SAFETY: `raw` is a place for the result, and `config` as long as it says; the name that it refers to stays with the
+        // communicator.
         let code = unsafe { (library.functions().comm_init)(&raw mut raw, size, RawId(id.0), rank, &raw mut config) };
-        let comm = NcclComm { library: library.clone(), raw: Mutex::new((!raw.is_null()).then_some(Raw(raw))) };
+        let made = Mutex::new((!raw.is_null()).then_some(Raw(raw)));
+        let comm = NcclComm { library: library.clone(), raw: made, _fields: fields.clone() };
         match code {
             SUCCESS | IN_PROGRESS => Ok(comm),
             code => {

@@ -3,6 +3,8 @@
 use std::ffi::c_int;
 use std::mem::offset_of;
 
+use crate::config::NcclFields;
+
 /// The structure of the newest version that is known. Each version appends to that of the one before.
 #[derive(Clone, Debug)]
 #[repr(C)]
@@ -59,8 +61,10 @@ const _: () = {
 };
 
 impl Config {
-    /// That of a communicator which never blocks, for a library of this `NCCL_VERSION_CODE`; all else as the library has it.
-    pub(super) fn non_blocking(version: u32) -> Config {
+    /// That of a communicator which never blocks, for a library of this `NCCL_VERSION_CODE`; all but the fields as the library
+    /// has it. It refers to their name, which has to stay.
+    pub(super) fn non_blocking(version: u32, fields: &NcclFields) -> Config {
+        let set = |field: Option<i32>| field.unwrap_or(UNDEFINED);
         let size =
             SIZES.iter().find(|(since, _)| version >= *since).map_or(SIZES[SIZES.len() - 1].1, |(_, size)| *size);
         Config {
@@ -68,17 +72,17 @@ impl Config {
             magic: MAGIC,
             version,
             blocking: 0,
-            cga_cluster_size: UNDEFINED,
-            min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
-            net_name: 0,
+            cga_cluster_size: set(fields.cga_cluster_size),
+            min_ctas: set(fields.min_ctas),
+            max_ctas: set(fields.max_ctas),
+            net_name: fields.net_name.as_ref().map_or(0, |name| name.as_ptr().expose_provenance()),
             split_share: UNDEFINED,
-            traffic_class: UNDEFINED,
+            traffic_class: set(fields.traffic_class),
             comm_name: 0,
-            collnet_enable: UNDEFINED,
-            cta_policy: UNDEFINED,
+            collnet_enable: set(fields.collnet_enable),
+            cta_policy: set(fields.cta_policy),
             shrink_share: UNDEFINED,
-            nvls_ctas: UNDEFINED,
+            nvls_ctas: set(fields.nvls_ctas),
             channels_per_net_peer: UNDEFINED,
             nvlink_centric_sched: UNDEFINED,
             graph_usage_mode: UNDEFINED,
@@ -106,9 +110,12 @@ mod tests {
     #[test]
     fn each_version_gets_as_much_as_it_knows() {
         let sizes = [22_703, 22_809, 22_907, 23_007, 23_102, 23_203, 24_000];
-        let sizes = sizes.map(|version| Config::non_blocking(version).size);
+        let fields = NcclFields { min_ctas: Some(4), net_name: Some(c"IB".to_owned()), ..NcclFields::default() };
+        let sizes = sizes.map(|version| Config::non_blocking(version, &fields).size);
         assert_eq!(sizes, [72, 80, 88, 96, 112, 120, 120]);
-        let config = Config::non_blocking(22_809);
+        let config = Config::non_blocking(22_809, &fields);
         assert_eq!((config.magic, config.version, config.blocking, config.split_share), (MAGIC, 22_809, 0, c_int::MIN));
+        assert_eq!((config.min_ctas, config.max_ctas, config.comm_name), (4, c_int::MIN, 0));
+        assert_eq!(Some(config.net_name), fields.net_name.map(|name| name.as_ptr().addr()));
     }
 }
