@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -180,6 +181,90 @@ def by_objects(rank: int, size: int) -> None:
 
 def test_the_object_api_goes_by_it(library_world: World) -> None:
     library_world.run(by_objects, join=False)
+
+
+def by_name(rank: int, size: int) -> None:
+    for name in ("nccl", "nccl-lazy", "rccl"):
+        named(name, rank, size)
+
+
+def named(name: str, rank: int, size: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    place = {"store": fresh_store(), "rank": rank, "size": size}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        comm = ncclx_rs.new_comm(name, device, hints={"minCTAs": "4", "maxCTAs": "8", f"{name}Share": "1"}, **place)
+    said = [str(warning.message) for warning in caught]
+    assert said == [f"ncclx_rs: the hint `{name}Share` is not known and has no effect"], said
+    tensor = torch.ones(10, device=device)
+    assert launched(lambda: comm.all_reduce(tensor, ncclx_rs.ReduceOp.SUM, False)) == 1, name
+    assert tensor.tolist() == [size] * 10 and comm.get_backend() == name
+    came = torch.zeros(10, device=device)
+    batch = comm.batch_op_create()
+    batch.send(tensor, (rank + 1) % size)
+    batch.recv(came, (rank - 1) % size)
+    batch.issue(False)
+    assert came.tolist() == [size] * 10
+    child = comm.split(list(range(size))[::-1], "child")
+    assert child is not None and child.get_backend() == name and child.rank == size - 1 - rank
+    assert launched(lambda: child.all_reduce(tensor, ncclx_rs.ReduceOp.SUM, False)) == 1, name
+    assert tensor.tolist() == [size * size] * 10
+    child.finalize()
+    comm.finalize()
+
+
+def test_new_comm_takes_it_by_name() -> None:
+    world = World(2, "shm", {"SOFTCUDA_DEVICES": "2"}, begin)
+    world.run(by_name, join=False)
+    world.close()
+
+
+def misnamed(rank: int, size: int) -> None:
+    place = {"store": fresh_store(), "rank": rank, "size": size}
+
+    def refused(kind: type[Exception], match: str, device: str, **hints: str) -> None:
+        with pytest.raises(kind, match=match):
+            ncclx_rs.new_comm("nccl", device, hints=hints, **place)
+
+    refused(ValueError, 'expected a CUDA device, which alone the backend nccl serves, got cpu; .*"ncclx", "cpu"', "cpu")
+    refused(ValueError, "expected engine=nccl, or none, with the backend nccl, got 'streams'", "cuda", engine="streams")
+    refused(ValueError, "expected implementation=ncclx_rs or .*=torch, got 'own'", "cuda", implementation="own")
+    refused(ValueError, r"expected a CUDA device of this host, got cuda:7: there are 2 CUDA devices", "cuda:7")
+    refused(RuntimeError, "invalid argument: minCTAs 8 is above maxCTAs 4", "cuda", minCTAs="8", maxCTAs="4")
+    refused(ValueError, "the hint nccl_config is `minCTAs=few`: expected a comma list", "cuda", minCTAs="few")
+    missing = r'rank 0 has no NCCL: /nowhere/libnccl.so.2 cannot be loaded: .*gets a NCCL, .*new_comm\("ncclx", ...\)'
+    refused(ValueError, missing, "cuda", nccl_library="/nowhere/libnccl.so.2")
+    with pytest.raises(ValueError, match=r"takes a PyTorch with RCCL: .* has NCCL; take \"nccl\""):
+        ncclx_rs.new_comm("rccl", "cuda", hints={"implementation": "torch"}, **place)
+
+
+def test_what_a_name_cannot_serve_is_one_line() -> None:
+    world = World(2, "shm", {"SOFTCUDA_DEVICES": "2"}, begin)
+    world.run(misnamed, join=False)
+    world.close()
+
+
+def bridged(rank: int, size: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    place = {"store": fresh_store(), "rank": rank, "size": size, "timeout": 40}
+    hints = {"implementation": "torch", "minCTAs": "4", "commName": "mine", "useCtran": "1"}
+    with pytest.warns(UserWarning, match="'useCtran' is ignored by PyTorch's ProcessGroupNCCL"):
+        comm = ncclx_rs.new_comm("nccl", device, hints=hints, **place)
+    group = comm.unsafe_get_backend().c10d
+    assert isinstance(group, dist.ProcessGroupNCCL) and (group.rank(), group.size()) == (rank, size)
+    assert group.bound_device_id == device and group.options._timeout == timedelta(seconds=40)
+    assert (group.options.config.min_ctas, group.options.config.comm_name) == (4, "mine")
+    assert comm.get_backend() == "nccl" and comm.get_backend_version() == torch.__version__
+    with pytest.raises(ValueError, match="expected a whole number as maxCTAs, got 'many'"):
+        ncclx_rs.new_comm("nccl", device, hints={"implementation": "torch", "maxCTAs": "many"}, **place)
+    comm.abort()
+
+
+# Its NCCL is the real one, which finds no GPU here: nothing is sent.
+def test_pytorchs_is_bridged() -> None:
+    world = World(2, "shm", {"SOFTCUDA_DEVICES": "2"}, begin)
+    world.run(bridged, join=False)
+    world.close()
 
 
 def recorded(rank: int, size: int) -> None:

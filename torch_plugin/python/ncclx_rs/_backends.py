@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import Any, cast
@@ -15,48 +16,66 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _backend
+from ncclx_rs import _backend, _vendor
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._library import OWN_VARIABLE, TORCHCOMMS_VARIABLE, find_library
 from ncclx_rs._load import native
 from ncclx_rs._memory import MemAllocator, cuda_allocator
 from ncclx_rs._mistakes import warn_of_hints
 from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
-from ncclx_rs._vendor import LIBRARIES, what_is_missing
 
 
 class C10dBackend(TorchCommBackend):
     """A c10d backend, this package's or another, behind the object API."""
 
-    def __init__(self, name: str, make: Callable[[CommOptions], Any]) -> None:
+    def __init__(self, name: str, make: Callable[[CommOptions], Any], library: str | None = None) -> None:
+        """Makes one that is not in use.
+
+        Args:
+            name: the backend's name.
+            make: makes the c10d backend.
+            library: the vendor's library that it stands for, if it does.
+        """
         super().__init__()
         self._backend_name = name
         self._make = make
+        self._library = library
         self.c10d: Any = None
         self._timeout = timedelta(0)
         self._device = torch.device("cpu")
         self._failure_hook: Callable[[], None] | None = None
 
-    def check_device(self, device: torch.device) -> None:
-        """Raises ValueError if the backend is this package's and does not serve the device."""
-        if self._make is not _make_ncclx or device.type == "cpu" or (lacking := _lacking_for(device)) is None:
+    def check(self, device: torch.device, hints: Mapping[str, str]) -> None:
+        """Raises ValueError if the backend is this package's and does not serve the device, or not with these hints."""
+        if self._library is not None:
+            _vendor.check(self._backend_name, self._library, device, hints)
+        if self._make is not _make_ncclx or device.type == "cpu" or _vendor.is_pytorchs(self._library, hints):
             return
-        raise ValueError(
-            f"ncclx_rs: new_comm: argument `device`: expected the CPU, which alone is served here, got {device}: "
-            f'{lacking}; other tensors take another backend, as in new_comm("nccl", "cuda")'
-        )
+        if (lacking := _lacking_for(device)) is not None:
+            served = "the CPU, which alone is served here" if self._library is None else "a CUDA device of this host"
+            raise ValueError(f"ncclx_rs: new_comm: argument `device`: expected {served}, got {device}: {lacking}")
 
     def init(self, device: torch.device, name: str, options: CommOptions) -> None:
         self._timeout = options.timeout
         self._device = device
+        if self._library is not None:
+            is_pytorchs = _vendor.is_pytorchs(self._library, options.hints)
+            self._make = functools.partial(_vendor.make_process_group, device) if is_pytorchs else _make_ncclx
         if not options.enable_reconfigure:
             self.c10d = self._make_on_device(options)
 
     def _make_on_device(self, options: CommOptions) -> Any:
+        if self._library is not None and self._make is _make_ncclx:
+            options = copy.copy(options)
+            options.hints = _vendor.engine_hints(self._library, options.hints)
         made = self._make(options)
         if self._device.type == "cuda" and hasattr(made, "_set_device"):
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            made._set_device(torch.device("cuda", index))
+            try:
+                made._set_device(torch.device("cuda", index))
+            except ValueError as error:
+                instead = "" if self._library is None else f"; {_vendor.instead(self._library)}"
+                raise ValueError(f"{error}{instead}") from None
         return made
 
     def finalize(self) -> None:
@@ -263,7 +282,7 @@ class C10dBackend(TorchCommBackend):
         return self.gather(blocks, input, root, async_op, options)
 
     def split(self, ranks: Sequence[int], name: str, options: CommOptions) -> C10dBackend:
-        child = C10dBackend(self._backend_name, self._make)
+        child = C10dBackend(self._backend_name, self._make, self._library)
         child.init(self._device, name, options)
         return child
 
@@ -303,7 +322,7 @@ def _is_backend_registered(name: str) -> bool:
 def built_backends() -> list[str]:
     """The names of backends that `new_comm` takes without a registration."""
     found = (entry.name for group in _ENTRY_POINTS for entry in entry_points(group=group))
-    return sorted({"ncclx", *(("gloo",) if dist.is_gloo_available() else ()), *found})
+    return sorted({"ncclx", *_vendor.BACKENDS, *(("gloo",) if dist.is_gloo_available() else ()), *found})
 
 
 def is_backend_built(backend: str) -> bool:
@@ -363,9 +382,10 @@ def make_backend(name: str) -> TorchCommBackend:
     # whose modules may set variables.
     if (library := find_library(name, OWN_VARIABLE, TORCHCOMMS_VARIABLE)) is not None:
         return library
-    if name in LIBRARIES:
-        raise ModuleNotFoundError(f"failed to find backend {name}: {what_is_missing(name)}")
-    known = sorted({"ncclx", "gloo", *_registered, *(p.lower() for p in dist.Backend._plugins)} - {"ncclx_rs"})
+    if name in _vendor.BACKENDS:
+        return C10dBackend(name, _make_ncclx, _vendor.BACKENDS[name])
+    plugins = (plugin.lower() for plugin in dist.Backend._plugins)
+    known = sorted({"ncclx", "gloo", *_vendor.BACKENDS, *_registered, *plugins} - {"ncclx_rs"})
     raise ModuleNotFoundError(
         f"failed to find backend {name}: it is none of {', '.join(known)}, no entry point of the groups "
         "`ncclx_rs.backends` and `torchcomms.backends`, no backend of this torch.distributed, and "

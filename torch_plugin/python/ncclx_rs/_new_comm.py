@@ -39,7 +39,9 @@ def new_comm(
             `register_backend`; the library
             that ``NCCLX_RS_BACKEND_LIB_PATH_<NAME>`` names; ``ncclx``, the engine of this package; an entry point of
             the group ``ncclx_rs.backends``, then ``torchcomms.backends``; ``gloo`` or another backend of the installed
-            PyTorch; the library that ``TORCHCOMMS_BACKEND_LIB_PATH_<NAME>`` names.
+            PyTorch; the library that ``TORCHCOMMS_BACKEND_LIB_PATH_<NAME>`` names; ``nccl``, ``nccl-lazy`` and
+            ``rccl``, the engine with the vendor's library, or with the hint ``implementation=torch`` PyTorch's
+            ProcessGroupNCCL.
         device: the device of the tensors: the CPU, or a CUDA device; ``cuda`` is the current one.
         name: the communicator's name in messages, the same on every rank. The default is ``comm`` with a number.
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
@@ -65,8 +67,6 @@ def new_comm(
     """
     impl = make_backend(backend)
     device = torch.device(device)
-    if isinstance(impl, C10dBackend):
-        impl.check_device(device)
     if options is not None and not isinstance(options, CommOptions):
         raise TypeError(f"new_comm: argument `options`: expected CommOptions, got {type(options).__name__}")
     if options is None:
@@ -74,6 +74,8 @@ def new_comm(
     else:
         made = copy.copy(options)
     made.hints = {**made.hints, **(hints or {})}
+    if isinstance(impl, C10dBackend):
+        impl.check(device, made.hints)
     made.name = name or made.name or f"comm{next(_unnamed)}"
     if abort_process_on_timeout_or_error is not None:
         made.abort_process_on_timeout_or_error = abort_process_on_timeout_or_error

@@ -1,14 +1,24 @@
-"""The vendors' communication libraries."""
+"""The vendors' communication libraries, and the backends of the object API that are named for them."""
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
 
 from ncclx_rs._load import native
+from ncclx_rs._mistakes import warn_of_hints
+from ncclx_rs._types import CommOptions
 
-# The backends that they are behind.
 LIBRARIES = ("nccl", "rccl")
+
+# The backends, and the library behind each. Two ranks set up what messages between them take at the first one, which is
+# what torchcomms has the last one for.
+BACKENDS = {"nccl": "nccl", "rccl": "rccl", "nccl-lazy": "nccl"}
 
 
 @dataclass(frozen=True)
@@ -31,13 +41,115 @@ def find_vendor_library(backend: str) -> VendorLibrary:
     return VendorLibrary(str(path), version, lacks)
 
 
-def what_is_missing(backend: str) -> str:
-    """The reason why a vendor's library cannot be used."""
-    try:
-        library = find_vendor_library(backend)
-    except OSError as error:
-        return str(error)
+# ---- the backends ----
+
+IMPLEMENTATION = "implementation"
+_IMPLEMENTATIONS = ("ncclx_rs", "torch")
+
+
+def is_pytorchs(library: str | None, hints: Mapping[str, str]) -> bool:
+    """Whether a backend of this library is PyTorch's."""
+    return library is not None and hints.get(IMPLEMENTATION) == "torch"
+
+
+def check(backend: str, library: str, device: torch.device, hints: Mapping[str, str]) -> None:
+    """Raises ValueError if a backend cannot serve a device with these hints, whatever this host has."""
+    where = "ncclx_rs: new_comm: argument"
+    if device.type != "cuda":
+        raise ValueError(
+            f"{where} `device`: expected a CUDA device, which alone the backend {backend} serves, got {device}; "
+            f'the engine without {library.upper()} serves others, as in new_comm("ncclx", "cpu")'
+        )
+    implementation = hints.get(IMPLEMENTATION, "ncclx_rs")
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"{where} `hints`: expected {IMPLEMENTATION}=ncclx_rs or {IMPLEMENTATION}=torch, got {implementation!r}"
+        )
+    if (engine := hints.get("engine", library)) != library:
+        raise ValueError(
+            f"{where} `hints`: expected engine={library}, or none, with the backend {backend}, got {engine!r}; the "
+            'backend "ncclx" takes any'
+        )
+    if implementation == "torch" and (lacking := _lacking_in_pytorch(library)):
+        raise ValueError(f"{where} `hints`: {IMPLEMENTATION}=torch takes a PyTorch with {library.upper()}: {lacking}")
+
+
+def _lacking_in_pytorch(library: str) -> str | None:
+    has = "rccl" if torch.version.hip else "nccl"
+    if not dist.is_nccl_available():
+        return f"{torch.__version__}, which is installed, has none; install one for GPUs"
+    return None if has == library else f'{torch.__version__}, which is installed, has {has.upper()}; take "{has}"'
+
+
+# The hints of torchcomms that are fields of NCCL's configuration, as PyTorch has them.
+_FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "blocking": ("blocking", int),
+    "cgaClusterSize": ("cga_cluster_size", int),
+    "minCTAs": ("min_ctas", int),
+    "maxCTAs": ("max_ctas", int),
+    "netName": ("net_name", str),
+    "splitShare": ("split_share", int),
+    "trafficClass": ("traffic_class", int),
+    "commName": ("comm_name", str),
+    "collnetEnable": ("collnet_enable", int),
+    "CTAPolicy": ("cta_policy", int),
+    "nvlsCTAs": ("nvls_ctas", int),
+}
+# Those that mean nothing to the engine: its communicators never block, are never split, and have names of their own.
+_NOT_THE_ENGINES = {"blocking", "splitShare", "commName"}
+
+
+def engine_hints(library: str, hints: Mapping[str, str]) -> dict[str, str]:
+    """The hints of the engine's communicator for a backend that is the engine."""
+    fields = {name: value for name, value in hints.items() if name in _FIELDS.keys() - _NOT_THE_ENGINES}
+    made = {name: value for name, value in hints.items() if name not in fields and name != IMPLEMENTATION}
+    if fields:
+        earlier = [made["nccl_config"]] if made.get("nccl_config") else []
+        made["nccl_config"] = ",".join([*earlier, *(f"{name}={value}" for name, value in fields.items())])
+    return {**made, "engine": library}
+
+
+def instead(library: str) -> str:
+    """What to do where ranks cannot use a library together."""
     return (
-        f"{backend.upper()} {library.version} is at {library.path}, but this version of ncclx_rs does not drive it; "
-        'for tensors on CUDA devices use backend="cpu:ncclx_rs,cuda:nccl" with torch.distributed'
+        f"either each rank's host gets a {library.upper()}, whose file the hint {library}_library may name, or "
+        'new_comm("ncclx", ...) does without'
     )
+
+
+_OTHER_HINTS = {IMPLEMENTATION, "engine", "timeout_seconds", "is_high_priority_stream"}
+
+
+def make_process_group(device: torch.device, options: CommOptions) -> Any:
+    """PyTorch's ProcessGroupNCCL, which connects at its first operations.
+
+    Args:
+        device: its CUDA device.
+        options: those of the communicator.
+
+    Raises:
+        ValueError: a hint has no valid value.
+    """
+    made: Any = cast(Any, dist).ProcessGroupNCCL.Options()
+    made._timeout = options.timeout
+    made.is_high_priority_stream = options.hints.get("is_high_priority_stream", "").lower() in ("1", "true", "yes", "y")
+    made.group_name = options.name
+    made.global_ranks_in_group = list(range(options.size))
+    config = made.config
+    for hint in options.hints.keys() & _FIELDS.keys():
+        field, kind = _FIELDS[hint]
+        if not hasattr(config, field):
+            warn_of_hints("new_comm", [hint], f"PyTorch {torch.__version__}")
+            continue
+        try:
+            setattr(config, field, kind(options.hints[hint]))
+        except ValueError:
+            got = options.hints[hint]
+            raise ValueError(
+                f"ncclx_rs: new_comm: argument `hints`: expected a whole number as {hint}, got {got!r}"
+            ) from None
+    warn_of_hints("new_comm", options.hints.keys() - _FIELDS.keys() - _OTHER_HINTS, "PyTorch's ProcessGroupNCCL")
+    group = cast(Any, dist).ProcessGroupNCCL(options.store, options.rank, options.size, made)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    group.bound_device_id = torch.device("cuda", index)
+    return group
