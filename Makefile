@@ -211,7 +211,7 @@ CUDA_TESTS = "$$(cargo test --locked --test cuda --no-run 2>&1 | tee /dev/stderr
 WITH_NVRTC = LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib):$$LD_LIBRARY_PATH"
 gpu: export LD_LIBRARY_PATH ?=
 gpu: $(call installed,$(TORCH)) ## Runs probes, benchmarks and tests on a GPU, and writes a report
-	program=$(CUDA_TESTS); $(IN_VENV) $(WITH_NVRTC) python tests/gpu/run.py --report target/gpu --rust "$$program" $(GPU_OPTIONS)
+	program=$(CUDA_TESTS); $(IN_VENV) $(WITH_NVRTC) python tests/gpu/run_gpu.py --report target/gpu --rust "$$program" $(GPU_OPTIONS)
 
 PROBE_TWINS = $(SOFTCUDA)/probes.so
 $(PROBE_TWINS): tests/gpu/probe.cu $(wildcard tests/softcuda/include/*.h) | softcuda
@@ -219,7 +219,7 @@ $(PROBE_TWINS): tests/gpu/probe.cu $(wildcard tests/softcuda/include/*.h) | soft
 try-gpu: export LD_LIBRARY_PATH ?=
 try-gpu: $(CUDA_INSTALLED) $(CUDA_TWINS) $(PROBE_TWINS) ## Tries `make gpu` out on the software CUDA
 	program=$(CUDA_TESTS); $(WITH_NVRTC) SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS):$(PROBE_TWINS)" SOFTCUDA_DEVICES=1 \
-		$(IN_SOFTCUDA) python tests/gpu/run.py --report target/try-gpu --rust "$$program" $(GPU_OPTIONS)
+		$(IN_SOFTCUDA) python tests/gpu/run_gpu.py --report target/try-gpu --rust "$$program" $(GPU_OPTIONS)
 
 # For a machine with another PyTorch and no compiler. Without a Python 3.12 it is for that of PYTHON.
 GPU_TORCH ?= 2.11
