@@ -1,4 +1,4 @@
-// Blocking operations of the object API on plain tensors of the host: straight into the engine, without a work of c10d, and
+// Blocking operations of the object API, and of operators, on plain tensors of the host: straight into the engine, without a work of c10d, and
 // without pybind11, whose conversion of arguments takes longer than a short operation. What is not plain is declined
 // before anything happens; the caller then takes the way of all other calls. Included by register.cpp.
 #include <ATen/record_function.h>
@@ -6,6 +6,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 
@@ -36,6 +37,10 @@ constexpr std::array<DirectCall, 9> kDirectCalls{{
     {NCCLX_SEND, "send", OpType::SEND, Uses::Read},
     {NCCLX_RECV, "recv", OpType::RECV, Uses::Written},
 }};
+
+const DirectCall& direct_call(NcclxKind kind) {
+  return *std::find_if(kDirectCalls.begin(), kDirectCalls.end(), [&](const DirectCall& call) { return call.kind == kind; });
+}
 
 // Whether the engine can use a tensor's memory as it is.
 bool is_plain(const at::Tensor& tensor) {
