@@ -257,6 +257,19 @@ wheels: $(WHEEL_TOOLS)/.ready ## Builds the wheel for every PyTorch and Python i
 sdist: $(WHEEL_TOOLS)/.ready ## Builds the source distribution into dist/
 	$(IN_WHEEL_TOOLS) -m maturin sdist --out dist
 
+# The site of the documentation, in target/docs/site: docs/, the docstrings and rustdoc's pages. The crate's pages are
+# those of its interface; `lint` looks at the rest of its documentation.
+DOCS_VENV := target/docs/venv
+$(DOCS_VENV)/.ready: packaging/docs-requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) -r packaging/docs-requirements.txt
+	touch $@
+.PHONY: docs
+docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/site, and checks its links
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
+		cargo doc --locked --package ncclx_rs --package ncclx_rs_backend --no-deps --quiet --target-dir target/docs
+	NO_MKDOCS_2_WARNING=1 NCCLX_RS_RUSTDOC="$(CURDIR)/target/docs/doc" $(DOCS_VENV)/bin/mkdocs build --quiet
+
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
