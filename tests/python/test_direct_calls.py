@@ -113,9 +113,9 @@ def errors_are_those_of_every_call(rank: int, size: int) -> None:
                 texts[-1].append(f"{type(caught.value).__name__}: {caught.value}".splitlines()[0])
             comm.barrier()  # it works on
             assert not comm.is_aborted()
-    # They count the collectives of their communicators alike.
+    # Which rank finds a disagreement first is left to chance.
+    assert "disagree" in texts[0].pop() and "disagree" in texts[1].pop()
     assert texts[0] == texts[1]
-    assert "disagree" in texts[0][-1]
 
 
 @pytest.mark.parametrize(
