@@ -8,6 +8,8 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import ncclx_rs
@@ -73,7 +75,7 @@ def test_sizes_of_elements_are_known() -> None:
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A process that shows its recorders, with one communicator; its socket."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("NCCLX_RS_TOP", "1")
@@ -113,6 +115,22 @@ def test_top_shows_nothing_to_other_users(
     with pytest.warns(UserWarning, match="NCCLX_RS_TOP: `ncclx-rs top` will not see this process: .*only this user"):
         _live.start()
     assert main(["top", "--interval", "0"]) == 2
+
+
+def test_a_process_of_another_version_is_told_and_left_out(shown: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(str(shown.with_name("7.sock")), family=socket.AF_UNIX) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(b'{"version": 0}\n')
+
+        other = threading.Thread(target=answer)
+        other.start()
+        assert main(["top", "--once"]) == 0
+        other.join()
+    told = capsys.readouterr()
+    assert "communicator `shown`" in told.out
+    assert told.err == "ncclx-rs top: process 7 is left out: not a flight recorder's dump of version 4\n"
 
 
 def test_nothing_is_shown_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -44,22 +44,26 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def communicators() -> list[Communicator]:
-    """The communicators of the processes that show their recorders, by name. One that does not answer is left out.
+def communicators() -> tuple[list[Communicator], list[str]]:
+    """The communicators of the processes that show their recorders, by name.
+
+    Returns:
+        The communicators, and a sentence for each process that does not answer or runs another version.
 
     Raises:
         PermissionError: another user can enter the folder of the sockets.
     """
     found: dict[str, Communicator] = {}
+    troubles = []
     for path in sorted(_live.own_folder().glob("*.sock")):
         try:
-            texts = _live.ask(path)
-        except OSError:
+            shown = [dumps.parse(text) for text in _live.ask(path)]
+        except (OSError, ValueError) as error:
+            troubles.append(f"process {path.stem} is left out: {error}")
             continue
-        for text in texts:
-            dump = dumps.parse(text)
+        for dump in shown:
             found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size)).dumps[dump.rank] = dump
-    return sorted(found.values(), key=lambda communicator: (communicator.name, communicator.id))
+    return sorted(found.values(), key=lambda communicator: (communicator.name, communicator.id)), troubles
 
 
 def text(found: Sequence[Communicator]) -> str:
@@ -113,13 +117,15 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     try:
         while True:
             try:
-                found = communicators()
+                found, troubles = communicators()
             except PermissionError as error:
                 made.error(str(error))
             if options.json:
                 print(as_json(found), flush=True)
             else:
                 print(clear + (text(found) or nothing), flush=True)
+            for trouble in troubles:
+                print(f"ncclx-rs top: {trouble}", file=sys.stderr)
             if options.once:
                 return 0 if found else NOTHING
             time.sleep(options.interval)
