@@ -212,7 +212,7 @@ def test_a_job_shows_itself_and_its_metrics(tmp_path: Path) -> None:
     [
         ("ncclx-rs di", ["diagnose"]),
         ("ncclx-rs top --on", ["--once"]),
-        ("ncclx-rs info x", []),
+        ("ncclx-rs info ''", []),
         ("ncclx-rs to", ["top"]),
     ],
 )
