@@ -14,6 +14,7 @@ from pathlib import Path
 import ncclx_rs
 import pytest
 from harness import BACKEND, World
+from ncclx_rs import _api
 from ncclx_rs.__main__ import parser
 from ncclx_rs._load import native
 from test_rendezvous import free_port
@@ -91,7 +92,7 @@ def test_the_commands_of_documents_are_accepted() -> None:
     found = 0
     for document, code in blocks("sh"):
         for line in code.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.partition(" | ")[0], comments=True)
             if not words or words[0] != "ncclx-rs":
                 continue
             found += 1
@@ -130,7 +131,7 @@ def test_the_site_has_every_page_and_every_name() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     missing = [page for page in pages.texts if not page.startswith("source/") and f": {page}\n" not in navigation]
     assert not missing
-    names = [name for name in ncclx_rs._api.__all__ if not name.startswith("_") and not name.endswith("HookArgs")]
+    names = [name for name in _api.__all__ if not name.startswith("_") and not name.endswith("HookArgs")]
     assert not docs_pages.missing_names(pages.texts["reference.md"], names)
     assert docs_pages.missing_names("::: ncclx_rs.dump\n", ["dump", "new_comm"]) == ["new_comm"]
     assert "def " in pages.texts["source/examples/strategies/ddp.py.md"]

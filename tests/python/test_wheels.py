@@ -52,3 +52,5 @@ def test_a_trial_that_fails_is_told(
     monkeypatch.setattr(check_wheels, "check", lambda *_: "it works")
     assert check_wheels.main(arguments) == 0
     assert capsys.readouterr().out == f"{NAME}, 2.15:3.11: it works\n"
+    # What was asked for by name and cannot be tried is a failure.
+    assert check_wheels.main(["--dist", str(tmp_path), "--pairs", "2.15:3.11", "2.15:3.12"]) == 1

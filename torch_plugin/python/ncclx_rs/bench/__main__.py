@@ -111,7 +111,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--pin", action="store_true", help="keep each rank's calling thread on a core of its own")
     how.add_argument("--no-check", action="store_true", help="do not check results")
     out = made.add_argument_group("what comes out beside the table")
-    out.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
+    out.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="all numbers; printed instead of the table without FILE"
+    )
     out.add_argument("--plot", type=Path, metavar="FILE", help="times over sizes, as .svg or .png; needs matplotlib")
     out.add_argument("--fail-below", type=above(float, 0.0), metavar="R", help="exit with 3 if a ratio is below R")
     return made
@@ -165,8 +167,10 @@ def verdict(rows: Sequence[Row], fail_below: float | None) -> tuple[int, list[st
 class Screen:
     """The terminal of rank 0: rows on the standard output, a progress bar on the standard error if it is a terminal."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, quiet: bool = False) -> None:
+        """Shows a bar of so many rows; if ``quiet``, the rows themselves are not printed."""
         self._bar: Any = None
+        self._quiet = quiet
         self._above: tuple[Any, ...] | None = None
         if not sys.stderr.isatty():
             return
@@ -184,7 +188,8 @@ class Screen:
         text = report.lines(row) if above == self._above else f"{report.heading(case)}\n{report.lines(row)}"
         self._above = above
         with self._bar.external_write_mode(file=sys.stdout) if self._bar is not None else contextlib.nullcontext():
-            print(text, flush=True)
+            if not self._quiet:
+                print(text, flush=True)
         if self._bar is not None:
             self._bar.update()
 
@@ -249,7 +254,8 @@ def _report(
     plan: Plan, worlds: Sequence[int], rows: Iterator[Row], options: argparse.Namespace, command: Sequence[str]
 ) -> int:
     measured: list[Row] = []
-    screen = Screen(sum(len(plan.rows(ranks)) for ranks in worlds))
+    only_json = options.json == "-"
+    screen = Screen(sum(len(plan.rows(ranks)) for ranks in worlds), quiet=only_json)
     try:
         for row in rows:
             measured.append(row)
@@ -262,10 +268,12 @@ def _report(
     if not measured:
         print(f"nothing to measure: {', '.join(plan.operations)} need more ranks than {max(worlds)}", file=sys.stderr)
         return FAILED
-    if options.vs is not None:
+    if options.vs is not None and not only_json:
         print("\n" + report.summary(measured, plan.backends))
-    if options.json is not None:
-        report.write_json(options.json, plan, measured, command)
+    if only_json:
+        print(report.as_json(plan, measured, command))
+    elif options.json is not None:
+        Path(options.json).write_text(report.as_json(plan, measured, command) + "\n")
     if options.plot is not None:
         plot.draw(measured, options.plot)
     code, reasons = verdict(measured, options.fail_below)
