@@ -64,6 +64,10 @@ impl OtherHosts for ThroughEngine {
             self.go_on();
         }
     }
+
+    fn ended(&self, number: u64) {
+        self.with_relay(|relay, _| relay.ended(number));
+    }
 }
 
 impl Exchange for ThroughEngine {
@@ -78,6 +82,11 @@ impl Exchange for ThroughEngine {
             relay.is_idle()
         });
         if is_idle { Ok(()) } else { self.0.wake_progress_thread() }
+    }
+
+    fn listen(&self, number: u64) -> std::io::Result<()> {
+        self.with_relay(|relay, _| relay.listen(number));
+        self.0.wake_progress_thread()
     }
 
     fn reset(&self) {
@@ -144,4 +153,7 @@ impl OtherHosts for FarLane {
         self.engine.with_messages(|messages, ctx| messages.tell_of_wait(ctx, self.peer, self.lane));
         self.engine.go_on();
     }
+
+    /// What it exchanges keeps the engine at work.
+    fn ended(&self, _: u64) {}
 }

@@ -433,7 +433,11 @@ impl Executor {
         }
         if let Some(hosts) = &self.hosts {
             let taken_up = hosts.submit(number, signature, &mut run.traffic());
-            taken_up.map_err(|cause| self.broken(number, signature.to_string(), &cause))?;
+            let listens = taken_up.and_then(|()| match &run {
+                Run::Vendor(..) => hosts.listen(number),
+                Run::Programs(_) => Ok(()),
+            });
+            listens.map_err(|cause| self.broken(number, signature.to_string(), &cause))?;
         }
         let submitted = state.submit(&current, &stream, number, &run, request, &self.in_flight);
         if let Err(error) = submitted {

@@ -357,9 +357,17 @@ impl InFlight {
                 ended.push((flight, result));
             }
             self.is_busy.store(!state.flights.is_empty(), Ordering::Relaxed);
+            self.tell_of_end(ended);
         }
         for (flight, result) in ended.drain(..) {
             flight.end(&*self.ends, result);
+        }
+    }
+
+    /// Has no failure awaited any more of what a library ran and has ended: under the lock, so that it is before what begins next.
+    fn tell_of_end(&self, ended: &[(Flight, Result<(), Error>)]) {
+        if let (Some(_), Some(hosts), Some((last, _))) = (self.runner.get(), &self.hosts, ended.last()) {
+            hosts.ended(last.number);
         }
     }
 
@@ -492,7 +500,9 @@ impl Watched for InFlight {
         let overdue = state.overdue(now);
         if overdue {
             state.is_stuck = true;
-            ended.extend(state.abandon());
+            let abandoned = state.abandon();
+            self.tell_of_end(&abandoned);
+            ended.extend(abandoned);
             self.is_busy.store(false, Ordering::Relaxed);
         }
         let look = match state.flights.front() {

@@ -24,6 +24,9 @@ pub(crate) trait OtherHosts: Send + Sync {
 
     /// Tells the ranks of other hosts that this one waits in an operation: in a collective if there is a call.
     fn tell_of_wait(&self, number: u64, call: Option<Signature>);
+
+    /// The operations up to this number have ended here.
+    fn ended(&self, number: u64);
 }
 
 /// The same for collectives.
@@ -31,6 +34,9 @@ pub(crate) trait Exchange: OtherHosts {
     /// Takes up an operation: what its segments send and receive. Every rank takes up every operation.
     fn submit(&self, number: u64, call: Signature, segments: &mut dyn Iterator<Item = &Traffic>)
     -> std::io::Result<()>;
+
+    /// Takes what other ranks tell until the operation of this number has ended: for one that exchanges nothing by itself.
+    fn listen(&self, number: u64) -> std::io::Result<()>;
 
     /// Begins anew after a disagreement, when nothing is on any rank's stream.
     fn reset(&self);

@@ -200,10 +200,11 @@ impl Engine {
 
     // ---- the loop ----
 
-    /// Whether there is anything to drive: operations, windows that others may access, bytes that wait to be written,
-    /// or streams being opened.
+    /// Whether there is anything to drive: operations, also those of a device of which others may tell, windows that others
+    /// may access, bytes that wait to be written, or streams being opened.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.is_settled() || self.windows.is_open() || self.context.endpoints.is_busy()
+        let may_be_told = self.windows.is_open() || self.relay.is_listening();
+        !self.is_settled() || may_be_told || self.context.endpoints.is_busy()
     }
 
     /// Whether no operation is in flight, nor a message that outlives its operation.

@@ -130,6 +130,9 @@ pub(crate) struct Relay {
     calls: VecDeque<Call>,
     /// By rank, the last operation that it is known to have called.
     heard: Vec<u64>,
+    /// The last operation during which this listens to other ranks, and the last one that has ended.
+    listening: u64,
+    over: u64,
     failure: Option<Reported>,
     /// A rank that cannot be reached, why, and since when that is known.
     suspect: Option<Suspect>,
@@ -150,6 +153,8 @@ impl Relay {
             unexpected: FxHashMap::default(),
             calls: VecDeque::new(),
             heard: vec![0; size],
+            listening: 0,
+            over: 0,
             failure: None,
             suspect: None,
             moved: Instant::now(),
@@ -164,6 +169,21 @@ impl Relay {
     /// Whether nothing is to go or to come.
     pub(crate) fn is_idle(&self) -> bool {
         self.outbound.messages.is_empty() && self.inbound.messages.is_empty()
+    }
+
+    /// Whether other ranks may tell of what concerns an operation that exchanges nothing here.
+    pub(crate) fn is_listening(&self) -> bool {
+        self.listening > self.over
+    }
+
+    /// Has that be so until the operation of this number has ended.
+    pub(crate) fn listen(&mut self, number: u64) {
+        self.listening = self.listening.max(self.base + number);
+    }
+
+    /// The operations up to this number have ended.
+    pub(crate) fn ended(&mut self, number: u64) {
+        self.over = self.over.max(self.base + number);
     }
 
     /// When to look at the stream's words again.
@@ -563,6 +583,7 @@ impl Relay {
     /// Drops everything, for good.
     pub(crate) fn end(&mut self, ctx: &mut OpContext) {
         self.drop_from(ctx, 0);
+        self.over = u64::MAX;
     }
 
     /// Gives the memory back, after the [end](Relay::end).

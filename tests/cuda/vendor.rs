@@ -158,10 +158,13 @@ fn operations_on_several_streams_come_one_after_the_other() {
     });
 }
 
+/// Three ranks, of which the last one is on another host than the others.
+const TWO_HOSTS: &[(&str, u32)] = &[("a", 0), ("a", 1), ("b", 2)];
+
 #[test]
 fn ranks_that_call_something_else_are_told_and_go_on() {
     alone("vendor::ranks_that_call_something_else_are_told_and_go_on", &[&[FOUR]], || {
-        world_on(&[0, 1, 2], NCCL, |rank| {
+        let disagree = |rank: OnDevice| {
             let me = rank.me();
             let memory = rank.memory(&data(me, 10));
             let one = rank.memory(&[1.0]);
@@ -176,7 +179,10 @@ fn ranks_that_call_something_else_are_told_and_go_on() {
                 assert_eq!(rank.values(&two), [3.0]);
             }
             rank.leave((memory, one));
-        });
+        };
+        world_on(&[0, 1, 2], NCCL, disagree);
+        // The one that is alone on its host is told of what the others have found.
+        hosts_on(TWO_HOSTS, NCCL, disagree);
     });
 }
 
@@ -217,7 +223,7 @@ fn what_hangs_is_given_up_when_its_time_is_over() {
 fn what_fails_later_is_told_to_all_ranks_soon() {
     let error: &[(&str, &str)] = &[FOUR, ("FAKENCCL_FAULT", "1:2:error")];
     alone("vendor::what_fails_later_is_told_to_all_ranks_soon", &[error], || {
-        world_on(&[0, 1, 2], NCCL, |rank| {
+        let fail = |rank: OnDevice| {
             let begin = Instant::now();
             let error = second(&rank, Duration::from_secs(100));
             match &error {
@@ -230,7 +236,9 @@ fn what_fails_later_is_told_to_all_ranks_soon() {
                 other => panic!("{other:?} on rank {}", rank.me()),
             }
             assert!(begin.elapsed() < Duration::from_secs(20), "it did not wait for the limit");
-        });
+        };
+        world_on(&[0, 1, 2], NCCL, fail);
+        hosts_on(TWO_HOSTS, NCCL, fail);
     });
 }
 
