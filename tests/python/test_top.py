@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import ncclx_rs
@@ -18,6 +19,7 @@ import torch
 from harness import BACKEND, needs
 from ncclx_rs import _live, _metrics, _rates, completion, top
 from ncclx_rs.__main__ import COMMANDS, main
+from ncclx_rs.diagnose import Dump
 from test_diagnose import collective, dump, message, of
 from test_newcomers import program
 from test_rendezvous import free_port
@@ -44,6 +46,17 @@ def test_a_rank_waits_for_those_that_have_not_called() -> None:
     assert (one["size"], [rank["waits_for"] for rank in one["ranks"]]) == (4, [[1], [1]])
 
 
+def test_nothing_is_said_of_what_is_not_known_yet() -> None:
+    def waits(submitted: int, *others: Dump) -> tuple[int, ...]:
+        return _rates.present(of(3, dump(0, 3, collective(0, "running", submitted=submitted)), *others))[0].waits_for
+
+    idle = dump(1, 3)
+    assert waits(7_000_000) == (1, 2), "of ranks that are not here, only what was heard"
+    assert waits(8_500_000) == () and waits(8_500_000, idle) == (1,)
+    # Its dump was taken before rank 0 called.
+    assert waits(8_500_000, replace(idle, time=8_400_000)) == ()
+
+
 def test_a_message_waits_for_its_peer_and_a_lost_rank_is_told() -> None:
     (one,) = _rates.present(of(3, dump(0, 3, message("recv", 2), rank1="its process ended")))
     assert (one.waits_for, one.lost) == ((2,), (1,))
@@ -59,7 +72,7 @@ def test_rates_count_what_ended_of_late() -> None:
     assert one.seconds == pytest.approx(200e-6) and one.oldest is None
     # A recorder that reaches back one second has only that second's operations.
     whole = dump(0, 2, *recent)
-    (one,) = _rates.present(of(2, whole.__class__(**{**vars(whole), "operations": 100_000})))
+    (one,) = _rates.present(of(2, replace(whole, operations=100_000)))
     assert one.per_second == 2.0
 
 

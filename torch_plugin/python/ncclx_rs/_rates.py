@@ -9,6 +9,8 @@ from ncclx_rs.diagnose.dumps import Communicator, Dump, Record
 
 # How far back rates look, in microseconds.
 WINDOW = 5_000_000
+# When a rank has surely heard of the calls of ranks that left no dump, in microseconds after its own.
+HEARD_AFTER = 1_000_000
 # The bytes of an element, by PyTorch's names of types.
 _ITEM_BYTES = {
     "bool": 1,
@@ -104,11 +106,17 @@ def _waits_for(dump: Dump, record: Record, others: Communicator) -> tuple[int, .
         return () if record.peer is None else (record.peer,)
     if record.device:
         return ()
-    # What another rank says of itself is newer than what this one has heard.
-    called = {peer.rank: peer.called for peer in dump.peers} | {
-        rank: other.collectives for rank, other in others.dumps.items()
-    }
-    return tuple(rank for rank in sorted(called) if rank != dump.rank and called[rank] <= record.sequence)
+    waits = []
+    for peer in dump.peers:
+        other = others.dumps.get(peer.rank)
+        if other is None:
+            late = peer.called <= record.sequence and dump.time - record.submitted >= HEARD_AFTER
+        else:
+            # Dumps are taken one after the other: one from before this call tells nothing about it.
+            late = other.collectives <= record.sequence and other.time >= record.submitted
+        if late:
+            waits.append(peer.rank)
+    return tuple(waits)
 
 
 def present(communicator: Communicator) -> list[Rates]:

@@ -46,6 +46,8 @@ def parse_size(text: str) -> int:
 
 
 def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A reader of lists of names for `argparse`; ``all`` stands for every one of ``known``."""
+
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(known) if text == "all" else tuple(dict.fromkeys(text.split(",")))
         unknown = [name for name in names if name not in known]
@@ -59,12 +61,19 @@ def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def rank_list(text: str) -> tuple[int, ...]:
+    """Numbers of ranks from a list with commas.
+
+    Raises:
+        argparse.ArgumentTypeError: one of them is not a number above 0.
+    """
     if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"expected numbers of ranks such as 2,4,8, got {text!r}")
     return tuple(dict.fromkeys(int(part) for part in text.split(",")))
 
 
 def above(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+    """A reader of numbers for `argparse`, of at least ``least``."""
+
     def parse(text: str) -> Any:
         try:
             value = kind(text)
