@@ -40,6 +40,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
                 "flight_recorder",
                 "frame",
                 "heartbeat",
+                "per_rank",
                 "plan",
                 "reduce",
                 "region",
@@ -48,7 +49,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // Queues.
             &["recv_buffer", "inbox", "outbox"],
             // Endpoints.
-            &["connector", "endpoint"],
+            &["connector", "peers", "endpoint"],
             // The rendezvous of long messages.
             &["single_copy", "rndv", "buffered_send"],
             // Protocols, none of which sees another.
@@ -114,7 +115,8 @@ const BESIDE: &[(&str, &[&str])] = &[
     ("src/engine/flight_recorder", &["call"]),
     ("src/engine/plan", &["region"]),
     ("src/engine/inbox", &["recv_buffer"]),
-    ("src/engine/endpoint", &["connector"]),
+    ("src/engine/peers", &["connector"]),
+    ("src/engine/endpoint", &["connector", "peers"]),
     ("src/engine/rndv", &["single_copy"]),
     ("src/engine/buffered_send", &["rndv"]),
     ("src/engine/collective", &["context"]),
