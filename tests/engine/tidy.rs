@@ -80,7 +80,10 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         &[&["error"], &["memory", "pending"], &["protocol"], &["wire"], &["client", "server"], &["transport"]],
     ),
     ("src/comm/store/", &[&["interface"], &["memory", "prefix", "protocol"], &["server"], &["tcp"], &["fuzz"]]),
-    ("src/comm/bootstrap/", &[&["build"], &["protocol"], &["context", "roster"], &["joiner", "root"], &["fuzz"]]),
+    (
+        "src/comm/bootstrap/",
+        &[&["build"], &["protocol"], &["context", "roster", "table"], &["reply"], &["joiner", "root"], &["fuzz"]],
+    ),
     ("src/comm/failure_detector/", &[&["neighbours", "notice", "gossip"], &["monitor"], &["state"], &["thread"]]),
     ("src/transport/", &[&["auth", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"]]),
     ("src/transport/shm/", &[&["doorbell", "line_ownership"], &["handover"], &["ring_stream"], &["tests"]]),
