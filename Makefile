@@ -211,7 +211,7 @@ CUDA_TESTS = "$$(cargo test --locked --test cuda --no-run 2>&1 | tee /dev/stderr
 WITH_NVRTC = LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib):$$LD_LIBRARY_PATH"
 gpu: export LD_LIBRARY_PATH ?=
 gpu: $(call installed,$(TORCH)) ## Runs probes, benchmarks and tests on a GPU, and writes a report
-	program=$(CUDA_TESTS); $(IN_VENV) $(WITH_NVRTC) python tests/gpu/run.py --report target/gpu --rust "$$program" $(GPU_OPTIONS)
+	program=$(CUDA_TESTS); $(IN_VENV) $(WITH_NVRTC) python tests/gpu/run_gpu.py --report target/gpu --rust "$$program" $(GPU_OPTIONS)
 
 PROBE_TWINS = $(SOFTCUDA)/probes.so
 $(PROBE_TWINS): tests/gpu/probe.cu $(wildcard tests/softcuda/include/*.h) | softcuda
@@ -219,7 +219,7 @@ $(PROBE_TWINS): tests/gpu/probe.cu $(wildcard tests/softcuda/include/*.h) | soft
 try-gpu: export LD_LIBRARY_PATH ?=
 try-gpu: $(CUDA_INSTALLED) $(CUDA_TWINS) $(PROBE_TWINS) ## Tries `make gpu` out on the software CUDA
 	program=$(CUDA_TESTS); $(WITH_NVRTC) SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS):$(PROBE_TWINS)" SOFTCUDA_DEVICES=1 \
-		$(IN_SOFTCUDA) python tests/gpu/run.py --report target/try-gpu --rust "$$program" $(GPU_OPTIONS)
+		$(IN_SOFTCUDA) python tests/gpu/run_gpu.py --report target/try-gpu --rust "$$program" $(GPU_OPTIONS)
 
 # For a machine with another PyTorch and no compiler. Without a Python 3.12 it is for that of PYTHON.
 GPU_TORCH ?= 2.11
@@ -254,8 +254,26 @@ $(WHEEL_TOOLS)/.ready: packaging/requirements.txt
 wheels: $(WHEEL_TOOLS)/.ready ## Builds the wheel for every PyTorch and Python into dist/
 	$(IN_WHEEL_TOOLS) packaging/wheels.py --machine $(MACHINE) $(if $(SHIMS),--shims $(SHIMS)) \
 		$(if $(PYTHON_HEADERS),--headers $(PYTHON_HEADERS)) $(if $(PROFILE),--profile $(PROFILE))
+# In a fresh environment for each PyTorch and Python that this machine has; PAIRS names some (2.15:3.11), and TORCH_INDEX the
+# package index of another build of PyTorch, such as that without CUDA.
+.PHONY: check-wheels
+check-wheels: ## Tries the wheels of dist/ with every PyTorch and Python that this machine has
+	$(PYTHON) packaging/check_wheels.py $(if $(PAIRS),--pairs $(PAIRS)) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 sdist: $(WHEEL_TOOLS)/.ready ## Builds the source distribution into dist/
 	$(IN_WHEEL_TOOLS) -m maturin sdist --out dist
+
+# The site of the documentation, in target/docs/site: docs/, the docstrings and rustdoc's pages. The crate's pages are
+# those of its interface; `lint` looks at the rest of its documentation.
+DOCS_VENV := target/docs/venv
+$(DOCS_VENV)/.ready: packaging/docs-requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) -r packaging/docs-requirements.txt
+	touch $@
+.PHONY: docs
+docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/site, and checks its links
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
+		cargo doc --locked --package ncclx_rs --package ncclx_rs_backend --no-deps --quiet --target-dir target/docs
+	NO_MKDOCS_2_WARNING=1 NCCLX_RS_RUSTDOC="$(CURDIR)/target/docs/doc" $(DOCS_VENV)/bin/mkdocs build --quiet
 
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
@@ -293,9 +311,20 @@ instructions: $(call installed,$(TORCH)) ## Counts the instructions of hot paths
 	CARGO_TARGET_DIR="$(CURDIR)/$(call target_of,$(TORCH))" $(VENV)/bin/python tests/bench/instructions.py \
 		$(if $(UPDATE),--update)
 
+# What reads the workflows, in an environment of its own.
+WORKFLOW_LINT := target/lint
+$(WORKFLOW_LINT)/.ready: tests/lint/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) -r tests/lint/requirements.txt
+	touch $@
+.PHONY: lint-workflows
+lint-workflows: $(WORKFLOW_LINT)/.ready
+	$(WORKFLOW_LINT)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(WORKFLOW_LINT)/bin/zizmor --quiet --offline --config .github/zizmor.yml .github/workflows
+
 .PHONY: lint
 lint: export NCCLX_RS_CHECK_ONLY := 1
-lint: $(call ready,$(TORCH)) ## Checks formats, lints, types and licences
+lint: lint-workflows $(call ready,$(TORCH)) ## Checks formats, lints, types, licences and workflows
 	cargo fmt --all --check
 	$(IN_VENV) cargo clippy --locked --workspace --profile test --all-targets -- -D warnings
 	$(IN_VENV) RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" cargo doc --locked --workspace --profile test --no-deps --quiet

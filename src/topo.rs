@@ -1,5 +1,7 @@
 //! Topology: which ranks share a host, and which CPUs. Plain data, so that one machine can stand for several hosts.
 
+use std::collections::HashMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::types::Rank;
@@ -13,24 +15,24 @@ use crate::types::Rank;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
-    host_of: Vec<usize>,
+    host_of: Vec<u32>,
     hosts: Vec<Vec<Rank>>,
 }
 
 impl Topology {
     /// Groups ranks by equal host identity; hosts are numbered by their first rank.
     pub fn new<T: AsRef<str>>(host_of_rank: &[T]) -> Self {
-        let mut names: Vec<&str> = Vec::new();
+        let mut numbers: HashMap<&str, u32> = HashMap::new();
         let mut hosts: Vec<Vec<Rank>> = Vec::new();
         let mut host_of = Vec::with_capacity(host_of_rank.len());
-        for (index, name) in host_of_rank.iter().map(AsRef::as_ref).enumerate() {
-            let host = names.iter().position(|known| *known == name).unwrap_or_else(|| {
-                names.push(name);
-                hosts.push(Vec::new());
-                names.len() - 1
-            });
+        for (rank, name) in (0..host_of_rank.len()).map(Rank::from).zip(host_of_rank) {
+            // A host has at least one rank, so there are no more hosts than ranks have numbers.
+            let host = *numbers.entry(name.as_ref()).or_insert(hosts.len() as u32);
             host_of.push(host);
-            hosts[host].push(Rank::from(index));
+            match hosts.get_mut(host as usize) {
+                Some(ranks) => ranks.push(rank),
+                None => hosts.push(vec![rank]),
+            }
         }
         Topology { host_of, hosts }
     }
@@ -52,7 +54,7 @@ impl Topology {
 
     /// The index into [`Topology::hosts`] of the host that `rank` runs on.
     pub fn host_of(&self, rank: Rank) -> usize {
-        self.host_of[rank.index()]
+        self.host_of[rank.index()] as usize
     }
 
     /// The place of `rank` among the ranks of its host.

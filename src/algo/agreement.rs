@@ -24,7 +24,7 @@ fn doubt(collective: &Collective) -> Doubt {
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.total() == 0 => Doubt::Calls,
         Collective::AllReduce { .. } | Collective::Barrier => Doubt::Nothing,
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.are_equal() => Doubt::Nothing,
-        // Who has no elements sends none.
+        // A rank without elements sends none.
         Collective::AllGather { .. }
         | Collective::ReduceScatter { .. }
         | Collective::Reduce { .. }
@@ -48,8 +48,8 @@ pub(super) fn ensure(builder: &mut Builder, collective: &Collective, world: &Gro
     }
 }
 
-/// Whom a rank sends no data gets an empty message, before all else: nobody has to wait for data to come and to be
-/// answered.
+/// Before all else, a rank sends an empty message to every rank that it sends no data to: no rank waits for data to come and
+/// to be answered.
 fn hear_of_all(builder: &mut Builder, world: &Group) {
     let silent: Vec<_> = others(world).filter(|to| !builder.sends_to(*to)).collect();
     let unheard: Vec<_> = others(world).filter(|from| !builder.receives_from(*from)).collect();

@@ -13,10 +13,9 @@ use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, n
 use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
-use crate::comm::wireup::{Purpose, Transports};
+use crate::comm::wireup::{Directory, Purpose, Transports};
 use crate::config::{Config, DumpSignal};
 use crate::engine::collective::Request;
-use crate::engine::connector::Route;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
 use crate::engine::message::{Direction, MessageRequest};
@@ -156,14 +155,16 @@ impl Communicator {
         let routes = |opened: &Transports, peer| opened.routes(&name, rank, &topo, &ranks, &config, peer);
         let neighbours = neighbours(rank, size).into_iter().map(|peer| Ok((peer, routes(&detector_transports, peer)?)));
         let neighbours = neighbours.collect::<Result<Vec<_>, InitError>>()?;
-        let reach = |peer| if peer == rank { Ok(vec![]) } else { routes(&transports, peer) };
-        let routes: Vec<Vec<Route>> = (0..size).map(Rank::from).map(reach).collect::<Result<_, _>>()?;
+        let mut directory = Directory::default();
+        for peer in (0..size).map(Rank::from) {
+            directory.push(&if peer == rank { vec![] } else { routes(&transports, peer)? });
+        }
         let here = &topo.hosts()[topo.host_of(rank)];
         let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
         let oversubscribed = here.len() > cores;
         let polling = Polling { time: config.spin.duration(oversubscribed), yield_when_idle: oversubscribed };
         if log::log_enabled!(log::Level::Info) {
-            let first = routes.iter().filter_map(|routes| Some(transports.name(routes.first()?.transport))).collect();
+            let first = directory.first_transports().map(|transport| transports.name(transport)).collect();
             let network = summary::network(&config, host.as_deref());
             let (name, topo, config, tuned) = (name.as_str(), &topo, &config, tuning.rows());
             let summary = Summary {
@@ -179,7 +180,7 @@ impl Communicator {
             };
             log::info!("{summary}");
         }
-        let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), routes);
+        let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), directory.into_reach());
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         engine.context.recorder = Recorder::new(config.flight_recorder_size);
         let device = DeviceSide::new(&config, &ranks[rank.index()].host_id);

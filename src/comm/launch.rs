@@ -148,7 +148,7 @@ impl Launch {
 
     /// As [`Launch::from_env_or_alone`], of the variables that `variable` looks up.
     ///
-    /// Who names a master or a launcher's method expects other ranks. Then a missing rank stays an error.
+    /// A program that names a master or a launcher's method expects other ranks. Then a missing rank stays an error.
     pub fn resolve_or_alone(variable: &dyn Fn(&str) -> Option<String>) -> Result<Launch, LaunchError> {
         let variables = Variables(variable);
         let expects_others = ["MASTER_ADDR", "MASTER_PORT"].iter().any(|name| variables.value(name).is_some())

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::comm::address;
 use crate::comm::bootstrap::RankInfo;
 use crate::config::Config;
-use crate::engine::connector::Route;
+use crate::engine::connector::{Reach, Route};
 use crate::error::InitError;
 use crate::sys::net;
 use crate::sys::poller::Poller;
@@ -139,5 +139,74 @@ impl Transports {
     /// The transports, in the order that routes count.
     pub(crate) fn into_transports(self) -> Vec<Box<dyn Transport>> {
         self.transports.into_iter().map(|entry| entry.transport).collect()
+    }
+}
+
+/// The routes to every rank of a communicator, in one piece of memory: in a large world most of them are never taken.
+#[derive(Default)]
+pub(crate) struct Directory {
+    /// Of each route in turn: the transport, the length of the address, the address.
+    bytes: Vec<u8>,
+    /// Where those of each rank end.
+    ends: Vec<usize>,
+}
+
+impl Directory {
+    /// Adds the routes to the next rank.
+    pub(crate) fn push(&mut self, routes: &[Route]) {
+        for Route { transport, address } in routes {
+            let length = u32::try_from(address.len()).expect("an address is shorter than the description of its rank");
+            self.bytes.push(u8::try_from(*transport).expect("there are a few transports"));
+            self.bytes.extend(length.to_le_bytes());
+            self.bytes.extend(address);
+        }
+        self.ends.push(self.bytes.len());
+    }
+
+    /// The routes to a rank, the preferred one first.
+    pub(crate) fn routes(&self, rank: Rank) -> Vec<Route> {
+        let begin = rank.index().checked_sub(1).map_or(0, |before| self.ends[before]);
+        let mut rest = &self.bytes[begin..self.ends[rank.index()]];
+        let mut routes = Vec::new();
+        while let Some((&transport, behind)) = rest.split_first()
+            && let Some((length, behind)) = behind.split_first_chunk()
+            && let Some((address, behind)) = behind.split_at_checked(u32::from_le_bytes(*length) as usize)
+        {
+            routes.push(Route { transport: usize::from(transport), address: address.to_vec() });
+            rest = behind;
+        }
+        routes
+    }
+
+    /// The transport that each rank is reached by at first.
+    pub(crate) fn first_transports(&self) -> impl Iterator<Item = usize> {
+        let first = |rank| self.routes(Rank::from(rank)).first().map(|route| route.transport);
+        (0..self.ends.len()).filter_map(first)
+    }
+
+    /// What the engine asks.
+    pub(crate) fn into_reach(mut self) -> Reach {
+        self.bytes.shrink_to_fit();
+        self.ends.shrink_to_fit();
+        Box::new(move |rank| self.routes(rank))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_gives_back_the_routes_of_each_rank() {
+        let route = |transport, address: &[u8]| Route { transport, address: address.to_vec() };
+        let ranks = [vec![], vec![route(0, b"here"), route(1, b"")], vec![route(1, &[7; 300])], vec![]];
+        let mut directory = Directory::default();
+        ranks.iter().for_each(|routes| directory.push(routes));
+        assert_eq!(directory.first_transports().collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(directory.bytes.len(), 4 + 300 + 3 * 5, "five bytes a route beside its address");
+        let reach = directory.into_reach();
+        for (rank, routes) in ranks.iter().enumerate() {
+            assert_eq!(reach(Rank::from(rank)), *routes);
+        }
     }
 }

@@ -193,7 +193,7 @@ impl Control {
         blocks: Option<Blocks<'_>>,
     ) -> Result<(), Disagreement> {
         let others = self.ranks().filter(|rank| *rank != self.me);
-        // Who has that slot in use for a later call is done with this one, which nobody can be before all agree.
+        // A rank that uses the slot for a later call is done with this one, which no rank can be before all agree.
         let mut differences = others
             .filter_map(|rank| Some(Disagreement { rank, what: self.differs(rank, lane, number, call, blocks)? }));
         differences.next().map_or(Ok(()), Err)

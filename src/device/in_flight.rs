@@ -29,7 +29,7 @@ pub(crate) trait Part: Display + fmt::Debug + Send + Sync {
     /// The number of the first message. The part has that of the last one.
     fn first(&self) -> u64;
 
-    /// Whom its stream waits for in this lane, where it has this number; nothing if another part has more to tell.
+    /// The ranks that its stream waits for in this lane, where it has this number; nothing if another part has more to tell.
     fn lateness(&self, lane: usize, number: u64) -> Option<String>;
 
     /// Whether all parts have failed and are released.

@@ -189,7 +189,7 @@ impl Messages {
 
     // ---- where ranks wait for each other ----
 
-    /// Whom this rank has to meet before it can submit.
+    /// The ranks that this rank has to meet before it can submit.
     fn meetings_before(&self, stretches: &[Stretch], request: &Request<'_>) -> Result<Vec<Meeting>, Error> {
         let state = lock(&self.state);
         let Some(state) = state.as_ref() else { return Err(self.closed(&request.messages[0])) };

@@ -12,6 +12,7 @@ use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, Reason, RtsInfo};
 use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
+use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::reduce::{self, Operands};
@@ -153,7 +154,7 @@ pub(crate) struct Collectives {
     /// None where no rank is to be told.
     pub(crate) send_heartbeat: Option<SendHeartbeat>,
     /// By rank.
-    callers: Vec<Caller>,
+    callers: PerRank<Caller>,
     next: u64,
     queue: VecDeque<(Request, Work)>,
     active: Option<Active>,
@@ -174,7 +175,7 @@ impl Collectives {
         Collectives {
             algorithm: None,
             send_heartbeat: None,
-            callers: vec![Caller::default(); size],
+            callers: PerRank::new(size),
             next: 0,
             queue: VecDeque::new(),
             active: None,
@@ -239,13 +240,13 @@ impl Collectives {
     /// Notes how many collectives `rank` has called at least.
     #[inline]
     pub(crate) fn note_called(&mut self, rank: Rank, called: u64) {
-        let caller = &mut self.callers[rank.index()];
+        let caller = self.callers.get_mut(rank);
         caller.called = caller.called.max(called);
     }
 
     /// How many collectives `rank` is known to have called.
     pub(crate) fn called(&self, rank: Rank) -> u64 {
-        self.callers[rank.index()].called
+        self.callers.get(rank).called
     }
 
     /// Notes that ranks wait in a collective, and compares what they called with what this rank did.
@@ -254,7 +255,7 @@ impl Collectives {
         let until = now.checked_add(Duration::from_millis(heartbeat.again_millis.saturating_mul(2)));
         for rank in heartbeat.ranks.iter().filter(|rank| **rank != ctx.me) {
             self.note_called(*rank, heartbeat.sequence.saturating_add(1));
-            self.callers[rank.index()].heartbeat_deadline = until;
+            self.callers.get_mut(*rank).heartbeat_deadline = until;
         }
         if let Some(from) = heartbeat.ranks.iter().find(|rank| **rank != ctx.me)
             && self.active.as_ref().is_some_and(|active| active.sequence == heartbeat.sequence)
@@ -694,7 +695,7 @@ impl Collectives {
 
     /// Whether `rank` has called collective `sequence` and no later one, and no longer says that it waits.
     fn is_silent(&self, rank: Rank, sequence: u64, now: Instant) -> bool {
-        let caller = &self.callers[rank.index()];
+        let caller = self.callers.get(rank);
         caller.called == sequence + 1 && caller.heartbeat_deadline.is_none_or(|until| until <= now)
     }
 }

@@ -9,13 +9,16 @@ use crate::transport::{Detour, SendStream, Transport};
 use crate::types::Rank;
 
 /// How a peer is reached.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Route {
     /// Which of the transports.
     pub(crate) transport: usize,
     /// The peer's address on it.
     pub(crate) address: Vec<u8>,
 }
+
+/// How each rank is reached, the preferred way first; asked when this rank first talks to it.
+pub(crate) type Reach = Box<dyn Fn(Rank) -> Vec<Route> + Send>;
 
 /// The way to a peer, and how far this rank has come on it. The default leads nowhere.
 #[derive(Debug, Default)]

@@ -49,7 +49,7 @@ impl OpContext {
         !self.failures.is_watched || self.endpoints.has_reported(peer)
     }
 
-    /// Who is to blame for a rank that is gone, and why, once no more is to be heard of that or it has taken too long.
+    /// The rank to blame for one that is gone, and why, once nothing more will be told of it or that has taken too long.
     pub(crate) fn blame(&self, suspect: &Suspect, now: Instant) -> Option<(Rank, String)> {
         let is_due = self.is_explained(suspect.rank) || suspect.until <= now;
         is_due.then(|| self.failures.lost().unwrap_or_else(|| (suspect.rank, suspect.cause.clone())))

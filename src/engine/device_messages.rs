@@ -233,7 +233,7 @@ impl DeviceMessages {
                 }
             }
         }
-        // Who waits for a rank is to learn of its end.
+        // A stream to the peer tells of the peer's end.
         ctx.endpoints.connect(peer);
         if let Some(cause) = ctx.lost(peer) {
             self.suspect(peer, cause);
@@ -562,7 +562,7 @@ impl Pair {
     fn tell_failure(&mut self, ctx: &mut OpContext, peer: Rank, failure: &Failure) {
         let Failure { lane, number, kind, rank, ref text } = *failure;
         let Some(base) = self.base(lane) else { return };
-        // Who leaves opens no streams for that.
+        // A rank that leaves opens no streams to tell.
         if kind != FailureKind::Left || ctx.endpoints.is_connected(peer) {
             let failed = Failed::DeviceMessage { lane, sequence: base + number, kind: kind as u32, culprit: rank };
             ctx.endpoints.send_failure(peer, failed, text);

@@ -190,12 +190,10 @@ impl Engine {
 
     /// Sends a message of one frame.
     fn send_now(&mut self, to: Rank, header: Header, region: Region, completion: Completion) -> StepState {
-        if self.context.endpoints.lost(to).is_some() {
-            StepState::NotBegun
-        } else if self.context.endpoints.write(to, header, Body::of(region), completion) {
-            StepState::Done
-        } else {
-            StepState::UnderWay
+        match self.context.endpoints.write(to, header, Body::of(region), completion) {
+            None => StepState::NotBegun,
+            Some(true) => StepState::Done,
+            Some(false) => StepState::UnderWay,
         }
     }
 

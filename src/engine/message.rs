@@ -11,6 +11,7 @@ use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo};
+use crate::engine::per_rank::PerRank;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
 use crate::error::Error;
@@ -95,7 +96,7 @@ pub(crate) struct Messages {
     posted: Vec<Posted>,
     unexpected: VecDeque<Unexpected>,
     /// By peer.
-    credits: Vec<Credits>,
+    credits: PerRank<Credits>,
 }
 
 impl Messages {
@@ -106,7 +107,7 @@ impl Messages {
             in_flight: FxHashMap::default(),
             posted: Vec::new(),
             unexpected: VecDeque::new(),
-            credits: vec![Credits::default(); size],
+            credits: PerRank::new(size),
         }
     }
 
@@ -185,17 +186,17 @@ impl Messages {
     /// Whether `to` has room for a message of `len` bytes that it did not ask for.
     pub(crate) fn may_send_eagerly(&self, ctx: &mut OpContext, to: Rank, len: usize) -> bool {
         ctx.rndv.is_eager(&mut ctx.endpoints, to, len, false)
-            && self.credits[to.index()].used + eager_cost(len) <= EAGER_WINDOW
+            && self.credits.get(to).used + eager_cost(len) <= EAGER_WINDOW
     }
 
     /// Counts a message that `to` did not ask for.
     pub(crate) fn use_credits(&mut self, to: Rank, len: usize) {
-        self.credits[to.index()].used += eager_cost(len);
+        self.credits.get_mut(to).used += eager_cost(len);
     }
 
     /// `from` has taken `bytes` of eager messages.
     pub(crate) fn credits_arrive(&mut self, from: Rank, bytes: u64) {
-        let used = &mut self.credits[from.index()].used;
+        let used = &mut self.credits.get_mut(from).used;
         *used = used.saturating_sub(bytes);
     }
 
@@ -334,7 +335,7 @@ impl Messages {
         if from == ctx.me {
             return;
         }
-        let owed = &mut self.credits[from.index()].owed;
+        let owed = &mut self.credits.get_mut(from).owed;
         *owed += eager_cost(bytes);
         if *owed >= EAGER_WINDOW / 4 {
             let credit = std::mem::take(owed);
@@ -355,7 +356,7 @@ impl Messages {
     fn fail(&mut self, ctx: &mut OpContext, id: u64, error: impl FnOnce(String) -> Error) {
         let Some(op) = self.in_flight.remove(&id) else { return };
         ctx.cancel(OpId::Message(id), |to, header| {
-            let used = &mut self.credits[to.index()].used;
+            let used = &mut self.credits.get_mut(to).used;
             *used = used.saturating_sub(credits_for(header));
         });
         self.posted.retain(|posted| posted.id != id);

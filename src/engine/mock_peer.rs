@@ -69,9 +69,9 @@ impl Harness {
         let wire = Arc::<Mutex<MockWire>>::default();
         let topo = Topology::single_host(size);
         let transport = Box::new(MockTransport { wire: Arc::clone(&wire), accepted: false });
-        let routes =
-            (0..size).map(|rank| vec![Route { transport: 0, address: vec![] }; usize::from(rank > 0)]).collect();
-        Harness { engine: Engine::new("test".to_owned(), Rank(0), topo, vec![transport], routes), wire }
+        let reach = |rank: Rank| vec![Route { transport: 0, address: vec![] }; usize::from(rank > Rank(0))];
+        let engine = Engine::new("test".to_owned(), Rank(0), topo, vec![transport], Box::new(reach));
+        Harness { engine, wire }
     }
 
     pub(crate) fn wire(&self) -> MutexGuard<'_, MockWire> {
@@ -328,6 +328,29 @@ mod tests {
         assert!(peeks(&mut harness) >= 10);
         harness.wire().silent = true;
         assert_eq!(peeks(&mut harness), 0);
+    }
+
+    #[test]
+    fn a_turn_in_a_large_world_looks_at_those_that_were_talked_to() {
+        let looks = |size| {
+            let (mut harness, mut words) = (Harness::of(size), Words::new(vec![7]));
+            harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
+            for to in [Rank(1), Rank(4), Rank::from(size - 1)] {
+                harness.start(Direction::Send(to), &mut words, Duration::from_secs(60));
+            }
+            let engine = &mut harness.engine;
+            assert_eq!(engine.context.endpoints.known().len(), 3);
+            engine.context.endpoints.take_looks();
+            engine.progress(true);
+            engine.progress(false);
+            engine.progress_sends();
+            engine.arm();
+            engine.disarm();
+            engine.next_wait(3, Instant::now());
+            assert!(!engine.is_busy() && engine.flushed() && engine.next_deadline().is_none());
+            engine.context.endpoints.take_looks()
+        };
+        assert_eq!(looks(10_000), looks(10));
     }
 
     #[test]

@@ -10,8 +10,9 @@
 //! | | `frame`, `heartbeat` | the format on the wire, and what waiting ranks say beside it |
 //! | | `failures`, `wait_policy` | what follows from a failure, and how a thread waits: decisions alone |
 //! | | `flight_recorder` | the last operations |
+//! | | `per_rank` | a number for each rank, of most of which none is known |
 //! | queues | `recv_buffer`, `inbox`, `outbox` | bytes into frames, and frames into bytes |
-//! | endpoints | `connector`, `endpoint` | the streams to other ranks, and what their ends mean |
+//! | endpoints | `connector`, `peers`, `endpoint` | the streams to other ranks, and what their ends mean |
 //! | rendezvous | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
 //! | protocols | `context` | what all protocols get with a call |
 //! | | `collective`, `message`, `window` | one kind of operation each; none knows another |
@@ -45,6 +46,8 @@ pub(crate) mod message;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod mock_peer;
 pub(crate) mod outbox;
+pub(crate) mod peers;
+pub(crate) mod per_rank;
 pub(crate) mod plan;
 pub(crate) mod progress;
 pub(crate) mod recv_buffer;

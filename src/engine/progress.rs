@@ -10,7 +10,7 @@ use crate::engine::buffered_send::BufferedSends;
 use crate::engine::call::Call;
 use crate::engine::collective::{Collectives, Request};
 use crate::engine::completion::{Completion, Finished, OpId};
-use crate::engine::connector::Route;
+use crate::engine::connector::Reach;
 use crate::engine::context::OpContext;
 use crate::engine::device_messages::DeviceMessages;
 use crate::engine::endpoint::Endpoints;
@@ -59,13 +59,13 @@ impl Engine {
         me: Rank,
         topo: Topology,
         transports: Vec<Box<dyn Transport>>,
-        routes: Vec<Vec<Route>>,
+        reach: Reach,
     ) -> Engine {
         let size = topo.size();
         let context = OpContext {
             me,
             topo,
-            endpoints: Endpoints::new(name, me, transports, routes),
+            endpoints: Endpoints::new(name, me, transports, size, reach),
             rndv: Rendezvous::new(size),
             recorder: Recorder::default(),
             failures: Failures::default(),
@@ -224,7 +224,9 @@ impl Engine {
             self.check_connections();
         }
         self.context.endpoints.look();
-        for peer in (0..self.context.size()).map(Rank::from) {
+        let mut turn = 0;
+        while let Some(&peer) = self.context.endpoints.known().get(turn) {
+            turn += 1;
             if self.context.endpoints.inbox(peer).is_some_and(|inbox| !inbox.is_silent()) {
                 moved |= self.progress_recv(peer);
             }
@@ -336,8 +338,11 @@ impl Engine {
 
     /// Writes what waits, to every peer. True: something moved.
     pub(crate) fn progress_sends(&mut self) -> bool {
-        let mut moved = false;
-        (0..self.context.size()).map(Rank::from).for_each(|peer| moved |= self.progress_send(peer));
+        let (mut moved, mut turn) = (false, 0);
+        while let Some(&peer) = self.context.endpoints.known().get(turn) {
+            turn += 1;
+            moved |= self.progress_send(peer);
+        }
         moved
     }
 

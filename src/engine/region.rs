@@ -69,7 +69,7 @@ impl Region {
         }
     }
 
-    /// A half of a device's memory for messages to other hosts. Whoever has the region keeps the memory.
+    /// A half of a device's memory for messages to other hosts. The region keeps the memory alive.
     pub(crate) fn outbound(memory: &NetworkMemory, half: usize) -> Region {
         let (ptr, len) = memory.outbound_address(half);
         Region::Run(Piece { ptr, len })

@@ -18,6 +18,7 @@ use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::{OpContext, next_look};
 use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo};
+use crate::engine::per_rank::PerRank;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
 use crate::op::CollectiveKind;
@@ -129,7 +130,7 @@ pub(crate) struct Relay {
     /// What this rank has called last.
     calls: VecDeque<Call>,
     /// By rank, the last operation that it is known to have called.
-    heard: Vec<u64>,
+    heard: PerRank<u64>,
     /// The last operation during which this listens to other ranks, and the last one that has ended.
     listening: u64,
     over: u64,
@@ -152,7 +153,7 @@ impl Relay {
             posted: FxHashMap::default(),
             unexpected: FxHashMap::default(),
             calls: VecDeque::new(),
-            heard: vec![0; size],
+            heard: PerRank::new(size),
             listening: 0,
             over: 0,
             failure: None,
@@ -364,7 +365,7 @@ impl Relay {
         if sequence < self.base {
             return Err(Stale);
         }
-        let heard = &mut self.heard[from.index()];
+        let heard = self.heard.get_mut(from);
         *heard = sequence.max(*heard);
         if !self.agrees(ctx, from, (sequence, header.index), header.signature)
             || header.index == HERE
@@ -478,7 +479,7 @@ impl Relay {
             return;
         }
         let failed = Failed::Device { sequence, kind: failure.kind as u32, culprit: failure.rank };
-        // Who leaves opens no streams for that.
+        // A rank that leaves opens no streams to tell.
         let tells = |peer: &Rank| failure.kind != FailureKind::Left || ctx.endpoints.is_connected(*peer);
         for peer in ctx.endpoints.others().into_iter().filter(tells).collect::<Vec<_>>() {
             ctx.endpoints.send_failure(peer, failed, &failure.text);
@@ -554,13 +555,12 @@ impl Relay {
     /// Ranks of other hosts that may keep an operation from its end.
     pub(crate) fn missing(&self, ctx: &OpContext, number: u64) -> Missing {
         let sequence = self.base + number;
-        let (called, unheard): (Vec<Rank>, Vec<Rank>) =
-            others(ctx).partition(|rank| self.heard[rank.index()] >= sequence);
+        let (called, unheard): (Vec<Rank>, Vec<Rank>) = others(ctx).partition(|rank| self.heard.get(*rank) >= sequence);
         let waits = self.inbound.messages.iter().filter(|message| !message.is_done && message.sequence <= sequence);
         let mut slow: Vec<Rank> = waits.map(|message| message.peer).collect();
         slow.sort_unstable();
         slow.dedup();
-        slow.retain(|rank| self.heard[rank.index()] >= sequence);
+        slow.retain(|rank| self.heard.get(*rank) >= sequence);
         Missing { unheard, called, slow }
     }
 
@@ -577,7 +577,7 @@ impl Relay {
         self.drop_from(ctx, self.base);
         let base = self.base + EPOCH;
         let pier = self.pier.take();
-        *self = Relay { pier, base, ..Relay::new(self.heard.len()) };
+        *self = Relay { pier, base, ..Relay::new(self.heard.size()) };
     }
 
     /// Drops everything, for good.

@@ -16,6 +16,7 @@ use crate::engine::body::{Body, Copied};
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::endpoint::Endpoints;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtrReason, RtsInfo};
+use crate::engine::per_rank::PerRank;
 use crate::engine::recv_buffer::{RecvBuffer, Sink};
 use crate::engine::single_copy::{ReadEnd, Reading, Reads};
 use crate::transport::MemoryAddress;
@@ -46,7 +47,7 @@ pub(crate) struct Rendezvous {
     recv_buffers: FxHashMap<(Rank, u64), RecvBuffer>,
     reads: Reads,
     /// By peer, whether it has said that it cannot read this process's memory.
-    cannot_read: Vec<bool>,
+    cannot_read: PerRank<bool>,
 }
 
 impl Rendezvous {
@@ -60,7 +61,7 @@ impl Rendezvous {
             next_token: 0,
             recv_buffers: FxHashMap::default(),
             reads: Reads::new(size),
-            cannot_read: vec![false; size],
+            cannot_read: PerRank::new(size),
         }
     }
 
@@ -87,7 +88,7 @@ impl Rendezvous {
 
     /// Whether `peer` can read this process's memory, as far as is known.
     fn peer_can_read(&self, endpoints: &Endpoints, peer: Rank) -> bool {
-        !self.cannot_read[peer.index()] && endpoints.peer_can_read(peer)
+        endpoints.peer_can_read(peer) && !self.cannot_read.get(peer)
     }
 
     /// Sends a message of an operation: at once if it is `eager`, else by an RTS. True: it is written, which the completion
@@ -147,7 +148,9 @@ impl Rendezvous {
     pub(crate) fn rtr_arrives(&mut self, endpoints: &mut Endpoints, from: Rank, rtr: Header) {
         match self.take_pending_send(from, rtr.token) {
             Some(pending) => {
-                self.cannot_read[from.index()] |= rtr.index == RtrReason::CannotRead as u32;
+                if rtr.index == RtrReason::CannotRead as u32 {
+                    *self.cannot_read.get_mut(from) = true;
+                }
                 let offset = usize::try_from(rtr.len).unwrap_or(usize::MAX).min(pending.body.len());
                 let header = Header { kind: FrameKind::Data, ..pending.header };
                 endpoints.push_from(from, offset, header, pending.body, pending.completion);

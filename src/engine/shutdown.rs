@@ -168,7 +168,7 @@ impl Engine {
             (None, None) => return,
         };
         let sequence = self.collectives.next_sequence();
-        for peer in self.context.endpoints.others() {
+        for peer in self.context.endpoints.known().to_vec() {
             if self.context.endpoints.is_connected(peer) {
                 let failed = Failed::Collective { sequence, reason: Reason::Loss, lost };
                 self.context.endpoints.send_failure(peer, failed, &failure);

@@ -13,6 +13,7 @@ use crate::engine::completion::{Completion, OpId};
 use crate::engine::endpoint::Endpoints;
 use crate::engine::frame::{FrameKind, Header, MatchSpace};
 use crate::engine::inbox::Inbox;
+use crate::engine::per_rank::PerRank;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer};
 use crate::transport::MemoryAddress;
 use crate::types::Rank;
@@ -48,11 +49,10 @@ pub(crate) enum ReadEnd {
 }
 
 /// What is being read, from all peers.
-#[derive(Default)]
 pub(crate) struct Reads {
     list: Vec<Reading>,
     /// `Invalidated` frames that came, by sender.
-    invalidated: Vec<u64>,
+    invalidated: PerRank<u64>,
     /// What is read before it is combined with what is there.
     bounce: Vec<u8>,
 }
@@ -60,7 +60,7 @@ pub(crate) struct Reads {
 impl Reads {
     /// Of a communicator of so many ranks.
     pub(crate) fn new(size: usize) -> Reads {
-        Reads { list: Vec::new(), invalidated: vec![0; size], bounce: Vec::new() }
+        Reads { list: Vec::new(), invalidated: PerRank::new(size), bounce: Vec::new() }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -117,7 +117,7 @@ impl Reads {
     pub(crate) fn read_on(&mut self, index: usize, endpoints: &mut Endpoints) -> ReadEnd {
         let Reads { list, invalidated, bounce } = self;
         let reading = &mut list[index];
-        let known = invalidated[reading.from.index()];
+        let known = invalidated.get(reading.from);
         let read = match endpoints.inbox(reading.from) {
             Some(inbox) => read_some(reading, inbox, known, bounce),
             None => Err(io::ErrorKind::NotConnected.into()),
@@ -139,13 +139,13 @@ impl Reads {
     pub(crate) fn can_read_now(&self, endpoints: &Endpoints) -> bool {
         self.list.iter().any(|reading| {
             let invalidations = endpoints.invalidations(reading.from);
-            invalidations.is_none_or(|count| count == self.invalidated[reading.from.index()])
+            invalidations.is_none_or(|count| count == self.invalidated.get(reading.from))
         })
     }
 
     /// Message `token` of `from` is no longer where its RTS said: it is not read any further.
     pub(crate) fn invalidated(&mut self, from: Rank, token: u64) -> Option<Reading> {
-        self.invalidated[from.index()] += 1;
+        *self.invalidated.get_mut(from) += 1;
         let index = self.list.iter().position(|reading| (reading.from, reading.token) == (from, token))?;
         Some(self.list.remove(index))
     }

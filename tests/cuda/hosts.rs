@@ -153,7 +153,7 @@ fn hosts_that_disagree_on_a_block_are_told_and_go_on() {
                     true => expected,
                     false => 5,
                 });
-                // Who is at neither end may have exchanged everything before it hears of that.
+                // A rank at neither end may have exchanged everything before it hears of that.
                 let outcome = match outcome {
                     Ok(()) if me != from && me != to => rank.sum(&kept[0]),
                     outcome => outcome,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/gpu"))
 
 import probe  # noqa: E402
-import run  # noqa: E402
+import run_gpu  # noqa: E402
 import suites  # noqa: E402
 from report import FAILED, NOT_RUN, PASSED, Part, Report  # noqa: E402
 
@@ -25,13 +25,13 @@ MACHINE = {"driver": "570.1", "devices": ["H100"]}
 
 def reported(folder: Path, *options: str, **environment: str) -> tuple[int, dict[str, Any], str]:
     """The exit code of a run, its JSON and its Markdown."""
-    command = [sys.executable, str(ROOT / "tests/gpu/run.py"), "--report", str(folder), *options]
+    command = [sys.executable, str(ROOT / "tests/gpu/run_gpu.py"), "--report", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
     assert (folder / "report.json").exists(), done.stdout + done.stderr
     return done.returncode, json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
 
 
-@pytest.mark.skipif(not run.is_software(), reason="is about the software CUDA")
+@pytest.mark.skipif(not run_gpu.is_software(), reason="is about the software CUDA")
 def test_the_report_has_all_facts_and_says_that_there_was_no_gpu(tmp_path: Path) -> None:
     code, found, text = reported(tmp_path, "--only", "probes", "rust", "--probes", "P2", "P10", "P15")
     assert code == 0
@@ -49,7 +49,7 @@ def test_the_report_has_all_facts_and_says_that_there_was_no_gpu(tmp_path: Path)
     assert f"**{found['note']}**" in text and "### P10: not run" in text and "read_after: yes" in text
 
 
-@pytest.mark.skipif(not run.is_software(), reason="has a call fail")
+@pytest.mark.skipif(not run_gpu.is_software(), reason="has a call fail")
 def test_a_probe_that_breaks_is_in_the_report_and_the_next_one_runs(tmp_path: Path) -> None:
     options = ("--only", "probes", "--probes", "P8", "P15")
     code, found, text = reported(tmp_path, *options, SOFTCUDA_FAULT="cuStreamBatchMemOp_v2:1")
@@ -64,7 +64,7 @@ def test_there_are_fifteen_probes() -> None:
 
 def probed(body: str, seconds: float = 30) -> Part:
     part = Part("probe", "P0", facts={"asks": "?", "means": "."})
-    run.run_probe(part, seconds, [sys.executable, "-c", body])
+    run_gpu.run_probe(part, seconds, [sys.executable, "-c", body])
     return part
 
 
@@ -114,13 +114,13 @@ def test_what_does_not_fit_is_not_run_and_a_part_gets_no_more_than_is_left(tmp_p
         return job
 
     jobs = [
-        run.Job(Part("benchmark", "first"), 60, takes(40, PASSED)),
-        run.Job(Part("benchmark", "second"), 60, takes(57, FAILED)),
-        run.Job(Part("suite", "third"), 60, takes(1, PASSED)),
-        run.Job(Part("suite", "short"), 60, takes(1, PASSED), least=1),
+        run_gpu.Job(Part("benchmark", "first"), 60, takes(40, PASSED)),
+        run_gpu.Job(Part("benchmark", "second"), 60, takes(57, FAILED)),
+        run_gpu.Job(Part("suite", "third"), 60, takes(1, PASSED)),
+        run_gpu.Job(Part("suite", "short"), 60, takes(1, PASSED), least=1),
     ]
     report = Report("today", False, MACHINE, {}, limit=100)
-    run.work(jobs, report, tmp_path, clock=lambda: now[0])
+    run_gpu.work(jobs, report, tmp_path, clock=lambda: now[0])
     assert given == [60, 60, 3]
     assert [part.status for part in report.parts] == [PASSED, FAILED, NOT_RUN, PASSED]
     assert report.parts[2].why == "3 s were left, it needs 5 s"

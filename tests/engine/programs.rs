@@ -589,7 +589,7 @@ fn in_a_graph_memory_is_written_when_no_rank_reads_it_any_more() {
         steps(&receives, |tokens| tokens.returns().collect()),
         [Step::Count(Access::Write(head, 0)), token(Access::Write(tail(1, 0), 1))]
     );
-    // Whom it sends something is not all who may read.
+    // More ranks may read than those it sends something to.
     let one = of_rank_0([&[send(1)], &[receive(0)], &[]]);
     assert_eq!(steps(&one, |tokens| tokens.waits().collect()).len(), 2);
     assert_eq!(

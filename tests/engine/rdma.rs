@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
-/// Who misses this hangs.
+/// A test that takes longer hangs.
 const LONG: Duration = Duration::from_secs(300);
 
 /// The settings of each wire, and its name.
@@ -261,7 +261,7 @@ fn strangers_are_refused_and_peers_go_on() {
         let error = one.connect(&forged, LONG).expect_err("another secret");
         assert!(matches!(error, RdmaError::Unreachable { .. }), "{error}");
         assert!(!one.is_connected());
-        // Whoever finds the port and knows nothing. One of them says nothing either.
+        // Strangers that find the port and know nothing. One of them says nothing either.
         let address: serde_json::Value = serde_json::from_slice(&theirs).expect("plain data");
         let port = address["tcp"].get(0).map(|target| target.as_str().expect("an address").to_owned());
         let mut strangers = Vec::new();

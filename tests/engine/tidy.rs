@@ -40,6 +40,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
                 "flight_recorder",
                 "frame",
                 "heartbeat",
+                "per_rank",
                 "plan",
                 "reduce",
                 "region",
@@ -48,7 +49,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // Queues.
             &["recv_buffer", "inbox", "outbox"],
             // Endpoints.
-            &["connector", "endpoint"],
+            &["connector", "peers", "endpoint"],
             // The rendezvous of long messages.
             &["single_copy", "rndv", "buffered_send"],
             // Protocols, none of which sees another.
@@ -79,7 +80,10 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         &[&["error"], &["memory", "pending"], &["protocol"], &["wire"], &["client", "server"], &["transport"]],
     ),
     ("src/comm/store/", &[&["interface"], &["memory", "prefix", "protocol"], &["server"], &["tcp"], &["fuzz"]]),
-    ("src/comm/bootstrap/", &[&["build"], &["protocol"], &["context", "roster"], &["joiner", "root"], &["fuzz"]]),
+    (
+        "src/comm/bootstrap/",
+        &[&["build"], &["protocol"], &["context", "roster", "table"], &["reply"], &["joiner", "root"], &["fuzz"]],
+    ),
     ("src/comm/failure_detector/", &[&["neighbours", "notice", "gossip"], &["monitor"], &["state"], &["thread"]]),
     ("src/transport/", &[&["auth", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"]]),
     ("src/transport/shm/", &[&["doorbell", "line_ownership"], &["handover"], &["ring_stream"], &["tests"]]),
@@ -114,7 +118,8 @@ const BESIDE: &[(&str, &[&str])] = &[
     ("src/engine/flight_recorder", &["call"]),
     ("src/engine/plan", &["region"]),
     ("src/engine/inbox", &["recv_buffer"]),
-    ("src/engine/endpoint", &["connector"]),
+    ("src/engine/peers", &["connector"]),
+    ("src/engine/endpoint", &["connector", "peers"]),
     ("src/engine/rndv", &["single_copy"]),
     ("src/engine/buffered_send", &["rndv"]),
     ("src/engine/collective", &["context"]),

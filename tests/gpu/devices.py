@@ -1,4 +1,4 @@
-"""Prints PyTorch's devices and versions as JSON, for run.py, which must not use CUDA itself."""
+"""Prints PyTorch's devices and versions as JSON, for run_gpu.py, which must not use CUDA itself."""
 
 from __future__ import annotations
 

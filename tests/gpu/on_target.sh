@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh [OPTIONS OF run.py]: the probes, benchmarks and tests of this archive, with the PyTorch of PYTHON (python3) on this machine.
+# run.sh [OPTIONS OF run_gpu.py]: the probes, benchmarks and tests of this archive, with the PyTorch of PYTHON (python3) on this machine.
 # It installs into folders of its own here, and needs no network. The report lies in ./report.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -20,4 +20,4 @@ nvrtc=$("$python" -c 'import pathlib, sys; print(":".join(str(p.parent) for f in
 export PYTHONPATH="$PWD/site${PYTHONPATH:+:$PYTHONPATH}"
 export LD_LIBRARY_PATH="$nvrtc${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" tests/gpu/run.py --report report --rust "$PWD/bin/cuda-tests" "$@"
+exec "$python" tests/gpu/run_gpu.py --report report --rust "$PWD/bin/cuda-tests" "$@"

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "softcuda/tests"))
+# Last: its conftest.py must not stand in for that of the tests which import this.
+sys.path.append(str(HERE.parent / "softcuda/tests"))
 
 import driver as cu  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest for run.py: writes the outcome of each test at once, and begins none after a time.
+"""A plugin of pytest for run_gpu.py: writes the outcome of each test at once, and begins none after a time.
 
 `NCCLX_RS_GPU_OUTCOMES` names the file, `NCCLX_RS_GPU_UNTIL` the time, in seconds since 1970.
 """

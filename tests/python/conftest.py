@@ -78,6 +78,7 @@ SMOKE_WORLD = "2-shm"
 SLOW = (
     "an_operation_in_flight_ends_with_the_interpreter[split]",
     "failures_are_written_down_without_pytorchs_recorder",
+    "programs_run_in_pytorchs_torchcomms_mode",
     "torchcomms_programs_run_as_they_are",
 )
 # Nearly all of their time is the import of torch, in an interpreter each. One of them is enough after a change of the

@@ -307,6 +307,17 @@ def test_a_bad_command_line_is_told(words: list[str], told: str, capsys: pytest.
     assert told in capsys.readouterr().err
 
 
+def test_json_without_a_file_is_all_that_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = Result(time=1.0, p50=1.0, rounds=[1.0])
+    row = Row(Case("barrier", "sync", 2, "float32", 0, 0), {BACKEND: result}, None)
+    monkeypatch.setattr(command_line, "_rows", lambda *_: iter([row]))
+    assert command_line.main(["--backend", BACKEND, "--ops", "barrier", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["rows"]
+    assert told["case"]["operation"] == "barrier"
+
+
 def test_sizes_have_units() -> None:
     assert [command_line.parse_size(text) for text in ("8", "64k", "1M", "2G")] == [8, 1 << 16, 1 << 20, 2 << 30]
     assert [report.size_text(size) for size in (8, 1 << 16, 3 << 20, 1000)] == ["8", "64K", "3M", "1000"]

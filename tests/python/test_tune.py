@@ -99,7 +99,7 @@ def open_with(file: Path) -> None:
 def test_the_engine_reads_what_the_command_writes(tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
     words = [str(file), "--collectives", "all_gather,reduce", "--ranks", "2,3", "--min", "1K", "--max", "1K"]
-    command = [sys.executable, "-m", "ncclx_rs", "tune", *words, "--rounds", "2", "--round-ms", "1"]
+    command = [sys.executable, "-m", "ncclx_rs", "tune", *words, "--rounds", "2", "--round-ms", "1", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     written = json.loads(file.read_text())["rows"]
@@ -109,6 +109,11 @@ def test_the_engine_reads_what_the_command_writes(tmp_path: Path) -> None:
         ("all_gather", 3, 1),
     ]
     assert {row["algorithm"] for row in written} <= {"direct", "ring"}
+    told = json.loads(run.stdout)
+    assert (told["file"], told["rows"]) == (str(file), written)
+    assert [(time["ranks"], time["bytes"], set(time["microseconds"])) for time in told["times"]] == [
+        (ranks, size, {"direct", "ring"}) for ranks, size in ((2, 1024), (3, 1020))
+    ]
     open_with(file)
     file.write_text(file.read_text().replace('"algorithm": "', '"algorithm": "not_'))
     with pytest.raises(ValueError, match=rf"tuning_file `{file}`: row 1: algorithm: expected one of direct, ring"):

@@ -73,6 +73,8 @@ class Communicator {
   std::atomic<uint32_t> monitored_barriers_{0};
 };
 
+struct DirectCall;
+
 class NcclxBackend : public c10d::Backend {
  public:
   // Joins at once; with `joins` false, in `reconfigure`.
@@ -157,6 +159,9 @@ class NcclxBackend : public c10d::Backend {
   void onFailure(GroupState::FailureHook hook, int64_t id) { group_->on_failure(id, stoppable(std::move(hook))); }
   // `async` says whether one on a device goes on a stream of its own instead of the current one.
   WorkPtr message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout, bool async = true);
+  // Runs a blocking operation on tensors of the host, without Python's lock; one that it reads and writes is `target`. False:
+  // it takes a work, and nothing has happened.
+  bool run(const DirectCall& call, const at::Tensor& target, const at::Tensor& source, uint32_t reduce, int peer);
   // As c10d's, but to wait for one on a device does not block the thread.
   WorkPtr barrier_in_order(bool async, Milliseconds timeout);
 

@@ -80,6 +80,11 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     } catch (const std::exception& error) {
       TORCH_WARN("ncclx_rs: the completion hook failed: ", text_of(error));
     }
+    work_ended();
+  }
+
+  // The same, of an operation that no hook is told of.
+  void work_ended() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (--in_flight_ == 0) all_ended_.notify_all();
   }

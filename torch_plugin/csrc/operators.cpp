@@ -45,6 +45,13 @@ c10::intrusive_ptr<c10d::Backend> backend_of(const char* operation, const std::s
   return group_named(operation, group)->getBackend(tensor.device().type());
 }
 
+// Runs it without a work of c10d, if it is one on plain tensors of the host and the backend is the engine's.
+bool ran(const c10::intrusive_ptr<c10d::Backend>& backend, NcclxKind kind, const at::Tensor& target,
+         const at::Tensor& source, const c10d::ReduceOp& op = {}) {
+  auto* ours = dynamic_cast<NcclxBackend*>(backend.get());
+  return ours != nullptr && ours->run(direct_call(kind), target, source, static_cast<uint32_t>(op.op_), 0);
+}
+
 void finish(const c10::intrusive_ptr<c10d::Work>& work) {
   // None if the backend had nothing to do.
   if (work) work->wait();
@@ -55,6 +62,7 @@ void all_reduce(const at::Tensor& tensor, const std::string& group, std::string_
   const auto backend = backend_of("all_reduce_", group, tensor);
   c10d::AllreduceOptions options;
   options.reduceOp = reduce_op("all_reduce_", op);
+  if (ran(backend, NCCLX_ALL_REDUCE, tensor, {}, options.reduceOp)) return;
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{tensor};
   finish(backend->allreduce(tensors, options));
@@ -63,6 +71,7 @@ void all_reduce(const at::Tensor& tensor, const std::string& group, std::string_
 void all_gather_into_tensor(const at::Tensor& output, const at::Tensor& input, const std::string& group) {
   const WithoutGil released;
   const auto backend = backend_of("all_gather_into_tensor_", group, input);
+  if (ran(backend, NCCLX_ALL_GATHER, output, input)) return;
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   at::Tensor to = output, from = input;
@@ -75,6 +84,7 @@ void reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, co
   const auto backend = backend_of("reduce_scatter_tensor_", group, input);
   c10d::ReduceScatterOptions options;
   options.reduceOp = reduce_op("reduce_scatter_tensor_", op);
+  if (ran(backend, NCCLX_REDUCE_SCATTER, output, input, options.reduceOp)) return;
   options.asyncOp = false;
   at::Tensor to = output, from = input;
   finish(backend->_reduce_scatter_base(to, from, options));
@@ -85,6 +95,8 @@ void all_to_all_single(const at::Tensor& output, const at::Tensor& input, const 
                        at::IntArrayRef output_split_sizes, at::IntArrayRef input_split_sizes) {
   const WithoutGil released;
   const auto backend = backend_of("all_to_all_single_", group, input);
+  const bool are_equal = output_split_sizes.empty() && input_split_sizes.empty();
+  if (are_equal && ran(backend, NCCLX_ALL_TO_ALL, output, input)) return;
   c10d::AllToAllOptions options;
   options.asyncOp = false;
   at::Tensor to = output, from = input;

@@ -8,6 +8,7 @@ namespace py = pybind11;
 
 #include "backend.cpp"
 #include "device.cpp"
+#include "direct_call.cpp"
 #include "memory.cpp"
 #include "operators.cpp"
 #include "window.cpp"
@@ -93,6 +94,7 @@ void define(py::module_& m) {
            py::arg("sends"), py::arg("tensor"), py::arg("peer"), py::arg("tag"), py::arg("timeout"),
            py::arg("async_op") = true,
            py::call_guard<py::gil_scoped_release>())
+      .def("_direct_calls", &direct_calls)
       .def("_barrier", &NcclxBackend::barrier_in_order, py::arg("async_op"), py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def("_set_device", &NcclxBackend::eagerConnectSingleDevice, py::arg("device"),

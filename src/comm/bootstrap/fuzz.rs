@@ -6,10 +6,11 @@ use super::build::Build;
 use super::context::{Host, JoinContext};
 use super::joiner;
 use super::protocol::{
-    INFO_BYTES_MAX, JoinReply, JoinerState, Keys, NONCE_BYTES, Next, PROOF_BYTES, RankInfo, RootState, Secret,
-    TABLE_BYTES_MAX, World, frame_length,
+    INFO_BYTES_MAX, JoinerState, Keys, NONCE_BYTES, Next, PROOF_BYTES, RankInfo, RootState, Secret, TABLE_BYTES_MAX,
+    frame_length,
 };
-use super::roster::{Roster, is_complete};
+use super::reply::{JoinReply, World};
+use super::roster::Roster;
 use crate::comm::framing::ReadBuffer;
 use crate::comm::store::Store;
 use crate::config::Config;
@@ -80,10 +81,18 @@ fn describe(mut input: Input<'_>) {
 fn outcome(bytes: &[u8]) {
     let Some((length, body)) = bytes.split_at_checked(size_of::<u32>()) else { return };
     let Ok(length) = frame_length(length, TABLE_BYTES_MAX) else { return };
-    if let Ok(JoinReply::Complete(World { ranks, .. })) = serde_json::from_slice(&body[..length.min(body.len())])
-        && is_complete(&ranks, WORLD as usize)
+    if let Ok(JoinReply::Complete(World { ranks, tuning })) =
+        JoinReply::parse(&body[..length.min(body.len())], WORLD as usize)
     {
+        assert!(ranks.iter().enumerate().all(|(index, info)| info.rank.index() == index));
         assert_eq!(ranks.len(), WORLD as usize);
+        // What it says can be said again, unless that takes more bytes than a rank may have.
+        let again = JoinReply::Complete(World { ranks: ranks.clone(), tuning }).message();
+        let Ok(again) = again else { return };
+        let Ok(JoinReply::Complete(world)) = JoinReply::parse(&again[size_of::<u32>()..], WORLD as usize) else {
+            panic!("the same is no answer")
+        };
+        assert_eq!(world.ranks, ranks);
     }
 }
 

@@ -9,10 +9,10 @@ use serde::Deserialize;
 use super::build::Build;
 use super::context::{Host, JoinContext, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
 use super::protocol::{
-    INFO_BYTES_MAX, JoinReply, JoinRequest, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, RankInfo, TABLE_BYTES_MAX,
-    World, frame, frame_length, shared_secret,
+    INFO_BYTES_MAX, JoinRequest, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, RankInfo, TABLE_BYTES_MAX, frame,
+    frame_length, shared_secret,
 };
-use super::roster::is_complete;
+use super::reply::{JoinReply, World};
 use crate::comm::framing::{read, write};
 use crate::deadline::deadline_after;
 use crate::error::InitError;
@@ -65,7 +65,7 @@ pub(super) fn join_root(
     let mut stream = connected?;
     let timeout = root.timeout.saturating_add(REPLY_TIMEOUT);
     let reply =
-        exchange(&mut stream, &request, deadline_after(Instant::now(), timeout)).map_err(|error| {
+        exchange(&mut stream, &request, context.size, deadline_after(Instant::now(), timeout)).map_err(|error| {
             match error.kind() {
                 ErrorKind::TimedOut => context.missing(vec![0], timeout),
                 ErrorKind::UnexpectedEof => context.unreachable(Rank(0), "it hung up before all ranks had joined"),
@@ -73,8 +73,7 @@ pub(super) fn join_root(
             }
         })?;
     match reply {
-        JoinReply::Complete(world) if is_complete(&world.ranks, context.size) => Ok((keys, world)),
-        JoinReply::Complete(_) => Err(context.unreachable(Rank(0), "its table of ranks is not whole")),
+        JoinReply::Complete(world) => Ok((keys, world)),
         JoinReply::Missing { missing, waited } => Err(context.missing(missing, waited)),
         JoinReply::Refused { cause } => Err(InitError::Config(cause)),
     }
@@ -262,11 +261,11 @@ fn connect(
     Ok(stream)
 }
 
-fn exchange(stream: &mut Stream, request: &[u8], deadline: Instant) -> io::Result<JoinReply> {
+fn exchange(stream: &mut Stream, request: &[u8], size: usize, deadline: Instant) -> io::Result<JoinReply> {
     write(stream, request, deadline)?;
     let length = read(stream, size_of::<u32>(), deadline)?;
     let length = frame_length(&length, TABLE_BYTES_MAX).map_err(io::Error::other)?;
-    Ok(serde_json::from_slice(&read(stream, length, deadline)?)?)
+    JoinReply::parse(&read(stream, length, deadline)?, size).map_err(io::Error::other)
 }
 
 #[cfg(test)]

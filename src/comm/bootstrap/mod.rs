@@ -23,8 +23,10 @@ mod context;
 pub(crate) mod fuzz;
 mod joiner;
 mod protocol;
+mod reply;
 mod root;
 mod roster;
+mod table;
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -32,8 +34,8 @@ use std::time::Instant;
 pub use build::Build;
 pub use context::ROOT_KEY;
 use context::{Host, JoinContext};
-use protocol::World;
 pub use protocol::{Keys, RankInfo, Secret, shared_secret};
+use reply::World;
 
 use crate::algo::Tuning;
 use crate::comm::store::Store;

@@ -6,7 +6,7 @@
 //!                               ◄───────   nonce  HMAC("rank 0", …)
 //!   HMAC("joiner", …)           ───────►
 //!   length  JSON JoinRequest    ───────►
-//!                               ◄───────   length  JSON JoinReply
+//!                               ◄───────   length  JoinReply
 //! ```
 //!
 //! Both proofs cover both nonces, the communicator's id, the joiner's rank and the TLS session's binding. No proof can
@@ -15,14 +15,12 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::time::Duration;
 
 use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
 use super::build::Build;
-use crate::algo::Tuning;
 use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::process::ProcessId;
@@ -35,7 +33,7 @@ use crate::types::Rank;
 /// The size limit of one rank's description.
 pub(super) const INFO_BYTES_MAX: usize = 64 << 10;
 
-/// The size limit of the table of all ranks.
+/// The size limit of the table of all ranks, and of what it tells of them.
 pub(super) const TABLE_BYTES_MAX: usize = 64 << 20;
 
 pub(super) const PROOF_BYTES: usize = 32;
@@ -130,26 +128,6 @@ mod rank_number {
 
 /// The joiner's message after its proof: its description, or why it cannot join.
 pub(super) type JoinRequest = Result<RankInfo, String>;
-
-/// What all ranks know once all have joined.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct World {
-    /// Every rank, in order.
-    pub(super) ranks: Vec<RankInfo>,
-    /// Rank 0's tuning file, so that all ranks choose the same algorithms.
-    pub(super) tuning: Tuning,
-}
-
-/// Rank 0's answer, the last message.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) enum JoinReply {
-    /// All ranks have joined.
-    Complete(World),
-    /// Some ranks have not joined in time.
-    Missing { missing: Vec<u32>, waited: Duration },
-    /// The ranks do not fit together.
-    Refused { cause: String },
-}
 
 #[derive(Clone, Debug)]
 struct Nonces {
@@ -266,12 +244,16 @@ impl RootState {
     }
 }
 
+/// A message as JSON, with its length in front.
+pub(super) fn frame(message: &impl Serialize, limit: usize) -> Result<Vec<u8>, String> {
+    framed(&serde_json::to_vec(message).map_err(|error| error.to_string())?, limit)
+}
+
 /// A message with its length in front.
-pub(super) fn frame(body: &impl Serialize, limit: usize) -> Result<Vec<u8>, String> {
-    let body = serde_json::to_vec(body).map_err(|error| error.to_string())?;
+pub(super) fn framed(body: &[u8], limit: usize) -> Result<Vec<u8>, String> {
     let length = u32::try_from(body.len()).ok().filter(|_| body.len() <= limit);
     let length = length.ok_or_else(|| format!("a message of {} bytes is longer than {limit}", body.len()))?;
-    Ok([length.to_le_bytes().as_slice(), &body].concat())
+    Ok([length.to_le_bytes().as_slice(), body].concat())
 }
 
 /// The length in front of a message.

@@ -11,9 +11,8 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::build::Build;
 use super::context::{JoinContext, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
-use super::protocol::{
-    HELLO, JoinReply, JoinRequest, Keys, Next, RankInfo, RootState, TABLE_BYTES_MAX, World, frame, shared_secret,
-};
+use super::protocol::{HELLO, JoinRequest, Keys, Next, RankInfo, RootState, shared_secret};
+use super::reply::{JoinReply, World};
 use super::roster::Roster;
 use crate::algo::Tuning;
 use crate::comm::framing::{ReadBuffer, WriteBuffer, sleep};
@@ -215,7 +214,7 @@ impl JoinServer<'_> {
 
     /// Sends `reply` to all authenticated ranks. Gives up those that do not read it in time.
     fn reply_to_all(&mut self, reply: &JoinReply) -> Result<(), String> {
-        let message: Arc<[u8]> = frame(reply, TABLE_BYTES_MAX)?.into();
+        let message: Arc<[u8]> = reply.message()?.into();
         self.connections.retain(|connection| connection.is_authenticated);
         for connection in &mut self.connections {
             connection.outgoing = WriteBuffer::new(message.clone());

@@ -75,11 +75,6 @@ impl Roster {
     }
 }
 
-/// Whether `table` describes every rank of `size` in order.
-pub(super) fn is_complete(table: &[RankInfo], size: usize) -> bool {
-    table.len() == size && table.iter().enumerate().all(|(index, info)| info.rank.index() == index)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -171,7 +171,7 @@ impl VendorComm {
         let raw = lock(&self.raw).clone();
         let mut progress = raw.submit(current, stream, calls)?;
         let begin = Instant::now();
-        // Whoever watches gives it up when the time of what is in flight is over: that ends this.
+        // The watch gives it up when the time of what is in flight is over: that ends this.
         while progress == Progress::Going {
             nap(begin.elapsed());
             progress = raw.progress()?;

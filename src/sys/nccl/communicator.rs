@@ -166,7 +166,7 @@ pub enum Progress {
 
 /// A communicator of a library, of which no call blocks: [`NcclComm::progress`] says when it is done.
 ///
-/// Who drops it without [aborting](NcclComm::abort) or [destroying](NcclComm::destroy) it leaves it to the end of the process.
+/// Dropped without [aborting](NcclComm::abort) or [destroying](NcclComm::destroy), it stays until the process ends.
 pub struct NcclComm {
     library: Arc<Nccl>,
     /// None when it is gone. Held over calls, each of which returns at once.

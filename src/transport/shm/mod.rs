@@ -47,7 +47,8 @@ pub struct ShmTransport {
     identity: Identity,
     poller: Poller,
     settings: RingSettings,
-    name: Vec<u8>,
+    /// What the listener's name is made of.
+    token: [u8; 16],
     listener: UnixListener,
     registration: Registration,
     pending: Pending<UnixStream>,
@@ -56,14 +57,14 @@ pub struct ShmTransport {
 impl ShmTransport {
     /// Listens under an unguessable name.
     pub fn new(identity: Identity, poller: Poller, settings: RingSettings) -> io::Result<Self> {
-        let name = format!("ncclx_rs-{:032x}", u128::from_le_bytes(random::bytes()?)).into_bytes();
-        let listener = socket::listen_unix(&name)?;
+        let token = random::bytes()?;
+        let listener = socket::listen_unix(&socket_name(&token))?;
         let registration = poller.add(listener.as_fd(), Interest::Read)?;
         if settings.peer_can_read {
             cma::allow_readers();
         }
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(ShmTransport { identity, poller, settings, name, listener, registration, pending })
+        Ok(ShmTransport { identity, poller, settings, token, listener, registration, pending })
     }
 }
 
@@ -73,7 +74,7 @@ impl Transport for ShmTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.name.clone()
+        self.token.to_vec()
     }
 
     fn open(&mut self, peer: Rank, address: &[u8], detour: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
@@ -84,7 +85,7 @@ impl Transport for ShmTransport {
             _ if limits::is_shortage(&error) => shortage::while_opening(error, size),
             _ => LinkDown::unfit(format!("its Unix socket cannot be called: {error}")),
         };
-        let stream = socket::connect_unix(address).map_err(gone)?;
+        let stream = socket::connect_unix(&socket_name(address)).map_err(gone)?;
         let lacking = |error: io::Error| {
             if limits::lacks_descriptors(&error) {
                 return shortage::while_opening(error, size);
@@ -131,6 +132,12 @@ impl Transport for ShmTransport {
     fn accepting_until(&self) -> Option<Instant> {
         self.pending.due()
     }
+}
+
+/// The name of the Unix socket at which a rank with this address listens.
+fn socket_name(address: &[u8]) -> Vec<u8> {
+    let digits = address.iter().map(|byte| format!("{byte:02x}"));
+    format!("ncclx_rs-{}", digits.collect::<String>()).into_bytes()
 }
 
 /// The receiving end of a connection whose ring is mapped here.

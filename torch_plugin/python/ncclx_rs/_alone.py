@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What PyTorch's rendezvous reads. Who sets one of them means it.
+# What PyTorch's rendezvous reads. A program that sets one of them means it.
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The beginning of PyTorch's error if one of them is missing.
 _MISSING = "Error initializing torch.distributed using env://"

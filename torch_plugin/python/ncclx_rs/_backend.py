@@ -19,10 +19,11 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
     Raises:
         ImportError: the native module does not load; see `native`.
-        ValueError: a setting or option is not valid.
+        ValueError: a setting, variable or option is not valid.
         torch.distributed.DistNetworkError: ranks did not join or cannot be reached.
     """
     module = native()
+    _serve_views()
     if pg_options is not None and not isinstance(pg_options, module.Options):
         raise ValueError(
             "ncclx_rs: init_process_group: argument `pg_options`: expected ncclx_rs.Options, "
@@ -48,6 +49,14 @@ def _warn_of_two_limits(argument: timedelta, option: timedelta) -> None:
 
     if default_pg_timeout not in (argument, option) and argument != option:
         warn(f"the argument `timeout`, {argument}, wins over the timeout in `pg_options`, {option}")
+
+
+@once
+def _serve_views() -> None:
+    from ncclx_rs import _live, _metrics
+
+    _live.start()
+    _metrics.start()
 
 
 @once

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ class TorchCommBackend:
     hints. A backend may also define ``abort``, ``set_timeout``, ``split``, ``reconfigure`` and ``on_failure``; see
     docs/backends.md.
     """
+
+    # By the names of operations, what runs a blocking one on plain tensors with less ado, and returns whether it did.
+    _direct: Mapping[str, Callable[..., bool]] = MappingProxyType({})
 
     def init(self, device: torch.device, name: str, options: CommOptions) -> None:
         """Joins the communicator."""

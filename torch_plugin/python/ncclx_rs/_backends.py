@@ -131,6 +131,8 @@ class C10dBackend(TorchCommBackend):
         if hasattr(self.c10d, "_has_failed"):
             # Every operation calls it; a wrapper function would make it slower.
             self.has_failed = self.c10d._has_failed  # type: ignore[method-assign]  # the same function, called directly
+            if self._device.type == "cpu":
+                self._direct = self.c10d._direct_calls()
         if self._failure_hook is not None and hasattr(self.c10d, "_on_failure"):
             self.c10d._on_failure(self._failure_hook)
 

@@ -213,7 +213,8 @@ class TorchComm(Operations):
         self.finalize()
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "finalized") == "ready":
+        # At the interpreter's end, modules may be gone.
+        if getattr(self, "_state", "finalized") == "ready" and warnings is not None:
             warnings.warn(f"communicator `{self._name}` was not finalized", ResourceWarning, stacklevel=2)
 
     # ---- splitting ----

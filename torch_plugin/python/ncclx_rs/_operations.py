@@ -74,9 +74,11 @@ class Operations:
         """Sends ``tensor``, of any shape, to rank ``dst``. Messages between two ranks arrive in order.
 
         Raises:
-            RuntimeError: there is no such rank, it is this rank, or the receiver did not receive in time.
+            RuntimeError: there is no such rank, or the receiver did not receive in time.
         """
         self._check_rank("send", "dst", dst)
+        if self._ended("send", None, tensor, None, dst, async_op, hints, timeout, options):
+            return TorchWork()
         hook_args = _hooks.SendPreHookArgs(tensor, dst, async_op)
         opts = SendOptions.of("send", timeout, hints, options)
         return self._issue(OpName.send, hook_args, opts, tensor, dst, async_op)
@@ -96,6 +98,8 @@ class Operations:
             RuntimeError: there is no such rank, no message came in time, or it has another size.
         """
         self._check_rank("recv", "src", src)
+        if self._ended("recv", tensor, None, None, src, async_op, hints, timeout, options):
+            return TorchWork()
         hook_args = _hooks.RecvPreHookArgs(tensor, src, async_op)
         opts = RecvOptions.of("recv", timeout, hints, options)
         return self._issue(OpName.recv, hook_args, opts, tensor, src, async_op)
@@ -151,6 +155,8 @@ class Operations:
             RuntimeError: there is no such root, or a rank called something else or nothing.
         """
         self._check_rank("broadcast", "root", root)
+        if self._ended("broadcast", tensor, None, None, root, async_op, hints, timeout, options):
+            return TorchWork()
         hook_args = _hooks.BroadcastPreHookArgs(tensor, root, async_op)
         opts = BroadcastOptions.of("broadcast", timeout, hints, options)
         return self._issue(OpName.broadcast, hook_args, opts, tensor, root, async_op)
@@ -171,6 +177,8 @@ class Operations:
             RuntimeError: a rank called something else or nothing.
         """
         reduction = as_reduce_op("all_reduce", op)
+        if self._ended("all_reduce", tensor, None, reduction, 0, async_op, hints, timeout, options):
+            return TorchWork()
         hook_args = _hooks.AllReducePreHookArgs(tensor, reduction, async_op)
         opts = AllReduceOptions.of("all_reduce", timeout, hints, options)
         return self._issue(OpName.all_reduce, hook_args, opts, tensor, reduction, async_op)
@@ -190,6 +198,8 @@ class Operations:
         """As `all_reduce`, but only the root gets the result. Other ranks' ``tensor`` is undefined afterwards."""
         reduction = as_reduce_op("reduce", op)
         self._check_rank("reduce", "root", root)
+        if self._ended("reduce", tensor, None, reduction, root, async_op, hints, timeout, options):
+            return TorchWork()
         hook_args = _hooks.ReducePreHookArgs(tensor, root, reduction, async_op)
         opts = ReduceOptions.of("reduce", timeout, hints, options)
         return self._issue(OpName.reduce, hook_args, opts, tensor, root, reduction, async_op)
@@ -239,6 +249,8 @@ class Operations:
         options: AllGatherSingleOptions | None = None,
     ) -> TorchWork:
         """As `all_gather`, into one tensor of ``size`` times the elements of ``input``, in the order of the ranks."""
+        if self._ended("all_gather_single", output, input, None, 0, async_op, hints, timeout, options):
+            return TorchWork()
         hook_args = _hooks.AllGatherSinglePreHookArgs(input, output, async_op)
         opts = AllGatherSingleOptions.of("all_gather_single", timeout, hints, options)
         return self._issue(OpName.all_gather_single, hook_args, opts, output, input, async_op)
@@ -294,6 +306,8 @@ class Operations:
     ) -> TorchWork:
         """As `reduce_scatter`, from one tensor of ``size`` times the elements of ``output``."""
         reduction = as_reduce_op("reduce_scatter_single", op)
+        if self._ended("reduce_scatter_single", output, input, reduction, 0, async_op, hints, timeout, options):
+            return TorchWork()
         hook_args = _hooks.ReduceScatterSinglePreHookArgs(input, output, reduction, async_op)
         opts = ReduceScatterSingleOptions.of("reduce_scatter_single", timeout, hints, options)
         return self._issue(OpName.reduce_scatter_single, hook_args, opts, output, input, reduction, async_op)
@@ -315,6 +329,8 @@ class Operations:
             ValueError: the ranks cannot share the tensors equally.
             RuntimeError: a rank called something else or nothing.
         """
+        if self._ended("all_to_all_single", output, input, None, 0, async_op, hints, timeout, options):
+            return TorchWork()
         hook_args = _hooks.AllToAllSinglePreHookArgs(input, output, async_op)
         opts = AllToAllSingleOptions.of("all_to_all_single", timeout, hints, options)
         return self._issue(OpName.all_to_all_single, hook_args, opts, output, input, async_op)
@@ -376,6 +392,8 @@ class Operations:
         Raises:
             RuntimeError: a rank called something else or nothing.
         """
+        if self._ended("barrier", None, None, None, 0, async_op, hints, timeout, options):
+            return TorchWork()
         opts = BarrierOptions.of("barrier", timeout, hints, options)
         return self._issue(OpName.barrier, _hooks.BarrierPreHookArgs(async_op), opts, async_op)
 
@@ -515,6 +533,30 @@ class Operations:
                 f"{operation}: tensors must be on {self._device}, as communicator `{self._name}` is, "
                 f"got one on {tensor.device}"
             )
+
+    def _ended(
+        self,
+        name: str,
+        target: torch.Tensor | None,
+        source: torch.Tensor | None,
+        reduction: ReduceOp | None,
+        peer: int,
+        *how: Any,
+    ) -> bool:
+        """Runs an operation, if it is a blocking one on plain tensors that nobody looks at, and returns whether it did.
+
+        Args:
+            name: the operation.
+            target: what it writes, and reads if it has no other tensor.
+            source: what it reads.
+            reduction: how it combines elements, if it does.
+            peer: the other rank, or 0.
+            how: the caller's ``async_op``, hints, timeout and options.
+        """
+        if torch.compiler.is_compiling() or self._pre_hooks or self._post_hooks or self._state != "ready":
+            return False
+        call = self._impl._direct.get(name)
+        return call is not None and call(target, source, 0 if reduction is None else reduction._number, peer, *how)
 
     def _issue(self, name: OpName, hook_args: Any, options: OpOptions, *args: Any) -> TorchWork:
         """Runs an operation with its hooks, or puts it into the graph that is being traced."""

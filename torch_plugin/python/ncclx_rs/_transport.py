@@ -1,7 +1,7 @@
 """One-sided reads and writes between two processes: torchcomms' RDMA transport, over shared memory and TCP.
 
 Two processes bind a transport each, exchange what `bind` returned by means of their own, and connect. Each registers
-memory and gives the other a remote buffer. Who has one reads and writes the memory; its owner does nothing.
+memory and gives the other a remote buffer. The holder reads and writes the memory; its owner does nothing.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import os
 from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
@@ -80,6 +81,11 @@ class ReduceOp:
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self._type.name}" + ("" if self._factor is None else f"({self._factor})")
+
+    @functools.cached_property
+    def _number(self) -> int:
+        """PyTorch's number of the reduction; -1 if it has a factor."""
+        return -1 if self._factor is not None else int(getattr(dist.ReduceOp, self._type.name))
 
     def _c10d(self) -> Any:
         """The same reduction as PyTorch's type."""

@@ -31,8 +31,9 @@ class VendorLibrary:
 
 
 def find_vendor_library(backend: str) -> VendorLibrary:
-    """Loads the library behind a backend: that of the settings, else the one that PyTorch has loaded, that of a Python
-    package, or that of the system.
+    """Loads the library behind a backend.
+
+    It is that of the settings, else the one that PyTorch has loaded, that of a Python package, or that of the system.
 
     Raises:
         OSError: there is none, or it cannot be used.

@@ -22,13 +22,18 @@ class TorchWork:
     It is awaitable: during ``await work``, other tasks of the running asyncio loop run.
     """
 
+    # Those of a completed operation: to set them for each would take as long as a short operation.
+    _parts: Sequence[Any] = ()
+    _waited = True
+    _forced: WorkStatus | None = None
+    _wait_hooks: Sequence[Callable[[], object]] = ()
+    _end_hooks: Sequence[Callable[[bool], object]] = ()
+
     def __init__(self, *parts: Any) -> None:
         """Wraps the results of a backend: c10d works, objects with a ``wait()``, or None for a completed operation."""
-        self._parts = [part for part in parts if part is not None]
-        self._waited = not self._parts
-        self._forced: WorkStatus | None = None
-        self._wait_hooks: list[Callable[[], object]] = []
-        self._end_hooks: list[Callable[[bool], object]] = []
+        if parts:
+            self._parts = [part for part in parts if part is not None]
+            self._waited = not self._parts
 
     def wait(self) -> None:
         """Waits for the operation: with CPU tensors blocks the thread, with CUDA tensors the current stream.
@@ -121,7 +126,7 @@ class TorchWork:
 
     def _on_wait(self, hook: Callable[[], object]) -> None:
         """Calls ``hook()`` whenever a thread is about to wait."""
-        self._wait_hooks.append(hook)
+        self._wait_hooks = (*self._wait_hooks, hook)
 
     def _on_end(self, hook: Callable[[bool], object]) -> None:
         """Calls ``hook(succeeded)`` once: now if the operation has ended, else on the thread that ends it.
@@ -133,7 +138,7 @@ class TorchWork:
             return
         futures = [future for part in self._parts if (future := _future(part)) is not None]
         if len(futures) < len(self._parts):
-            self._end_hooks.append(hook)
+            self._end_hooks = (*self._end_hooks, hook)
             return
         ended: torch.futures.Future[Any] = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
 
@@ -143,7 +148,7 @@ class TorchWork:
         ended.add_done_callback(call)
 
     def _end(self, succeeded: bool) -> None:
-        hooks, self._end_hooks = self._end_hooks, []
+        hooks, self._end_hooks = self._end_hooks, ()
         for hook in hooks:
             hook(succeeded)
 

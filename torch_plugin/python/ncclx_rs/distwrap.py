@@ -184,7 +184,7 @@ def new_window(group: Any = None, backend: str | None = None) -> NoReturn:
 
 
 def reduce_scatter_quantized(*args: Any, **kwargs: Any) -> NoReturn:
-    """torchcomms' reduce_scatter of rounded numbers, which the engine does not have.
+    """Refuses torchcomms' reduce_scatter of rounded numbers, which the engine does not have.
 
     Raises:
         RuntimeError: always.

@@ -37,6 +37,7 @@ class ProcessGroupNcclxRs(ProcessGroupWrapper):
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60), hints: Mapping[str, str] | None = None) -> None:
+        """A process group without members, which the manager configures."""
         super().__init__(timeout)
         self._hints = dict(hints or {})
         self._backend: c10d.Backend | None = None
@@ -76,4 +77,5 @@ class ProcessGroupNcclxRs(ProcessGroupWrapper):
             self._backend.set_timeout(timeout)
 
     def getBackendName(self) -> str:
+        """The name that torchft shows."""
         return "torchft-ncclx_rs"

@@ -46,6 +46,8 @@ def parse_size(text: str) -> int:
 
 
 def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A reader of lists of names for `argparse`; ``all`` stands for every one of ``known``."""
+
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(known) if text == "all" else tuple(dict.fromkeys(text.split(",")))
         unknown = [name for name in names if name not in known]
@@ -59,12 +61,19 @@ def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def rank_list(text: str) -> tuple[int, ...]:
+    """Numbers of ranks from a list with commas.
+
+    Raises:
+        argparse.ArgumentTypeError: one of them is not a number above 0.
+    """
     if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"expected numbers of ranks such as 2,4,8, got {text!r}")
     return tuple(dict.fromkeys(int(part) for part in text.split(",")))
 
 
 def above(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+    """A reader of numbers for `argparse`, of at least ``least``."""
+
     def parse(text: str) -> Any:
         try:
             value = kind(text)
@@ -111,7 +120,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--pin", action="store_true", help="keep each rank's calling thread on a core of its own")
     how.add_argument("--no-check", action="store_true", help="do not check results")
     out = made.add_argument_group("what comes out beside the table")
-    out.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
+    out.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="all numbers; printed instead of the table without FILE"
+    )
     out.add_argument("--plot", type=Path, metavar="FILE", help="times over sizes, as .svg or .png; needs matplotlib")
     out.add_argument("--fail-below", type=above(float, 0.0), metavar="R", help="exit with 3 if a ratio is below R")
     return made
@@ -165,8 +176,10 @@ def verdict(rows: Sequence[Row], fail_below: float | None) -> tuple[int, list[st
 class Screen:
     """The terminal of rank 0: rows on the standard output, a progress bar on the standard error if it is a terminal."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, quiet: bool = False) -> None:
+        """Shows a bar of so many rows; if ``quiet``, the rows themselves are not printed."""
         self._bar: Any = None
+        self._quiet = quiet
         self._above: tuple[Any, ...] | None = None
         if not sys.stderr.isatty():
             return
@@ -184,7 +197,8 @@ class Screen:
         text = report.lines(row) if above == self._above else f"{report.heading(case)}\n{report.lines(row)}"
         self._above = above
         with self._bar.external_write_mode(file=sys.stdout) if self._bar is not None else contextlib.nullcontext():
-            print(text, flush=True)
+            if not self._quiet:
+                print(text, flush=True)
         if self._bar is not None:
             self._bar.update()
 
@@ -249,7 +263,8 @@ def _report(
     plan: Plan, worlds: Sequence[int], rows: Iterator[Row], options: argparse.Namespace, command: Sequence[str]
 ) -> int:
     measured: list[Row] = []
-    screen = Screen(sum(len(plan.rows(ranks)) for ranks in worlds))
+    only_json = options.json == "-"
+    screen = Screen(sum(len(plan.rows(ranks)) for ranks in worlds), quiet=only_json)
     try:
         for row in rows:
             measured.append(row)
@@ -262,10 +277,12 @@ def _report(
     if not measured:
         print(f"nothing to measure: {', '.join(plan.operations)} need more ranks than {max(worlds)}", file=sys.stderr)
         return FAILED
-    if options.vs is not None:
+    if options.vs is not None and not only_json:
         print("\n" + report.summary(measured, plan.backends))
-    if options.json is not None:
-        report.write_json(options.json, plan, measured, command)
+    if only_json:
+        print(report.as_json(plan, measured, command))
+    elif options.json is not None:
+        Path(options.json).write_text(report.as_json(plan, measured, command) + "\n")
     if options.plot is not None:
         plot.draw(measured, options.plot)
     code, reasons = verdict(measured, options.fail_below)

@@ -24,7 +24,8 @@ class Exchange(Protocol):
 
     place: Place
 
-    def all_gather(self, value: Any) -> list[Any]: ...
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
 
 
 def choose(device: str, local_rank: int) -> None:

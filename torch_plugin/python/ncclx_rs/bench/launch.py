@@ -33,7 +33,8 @@ class Run(Protocol[Found]):
 
     def __call__(
         self, plan: measure.Plan, store: c10d.Store, rank: int, ranks: int, *, local_rank: int
-    ) -> Iterator[Found]: ...
+    ) -> Iterator[Found]:
+        """Measures this rank's part; every rank exhausts the iterator."""
 
 
 def run_here(plan: measure.Plan, run: Run[Found]) -> tuple[int, int, Iterator[Found]]:

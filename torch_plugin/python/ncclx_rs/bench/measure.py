@@ -204,6 +204,7 @@ class Control:
     """Exchanges values between the ranks through the store. Every rank must make the same calls."""
 
     def __init__(self, store: c10d.Store, place: Place) -> None:
+        """Exchanges values of the rank at ``place`` through ``store``."""
         self.place = place
         self._store = store
         self._turn = 0

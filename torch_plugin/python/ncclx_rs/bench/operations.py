@@ -26,7 +26,8 @@ _COMPARED = 1 << 18
 class Pending(Protocol):
     """The result of an asynchronous call: a `torch.distributed.Work`, or several of them."""
 
-    def wait(self) -> Any: ...
+    def wait(self) -> Any:
+        """Waits until the result is there."""
 
 
 @dataclass(frozen=True)

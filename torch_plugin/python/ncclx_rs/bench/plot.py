@@ -17,6 +17,7 @@ class NoMatplotlib(Exception):
     """matplotlib is not installed."""
 
     def __init__(self) -> None:
+        """The error, with what to install."""
         super().__init__("plots need matplotlib: pip install matplotlib")
 
 

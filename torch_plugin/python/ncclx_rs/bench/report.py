@@ -118,9 +118,9 @@ def document(plan: Plan, rows: Sequence[Row], command: Sequence[str]) -> dict[st
     }
 
 
-def write_json(path: Path, plan: Plan, rows: Sequence[Row], command: Sequence[str]) -> None:
-    """Writes `document` to a file."""
-    path.write_text(json.dumps(document(plan, rows, command), indent=1) + "\n")
+def as_json(plan: Plan, rows: Sequence[Row], command: Sequence[str]) -> str:
+    """`document` as JSON."""
+    return json.dumps(document(plan, rows, command), indent=1)
 
 
 def processor() -> str:

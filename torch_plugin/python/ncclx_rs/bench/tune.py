@@ -157,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
         "--round-ms", type=above(float, 0.001), default=10.0, help="milliseconds of an algorithm's turn (10)"
     )
     made.add_argument("--pin", action="store_true", help="keep each rank's calling thread on a core of its own")
+    made.add_argument("--json", action="store_true", help="print all times and the file's new rows as JSON")
     return made
 
 
@@ -198,7 +199,8 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     findings: list[Finding] = []
     try:
         for finding in found:
-            _show(finding, findings[-1] if findings else None)
+            if not options.json:
+                _show(finding, findings[-1] if findings else None)
             findings.append(finding)
     except ProcessException as error:
         print(error, file=sys.stderr)
@@ -213,13 +215,31 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
         print("\n".join(broken) or "nothing to choose: these worlds have one algorithm a collective", file=sys.stderr)
         return FAILED
     today = datetime.datetime.now(datetime.timezone.utc).date()
+    rows = table(findings)
     try:
-        write(options.file, table(findings), f"{report.processor()}, {len(os.sched_getaffinity(0))} cores, {today}")
+        write(options.file, rows, f"{report.processor()}, {len(os.sched_getaffinity(0))} cores, {today}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return FAILED
-    print(f"\nwrote {options.file}; NCCLX_RS_TUNING_FILE={options.file} makes programs use it")
+    if options.json:
+        print(json.dumps(_as_json(options.file, findings, rows), indent=2))
+    else:
+        print(f"\nwrote {options.file}; NCCLX_RS_TUNING_FILE={options.file} makes programs use it")
     return 0
+
+
+def _as_json(file: Path, findings: Sequence[Finding], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    times = [
+        {
+            "collective": finding.collective,
+            "ranks": finding.row.case.ranks,
+            "hosts": finding.hosts,
+            "bytes": finding.row.case.bytes,
+            "microseconds": {name: result.time for name, result in finding.row.results.items()},
+        }
+        for finding in findings
+    ]
+    return {"file": str(file), "rows": list(rows), "times": times}
 
 
 def _show(finding: Finding, before: Finding | None) -> None:

@@ -1,6 +1,6 @@
 """Runs probes, benchmarks and tests on a machine with a GPU, and writes one report.
 
-    python tests/gpu/run.py --report gpu-report --rust PROGRAM
+    python tests/gpu/run_gpu.py --report gpu-report --rust PROGRAM
 
 The exit code is 1 if a part failed, else 0. What does not fit into the time is in the report as not run.
 """

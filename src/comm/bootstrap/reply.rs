@@ -1,0 +1,55 @@
+//! Rank 0's answer to all that have joined, the last message of the bootstrap: the outcome as JSON with its length in front,
+//! and then the [table](super::table) of ranks if all have come.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::protocol::{RankInfo, TABLE_BYTES_MAX, frame, frame_length, framed};
+use super::table;
+use crate::algo::Tuning;
+
+/// What all ranks know once all have joined.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct World {
+    /// Every rank, in order.
+    #[serde(skip)]
+    pub(super) ranks: Vec<RankInfo>,
+    /// Rank 0's tuning file, so that all ranks choose the same algorithms.
+    pub(super) tuning: Tuning,
+}
+
+/// Rank 0's answer.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum JoinReply {
+    /// All ranks have joined.
+    Complete(World),
+    /// Some ranks have not joined in time.
+    Missing { missing: Vec<u32>, waited: Duration },
+    /// The ranks do not fit together.
+    Refused { cause: String },
+}
+
+impl JoinReply {
+    /// The message. The error says that it is too long.
+    pub(super) fn message(&self) -> Result<Vec<u8>, String> {
+        let mut body = frame(self, TABLE_BYTES_MAX)?;
+        if let JoinReply::Complete(World { ranks, .. }) = self {
+            body.extend(table::encode(ranks)?);
+        }
+        framed(&body, TABLE_BYTES_MAX)
+    }
+
+    /// The answer in a message without its length, to a rank of a world of `size`.
+    pub(super) fn parse(body: &[u8], size: usize) -> Result<JoinReply, String> {
+        let (length, rest) = body.split_first_chunk::<{ size_of::<u32>() }>().ok_or("its answer has no length")?;
+        let outcome = rest.split_at_checked(frame_length(length, TABLE_BYTES_MAX)?);
+        let (outcome, table) = outcome.ok_or("its answer ends too early")?;
+        let mut reply = serde_json::from_slice(outcome).map_err(|error| error.to_string())?;
+        if let JoinReply::Complete(world) = &mut reply {
+            world.ranks =
+                table::decode(table, size).map_err(|cause| format!("its table of ranks is wrong: {cause}"))?;
+        }
+        Ok(reply)
+    }
+}

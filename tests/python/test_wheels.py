@@ -1,0 +1,56 @@
+"""`make check-wheels`: which environments a wheel is tried in, and what is told of a trial."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from harness import BACKEND
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "packaging"))
+import check_wheels  # noqa: E402  # packaging/ is no package
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
+
+NAME = f"ncclx_rs-{importlib.metadata.version('ncclx_rs')}-cp310-abi3-linux_{platform.machine()}.whl"
+
+
+def packed(folder: Path, *names: str) -> Path:
+    wheel = folder / NAME
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in names:
+            archive.writestr(name, "")
+    return wheel
+
+
+def test_a_wheel_is_tried_for_the_pairs_that_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel = packed(tmp_path, "ncclx_rs/shims/torch2.15-cpython315.so", "ncclx_rs/shims/torch2.11-cpython310.so")
+    assert [str(pair) for pair in check_wheels.pairs_of(wheel)] == ["2.11:3.10", "2.15:3.15"]
+    assert check_wheels.wheels_in(tmp_path) == [wheel]
+    assert check_wheels.main(["--dist", str(tmp_path), "--pairs", "2.13:3.12"]) == 1
+    assert "2.13:3.12: not tried: the wheel has no part for it" in capsys.readouterr().out
+    assert check_wheels.main(["--dist", str(tmp_path / "nothing")]) == 1
+    assert "has no wheel for a Python of this machine" in capsys.readouterr().out
+
+
+def test_a_trial_that_fails_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path, "ncclx_rs/shims/torch2.15-cpython311.so")
+    arguments = ["--dist", str(tmp_path), "--pairs", "2.15:3.11", "--torch-from", str(tmp_path)]
+    monkeypatch.setattr(check_wheels, "interpreter", lambda _: Path("/bin/false"))
+    assert check_wheels.main(arguments) == 1
+    assert f"{NAME}, 2.15:3.11: failed: /bin/false -m venv " in capsys.readouterr().out
+    monkeypatch.setattr(check_wheels, "interpreter", lambda _: None)
+    assert check_wheels.main(arguments) == 1
+    assert "2.15:3.11: not tried: there is no Python 3.11" in capsys.readouterr().out
+    monkeypatch.setattr(check_wheels, "interpreter", lambda _: Path(sys.executable))
+    monkeypatch.setattr(check_wheels, "check", lambda *_: "it works")
+    assert check_wheels.main(arguments) == 0
+    assert capsys.readouterr().out == f"{NAME}, 2.15:3.11: it works\n"
+    # What was asked for by name and cannot be tried is a failure.
+    assert check_wheels.main(["--dist", str(tmp_path), "--pairs", "2.15:3.11", "2.15:3.12"]) == 1
