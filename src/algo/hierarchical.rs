@@ -4,6 +4,7 @@
 //! collective operation performance", 2000; the striped all_reduce, in which every local rank is the leader of its
 //! piece, is what NCCL and Horovod call hierarchical all-reduce.
 
+use crate::algo::bruck::{self, BRUCK_MAX_BYTES};
 use crate::algo::collective::Setting;
 use crate::algo::group::{Group, chunks, pieces};
 use crate::algo::{binomial, direct, halving_doubling};
@@ -94,12 +95,15 @@ pub fn reduce(builder: &mut Builder, setting: &Setting<'_>, root: Rank, data: Sl
     }
 }
 
-/// Spreads `blocks`, one a rank, of which this rank's is in place.
+/// Spreads `blocks`, one a rank, which follow each other and of which this rank's is in place.
 pub fn all_gather(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Slice]) {
     let hosts = Hosts::new(setting);
     let leaders = hosts.leaders(Rank(0));
     let leader = hosts.leader(&leaders);
     let total: usize = blocks.iter().map(|block| block.len).sum();
+    if total.saturating_mul(setting.element) <= BRUCK_MAX_BYTES {
+        return all_gather_together(builder, &hosts, &leaders, blocks, total);
+    }
     let chunk = setting.chunk(total);
     let of = |ranks: &[Rank]| -> Vec<Slice> { ranks.iter().map(|rank| blocks[rank.index()]).collect() };
     let home = setting.topo.host_of(setting.me);
@@ -122,6 +126,54 @@ pub fn all_gather(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Slice]
         let from = (home + leaders.len() - step) % leaders.len();
         for block in of(&setting.topo.hosts()[from]) {
             binomial::broadcast(builder, &hosts.local, leader, block, chunk);
+        }
+    }
+}
+
+/// The same in the fewest messages: each leader gathers the blocks of its host, the leaders exchange what they have, and what
+/// all have goes to the ranks of each host in one piece.
+fn all_gather_together(builder: &mut Builder, hosts: &Hosts<'_>, leaders: &[Rank], blocks: &[Slice], total: usize) {
+    let (topo, me) = (hosts.setting.topo, hosts.setting.me);
+    let leader = hosts.leader(leaders);
+    let order = || topo.hosts().iter().flatten();
+    // Where the ranks of each host follow each other, nothing has to be put in order.
+    let is_ordered = order().is_sorted();
+    let all = if is_ordered {
+        Slice::new(blocks[0].space, blocks[0].offset, total)
+    } else {
+        builder.beside(blocks[0], total)
+    };
+    let mut end = 0;
+    let mut take = |len| {
+        end += len;
+        all.part(end - len, len)
+    };
+    let length = |rank: &Rank| blocks[rank.index()].len;
+    let of_hosts: Vec<Slice> = topo.hosts().iter().map(|ranks| take(ranks.iter().map(length).sum())).collect();
+    let own = of_hosts[topo.host_of(me)];
+    if me != leader {
+        builder.push(Action::Send { to: leader, from: blocks[me.index()] });
+    }
+    if let Some(group) = hosts.leading(leaders) {
+        let mut offset = 0;
+        for rank in &topo.hosts()[topo.host_of(me)] {
+            let into = own.part(offset, length(rank));
+            offset += into.len;
+            match *rank {
+                rank if rank != me => _ = builder.push(Action::Recv { from: rank, into }),
+                _ if is_ordered => {}
+                _ => _ = builder.push(Action::Copy { from: blocks[me.index()], into }),
+            }
+        }
+        bruck::all_gather(builder, &group, own, &of_hosts);
+    }
+    binomial::broadcast(builder, &hosts.local, leader, all, total.max(1));
+    if !is_ordered {
+        let mut offset = 0;
+        for rank in order() {
+            let into = blocks[rank.index()];
+            builder.push(Action::Copy { from: all.part(offset, into.len), into });
+            offset += into.len;
         }
     }
 }

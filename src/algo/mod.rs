@@ -8,6 +8,7 @@
 
 mod agreement;
 pub mod binomial;
+pub mod bruck;
 pub mod collective;
 pub mod direct;
 pub mod dissemination;

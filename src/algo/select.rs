@@ -2,7 +2,7 @@
 
 use crate::algo::collective::{Collective, DIRECT_MAX_RANKS, Scaling, Setting, schedule};
 use crate::algo::group::{blocks, pieces};
-use crate::algo::{agreement, binomial, direct, dissemination, halving_doubling, hierarchical, ring};
+use crate::algo::{agreement, binomial, bruck, direct, dissemination, halving_doubling, hierarchical, ring};
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
 use crate::types::Rank;
@@ -38,6 +38,12 @@ const TABLE: &[Row] = &[
                 halving_doubling::all_reduce_halving(builder, &setting.world(), data);
             });
         },
+    },
+    Row {
+        name: "bruck",
+        can: |collective, _| matches!(collective, Collective::AllGather { .. }),
+        prefer: |collective, setting| bytes(collective, setting) <= bruck::BRUCK_MAX_BYTES,
+        build: build_bruck,
     },
     Row { name: "ring", can: can_ring, prefer: always, build: build_ring },
     Row { name: "binomial", can: can_binomial, prefer: always, build: build_binomial },
@@ -328,6 +334,12 @@ fn direct_reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, own: &[Sl
         Scaling::Sum { .. } => direct::average_scatter(builder, &setting.world(), own, into, chunk),
         _ => direct::reduce_scatter(builder, &setting.world(), own, into, chunk),
     }
+}
+
+fn build_bruck(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
+    let Collective::AllGather { counts } = collective else { unreachable!("checked by `can`") };
+    let all = blocks(output(counts.total()), counts);
+    bruck::all_gather(builder, &setting.world(), input(counts[setting.me.index()]), &all);
 }
 
 fn can_ring(collective: &Collective, _: &Setting<'_>) -> bool {

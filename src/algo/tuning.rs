@@ -8,7 +8,7 @@
 //! ]}"#;
 //! assert!(Tuning::parse(text).is_ok());
 //! let error = Tuning::parse(&text.replace("direct", "binomial")).unwrap_err();
-//! assert_eq!(error, "row 2: algorithm: expected one of direct, ring for all_gather, got `binomial`");
+//! assert_eq!(error, "row 2: algorithm: expected one of direct, bruck, ring for all_gather, got `binomial`");
 //! ```
 
 use serde::{Deserialize, Serialize};

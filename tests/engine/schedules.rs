@@ -289,10 +289,10 @@ pub(crate) const ELEMENT: usize = 16 * 1024;
 pub(crate) const SCALINGS: [Scaling; 4] =
     [Scaling::Nothing, Scaling::Inputs, Scaling::Sum { bytes: ELEMENT }, Scaling::Sum { bytes: 4 * ELEMENT }];
 
-fn plan(name: Option<&str>, case: &Case, topo: &Topology, scaling: Scaling) -> Option<Vec<Schedule>> {
+fn plan(name: Option<&str>, case: &Case, topo: &Topology, scaling: Scaling, element: usize) -> Option<Vec<Schedule>> {
     (0..topo.size())
         .map(|rank| {
-            let setting = Setting { me: Rank::from(rank), topo, element: ELEMENT, scaling, chunking: Chunking::Chunks };
+            let setting = Setting { me: Rank::from(rank), topo, element, scaling, chunking: Chunking::Chunks };
             match name {
                 Some(name) => algo::plan_with(name, &case.of(rank), setting),
                 None => Some(algo::plan(&case.of(rank), setting)),
@@ -340,12 +340,16 @@ fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
     let reduces =
         matches!(first, Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::ReduceScatter { .. });
     for scaling in if reduces { &SCALINGS[..] } else { &[Scaling::Nothing] } {
-        check_scaled(name, case, topo, seed, *scaling);
+        check_scaled(name, case, topo, seed, *scaling, ELEMENT);
+    }
+    // Short ones go in another way.
+    if matches!(first, Collective::AllGather { .. }) {
+        check_scaled(name, case, topo, seed, Scaling::Nothing, 1);
     }
 }
 
-fn check_scaled(name: Option<&str>, case: &Case, topo: &Topology, seed: u64, scaling: Scaling) {
-    let Some(schedules) = plan(name, case, topo, scaling) else { return };
+fn check_scaled(name: Option<&str>, case: &Case, topo: &Topology, seed: u64, scaling: Scaling, element: usize) {
+    let Some(schedules) = plan(name, case, topo, scaling, element) else { return };
     let size = topo.size();
     let context = || {
         let (name, hosts) = (schedules[0].name, topo.hosts().len());
@@ -497,6 +501,27 @@ fn data_from_a_root_is_not_answered() {
                 assert_eq!(sends_later, 0, "rank {rank} of {size}: {:?}", schedule.steps);
             }
         }
+    }
+}
+
+#[test]
+fn a_short_all_gather_of_many_ranks_takes_few_messages() {
+    for (size, rounds) in [(9, 4), (16, 4), (17, 5), (1024, 10)] {
+        let topo = Topology::single_host(size);
+        let collective = Collective::AllGather { counts: Counts::equal(8, size) };
+        let setting = |rank| Setting {
+            me: Rank::from(rank),
+            topo: &topo,
+            element: 8,
+            scaling: Scaling::Nothing,
+            chunking: Chunking::Chunks,
+        };
+        let schedules: Vec<Schedule> = (0..size).map(|rank| algo::plan(&collective, setting(rank))).collect();
+        for schedule in &schedules {
+            let sends = schedule.steps.iter().filter(|step| matches!(step.action, Action::Send { .. })).count();
+            assert_eq!((schedule.name, sends), ("bruck", rounds), "{size} ranks");
+        }
+        assert_eq!(schedule::check(&schedules), Ok(()));
     }
 }
 

@@ -108,13 +108,13 @@ def test_the_engine_reads_what_the_command_writes(tmp_path: Path) -> None:
         ("all_gather", 2, 1),
         ("all_gather", 3, 1),
     ]
-    assert {row["algorithm"] for row in written} <= {"direct", "ring"}
+    assert {row["algorithm"] for row in written} <= {"direct", "bruck", "ring"}
     told = json.loads(run.stdout)
     assert (told["file"], told["rows"]) == (str(file), written)
     assert [(time["ranks"], time["bytes"], set(time["microseconds"])) for time in told["times"]] == [
-        (ranks, size, {"direct", "ring"}) for ranks, size in ((2, 1024), (3, 1020))
+        (ranks, size, {"direct", "bruck", "ring"}) for ranks, size in ((2, 1024), (3, 1020))
     ]
     open_with(file)
     file.write_text(file.read_text().replace('"algorithm": "', '"algorithm": "not_'))
-    with pytest.raises(ValueError, match=rf"tuning_file `{file}`: row 1: algorithm: expected one of direct, ring"):
+    with pytest.raises(ValueError, match=rf"tuning_file `{file}`: row 1: algorithm: expected one of direct, bruck"):
         open_with(file)
