@@ -40,6 +40,8 @@
 
 mod client;
 mod error;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod memory;
 mod pending;
 mod protocol;

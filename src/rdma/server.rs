@@ -84,7 +84,16 @@ fn accept(shared: &Arc<Shared>, unix: &UnixListener, tcp: &TcpListener, woken: B
         if lock(&shared.connections).ended {
             return;
         }
-        let local = socket::admit(unix.accept(), |(stream, _)| Wire::unix(stream));
+        let local = socket::admit(unix.accept(), |(stream, _)| {
+            // Before it takes a thread, and one of the places for connections.
+            if !socket::is_of_this_user(stream.as_fd())? {
+                // Not a warning, since another user could cause any number of them.
+                log::debug!("a transport dropped another user's connection");
+                return Ok(None);
+            }
+            Wire::unix(stream).map(Some)
+        });
+        let local = local.map(Option::flatten);
         let remote = socket::admit(tcp.accept(), |(stream, _)| Wire::tcp(stream, shared.silence));
         for accepted in [local, remote] {
             match accepted {
@@ -136,13 +145,19 @@ fn serve_connection(shared: &Shared, mut wire: Wire) {
         }
         return;
     }
-    let mut serving = Serving { peer: wire.peer_memory(), wire, piece: vec![0; PIECE_BYTES] };
-    if let Err(error) = serving.serve()
+    if let Err(error) = serve_proved(wire)
         && error.kind() != io::ErrorKind::UnexpectedEof
     {
         log::debug!("a transport's connection has ended: {error}");
     }
+}
+
+/// Answers the requests of a connection whose sides have proved themselves, until it ends.
+pub(super) fn serve_proved(wire: Wire) -> io::Result<()> {
+    let mut serving = Serving { peer: wire.peer_memory(), wire, piece: vec![0; PIECE_BYTES] };
+    let ended = serving.serve();
     serving.wire.shut_down();
+    ended
 }
 
 /// One connection.

@@ -2,12 +2,14 @@
 //! with a key get any.
 
 use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ncclx_rs::rdma::{Key, Kind, Memory, Pending, RdmaError, RemoteBuffer, Span, Transport};
 use ncclx_rs::sys::lent_bytes::LentBytes;
+use ncclx_rs::sys::socket;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -281,6 +283,42 @@ fn strangers_are_refused_and_peers_go_on() {
         let memory = Memory::new(lent(vec![0; 10]));
         write(&one, &lent(vec![3; 10]), memory.remote_buffer(0, 10).expect("inside")).expect("write");
         assert_eq!(content(memory.bytes()), [3; 10]);
+    }
+}
+
+/// Any that is not this process's.
+const OTHER_USER: u32 = 54_321;
+
+/// So many connections to a socket by a thread of another user; none where this process may not have such threads.
+fn call_as_other_user(name: &[u8], count: usize) -> Option<Vec<UnixStream>> {
+    let call = || {
+        // Of this thread alone, which ends soon.
+        rustix::thread::set_thread_res_uid(None, rustix::process::Uid::from_raw(OTHER_USER), None).ok()?;
+        Some((0..count).map(|_| socket::connect_unix(name).expect("it listens")).collect())
+    };
+    std::thread::scope(|scope| scope.spawn(call).join().expect("no panic"))
+}
+
+#[test]
+fn callers_of_another_user_keep_no_peer_out() {
+    let settings = WIRES[0].0;
+    let (one, other) = (transport(settings), transport(settings));
+    let theirs = other.bind().expect("bind");
+    let address: serde_json::Value = serde_json::from_slice(&theirs).expect("plain data");
+    let name: Vec<u8> = serde_json::from_value(address["unix"].clone()).expect("a name");
+    // More than a transport has places for connections. They stay open, and say nothing.
+    let Some(callers) = call_as_other_user(&name, 100) else {
+        eprintln!("skipped: it takes root");
+        return;
+    };
+    one.connect(&theirs, LONG).expect("connect");
+    assert_eq!(one.wire(), Some("shared memory"));
+    for mut caller in &callers {
+        caller.set_nonblocking(false).expect("a setting");
+        let mut said = Vec::new();
+        // Either way the connection has ended.
+        let _ = caller.read_to_end(&mut said);
+        assert!(said.is_empty(), "another user was given a challenge");
     }
 }
 

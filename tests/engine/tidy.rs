@@ -77,7 +77,15 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ),
     (
         "src/rdma/",
-        &[&["error"], &["memory", "pending"], &["protocol"], &["wire"], &["client", "server"], &["transport"]],
+        &[
+            &["error"],
+            &["memory", "pending"],
+            &["protocol"],
+            &["wire"],
+            &["client", "server"],
+            &["transport"],
+            &["fuzz"],
+        ],
     ),
     ("src/comm/store/", &[&["interface"], &["memory", "prefix", "protocol"], &["server"], &["tcp"], &["fuzz"]]),
     (
