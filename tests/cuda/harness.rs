@@ -96,7 +96,8 @@ pub(crate) fn alone(test: &str, settings: &[&[(&str, &str)]], body: impl FnOnce(
 pub(crate) fn watch(test: &str) {
     let test = test.to_owned();
     std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_secs(300));
+        // Several times as long as the longest takes on a busy machine.
+        std::thread::sleep(Duration::from_secs(900));
         eprintln!("{test} does not end");
         std::process::abort();
     });
