@@ -244,6 +244,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", choices=("auto", "shm", "tcp"), default="auto")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("it takes two processes: torchrun --standalone --nproc-per-node 2 examples/kv_cache/kv_cache.py")
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     # torchrun's own store.
