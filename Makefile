@@ -346,14 +346,12 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 .PHONY: compat
 compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
 
-# For scripts: what `compat` covers, and which of these `test` and `test-tch` use.
-.PHONY: versions torch-version tch-version
+# For scripts: what `compat` covers, and which of these `test` uses.
+.PHONY: versions torch-version
 versions:
 	@echo $(COMPAT)
 torch-version:
 	@echo $(TORCH)
-tch-version:
-	@echo $(TCH_TORCH)
 
 .PHONY: clean
 clean: ## Removes environments and builds
