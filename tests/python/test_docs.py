@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
-import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -17,6 +13,7 @@ from harness import BACKEND, World
 from ncclx_rs import _api
 from ncclx_rs.__main__ import parser
 from ncclx_rs._load import native
+from test_examples import runs_a_program
 from test_rendezvous import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -50,23 +47,12 @@ def test_python_in_documents_compiles() -> None:
         compile(code, document, "exec")
 
 
-def runs(rank: int, size: int, script: str, port: int | None) -> str:
-    """Runs a program as a rank in the worker, and as a process that nothing has launched if there is no port."""
-    if port is not None:
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        os.environ.update({name: str(value) for name, value in variables.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(script, run_name="__main__")
-    return printed.getvalue()
-
-
 def printed_by(code: str, ranks: int, folder: Path) -> list[str]:
     script = folder / "program.py"
     script.write_text(code)
     world = World(max(ranks, 1), "shm")
     try:
-        return world.run(runs, str(script), free_port() if ranks else None, join=False)
+        return world.run(runs_a_program, str(script), free_port() if ranks else None, join=False)
     finally:
         world.close()
 

@@ -39,11 +39,15 @@ def test_torchrun_runs_an_example() -> None:
     assert_every_rank_prints(run(sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments), ranks)
 
 
-def runs_an_example(rank: int, size: int, script: str, port: int) -> str:
-    """Runs an example as a rank in the worker: with torchrun, each process would load PyTorch first."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+def runs_a_program(rank: int, size: int, script: str, port: int | None) -> str:
+    """Runs a program as a rank in the worker: with torchrun, each process would load PyTorch first.
+
+    Without a port, it runs as a process that nothing has launched.
+    """
+    if port is not None:
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
@@ -56,7 +60,7 @@ def test_object_api_example(script: Path) -> None:
     assert arguments == ["--nproc-per-node", str(ranks), str(script.relative_to(EXAMPLES.parent))]
     world = World(ranks, "shm")
     try:
-        printed = world.run(runs_an_example, str(script), free_port(), join=False)
+        printed = world.run(runs_a_program, str(script), free_port(), join=False)
     finally:
         world.close()
     assert_every_rank_prints("".join(printed), ranks)

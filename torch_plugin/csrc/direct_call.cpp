@@ -1,6 +1,6 @@
-// Blocking operations of the object API, and of operators, on plain tensors of the host: straight into the engine, without a work of c10d, and
-// without pybind11, whose conversion of arguments takes longer than a short operation. What is not plain is declined
-// before anything happens; the caller then takes the way of all other calls. Included by register.cpp.
+// Blocking operations of the object API, and of operators, on plain tensors of the host: straight into the engine, without
+// a work of c10d, and without pybind11, whose conversion of arguments takes longer than a short operation. What is not plain
+// is declined before anything happens; the caller then takes the way of all other calls. Included by register.cpp.
 #include <ATen/record_function.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
@@ -43,9 +43,8 @@ const DirectCall& direct_call(NcclxKind kind) {
 }
 
 // Whether the engine can use a tensor's memory as it is.
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
-         !tensor.is_neg();
+bool is_plain_on_host(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && is_plain(tensor);
 }
 
 // Whether the ranks can share a tensor's rows equally.
@@ -63,7 +62,7 @@ bool NcclxBackend::run(const DirectCall& call, const at::Tensor& target, const a
   // A profiler is told of works.
   if (is_coalescing || !comm || has_failed() || at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) return false;
   for (const at::Tensor* tensor : {&target, &source}) {
-    if (tensor->defined() && !is_plain(*tensor)) return false;
+    if (tensor->defined() && !is_plain_on_host(*tensor)) return false;
   }
   NcclxOp op{};
   op.kind = call.kind;
@@ -143,9 +142,9 @@ bool unpack(PyObject* argument, at::Tensor& tensor) {
 PyObject* call_directly(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 8, "ncclx_rs: a direct call takes 8 arguments, got ", count);
-  const bool is_plain = arguments[4] == Py_False && arguments[5] == Py_None && arguments[6] == Py_None &&
+  const bool is_usual = arguments[4] == Py_False && arguments[5] == Py_None && arguments[6] == Py_None &&
                         arguments[7] == Py_None && PyLong_Check(arguments[2]) && PyLong_Check(arguments[3]);
-  if (!is_plain) Py_RETURN_FALSE;
+  if (!is_usual) Py_RETURN_FALSE;
   at::Tensor target, source;
   if (!unpack(arguments[0], target) || !unpack(arguments[1], source)) Py_RETURN_FALSE;
   const auto* bound = static_cast<const Bound*>(PyCapsule_GetPointer(capsule, kBound));

@@ -99,6 +99,11 @@ inline Extent extent_of(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * tensor.element_size()};
 }
 
+// Whether a dense tensor's memory has its elements as they are, one after the other.
+inline bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
 // The memory that the operations of one call write.
 class Written {
  public:
@@ -193,10 +198,6 @@ class Operands {
   }
 
  private:
-  static bool is_plain(const at::Tensor& tensor) {
-    return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-  }
-
   void check(const at::Tensor& tensor, const char* argument) {
     if (!tensor.defined()) refuse(operation_, argument, "a tensor", "None");
     if (tensor.layout() != at::kStrided) refuse(operation_, argument, "a dense tensor", c10::str(tensor.layout()));

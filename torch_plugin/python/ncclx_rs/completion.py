@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -91,20 +91,3 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     }
     sys.stdout.write(script(options.shell, words))
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: The command line after the command; that of the process if not given.
-
-    Returns:
-        The exit code.
-    """
-    made = parser()
-    return execute(made.parse_args(arguments), made)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -131,20 +131,3 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
             time.sleep(options.interval)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: The command line after the command; that of the process if not given.
-
-    Returns:
-        The exit code.
-    """
-    made = parser()
-    return execute(made.parse_args(arguments), made)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
