@@ -327,8 +327,9 @@ def test_the_program_knows_its_commands() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="ncclx-rs")
     main = script.load()
     assert main([]) == 2 and main(["dance"]) == 2 and main(["--help"]) == 0
-    for module, _ in COMMANDS.values():
-        assert callable(importlib.import_module(module).main)
+    for command, (module, _) in COMMANDS.items():
+        assert main([command, "--help"]) == 0
+        assert callable(importlib.import_module(module).execute)
 
 
 QUICK_WORDS = ["--ops", "all_reduce", "--max", "1K", "--factor", "128", "--rounds", "2", "--calls", "2"]
