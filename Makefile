@@ -177,7 +177,14 @@ rust-test-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS)
 	LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib)" \
 		SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1 \
 		cargo test --locked --test cuda \
-		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'"
+		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'" -- $(CUDA_TEST_NAMES)
+
+# Its races, under many seeds.
+.PHONY: races-cuda
+races-cuda: export NCCLX_RS_RACE_SEEDS := $(or $(SEEDS),1000)
+races-cuda: export NCCLX_RS_RACE_SEED := $(or $(SEED),1)
+races-cuda: CUDA_TEST_NAMES := races
+races-cuda: rust-test-cuda
 
 # Those of the PyTorch backend.
 .PHONY: python-test-cuda
@@ -278,7 +285,7 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance acceptance-cuda long-messages nccl-versions chaos chaos-cuda soak soak-cuda \
+		$(MAKE) --keep-going acceptance acceptance-cuda long-messages nccl-versions chaos chaos-cuda races-cuda soak soak-cuda \
 			miri tsan fuzz SEED=$$seed
 
 .PHONY: long-messages

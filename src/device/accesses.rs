@@ -8,10 +8,11 @@
 use std::time::{Duration, Instant};
 
 use crate::device::control::{Control, Failure, FailureKind};
+use crate::device::graph_waits::Home;
 use crate::device::in_flight::{
     DRAIN_TIMEOUT, Ends, Halt, InFlight, Look, Watched, closed_by_fork, detail, named, reported, wait_driving,
 };
-use crate::device::signals::Signals;
+use crate::device::signals::{Line, Signals, Told};
 use crate::error::Error;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
 use crate::sys::fork::Origin;
@@ -40,11 +41,9 @@ pub(crate) struct Flight {
 /// A signal that a stream waits for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Awaited {
-    /// The number of the word.
-    pub(crate) word: usize,
+    pub(crate) line: Line,
     /// How many signals have come then.
     pub(crate) count: u64,
-    pub(crate) from: Rank,
 }
 
 #[derive(Debug, Default)]
@@ -118,6 +117,12 @@ impl Accesses {
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
         !std::mem::replace(&mut state.is_watched, true)
+    }
+
+    /// Ends an access of which nothing is in flight: it is in a graph, of whose replays nobody is told.
+    pub(crate) fn end(&self, number: u64, work: &Work, result: Result<(), Error>) {
+        self.control.pass(self.lane, number);
+        self.ends.ended(work, result);
     }
 
     /// Whether the slots of an access of this number are free.
@@ -232,8 +237,13 @@ impl Accesses {
         let waited = late.started.map_or(Duration::ZERO, |started| now - started);
         let number = late.number;
         let detail = match late.awaits {
-            Some(Awaited { word, count, from }) if !self.signals.have_come(word, count) => {
-                format!("device access {number}: rank {from} did not signal")
+            Some(Awaited { line, count }) if !self.signals.have_come(line, count) => {
+                let from = line.sender;
+                let in_graph = match self.signals.value(line, Told::Ready) {
+                    0 => "",
+                    _ => "; its signal in a CUDA graph is there, which a wait_signal in a graph takes",
+                };
+                format!("device access {number}: rank {from} did not signal{in_graph}")
             }
             _ => format!("device access {number}: the device did not finish it"),
         };
@@ -256,9 +266,10 @@ impl Accesses {
             return self.give_up(state, FailureKind::Driver, reporter, error);
         }
         let left = state.flights.iter().find_map(|flight| {
-            let Awaited { word, count, from } = flight.awaits?;
+            let Awaited { line, count } = flight.awaits?;
+            let from = line.sender;
             let failure = self.control.failure_of(from, self.lane).filter(|_| from != me)?;
-            (!self.signals.have_come(word, count)).then(|| (from, reported(from, failure, &flight.call)))
+            (!self.signals.have_come(line, count)).then(|| (from, reported(from, failure, &flight.call)))
         });
         if let Some((from, error)) = left {
             return self.give_up(state, FailureKind::PeerLost, from, error);
@@ -267,6 +278,34 @@ impl Accesses {
         if let Some(error) = state.flights.iter().find(is_late).map(|late| self.timeout(late, now)) {
             self.give_up(state, FailureKind::Timeout, me, error);
         }
+    }
+}
+
+impl Home for Accesses {
+    fn obstacle(&self, call: &str, peer: Rank) -> Option<Error> {
+        if let Some(error) = self.halt() {
+            return Some(named(error, call));
+        }
+        let lost =
+            self.ends.loss(call).filter(|error| matches!(error, Error::PeerLost { rank, .. } if *rank == peer.0));
+        let spoilt = || self.spoilt().map(|(reporter, failure)| reported(reporter, failure, &call));
+        let me = self.control.me();
+        let left = || self.control.failure_of(peer, self.lane).filter(|_| peer != me);
+        lost.or_else(spoilt).or_else(|| Some(reported(peer, left()?, &call)))
+    }
+
+    fn fail(&self, error: Error) {
+        let me = self.control.me();
+        let (kind, culprit) = match &error {
+            Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
+            Error::Timeout { .. } => (FailureKind::Timeout, me),
+            _ => (FailureKind::Driver, me),
+        };
+        Accesses::fail(self, kind, culprit, error);
+    }
+
+    fn in_flight(self: Arc<Self>) -> Arc<dyn Watched> {
+        self
     }
 }
 
@@ -284,8 +323,8 @@ impl Watched for Accesses {
             self.find_failure(&mut state, halt, now);
         }
         if state.failed.is_some() && !state.flights.is_empty() {
-            for Awaited { word, count, .. } in state.flights.iter().filter_map(|flight| flight.awaits) {
-                self.signals.release(word, count);
+            for Awaited { line, count } in state.flights.iter().filter_map(|flight| flight.awaits) {
+                self.signals.release(line, count);
             }
             state.released.get_or_insert(now);
         }

@@ -9,7 +9,7 @@ use crate::counts::Counts;
 use crate::device::all_to_all;
 use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
-use crate::device::graph::{Graphs, Home, Place};
+use crate::device::graph::{Graphs, Home, Place, spoilt};
 use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
@@ -721,15 +721,6 @@ fn runs(buffers: &[Buffer], offset: usize, len: usize) -> impl Iterator<Item = (
         begin += buffer.bytes();
         run
     })
-}
-
-fn spoilt(operation: String) -> UsageError {
-    UsageError {
-        operation,
-        argument: "stream",
-        expected: "a stream whose operations run, or are being captured in a graph".to_owned(),
-        got: "one whose capture has failed, and can only be ended".to_owned(),
-    }
 }
 
 fn no_kernels(comm: &str, error: &LaunchError) -> Error {

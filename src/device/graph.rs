@@ -12,7 +12,7 @@ use crate::device::lane::Kernels;
 use crate::device::replay::TokenLayout;
 use crate::device::setup::{self, AllGather, Wanted};
 use crate::device::watch;
-use crate::error::Error;
+use crate::error::{Error, UsageError};
 use crate::sync::{Arc, Weak};
 use crate::sys::cuda::{Context, CudaError, Current, Event, Stream, StreamId};
 use crate::types::Rank;
@@ -148,6 +148,16 @@ impl Graphs {
         let capture = self.captures.iter().find(|capture| capture.id == id)?;
         let lanes = capture.lanes.iter().filter(|lane| lane.purpose().serves(purpose));
         lanes.min_by_key(|lane| lane.purpose().half())
+    }
+}
+
+/// Refuses a stream whose capture has failed.
+pub(crate) fn spoilt(operation: String) -> UsageError {
+    UsageError {
+        operation,
+        argument: "stream",
+        expected: "a stream whose operations run, or are being captured in a graph".to_owned(),
+        got: "one whose capture has failed, and can only be ended".to_owned(),
     }
 }
 

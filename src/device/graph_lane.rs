@@ -3,11 +3,10 @@
 //! A lane serves one rank's operations of one graph, and lives as long as the graph does and something that was made of it. It
 //! counts by [`tokens`](crate::device::tokens), so that the graph can run again and again.
 
-use std::any::Any;
 use std::time::{Duration, Instant};
 
 use crate::device::counters::Word;
-use crate::device::in_flight::{InFlight, Look, Watched};
+use crate::device::in_flight::{InFlight, Look};
 use crate::device::lane::{Edges, Kernels, Lane, LaneWords, Submission, Tensors, flush};
 use crate::device::lower::{Kernel, Memory, Operation, Program};
 use crate::device::replay::{Busy, COUNTS, Captured, Replay, TOKENS, TokenLayout};
@@ -16,7 +15,7 @@ use crate::device::rounds::Rounds;
 use crate::device::segment::Segment;
 use crate::device::setup::Parts;
 use crate::device::tokens::{Step, Tokens};
-use crate::device::watch::Replayed;
+use crate::device::watch::{Left, Replayed};
 use crate::schedule::{Slice, Space};
 use crate::signature::Signature;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
@@ -189,13 +188,13 @@ impl Replayed for GraphLane {
         self.replay.is_busy()
     }
 
-    fn take(&self) -> Option<(Arc<dyn Watched>, Box<dyn Any + Send>)> {
+    fn take(&self) -> Option<Left> {
         // Partner: the driver's thread that sets it.
         if self.lives() {
             return None;
         }
         let memory = lock(&self.memory).take()?;
-        Some((self.replay.in_flight().clone(), Box::new(memory)))
+        Some(Left { in_flight: vec![self.replay.in_flight().clone()], memory: Box::new(memory) })
     }
 }
 

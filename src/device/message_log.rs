@@ -12,13 +12,17 @@ use crate::types::{Rank, Tag};
 pub(crate) struct LoggedMessage {
     pub(crate) bytes: u64,
     pub(crate) tag: Tag,
+    /// Whether it is in a graph's capture.
+    pub(crate) is_captured: bool,
 }
 
 /// What a rank has called, in words.
-pub(crate) fn called(direction: Direction, peer: Rank, LoggedMessage { bytes, tag }: LoggedMessage) -> String {
+pub(crate) fn called(direction: Direction, peer: Rank, message: LoggedMessage) -> String {
+    let LoggedMessage { bytes, tag, is_captured } = message;
+    let place = if is_captured { " in a graph's capture" } else { "" };
     match direction {
-        Direction::Send => format!("send({bytes} bytes to rank {peer}, tag {})", tag.0),
-        Direction::Receive => format!("recv({bytes} bytes from rank {peer}, tag {})", tag.0),
+        Direction::Send => format!("send({bytes} bytes to rank {peer}, tag {}){place}", tag.0),
+        Direction::Receive => format!("recv({bytes} bytes from rank {peer}, tag {}){place}", tag.0),
     }
 }
 
@@ -69,17 +73,18 @@ impl Control {
     /// Publishes a message, and compares it with what the other rank has called.
     fn compare_message(&self, lane: usize, number: u64, message: LoggedMessage) -> Result<(), LoggedMessage> {
         let (me, (words, layout)) = (self.me(), self.lines());
-        let [mark, bytes, tag, ..] = words.line(layout.call(me, lane, number));
+        let [mark, bytes, tag, is_captured, ..] = words.line(layout.call(me, lane, number));
         record::publish(mark, number, || {
             bytes.store(message.bytes, Ordering::Relaxed);
             tag.store(u64::from(message.tag.0), Ordering::Relaxed);
+            is_captured.store(u64::from(message.is_captured), Ordering::Relaxed);
         });
         let mut others = self.ranks().filter(|rank| *rank != me);
         let theirs = others.find_map(|peer| {
-            let [mark, bytes, tag, ..] = words.line(layout.call(peer, lane, number));
-            let load = || (bytes.load(Ordering::Relaxed), tag.load(Ordering::Relaxed));
-            let (bytes, tag) = record::read(mark, number, load)?;
-            Some(LoggedMessage { bytes, tag: Tag(tag as u32) })
+            let [mark, words @ ..] = words.line(layout.call(peer, lane, number));
+            let load = || words.each_ref().map(|word| word.load(Ordering::Relaxed));
+            let [bytes, tag, is_captured, ..] = record::read(mark, number, load)?;
+            Some(LoggedMessage { bytes, tag: Tag(tag as u32), is_captured: is_captured != 0 })
         });
         theirs.filter(|theirs| *theirs != message).map_or(Ok(()), Err)
     }
@@ -112,11 +117,16 @@ mod tests {
     #[test]
     fn who_calls_a_message_second_finds_what_differs() {
         let [sender, receiver] = ends();
-        let message = LoggedMessage { bytes: 40, tag: Tag(1) };
+        let message = LoggedMessage { bytes: 40, tag: Tag(1), is_captured: false };
         for (number, (first, second)) in (1..).zip([(&sender, &receiver), (&receiver, &sender)]) {
             assert_eq!(first.enter_message(0, number, message), Ok(()));
             assert_eq!(second.has_called(Rank(4), 0, number), number == 1);
-            for other in [LoggedMessage { bytes: 39, ..message }, LoggedMessage { tag: Tag(2), ..message }] {
+            let others = [
+                LoggedMessage { bytes: 39, ..message },
+                LoggedMessage { tag: Tag(2), ..message },
+                LoggedMessage { is_captured: true, ..message },
+            ];
+            for other in others {
                 assert_eq!(second.enter_message(0, number, other), Err(message));
             }
             assert_eq!(second.enter_message(0, number, message), Ok(()));
@@ -126,7 +136,7 @@ mod tests {
     #[test]
     fn a_message_takes_the_place_of_one_that_both_ends_have_called() {
         let [sender, receiver] = ends();
-        let message = LoggedMessage { bytes: 0, tag: Tag(0) };
+        let message = LoggedMessage { bytes: 0, tag: Tag(0), is_captured: false };
         let slots = SLOTS as u64;
         for number in 1..=slots {
             assert!(sender.has_room_for_message(0, number));

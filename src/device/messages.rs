@@ -2,7 +2,7 @@
 //!
 //! Two ranks set up what they share at the first message between them, and wait for each other there. From then on a call
 //! returns at once. The messages of a batch are one work on one stream, so they fail together: whatever fails one of them is
-//! told to all ranks that have a message in it.
+//! told to all ranks that have a message in it. Those in the captures of graphs go through rings of their own.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -13,20 +13,27 @@ use smallvec::SmallVec;
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
 use crate::device::far_pairs::FarPairs;
-use crate::device::in_flight::{self, Ends, Halt, Watched};
+use crate::device::graph::spoilt;
+use crate::device::graph_rings::GraphRings;
+use crate::device::graph_waits::Numbers;
+use crate::device::in_flight::{self, Ends, Halt, InFlight, Watched};
 use crate::device::message_log::{LoggedMessage, called, disagreement};
-use crate::device::pairs::{Asked, Channel, LANES, Link, Own, Pair, Pairs, lane};
+use crate::device::pairs::{Channel, LANES, Link, Own, Pairs, lane};
 use crate::device::parts::{Batch, Part, Place, Several};
+use crate::device::recordings::Recordings;
 use crate::device::ring_lane::{Edge, RingLane};
 use crate::device::rounds::{self, Direction, Rounds};
-use crate::device::setup::{Failure, Presence};
+use crate::device::setup::Presence;
 use crate::device::watch;
 use crate::device::words::SLOTS;
 use crate::error::{Error, InitError, UsageError};
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
-use crate::sys::cuda::{Capture, Context, CudaError, Current, Device, DeviceBytes, Stream, StreamHandle};
+use crate::sys::cuda::{Capture, Context, CudaError, Current, Device, DeviceBytes, Relaxed, Stream, StreamHandle};
 use crate::types::{Rank, Tag};
 use crate::work::{Drive, Entry, Work};
+
+mod capture;
+mod meetings;
 
 /// One message as a rank calls it.
 #[derive(Clone, Copy, Debug)]
@@ -48,15 +55,19 @@ impl Message<'_> {
         (self.peer, self.direction)
     }
 
-    fn logged(&self) -> LoggedMessage {
-        LoggedMessage { bytes: self.bytes() as u64, tag: self.tag }
+    fn logged(&self, is_captured: bool) -> LoggedMessage {
+        LoggedMessage { bytes: self.bytes() as u64, tag: self.tag, is_captured }
+    }
+
+    fn eager(&self) -> LoggedMessage {
+        self.logged(false)
     }
 }
 
 /// The call in words, as the CPU's engine has it.
 impl Display for Message<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&called(self.direction, self.peer, self.logged()))
+        f.write_str(&called(self.direction, self.peer, self.eager()))
     }
 }
 
@@ -66,6 +77,17 @@ pub(crate) struct Request<'a> {
     pub(crate) messages: &'a [Message<'a>],
     pub(crate) stream: StreamHandle,
     pub(crate) timeout: Duration,
+}
+
+impl Request<'_> {
+    /// The call with messages of one direction to or from a rank, for errors.
+    fn text(&self, stretch: &Stretch) -> String {
+        let message = &self.messages[stretch.messages[0]];
+        match self.messages.len() {
+            1 => message.to_string(),
+            count => format!("{message} in a batch of {count} messages"),
+        }
+    }
 }
 
 /// What a communicator offers to messages on its device.
@@ -98,6 +120,12 @@ struct State {
     rings: RingLane<Pairs>,
     /// What this rank has sent itself and not received, or the other way round.
     unmet: VecDeque<LoggedMessage>,
+    /// By peer, what messages in graphs go through.
+    graph_rings: Vec<Option<GraphRings>>,
+    /// Captures, in which the messages of a channel follow each other.
+    recordings: Recordings<Channel>,
+    /// Those of operations in graphs.
+    numbers: Numbers,
 }
 
 #[derive(Default)]
@@ -114,18 +142,13 @@ struct Stretch {
     messages: SmallVec<[usize; 2]>,
 }
 
-/// Where two ranks wait for each other before messages between them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Meeting {
-    SetUp(Rank),
-    Anew(Channel),
-}
-
 impl Messages {
     /// Nothing is set up yet.
     pub(crate) fn new(own: Own, ends: Arc<dyn Ends>, far: Arc<dyn FarPairs>) -> Messages {
         let rings = RingLane::on(Pairs::new(own.me, own.size), own.me, own.size);
-        let state = Mutex::new(Some(State { rings, unmet: VecDeque::new() }));
+        let graph_rings = (0..own.size).map(|_| None).collect();
+        let (recordings, numbers) = (Recordings::new(), Numbers::default());
+        let state = Mutex::new(Some(State { rings, unmet: VecDeque::new(), graph_rings, recordings, numbers }));
         let meetings = (0..own.size).map(|_| Default::default()).collect();
         Messages { own, ends, far, state, links: Mutex::default(), meetings }
     }
@@ -144,7 +167,7 @@ impl Messages {
         self.check(request, &stretches)?;
         let until = deadline_after(Instant::now(), request.timeout);
         loop {
-            let meetings = self.meetings_before(&stretches, request)?;
+            let mut meetings = self.meetings_before(&stretches, request, false)?;
             if meetings.is_empty() {
                 let mut state = lock(&self.state);
                 let Some(state) = state.as_mut() else { return Err(self.closed(&request.messages[0])) };
@@ -153,8 +176,17 @@ impl Messages {
                     return Ok(work);
                 }
             }
-            let asked = self.refuse_capture(request)?;
-            self.meet(&meetings, &asked, request, until, peers).inspect_err(|error| {
+            let capture = self.ask(request);
+            let in_graph = match capture {
+                Ok(Capture::Spoilt) => return Err(spoilt(request.messages[0].to_string()).into()),
+                Ok(Capture::Active(_)) => true,
+                Ok(Capture::Off) | Err(_) => false,
+            };
+            if in_graph {
+                meetings = self.meetings_before(&stretches, request, true)?;
+            }
+            let asked = capture.and_then(|_| in_graph.then(Relaxed::enter).transpose().map(|_| ()));
+            self.meet(&meetings, (&asked, in_graph), request, until, peers).inspect_err(|error| {
                 if let Some(state) = lock(&self.state).as_ref() {
                     self.give_up(state, &stretches, error);
                 }
@@ -162,18 +194,11 @@ impl Messages {
         }
     }
 
-    /// Refuses a stream that is being captured, whose capture a setup would spoil. If the driver does not say, the other ranks
-    /// are told in the setup.
-    fn refuse_capture(&self, request: &Request<'_>) -> Result<Asked, Error> {
-        let capture = || -> Result<Capture, CudaError> {
-            let context = Context::primary(Device::new(self.own.device)?)?;
-            let current = context.enter()?;
-            Stream::of_caller(&context, request.stream).capture(&current)
-        };
-        match capture() {
-            Ok(Capture::Active(_) | Capture::Spoilt) => Err(captured(&request.messages[0]).into()),
-            asked => Ok(asked.map(|_| ())),
-        }
+    /// Whether the stream is being captured. If the driver does not say, the other ranks are told in the setup.
+    fn ask(&self, request: &Request<'_>) -> Result<Capture, CudaError> {
+        let context = Context::primary(Device::new(self.own.device)?)?;
+        let current = context.enter()?;
+        Stream::of_caller(&context, request.stream).capture(&current)
     }
 
     fn check(&self, request: &Request<'_>, stretches: &[Stretch]) -> Result<(), Error> {
@@ -185,224 +210,6 @@ impl Messages {
             got: long.messages.len().to_string(),
         }
         .into())
-    }
-
-    // ---- where ranks wait for each other ----
-
-    /// The ranks that this rank has to meet before it can submit.
-    fn meetings_before(&self, stretches: &[Stretch], request: &Request<'_>) -> Result<Vec<Meeting>, Error> {
-        let state = lock(&self.state);
-        let Some(state) = state.as_ref() else { return Err(self.closed(&request.messages[0])) };
-        let mut meetings = Vec::new();
-        let mut add = |meeting| {
-            if !meetings.contains(&meeting) {
-                meetings.push(meeting);
-            }
-        };
-        for Stretch { channel: channel @ (peer, _), messages } in stretches {
-            if state.pairs().by_peer[peer.index()].is_none() {
-                add(Meeting::SetUp(*peer));
-            } else if let Some(Halt::Mismatch) =
-                self.halt(state, *channel, messages.len(), &request.messages[messages[0]])
-            {
-                // What a rank sends itself it counts at both ends at once.
-                add(Meeting::Anew(if *peer == self.own.me { (*peer, Direction::Send) } else { *channel }));
-            }
-        }
-        Ok(meetings)
-    }
-
-    /// What is in the way of the next messages of a channel.
-    fn halt(&self, state: &State, channel: Channel, count: usize, message: &Message<'_>) -> Option<Halt> {
-        let ((peer, direction), number) = (channel, state.pairs().end(channel).number);
-        let in_flight = &state.pairs().pair(peer).link.in_flight[lane(self.own.me, peer, direction)];
-        in_flight.halt_before(number + 1, number + count as u64, message)
-    }
-
-    /// Meets all at once, since ranks may come in any order.
-    fn meet(
-        &self,
-        meetings: &[Meeting],
-        asked: &Asked,
-        request: &Request<'_>,
-        until: Instant,
-        peers: &dyn Peers,
-    ) -> Result<(), Error> {
-        let Some((last, others)) = meetings.split_last() else { return Ok(()) };
-        std::thread::scope(|scope| {
-            let begin = |meeting: &Meeting| {
-                let meeting = *meeting;
-                let thread = std::thread::Builder::new().name("ncclx_rs setup".to_owned());
-                let run = move || self.meet_one(meeting, asked, request, until, peers);
-                thread.spawn_scoped(scope, run).map_err(|cause| self.os("a thread that sets up", &cause))
-            };
-            let threads: Vec<_> = others.iter().map(begin).collect();
-            let own = self.meet_one(*last, asked, request, until, peers);
-            let join = |thread: Result<std::thread::ScopedJoinHandle<'_, _>, Error>| {
-                thread?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            };
-            // All come to an end before one's error is told.
-            let ends: Vec<Result<(), Error>> = threads.into_iter().map(join).collect();
-            ends.into_iter().chain([own]).collect()
-        })
-    }
-
-    fn meet_one(
-        &self,
-        meeting: Meeting,
-        asked: &Asked,
-        request: &Request<'_>,
-        until: Instant,
-        peers: &dyn Peers,
-    ) -> Result<(), Error> {
-        let (Meeting::SetUp(peer) | Meeting::Anew((peer, _))) = meeting;
-        let message = request.messages.iter().find(|message| message.peer == peer).expect("it has one");
-        match meeting {
-            Meeting::SetUp(peer) => self.set_up(peer, asked, message, until, peers),
-            Meeting::Anew(channel) => self.begin_anew(channel, message, until, peers),
-        }
-    }
-
-    /// Sets a pair up with its other rank, if nobody has.
-    fn set_up(
-        &self,
-        peer: Rank,
-        asked: &Asked,
-        message: &Message<'_>,
-        until: Instant,
-        peers: &dyn Peers,
-    ) -> Result<(), Error> {
-        let mut gave_up = lock(&self.meetings[peer.index()][0]);
-        if let Some(error) = &*gave_up {
-            return Err(in_flight::named(error.clone(), message));
-        }
-        if lock(&self.state).as_ref().is_none_or(|state| state.pairs().by_peer[peer.index()].is_some()) {
-            return Ok(());
-        }
-        let (me, begin) = (self.own.me, Instant::now());
-        let mut silence = None;
-        let mut all_gather = |own: Vec<u8>| -> Result<Vec<Vec<u8>>, Error> {
-            if peer == me {
-                return Ok(vec![own]);
-            }
-            let heard = peers.tell(peer, Tag::PAIR, own.clone()).and_then(|()| {
-                let left = until.saturating_duration_since(Instant::now());
-                peers.hear(peer, Tag::PAIR, left)
-            });
-            let theirs = heard.map_err(|error| {
-                let detail = format!(
-                    "rank {peer} has not called its first message with rank {me} on a device, at which both set up what they share"
-                );
-                let error = late(error, message, begin.elapsed(), detail);
-                silence = Some(error.clone());
-                error
-            })?;
-            Ok(if me < peer { vec![own, theirs] } else { vec![theirs, own] })
-        };
-        let made = watch::begin().map_err(|cause| self.os("the threads that watch devices", &cause)).and_then(|()| {
-            let are_there = || peers.are_there();
-            Pair::set_up(&self.own, peer, asked, until, (&self.ends, &*self.far), &mut all_gather, &are_there)
-        });
-        if let Some(error) = silence {
-            // The other rank finds this in place of what it waits for, if it comes later. So neither waits for ever.
-            let told = Failure::new("the setup with another rank", &error).told();
-            if let Err(error) = peers.tell(peer, Tag::PAIR, told) {
-                log::debug!("rank {peer} is not told that a setup has ended: {error}");
-            }
-            *gave_up = Some(error);
-        }
-        let pair = made?;
-        {
-            let mut links = lock(&self.links);
-            if let Some(error) = &links.left {
-                pair.link.in_flight.iter().for_each(|in_flight| in_flight.leave(error.clone()));
-            }
-            links.all.push(pair.link.clone());
-        }
-        match lock(&self.state).as_mut() {
-            Some(state) => state.rings.memory_mut().by_peer[peer.index()] = Some(pair),
-            None => return Err(self.closed(message)),
-        }
-        Ok(())
-    }
-
-    /// After a disagreement: waits until no stream of the two ranks has messages of this direction any more, and counts them from
-    /// the beginning.
-    fn begin_anew(
-        &self,
-        channel: Channel,
-        message: &Message<'_>,
-        until: Instant,
-        peers: &dyn Peers,
-    ) -> Result<(), Error> {
-        let ((peer, direction), me) = (channel, self.own.me);
-        let number = lane(me, peer, direction);
-        let _meeting = lock(&self.meetings[peer.index()][number]);
-        let (link, halt) = {
-            let state = lock(&self.state);
-            let Some(state) = state.as_ref() else { return Err(self.closed(message)) };
-            (state.pairs().pair(peer).link.clone(), self.halt(state, channel, 1, message))
-        };
-        // Another thread may have been faster.
-        if !matches!(halt, Some(Halt::Mismatch)) {
-            return Ok(());
-        }
-        let both = [Direction::Send, Direction::Receive];
-        let ways = if peer == me { &both[..] } else { std::slice::from_ref(&direction) };
-        let begin = Instant::now();
-        let anew = || -> Result<(), Error> {
-            for way in ways {
-                let in_flight = &link.in_flight[lane(me, peer, *way)];
-                if peer == me {
-                    let (operation, detail) = (message.to_string(), "an earlier batch has failed".to_owned());
-                    in_flight.fail_too(1, &Error::Mismatch { operation, detail });
-                }
-                in_flight.wait_for(u64::MAX, until.saturating_duration_since(begin)).map_err(|waited| {
-                    let detail = "earlier messages are still in flight on the device".to_owned();
-                    Error::Timeout { operation: message.to_string(), waited, detail }
-                })?;
-            }
-            self.barrier(peer, number, message, until, peers)?;
-            if let Some(state) = lock(&self.state).as_mut() {
-                for way in ways {
-                    link.control.reset(lane(me, peer, *way));
-                    if state.pairs().pair(peer).is_far() {
-                        self.far.reset(peer, lane(me, peer, *way));
-                    }
-                    state.rings.reset_ring(peer, *way);
-                    state.rings.memory_mut().end_mut((peer, *way)).number = 0;
-                }
-                if peer == me {
-                    state.unmet.clear();
-                }
-            }
-            self.barrier(peer, number, message, until, peers)?;
-            // Only now do other threads of this rank go on with it.
-            ways.iter().for_each(|way| link.in_flight[lane(me, peer, *way)].resume(0));
-            Ok(())
-        };
-        anew().inspect_err(|error| ways.iter().for_each(|way| link.in_flight[lane(me, peer, *way)].stop(error)))
-    }
-
-    /// Waits until both ranks are there.
-    fn barrier(
-        &self,
-        peer: Rank,
-        lane: usize,
-        message: &Message<'_>,
-        until: Instant,
-        peers: &dyn Peers,
-    ) -> Result<(), Error> {
-        if peer == self.own.me {
-            return Ok(());
-        }
-        let (tag, begin) = (Tag::ANEW[lane], Instant::now());
-        peers.tell(peer, tag, Vec::new())?;
-        let heard = peers.hear(peer, tag, until.saturating_duration_since(begin));
-        heard.map(|_| ()).map_err(|error| {
-            let detail = format!("rank {peer} has not come to begin anew after a disagreement");
-            late(error, message, begin.elapsed(), detail)
-        })
     }
 
     // ---- submission ----
@@ -441,8 +248,10 @@ impl Messages {
             self.give_up(state, stretches, &error);
             error
         })?;
-        if capture != Capture::Off {
-            return Err(captured(first).into());
+        match capture {
+            Capture::Off => {}
+            Capture::Active(id) => return self.capture(state, (&current, &stream, id), stretches, request, peers),
+            Capture::Spoilt => return Err(spoilt(first.to_string()).into()),
         }
         let unmet = self.unmet_after(state, request)?;
         let messages: Vec<rounds::Message> = request.messages.iter().enumerate().map(plain).collect();
@@ -472,7 +281,7 @@ impl Messages {
     fn carry(&self, state: &State, stretches: &[Stretch], batch: &Batch, request: &Request<'_>) -> std::io::Result<()> {
         for (Stretch { channel, messages }, place) in stretches.iter().zip(batch.places()) {
             if state.pairs().pair(channel.0).is_far() {
-                let logged: Vec<LoggedMessage> = messages.iter().map(|at| request.messages[*at].logged()).collect();
+                let logged: Vec<LoggedMessage> = messages.iter().map(|at| request.messages[*at].eager()).collect();
                 self.far.submit(*channel, place.first, &logged)?;
             }
         }
@@ -483,7 +292,7 @@ impl Messages {
     fn unmet_after(&self, state: &State, request: &Request<'_>) -> Result<VecDeque<LoggedMessage>, Error> {
         let own = |direction| {
             let own = request.messages.iter().filter(move |message| message.channel() == (self.own.me, direction));
-            own.map(Message::logged)
+            own.map(Message::eager)
         };
         let earlier = state.unmet.iter().copied();
         let is_ahead = state.rings.ahead() > 0;
@@ -527,33 +336,50 @@ impl Messages {
         })
     }
 
-    /// Tells the other ranks of the messages, and compares them with what those have called.
+    /// Makes a batch of messages, of which the other ranks are told.
     fn enter(
         &self,
-        state: &mut State,
+        state: &State,
         stretches: &[Stretch],
         request: &Request<'_>,
         rounds: &Rounds,
         peers: &dyn Peers,
     ) -> Result<Arc<Batch>, Error> {
         let me = self.own.me;
-        let mut numbers = vec![0; request.messages.len()];
-        let mut places = Vec::new();
-        for Stretch { channel: channel @ (peer, direction), messages } in stretches {
+        let place = |Stretch { channel: channel @ (peer, direction), messages }: &Stretch| {
             let first = state.pairs().end(*channel).number + 1;
-            messages.iter().zip(first..).for_each(|(message, number)| numbers[*message] = number);
             let in_flight = state.pairs().pair(*peer).link.in_flight[lane(me, *peer, *direction)].clone();
             let awaits = state.rings.awaits_after(rounds, *peer, *direction);
             let awaits = awaits.map(|(word, value)| state.pairs().awaited(word, value)).into_iter().collect();
-            let last = first + messages.len() as u64 - 1;
-            places.push(Place { in_flight, peer: *peer, first, last, awaits });
+            Place { in_flight, peer: *peer, first, last: first + messages.len() as u64 - 1, awaits }
+        };
+        let places: Vec<Place> = stretches.iter().map(place).collect();
+        let works = self.announce(state, stretches, request, false, peers)?;
+        let batch = Batch::new(works, places.len());
+        batch.place(places);
+        Ok(batch)
+    }
+
+    /// Tells the other ranks of the messages, and compares them with what those have called. Returns the works, by message.
+    fn announce(
+        &self,
+        state: &State,
+        stretches: &[Stretch],
+        request: &Request<'_>,
+        is_captured: bool,
+        peers: &dyn Peers,
+    ) -> Result<Vec<Work>, Error> {
+        let me = self.own.me;
+        let mut numbers = vec![0; request.messages.len()];
+        let mut in_flight: Vec<Arc<InFlight>> = Vec::new();
+        for Stretch { channel: channel @ (peer, direction), messages } in stretches {
+            let first = state.pairs().end(*channel).number + 1;
+            messages.iter().zip(first..).for_each(|(message, number)| numbers[*message] = number);
+            in_flight.push(state.pairs().pair(*peer).link.in_flight[lane(me, *peer, *direction)].clone());
         }
-        let drive: Arc<dyn Drive> = match &places[..] {
-            [one] => one.in_flight.clone(),
-            several => {
-                let all = several.iter().map(|place| place.in_flight.clone()).collect();
-                Arc::new(Several::new(self.own.comm.clone(), all))
-            }
+        let drive: Arc<dyn Drive> = match &in_flight[..] {
+            [one] => one.clone(),
+            _ => Arc::new(Several::new(self.own.comm.clone(), in_flight)),
         };
         let work = |(message, number): (&Message<'_>, &u64)| Work::new(drive.clone(), peers.begin(message, *number));
         let works: Vec<Work> = request.messages.iter().zip(&numbers).map(work).collect();
@@ -562,7 +388,7 @@ impl Messages {
         {
             let (lane, control) = (lane(me, *peer, *direction), &state.pairs().pair(*peer).link.control);
             for message in messages {
-                let (number, logged) = (numbers[*message], request.messages[*message].logged());
+                let (number, logged) = (numbers[*message], request.messages[*message].logged(is_captured));
                 let Err(theirs) = control.enter_message(lane, number, logged) else { continue };
                 let operation = request.messages[*message].to_string();
                 let detail = disagreement(number, (me, *direction, logged), (*peer, theirs));
@@ -572,19 +398,13 @@ impl Messages {
                 return Err(error);
             }
         }
-        let batch = Batch::new(works, places.len());
-        batch.place(places);
-        Ok(batch)
+        Ok(works)
     }
 
     /// Counts messages among those in flight, before anything of them is on the stream.
     fn take_off(&self, state: &mut State, stretch: &Stretch, place: &Place, batch: &Arc<Batch>, request: &Request<'_>) {
         let ((peer, direction), me) = (stretch.channel, self.own.me);
-        let message = &request.messages[stretch.messages[0]];
-        let text = match request.messages.len() {
-            1 => message.to_string(),
-            count => format!("{message} in a batch of {count} messages"),
-        };
+        let text = request.text(stretch);
         let way = match direction {
             Direction::Send => (me, peer),
             Direction::Receive => (peer, me),
@@ -617,6 +437,12 @@ impl Messages {
                 // What is left then is given up.
                 let _ = in_flight.wait_for(u64::MAX, until.saturating_duration_since(Instant::now()));
             }
+        }
+        // A thread that submits is not waited for.
+        let is_replayed =
+            || self.state.try_lock().is_ok_and(|state| state.as_ref().is_some_and(|state| state.recordings.is_busy()));
+        while is_replayed() && Instant::now() < until {
+            std::thread::sleep(in_flight::NAP_MAX);
         }
     }
 
@@ -740,21 +566,4 @@ fn stretches(messages: &[Message<'_>]) -> Vec<Stretch> {
 fn plain((tensor, message): (usize, &Message<'_>)) -> rounds::Message {
     let Message { peer, direction, .. } = *message;
     rounds::Message { peer, direction, part: rounds::Part { tensor, offset: 0, len: message.bytes() } }
-}
-
-/// The error of a rank that another one has not met, with what is known of it.
-fn late(error: Error, message: &Message<'_>, waited: Duration, detail: String) -> Error {
-    match error {
-        Error::Timeout { .. } => Error::Timeout { operation: message.to_string(), waited, detail },
-        other => in_flight::named(other, message),
-    }
-}
-
-fn captured(message: &Message<'_>) -> UsageError {
-    UsageError {
-        operation: message.to_string(),
-        argument: "stream",
-        expected: "a stream whose operations run".to_owned(),
-        got: "one that is being captured in a graph, in which messages do not take part yet".to_owned(),
-    }
 }

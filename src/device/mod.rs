@@ -13,13 +13,13 @@
 //! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`] module
 //! reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
 //! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
-//! streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, which count by [`tokens`] and whose [`replay`]s
-//! nobody submits. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks, also [far ones](far_pairs);
+//! streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, or [rings](graph_rings) if it is messages: they
+//! count by [`tokens`], and nobody submits their [`replay`]s. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks, also [far ones](far_pairs);
 //! what is [`in_flight`] then is ended by whoever looks, at the latest by the [`watch`]. Where the ranks take it, a
 //! [`vendor`]'s library runs collectives instead of programs.
 //!
 //! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight
-//! end one by one.
+//! end one by one. In captures they have [`recordings`] of their own, and their streams [wait](graph_waits) in replays.
 //!
 //! The [`allocator`] is for programs: what it lends can be exposed to other ranks.
 
@@ -34,6 +34,8 @@ pub(crate) mod executor;
 pub(crate) mod far_pairs;
 pub(crate) mod graph;
 pub(crate) mod graph_lane;
+pub(crate) mod graph_rings;
+pub(crate) mod graph_waits;
 pub(crate) mod in_flight;
 pub mod kernels;
 pub mod lane;
@@ -48,6 +50,7 @@ pub(crate) mod pairs;
 pub(crate) mod parts;
 pub(crate) mod plans;
 mod record;
+pub(crate) mod recordings;
 pub(crate) mod replay;
 pub mod ring_lane;
 pub mod rings;

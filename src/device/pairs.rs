@@ -232,7 +232,7 @@ impl Pairs {
     }
 
     /// A ring's pair, the lane of its words there, and a word as that has it.
-    fn local(&self, word: Word) -> (&Pair, usize, Word) {
+    pub(crate) fn local(&self, word: Word) -> (&Pair, usize, Word) {
         let (sender, receiver, is_head) = match word {
             Word::Head { sender, receiver } => (sender, receiver, true),
             Word::Tail { sender, receiver } => (sender, receiver, false),
@@ -245,7 +245,7 @@ impl Pairs {
     }
 
     /// The rank at the other end of a ring.
-    fn peer(&self, sender: Rank, receiver: Rank) -> Rank {
+    pub(crate) fn peer(&self, sender: Rank, receiver: Rank) -> Rank {
         if sender == self.me { receiver } else { sender }
     }
 }

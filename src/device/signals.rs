@@ -1,7 +1,16 @@
-//! The words of windows: how many signals each rank has sent each other one.
+//! The words of windows, by which ranks signal each other.
 //!
 //! They lie in the control segment, behind all else. A window has a slot of them while it is registered, the same on every
-//! rank. The sender's stream writes a word, the receiver's waits for it, and it only grows until the slot is free again.
+//! rank. Outside of graphs a signal is a count: the sender's stream writes it, the receiver's waits for it, and it only grows
+//! until the slot is another window's.
+//!
+//! # In graphs
+//! Values are fixed in a graph. So its signals are not counted: one is *ready* or not, and the sender is *free* to send the next
+//! one or not. At first it is free. The sender's stream waits until it is free, takes that back, and then makes the signal ready;
+//! the receiver's waits until it is ready, takes that back, and then sets the sender free. So of the two words each is written by
+//! one of the two ranks at a time, and what one of them has made one, only the other one makes zero: no signal is lost or
+//! taken twice, however often graphs run and however far apart the ranks are. One signal can be on its way; the next one waits
+//! until it is taken.
 
 use crate::device::control::{far, is_reached};
 use crate::sync::{Arc, Ordering};
@@ -19,12 +28,47 @@ pub(crate) struct Signals {
     width: Width,
 }
 
+/// Signals from one rank to another, of the window that has a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Line {
+    pub(crate) slot: usize,
+    pub(crate) receiver: Rank,
+    pub(crate) sender: Rank,
+}
+
+/// What a word of a line tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Told {
+    /// How many signals have been sent outside of graphs.
+    Count,
+    /// A signal of a graph is there.
+    Ready,
+    /// The next one may be sent.
+    Free,
+    /// In which operation of a graph the receiver's stream is; zero if in none.
+    Waiting,
+    /// In which one the sender's is.
+    Signalling,
+}
+
+/// What a stream does with a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// It waits until the word is at least this.
+    Wait(usize, u64),
+    /// It writes this.
+    Write(usize, u64),
+}
+
 /// How many windows can be registered at once.
 pub(crate) const SLOTS: usize = 64;
 
+/// The words of a line.
+const TOLD: usize = 5;
+
 /// How many words so many ranks need.
 pub(crate) fn count(ranks: usize) -> usize {
-    SLOTS * ranks * ranks
+    SLOTS * ranks * ranks * TOLD
 }
 
 impl Signals {
@@ -37,28 +81,70 @@ impl Signals {
         Signals { words, first, ranks, width }
     }
 
-    /// The number of the word that tells `receiver` of signals from `sender`.
-    pub(crate) fn index(&self, slot: usize, receiver: Rank, sender: Rank) -> usize {
+    /// The number of a word.
+    pub(crate) fn index(&self, line: Line, told: Told) -> usize {
+        let Line { slot, receiver, sender } = line;
         let (to, from) = (receiver.index(), sender.index());
-        assert!(slot < SLOTS && to < self.ranks && from < self.ranks, "no word of {slot} from {from} to {to}");
-        self.first + (slot * self.ranks + to) * self.ranks + from
+        assert!(slot < SLOTS && to < self.ranks && from < self.ranks, "no word of {line:?}");
+        self.first + ((slot * self.ranks + to) * self.ranks + from) * TOLD + told as usize
+    }
+
+    /// The words, and how much of them streams look at.
+    pub(crate) fn words(&self) -> (&Arc<SharedWords>, Width) {
+        (&self.words, self.width)
+    }
+
+    /// What a line's word says.
+    pub(crate) fn value(&self, line: Line, told: Told) -> u64 {
+        self.words.word(self.index(line, told)).load(Ordering::Acquire)
     }
 
     /// Whether so many signals have come.
-    pub(crate) fn have_come(&self, word: usize, count: u64) -> bool {
-        is_reached(self.words.word(word).load(Ordering::Acquire), count, self.width)
+    pub(crate) fn have_come(&self, line: Line, count: u64) -> bool {
+        is_reached(self.value(line, Told::Count), count, self.width)
     }
 
     /// Lets the stream pass that waits for so many signals. To be repeated, as for [`Control`](crate::device::control::Control).
-    pub(crate) fn release(&self, word: usize, count: u64) {
-        self.words.word(word).store(far(count, self.width), Ordering::Release);
+    pub(crate) fn release(&self, line: Line, count: u64) {
+        self.store(line, Told::Count, far(count, self.width));
     }
 
-    /// Makes what `receiver` waits for as new. No rank may use the slot.
-    pub(crate) fn reset(&self, slot: usize, receiver: Rank) {
-        for sender in (0..self.ranks).map(Rank::from) {
-            self.words.word(self.index(slot, receiver, sender)).store(0, Ordering::Release);
+    /// What the sender's stream does for a signal of a graph, as the operation of this number.
+    pub(crate) fn signal_in_graph(&self, line: Line, operation: u64) -> [Step; 5] {
+        self.in_graph(line, operation, Told::Signalling, Told::Free, Told::Ready)
+    }
+
+    /// What the receiver's does, which takes it.
+    pub(crate) fn wait_in_graph(&self, line: Line, operation: u64) -> [Step; 5] {
+        self.in_graph(line, operation, Told::Waiting, Told::Ready, Told::Free)
+    }
+
+    fn in_graph(&self, line: Line, operation: u64, busy: Told, awaited: Told, given: Told) -> [Step; 5] {
+        let [busy, awaited, given] = [busy, awaited, given].map(|told| self.index(line, told));
+        [
+            Step::Write(busy, operation),
+            Step::Wait(awaited, 1),
+            Step::Write(awaited, 0),
+            Step::Write(given, 1),
+            Step::Write(busy, 0),
+        ]
+    }
+
+    /// Makes what this rank's streams wait for as new. No rank may use the slot.
+    pub(crate) fn reset(&self, slot: usize, me: Rank) {
+        for peer in (0..self.ranks).map(Rank::from) {
+            let (to_me, from_me) =
+                (Line { slot, receiver: me, sender: peer }, Line { slot, receiver: peer, sender: me });
+            for told in [Told::Count, Told::Ready, Told::Waiting] {
+                self.store(to_me, told, 0);
+            }
+            self.store(from_me, Told::Free, 1);
+            self.store(from_me, Told::Signalling, 0);
         }
+    }
+
+    fn store(&self, line: Line, told: Told, value: u64) {
+        self.words.word(self.index(line, told)).store(value, Ordering::Release);
     }
 }
 
@@ -73,25 +159,62 @@ mod tests {
         Signals::new(Arc::new(words), first, ranks, Width::Bits64)
     }
 
+    fn line(slot: usize, receiver: u32, sender: u32) -> Line {
+        Line { slot, receiver: Rank(receiver), sender: Rank(sender) }
+    }
+
+    /// Does what a stream does until it has to wait; what is left.
+    fn run<'a>(signals: &Signals, steps: &'a [Step]) -> &'a [Step] {
+        for (done, step) in steps.iter().enumerate() {
+            match *step {
+                Step::Wait(word, value) if signals.words.word(word).load(Ordering::Acquire) < value => {
+                    return &steps[done..];
+                }
+                Step::Wait(..) => {}
+                Step::Write(word, value) => signals.words.word(word).store(value, Ordering::Release),
+            }
+        }
+        &[]
+    }
+
     #[test]
     fn every_word_has_one_use() {
         let (first, ranks) = (7, 3);
         let signals = signals(first, ranks);
-        let all = || (0..ranks).map(Rank::from);
+        let all = || 0..ranks as u32;
+        let told = [Told::Count, Told::Ready, Told::Free, Told::Waiting, Told::Signalling];
         let words: BTreeSet<usize> = (0..SLOTS)
-            .flat_map(|slot| all().flat_map(move |to| all().map(move |from| (slot, to, from))))
-            .map(|(slot, to, from)| signals.index(slot, to, from))
+            .flat_map(|slot| all().flat_map(move |to| all().map(move |from| line(slot, to, from))))
+            .flat_map(|line| told.map(|told| signals.index(line, told)))
             .collect();
         assert_eq!(words, (first..first + count(ranks)).collect());
     }
 
     #[test]
-    fn a_reset_is_of_the_receivers_words_alone() {
+    fn a_reset_is_of_what_its_rank_waits_for() {
         let signals = signals(0, 2);
-        let words = [(0, 1, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0)]
-            .map(|(slot, to, from)| signals.index(slot, Rank(to), Rank(from)));
-        words.iter().for_each(|word| signals.release(*word, 0));
+        let lines = [line(0, 1, 0), line(0, 1, 1), line(0, 0, 1), line(1, 1, 0)];
+        lines.iter().for_each(|line| signals.release(*line, 0));
         signals.reset(0, Rank(1));
-        assert_eq!(words.map(|word| signals.have_come(word, 1)), [false, false, true, true]);
+        assert_eq!(lines.map(|line| signals.have_come(line, 1)), [false, false, true, true]);
+        assert_eq!(lines.map(|line| signals.value(line, Told::Free)), [0, 1, 1, 0]);
+    }
+
+    #[test]
+    fn one_signal_of_a_graph_is_on_its_way_and_none_is_lost() {
+        let signals = signals(0, 2);
+        let line = line(3, 1, 0);
+        (0..2).for_each(|rank| signals.reset(3, Rank(rank)));
+        let (send, take) = (signals.signal_in_graph(line, 5), signals.wait_in_graph(line, 9));
+        for _ in 0..3 {
+            let waits = run(&signals, &take);
+            assert!(waits.len() == 4 && signals.value(line, Told::Waiting) == 9, "nothing has come");
+            assert!(run(&signals, &send).is_empty() && signals.value(line, Told::Signalling) == 0);
+            let next = run(&signals, &send);
+            assert!(next.len() == 4 && signals.value(line, Told::Signalling) == 5, "the first one is not taken");
+            assert!(run(&signals, waits).is_empty() && run(&signals, next).is_empty());
+            assert!(run(&signals, &take).is_empty() && signals.value(line, Told::Waiting) == 0);
+        }
+        assert_eq!(signals.value(line, Told::Count), 0, "those of graphs are not counted");
     }
 }

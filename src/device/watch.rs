@@ -45,14 +45,14 @@ pub(crate) trait Replayed: Send + Sync {
     /// Whether it runs.
     fn is_busy(&self) -> bool;
 
-    /// What is to be given back, once, when it will not run any more; and what its communicator had in flight.
-    fn take(&self) -> Option<(Arc<dyn Watched>, Box<dyn Any + Send>)>;
+    /// What is to be given back, once, when it will not run any more.
+    fn take(&self) -> Option<Left>;
 }
 
 /// What a communicator has left, and what it had in flight.
-struct Left {
-    in_flight: Vec<Arc<dyn Watched>>,
-    memory: Box<dyn Any + Send>,
+pub(crate) struct Left {
+    pub(crate) in_flight: Vec<Arc<dyn Watched>>,
+    pub(crate) memory: Box<dyn Any + Send>,
 }
 
 impl Left {
@@ -174,7 +174,7 @@ impl Watch {
             let mut gone = Vec::new();
             graphs.retain(|graph| {
                 next = next.max(graph.tick(now));
-                let taken = graph.take().map(|(in_flight, memory)| Left { in_flight: vec![in_flight], memory });
+                let taken = graph.take();
                 let stays = taken.is_none();
                 gone.extend(taken);
                 stays

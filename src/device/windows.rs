@@ -2,7 +2,7 @@
 //!
 //! At the registration, which all ranks take part in, each hands its memory over as file descriptors. From then on a put is a
 //! copy into what is mapped, a signal the write of a word, and who waits for it has his stream wait for that word. Nobody of
-//! the other rank takes part.
+//! the other rank takes part. A graph does the same with words of its own, whenever it runs.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,17 +16,20 @@ use crate::deadline::deadline_after;
 use crate::device::accesses::{Accesses, Awaited, Flight};
 use crate::device::control::{Control, FailureKind};
 use crate::device::descriptors::{Address, Post};
+use crate::device::graph::spoilt;
+use crate::device::graph_waits::{GraphWait, Numbers};
 use crate::device::in_flight::{Ends, InFlight, named};
 use crate::device::lane::{copy, flush};
+use crate::device::recordings::Recordings;
 use crate::device::setup::{AllGather, Failure, failed, split, tell};
-use crate::device::signals::{self, SLOTS, Signals};
+use crate::device::signals::{self, Line, SLOTS, Signals, Step, Told};
 use crate::device::watch;
 use crate::device::words::{ControlLayout, SLOTS as ROOM};
-use crate::error::{Error, UsageError};
+use crate::error::Error;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{
     Batch, Capture, Context, CudaError, Current, DeviceBytes, Event, ExportError, ImportedMemory, RegisteredWords,
-    Stream, StreamHandle, StreamId, Width, export,
+    Relaxed, Stream, StreamHandle, StreamId, Width, export,
 };
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
@@ -57,8 +60,13 @@ pub(crate) struct Request<'a> {
     pub(crate) timeout: Duration,
     /// The call, for errors.
     pub(crate) call: String,
-    /// Its name.
-    pub(crate) operation: &'static str,
+}
+
+impl Request<'_> {
+    /// Whether it comes in the order of the calls, whatever the streams, as what is done to one rank's memory and told of it does.
+    fn is_chained(&self) -> bool {
+        self.access != Access::WaitSignal
+    }
 }
 
 /// What windows need of a communicator's device.
@@ -97,9 +105,13 @@ struct State {
     number: u64,
     /// By peer, the order of what is done to its memory.
     chains: Vec<Chain>,
-    /// Whether each slot of words is in use.
-    slots: [bool; SLOTS],
+    /// The slots of words that windows use, a bit each.
+    slots: u64,
     exposed: HashMap<WindowId, Exposed>,
+    /// Captures, in which accesses follow those to the same peer.
+    recordings: Recordings<Rank>,
+    /// Those of operations in graphs.
+    numbers: Numbers,
 }
 
 /// The stream of the last access to a rank's memory, and where it ends there.
@@ -111,8 +123,8 @@ struct Chain {
 /// A registered window.
 struct Exposed {
     slot: usize,
-    /// By rank.
-    parts: Vec<Part>,
+    /// By rank. Graphs keep them too.
+    parts: Arc<Vec<Part>>,
     /// By rank, the signals sent, and those waited for.
     sent: Vec<u64>,
     taken: Vec<u64>,
@@ -141,7 +153,8 @@ impl Part {
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
     address: Address,
-    slot: usize,
+    /// The slots of words that are free here, a bit each.
+    free: u64,
     /// The lengths of the pieces, where its memory begins in them, and its length.
     pieces: Vec<usize>,
     offset: usize,
@@ -161,8 +174,9 @@ impl Windows {
         let chain = |_| Ok::<_, CudaError>(Chain { last: None, end: Event::new(&context)? });
         let chains = (0..layout.ranks()).map(chain).collect::<Result<Vec<_>, _>>()?;
         let accesses = Accesses::new(comm.clone(), lane, control.clone(), signals.clone(), ends, collectives.clone());
-        let (slots, exposed) = ([false; SLOTS], HashMap::new());
-        let state = State { context, registered, width, number: 0, chains, slots, exposed };
+        let (number, slots, exposed) = (0, 0, HashMap::new());
+        let (recordings, numbers) = (Recordings::new(), Numbers::default());
+        let state = State { context, registered, width, number, chains, slots, exposed, recordings, numbers };
         let state = Mutex::new(Some(state));
         Ok(Windows { comm, lane, me, layout, obstacle, signals, accesses, state })
     }
@@ -191,26 +205,16 @@ impl Windows {
         are_there: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let (own, offer) = split(self.offer(memory));
-        let slot = own.as_ref().map(|own| own.slot);
-        let shared = self.share(own, offer, memory, timeout, all_gather, are_there);
+        let (slot, parts) = self.share(own, offer, memory, timeout, all_gather, are_there)?;
+        let (none, parts) = (vec![0; parts.len()], Arc::new(parts));
         let mut state = lock(&self.state);
-        match (shared, state.as_mut(), slot) {
-            (Ok(parts), Some(state), Some(slot)) => {
-                let none = vec![0; parts.len()];
-                let exposed = Exposed { slot, parts, sent: none.clone(), taken: none };
-                state.exposed.insert(window, exposed);
-                Ok(())
-            }
-            (shared, Some(state), Some(slot)) => {
-                state.slots[slot] = false;
-                shared.map(|_| ())
-            }
-            (Ok(parts), _, _) => {
-                self.reap(parts);
-                Err(self.closed("window_register"))
-            }
-            (Err(error), _, _) => Err(error),
-        }
+        let Some(state) = state.as_mut() else {
+            self.reap(parts);
+            return Err(self.closed("window_register"));
+        };
+        state.slots |= 1 << slot;
+        state.exposed.insert(window, Exposed { slot, parts, sent: none.clone(), taken: none });
+        Ok(())
     }
 
     /// What this rank brings: descriptors of its memory, and a place for those of the others.
@@ -236,17 +240,19 @@ impl Windows {
         }
         let post = Post::open().map_err(failed("a place for file descriptors"))?;
         let pieces = exported.pieces.iter().map(|(_, len)| *len).collect();
-        let mut state = lock(&self.state);
-        let slots = &mut state.as_mut().ok_or_else(|| refused("the communicator is closed".to_owned()))?.slots;
-        let free = slots.iter().position(|is_taken| !is_taken);
-        let slot = free.ok_or_else(|| refused(format!("{SLOTS} windows are registered, which is the most")))?;
-        slots[slot] = true;
+        let free = match lock(&self.state).as_ref() {
+            Some(state) => {
+                let is_kept = |slot: &usize| state.recordings.keeps(*slot);
+                !(0..SLOTS).filter(is_kept).fold(state.slots, |used, slot| used | 1 << slot)
+            }
+            None => return Err(refused("the communicator is closed".to_owned())),
+        };
         let offer =
-            Offer { address: post.address().clone(), slot, pieces, offset: exported.offset, len: memory.bytes() };
-        Ok((Own { post, exported: exported.pieces, slot, context: context.clone() }, offer))
+            Offer { address: post.address().clone(), free, pieces, offset: exported.offset, len: memory.bytes() };
+        Ok((Own { post, exported: exported.pieces, context: context.clone() }, offer))
     }
 
-    /// Hands own memory to all ranks, and maps theirs.
+    /// Hands own memory to all ranks, and maps theirs. The words are those of the slot that it returns.
     fn share(
         &self,
         own: Option<Own>,
@@ -255,7 +261,7 @@ impl Windows {
         timeout: Duration,
         all_gather: &mut AllGather<'_>,
         are_there: &dyn Fn() -> bool,
-    ) -> Result<Vec<Part>, Error> {
+    ) -> Result<(usize, Vec<Part>), Error> {
         let names: Vec<Rank> = (0..self.layout.ranks()).map(Rank::from).collect();
         let offers: Vec<Offer> = tell(&self.comm, &names, all_gather, offer)?;
         let own = own.expect("no rank has told a failure");
@@ -264,8 +270,8 @@ impl Windows {
             (Ok(_), parts) => Ok(parts.expect("no rank has told a failure")),
             (Err(error), parts) => {
                 // What is mapped goes when the device does nothing.
-                if let Some(parts) = parts {
-                    self.reap(parts);
+                if let Some((_, parts)) = parts {
+                    self.reap(Arc::new(parts));
                 }
                 Err(error)
             }
@@ -279,12 +285,16 @@ impl Windows {
         memory: Buffer,
         timeout: Duration,
         are_there: &dyn Fn() -> bool,
-    ) -> Result<Vec<Part>, Failure> {
-        let Own { post, exported, slot, context } = own;
-        if let Some(other) = offers.iter().position(|offer| offer.slot != slot) {
-            let cause = format!("rank {other} has words {} for it, this rank {slot}", offers[other].slot);
+    ) -> Result<(usize, Vec<Part>), Failure> {
+        let Own { post, exported, context } = own;
+        let slot = offers.iter().fold(u64::MAX, |free, offer| free & offer.free).trailing_zeros() as usize;
+        if slot == SLOTS {
+            let cause =
+                format!("{SLOTS} windows are registered, or CUDA graphs have accesses to them, which is the most");
             return Err(Failure { what: "its window".to_owned(), cause });
         }
+        // No rank uses it before all have told that they are through.
+        self.signals.reset(slot, self.me);
         let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
         let fds: Vec<BorrowedFd<'_>> = exported.iter().map(|(fd, _)| fd.as_fd()).collect();
         let taken = post.exchange(self.me, &addresses, &fds, deadline_after(Instant::now(), timeout), are_there);
@@ -307,7 +317,8 @@ impl Windows {
             let memory = ImportedMemory::new(&context, &pieces).map_err(failed(what))?;
             Ok(Part::Mapped { memory, offset: offer.offset, len: offer.len })
         };
-        taken.into_iter().zip(offers).enumerate().map(part).collect()
+        let parts = taken.into_iter().zip(offers).enumerate().map(part).collect::<Result<Vec<_>, _>>()?;
+        Ok((slot, parts))
     }
 
     /// Waits until no access of this rank to a window is in flight.
@@ -326,19 +337,18 @@ impl Windows {
         let Some(exposed) = state.exposed.remove(&window) else { return };
         // Where an access is still in flight its word is, too.
         if !self.accesses.uses(window) {
-            self.signals.reset(exposed.slot, self.me);
-            state.slots[exposed.slot] = false;
+            state.slots &= !(1 << exposed.slot);
         }
         self.reap(exposed.parts);
     }
 
-    fn reap(&self, parts: Vec<Part>) {
+    fn reap(&self, parts: Arc<Vec<Part>>) {
         watch::reap(self.accesses.clone(), Box::new(parts));
     }
 
     // ---- accesses ----
 
-    /// Puts an access on the caller's stream. `begin` notes it in the flight recorder, under its number.
+    /// Puts an access on the caller's stream, or into its capture. `begin` notes it in the flight recorder, under its number.
     ///
     /// # Errors
     /// Nothing has been put there after a usage error. After others nothing of the communicator succeeds on the device.
@@ -352,25 +362,28 @@ impl Windows {
         let driver = |error: CudaError| self.broken(&request.call, &error);
         let current = context.enter().map_err(driver)?;
         let stream = Stream::of_caller(&context, request.stream);
-        match stream.capture(&current).map_err(driver)? {
-            Capture::Off => {}
-            Capture::Active(_) | Capture::Spoilt => return Err(captured(request.operation).into()),
-        }
+        let capture = match stream.capture(&current).map_err(driver)? {
+            Capture::Off => None,
+            Capture::Active(id) => Some(id),
+            Capture::Spoilt => return Err(spoilt(request.call.clone()).into()),
+        };
         let number = state.number + 1;
         self.accesses.wait_until(request.timeout, |accesses| accesses.has_room(number)).map_err(|waited| {
             let detail = format!("{ROOM} accesses are in flight on the device");
             Error::Timeout { operation: request.call.clone(), waited, detail }
         })?;
-        let exposed = state.exposed.get_mut(&request.window);
-        let exposed = exposed.ok_or_else(|| self.closed(&request.call))?;
+        if !state.exposed.contains_key(&request.window) {
+            return Err(self.closed(&request.call));
+        }
         state.number = number;
-        let peer = request.peer;
-        let awaits = (request.access == Access::WaitSignal).then(|| {
-            exposed.taken[peer.index()] += 1;
-            let word = self.signals.index(exposed.slot, self.me, peer);
-            Awaited { word, count: exposed.taken[peer.index()], from: peer }
-        });
         let work = Work::new(self.accesses.clone(), begin(number));
+        if let Some(capture) = capture {
+            let captured = self.capture(state, &current, &stream, capture, request).map_err(driver);
+            // It has ended for who called it: replays tell nobody.
+            self.accesses.end(number, &work, captured.clone());
+            return captured.map(|()| work);
+        }
+        let awaits = state.await_signal(request, self.me);
         let flight = Flight {
             number,
             call: request.call.clone(),
@@ -384,10 +397,10 @@ impl Windows {
         if self.accesses.begin(flight) {
             watch::watch(self.accesses.clone());
         }
-        if let Err(error) = self.put_on(state, &current, &stream, number, request, awaits) {
+        if let Err(error) = self.run(state, &current, &stream, number, request, awaits) {
             let error = self.broken(&request.call, &error);
-            let done = Some((self.layout.done(self.me, self.lane, number), number));
-            if let Err(error) = state.tell(&current, &stream, done) {
+            let done = Step::Write(self.layout.done(self.me, self.lane, number), number);
+            if let Err(error) = state.take_steps(&current, &stream, &[done]) {
                 log::warn!("nobody will know when a stream ends: {error}");
             }
             return Err(error);
@@ -396,7 +409,7 @@ impl Windows {
     }
 
     /// Puts all of an access on the stream.
-    fn put_on(
+    fn run(
         &self,
         state: &mut State,
         current: &Current<'_>,
@@ -405,46 +418,95 @@ impl Windows {
         request: &Request<'_>,
         awaits: Option<Awaited>,
     ) -> Result<(), CudaError> {
-        let Request { window, peer, access, buffers, .. } = *request;
         let (me, lane) = (self.me, self.lane);
-        let started = (self.layout.started(me, lane, number), number);
-        let done = (self.layout.done(me, lane, number), number);
-        let State { registered, width, chains, exposed, .. } = state;
-        let (chain, id) = (&mut chains[peer.index()], stream.id(current)?);
-        let exposed = exposed.get_mut(&window).expect("looked up before");
-        // What is done to one rank's memory, and told of it, comes one after the other, whatever the streams.
-        if awaits.is_none() && chain.last.is_some_and(|last| last != id) {
-            stream.wait(current, &chain.end)?;
-        }
-        let mut batch = Batch::new(*width);
-        batch.write(registered.word(started.0), started.1);
-        let own: SmallVec<[DeviceBytes<'_>; 8]> = buffers.iter().filter_map(Buffer::device_bytes).collect();
-        let len: usize = own.iter().map(|bytes| bytes.len()).sum();
-        match access {
-            Access::Put(offset) | Access::Get(offset) => {
-                flush(current, stream, &mut batch)?;
-                if let Some(part) = exposed.parts[peer.index()].bytes(offset, len).filter(|_| len > 0) {
-                    match access {
-                        Access::Put(_) => copy(current, stream, &own, &[part])?,
-                        _ => copy(current, stream, &[part], &own)?,
-                    }
-                }
-            }
+        let told = match request.access {
+            Access::Put(_) | Access::Get(_) => None,
             Access::Signal => {
-                exposed.sent[peer.index()] += 1;
-                let word = self.signals.index(exposed.slot, peer, me);
-                batch.write(registered.word(word), exposed.sent[peer.index()]);
+                let exposed = state.exposed.get_mut(&request.window).expect("looked up before");
+                let sent = &mut exposed.sent[request.peer.index()];
+                *sent += 1;
+                let line = Line { slot: exposed.slot, receiver: request.peer, sender: me };
+                Some(Step::Write(self.signals.index(line, Told::Count), *sent))
             }
             Access::WaitSignal => {
-                let Awaited { word, count, .. } = awaits.expect("made for it");
-                batch.wait(registered.word(word), count);
+                let Awaited { line, count } = awaits.expect("made for it");
+                Some(Step::Wait(self.signals.index(line, Told::Count), count))
             }
+        };
+        let started = Step::Write(self.layout.started(me, lane, number), number);
+        let done = Step::Write(self.layout.done(me, lane, number), number);
+        let after: SmallVec<[Step; 5]> = told.into_iter().chain([done]).collect();
+        let (id, is_chained) = (stream.id(current)?, request.is_chained());
+        let chain = &state.chains[request.peer.index()];
+        if is_chained && chain.last.is_some_and(|last| last != id) {
+            stream.wait(current, &chain.end)?;
         }
-        batch.write(registered.word(done.0), done.1);
-        flush(current, stream, &mut batch)?;
-        if awaits.is_none() {
+        state.put_on(current, stream, request, &[started], &after)?;
+        if is_chained {
+            let chain = &mut state.chains[request.peer.index()];
             chain.end.record(current, stream)?;
             chain.last = Some(id);
+        }
+        Ok(())
+    }
+
+    /// Puts an access into a capture, of which the other ranks need not know.
+    fn capture(
+        &self,
+        state: &mut State,
+        current: &Current<'_>,
+        stream: &Stream,
+        capture: u64,
+        request: &Request<'_>,
+    ) -> Result<(), CudaError> {
+        // What is made for a capture must not spoil it.
+        let _relaxed = Relaxed::enter()?;
+        let (me, peer, slot) = (self.me, request.peer, state.exposed[&request.window].slot);
+        let (to_peer, to_me) = (Line { slot, receiver: peer, sender: me }, Line { slot, receiver: me, sender: peer });
+        let operation = state.numbers.next();
+        let recording = state.recordings.of(&self.comm, capture, current, stream)?;
+        let steps = match request.access {
+            Access::Put(_) | Access::Get(_) => None,
+            Access::Signal => {
+                let missing = "has not taken the signal before";
+                Some((self.signals.signal_in_graph(to_peer, operation), to_peer, missing))
+            }
+            Access::WaitSignal => {
+                let missing = "did not signal in a graph";
+                Some((self.signals.wait_in_graph(to_me, operation), to_me, missing))
+            }
+        };
+        // Before it can run.
+        let exposed = &state.exposed[&request.window];
+        recording.waits().keep_for(slot, || (exposed.parts.clone(), state.registered.clone()));
+        if let Some((_, line, missing)) = steps {
+            let (busy, awaited) = match request.access {
+                Access::Signal => (Told::Signalling, Told::Free),
+                _ => (Told::Waiting, Told::Ready),
+            };
+            let (words, width) = self.signals.words();
+            recording.waits().note(GraphWait {
+                operation,
+                call: request.call.clone(),
+                limit: request.timeout,
+                words: words.clone(),
+                width,
+                busy: self.signals.index(line, busy),
+                awaits: vec![(self.signals.index(line, awaited), 1)],
+                peer,
+                missing,
+                home: self.accesses.clone(),
+            });
+        }
+        let is_chained = request.is_chained();
+        if is_chained {
+            recording.follow(peer, current, stream)?;
+        }
+        let steps = steps.as_ref().map_or(&[][..], |(steps, ..)| steps);
+        state.put_on(current, stream, request, &[], steps)?;
+        if is_chained {
+            let recording = state.recordings.of(&self.comm, capture, current, stream)?;
+            recording.ended(peer, &state.context, current, stream)?;
         }
         Ok(())
     }
@@ -462,10 +524,16 @@ impl Windows {
 
     // ---- the end ----
 
+    /// Whether a stream waits in a replay. A thread that submits is not waited for.
+    fn is_replayed(&self) -> bool {
+        let state = self.state.try_lock();
+        state.is_ok_and(|state| state.as_ref().is_some_and(|state| state.recordings.is_busy()))
+    }
+
     /// Waits until nothing is in flight, for `limit` at most.
     pub(crate) fn drain(&self, limit: Duration) {
         // What is left then is given up.
-        let _ = self.accesses.wait_until(limit, Accesses::is_idle);
+        let _ = self.accesses.wait_until(limit, |accesses| accesses.is_idle() && !self.is_replayed());
     }
 
     /// Gives up what is in flight, and what would come next, because this rank leaves.
@@ -481,11 +549,47 @@ impl Windows {
 }
 
 impl State {
-    /// Has a stream write a word.
-    fn tell(&self, current: &Current<'_>, stream: &Stream, edge: Option<(usize, u64)>) -> Result<(), CudaError> {
+    /// The signal that an access waits for, if it waits for one.
+    fn await_signal(&mut self, request: &Request<'_>, me: Rank) -> Option<Awaited> {
+        if request.access != Access::WaitSignal {
+            return None;
+        }
+        let exposed = self.exposed.get_mut(&request.window).expect("looked up before");
+        let taken = &mut exposed.taken[request.peer.index()];
+        *taken += 1;
+        Some(Awaited { line: Line { slot: exposed.slot, receiver: me, sender: request.peer }, count: *taken })
+    }
+
+    /// Puts the copies of an access on a stream, between these steps.
+    fn put_on(
+        &self,
+        current: &Current<'_>,
+        stream: &Stream,
+        request: &Request<'_>,
+        before: &[Step],
+        after: &[Step],
+    ) -> Result<(), CudaError> {
+        let Request { peer, access, buffers, .. } = *request;
+        self.take_steps(current, stream, before)?;
+        let own: SmallVec<[DeviceBytes<'_>; 8]> = buffers.iter().filter_map(Buffer::device_bytes).collect();
+        let len: usize = own.iter().map(|bytes| bytes.len()).sum();
+        let part = |offset| self.exposed[&request.window].parts[peer.index()].bytes(offset, len).filter(|_| len > 0);
+        match access {
+            Access::Put(offset) => part(offset).map_or(Ok(()), |part| copy(current, stream, &own, &[part]))?,
+            Access::Get(offset) => part(offset).map_or(Ok(()), |part| copy(current, stream, &[part], &own))?,
+            Access::Signal | Access::WaitSignal => {}
+        }
+        self.take_steps(current, stream, after)
+    }
+
+    /// Has a stream wait for words and write them.
+    fn take_steps(&self, current: &Current<'_>, stream: &Stream, steps: &[Step]) -> Result<(), CudaError> {
         let mut batch = Batch::new(self.width);
-        if let Some((word, value)) = edge {
-            batch.write(self.registered.word(word), value);
+        for step in steps {
+            match *step {
+                Step::Wait(word, value) => batch.wait(self.registered.word(word), value),
+                Step::Write(word, value) => batch.write(self.registered.word(word), value),
+            }
         }
         flush(current, stream, &mut batch)
     }
@@ -495,17 +599,7 @@ impl State {
 struct Own {
     post: Post,
     exported: Vec<(OwnedFd, usize)>,
-    slot: usize,
     context: Arc<Context>,
-}
-
-fn captured(operation: &'static str) -> UsageError {
-    UsageError {
-        operation: operation.to_owned(),
-        argument: "stream",
-        expected: "a stream whose operations run".to_owned(),
-        got: "one that is being captured in a graph, which accesses to windows cannot take part in yet".to_owned(),
-    }
 }
 
 const FROM_WHERE: &str = "allocate from get_mem_allocator()";

@@ -145,7 +145,7 @@ impl Inbound {
             chunks: 0,
             told: 0,
             message: 0,
-            logged: LoggedMessage { bytes: 0, tag: Tag(0) },
+            logged: LoggedMessage { bytes: 0, tag: Tag(0), is_captured: false },
             rest: 0,
             pieces: 0,
             wanted: 0,
@@ -603,12 +603,13 @@ impl Pair {
 }
 
 /// What is called, as the header of a piece has it.
-fn of_message(LoggedMessage { bytes, tag }: LoggedMessage) -> Signature {
+fn of_message(LoggedMessage { bytes, tag, .. }: LoggedMessage) -> Signature {
     Signature { count: bytes, root: tag.0, ..Signature::default() }
 }
 
 fn message_of(Signature { count, root, .. }: Signature) -> LoggedMessage {
-    LoggedMessage { bytes: count, tag: Tag(root) }
+    // Graphs have no messages between hosts.
+    LoggedMessage { bytes: count, tag: Tag(root), is_captured: false }
 }
 
 /// How many pieces there can be before ranks begin anew.

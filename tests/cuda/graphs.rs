@@ -234,7 +234,7 @@ fn a_graph_may_stay_when_its_communicator_goes() {
 }
 
 /// Waits for what another thread does; the harness ends a test that does not end.
-fn wait_until(what: &str, done: impl Fn() -> bool) {
+pub(crate) fn wait_until(what: &str, done: impl Fn() -> bool) {
     let begin = Instant::now();
     while !done() {
         if begin.elapsed() > Duration::from_secs(100) {

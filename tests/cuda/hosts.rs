@@ -8,7 +8,7 @@ use ncclx_rs::{Buffer, Counts, DType, Error, OpKind, Rank, ReduceOp, Work};
 use crate::harness::alone;
 use crate::messages::{
     CELL, Item, SMALL, both_ways, cut_otherwise, disagree, disagree_in_a_batch, exchanges, many_messages, outcome,
-    ping, there_and_back,
+    ping, recv, send, there_and_back,
 };
 use crate::ranks::{OnDevice, data, hosts, total};
 use crate::recording::{Graph, Mode};
@@ -406,6 +406,13 @@ fn what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on() {
             let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
                 let captured = submit(OpKind::AllReduce(ReduceOp::Sum), &[&first], &[&first]);
                 refused(captured, "ranks on one host, as collectives in CUDA graphs");
+                if me != 1 {
+                    let captured = match me {
+                        0 => submit(send(2, 0), &[&first], &[]),
+                        _ => submit(recv(0, 0), &[], &[&first]),
+                    };
+                    refused(captured, "ranks on one host, as messages in CUDA graphs");
+                }
             });
             kept.push(expect_sum(&rank, 1000));
             rank.leave((kept, first, shared, graph));

@@ -18,11 +18,11 @@ pub(crate) const CELL: usize = 4096;
 const WEAK: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_GAP_US", "10"), ("SOFTCUDA_WEAK", "1")];
 const ONE_QUEUE: &[(&str, &str)] = &[("SOFTCUDA_QUEUES", "1"), ("SOFTCUDA_DELAY_US", "30"), ("SOFTCUDA_WEAK", "1")];
 
-fn send(to: usize, tag: u32) -> OpKind {
+pub(crate) fn send(to: usize, tag: u32) -> OpKind {
     OpKind::Send { to: Rank::from(to), tag: Tag(tag) }
 }
 
-fn recv(from: usize, tag: u32) -> OpKind {
+pub(crate) fn recv(from: usize, tag: u32) -> OpKind {
     OpKind::Recv { from: Source::Rank(Rank::from(from)), tag: Tag(tag) }
 }
 

@@ -14,15 +14,15 @@ const WEAK: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "
 const TWO_DEVICES: &[(&str, &str)] = &[("SOFTCUDA_DEVICES", "2"), ("SOFTCUDA_DELAY_US", "50"), ("SOFTCUDA_WEAK", "1")];
 
 /// A rank's part of a window.
-struct Part {
-    memory: SharedDeviceMemory,
+pub(crate) struct Part {
+    pub(crate) memory: SharedDeviceMemory,
     len: usize,
-    id: WindowId,
+    pub(crate) id: WindowId,
 }
 
 impl Part {
     /// Memory for `len` elements, all of them -1, in a window.
-    fn new(rank: &OnDevice, len: usize) -> Part {
+    pub(crate) fn new(rank: &OnDevice, len: usize) -> Part {
         let memory = SharedDeviceMemory::new(&rank.context, (4 * len).max(1)).expect("memory");
         let begin: Vec<u8> = (0..len).flat_map(|_| (-1f32).to_ne_bytes()).collect();
         let current = rank.context.enter().expect("a context");
@@ -31,7 +31,7 @@ impl Part {
         Part { memory, len, id }
     }
 
-    fn values(&self, rank: &OnDevice) -> Vec<f32> {
+    pub(crate) fn values(&self, rank: &OnDevice) -> Vec<f32> {
         let mut bytes = vec![0; 4 * self.len];
         rank.stream.synchronize().expect("a stream that ends");
         let current = rank.context.enter().expect("a context");
@@ -45,19 +45,19 @@ fn exposed(rank: &OnDevice, memory: &SharedDeviceMemory, len: usize) -> Buffer {
     unsafe { Buffer::on_device(memory.bytes().ptr().to_bits(), len, DType::F32, rank.context.device().ordinal()) }
 }
 
-fn put(part: &Part, to: usize, offset: usize) -> OpKind {
+pub(crate) fn put(part: &Part, to: usize, offset: usize) -> OpKind {
     OpKind::Put { window: part.id, to: Rank::from(to), offset: 4 * offset }
 }
 
-fn get(part: &Part, from: usize, offset: usize) -> OpKind {
+pub(crate) fn get(part: &Part, from: usize, offset: usize) -> OpKind {
     OpKind::Get { window: part.id, from: Rank::from(from), offset: 4 * offset }
 }
 
-fn signal(part: &Part, to: usize) -> OpKind {
+pub(crate) fn signal(part: &Part, to: usize) -> OpKind {
     OpKind::Signal { window: part.id, to: Rank::from(to) }
 }
 
-fn wait_signal(part: &Part, from: usize) -> OpKind {
+pub(crate) fn wait_signal(part: &Part, from: usize) -> OpKind {
     OpKind::WaitSignal { window: part.id, from: Rank::from(from) }
 }
 
@@ -237,7 +237,10 @@ fn more_windows_than_there_are_words_for_are_an_error() {
             let parts: Vec<Part> = (0..64).map(|_| Part::new(&rank, 1)).collect();
             let memory = SharedDeviceMemory::new(&rank.context, 4).expect("memory");
             let error = rank.comm.window_register(exposed(&rank, &memory, 1)).expect_err("one too many").to_string();
-            assert!(error.contains("64 windows are registered, which is the most"), "{error}");
+            assert!(
+                error.contains("64 windows are registered, or CUDA graphs have accesses to them, which is the most"),
+                "{error}"
+            );
             rank.comm.window_deregister(parts[9].id).expect("an end");
             let last = rank.comm.window_register(exposed(&rank, &memory, 1)).expect("room again").id();
             for id in parts.iter().map(|part| part.id).filter(|id| *id != parts[9].id).chain([last]) {

@@ -1,4 +1,4 @@
-"""Collectives in CUDA graphs, captured and replayed by PyTorch.
+"""Collectives, messages and accesses to windows in CUDA graphs, captured and replayed by PyTorch.
 
 The software CUDA computes PyTorch's operators on the CPU, which cannot be captured: these graphs have collectives and
 copies.
@@ -167,3 +167,138 @@ def object_api(rank: int, size: int) -> None:
 
 def test_the_object_api_takes_part_in_captures(cuda_world: World) -> None:
     cuda_world.run(object_api, join=False)
+
+
+def windows(rank: int, size: int) -> None:
+    import ncclx_rs
+
+    comm = ncclx_rs.new_comm("ncclx", "cuda", store=fresh_store(), rank=rank, size=size)
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool(comm.get_mem_allocator())):
+        tensor = torch.full((3000,), -1.0, device="cuda")
+    window = comm.new_window()
+    window.tensor_register(tensor)
+    own, came = torch.zeros(3000, device="cuda"), torch.zeros(3000, device="cuda")
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def body() -> None:
+        # Puts and signals go on one stream of the communicator, waits on another one.
+        put = window.put(own, after, 0, True)
+        signal = window.signal(after, True)
+        window.wait_signal(before, True).wait()
+        for work in (put, signal):
+            work.wait()
+            assert work.is_completed()
+        came.copy_(tensor)
+        # The next replay overwrites it.
+        window.signal(before)
+        window.wait_signal(after)
+
+    graph = captured(body)
+    for turn in range(10):
+        own.copy_(data(rank, 3000) + turn)
+        graph.replay()
+        assert_same(came.cpu(), data(before, 3000) + turn, f"what came in replay {turn}")
+    # Outside of the graph the window goes on.
+    window.signal(after)
+    window.wait_signal(before)
+    comm.barrier(async_op=False)
+    window.tensor_deregister()
+    del graph
+    comm.finalize()
+
+
+def test_accesses_to_windows_are_captured(cuda_world: World) -> None:
+    cuda_world.run(windows, join=False)
+
+
+def messages(rank: int, size: int) -> None:
+    own, came, back = (torch.zeros(3000, device="cuda") for _ in range(3))
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def body() -> None:
+        ops = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, came, before)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        # Rank 0 begins and ends a chain.
+        if rank == 0:
+            dist.send(came, after)
+            dist.recv(back, before)
+        else:
+            work = dist.irecv(back, before)
+            assert work is not None
+            work.wait()
+            assert work.is_completed()
+            dist.isend(back, after).wait()
+
+    # The ranks have called nothing on this device before.
+    graph = captured(body)
+    for turn in range(5):
+        own.copy_(data(rank, 3000) + turn)
+        graph.replay()
+        # Calls go beside it.
+        eager = torch.full((7,), float(rank), device="cuda")
+        ops = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, torch.empty_like(own), before)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        dist.all_reduce(eager)
+        assert_same(came.cpu(), data(before, 3000) + turn, f"what came in replay {turn}")
+        assert_same(back.cpu(), data(size - 1, 3000) + turn, f"what went round in replay {turn}")
+        assert eager.cpu().tolist() == [sum(range(size))] * 7
+
+
+def test_messages_are_captured(cuda_world: World) -> None:
+    cuda_world.run(messages)
+
+
+def batches_of_the_object_api(rank: int, size: int) -> None:
+    import ncclx_rs
+
+    comm = ncclx_rs.new_comm("ncclx", "cuda", store=fresh_store(), rank=rank, size=size)
+    own, came = data(rank, 5000).cuda(), torch.zeros(5000, device="cuda")
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def body() -> None:
+        batch = comm.batch_op_create()
+        batch.send(own, after)
+        batch.recv(came, before)
+        batch.issue(True).wait()
+        if rank == 0:
+            comm.send(came, after, False)
+        elif rank == 1:
+            comm.recv(own, 0, False)
+
+    graph = captured(body, "thread_local")
+    expected = [data(r, 5000) for r in range(size)]
+    for turn in range(3):
+        graph.replay()
+        assert_same(came.cpu(), expected[before], f"what came in replay {turn}")
+        expected[1] = expected[-1]
+    comm.barrier(async_op=False)
+    del graph
+    comm.finalize()
+
+
+def test_batches_of_the_object_api_are_captured(cuda_world: World) -> None:
+    cuda_world.run(batches_of_the_object_api, join=False)
+
+
+def ends_that_disagree(rank: int, size: int) -> None:
+    own = torch.ones(10, device="cuda")
+    if rank < 2:
+        graph = captured(lambda: dist.send(own, 1) if rank == 0 else dist.recv(own, 0), "thread_local")
+        store = fresh_store()
+        if rank == 0:
+            captured(lambda: dist.send(own, 1), "thread_local")
+            store.set("captured", "yes")
+        else:
+            store.wait(["captured"])
+            with pytest.raises(RuntimeError, match="in a graph's capture"):
+                dist.recv(own, 0)
+        # Both begin anew, and the graph of before goes on.
+        graph.replay()
+        dist.send(own, 1) if rank == 0 else dist.recv(own, 0)
+        torch.cuda.synchronize()
+
+
+def test_a_message_that_the_other_end_does_not_capture_is_an_error(cuda_world: World) -> None:
+    cuda_world.run(ends_that_disagree)

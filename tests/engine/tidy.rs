@@ -108,12 +108,13 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // What acts on streams and on words.
             &["control", "lane", "other_hosts"],
             &["in_flight", "launch", "message_log", "ring_lane", "signals"],
-            &["accesses", "far_pairs", "parts", "replay", "vendor"],
+            &["far_pairs", "parts", "replay", "vendor"],
             &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
-            &["graph_lane", "windows"],
-            &["graph"],
+            &["graph_lane", "graph_waits"],
+            &["accesses", "graph", "graph_rings", "recordings"],
+            &["windows"],
             &["executor", "messages"],
         ],
     ),

@@ -91,8 +91,7 @@ impl DeviceSide {
         // Without an executor there is no window on a device.
         let executor = self.executor.get().ok_or_else(unknown)?;
         let buffers = if matches!(access, Access::Get(_)) { &op.outputs } else { &op.inputs };
-        let request =
-            Request { window, peer, access, buffers, stream, timeout, call: call.to_string(), operation: name };
+        let request = Request { window, peer, access, buffers, stream, timeout, call: call.to_string() };
         let bytes = Bytes { read, written };
         executor
             .windows

@@ -1,12 +1,12 @@
 //! What calls in the captures of graphs ask, and what replays do: nothing of them is in flight as operations on streams are.
 
+use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use super::{Halt, InFlight, NAP_MAX, named, reported};
 use crate::device::call_log::{Blocks, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::error::{Error, rank_list};
-use crate::signature::Signature;
 use crate::sync::lock;
 use crate::types::Rank;
 
@@ -56,9 +56,9 @@ impl InFlight {
     }
 
     /// Why one of these ranks, by their names, will do nothing more for an operation, or why this rank itself does nothing more.
-    pub(crate) fn obstacle(&self, call: Signature, ranks: &[Rank]) -> Option<Error> {
+    pub(crate) fn obstacle(&self, call: impl Display, ranks: &[Rank]) -> Option<Error> {
         if let Some(Halt::Failed(error)) = &lock(&self.state).halt {
-            return Some(named(error.clone(), call));
+            return Some(named(error.clone(), &call));
         }
         let failed = ranks.iter().find_map(|rank| {
             let failure = self.control.failure_of(self.control.local(*rank)?, self.lane)?;
@@ -70,6 +70,12 @@ impl InFlight {
             error => error,
         };
         failed.or_else(lost)
+    }
+
+    /// Notes operations that both ranks have called and that are in the capture of a graph, up to this number.
+    pub(crate) fn pass(&self, first: u64, last: u64) {
+        (first..=last).for_each(|number| self.control.pass(self.lane, number));
+        lock(&self.state).last = last;
     }
 
     /// Gives up what comes next, and tells the other ranks. What is in flight is not concerned.

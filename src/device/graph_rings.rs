@@ -1,0 +1,199 @@
+//! Rings of two ranks of one host for their messages in CUDA graphs.
+//!
+//! They are set up at the first message between the two in a capture, and are those of all their graphs. Each operation
+//! counts from zero, and a [token](crate::device::tokens) a direction says when the words of the one before can begin anew.
+//! Nothing there counts operations or replays, so it does not matter which graph an operation is in, as long as those of one
+//! direction run one after the other, and in the same order at both ends.
+
+use std::time::Instant;
+
+use crate::device::counters::{Access, Word};
+use crate::device::graph_waits::Home;
+use crate::device::in_flight::{InFlight, Watched};
+use crate::device::pairs::{LANES, Own, Pairs, lane};
+use crate::device::ring_lane::RingMemory;
+use crate::device::rounds::{Flow, Rounds};
+use crate::device::setup::{self, AllGather, Parts, Wanted};
+use crate::device::signals::Step;
+use crate::device::staging::Staging;
+use crate::device::tokens;
+use crate::device::words::WordLayout;
+use crate::error::Error;
+use crate::sync::{Arc, Ordering};
+use crate::sys::cuda::{Batch, DeviceBytes, DeviceWord, RegisteredWords, Width};
+use crate::sys::words::SharedWords;
+use crate::types::Rank;
+
+/// What the two ranks share. A graph keeps it for as long as it is there.
+#[derive(Clone, Debug)]
+pub(crate) struct GraphRings {
+    words: Arc<SharedWords>,
+    registered: Arc<RegisteredWords>,
+    staging: Arc<Staging>,
+    width: Width,
+    layout: WordLayout,
+    /// This rank in the pair.
+    me: Rank,
+}
+
+/// The words of heads and tails, as a lane.
+const COUNTS: usize = 0;
+/// Those of tokens: of each direction the tail, as another one.
+const TOKENS: usize = 1;
+
+/// The version of what lies in the words, apart from those of other lanes.
+const VERSION: u32 = 1 << 17;
+
+impl GraphRings {
+    /// Sets them up, with the other rank. `names` are both, in order.
+    ///
+    /// # Errors
+    /// Those of [`setup::set_up`].
+    pub(crate) fn set_up(
+        own: &Own,
+        names: [Rank; 2],
+        until: Instant,
+        all_gather: &mut AllGather<'_>,
+        are_there: &dyn Fn() -> bool,
+    ) -> Result<GraphRings, Error> {
+        let layout = WordLayout::new(names.len(), 2);
+        let me = Rank::from(usize::from(names[1] == own.me));
+        let wanted = Wanted {
+            comm: &own.comm,
+            me,
+            names: &names,
+            device: own.device,
+            host: &own.host,
+            halves: &[own.cell],
+            stages_alone: false,
+            words: layout.count() + names.len() * LANES,
+            layout: VERSION,
+            timeout: until.saturating_duration_since(Instant::now()),
+        };
+        let Parts { words, registered, mut staging, width, .. } = setup::set_up(&wanted, all_gather, are_there)?;
+        let staging = Arc::new(staging.pop().expect("one is wanted"));
+        let rings = GraphRings { words, registered: Arc::new(registered), staging, width, layout, me };
+        // At first every token is there.
+        let token = rings.token(Word::Tail { sender: me, receiver: Rank(1 - me.0) });
+        rings.words.word(token).store(1, Ordering::Release);
+        setup::agree(&own.comm, &names, "rings for graphs", Ok::<_, Error>(rings), |_| {}, all_gather)
+    }
+
+    /// The words, and how much of them streams look at.
+    pub(crate) fn words(&self) -> (&Arc<SharedWords>, Width) {
+        (&self.words, self.width)
+    }
+
+    /// The number of a head or tail, of ranks by their places in the pair.
+    pub(crate) fn count(&self, word: Word) -> usize {
+        self.layout.index(COUNTS, word)
+    }
+
+    /// That of the token of the direction which this tail belongs to.
+    pub(crate) fn token(&self, tail: Word) -> usize {
+        self.layout.index(TOKENS, tail)
+    }
+
+    /// That of the word by which this rank's stream says that it is in an operation with messages of a lane.
+    pub(crate) fn busy(&self, lane: usize) -> usize {
+        assert!(lane < LANES, "no lane {lane}");
+        self.layout.count() + self.me.index() * LANES + lane
+    }
+
+    /// Has a stream do something to a word.
+    pub(crate) fn add<'a>(&'a self, batch: &mut Batch<'a>, step: Step) {
+        batch.set_width(self.width);
+        match step {
+            Step::Wait(index, value) => batch.wait(self.registered.word(index), value),
+            Step::Write(index, value) => batch.write(self.registered.word(index), value),
+        }
+    }
+}
+
+/// The memory of a rank's rings in graphs, by peer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct InGraphs<'a> {
+    pub(crate) pairs: &'a Pairs,
+    pub(crate) rings: &'a [Option<GraphRings>],
+}
+
+impl<'a> InGraphs<'a> {
+    /// The rings to and from a peer.
+    ///
+    /// # Panics
+    /// When they are not set up.
+    pub(crate) fn rings(&self, peer: Rank) -> &'a GraphRings {
+        self.rings[peer.index()].as_ref().expect("rings are set up before the first message in a graph")
+    }
+
+    /// Has this rank's stream say that it is in an operation with the messages of these rounds, or in none.
+    pub(crate) fn tell(&self, batch: &mut Batch<'a>, me: Rank, rounds: &Rounds, operation: u64) {
+        for Flow { peer, direction, .. } in &rounds.flows {
+            let rings = self.rings(*peer);
+            rings.add(batch, Step::Write(rings.busy(lane(me, *peer, *direction)), operation));
+        }
+    }
+
+    /// Has a stream do to a word what tokens ask for.
+    pub(crate) fn add(&self, batch: &mut Batch<'a>, step: tokens::Step) {
+        let (tokens::Step::Count(access) | tokens::Step::Token(access)) = step;
+        let (Access::Wait(word, _) | Access::Write(word, _)) = access;
+        let (rings, word) = self.local(word);
+        let index = match step {
+            tokens::Step::Count(_) => rings.count(word),
+            tokens::Step::Token(_) => rings.token(word),
+        };
+        rings.add(
+            batch,
+            match access {
+                Access::Wait(_, value) => Step::Wait(index, value),
+                Access::Write(_, value) => Step::Write(index, value),
+            },
+        );
+    }
+
+    /// The rings that a word belongs to, and the word as they have it.
+    pub(crate) fn local(&self, word: Word) -> (&'a GraphRings, Word) {
+        let (Word::Head { sender, receiver } | Word::Tail { sender, receiver }) = word else {
+            unreachable!("{word:?} is no word of a ring")
+        };
+        let (_, _, local) = self.pairs.local(word);
+        (self.rings(self.pairs.peer(sender, receiver)), local)
+    }
+}
+
+impl RingMemory for InGraphs<'_> {
+    fn word(&self, word: Word) -> (DeviceWord<'_>, Width) {
+        let (rings, word) = self.local(word);
+        (rings.registered.word(rings.count(word)), rings.width)
+    }
+
+    fn edge(&self, peer: Rank, number: usize) -> (DeviceWord<'_>, Width) {
+        let rings = self.rings(peer);
+        (rings.registered.word(number), rings.width)
+    }
+
+    fn bytes(&self, sender: Rank, receiver: Rank, cell: usize, len: usize) -> DeviceBytes<'_> {
+        let peer = self.pairs.peer(sender, receiver);
+        self.rings(peer).staging.bytes(self.pairs.pair(peer).place(sender), cell, 0, len)
+    }
+
+    fn cell(&self, peer: Rank) -> usize {
+        // What this rank sends itself in a graph takes no ring.
+        self.rings[peer.index()].as_ref().map_or_else(|| self.pairs.cell(peer), |rings| rings.staging.half())
+    }
+}
+
+impl Home for InFlight {
+    fn obstacle(&self, call: &str, peer: Rank) -> Option<Error> {
+        InFlight::obstacle(self, call, &[peer])
+    }
+
+    fn fail(&self, error: Error) {
+        self.fail_next(error);
+    }
+
+    fn in_flight(self: Arc<Self>) -> Arc<dyn Watched> {
+        self
+    }
+}

@@ -1,0 +1,174 @@
+//! Messages whose stream is being captured in a graph.
+
+use super::{Messages, Peers, Request, State, Stretch, plain};
+use crate::buffer::Buffer;
+use crate::device::counters::Word;
+use crate::device::graph_rings::InGraphs;
+use crate::device::graph_waits::GraphWait;
+use crate::device::lane::flush;
+use crate::device::pairs::lane;
+use crate::device::ring_lane::RingLane;
+use crate::device::rounds::{self, Direction, Flow, Rounds};
+use crate::device::tokens::Tokens;
+use crate::error::{Error, UsageError};
+use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, Stream, Width};
+use crate::work::Work;
+
+/// Where messages are captured: the stream, and the capture's number.
+type Place<'a> = (&'a Current<'a>, &'a Stream, u64);
+
+impl Messages {
+    /// Puts messages into a capture; nothing if this rank has to meet another one first. The other ranks call theirs when they
+    /// capture them.
+    ///
+    /// # Errors
+    /// Nothing has been put there, unless the driver has refused something.
+    pub(super) fn capture(
+        &self,
+        state: &mut State,
+        place: Place<'_>,
+        stretches: &[Stretch],
+        request: &Request<'_>,
+        peers: &dyn Peers,
+    ) -> Result<Option<Work>, Error> {
+        let (me, first) = (self.own.me, &request.messages[0]);
+        for (peer, _) in stretches.iter().map(|stretch| stretch.channel).filter(|(peer, _)| *peer != me) {
+            if state.pairs().pair(peer).is_far() {
+                return Err(between_hosts(first.to_string()).into());
+            }
+            if state.graph_rings[peer.index()].is_none() {
+                return Ok(None);
+            }
+        }
+        let messages: Vec<rounds::Message> = request.messages.iter().enumerate().map(plain).collect();
+        let rounds = state.graph_lane(self).plan(&messages).map_err(|error| self.refused(first, &error))?;
+        if rounds.flows.iter().any(|flow| flow.peer == me) {
+            return Err(
+                self.refused(first, &"what this rank sends itself in a graph, it must receive in the same batch")
+            );
+        }
+        for stretch in stretches {
+            self.make_room(state, stretch, request)?;
+        }
+        let works = self.announce(state, stretches, request, true, peers)?;
+        for Stretch { channel: channel @ (peer, direction), messages } in stretches {
+            let end = state.rings.memory_mut().end_mut(*channel);
+            let number = end.number + 1;
+            end.number += messages.len() as u64;
+            let last = end.number;
+            state.pairs().pair(*peer).link.in_flight[lane(me, *peer, *direction)].pass(number, last);
+        }
+        let put = self.put_in_graph(state, place, stretches, &rounds, request).map_err(|error| {
+            let error = Error::Device { operation: first.to_string(), cause: error.to_string() };
+            self.give_up(state, stretches, &error);
+            error
+        });
+        // They have ended for who called them: replays tell nobody.
+        works.iter().for_each(|work| self.ends.ended(work, put.clone()));
+        put.map(|()| works.into_iter().next())
+    }
+
+    /// Puts all of a batch into a capture.
+    fn put_in_graph(
+        &self,
+        state: &mut State,
+        (current, stream, id): Place<'_>,
+        stretches: &[Stretch],
+        rounds: &Rounds,
+        request: &Request<'_>,
+    ) -> Result<(), CudaError> {
+        let me = self.own.me;
+        let operations = [(); 2].map(|()| state.numbers.next());
+        let recording = state.recordings.of(&self.own.comm, id, current, stream)?;
+        let memory = InGraphs { pairs: state.rings.memory(), rings: &state.graph_rings };
+        let mut rings = RingLane::on(memory, me, self.own.size);
+        // Before they can run.
+        for flow in &rounds.flows {
+            recording.waits().keep_for(flow.peer.index(), || memory.rings(flow.peer).clone());
+            let stretch = stretches.iter().find(|stretch| stretch.channel == (flow.peer, flow.direction));
+            let call = request.text(stretch.expect("it has messages"));
+            let count = rings.awaits_after(rounds, flow.peer, flow.direction);
+            for wait in self.waits(memory, flow, count, operations, &call, request) {
+                recording.waits().note(wait);
+            }
+        }
+        for stretch in stretches {
+            recording.follow(stretch.channel, current, stream)?;
+        }
+        let tokens = Tokens::of_rounds(me, self.own.size, rounds);
+        let mut batch = Batch::new(Width::default());
+        memory.tell(&mut batch, me, rounds, operations[0]);
+        tokens.waits().for_each(|step| memory.add(&mut batch, step));
+        memory.tell(&mut batch, me, rounds, operations[1]);
+        tokens.takes().for_each(|step| memory.add(&mut batch, step));
+        flush(current, stream, &mut batch)?;
+        let tensors: Vec<Vec<DeviceBytes<'_>>> = request
+            .messages
+            .iter()
+            .map(|message| message.buffers.iter().filter_map(Buffer::device_bytes).collect())
+            .collect();
+        let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
+        rings.put(current, stream, rounds, &tensors, &[], &[])?;
+        // From here on the stream waits for nothing.
+        memory.tell(&mut batch, me, rounds, 0);
+        tokens.returns().for_each(|step| memory.add(&mut batch, step));
+        flush(current, stream, &mut batch)?;
+        let context = &state.rings.memory().pair(stretches[0].channel.0).context;
+        stretches.iter().try_for_each(|stretch| recording.ended(stretch.channel, context, current, stream))
+    }
+
+    /// What the stream waits for, for the messages of a ring: the token, if it sends, and then the last of its counts.
+    fn waits(
+        &self,
+        memory: InGraphs<'_>,
+        flow: &Flow,
+        count: Option<(Word, u64)>,
+        [first, second]: [u64; 2],
+        call: &str,
+        request: &Request<'_>,
+    ) -> Vec<GraphWait> {
+        let (me, peer, rings) = (self.own.me, flow.peer, memory.rings(flow.peer));
+        let (words, width) = rings.words();
+        let lane = lane(me, peer, flow.direction);
+        let wait = |operation, word, value, missing| GraphWait {
+            operation,
+            call: call.to_owned(),
+            limit: request.timeout,
+            words: words.clone(),
+            width,
+            busy: rings.busy(lane),
+            awaits: vec![(word, value)],
+            peer,
+            missing,
+            home: memory.pairs.pair(peer).link.in_flight[lane].clone(),
+        };
+        let token = (flow.direction == Direction::Send).then(|| {
+            let tail = Word::Tail { sender: me, receiver: peer };
+            wait(first, rings.token(memory.local(tail).1), 1, "has not received what was sent before")
+        });
+        let missing = match flow.direction {
+            Direction::Send => "did not receive",
+            Direction::Receive => "did not send",
+        };
+        let count = count.filter(|(_, value)| *value > 0);
+        let count = count.map(|(word, value)| wait(second, rings.count(memory.local(word).1), value, missing));
+        token.into_iter().chain(count).collect()
+    }
+}
+
+impl State {
+    /// The rings of an operation in a graph, which counts from zero.
+    fn graph_lane(&self, messages: &Messages) -> RingLane<InGraphs<'_>> {
+        let memory = InGraphs { pairs: self.rings.memory(), rings: &self.graph_rings };
+        RingLane::on(memory, messages.own.me, messages.own.size)
+    }
+}
+
+fn between_hosts(operation: String) -> UsageError {
+    UsageError {
+        operation,
+        argument: "group",
+        expected: "ranks on one host, as messages in CUDA graphs need".to_owned(),
+        got: "ranks on several hosts".to_owned(),
+    }
+}
