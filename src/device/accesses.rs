@@ -3,7 +3,7 @@
 //! Each rank numbers its own, and they end in any order, as their streams come to them. Only one that waits for a signal can
 //! take longer than what it copies. What is said of the [release](crate::device::in_flight) of a stream holds here too: a rank
 //! that gives up first leaves a mark, and nothing that any stream does after that counts. A rank that leaves with nothing in
-//! flight has spoiled nothing: its mark concerns only who waits for it.
+//! flight, and in no replay, has spoiled nothing: its mark concerns only who waits for it.
 
 use std::time::{Duration, Instant};
 
@@ -176,15 +176,15 @@ impl Accesses {
         self.control.fail(&Failure { lane: self.lane, number, kind, rank, text: detail(error) });
     }
 
-    /// Gives up everything in flight, and what would come next, because this rank leaves.
-    pub(crate) fn leave(&self, error: Error) {
+    /// Gives up everything in flight, and what would come next, because this rank leaves: in a replay, perhaps.
+    pub(crate) fn leave(&self, error: Error, is_replayed: bool) {
         // What streams have finished is no failure.
         self.look();
         let mut state = lock(&self.state);
         if state.failed.is_some() {
             return;
         }
-        let is_harmless = state.flights.is_empty() && self.collectives.is_idle();
+        let is_harmless = state.flights.is_empty() && self.collectives.is_idle() && !is_replayed;
         let number = if is_harmless { HARMLESS } else { SPOILT };
         self.mark(number, FailureKind::Left, self.control.me(), &error);
         state.failed = Some(error);
@@ -301,7 +301,9 @@ impl Home for Accesses {
             Error::Timeout { .. } => (FailureKind::Timeout, me),
             _ => (FailureKind::Driver, me),
         };
-        Accesses::fail(self, kind, culprit, error);
+        Accesses::fail(self, kind, culprit, error.clone());
+        // Also if it had failed before: what the replay does from now on spoils what others see, if this rank's leaving did not.
+        self.mark(SPOILT, kind, culprit, &error);
     }
 
     fn in_flight(self: Arc<Self>) -> Arc<dyn Watched> {

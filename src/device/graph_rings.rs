@@ -3,7 +3,7 @@
 //! They are set up at the first message between the two in a capture, and are those of all their graphs. Each operation
 //! counts from zero, and a [token](crate::device::tokens) a direction says when the words of the one before can begin anew.
 //! Nothing there counts operations or replays, so it does not matter which graph an operation is in, as long as those of one
-//! direction run one after the other, and in the same order at both ends.
+//! direction run one after the other, in the same order at both ends, and are cut into calls alike.
 
 use std::time::Instant;
 

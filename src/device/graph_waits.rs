@@ -172,8 +172,8 @@ impl Replayed for GraphWaits {
                 "communicator `{}`: a CUDA graph's replay cannot go on, and what it computes is undefined, now and later: {error}",
                 self.comm
             );
-            // Before anything wrong reaches another rank.
-            waits.iter().filter(|wait| wait.is_on()).for_each(|wait| wait.home.fail(error.clone()));
+            // All that the graph tells others of, before anything wrong reaches one of them.
+            waits.iter().for_each(|wait| wait.home.fail(error.clone()));
             *is_broken = true;
         }
         let passing = waits.iter().filter(|wait| *is_broken && wait.is_on());

@@ -12,14 +12,36 @@ use crate::types::{Rank, Tag};
 pub(crate) struct LoggedMessage {
     pub(crate) bytes: u64,
     pub(crate) tag: Tag,
-    /// Whether it is in a graph's capture.
-    pub(crate) is_captured: bool,
+    /// If it is in a graph's capture: where in its call. In graphs both ends must cut messages into calls alike.
+    pub(crate) captured: Option<PlaceInCall>,
+}
+
+/// The place of a message among those of its direction that one call has, from 1 on, and how many these are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PlaceInCall {
+    pub(crate) place: u32,
+    pub(crate) of: u32,
+}
+
+impl PlaceInCall {
+    /// As a word, which is zero for what is not captured.
+    fn to_word(captured: Option<PlaceInCall>) -> u64 {
+        captured.map_or(0, |PlaceInCall { place, of }| u64::from(place) << 32 | u64::from(of))
+    }
+
+    fn from_word(word: u64) -> Option<PlaceInCall> {
+        (word != 0).then_some(PlaceInCall { place: (word >> 32) as u32, of: word as u32 })
+    }
 }
 
 /// What a rank has called, in words.
 pub(crate) fn called(direction: Direction, peer: Rank, message: LoggedMessage) -> String {
-    let LoggedMessage { bytes, tag, is_captured } = message;
-    let place = if is_captured { " in a graph's capture" } else { "" };
+    let LoggedMessage { bytes, tag, captured } = message;
+    let place = match captured {
+        None => String::new(),
+        Some(PlaceInCall { of: 1, .. }) => " in a graph's capture".to_owned(),
+        Some(PlaceInCall { place, of }) => format!(" in a graph's capture, as message {place} of {of} of a batch"),
+    };
     match direction {
         Direction::Send => format!("send({bytes} bytes to rank {peer}, tag {}){place}", tag.0),
         Direction::Receive => format!("recv({bytes} bytes from rank {peer}, tag {}){place}", tag.0),
@@ -73,20 +95,25 @@ impl Control {
     /// Publishes a message, and compares it with what the other rank has called.
     fn compare_message(&self, lane: usize, number: u64, message: LoggedMessage) -> Result<(), LoggedMessage> {
         let (me, (words, layout)) = (self.me(), self.lines());
-        let [mark, bytes, tag, is_captured, ..] = words.line(layout.call(me, lane, number));
+        let [mark, bytes, tag, captured, ..] = words.line(layout.call(me, lane, number));
         record::publish(mark, number, || {
             bytes.store(message.bytes, Ordering::Relaxed);
             tag.store(u64::from(message.tag.0), Ordering::Relaxed);
-            is_captured.store(u64::from(message.is_captured), Ordering::Relaxed);
+            captured.store(PlaceInCall::to_word(message.captured), Ordering::Relaxed);
         });
+        self.message_of_other(lane, number).filter(|theirs| *theirs != message).map_or(Ok(()), Err)
+    }
+
+    /// The message of this number, as the other rank has called it, if it has.
+    pub(crate) fn message_of_other(&self, lane: usize, number: u64) -> Option<LoggedMessage> {
+        let (me, (words, layout)) = (self.me(), self.lines());
         let mut others = self.ranks().filter(|rank| *rank != me);
-        let theirs = others.find_map(|peer| {
+        others.find_map(|peer| {
             let [mark, words @ ..] = words.line(layout.call(peer, lane, number));
             let load = || words.each_ref().map(|word| word.load(Ordering::Relaxed));
-            let [bytes, tag, is_captured, ..] = record::read(mark, number, load)?;
-            Some(LoggedMessage { bytes, tag: Tag(tag as u32), is_captured: is_captured != 0 })
-        });
-        theirs.filter(|theirs| *theirs != message).map_or(Ok(()), Err)
+            let [bytes, tag, captured, ..] = record::read(mark, number, load)?;
+            Some(LoggedMessage { bytes, tag: Tag(tag as u32), captured: PlaceInCall::from_word(captured) })
+        })
     }
 
     /// Whether the log has room for a message: the other rank has compared the one whose place it takes.
@@ -117,14 +144,14 @@ mod tests {
     #[test]
     fn who_calls_a_message_second_finds_what_differs() {
         let [sender, receiver] = ends();
-        let message = LoggedMessage { bytes: 40, tag: Tag(1), is_captured: false };
+        let message = LoggedMessage { bytes: 40, tag: Tag(1), captured: None };
         for (number, (first, second)) in (1..).zip([(&sender, &receiver), (&receiver, &sender)]) {
             assert_eq!(first.enter_message(0, number, message), Ok(()));
             assert_eq!(second.has_called(Rank(4), 0, number), number == 1);
             let others = [
                 LoggedMessage { bytes: 39, ..message },
                 LoggedMessage { tag: Tag(2), ..message },
-                LoggedMessage { is_captured: true, ..message },
+                LoggedMessage { captured: Some(PlaceInCall { place: 1, of: 1 }), ..message },
             ];
             for other in others {
                 assert_eq!(second.enter_message(0, number, other), Err(message));
@@ -136,7 +163,7 @@ mod tests {
     #[test]
     fn a_message_takes_the_place_of_one_that_both_ends_have_called() {
         let [sender, receiver] = ends();
-        let message = LoggedMessage { bytes: 0, tag: Tag(0), is_captured: false };
+        let message = LoggedMessage { bytes: 0, tag: Tag(0), captured: None };
         let slots = SLOTS as u64;
         for number in 1..=slots {
             assert!(sender.has_room_for_message(0, number));

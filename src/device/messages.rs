@@ -17,7 +17,7 @@ use crate::device::graph::spoilt;
 use crate::device::graph_rings::GraphRings;
 use crate::device::graph_waits::Numbers;
 use crate::device::in_flight::{self, Ends, Halt, InFlight, Watched};
-use crate::device::message_log::{LoggedMessage, called, disagreement};
+use crate::device::message_log::{LoggedMessage, PlaceInCall, called, disagreement};
 use crate::device::pairs::{Channel, LANES, Link, Own, Pairs, lane};
 use crate::device::parts::{Batch, Part, Place, Several};
 use crate::device::recordings::Recordings;
@@ -55,12 +55,12 @@ impl Message<'_> {
         (self.peer, self.direction)
     }
 
-    fn logged(&self, is_captured: bool) -> LoggedMessage {
-        LoggedMessage { bytes: self.bytes() as u64, tag: self.tag, is_captured }
+    fn logged(&self, captured: Option<PlaceInCall>) -> LoggedMessage {
+        LoggedMessage { bytes: self.bytes() as u64, tag: self.tag, captured }
     }
 
     fn eager(&self) -> LoggedMessage {
-        self.logged(false)
+        self.logged(None)
     }
 }
 
@@ -387,8 +387,9 @@ impl Messages {
             stretches.iter().filter(|stretch| stretch.channel.0 != me)
         {
             let (lane, control) = (lane(me, *peer, *direction), &state.pairs().pair(*peer).link.control);
-            for message in messages {
-                let (number, logged) = (numbers[*message], request.messages[*message].logged(is_captured));
+            for (place, message) in (1..).zip(messages) {
+                let captured = is_captured.then_some(PlaceInCall { place, of: messages.len() as u32 });
+                let (number, logged) = (numbers[*message], request.messages[*message].logged(captured));
                 let Err(theirs) = control.enter_message(lane, number, logged) else { continue };
                 let operation = request.messages[*message].to_string();
                 let detail = disagreement(number, (me, *direction, logged), (*peer, theirs));

@@ -7,8 +7,9 @@
 //! # In graphs
 //! Values are fixed in a graph. So its signals are not counted: one is *ready* or not, and the sender is *free* to send the next
 //! one or not. At first it is free. The sender's stream waits until it is free, takes that back, and then makes the signal ready;
-//! the receiver's waits until it is ready, takes that back, and then sets the sender free. So of the two words each is written by
-//! one of the two ranks at a time, and what one of them has made one, only the other one makes zero: no signal is lost or
+//! the receiver's waits until it is ready, takes that back, and then sets the sender free. So of the two words each is written
+//! by one of the two ranks at a time, and what one of them has made one, only the other one makes zero. As long as the signals
+//! of a rank to another one through a window come one after the other, and so do the waits for them, no signal is lost or
 //! taken twice, however often graphs run and however far apart the ranks are. One signal can be on its way; the next one waits
 //! until it is taken.
 

@@ -6,8 +6,8 @@
 //! anything, and the receiver puts it back when it has read everything. At first it is there.
 //!
 //! # Proof
-//! The receiver waits for every message of the pair, hence for the greatest value of its head, before it makes the head zero
-//! and puts the token back. So the sender, which takes the token, writes the head after that, and counts from zero. All that
+//! Both ends have the same messages of a pair in an operation. The receiver waits for every one of them, hence for the greatest
+//! value of its head, before it makes the head zero and puts the token back. So the sender, which takes the token, writes the head after that, and counts from zero. All that
 //! the receiver writes to the tail comes before the token too, so the sender that has taken it makes the tail zero for good,
 //! and the receiver writes it only after messages that are sent later. Where memory is shared by all messages of an operation,
 //! the sender waits for the tokens of all ranks before it writes there: none of them still reads what lay there before.

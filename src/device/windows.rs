@@ -63,7 +63,8 @@ pub(crate) struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Whether it comes in the order of the calls, whatever the streams, as what is done to one rank's memory and told of it does.
+    /// Whether it comes in the order of the calls to its peer, whatever the streams, as what is done to one rank's memory and told
+    /// of it does.
     fn is_chained(&self) -> bool {
         self.access != Access::WaitSignal
     }
@@ -108,8 +109,9 @@ struct State {
     /// The slots of words that windows use, a bit each.
     slots: u64,
     exposed: HashMap<WindowId, Exposed>,
-    /// Captures, in which accesses follow those to the same peer.
-    recordings: Recordings<Rank>,
+    /// Captures. In them what is done to a peer's memory and told of it comes one after the other, and so do the waits for its
+    /// signals of a slot.
+    recordings: Recordings<(Rank, Option<usize>)>,
     /// Those of operations in graphs.
     numbers: Numbers,
 }
@@ -498,17 +500,12 @@ impl Windows {
                 home: self.accesses.clone(),
             });
         }
-        let is_chained = request.is_chained();
-        if is_chained {
-            recording.follow(peer, current, stream)?;
-        }
+        let chain = (peer, (!request.is_chained()).then_some(slot));
+        recording.follow(chain, current, stream)?;
         let steps = steps.as_ref().map_or(&[][..], |(steps, ..)| steps);
         state.put_on(current, stream, request, &[], steps)?;
-        if is_chained {
-            let recording = state.recordings.of(&self.comm, capture, current, stream)?;
-            recording.ended(peer, &state.context, current, stream)?;
-        }
-        Ok(())
+        let recording = state.recordings.of(&self.comm, capture, current, stream)?;
+        recording.ended(chain, &state.context, current, stream)
     }
 
     /// Tells all ranks that a call of the driver has failed.
@@ -538,7 +535,7 @@ impl Windows {
 
     /// Gives up what is in flight, and what would come next, because this rank leaves.
     pub(crate) fn leave(&self, error: Error) {
-        self.accesses.leave(error);
+        self.accesses.leave(error, self.is_replayed());
     }
 
     /// Has memory given back once the device does not use it any more. To be called when this rank has left.

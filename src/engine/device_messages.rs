@@ -145,7 +145,7 @@ impl Inbound {
             chunks: 0,
             told: 0,
             message: 0,
-            logged: LoggedMessage { bytes: 0, tag: Tag(0), is_captured: false },
+            logged: LoggedMessage { bytes: 0, tag: Tag(0), captured: None },
             rest: 0,
             pieces: 0,
             wanted: 0,
@@ -609,7 +609,7 @@ fn of_message(LoggedMessage { bytes, tag, .. }: LoggedMessage) -> Signature {
 
 fn message_of(Signature { count, root, .. }: Signature) -> LoggedMessage {
     // Graphs have no messages between hosts.
-    LoggedMessage { bytes: count, tag: Tag(root), is_captured: false }
+    LoggedMessage { bytes: count, tag: Tag(root), captured: None }
 }
 
 /// How many pieces there can be before ranks begin anew.

@@ -249,6 +249,106 @@ fn ends_that_disagree_are_told_and_go_on() {
 }
 
 #[test]
+fn ends_that_cut_messages_into_calls_otherwise_are_told() {
+    alone("message_graphs::ends_that_cut_messages_into_calls_otherwise_are_told", &[&[]], || {
+        world(2, SMALL, |rank| {
+            let (me, ring) = (rank.me(), Ring::new(&rank, 10, true));
+            let memory = [(); 2].map(|()| rank.memory(&[1.0]));
+            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
+                if me == 0 {
+                    let batch = memory.each_ref().map(|memory| rank.op(&rank.stream, send(1, 0), &[memory], &[], None));
+                    rank.comm.submit_batch(&batch).expect("it is the first to call");
+                    rank.comm.barrier().expect("all are there");
+                } else {
+                    rank.comm.barrier().expect("all are there");
+                    let error = rank.submit(recv(0, 0), &[], &[&memory[0]]).expect_err("rank 0 has a batch");
+                    let text = error.to_string();
+                    assert!(
+                        matches!(error, Error::Mismatch { .. })
+                            && text.contains("in a graph's capture, as message 1 of 2 of a batch"),
+                        "{text}"
+                    );
+                }
+            });
+            ring.graph.replay(&rank.stream);
+            ring.check(&rank, 1);
+            rank.leave((ring, graph, memory));
+        });
+    });
+}
+
+#[test]
+fn a_call_outside_of_a_capture_is_found_before_the_ends_set_up() {
+    alone("message_graphs::a_call_outside_of_a_capture_is_found_before_the_ends_set_up", &[&[]], || {
+        world(2, SMALL, |rank| {
+            let other = 1 - rank.me();
+            let first = [rank.sends(other, 1, 10), rank.receives(other, 1, 10)];
+            rank.batch(&first).expect("a batch").wait(None).expect("success");
+            let memory = rank.memory(&[1.0]);
+            let error = if rank.me() == 0 {
+                rank.comm.barrier().expect("all are there");
+                let mut error = None;
+                let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
+                    error = rank.submit(send(1, 0), &[&memory], &[]).err();
+                });
+                drop(graph);
+                error
+            } else {
+                let work = rank.submit(recv(0, 0), &[], &[&memory]).expect("it is the first to call");
+                rank.comm.barrier().expect("all are there");
+                work.wait(None).err()
+            };
+            assert!(matches!(error, Some(Error::Mismatch { .. })), "{error:?}");
+            let last = [rank.sends(other, 2, 10), rank.receives(other, 2, 10)];
+            rank.batch(&last).expect("they begin anew").wait(None).expect("success");
+            rank.check(&last);
+            rank.leave((first, last, memory));
+        });
+    });
+}
+
+#[test]
+fn who_gets_messages_of_a_graph_that_cannot_go_on_is_told() {
+    alone("message_graphs::who_gets_messages_of_a_graph_that_cannot_go_on_is_told", &[&[], WEAK], || {
+        world(3, SMALL, |rank| {
+            let (me, memory, limit) = (rank.me(), rank.memory(&[1.0; 10]), Some(Duration::from_millis(600)));
+            let came = rank.memory(&[0.0; 10]);
+            let all = [1, 2].map(|step| ((me + step) % 3, (me + 3 - step) % 3));
+            for (to, from) in all {
+                let first = [rank.sends(to, 1, 1), rank.receives(from, 1, 1)];
+                rank.batch(&first).expect("a batch").wait(None).expect("success");
+            }
+            rank.comm.barrier().expect("all are there");
+            let op = |kind, input: &[&DeviceMemory], output: &[&DeviceMemory]| {
+                rank.op(&rank.stream, kind, input, output, limit)
+            };
+            // Rank 2 hands on to rank 0 what comes from rank 1, which never replays it.
+            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
+                let batch = match me {
+                    0 => vec![op(recv(2, 0), &[], &[&came])],
+                    1 => vec![op(send(2, 0), &[&memory], &[])],
+                    _ => vec![op(recv(1, 0), &[], &[&came]), op(send(0, 0), &[&memory], &[])],
+                };
+                rank.comm.submit_batch(&batch).expect("a work");
+            });
+            rank.comm.barrier().expect("all have captured it");
+            if me == 2 {
+                graph.replay(&rank.stream);
+                rank.stream.synchronize().expect("a replay that ends");
+            }
+            rank.comm.barrier().expect("rank 2 has given up");
+            if me == 0 {
+                let error = rank.one(&rank.receives(2, 0, 1)).and_then(|work| work.wait(None));
+                let text = error.expect_err("rank 2 has no right messages any more").to_string();
+                assert!(text.contains("in a replay of a graph: rank 1 did not send"), "{text}");
+            }
+            rank.comm.barrier().expect("the CPU's engine is not concerned");
+            rank.comm.abort("the test is over");
+        });
+    });
+}
+
+#[test]
 fn what_a_rank_sends_itself_in_a_graph_it_receives_in_the_same_batch() {
     alone("message_graphs::what_a_rank_sends_itself_in_a_graph_it_receives_in_the_same_batch", &[&[]], || {
         world(1, &[], |rank| {

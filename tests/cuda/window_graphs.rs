@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ncclx_rs::sys::cuda::{DeviceMemory, Stream};
+use ncclx_rs::sys::cuda::{DeviceMemory, Event, Stream};
 use ncclx_rs::{Error, OpKind, ReduceOp};
 
 use crate::graphs::wait_until;
@@ -308,7 +308,7 @@ fn what_is_put_on_one_stream_of_a_capture_comes_before_a_signal_on_another() {
             rank.comm.barrier().expect("all are there");
             let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
                 let current = rank.context.enter().expect("a context");
-                let [fork, join] = [0; 2].map(|_| ncclx_rs::sys::cuda::Event::new(&rank.context).expect("an event"));
+                let [fork, join] = [(); 2].map(|()| Event::new(&rank.context).expect("an event"));
                 fork.record(&current, &rank.stream).expect("a record");
                 side.wait(&current, &fork).expect("a wait");
                 rank.submit(put(&part, peer, 0), &[&own], &[]).expect("a put");
@@ -320,6 +320,32 @@ fn what_is_put_on_one_stream_of_a_capture_comes_before_a_signal_on_another() {
             graph.replay(&rank.stream);
             assert_eq!(part.values(&rank), data(peer, LEN));
             rank.leave((graph, part.memory, own, side));
+        });
+    });
+}
+
+#[test]
+fn waits_on_several_streams_of_a_capture_take_a_signal_each() {
+    alone("window_graphs::waits_on_several_streams_of_a_capture_take_a_signal_each", &[&[], WEAK], || {
+        world(2, &[], |rank| {
+            let (part, peer) = (Part::new(&rank, 1), 1 - rank.me());
+            let side = Stream::new(&rank.context, 0).expect("a stream");
+            rank.comm.barrier().expect("all are there");
+            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
+                let current = rank.context.enter().expect("a context");
+                let [fork, join] = [(); 2].map(|()| Event::new(&rank.context).expect("an event"));
+                fork.record(&current, &rank.stream).expect("a record");
+                side.wait(&current, &fork).expect("a wait");
+                for stream in [&side, &rank.stream] {
+                    let kind = if rank.me() == 0 { signal(&part, peer) } else { wait_signal(&part, peer) };
+                    rank.submit_on(stream, kind, (&[], &[]), None).expect("a work");
+                }
+                join.record(&current, &side).expect("a record");
+                rank.stream.wait(&current, &join).expect("a wait");
+            });
+            (0..100).for_each(|_| graph.replay(&rank.stream));
+            rank.stream.synchronize().expect("replays that end");
+            rank.leave((graph, part.memory, side));
         });
     });
 }

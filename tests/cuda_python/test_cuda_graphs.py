@@ -290,10 +290,12 @@ def ends_that_disagree(rank: int, size: int) -> None:
         if rank == 0:
             captured(lambda: dist.send(own, 1), "thread_local")
             store.set("captured", "yes")
+            store.wait(["told"])
         else:
             store.wait(["captured"])
             with pytest.raises(RuntimeError, match="in a graph's capture"):
                 dist.recv(own, 0)
+            store.set("told", "yes")
         # Both begin anew, and the graph of before goes on.
         graph.replay()
         dist.send(own, 1) if rank == 0 else dist.recv(own, 0)

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use super::{Halt, InFlight, NAP_MAX, named, reported};
+use super::{Halt, InFlight, NAP_MAX, named, reported, spread};
 use crate::device::call_log::{Blocks, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::error::{Error, rank_list};
@@ -82,8 +82,13 @@ impl InFlight {
     pub(crate) fn fail_next(&self, error: Error) {
         let (kind, culprit) = self.kind(&error);
         let mut state = lock(&self.state);
-        let number = state.last + 1;
+        let number = match (&state.halt, &state.failed) {
+            // Ranks could go on after a disagreement, but not after this.
+            (Some(Halt::Mismatch), Some((failed, _))) => failed.saturating_sub(1),
+            _ => state.last + 1,
+        };
         self.give_up(&mut state, number, kind, culprit, error);
+        spread(state);
     }
 
     /// How the others are told of an error.

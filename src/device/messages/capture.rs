@@ -6,12 +6,12 @@ use crate::device::counters::Word;
 use crate::device::graph_rings::InGraphs;
 use crate::device::graph_waits::GraphWait;
 use crate::device::lane::flush;
-use crate::device::pairs::lane;
+use crate::device::pairs::{Channel, lane};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Direction, Flow, Rounds};
 use crate::device::tokens::Tokens;
 use crate::error::{Error, UsageError};
-use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, Stream, Width};
+use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, Relaxed, Stream, Width};
 use crate::work::Work;
 
 /// Where messages are captured: the stream, and the capture's number.
@@ -36,9 +36,14 @@ impl Messages {
             if state.pairs().pair(peer).is_far() {
                 return Err(between_hosts(first.to_string()).into());
             }
-            if state.graph_rings[peer.index()].is_none() {
-                return Ok(None);
+        }
+        let has_rings = |(peer, _): Channel| peer == me || state.graph_rings[peer.index()].is_some();
+        if !stretches.iter().all(|stretch| has_rings(stretch.channel)) {
+            // Who has called it otherwise will not come.
+            if stretches.iter().any(|stretch| self.is_eager_elsewhere(state, stretch)) {
+                self.announce(state, stretches, request, true, peers)?;
             }
+            return Ok(None);
         }
         let messages: Vec<rounds::Message> = request.messages.iter().enumerate().map(plain).collect();
         let rounds = state.graph_lane(self).plan(&messages).map_err(|error| self.refused(first, &error))?;
@@ -50,6 +55,8 @@ impl Messages {
         for stretch in stretches {
             self.make_room(state, stretch, request)?;
         }
+        // What is made for a capture must not spoil it.
+        let relaxed = Relaxed::enter().map_err(|error| self.refused(first, &error))?;
         let works = self.announce(state, stretches, request, true, peers)?;
         for Stretch { channel: channel @ (peer, direction), messages } in stretches {
             let end = state.rings.memory_mut().end_mut(*channel);
@@ -63,6 +70,7 @@ impl Messages {
             self.give_up(state, stretches, &error);
             error
         });
+        drop(relaxed);
         // They have ended for who called them: replays tell nobody.
         works.iter().for_each(|work| self.ends.ended(work, put.clone()));
         put.map(|()| works.into_iter().next())
@@ -108,13 +116,21 @@ impl Messages {
             .map(|message| message.buffers.iter().filter_map(Buffer::device_bytes).collect())
             .collect();
         let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
-        rings.put(current, stream, rounds, &tensors, &[], &[])?;
-        // From here on the stream waits for nothing.
+        let put = rings.put(current, stream, rounds, &tensors, &[], &[]);
+        // From here on the stream waits for nothing. What came before may be in the graph also if something has failed.
         memory.tell(&mut batch, me, rounds, 0);
         tokens.returns().for_each(|step| memory.add(&mut batch, step));
-        flush(current, stream, &mut batch)?;
+        put.and(flush(current, stream, &mut batch))?;
         let context = &state.rings.memory().pair(stretches[0].channel.0).context;
         stretches.iter().try_for_each(|stretch| recording.ended(stretch.channel, context, current, stream))
+    }
+
+    /// Whether the other rank has called the next message, and not in a capture.
+    fn is_eager_elsewhere(&self, state: &State, stretch: &Stretch) -> bool {
+        let (me, channel @ (peer, direction)) = (self.own.me, stretch.channel);
+        let (control, next) = (&state.pairs().pair(peer).link.control, state.pairs().end(channel).number + 1);
+        let theirs = control.message_of_other(lane(me, peer, direction), next);
+        theirs.is_some_and(|message| message.captured.is_none())
     }
 
     /// What the stream waits for, for the messages of a ring: the token, if it sends, and then the last of its counts.
