@@ -279,6 +279,8 @@ pub(crate) enum Down {
     Broken,
     /// It has closed the connection, as ranks that leave do too.
     HungUp,
+    /// Nobody listens there any more: it has ended, or has left because of something that may be told soon.
+    Refused,
     /// It has no room for a connection now: another attempt may succeed.
     Busy,
     /// It cannot be reached by this transport. Another transport may reach it.
@@ -296,6 +298,11 @@ impl LinkDown {
     /// A loss because the other side has closed the connection.
     pub(crate) fn hung_up(cause: impl Into<String>) -> Self {
         LinkDown { cause: cause.into(), kind: Down::HungUp }
+    }
+
+    /// A connection that nobody takes any more.
+    pub(crate) fn refused(cause: impl Into<String>) -> Self {
+        LinkDown { cause: cause.into(), kind: Down::Refused }
     }
 
     /// A connection that cannot be made by this transport.

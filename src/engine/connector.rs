@@ -30,6 +30,8 @@ pub(crate) struct Way {
     /// One of them has, which has not been logged.
     has_turned: bool,
     obstacle: Option<Obstacle>,
+    /// When nobody took the stream for the first time.
+    refused: Option<Instant>,
 }
 
 /// Why there is no stream yet, although there may be one later.
@@ -81,13 +83,15 @@ impl Way {
                 let pause = last.map_or(FIRST_PAUSE, |last| (last.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE));
                 (down.kind == Down::Lacking, pause)
             }
+            // The failure detector may be about to say why, and to name another rank.
+            Down::Refused if now - *self.refused.get_or_insert(now) < GRACE => (false, GRACE / 4),
             Down::Unfit if self.routes.len() > 1 => {
                 self.routes.pop_front();
                 self.failures.push(down.cause.clone());
                 self.has_turned = true;
                 (false, Duration::ZERO)
             }
-            Down::Broken | Down::HungUp | Down::Unfit => {
+            Down::Broken | Down::HungUp | Down::Refused | Down::Unfit => {
                 self.failures.push(down.cause);
                 down.cause = std::mem::take(&mut self.failures).join("; ");
                 return Err(down);
@@ -145,3 +149,24 @@ pub(crate) const OPENING_CHECK: Duration = Duration::from_secs(1);
 
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+
+/// How long to go on with a peer that takes no stream any more. A rank that leaves after a failure tells others of that, which takes
+/// them milliseconds.
+const GRACE: Duration = Duration::from_millis(300);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_takes_no_stream_is_given_up_after_a_while() {
+        let mut way = Way::new([Route { transport: 0, address: vec![] }]);
+        let (begin, refused) = (Instant::now(), || LinkDown::refused("nobody is there"));
+        assert_eq!(way.ended(refused(), begin), Ok(()));
+        assert!(way.due() > Some(begin) && !way.is_short());
+        assert_eq!(way.ended(refused(), begin + GRACE / 2), Ok(()));
+        assert_eq!(way.ended(refused(), begin + GRACE).expect_err("it is over").cause, "nobody is there");
+        let down = way.ended(LinkDown::new("it broke"), begin).expect_err("at once");
+        assert_eq!(down.cause, "it broke");
+    }
+}

@@ -233,17 +233,18 @@ fn a_replay_ends_when_a_rank_dies() {
 
 #[test]
 fn words_of_a_window_stay_those_of_the_graphs_that_access_it() {
-    alone("window_graphs::words_of_a_window_stay_those_of_the_graphs_that_access_it", &[&[]], || {
+    alone("window_graphs::words_of_a_window_stay_those_of_the_graphs_that_access_it", &[&[], WEAK], || {
         let Some(software) = Software::new() else { return };
         world(2, &[], |rank| {
             let peer = 1 - rank.me();
-            let first = Part::new(&rank, 10);
+            let (first, own) = (Part::new(&rank, 10), rank.memory(&data(5 + rank.me(), 10)));
             rank.comm.barrier().expect("all are there");
             let living = software.living();
             rank.comm.barrier().expect("all have looked");
             // Only one of the ranks has one.
             let graph = (rank.me() == 0).then(|| {
                 Graph::of(&rank.stream, Mode::ThreadLocal, || {
+                    rank.submit(put(&first, peer, 0), &[&own], &[]).expect("a work");
                     rank.submit(signal(&first, peer), &[], &[]).expect("a work");
                 })
             });
@@ -256,10 +257,13 @@ fn words_of_a_window_stay_those_of_the_graphs_that_access_it() {
             rank.comm.barrier().expect("all are there");
             let exchange = |part: &Part| {
                 let ring = Graph::of(&rank.stream, Mode::ThreadLocal, || {
+                    rank.submit(put(part, peer, 0), &[&own], &[]).expect("a work");
                     rank.submit(signal(part, peer), &[], &[]).expect("a work");
                     rank.submit(wait_signal(part, peer), &[], &[]).expect("a work");
                 });
-                (0..3).for_each(|_| ring.replay(&rank.stream));
+                ring.replay(&rank.stream);
+                assert_eq!(part.values(&rank), data(5 + peer, 10), "a signal of another window");
+                (0..2).for_each(|_| ring.replay(&rank.stream));
                 rank.stream.synchronize().expect("replays that end");
             };
             exchange(&second);
@@ -272,7 +276,7 @@ fn words_of_a_window_stay_those_of_the_graphs_that_access_it() {
             let third = Part::new(&rank, 10);
             exchange(&third);
             rank.comm.window_deregister(third.id).expect("an end");
-            rank.leave((first, third));
+            rank.leave((first, third, own));
         });
     });
 }

@@ -212,20 +212,24 @@ fn many_accesses_are_submitted_before_anybody_waits() {
 fn windows_come_and_go() {
     alone("windows::windows_come_and_go", &[&[("SOFTCUDA_DELAY_US", "20")]], || {
         world(2, &[], |rank| {
-            let peer = 1 - rank.me();
+            let (peer, mut kept) = (1 - rank.me(), Vec::new());
             for round in 0..100 {
                 let part = Part::new(&rank, 10);
                 // Signals that nobody has waited for are not those of a later window.
+                let own = rank.memory(&data(round + 50 * rank.me(), 10));
+                rank.submit(put(&part, peer, 0), &[&own], &[]).expect("a put");
                 do_now(&rank, signal(&part, peer)).expect("a signal");
                 if round % 2 == 0 {
                     do_now(&rank, signal(&part, peer)).expect("a signal");
                 }
                 do_now(&rank, wait_signal(&part, peer)).expect("a signal");
+                assert_eq!(part.values(&rank), data(round + 50 * peer, 10), "round {round}");
                 rank.comm.window_deregister(part.id).expect("an end");
+                kept.push(own);
                 let gone = do_now(&rank, signal(&part, peer)).expect_err("it is gone");
                 assert!(gone.to_string().contains("expected a registered window"), "{gone}");
             }
-            rank.leave(());
+            rank.leave(kept);
         });
     });
 }

@@ -39,13 +39,20 @@ pub(super) struct Connection {
     poller: Poller,
     /// Addresses not tried yet.
     targets: VecDeque<SocketAddr>,
-    /// Why the tried ones failed.
-    failures: Vec<String>,
+    failures: Failures,
     current: SocketAddr,
     stream: Stream,
     registration: Registration,
     stage: Stage,
     timeout: PeerTimeout,
+}
+
+/// Why the tried addresses failed.
+#[derive(Debug, Default)]
+struct Failures {
+    texts: Vec<String>,
+    /// At one of them nobody takes connections, or somebody has stopped to.
+    is_refused: bool,
 }
 
 impl Connection {
@@ -58,7 +65,7 @@ impl Connection {
         poller: &Poller,
         timeout: PeerTimeout,
     ) -> Result<Self, LinkDown> {
-        let mut failures = Vec::new();
+        let mut failures = Failures::default();
         let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller, identity.size)?;
         let stream = Stream::open(socket, tls.as_ref());
         let poller = poller.clone();
@@ -78,15 +85,18 @@ impl Connection {
                         self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
                     }
                     Ok(false) if since.elapsed() < attempt(self.targets.is_empty(), self.timeout) => return Ok(false),
-                    Ok(false) => self.try_next("no answer".to_owned())?,
-                    Err(error) => self.try_next(error.to_string())?,
+                    Ok(false) => self.try_next(LinkDown::new("no answer"))?,
+                    Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                        self.try_next(LinkDown::refused(error.to_string()))?;
+                    }
+                    Err(error) => self.try_next(error.into())?,
                 },
                 Stage::Proving(opening) => match opening.drive(&mut self.stream) {
                     Ok(true) => self.stage = Stage::Open,
                     Ok(false) => return Ok(false),
                     Err(down) => match opening.classify(down) {
                         slow if slow.kind == Down::Busy => return Err(slow),
-                        down => self.try_next(down.cause)?,
+                        down => self.try_next(down)?,
                     },
                 },
             }
@@ -108,8 +118,9 @@ impl Connection {
         }
     }
 
-    fn try_next(&mut self, failure: String) -> Result<(), LinkDown> {
-        self.failures.push(format!("{}: {failure}", self.current));
+    fn try_next(&mut self, down: LinkDown) -> Result<(), LinkDown> {
+        self.failures.texts.push(format!("{}: {}", self.current, down.cause));
+        self.failures.is_refused |= matches!(down.kind, Down::Refused | Down::HungUp);
         let next = next_attempt(&mut self.targets, &mut self.failures, &self.poller, self.identity.size)?;
         let (current, socket, registration) = next;
         (self.current, self.stream, self.registration) =
@@ -121,7 +132,7 @@ impl Connection {
 
 fn next_attempt(
     targets: &mut VecDeque<SocketAddr>,
-    failures: &mut Vec<String>,
+    failures: &mut Failures,
     poller: &Poller,
     size: usize,
 ) -> Result<(SocketAddr, TcpStream, Registration), LinkDown> {
@@ -133,10 +144,11 @@ fn next_attempt(
                 return Ok((target, stream, registration));
             }
             Err(error) if limits::is_shortage(&error) => return Err(shortage::while_opening(error, size)),
-            Err(error) => failures.push(format!("{target}: {error}")),
+            Err(error) => failures.texts.push(format!("{target}: {error}")),
         }
     }
-    Err(LinkDown::new(format!("it cannot be reached at {}", failures.join(", "))))
+    let cause = format!("it cannot be reached at {}", failures.texts.join(", "));
+    Err(if failures.is_refused { LinkDown::refused(cause) } else { LinkDown::new(cause) })
 }
 
 impl SendStream for Connection {
@@ -242,7 +254,7 @@ mod tests {
 
     #[test]
     fn a_caller_that_was_too_slow_for_the_acceptor_calls_again() {
-        for (age, kind) in [(Duration::ZERO, Down::Broken), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
+        for (age, kind) in [(Duration::ZERO, Down::Refused), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             let mut connection = connection(&[&listener], ATTEMPT);
             drop(listener.accept().unwrap());
