@@ -261,6 +261,10 @@ fn words_of_a_window_stay_those_of_the_graphs_that_access_it() {
                     rank.submit(signal(part, peer), &[], &[]).expect("a work");
                     rank.submit(wait_signal(part, peer), &[], &[]).expect("a work");
                 });
+                // So the other rank would read too early.
+                if rank.me() == 0 {
+                    std::thread::sleep(Duration::from_millis(50));
+                }
                 ring.replay(&rank.stream);
                 assert_eq!(part.values(&rank), data(5 + peer, 10), "a signal of another window");
                 (0..2).for_each(|_| ring.replay(&rank.stream));
