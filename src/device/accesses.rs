@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::device::control::{Control, Failure, FailureKind};
 use crate::device::graph_waits::Home;
 use crate::device::in_flight::{
-    DRAIN_TIMEOUT, Ends, Halt, InFlight, Look, Watched, closed_by_fork, detail, named, reported, wait_driving,
+    DRAIN_TIMEOUT, Ends, Halt, InFlight, Look, Watched, blame, closed_by_fork, detail, named, reported, wait_driving,
 };
 use crate::device::signals::{Line, Signals, Told};
 use crate::error::Error;
@@ -295,12 +295,7 @@ impl Home for Accesses {
     }
 
     fn fail(&self, error: Error) {
-        let me = self.control.me();
-        let (kind, culprit) = match &error {
-            Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
-            Error::Timeout { .. } => (FailureKind::Timeout, me),
-            _ => (FailureKind::Driver, me),
-        };
+        let (kind, culprit) = blame(&error, self.control.me());
         Accesses::fail(self, kind, culprit, error.clone());
         // Also if it had failed before: what the replay does from now on spoils what others see, if this rank's leaving did not.
         self.mark(SPOILT, kind, culprit, &error);

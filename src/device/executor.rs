@@ -9,7 +9,7 @@ use crate::counts::Counts;
 use crate::device::all_to_all;
 use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
-use crate::device::graph::{Graphs, Home, Place, spoilt};
+use crate::device::graph::{Graphs, Home, Place, number_of};
 use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
@@ -32,9 +32,7 @@ use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
-use crate::sys::cuda::{
-    Capture, Context, CudaError, Current, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId,
-};
+use crate::sys::cuda::{Context, CudaError, Current, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId};
 use crate::sys::nccl::NcclError;
 use crate::topo::Topology;
 use crate::types::{DType, Rank, ReduceOp};
@@ -356,11 +354,7 @@ impl Executor {
         let driver = |error: CudaError| self.broken(number, operation(), &error);
         let current = context.enter().map_err(driver)?;
         let stream = Stream::of_caller(&context, request.stream);
-        let capture = match stream.capture(&current).map_err(driver)? {
-            Capture::Off => None,
-            Capture::Active(id) => Some(id),
-            Capture::Spoilt => return Err(spoilt(operation()).into()),
-        };
+        let capture = number_of(stream.capture(&current).map_err(driver)?, operation)?;
         if capture.is_some() {
             self.check_one_host(&operation(), "collectives in CUDA graphs")?;
         }

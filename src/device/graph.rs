@@ -14,7 +14,7 @@ use crate::device::setup::{self, AllGather, Wanted};
 use crate::device::watch;
 use crate::error::{Error, UsageError};
 use crate::sync::{Arc, Weak};
-use crate::sys::cuda::{Context, CudaError, Current, Event, Stream, StreamId};
+use crate::sys::cuda::{Capture, Context, CudaError, Current, Event, Stream, StreamId};
 use crate::types::Rank;
 
 /// What a communicator's captures need of it.
@@ -151,13 +151,20 @@ impl Graphs {
     }
 }
 
-/// Refuses a stream whose capture has failed.
-pub(crate) fn spoilt(operation: String) -> UsageError {
-    UsageError {
-        operation,
-        argument: "stream",
-        expected: "a stream whose operations run, or are being captured in a graph".to_owned(),
-        got: "one whose capture has failed, and can only be ended".to_owned(),
+/// The number of the capture that a stream takes part in, if it does.
+///
+/// # Errors
+/// The capture has failed. The operation is for the error.
+pub(crate) fn number_of(capture: Capture, operation: impl FnOnce() -> String) -> Result<Option<u64>, UsageError> {
+    match capture {
+        Capture::Off => Ok(None),
+        Capture::Active(number) => Ok(Some(number)),
+        Capture::Spoilt => Err(UsageError {
+            operation: operation(),
+            argument: "stream",
+            expected: "a stream whose operations run, or are being captured in a graph".to_owned(),
+            got: "one whose capture has failed, and can only be ended".to_owned(),
+        }),
     }
 }
 

@@ -11,6 +11,7 @@ use crate::device::counters::{Access, Word};
 use crate::device::graph_waits::Home;
 use crate::device::in_flight::{InFlight, Watched};
 use crate::device::pairs::{LANES, Own, Pairs, lane};
+use crate::device::replay::{COUNTS, TOKENS};
 use crate::device::ring_lane::RingMemory;
 use crate::device::rounds::{Flow, Rounds};
 use crate::device::setup::{self, AllGather, Parts, Wanted};
@@ -35,11 +36,6 @@ pub(crate) struct GraphRings {
     /// This rank in the pair.
     me: Rank,
 }
-
-/// The words of heads and tails, as a lane.
-const COUNTS: usize = 0;
-/// Those of tokens: of each direction the tail, as another one.
-const TOKENS: usize = 1;
 
 /// The version of what lies in the words, apart from those of other lanes.
 const VERSION: u32 = 1 << 17;

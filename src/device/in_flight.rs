@@ -395,10 +395,8 @@ impl InFlight {
         let me = self.control.name(self.control.me());
         let (kind, culprit) = match error {
             Error::Mismatch { .. } => (FailureKind::Mismatch, me),
-            Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
             Error::Closed { .. } => (FailureKind::Left, me),
-            Error::Timeout { .. } => (FailureKind::Timeout, me),
-            _ => (FailureKind::Driver, me),
+            other => blame(other, me),
         };
         self.fail(number, kind, culprit, error.clone());
     }
@@ -667,6 +665,15 @@ pub(crate) fn named(error: Error, call: impl Display) -> Error {
         Error::PeerLost { rank, cause, .. } => Error::PeerLost { operation: called, rank, cause },
         Error::Closed { comm, how, .. } => Error::Closed { operation: called, comm, how },
         other => other,
+    }
+}
+
+/// How other ranks are told of what has failed on this one, beside disagreements and its leaving; and the rank at fault.
+pub(crate) fn blame(error: &Error, me: Rank) -> (FailureKind, Rank) {
+    match error {
+        Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
+        Error::Timeout { .. } => (FailureKind::Timeout, me),
+        _ => (FailureKind::Driver, me),
     }
 }
 

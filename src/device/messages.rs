@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
 use crate::device::far_pairs::FarPairs;
-use crate::device::graph::spoilt;
+use crate::device::graph::number_of;
 use crate::device::graph_rings::GraphRings;
 use crate::device::graph_waits::Numbers;
 use crate::device::in_flight::{self, Ends, Halt, InFlight, Watched};
@@ -28,7 +28,7 @@ use crate::device::watch;
 use crate::device::words::SLOTS;
 use crate::error::{Error, InitError, UsageError};
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
-use crate::sys::cuda::{Capture, Context, CudaError, Current, Device, DeviceBytes, Relaxed, Stream, StreamHandle};
+use crate::sys::cuda::{Capture, Context, CudaError, Current, Device, DeviceBytes, Stream, StreamHandle};
 use crate::types::{Rank, Tag};
 use crate::work::{Drive, Entry, Work};
 
@@ -80,6 +80,12 @@ pub(crate) struct Request<'a> {
 }
 
 impl Request<'_> {
+    /// By message, its memory.
+    fn tensors(&self) -> Vec<SmallVec<[DeviceBytes<'_>; 2]>> {
+        let messages = self.messages.iter();
+        messages.map(|message| message.buffers.iter().filter_map(Buffer::device_bytes).collect()).collect()
+    }
+
     /// The call with messages of one direction to or from a rank, for errors.
     fn text(&self, stretch: &Stretch) -> String {
         let message = &self.messages[stretch.messages[0]];
@@ -178,14 +184,13 @@ impl Messages {
             }
             let capture = self.ask(request);
             let in_graph = match capture {
-                Ok(Capture::Spoilt) => return Err(spoilt(request.messages[0].to_string()).into()),
-                Ok(Capture::Active(_)) => true,
-                Ok(Capture::Off) | Err(_) => false,
+                Ok(capture) => number_of(capture, || request.messages[0].to_string())?.is_some(),
+                Err(_) => false,
             };
             if in_graph {
                 meetings = self.meetings_before(&stretches, request, true)?;
             }
-            let asked = capture.and_then(|_| in_graph.then(Relaxed::enter).transpose().map(|_| ()));
+            let asked = capture.map(|_| ());
             self.meet(&meetings, (&asked, in_graph), request, until, peers).inspect_err(|error| {
                 if let Some(state) = lock(&self.state).as_ref() {
                     self.give_up(state, &stretches, error);
@@ -248,10 +253,8 @@ impl Messages {
             self.give_up(state, stretches, &error);
             error
         })?;
-        match capture {
-            Capture::Off => {}
-            Capture::Active(id) => return self.capture(state, (&current, &stream, id), stretches, request, peers),
-            Capture::Spoilt => return Err(spoilt(first.to_string()).into()),
+        if let Some(id) = number_of(capture, || first.to_string())? {
+            return self.capture(state, (&current, &stream, id), stretches, request, peers);
         }
         let unmet = self.unmet_after(state, request)?;
         let messages: Vec<rounds::Message> = request.messages.iter().enumerate().map(plain).collect();
@@ -345,10 +348,9 @@ impl Messages {
         rounds: &Rounds,
         peers: &dyn Peers,
     ) -> Result<Arc<Batch>, Error> {
-        let me = self.own.me;
         let place = |Stretch { channel: channel @ (peer, direction), messages }: &Stretch| {
             let first = state.pairs().end(*channel).number + 1;
-            let in_flight = state.pairs().pair(*peer).link.in_flight[lane(me, *peer, *direction)].clone();
+            let in_flight = state.pairs().in_flight(*channel).clone();
             let awaits = state.rings.awaits_after(rounds, *peer, *direction);
             let awaits = awaits.map(|(word, value)| state.pairs().awaited(word, value)).into_iter().collect();
             Place { in_flight, peer: *peer, first, last: first + messages.len() as u64 - 1, awaits }
@@ -372,10 +374,10 @@ impl Messages {
         let me = self.own.me;
         let mut numbers = vec![0; request.messages.len()];
         let mut in_flight: Vec<Arc<InFlight>> = Vec::new();
-        for Stretch { channel: channel @ (peer, direction), messages } in stretches {
+        for Stretch { channel, messages } in stretches {
             let first = state.pairs().end(*channel).number + 1;
             messages.iter().zip(first..).for_each(|(message, number)| numbers[*message] = number);
-            in_flight.push(state.pairs().pair(*peer).link.in_flight[lane(me, *peer, *direction)].clone());
+            in_flight.push(state.pairs().in_flight(*channel).clone());
         }
         let drive: Arc<dyn Drive> = match &in_flight[..] {
             [one] => one.clone(),
@@ -420,10 +422,10 @@ impl Messages {
 
     /// Tells all ranks of these messages that they have failed, but those with which nothing is set up.
     fn give_up(&self, state: &State, stretches: &[Stretch], error: &Error) {
-        for Stretch { channel: channel @ (peer, direction), .. } in stretches {
-            if let Some(pair) = &state.pairs().by_peer[peer.index()] {
+        for Stretch { channel: channel @ (peer, _), .. } in stretches {
+            if state.pairs().by_peer[peer.index()].is_some() {
                 let first = state.pairs().end(*channel).number + 1;
-                pair.link.in_flight[lane(self.own.me, *peer, *direction)].fail_too(first, error);
+                state.pairs().in_flight(*channel).fail_too(first, error);
             }
         }
     }
@@ -507,11 +509,7 @@ impl State {
                 stream.wait(current, &end.end)?;
             }
         }
-        let tensors: Vec<SmallVec<[DeviceBytes<'_>; 2]>> = request
-            .messages
-            .iter()
-            .map(|message| message.buffers.iter().filter_map(Buffer::device_bytes).collect())
-            .collect();
+        let tensors = request.tensors();
         let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
         let [starts, ends] = self.edges(stretches);
         let put = self.rings.put(current, stream, rounds, &tensors, &starts, &ends);

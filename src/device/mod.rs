@@ -10,13 +10,14 @@
 //! for them. What goes to other hosts and comes from there is [`network`] traffic, which the CPU engine
 //! exchanges for its [`other_hosts`]; [`all_to_all`] has programs of its own for it.
 //!
-//! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`] module
-//! reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
-//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
-//! streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, or [rings](graph_rings) if it is messages: they
-//! count by [`tokens`], and nobody submits their [`replay`]s. The [`executor`] runs a whole call, [`messages`] between [`pairs`] of ranks, also [far ones](far_pairs);
-//! what is [`in_flight`] then is ended by whoever looks, at the latest by the [`watch`]. Where the ranks take it, a
-//! [`vendor`]'s library runs collectives instead of programs.
+//! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`]
+//! module reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches
+//! on streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts
+//! on streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, or [rings](graph_rings) if it is
+//! messages: they count by [`tokens`], and nobody submits their [`replay`]s. The [`executor`] runs a whole call,
+//! [`messages`] between [`pairs`] of ranks, also [far ones](far_pairs); what is [`in_flight`] then is ended by whoever
+//! looks, at the latest by the [`watch`]. Where the ranks take it, a [`vendor`]'s library runs collectives instead of
+//! programs.
 //!
 //! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight
 //! end one by one. In captures they have [`recordings`] of their own, and their streams [wait](graph_waits) in replays.

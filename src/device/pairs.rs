@@ -205,6 +205,11 @@ impl Pairs {
         self.by_peer[peer.index()].as_ref().expect("pairs are set up before their first message")
     }
 
+    /// What is in flight of some messages.
+    pub(crate) fn in_flight(&self, (peer, direction): Channel) -> &Arc<InFlight> {
+        &self.pair(peer).link.in_flight[lane(self.me, peer, direction)]
+    }
+
     /// This rank's end of some messages.
     pub(crate) fn end(&self, (peer, direction): Channel) -> &End {
         &self.pair(peer).ends[lane(self.me, peer, direction)]

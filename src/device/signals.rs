@@ -61,6 +61,16 @@ pub(crate) enum Step {
     Write(usize, u64),
 }
 
+/// What one end of a line does in a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct InGraph {
+    pub(crate) steps: [Step; 5],
+    /// The word by which its stream says that it is in it.
+    pub(crate) busy: usize,
+    /// The word that it waits for to be one.
+    pub(crate) awaited: usize,
+}
+
 /// How many windows can be registered at once.
 pub(crate) const SLOTS: usize = 64;
 
@@ -111,24 +121,25 @@ impl Signals {
     }
 
     /// What the sender's stream does for a signal of a graph, as the operation of this number.
-    pub(crate) fn signal_in_graph(&self, line: Line, operation: u64) -> [Step; 5] {
+    pub(crate) fn signal_in_graph(&self, line: Line, operation: u64) -> InGraph {
         self.in_graph(line, operation, Told::Signalling, Told::Free, Told::Ready)
     }
 
     /// What the receiver's does, which takes it.
-    pub(crate) fn wait_in_graph(&self, line: Line, operation: u64) -> [Step; 5] {
+    pub(crate) fn wait_in_graph(&self, line: Line, operation: u64) -> InGraph {
         self.in_graph(line, operation, Told::Waiting, Told::Ready, Told::Free)
     }
 
-    fn in_graph(&self, line: Line, operation: u64, busy: Told, awaited: Told, given: Told) -> [Step; 5] {
+    fn in_graph(&self, line: Line, operation: u64, busy: Told, awaited: Told, given: Told) -> InGraph {
         let [busy, awaited, given] = [busy, awaited, given].map(|told| self.index(line, told));
-        [
+        let steps = [
             Step::Write(busy, operation),
             Step::Wait(awaited, 1),
             Step::Write(awaited, 0),
             Step::Write(given, 1),
             Step::Write(busy, 0),
-        ]
+        ];
+        InGraph { steps, busy, awaited }
     }
 
     /// Makes what this rank's streams wait for as new. No rank may use the slot.
@@ -206,7 +217,7 @@ mod tests {
         let signals = signals(0, 2);
         let line = line(3, 1, 0);
         (0..2).for_each(|rank| signals.reset(3, Rank(rank)));
-        let (send, take) = (signals.signal_in_graph(line, 5), signals.wait_in_graph(line, 9));
+        let (send, take) = (signals.signal_in_graph(line, 5).steps, signals.wait_in_graph(line, 9).steps);
         for _ in 0..3 {
             let waits = run(&signals, &take);
             assert!(waits.len() == 4 && signals.value(line, Told::Waiting) == 9, "nothing has come");

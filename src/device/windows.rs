@@ -16,20 +16,20 @@ use crate::deadline::deadline_after;
 use crate::device::accesses::{Accesses, Awaited, Flight};
 use crate::device::control::{Control, FailureKind};
 use crate::device::descriptors::{Address, Post};
-use crate::device::graph::spoilt;
+use crate::device::graph::number_of;
 use crate::device::graph_waits::{GraphWait, Numbers};
 use crate::device::in_flight::{Ends, InFlight, named};
 use crate::device::lane::{copy, flush};
 use crate::device::recordings::Recordings;
 use crate::device::setup::{AllGather, Failure, failed, split, tell};
-use crate::device::signals::{self, Line, SLOTS, Signals, Step, Told};
+use crate::device::signals::{self, InGraph, Line, SLOTS, Signals, Step, Told};
 use crate::device::watch;
 use crate::device::words::{ControlLayout, SLOTS as ROOM};
 use crate::error::Error;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{
-    Batch, Capture, Context, CudaError, Current, DeviceBytes, Event, ExportError, ImportedMemory, RegisteredWords,
-    Relaxed, Stream, StreamHandle, StreamId, Width, export,
+    Batch, Context, CudaError, Current, DeviceBytes, Event, ExportError, ImportedMemory, RegisteredWords, Relaxed,
+    Stream, StreamHandle, StreamId, Width, export,
 };
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
@@ -364,11 +364,8 @@ impl Windows {
         let driver = |error: CudaError| self.broken(&request.call, &error);
         let current = context.enter().map_err(driver)?;
         let stream = Stream::of_caller(&context, request.stream);
-        let capture = match stream.capture(&current).map_err(driver)? {
-            Capture::Off => None,
-            Capture::Active(id) => Some(id),
-            Capture::Spoilt => return Err(spoilt(request.call.clone()).into()),
-        };
+        let capture = stream.capture(&current).map_err(driver)?;
+        let capture = number_of(capture, || request.call.clone())?;
         let number = state.number + 1;
         self.accesses.wait_until(request.timeout, |accesses| accesses.has_room(number)).map_err(|waited| {
             let detail = format!("{ROOM} accesses are in flight on the device");
@@ -437,7 +434,7 @@ impl Windows {
         };
         let started = Step::Write(self.layout.started(me, lane, number), number);
         let done = Step::Write(self.layout.done(me, lane, number), number);
-        let after: SmallVec<[Step; 5]> = told.into_iter().chain([done]).collect();
+        let after: SmallVec<[Step; 2]> = told.into_iter().chain([done]).collect();
         let (id, is_chained) = (stream.id(current)?, request.is_chained());
         let chain = &state.chains[request.peer.index()];
         if is_chained && chain.last.is_some_and(|last| last != id) {
@@ -464,28 +461,23 @@ impl Windows {
         // What is made for a capture must not spoil it.
         let _relaxed = Relaxed::enter()?;
         let (me, peer, slot) = (self.me, request.peer, state.exposed[&request.window].slot);
-        let (to_peer, to_me) = (Line { slot, receiver: peer, sender: me }, Line { slot, receiver: me, sender: peer });
         let operation = state.numbers.next();
         let recording = state.recordings.of(&self.comm, capture, current, stream)?;
-        let steps = match request.access {
+        let told = match request.access {
             Access::Put(_) | Access::Get(_) => None,
             Access::Signal => {
-                let missing = "has not taken the signal before";
-                Some((self.signals.signal_in_graph(to_peer, operation), to_peer, missing))
+                let line = Line { slot, receiver: peer, sender: me };
+                Some((self.signals.signal_in_graph(line, operation), "has not taken the signal before"))
             }
             Access::WaitSignal => {
-                let missing = "did not signal in a graph";
-                Some((self.signals.wait_in_graph(to_me, operation), to_me, missing))
+                let line = Line { slot, receiver: me, sender: peer };
+                Some((self.signals.wait_in_graph(line, operation), "did not signal in a graph"))
             }
         };
         // Before it can run.
         let exposed = &state.exposed[&request.window];
         recording.waits().keep_for(slot, || (exposed.parts.clone(), state.registered.clone()));
-        if let Some((_, line, missing)) = steps {
-            let (busy, awaited) = match request.access {
-                Access::Signal => (Told::Signalling, Told::Free),
-                _ => (Told::Waiting, Told::Ready),
-            };
+        if let Some((InGraph { busy, awaited, .. }, missing)) = told {
             let (words, width) = self.signals.words();
             recording.waits().note(GraphWait {
                 operation,
@@ -493,8 +485,8 @@ impl Windows {
                 limit: request.timeout,
                 words: words.clone(),
                 width,
-                busy: self.signals.index(line, busy),
-                awaits: vec![(self.signals.index(line, awaited), 1)],
+                busy,
+                awaits: vec![(awaited, 1)],
                 peer,
                 missing,
                 home: self.accesses.clone(),
@@ -502,7 +494,7 @@ impl Windows {
         }
         let chain = (peer, (!request.is_chained()).then_some(slot));
         recording.follow(chain, current, stream)?;
-        let steps = steps.as_ref().map_or(&[][..], |(steps, ..)| steps);
+        let steps = told.as_ref().map_or(&[][..], |(told, _)| &told.steps);
         state.put_on(current, stream, request, &[], steps)?;
         let recording = state.recordings.of(&self.comm, capture, current, stream)?;
         recording.ended(chain, &state.context, current, stream)

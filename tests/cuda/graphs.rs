@@ -11,16 +11,31 @@ use crate::ranks::{OnDevice, Process, data, of_processes, of_processes_that_end,
 use crate::recording::{Graph, Mode, begin, end};
 
 /// What ranks run between their setup and the end of the test, in the worst order that the software CUDA has.
-const WEAK: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "60"), ("SOFTCUDA_WEAK", "1"), ("SOFTCUDA_GAP_US", "20")];
-const ONE_QUEUE: &[(&str, &str)] = &[("SOFTCUDA_QUEUES", "1"), ("SOFTCUDA_DELAY_US", "30"), ("SOFTCUDA_WEAK", "1")];
+pub(crate) const WEAK: &[(&str, &str)] =
+    &[("SOFTCUDA_DELAY_US", "60"), ("SOFTCUDA_WEAK", "1"), ("SOFTCUDA_GAP_US", "20")];
+pub(crate) const ONE_QUEUE: &[(&str, &str)] =
+    &[("SOFTCUDA_QUEUES", "1"), ("SOFTCUDA_DELAY_US", "30"), ("SOFTCUDA_WEAK", "1")];
 const TWO_QUEUES: &[(&str, &str)] = &[("SOFTCUDA_QUEUES", "2"), ("SOFTCUDA_DELAY_US", "30")];
 
 impl OnDevice {
+    /// A graph of what `body` puts on this rank's stream and on a branch of it.
+    pub(crate) fn captured_on_two(&self, branch: &Stream, body: impl FnOnce()) -> Graph {
+        let [forked, joined] = [(), ()].map(|()| Event::new(&self.context).expect("an event"));
+        Graph::of(&self.stream, Mode::ThreadLocal, || {
+            let current = self.context.enter().expect("a context");
+            forked.record(&current, &self.stream).expect("a record");
+            branch.wait(&current, &forked).expect("it takes part from here on");
+            body();
+            joined.record(&current, branch).expect("a record");
+            self.stream.wait(&current, &joined).expect("it has come back");
+        })
+    }
+
     fn put(&self, kind: OpKind, input: &DeviceMemory, output: &DeviceMemory) {
         self.submit(kind, &[input], &[output]).expect("a work").wait(None).expect("it has ended for who captures");
     }
 
-    fn copy(&self, from: &DeviceMemory, into: &DeviceMemory) {
+    pub(crate) fn copy(&self, from: &DeviceMemory, into: &DeviceMemory) {
         let current = self.context.enter().expect("a context");
         self.stream.copy(&current, from.bytes(), into.bytes()).expect("a copy");
     }
@@ -155,19 +170,13 @@ fn operations_of_a_capture_follow_each_other_on_whatever_streams() {
     alone("graphs::operations_of_a_capture_follow_each_other_on_whatever_streams", &[&[], WEAK], || {
         world(2, &[], |rank| {
             let branch = Stream::new(&rank.context, 0).expect("a stream");
-            let [forked, joined] = [(), ()].map(|()| Event::new(&rank.context).expect("an event"));
             let memory: Vec<DeviceMemory> = (0..4).map(|turn| rank.memory(&data(rank.me() + turn, 20_000))).collect();
-            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
-                let current = rank.context.enter().expect("a context");
-                forked.record(&current, &rank.stream).expect("a record");
-                branch.wait(&current, &forked).expect("it takes part from here on");
+            let graph = rank.captured_on_two(&branch, || {
                 for (turn, memory) in memory.iter().enumerate() {
                     let stream = if turn % 2 == 0 { &rank.stream } else { &branch };
                     let kind = OpKind::AllReduce(ReduceOp::Sum);
                     rank.submit_on(stream, kind, (&[memory], &[memory]), None).expect("a work");
                 }
-                joined.record(&current, &branch).expect("a record");
-                rank.stream.wait(&current, &joined).expect("it has come back");
             });
             graph.replay(&rank.stream);
             for (turn, memory) in memory.iter().enumerate() {
@@ -175,7 +184,7 @@ fn operations_of_a_capture_follow_each_other_on_whatever_streams() {
                     data(turn, 20_000).iter().zip(data(turn + 1, 20_000)).map(|(a, b)| a + b).collect();
                 assert!(rank.values(memory) == expected, "{turn}");
             }
-            rank.leave((memory, graph, branch, forked, joined));
+            rank.leave((memory, graph, branch));
         });
     });
 }

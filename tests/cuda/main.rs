@@ -11,6 +11,7 @@ mod hosts;
 mod lanes;
 mod message_graphs;
 mod messages;
+mod moving;
 #[path = "../engine/numbers.rs"]
 mod numbers;
 #[path = "../engine/nvrtc/folders.rs"]

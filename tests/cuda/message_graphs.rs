@@ -2,61 +2,35 @@
 
 use std::time::Duration;
 
-use ncclx_rs::sys::cuda::{DeviceMemory, Event, Stream};
+use ncclx_rs::sys::cuda::{DeviceMemory, Stream};
 use ncclx_rs::{Error, Op, OpKind, ReduceOp};
 
-use crate::graphs::wait_until;
-use crate::harness::{Software, alone, context, is_alone};
+use crate::graphs::{ONE_QUEUE, WEAK};
+use crate::harness::{alone, context, is_alone};
 use crate::messages::{CELL, SMALL, recv, send};
-use crate::ranks::{OnDevice, Process, data, of_processes, of_processes_that_end, world, world_on};
+use crate::moving::{self, Moving};
+use crate::ranks::{OnDevice, Process, data, of_processes, world, world_on};
 use crate::recording::{Graph, Mode};
 use crate::windows::{Part, put, signal, wait_signal};
 
-/// Orders that are missing show under these.
-const WEAK: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "60"), ("SOFTCUDA_WEAK", "1"), ("SOFTCUDA_GAP_US", "20")];
-const ONE_QUEUE: &[(&str, &str)] = &[("SOFTCUDA_QUEUES", "1"), ("SOFTCUDA_DELAY_US", "30"), ("SOFTCUDA_WEAK", "1")];
-
-/// A graph that hands what a rank has to the next one.
-struct Ring {
-    graph: Graph,
-    own: DeviceMemory,
-    _came: DeviceMemory,
-    len: usize,
-}
-
-impl Ring {
-    /// In one batch, or each message for itself, the first rank's receive before its send.
-    fn new(rank: &OnDevice, len: usize, is_batch: bool) -> Ring {
-        let (me, size) = (rank.me(), rank.comm.size());
-        let (next, last) = ((me + 1) % size, (me + size - 1) % size);
-        let (own, came) = (rank.memory(&data(me, len)), rank.memory(&vec![-1.0; len]));
-        // What tests do before and after would spoil captures of other threads.
-        rank.comm.barrier().expect("all are there");
-        let graph = Graph::of(&rank.stream, Mode::Global, || {
-            let sends = rank.op(&rank.stream, send(next, 3), &[&own], &[], None);
-            let receives = rank.op(&rank.stream, recv(last, 3), &[], &[&came], None);
-            let batches: Vec<Vec<Op>> = match (is_batch, me) {
-                (true, _) => vec![vec![sends, receives]],
-                (false, 0) => vec![vec![receives], vec![sends]],
-                (false, _) => vec![vec![sends], vec![receives]],
-            };
-            for batch in batches {
-                let work = rank.comm.submit_batch(&batch).expect("a work");
-                work.wait(None).expect("it has ended for who captures");
-            }
-            let current = rank.context.enter().expect("a context");
-            rank.stream.copy(&current, came.bytes(), own.bytes()).expect("a copy");
-        });
-        rank.comm.barrier().expect("all are there");
-        Ring { graph, own, _came: came, len }
-    }
-
-    /// What is there after so many replays.
-    fn check(&self, rank: &OnDevice, replays: usize) {
-        let (me, size) = (rank.me(), rank.comm.size());
-        let from = (me + size * replays - replays) % size;
-        assert!(rank.values(&self.own) == data(from, self.len), "rank {me} of {size} after {replays} replays");
-    }
+/// Ranks hand on what they have in one batch, or each message for itself, the first rank's receive before its send.
+fn ring(rank: &OnDevice, len: usize, is_batch: bool) -> Moving<DeviceMemory> {
+    let (me, size) = (rank.me(), rank.comm.size());
+    let (next, last) = ((me + 1) % size, (me + size - 1) % size);
+    Moving::new(rank, len, rank.memory(&vec![-1.0; len]), |came, own| {
+        let sends = rank.op(&rank.stream, send(next, 3), &[own], &[], None);
+        let receives = rank.op(&rank.stream, recv(last, 3), &[], &[came], None);
+        let batches: Vec<Vec<Op>> = match (is_batch, me) {
+            (true, _) => vec![vec![sends, receives]],
+            (false, 0) => vec![vec![receives], vec![sends]],
+            (false, _) => vec![vec![sends], vec![receives]],
+        };
+        for batch in batches {
+            let work = rank.comm.submit_batch(&batch).expect("a work");
+            work.wait(None).expect("it has ended for who captures");
+        }
+        rank.copy(came, own);
+    })
 }
 
 #[test]
@@ -64,11 +38,8 @@ fn every_replay_moves_on_what_the_ranks_have() {
     alone("message_graphs::every_replay_moves_on_what_the_ranks_have", &[&[], WEAK], || {
         for (devices, len) in [(vec![0], 10), (vec![0; 2], 5 * CELL + 7), (vec![0, 1, 0], 2 * CELL), (vec![1; 4], 3)] {
             world_on(&devices, SMALL, |rank| {
-                let ring = Ring::new(&rank, len, true);
-                for replays in 1..=7 {
-                    ring.graph.replay(&rank.stream);
-                    ring.check(&rank, replays);
-                }
+                let ring = ring(&rank, len, true);
+                ring.replay_and_check(&rank, 7);
                 rank.leave(ring);
             });
         }
@@ -80,11 +51,8 @@ fn messages_of_a_capture_need_no_batch() {
     alone("message_graphs::messages_of_a_capture_need_no_batch", &[&[], WEAK], || {
         for (size, len) in [(2, 4 * CELL + 1), (3, 0), (3, CELL)] {
             world(size, SMALL, |rank| {
-                let ring = Ring::new(&rank, len, false);
-                for replays in 1..=5 {
-                    ring.graph.replay(&rank.stream);
-                    ring.check(&rank, replays);
-                }
+                let ring = ring(&rank, len, false);
+                ring.replay_and_check(&rank, 5);
                 rank.leave(ring);
             });
         }
@@ -94,19 +62,7 @@ fn messages_of_a_capture_need_no_batch() {
 #[test]
 fn ranks_replay_a_thousand_times_at_different_places() {
     const NAME: &str = "message_graphs::ranks_replay_a_thousand_times_at_different_places";
-    if !is_alone(NAME) {
-        if context().is_some() {
-            of_processes(NAME, &[&[], WEAK, ONE_QUEUE]);
-            of_processes(NAME, &[ONE_QUEUE, WEAK]);
-        }
-        return;
-    }
-    let process = Process::new(NAME);
-    let rank = process.join("skewed", 0, &[]);
-    let ring = Ring::new(&rank, 100, true);
-    (0..1000).for_each(|_| ring.graph.replay(&rank.stream));
-    ring.check(&rank, 1000);
-    rank.leave(ring);
+    moving::a_thousand_times(NAME, |rank| ring(rank, 100, true));
 }
 
 /// Three collectives, a batch of messages, and a put with its signal, again and again.
@@ -128,8 +84,7 @@ fn everything(rank: &OnDevice, replays: usize) {
         ];
         rank.comm.submit_batch(&batch).expect("a batch");
         rank.submit(wait_signal(&part, last), &[], &[]).expect("a wait");
-        let current = rank.context.enter().expect("a context");
-        rank.stream.copy(&current, came.bytes(), own.bytes()).expect("a copy");
+        rank.copy(&came, &own);
         rank.submit(OpKind::Barrier, &[], &[]).expect("a barrier");
     });
     rank.comm.barrier().expect("all are there");
@@ -164,13 +119,13 @@ fn graphs_take_turns_with_each_other_and_with_calls() {
     alone("message_graphs::graphs_take_turns_with_each_other_and_with_calls", &[&[], WEAK], || {
         world(2, SMALL, |rank| {
             let other = 1 - rank.me();
-            let (first, second) = (Ring::new(&rank, 50, true), Ring::new(&rank, 3 * CELL, true));
+            let (first, second) = (ring(&rank, 50, true), ring(&rank, 3 * CELL, true));
             let mut kept = Vec::new();
             for replays in 1..=6 {
-                first.graph.replay(&rank.stream);
+                first.replay(&rank);
                 let eager = [rank.sends(other, replays, 2 * CELL), rank.receives(other, replays, 2 * CELL)];
                 rank.batch(&eager).expect("a work");
-                second.graph.replay(&rank.stream);
+                second.replay(&rank);
                 first.check(&rank, replays);
                 second.check(&rank, replays);
                 rank.check(&eager);
@@ -189,11 +144,7 @@ fn messages_of_a_capture_follow_each_other_on_whatever_streams() {
             let side = Stream::new(&rank.context, 0).expect("a stream");
             let memory: Vec<DeviceMemory> = (0..4).map(|at| rank.memory(&data(at + 9 * rank.me(), 3 * CELL))).collect();
             rank.comm.barrier().expect("all are there");
-            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
-                let current = rank.context.enter().expect("a context");
-                let [fork, join] = [(); 2].map(|()| Event::new(&rank.context).expect("an event"));
-                fork.record(&current, &rank.stream).expect("a record");
-                side.wait(&current, &fork).expect("a wait");
+            let graph = rank.captured_on_two(&side, || {
                 for (number, memory) in memory.iter().enumerate() {
                     let stream = if number % 2 == 0 { &side } else { &rank.stream };
                     let place = match rank.me() {
@@ -202,8 +153,6 @@ fn messages_of_a_capture_follow_each_other_on_whatever_streams() {
                     };
                     rank.submit_on(stream, place.0, place.1, None).expect("a message");
                 }
-                join.record(&current, &side).expect("a record");
-                rank.stream.wait(&current, &join).expect("a wait");
             });
             graph.replay(&rank.stream);
             graph.replay(&rank.stream);
@@ -219,7 +168,7 @@ fn messages_of_a_capture_follow_each_other_on_whatever_streams() {
 fn ends_that_disagree_are_told_and_go_on() {
     alone("message_graphs::ends_that_disagree_are_told_and_go_on", &[&[]], || {
         world(2, SMALL, |rank| {
-            let ring = Ring::new(&rank, 10, true);
+            let ring = ring(&rank, 10, true);
             let memory = rank.memory(&[1.0]);
             if rank.me() == 0 {
                 let spoilt = Graph::of(&rank.stream, Mode::ThreadLocal, || {
@@ -237,11 +186,13 @@ fn ends_that_disagree_are_told_and_go_on() {
                     "{text}"
                 );
             }
+            // What rank 0 called before that would fail with it.
+            rank.comm.barrier().expect("rank 1 has been told");
             let (to, from) = (1 - rank.me(), 1 - rank.me());
             let eager = [rank.sends(to, 7, 10), rank.receives(from, 7, 10)];
             rank.batch(&eager).expect("they begin anew").wait(None).expect("success");
             rank.check(&eager);
-            ring.graph.replay(&rank.stream);
+            ring.replay(&rank);
             ring.check(&rank, 1);
             rank.leave((ring, eager, memory));
         });
@@ -252,7 +203,7 @@ fn ends_that_disagree_are_told_and_go_on() {
 fn ends_that_cut_messages_into_calls_otherwise_are_told() {
     alone("message_graphs::ends_that_cut_messages_into_calls_otherwise_are_told", &[&[]], || {
         world(2, SMALL, |rank| {
-            let (me, ring) = (rank.me(), Ring::new(&rank, 10, true));
+            let (me, ring) = (rank.me(), ring(&rank, 10, true));
             let memory = [(); 2].map(|()| rank.memory(&[1.0]));
             let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
                 if me == 0 {
@@ -270,7 +221,7 @@ fn ends_that_cut_messages_into_calls_otherwise_are_told() {
                     );
                 }
             });
-            ring.graph.replay(&rank.stream);
+            ring.replay(&rank);
             ring.check(&rank, 1);
             rank.leave((ring, graph, memory));
         });
@@ -314,9 +265,10 @@ fn who_gets_messages_of_a_graph_that_cannot_go_on_is_told() {
             let (me, memory, limit) = (rank.me(), rank.memory(&[1.0; 10]), Some(Duration::from_millis(600)));
             let came = rank.memory(&[0.0; 10]);
             let all = [1, 2].map(|step| ((me + step) % 3, (me + 3 - step) % 3));
-            for (to, from) in all {
-                let first = [rank.sends(to, 1, 1), rank.receives(from, 1, 1)];
-                rank.batch(&first).expect("a batch").wait(None).expect("success");
+            // To free memory waits for the device, which may wait for this rank: so it stays.
+            let first = all.map(|(to, from)| [rank.sends(to, 1, 1), rank.receives(from, 1, 1)]);
+            for batch in &first {
+                rank.batch(batch).expect("a batch").wait(None).expect("success");
             }
             rank.comm.barrier().expect("all are there");
             let op = |kind, input: &[&DeviceMemory], output: &[&DeviceMemory]| {
@@ -425,46 +377,15 @@ fn a_rank_that_does_not_replay_is_named_and_the_replay_ends() {
 
 #[test]
 fn a_replay_ends_when_a_rank_dies() {
-    const NAME: &str = "message_graphs::a_replay_ends_when_a_rank_dies";
-    if !is_alone(NAME) {
-        if context().is_some() {
-            of_processes_that_end(NAME, &[&[], WEAK, ONE_QUEUE], &[true, false, true]);
-        }
-        return;
-    }
-    let process = Process::new(NAME);
-    let rank = process.join("dying", 0, &[]);
-    let ring = Ring::new(&rank, 1000, true);
-    ring.graph.replay(&rank.stream);
-    ring.check(&rank, 1);
-    rank.comm.barrier().expect("all are there");
-    if rank.me() == 1 {
-        std::process::abort();
-    }
-    (0..3).for_each(|_| ring.graph.replay(&rank.stream));
-    rank.stream.synchronize().expect("replays that end");
-    let eager = [rank.sends((rank.me() + 1) % 3, 0, 1), rank.receives((rank.me() + 2) % 3, 0, 1)];
-    let error = rank.batch(&eager).expect_err("nothing goes on");
-    assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
-    rank.comm.abort("the test is over");
+    let ring = |rank: &OnDevice| ring(rank, 1000, true);
+    moving::until_a_rank_dies("message_graphs::a_replay_ends_when_a_rank_dies", ring, |rank, _| {
+        let eager = [rank.sends((rank.me() + 1) % 3, 0, 1), rank.receives((rank.me() + 2) % 3, 0, 1)];
+        rank.batch(&eager).expect_err("nothing goes on")
+    });
 }
 
 #[test]
 fn a_graph_may_stay_when_its_communicator_goes() {
-    alone("message_graphs::a_graph_may_stay_when_its_communicator_goes", &[&[]], || {
-        let Some(software) = Software::new() else { return };
-        let living = software.living();
-        world(2, SMALL, |rank| {
-            let ring = Ring::new(&rank, 100, true);
-            ring.graph.replay(&rank.stream);
-            ring.check(&rank, 1);
-            rank.comm.barrier().expect("all are there");
-            rank.comm.shutdown().expect("an end");
-            if rank.me() == 0 {
-                (0..2).for_each(|_| ring.graph.replay(&rank.stream));
-            }
-            rank.stream.synchronize().expect("replays that end");
-        });
-        wait_until("what graphs had is given back", || software.living() <= living);
-    });
+    let ring = |rank: &OnDevice| ring(rank, 100, true);
+    moving::without_its_communicator("message_graphs::a_graph_may_stay_when_its_communicator_goes", SMALL, ring);
 }

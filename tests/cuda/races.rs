@@ -72,11 +72,8 @@ fn segments(rank: &OnDevice, seed: u64) -> Vec<DeviceMemory> {
     kept.into_iter().flat_map(|(_, own, all, sent)| [own, all, sent]).collect()
 }
 
-/// R1: the word that frees a half comes late, and the sender is two segments ahead.
-#[test]
-fn a_half_is_written_again_only_when_it_has_been_read() {
-    const LATE: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "200"), ("SOFTCUDA_GAP_US", "50")];
-    under_seeds("races::a_half_is_written_again_only_when_it_has_been_read", LATE, |seed| {
+fn segments_under(test: &str, settings: &[(&str, &str)]) {
+    under_seeds(test, settings, |seed| {
         world(3, SHORT, |rank| {
             let kept = segments(&rank, seed);
             rank.leave(kept);
@@ -84,15 +81,17 @@ fn a_half_is_written_again_only_when_it_has_been_read() {
     });
 }
 
+/// R1: the word that frees a half comes late, and the sender is two segments ahead.
+#[test]
+fn a_half_is_written_again_only_when_it_has_been_read() {
+    const LATE: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "200"), ("SOFTCUDA_GAP_US", "50")];
+    segments_under("races::a_half_is_written_again_only_when_it_has_been_read", LATE);
+}
+
 /// R2: the word that frees a half is seen before the copy is done that reads it.
 #[test]
 fn a_half_is_free_only_after_the_copy() {
-    under_seeds("races::a_half_is_free_only_after_the_copy", WEAK, |seed| {
-        world(3, SHORT, |rank| {
-            let kept = segments(&rank, seed);
-            rank.leave(kept);
-        });
-    });
+    segments_under("races::a_half_is_free_only_after_the_copy", WEAK);
 }
 
 /// R3: a sender's next replay begins before the receiver has made the words of this one zero.

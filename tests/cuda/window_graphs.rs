@@ -2,58 +2,35 @@
 
 use std::time::Duration;
 
-use ncclx_rs::sys::cuda::{DeviceMemory, Event, Stream};
-use ncclx_rs::{Error, OpKind, ReduceOp};
+use ncclx_rs::sys::cuda::{DeviceMemory, Stream};
+use ncclx_rs::{OpKind, ReduceOp};
 
-use crate::graphs::wait_until;
-use crate::harness::{Software, alone, context, is_alone};
-use crate::ranks::{OnDevice, Process, data, of_processes, of_processes_that_end, world, world_on};
+use crate::graphs::{WEAK, wait_until};
+use crate::harness::{Software, alone};
+use crate::moving::{self, Moving};
+use crate::ranks::{OnDevice, data, world, world_on};
 use crate::recording::{Graph, Mode};
 use crate::windows::{Part, get, put, signal, wait_signal};
 
-/// Orders that are missing show under these.
-const WEAK: &[(&str, &str)] = &[("SOFTCUDA_DELAY_US", "60"), ("SOFTCUDA_WEAK", "1"), ("SOFTCUDA_GAP_US", "20")];
-const ONE_QUEUE: &[(&str, &str)] = &[("SOFTCUDA_QUEUES", "1"), ("SOFTCUDA_DELAY_US", "30"), ("SOFTCUDA_WEAK", "1")];
-
 const LEN: usize = 100;
 
-/// A graph that hands what a rank has to the next one, through a window of each.
-struct Ring {
-    graph: Graph,
-    part: Part,
-    own: DeviceMemory,
-}
-
-impl Ring {
-    fn new(rank: &OnDevice) -> Ring {
-        let (me, size) = (rank.me(), rank.comm.size());
-        let (next, last) = ((me + 1) % size, (me + size - 1) % size);
-        let (part, own) = (Part::new(rank, LEN), rank.memory(&data(me, LEN)));
-        // What tests do before and after would spoil captures of other threads.
-        rank.comm.barrier().expect("all are there");
-        let graph = Graph::of(&rank.stream, Mode::Global, || {
-            let access = |kind, input: &[&DeviceMemory], output: &[&DeviceMemory]| {
-                let work = rank.submit(kind, input, output).expect("a work");
-                work.wait(None).expect("it has ended for who captures");
-            };
-            access(put(&part, next, 0), &[&own], &[]);
-            access(signal(&part, next), &[], &[]);
-            access(wait_signal(&part, last), &[], &[]);
-            access(get(&part, me, 0), &[], &[&own]);
-            // The next replay overwrites it.
-            access(signal(&part, last), &[], &[]);
-            access(wait_signal(&part, next), &[], &[]);
-        });
-        rank.comm.barrier().expect("all are there");
-        Ring { graph, part, own }
-    }
-
-    /// What is there after so many replays.
-    fn check(&self, rank: &OnDevice, replays: usize) {
-        let (me, size) = (rank.me(), rank.comm.size());
-        let from = (me + size * replays - replays) % size;
-        assert!(rank.values(&self.own) == data(from, LEN), "rank {me} of {size} after {replays} replays");
-    }
+/// Ranks hand on what they have through a window of each.
+fn ring(rank: &OnDevice) -> Moving<Part> {
+    let (me, size) = (rank.me(), rank.comm.size());
+    let (next, last) = ((me + 1) % size, (me + size - 1) % size);
+    Moving::new(rank, LEN, Part::new(rank, LEN), |part, own| {
+        let access = |kind, input: &[&DeviceMemory], output: &[&DeviceMemory]| {
+            let work = rank.submit(kind, input, output).expect("a work");
+            work.wait(None).expect("it has ended for who captures");
+        };
+        access(put(part, next, 0), &[own], &[]);
+        access(signal(part, next), &[], &[]);
+        access(wait_signal(part, last), &[], &[]);
+        access(get(part, me, 0), &[], &[own]);
+        // The next replay overwrites it.
+        access(signal(part, last), &[], &[]);
+        access(wait_signal(part, next), &[], &[]);
+    })
 }
 
 #[test]
@@ -61,12 +38,9 @@ fn every_replay_moves_on_what_the_ranks_have() {
     alone("window_graphs::every_replay_moves_on_what_the_ranks_have", &[&[], WEAK], || {
         for devices in [vec![0], vec![0; 2], vec![0, 1, 0], vec![1; 4]] {
             world_on(&devices, &[], |rank| {
-                let ring = Ring::new(&rank);
-                for replays in 1..=7 {
-                    ring.graph.replay(&rank.stream);
-                    ring.check(&rank, replays);
-                }
-                rank.comm.window_deregister(ring.part.id).expect("an end");
+                let ring = ring(&rank);
+                ring.replay_and_check(&rank, 7);
+                rank.comm.window_deregister(ring.used.id).expect("an end");
                 rank.leave(ring);
             });
         }
@@ -75,20 +49,7 @@ fn every_replay_moves_on_what_the_ranks_have() {
 
 #[test]
 fn ranks_replay_a_thousand_times_at_different_places() {
-    const NAME: &str = "window_graphs::ranks_replay_a_thousand_times_at_different_places";
-    if !is_alone(NAME) {
-        if context().is_some() {
-            of_processes(NAME, &[&[], WEAK, ONE_QUEUE]);
-            of_processes(NAME, &[ONE_QUEUE, WEAK]);
-        }
-        return;
-    }
-    let process = Process::new(NAME);
-    let rank = process.join("skewed", 0, &[]);
-    let ring = Ring::new(&rank);
-    (0..1000).for_each(|_| ring.graph.replay(&rank.stream));
-    ring.check(&rank, 1000);
-    rank.leave(ring);
+    moving::a_thousand_times("window_graphs::ranks_replay_a_thousand_times_at_different_places", ring);
 }
 
 #[test]
@@ -208,27 +169,9 @@ fn who_waits_outside_of_a_graph_is_told_of_a_signal_in_one() {
 
 #[test]
 fn a_replay_ends_when_a_rank_dies() {
-    const NAME: &str = "window_graphs::a_replay_ends_when_a_rank_dies";
-    if !is_alone(NAME) {
-        if context().is_some() {
-            of_processes_that_end(NAME, &[&[], WEAK, ONE_QUEUE], &[true, false, true]);
-        }
-        return;
-    }
-    let process = Process::new(NAME);
-    let rank = process.join("dying", 0, &[]);
-    let ring = Ring::new(&rank);
-    ring.graph.replay(&rank.stream);
-    ring.check(&rank, 1);
-    rank.comm.barrier().expect("all are there");
-    if rank.me() == 1 {
-        std::process::abort();
-    }
-    (0..3).for_each(|_| ring.graph.replay(&rank.stream));
-    rank.stream.synchronize().expect("replays that end");
-    let error = rank.submit(signal(&ring.part, 0), &[], &[]).expect_err("nothing goes on");
-    assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
-    rank.comm.abort("the test is over");
+    moving::until_a_rank_dies("window_graphs::a_replay_ends_when_a_rank_dies", ring, |rank, ring| {
+        rank.submit(signal(&ring.used, 0), &[], &[]).expect_err("nothing goes on")
+    });
 }
 
 #[test]
@@ -287,22 +230,7 @@ fn words_of_a_window_stay_those_of_the_graphs_that_access_it() {
 
 #[test]
 fn a_graph_may_stay_when_its_communicator_goes() {
-    alone("window_graphs::a_graph_may_stay_when_its_communicator_goes", &[&[]], || {
-        let Some(software) = Software::new() else { return };
-        let living = software.living();
-        world(2, &[], |rank| {
-            let ring = Ring::new(&rank);
-            ring.graph.replay(&rank.stream);
-            ring.check(&rank, 1);
-            rank.comm.barrier().expect("all are there");
-            rank.comm.shutdown().expect("an end");
-            if rank.me() == 0 {
-                (0..2).for_each(|_| ring.graph.replay(&rank.stream));
-            }
-            rank.stream.synchronize().expect("replays that end");
-        });
-        wait_until("what graphs had is given back", || software.living() <= living);
-    });
+    moving::without_its_communicator("window_graphs::a_graph_may_stay_when_its_communicator_goes", &[], ring);
 }
 
 #[test]
@@ -314,15 +242,9 @@ fn what_is_put_on_one_stream_of_a_capture_comes_before_a_signal_on_another() {
             let own = rank.memory(&data(rank.me(), LEN));
             let side = Stream::new(&rank.context, 0).expect("a stream");
             rank.comm.barrier().expect("all are there");
-            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
-                let current = rank.context.enter().expect("a context");
-                let [fork, join] = [(); 2].map(|()| Event::new(&rank.context).expect("an event"));
-                fork.record(&current, &rank.stream).expect("a record");
-                side.wait(&current, &fork).expect("a wait");
+            let graph = rank.captured_on_two(&side, || {
                 rank.submit(put(&part, peer, 0), &[&own], &[]).expect("a put");
                 rank.submit_on(&side, signal(&part, peer), (&[], &[]), None).expect("a signal");
-                join.record(&current, &side).expect("a record");
-                rank.stream.wait(&current, &join).expect("a wait");
                 rank.submit(wait_signal(&part, peer), &[], &[]).expect("a wait");
             });
             graph.replay(&rank.stream);
@@ -339,17 +261,11 @@ fn waits_on_several_streams_of_a_capture_take_a_signal_each() {
             let (part, peer) = (Part::new(&rank, 1), 1 - rank.me());
             let side = Stream::new(&rank.context, 0).expect("a stream");
             rank.comm.barrier().expect("all are there");
-            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
-                let current = rank.context.enter().expect("a context");
-                let [fork, join] = [(); 2].map(|()| Event::new(&rank.context).expect("an event"));
-                fork.record(&current, &rank.stream).expect("a record");
-                side.wait(&current, &fork).expect("a wait");
+            let graph = rank.captured_on_two(&side, || {
                 for stream in [&side, &rank.stream] {
                     let kind = if rank.me() == 0 { signal(&part, peer) } else { wait_signal(&part, peer) };
                     rank.submit_on(stream, kind, (&[], &[]), None).expect("a work");
                 }
-                join.record(&current, &side).expect("a record");
-                rank.stream.wait(&current, &join).expect("a wait");
             });
             (0..100).for_each(|_| graph.replay(&rank.stream));
             rank.stream.synchronize().expect("replays that end");

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use super::{Halt, InFlight, NAP_MAX, named, reported, spread};
+use super::{Halt, InFlight, NAP_MAX, blame, named, reported, spread};
 use crate::device::call_log::{Blocks, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::error::{Error, rank_list};
@@ -93,10 +93,6 @@ impl InFlight {
 
     /// How the others are told of an error.
     fn kind(&self, error: &Error) -> (FailureKind, Rank) {
-        match error {
-            Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
-            Error::Timeout { .. } => (FailureKind::Timeout, self.control.name(self.control.me())),
-            _ => (FailureKind::Driver, self.control.name(self.control.me())),
-        }
+        blame(error, self.control.name(self.control.me()))
     }
 }

@@ -1,7 +1,6 @@
 //! Messages whose stream is being captured in a graph.
 
 use super::{Messages, Peers, Request, State, Stretch, plain};
-use crate::buffer::Buffer;
 use crate::device::counters::Word;
 use crate::device::graph_rings::InGraphs;
 use crate::device::graph_waits::GraphWait;
@@ -58,12 +57,12 @@ impl Messages {
         // What is made for a capture must not spoil it.
         let relaxed = Relaxed::enter().map_err(|error| self.refused(first, &error))?;
         let works = self.announce(state, stretches, request, true, peers)?;
-        for Stretch { channel: channel @ (peer, direction), messages } in stretches {
+        for Stretch { channel, messages } in stretches {
             let end = state.rings.memory_mut().end_mut(*channel);
             let number = end.number + 1;
             end.number += messages.len() as u64;
             let last = end.number;
-            state.pairs().pair(*peer).link.in_flight[lane(me, *peer, *direction)].pass(number, last);
+            state.pairs().in_flight(*channel).pass(number, last);
         }
         let put = self.put_in_graph(state, place, stretches, &rounds, request).map_err(|error| {
             let error = Error::Device { operation: first.to_string(), cause: error.to_string() };
@@ -110,11 +109,7 @@ impl Messages {
         memory.tell(&mut batch, me, rounds, operations[1]);
         tokens.takes().for_each(|step| memory.add(&mut batch, step));
         flush(current, stream, &mut batch)?;
-        let tensors: Vec<Vec<DeviceBytes<'_>>> = request
-            .messages
-            .iter()
-            .map(|message| message.buffers.iter().filter_map(Buffer::device_bytes).collect())
-            .collect();
+        let tensors = request.tensors();
         let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
         let put = rings.put(current, stream, rounds, &tensors, &[], &[]);
         // From here on the stream waits for nothing. What came before may be in the graph also if something has failed.
@@ -145,18 +140,17 @@ impl Messages {
     ) -> Vec<GraphWait> {
         let (me, peer, rings) = (self.own.me, flow.peer, memory.rings(flow.peer));
         let (words, width) = rings.words();
-        let lane = lane(me, peer, flow.direction);
         let wait = |operation, word, value, missing| GraphWait {
             operation,
             call: call.to_owned(),
             limit: request.timeout,
             words: words.clone(),
             width,
-            busy: rings.busy(lane),
+            busy: rings.busy(lane(me, peer, flow.direction)),
             awaits: vec![(word, value)],
             peer,
             missing,
-            home: memory.pairs.pair(peer).link.in_flight[lane].clone(),
+            home: memory.pairs.in_flight((peer, flow.direction)).clone(),
         };
         let token = (flow.direction == Direction::Send).then(|| {
             let tail = Word::Tail { sender: me, receiver: peer };

@@ -66,9 +66,8 @@ impl Messages {
 
     /// What is in the way of the next messages of a channel.
     pub(super) fn halt(&self, state: &State, channel: Channel, count: usize, message: &Message<'_>) -> Option<Halt> {
-        let ((peer, direction), number) = (channel, state.pairs().end(channel).number);
-        let in_flight = &state.pairs().pair(peer).link.in_flight[lane(self.own.me, peer, direction)];
-        in_flight.halt_before(number + 1, number + count as u64, message)
+        let number = state.pairs().end(channel).number;
+        state.pairs().in_flight(channel).halt_before(number + 1, number + count as u64, message)
     }
 
     /// Meets all at once, since ranks may come in any order.
@@ -109,10 +108,11 @@ impl Messages {
     ) -> Result<(), Error> {
         let (Meeting::SetUp(peer, _) | Meeting::Anew((peer, _))) = meeting;
         let message = request.messages.iter().find(|message| message.peer == peer).expect("it has one");
-        // What is set up in a capture must not spoil it. Whether this can be has been asked.
-        let _relaxed = in_graph.then(|| Relaxed::enter().ok());
+        // What is set up in a capture must not spoil it.
+        let relaxed = in_graph.then(Relaxed::enter).transpose();
+        let asked = asked.clone().and(relaxed.as_ref().map(|_| ()).map_err(Clone::clone));
         match meeting {
-            Meeting::SetUp(peer, shared) => self.set_up(peer, shared, asked, message, until, peers),
+            Meeting::SetUp(peer, shared) => self.set_up(peer, shared, &asked, message, until, peers),
             Meeting::Anew(channel) => self.begin_anew(channel, message, until, peers),
         }
     }
