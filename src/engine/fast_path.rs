@@ -356,6 +356,23 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_has_left_has_sent_its_part() {
+        // The header of a rank that is busy with more than this message is not the one that is expected.
+        let header = Header { is_busy: true, ..sum(&mut Words::new(vec![0])).header(0, 0, 8) };
+        let header = Header { signature: SUM, ..header }.encode();
+        let message = [&*header, &40u64.to_ne_bytes()].concat();
+        for (there, ends_well) in [(message.len(), true), (message.len() - 1, false), (3, false)] {
+            let (mut harness, mut words) = (harness(), Words::new(vec![2]));
+            harness.wire().to_engine.extend(&message[..there]);
+            harness.wire().ended = true;
+            let work = in_flight(run(&mut harness, &mut words));
+            harness.settle();
+            assert_eq!((work.result() == Some(Ok(()))).then(|| words.get()[0]), ends_well.then_some(42), "{there} bytes");
+            assert_eq!(harness.engine.context.endpoints.lost(Rank(1)), Some("it closed the connection"));
+        }
+    }
+
+    #[test]
     fn another_call_of_the_other_rank_is_an_error_as_ever() {
         let (mut harness, mut words) = (harness(), Words::new(vec![2]));
         harness.wire().to_engine.extend(theirs(Signature { count: 2, ..SUM }, 40));

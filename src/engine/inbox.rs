@@ -39,7 +39,9 @@ impl Inbox {
     ) -> Result<Option<(Header, Sink)>, LinkDown> {
         if self.body.is_none() {
             let bytes = self.recv_stream.peek()?;
-            let Some(header) = Header::decode(bytes)? else { return Ok(None) };
+            let Some(header) = Header::decode(bytes)? else {
+                return if bytes.is_empty() { Ok(None) } else { self.nothing_yet() };
+            };
             *moved = true;
             let mut sink = begin(header);
             let frame = header.size() + header.payload();
@@ -63,12 +65,17 @@ impl Inbox {
         while *left > 0 {
             let taken = receive(self.recv_stream.as_mut(), sink, *left)?;
             if taken == 0 {
-                return Ok(None);
+                return self.nothing_yet();
             }
             *moved = true;
             *left -= taken;
         }
         Ok(self.body.take().map(|(header, sink, _)| (header, sink)))
+    }
+
+    /// The frame that has begun is not complete, which is an error if it never will be.
+    fn nothing_yet<T>(&self) -> Result<Option<T>, LinkDown> {
+        self.recv_stream.end().map_or(Ok(None), Err)
     }
 
     /// Takes the next frame if it has this header, whose bytes are `head`. Its payload goes to `buffer`.

@@ -30,6 +30,8 @@ pub(crate) struct MockWire {
     pub(crate) from_engine: Vec<u8>,
     /// How much of what rank 1 has sent waits in the stream, as of rank 0's last look.
     pub(crate) unread: usize,
+    /// Whether nothing follows that.
+    pub(crate) ended: bool,
     /// Whether the stream from rank 1 has brought nothing for a while, and how often rank 0 has looked nevertheless.
     pub(crate) silent: bool,
     pub(crate) peeks: usize,
@@ -175,13 +177,17 @@ impl Transport for MockTransport {
     }
 }
 
+fn gone() -> LinkDown {
+    LinkDown::new("it closed the connection")
+}
+
 struct Sending(Arc<Mutex<MockWire>>);
 
 impl SendStream for Sending {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         let mut wire = lock(&self.0);
         if wire.broken {
-            return Err(LinkDown::new("it closed the connection"));
+            return Err(gone());
         }
         if wire.full {
             return Ok(0);
@@ -230,7 +236,11 @@ impl RecvStream for Receiving {
         wire.peeks += 1;
         self.seen.append(&mut wire.to_engine);
         wire.unread = self.seen.len();
-        Ok(&self.seen)
+        if wire.ended && self.seen.is_empty() { Err(gone()) } else { Ok(&self.seen) }
+    }
+
+    fn end(&self) -> Option<LinkDown> {
+        lock(&self.wire).ended.then(gone)
     }
 
     fn consume(&mut self, count: usize) {

@@ -359,7 +359,7 @@ impl Engine {
     fn check_connections(&mut self) {
         for (peer, down) in self.context.endpoints.check() {
             // This process may not have run meanwhile, and what has come was sent before the end.
-            self.progress_recv(peer);
+            while self.progress_recv(peer) {}
             self.context.endpoints.lose(peer, &down);
         }
         self.handle_losses();

@@ -102,12 +102,16 @@ pub trait SendStream: Send {
 pub trait RecvStream: Send {
     /// Bytes that can be read now, without copying; empty if there are none. More may follow. The bytes may end within the body
     /// of one write, but not within its head or an element of up to 64 bytes: the rest of that is then shown with them later.
+    /// An error: none are left and none follow.
     fn peek(&mut self) -> Result<&[u8], LinkDown>;
+
+    /// Why nothing follows the bytes that `peek` has shown, if that is known.
+    fn end(&self) -> Option<LinkDown>;
 
     /// Drops the first `count` bytes of what `peek` showed.
     fn consume(&mut self, count: usize);
 
-    /// Moves bytes into `into` and returns how many, possibly none.
+    /// Moves bytes into `into` and returns how many, possibly none. An error: none are left and none follow.
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
 
     /// Whether a read is useless as far as the last [`Transport::look`] has seen: no byte has come for a while.

@@ -197,8 +197,6 @@ pub(super) struct ShmRecvStream {
     in_ring: usize,
     /// The position that the writer knows of.
     released: Position,
-    /// The writer is gone, and no byte was consumed since the last look.
-    stalled: bool,
     meter: Meter,
     chooser: Chooser,
 }
@@ -215,7 +213,6 @@ impl ShmRecvStream {
             in_slot: 0,
             in_ring: 0,
             released: Position::default(),
-            stalled: false,
             meter: Meter::default(),
             chooser,
         }
@@ -233,17 +230,6 @@ impl ShmRecvStream {
             (self.taken, self.in_slot, self.in_ring) = (0, in_slot, in_ring);
         }
         Ok(if self.in_slot > 0 { self.in_slot } else { self.in_ring })
-    }
-
-    fn look(&mut self) -> Result<usize, LinkDown> {
-        let available = self.available()?;
-        if self.doorbell.ended {
-            if self.stalled {
-                return Err(gone());
-            }
-            self.stalled = true;
-        }
-        Ok(available)
     }
 
     /// The next `count` bytes of the current run.
@@ -274,7 +260,6 @@ impl ShmRecvStream {
 
     /// Goes on behind the next `count` bytes, at least one.
     fn consumed(&mut self, count: usize) {
-        self.stalled = false;
         if self.in_slot > 0 {
             self.taken += count;
             self.in_slot -= count;
@@ -305,8 +290,14 @@ impl ShmRecvStream {
 
 impl RecvStream for ShmRecvStream {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
-        let available = self.look()?;
-        Ok(self.bytes(available))
+        match self.available()? {
+            0 if self.doorbell.ended => Err(gone()),
+            available => Ok(self.bytes(available)),
+        }
+    }
+
+    fn end(&self) -> Option<LinkDown> {
+        self.doorbell.ended.then(gone)
     }
 
     fn consume(&mut self, count: usize) {
@@ -327,7 +318,7 @@ impl RecvStream for ShmRecvStream {
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
         let mut done = 0;
         while done < into.len() {
-            let count = self.look()?.min(into.len() - done);
+            let count = self.available()?.min(into.len() - done);
             if count == 0 {
                 break;
             }
@@ -340,7 +331,7 @@ impl RecvStream for ShmRecvStream {
             self.consumed(count);
             done += count;
         }
-        Ok(done)
+        if done == 0 && self.doorbell.ended { Err(gone()) } else { Ok(done) }
     }
 
     fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {

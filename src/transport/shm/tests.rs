@@ -62,3 +62,28 @@ fn a_ring_that_the_peer_cannot_map_leaves_shared_memory_and_takes_no_bytes() {
     drop(stream);
     assert_eq!(send_stream.write(b"head", &[]).unwrap_err().kind, Down::Unfit);
 }
+
+#[test]
+fn what_was_sent_before_the_end_is_shown_until_it_is_consumed() {
+    let (mut opener, mut acceptor) = (transport(0), transport(1));
+    let mut send_stream = opener.open(Rank(1), &acceptor.address(), Detour::Possible).unwrap();
+    let mut accepted = Vec::new();
+    while accepted.is_empty() || !send_stream.is_open() {
+        send_stream.write(&[], &[]).unwrap();
+        accepted.extend(acceptor.accept());
+    }
+    assert_eq!(send_stream.write(b"onetwo", &[]).unwrap(), 6);
+    drop(send_stream);
+    let (_, recv_stream) = &mut accepted[0];
+    while recv_stream.end().is_none() {
+        assert!(recv_stream.arm(), "there are bytes");
+        recv_stream.disarm();
+    }
+    for rest in [b"onetwo".as_slice(), b"two"] {
+        assert_eq!(recv_stream.peek().unwrap(), rest);
+        assert_eq!(recv_stream.peek().unwrap(), rest, "to look takes nothing away");
+        recv_stream.consume(3);
+    }
+    assert_eq!(recv_stream.peek().unwrap_err(), recv_stream.end().unwrap());
+    assert!(recv_stream.read(&mut [0; 8]).is_err());
+}

@@ -43,8 +43,6 @@ pub(super) struct TcpRecvStream {
     direct: bool,
     /// The buffered bytes were shown and none consumed: the reader needs more.
     waiting: bool,
-    /// The stream has ended, and no byte was consumed since the last look.
-    stalled: bool,
 }
 
 impl TcpRecvStream {
@@ -60,7 +58,6 @@ impl TcpRecvStream {
             ended: None,
             direct: false,
             waiting: false,
-            stalled: false,
         }
     }
 
@@ -114,15 +111,11 @@ impl TcpRecvStream {
         self.fruitless >= FRUITLESS_MAX
     }
 
-    /// Reports the end of the stream once the bytes before it have been shown.
-    fn look(&mut self) -> Result<(), LinkDown> {
+    /// Reports the end of the stream once the bytes before it have been consumed.
+    fn look(&self) -> Result<(), LinkDown> {
         match &self.ended {
-            Some(down) if self.stalled || self.buffered() == 0 => Err(down.clone()),
-            Some(_) => {
-                self.stalled = true;
-                Ok(())
-            }
-            None => Ok(()),
+            Some(down) if self.buffered() == 0 => Err(down.clone()),
+            _ => Ok(()),
         }
     }
 }
@@ -145,7 +138,10 @@ impl RecvStream for TcpRecvStream {
     fn consume(&mut self, count: usize) {
         self.start += count;
         self.waiting &= count == 0;
-        self.stalled &= count == 0;
+    }
+
+    fn end(&self) -> Option<LinkDown> {
+        self.ended.clone()
     }
 
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {

@@ -136,3 +136,29 @@ fn a_stream_that_brings_nothing_is_read_again_once_a_look_has_seen_bytes_or_its_
         while recv_stream.peek().is_ok() {}
     }
 }
+
+#[test]
+fn what_was_sent_before_the_end_is_shown_until_it_is_consumed() {
+    for tls in ["off", "on"] {
+        let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
+        let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
+        let mut send_stream = sender.open(Rank(1), &receiver.address(), Detour::Impossible).unwrap();
+        let mut accepted = Vec::new();
+        while accepted.is_empty() || !send_stream.is_open() {
+            send_stream.write(&[], &[]).unwrap();
+            accepted.extend(receiver.accept());
+        }
+        assert_eq!(send_stream.write(b"onetwo", &[]).unwrap(), 6);
+        drop(send_stream);
+        let (_, recv_stream) = &mut accepted[0];
+        while recv_stream.end().is_none() {
+            recv_stream.peek().unwrap();
+        }
+        for rest in [b"onetwo".as_slice(), b"two"] {
+            assert_eq!(recv_stream.peek().unwrap(), rest, "TLS {tls}");
+            assert_eq!(recv_stream.peek().unwrap(), rest, "TLS {tls}: to look takes nothing away");
+            recv_stream.consume(3);
+        }
+        assert_eq!(recv_stream.peek().unwrap_err(), recv_stream.end().unwrap(), "TLS {tls}");
+    }
+}
