@@ -3,9 +3,10 @@
 //! Callbacks run one after the other, in the order in which the works ended. They never run on a thread that makes
 //! progress: a callback may wait for Python's lock, or for another operation. A callback that takes longer than
 //! [`TURN_TIMEOUT`] may be waiting for one behind it: PyTorch's PowerSGD hook waits for futures, which callbacks complete.
-//! Those behind it then run beside it, on one more thread.
+//! Those behind it then run beside it, on one more thread. Of threads that have nothing to do, one stays.
 
 use std::collections::VecDeque;
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::sync::{Arc, Condvar, Mutex, lock};
@@ -14,6 +15,9 @@ use crate::work::Work;
 
 /// How long a callback may hold up the callbacks behind it.
 const TURN_TIMEOUT: Duration = Duration::from_millis(5);
+
+/// How long a thread has nothing to do beside another one before it ends.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Runs the work's callbacks on a thread kept for them.
 pub(crate) fn run_elsewhere(work: Work) {
@@ -47,6 +51,12 @@ struct State {
     occupied: usize,
 }
 
+impl State {
+    fn idle(&self) -> usize {
+        self.threads - self.occupied
+    }
+}
+
 impl Queue {
     fn push(self: &Arc<Self>, job: Job) {
         let mut state = lock(&self.state);
@@ -62,7 +72,7 @@ impl Queue {
 
     /// Starts a thread if all are inside jobs, one of which may wait for a job that is queued.
     fn keep_one_free(self: &Arc<Self>, state: &mut State) {
-        if state.jobs.is_empty() || state.occupied < state.threads {
+        if state.jobs.is_empty() || state.idle() > 0 {
             return;
         }
         let queue = Arc::clone(self);
@@ -77,12 +87,20 @@ impl Queue {
         loop {
             let timeout = state.running.map_or(Duration::ZERO, |since| TURN_TIMEOUT.saturating_sub(since.elapsed()));
             if !timeout.is_zero() && !state.jobs.is_empty() {
-                let waited = self.changed.wait_timeout(state, timeout);
-                state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+                state = self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
             let Some(job) = state.jobs.pop_front() else {
-                state = self.changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner);
+                if state.idle() == 1 {
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    continue;
+                }
+                let waited = self.changed.wait_timeout(state, IDLE_TIMEOUT).unwrap_or_else(PoisonError::into_inner);
+                state = waited.0;
+                if waited.1.timed_out() && state.jobs.is_empty() && state.idle() > 1 {
+                    state.threads -= 1;
+                    return;
+                }
                 continue;
             };
             state.taken += 1;
@@ -146,5 +164,12 @@ mod tests {
         for _ in 0..CHAIN {
             all_done.recv_timeout(Duration::from_secs(60)).expect("every job ends");
         }
+        assert!(lock(&queue.state).threads > 1);
+        while lock(&queue.state).threads > 1 {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let (sender, receiver) = mpsc::channel();
+        queue.push(Box::new(move || sender.send(()).expect("the test listens")));
+        receiver.recv_timeout(Duration::from_secs(60)).expect("the thread that stayed takes it");
     }
 }

@@ -367,7 +367,11 @@ mod tests {
             harness.wire().ended = true;
             let work = in_flight(run(&mut harness, &mut words));
             harness.settle();
-            assert_eq!((work.result() == Some(Ok(()))).then(|| words.get()[0]), ends_well.then_some(42), "{there} bytes");
+            assert_eq!(
+                (work.result() == Some(Ok(()))).then(|| words.get()[0]),
+                ends_well.then_some(42),
+                "{there} bytes"
+            );
             assert_eq!(harness.engine.context.endpoints.lost(Rank(1)), Some("it closed the connection"));
         }
     }
