@@ -121,6 +121,7 @@ TSAN_SKIPS := schedules::every_algorithm_is_right_in_larger_worlds examples:: nv
 .PHONY: tsan
 tsan: nightly-toolchain ## Looks for data races with ThreadSanitizer
 	PROPTEST_CASES=8 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan \
+		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" \
 		$(NIGHTLY_CARGO) test --locked -Zbuild-std --target x86_64-unknown-linux-gnu --package ncclx_rs \
 		--lib --test engine -- --test-threads 1 $(TSAN_SKIPS:%=--skip %)
 
@@ -185,6 +186,13 @@ races-cuda: export NCCLX_RS_RACE_SEEDS := $(or $(SEEDS),1000)
 races-cuda: export NCCLX_RS_RACE_SEED := $(or $(SEED),1)
 races-cuda: CUDA_TEST_NAMES := races
 races-cuda: rust-test-cuda
+
+# Whatever can be combined, as seeds draw it.
+.PHONY: samples-cuda
+samples-cuda: export NCCLX_RS_SAMPLES := $(or $(SAMPLES),1000)
+samples-cuda: export NCCLX_RS_SAMPLE := $(or $(SEED),1)
+samples-cuda: CUDA_TEST_NAMES := product
+samples-cuda: rust-test-cuda
 
 # Those of the PyTorch backend.
 .PHONY: python-test-cuda
@@ -285,8 +293,8 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance acceptance-cuda long-messages nccl-versions chaos chaos-cuda races-cuda soak soak-cuda \
-			miri tsan fuzz SEED=$$seed
+		$(MAKE) --keep-going acceptance acceptance-cuda long-messages nccl-versions chaos chaos-cuda races-cuda samples-cuda soak \
+			soak-cuda miri tsan fuzz SEED=$$seed
 
 .PHONY: long-messages
 long-messages: $(call installed,$(TORCH))

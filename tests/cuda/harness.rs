@@ -92,6 +92,16 @@ pub(crate) fn alone(test: &str, settings: &[&[(&str, &str)]], body: impl FnOnce(
     }
 }
 
+/// The number that a variable of the environment has.
+pub(crate) fn number(name: &str) -> Option<u64> {
+    Some(std::env::var(name).ok()?.parse().unwrap_or_else(|_| panic!("{name}: a number is expected")))
+}
+
+/// Seeds from that of the first variable on, or from 1, as many as the second says, or ten.
+pub(crate) fn seeds(first: &str, how_many: &str) -> impl Iterator<Item = u64> {
+    (number(first).unwrap_or(1)..).take(number(how_many).unwrap_or(10) as usize)
+}
+
 /// Ends this process, begun for a test alone, if a stream waits for ever.
 pub(crate) fn watch(test: &str) {
     let test = test.to_owned();

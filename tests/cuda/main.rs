@@ -18,6 +18,7 @@ mod numbers;
 mod nvrtc;
 mod prepared;
 mod processes;
+mod product;
 mod races;
 mod ranks;
 mod recording;

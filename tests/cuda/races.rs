@@ -7,7 +7,7 @@ use std::time::Duration;
 use ncclx_rs::sys::cuda::{DeviceMemory, Stream};
 use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp, Work};
 
-use crate::harness::{alone, context, is_alone};
+use crate::harness::{alone, context, is_alone, number, seeds};
 use crate::messages::{CELL, SMALL, recv, send};
 use crate::ranks::{OnDevice, data, hosts, total, world};
 use crate::recording::{Graph, Mode};
@@ -21,18 +21,12 @@ const SHORT: &[(&str, &str)] = &[("device_staging_bytes", "65536")];
 /// The elements of a half.
 const HALF: usize = 16_384;
 
-fn number(name: &str) -> Option<u64> {
-    Some(std::env::var(name).ok()?.parse().unwrap_or_else(|_| panic!("{name}: a number is expected")))
-}
-
 /// Runs `body` in a process for every seed, with its number. It is called in the test of that name.
 fn under_seeds(test: &str, settings: &[(&str, &str)], body: impl FnOnce(u64)) {
     if !is_alone(test) && context().is_none() {
         return;
     }
-    let first = number("NCCLX_RS_RACE_SEED").unwrap_or(1);
-    let seeds: Vec<String> =
-        (first..).take(number("NCCLX_RS_RACE_SEEDS").unwrap_or(10) as usize).map(|seed| seed.to_string()).collect();
+    let seeds: Vec<String> = seeds("NCCLX_RS_RACE_SEED", "NCCLX_RS_RACE_SEEDS").map(|seed| seed.to_string()).collect();
     let settings: Vec<Vec<(&str, &str)>> =
         seeds.iter().map(|seed| [settings, &[("SOFTCUDA_SEED", &seed[..])]].concat()).collect();
     let settings: Vec<&[(&str, &str)]> = settings.iter().map(|settings| &settings[..]).collect();

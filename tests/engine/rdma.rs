@@ -50,7 +50,8 @@ fn lent(bytes: Vec<u8>) -> Arc<LentBytes> {
     Arc::new(LentBytes::owned(bytes))
 }
 
-fn content(bytes: &LentBytes) -> Vec<u8> {
+/// What the other transport has written, in an order that only the kernel and mappings of both know (tests/tsan.supp).
+fn arrived(bytes: &LentBytes) -> Vec<u8> {
     let mut copy = vec![0; bytes.len()];
     bytes.copy_out(0, &mut copy);
     copy
@@ -82,13 +83,13 @@ fn bytes_of_any_size_arrive_where_they_should_and_nowhere_else() {
             let remote = memory.remote_buffer(before, len).expect("inside");
             let sent = numbers(turn as u64, len);
             write(&one, &lent(sent.clone()), remote).expect("write");
-            let there = content(memory.bytes());
+            let there = arrived(memory.bytes());
             assert!(there[before..before + len] == sent[..], "{len} bytes");
             assert!(there[..before].iter().chain(&there[before + len..]).all(|byte| *byte == 0xee), "{len} bytes");
             let local = lent(vec![0xdd; len + 20]);
             let span = Span { local: local.clone(), offset: 11, len, remote };
             one.post(Kind::Read, vec![span], LONG).expect("post").wait(None).expect("read");
-            let here = content(&local);
+            let here = arrived(&local);
             assert!(here[11..11 + len] == sent[..], "{len} bytes");
             assert!(here[..11].iter().chain(&here[11 + len..]).all(|byte| *byte == 0xdd), "{len} bytes");
         }
@@ -125,9 +126,9 @@ fn many_operations_in_any_order_reach_their_places() {
             writes.iter().for_each(|pending| pending.wait(None).expect("written"));
             for (pending, slot, local) in reads {
                 pending.wait(None).expect("read");
-                assert!(content(&local) == model[begin(slot)..begin(slot + 1)], "slot {slot}");
+                assert!(arrived(&local) == model[begin(slot)..begin(slot + 1)], "slot {slot}");
             }
-            assert!(content(memory.bytes()) == model);
+            assert!(arrived(memory.bytes()) == model);
         }
     });
 }
@@ -142,7 +143,7 @@ fn of_overlapping_writes_each_piece_has_one() {
             .map(|value| one.post(Kind::Write, whole(&lent(vec![value; len]), remote), LONG).expect("post"))
             .collect();
         pending.iter().for_each(|pending| pending.wait(None).expect("written"));
-        assert!(content(memory.bytes()).iter().all(|byte| (1..9).contains(byte)));
+        assert!(arrived(memory.bytes()).iter().all(|byte| (1..9).contains(byte)));
     });
 }
 
@@ -161,7 +162,7 @@ fn four_peers_write_and_read_at_once() {
                         write(&one, &sent, remote).expect("write");
                         let local = lent(vec![0; 1_000_000]);
                         read(&other, &local, remote).expect("read");
-                        assert!(content(&local) == content(&sent));
+                        assert!(arrived(&local) == arrived(&sent));
                     }
                 })
             })
@@ -191,16 +192,16 @@ fn what_a_key_does_not_open_is_refused_and_the_transport_works_on() {
                     assert!(text.contains(reason) && text.contains("process "), "{text}");
                     assert!(text.contains(&format!("{len} bytes at {:#x}", remote.address)), "{text}");
                 }
-                assert!(content(&local).iter().all(|byte| *byte == 9));
+                assert!(arrived(&local).iter().all(|byte| *byte == 9));
             }
-            assert!(content(memory.bytes()).iter().all(|byte| *byte == 1));
+            assert!(arrived(memory.bytes()).iter().all(|byte| *byte == 1));
             write(&one, &lent(vec![2; len]), part).expect("the transport works on");
             memory.deregister();
             let local = lent(vec![9; len]);
             for error in [write(&one, &local, part), read(&one, &local, part)] {
                 assert!(matches!(error, Err(RdmaError::Refused { .. })), "{error:?}");
             }
-            assert_eq!(content(memory.bytes()), [vec![1; len], vec![2; len], vec![1; len]].concat());
+            assert_eq!(arrived(memory.bytes()), [vec![1; len], vec![2; len], vec![1; len]].concat());
         }
         assert!(one.is_connected());
     });
@@ -218,7 +219,7 @@ fn a_batch_names_the_span_that_failed_and_does_the_others() {
         let spans = vec![span(0, None), span(10, Some(Key::from_bytes([7; 16]))), span(20, None)];
         let error = one.post(Kind::Write, spans, LONG).expect("post").wait(None).expect_err("the second");
         assert!(error.to_string().contains("refused span 2 of 3, 10 bytes at"), "{error}");
-        assert_eq!(content(memory.bytes()), [vec![5; 10], vec![0; 10], vec![5; 10]].concat());
+        assert_eq!(arrived(memory.bytes()), [vec![5; 10], vec![0; 10], vec![5; 10]].concat());
         one.post(Kind::Write, vec![], LONG).expect("post").wait(None).expect("nothing to do");
     });
 }
@@ -249,7 +250,7 @@ fn mistakes_are_refused_before_anything_is_sent() {
     let error = usage(one.connect(&bound, LONG).expect_err("twice"));
     assert!(error.contains("a transport that was not connected"), "{error}");
     write(&one, &lent(vec![3; 10]), remote).expect("write");
-    assert_eq!(content(memory.bytes()), [3; 10]);
+    assert_eq!(arrived(memory.bytes()), [3; 10]);
 }
 
 #[test]
@@ -282,7 +283,7 @@ fn strangers_are_refused_and_peers_go_on() {
         other.connect(&mine, LONG).expect("connect");
         let memory = Memory::new(lent(vec![0; 10]));
         write(&one, &lent(vec![3; 10]), memory.remote_buffer(0, 10).expect("inside")).expect("write");
-        assert_eq!(content(memory.bytes()), [3; 10]);
+        assert_eq!(arrived(memory.bytes()), [3; 10]);
     }
 }
 
@@ -343,7 +344,7 @@ fn nothing_is_written_once_the_memory_is_deregistered() {
                 }
                 refused
             });
-            while content(memory.bytes())[len - 1] == 0 {
+            while arrived(memory.bytes())[len - 1] == 0 {
                 std::thread::yield_now();
             }
             memory.deregister();
@@ -351,7 +352,7 @@ fn nothing_is_written_once_the_memory_is_deregistered() {
             std::thread::sleep(Duration::from_millis(20));
             stop.store(true, Ordering::SeqCst);
             writing.join().expect("no panic");
-            assert!(content(memory.bytes()).iter().all(|byte| *byte == 1), "written after the end");
+            assert!(arrived(memory.bytes()).iter().all(|byte| *byte == 1), "written after the end");
         }
     });
 }
@@ -387,6 +388,6 @@ fn a_wait_with_a_limit_leaves_the_operation_in_flight() {
         let first = pending.wait(Some(Duration::ZERO));
         assert!(matches!(first, Ok(()) | Err(RdmaError::InFlight { .. })), "{first:?}");
         pending.wait(None).expect("written");
-        assert!(pending.is_done() && content(memory.bytes()).iter().all(|byte| *byte == 1));
+        assert!(pending.is_done() && arrived(memory.bytes()).iter().all(|byte| *byte == 1));
     });
 }
