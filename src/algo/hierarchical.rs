@@ -5,9 +5,9 @@
 //! piece, is what NCCL and Horovod call hierarchical all-reduce.
 
 use crate::algo::bruck::{self, BRUCK_MAX_BYTES};
-use crate::algo::collective::Setting;
+use crate::algo::collective::{DIRECT_MAX_RANKS, Setting};
 use crate::algo::group::{Group, chunks, pieces};
-use crate::algo::{binomial, direct, halving_doubling};
+use crate::algo::{binomial, direct, halving_doubling, ring};
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 
@@ -22,6 +22,12 @@ impl<'a> Hosts<'a> {
         let host = setting.topo.host_of(setting.me);
         let local = Group::new(setting.topo.hosts()[host].clone(), setting.me);
         Hosts { setting, local }
+    }
+
+    /// The rank of every host at this rank's place there. Each host has as many.
+    fn across(&self) -> Group {
+        let place = self.local.me();
+        Group::new(self.setting.topo.hosts().iter().map(|ranks| ranks[place]).collect(), self.setting.me)
     }
 
     /// One rank of every host: `root` on its own host, the first elsewhere.
@@ -51,8 +57,7 @@ pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
         let me = hosts.local.me();
         let stripes = pieces(data, size);
         direct::reduce_scatter(builder, &hosts.local, &stripes, stripes[me], chunk);
-        let across = setting.topo.hosts().iter().map(|ranks| ranks[me]).collect();
-        all_reduce_across(builder, &Group::new(across, setting.me), setting, stripes[me]);
+        all_reduce_across(builder, &hosts.across(), setting, stripes[me]);
         direct::all_gather(builder, &hosts.local, stripes[me], &stripes, chunk);
     } else {
         let leaders = hosts.leaders(Rank(0));
@@ -92,6 +97,28 @@ pub fn reduce(builder: &mut Builder, setting: &Setting<'_>, root: Rank, data: Sl
     binomial::reduce(builder, &hosts.local, hosts.leader(&leaders), data, chunk);
     if let Some(group) = hosts.leading(&leaders) {
         binomial::reduce(builder, &group, root, data, chunk);
+    }
+}
+
+/// Combines everyone's block r into `into` of rank r, where every host has as many ranks. On each host, the rank at the place
+/// of r there combines its host's blocks r, so that between two hosts a block goes once.
+pub fn reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Slice], into: Slice) {
+    let hosts = Hosts::new(setting);
+    let (me, home) = (hosts.local.me(), setting.topo.host_of(setting.me));
+    let total: usize = blocks.iter().map(|block| block.len).sum();
+    let chunk = setting.chunk_of_elements(setting.bytes_in(into.space), total);
+    let mut of_hosts = Vec::new();
+    for (host, ranks) in setting.topo.hosts().iter().enumerate() {
+        let blocks: Vec<Slice> = ranks.iter().map(|rank| blocks[rank.index()]).collect();
+        let into = if host == home { into } else { builder.beside(into, blocks[me].len) };
+        direct::reduce_scatter(builder, &hosts.local, &blocks, into, chunk);
+        of_hosts.push(into);
+    }
+    let across = hosts.across();
+    if across.size() <= DIRECT_MAX_RANKS {
+        direct::reduce_scatter(builder, &across, &of_hosts, into, chunk);
+    } else {
+        ring::reduce_scatter(builder, &across, &of_hosts, chunk);
     }
 }
 

@@ -234,15 +234,16 @@ fn local(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) 
 }
 
 fn can_hierarchical(collective: &Collective, setting: &Setting<'_>) -> bool {
-    let hosts = setting.topo.hosts().len();
-    let fits = matches!(
-        collective,
+    let hosts = setting.topo.hosts();
+    let fits = match collective {
         Collective::AllReduce { .. }
-            | Collective::Broadcast { .. }
-            | Collective::Reduce { .. }
-            | Collective::AllGather { .. }
-    );
-    fits && hosts > 1 && hosts < setting.topo.size()
+        | Collective::Broadcast { .. }
+        | Collective::Reduce { .. }
+        | Collective::AllGather { .. } => true,
+        Collective::ReduceScatter { .. } => hosts.iter().all(|ranks| ranks.len() == hosts[0].len()),
+        _ => false,
+    };
+    fits && hosts.len() > 1 && hosts.len() < setting.topo.size()
 }
 
 fn build_hierarchical(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
@@ -259,6 +260,17 @@ fn build_hierarchical(builder: &mut Builder, collective: &Collective, setting: &
         Collective::AllGather { counts } => {
             let all = own_block_in_place(builder, counts, setting.me.index());
             hierarchical::all_gather(builder, setting, &all);
+        }
+        Collective::ReduceScatter { counts } => {
+            let own = if setting.widens() || setting.scaling == Scaling::Inputs {
+                loaded_blocks(builder, setting, counts)
+            } else {
+                blocks(input(counts.total()), counts)
+            };
+            let result = output(counts[setting.me.index()]);
+            let work = work(builder, setting, result);
+            hierarchical::reduce_scatter(builder, setting, &own, work);
+            conclude(builder, setting, work, result);
         }
         _ => unreachable!("checked by `can`"),
     }

@@ -414,7 +414,7 @@ pub(crate) fn cases(size: usize, random: &mut StdRng) -> Vec<Case> {
     cases
 }
 
-/// Ranks on one host, on two uneven ones, on hosts of two, and scattered.
+/// Ranks on one host, on two uneven ones, on hosts of two, in turn on hosts of four, and scattered.
 fn topologies(size: usize, random: &mut StdRng) -> Vec<Topology> {
     let by = |host: &mut dyn FnMut(usize) -> usize| {
         Topology::new(&(0..size).map(|rank| host(rank).to_string()).collect::<Vec<_>>())
@@ -423,6 +423,7 @@ fn topologies(size: usize, random: &mut StdRng) -> Vec<Topology> {
         Topology::single_host(size),
         by(&mut |rank| usize::from(rank > size / 3)),
         by(&mut |rank| rank / 2),
+        by(&mut |rank| rank % size.div_ceil(4)),
         by(&mut |_| random.random_range(0..4)),
     ];
     all.dedup();
@@ -522,6 +523,29 @@ fn a_short_all_gather_of_many_ranks_takes_few_messages() {
             assert_eq!((schedule.name, sends), ("bruck", rounds), "{size} ranks");
         }
         assert_eq!(schedule::check(&schedules), Ok(()));
+    }
+}
+
+#[test]
+fn a_block_of_a_reduce_scatter_goes_once_between_two_hosts() {
+    for (hosts, ranks) in [(2, 4), (3, 2), (8, 4), (12, 3)] {
+        let (size, each) = (hosts * ranks, 1000);
+        let topo = Topology::new(&(0..size).map(|rank| (rank / ranks).to_string()).collect::<Vec<_>>());
+        let collective = Collective::ReduceScatter { counts: Counts::equal(each, size) };
+        let sent_to_other_hosts = |me: Rank| {
+            let chunking = Chunking::Chunks;
+            let schedule =
+                algo::plan(&collective, Setting { me, topo: &topo, element: 4, scaling: Scaling::Nothing, chunking });
+            assert_eq!(schedule.name, "hierarchical");
+            let sent = |step: &schedule::Step| match step.action {
+                Action::Send { to, from } if !topo.same_host(me, to) => from.len,
+                _ => 0,
+            };
+            schedule.steps.iter().map(sent).sum::<usize>()
+        };
+        for rank in 0..size {
+            assert_eq!(sent_to_other_hosts(Rank::from(rank)), (hosts - 1) * each, "{hosts} hosts of {ranks}");
+        }
     }
 }
 
