@@ -45,8 +45,11 @@ train: $(call installed,$(TORCH)) ## Trains one model on ncclx_rs and on gloo, a
 .PHONY: check
 check: lint test ## All of lint and test
 
+# The wheel is built for release, mostly by one thread, while the engine's tests run.
 .PHONY: test
-test: rust-test stubtest python-test ## Runs every test
+test: ## Runs every test
+	$(MAKE) --jobs 2 rust-test $(call installed,$(TORCH))
+	$(MAKE) stubtest python-test
 
 .PHONY: rust-test
 rust-test: ## Runs the engine's tests, also those in its documentation, and checks the models of its lock-free parts
@@ -360,6 +363,9 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 
 .PHONY: compat
 compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
+# The wheel for the PyTorch that `test-tch` takes.
+.PHONY: compat-wheel
+compat-wheel: $(call installed,$(TCH_TORCH))
 
 # For scripts: what `compat` covers, and which of these `test` uses.
 .PHONY: versions torch-version
