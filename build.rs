@@ -26,7 +26,7 @@ pub(crate) fn sources(folder: &Path) -> io::Result<BTreeMap<String, String>> {
             let (path, name) = (entry.path(), format!("{prefix}{}", entry.file_name().to_string_lossy()));
             if path.is_dir() {
                 folders.push((path, name + "/"));
-            } else if name.ends_with(".rs") {
+            } else if [".rs", ".cu"].iter().any(|ending| name.ends_with(ending)) {
                 found.insert(name, fs::read_to_string(path)?);
             }
         }

@@ -11,18 +11,18 @@ use crate::types::Rank;
 /// Combines everyone's `data` into everyone's `data`: log₂ n messages of all data each, for short messages.
 ///
 /// Both partners of a round combine the same two values; since the operations are commutative to the bit, everyone ends
-/// with the same bits.
+/// with the same bits. The farthest partner comes first, as in [`all_reduce_halving`], so that both give the same bits.
 pub fn all_reduce_doubling(builder: &mut Builder, group: &Group, data: Slice) {
     let theirs = builder.beside(data, data.len);
     with_power_of_two(builder, group, data, |builder, cube| {
-        let mut bit = 1;
-        while bit < cube.size {
+        let mut bit = cube.size / 2;
+        while bit > 0 {
             let partner = cube.rank(cube.me ^ bit);
             // Received beside the data, since both partners send at once: neither send ends before its receive begins.
             builder.push(Action::Send { to: partner, from: data });
             builder.push(Action::Recv { from: partner, into: theirs });
             builder.push(Action::Reduce { from: theirs, into: data });
-            bit *= 2;
+            bit /= 2;
         }
     });
 }

@@ -45,7 +45,7 @@ const TABLE: &[Row] = &[
         prefer: |collective, setting| bytes(collective, setting) <= bruck::BRUCK_MAX_BYTES,
         build: build_bruck,
     },
-    Row { name: "ring", can: can_ring, prefer: always, build: build_ring },
+    Row { name: RING, can: can_ring, prefer: always, build: build_ring },
     Row { name: "binomial", can: can_binomial, prefer: always, build: build_binomial },
     Row {
         name: "dissemination",
@@ -54,6 +54,9 @@ const TABLE: &[Row] = &[
         build: |builder, _, setting| dissemination::barrier(builder, &setting.world()),
     },
 ];
+
+/// The name of the ring algorithms.
+const RING: &str = "ring";
 
 /// The schedule of `collective` for one rank. Every rank of the world gets schedules that fit together.
 ///
@@ -97,6 +100,12 @@ pub(crate) fn number(name: &str) -> u8 {
 /// The algorithm with this number.
 pub(crate) fn numbered(number: u8) -> Option<&'static str> {
     names().nth(usize::from(number).checked_sub(1)?)
+}
+
+/// Whether the order in which an all_reduce by this algorithm combines an element depends on where in the data that lies: on the
+/// rank whose stripe it is in.
+pub(crate) fn combines_by_stripes(name: &str) -> bool {
+    name == RING
 }
 
 fn build(row: &Row, collective: &Collective, setting: Setting<'_>) -> Schedule {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use crate::algo::{self, Chunking, Collective, Scaling, Setting, select};
 use crate::counts::Counts;
 use crate::device::lower::{InPlace, Program, Staged};
-use crate::device::segment::{self, Segment, StagingTooSmall};
+use crate::device::segment::{Cut, Segment, StagingTooSmall};
 use crate::schedule::Space;
 use crate::sync::Arc;
 use crate::topo::Topology;
@@ -91,20 +91,22 @@ impl Plans {
     fn make(&self, shape: &Shape) -> Result<Plan, StagingTooSmall> {
         let collective = &shape.collective;
         let name = self.choose(shape);
+        let cut = Cut::new(name, collective, self.topo.size());
+        let segment = |from, len| cut.segment(self.me, from, len).expect("no all_to_all has segments");
         let stage = |len: usize| {
-            let first = self.segment(collective, 0, len);
+            let first = segment(0, len);
             let staged = Staged::plan(name, &first.collective, &self.topo, shape.element, shape.scaling);
             staged.expect("chosen since it can do this collective")
         };
         let mut staging = 0;
-        let len = segment::longest(collective, self.room.half, |len| {
+        let len = cut.longest(self.room.half, |len| {
             staging = self.needed(&stage(len), shape);
             staging
         })?;
         let mut plan = Plan { algorithm: select::number(name), segments: Vec::new(), staging, bytes: 0 };
         let mut last: Option<(Collective, Arc<Program>)> = None;
-        for from in (0..segment::longest_block(collective).max(1)).step_by(len) {
-            let segment = self.segment(collective, from, len);
+        for from in (0..cut.longest_block().max(1)).step_by(len) {
+            let segment = segment(from, len);
             let program = match &last {
                 // All but the last one are alike, and in the last ones blocks may end.
                 Some((same, program)) if *same == segment.collective => program.clone(),
@@ -130,10 +132,6 @@ impl Plans {
         let setting = Setting { me: self.me, topo: &self.topo, element, scaling, chunking: Chunking::Whole };
         let set = self.algorithm.as_deref().and_then(|name| algo::plan_with(name, collective, setting));
         set.unwrap_or_else(|| algo::plan(collective, setting)).name
-    }
-
-    fn segment(&self, collective: &Collective, from: usize, len: usize) -> Segment {
-        Segment::of(collective, self.me, self.topo.size(), from, len).expect("no all_to_all has segments")
     }
 
     /// How much of half of the staging memory a segment takes; where other memory does not hold what it needs, too much.

@@ -1,10 +1,13 @@
 //! A long collective is a sequence of shorter ones, each of which fits into staging memory.
 //!
-//! A segment is the same stretch of every rank's block: of the whole data where there is one block, as in an all_reduce.
+//! A segment is the same stretch of every block: of each rank's, or of the whole data where there is one block, as in a broadcast.
+//! An all_reduce by a ring has its stripes as blocks, so that each element is combined in the order in which it would be if the
+//! collective were not cut.
 
 use smallvec::SmallVec;
 
 use crate::algo::Collective;
+use crate::algo::select::combines_by_stripes;
 use crate::counts::Counts;
 use crate::schedule::Slice;
 use crate::types::Rank;
@@ -61,11 +64,11 @@ impl Extent {
     ///
     /// ```
     /// use ncclx_rs::algo::Collective;
-    /// use ncclx_rs::device::segment::Segment;
+    /// use ncclx_rs::device::segment::Cut;
     /// use ncclx_rs::schedule::{Slice, Space};
     /// use ncclx_rs::{Counts, Rank};
     /// let all_gather = Collective::AllGather { counts: Counts::equal(10, 2) };
-    /// let segment = Segment::of(&all_gather, Rank(0), 2, 4, 3).unwrap();
+    /// let segment = Cut::new("direct", &all_gather, 2).segment(Rank(0), 4, 3).unwrap();
     /// let parts: Vec<_> = segment.output.parts(Slice::new(Space::Output, 2, 2)).map(|run| run.offset).collect();
     /// assert_eq!(parts, [6, 14]); // the last element of the first block's stretch, the first of the second one's
     /// ```
@@ -89,10 +92,32 @@ impl Segment {
     pub(crate) fn whole(collective: Collective, input: usize, output: usize) -> Segment {
         Segment { collective, input: Extent::of([(0, input)]), output: Extent::of([(0, output)]) }
     }
+}
 
-    /// The `len` elements from the `from`-th of every block on, as rank `me` of `size` has them; fewer where blocks end
+/// A collective, to be cut into segments.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut<'a> {
+    whole: &'a Collective,
+    size: usize,
+    /// Whether the blocks of an all_reduce are stripes, one a rank.
+    has_stripes: bool,
+}
+
+impl<'a> Cut<'a> {
+    /// `whole` on so many ranks, by the algorithm of this name.
+    pub fn new(algorithm: &str, whole: &'a Collective, size: usize) -> Cut<'a> {
+        Cut { whole, size, has_stripes: combines_by_stripes(algorithm) }
+    }
+
+    /// The stripes of an all_reduce, as an algorithm cuts them.
+    fn stripes(&self, count: usize) -> Counts {
+        let (each, longer) = (count / self.size, count % self.size);
+        (0..self.size).map(|rank| each + usize::from(rank < longer)).collect()
+    }
+
+    /// The `len` elements from the `from`-th of every block on, as rank `me` has them; fewer where blocks end
     /// before. Nothing for an all_to_all, of which no rank knows all blocks.
-    pub fn of(whole: &Collective, me: Rank, size: usize, from: usize, len: usize) -> Option<Segment> {
+    pub fn segment(&self, me: Rank, from: usize, len: usize) -> Option<Segment> {
         let within = |count: usize| len.min(count.saturating_sub(from));
         let cut = |counts: &Counts| match counts.are_equal() {
             true => Counts::equal(within(counts[0]), counts.len()),
@@ -108,10 +133,14 @@ impl Segment {
             }))
         };
         let on_root = |root: Rank, count: usize| match root == me {
-            true => blocks(&Counts::equal(count, size)),
+            true => blocks(&Counts::equal(count, self.size)),
             false => Extent::default(),
         };
-        let (collective, input, output) = match *whole {
+        let (collective, input, output) = match *self.whole {
+            Collective::AllReduce { count } if self.has_stripes => {
+                let stripes = self.stripes(count);
+                (Collective::AllReduce { count: cut(&stripes).total() }, blocks(&stripes), blocks(&stripes))
+            }
             Collective::AllReduce { count } => {
                 (Collective::AllReduce { count: within(count) }, block(count), block(count))
             }
@@ -138,18 +167,33 @@ impl Segment {
         };
         Some(Segment { collective, input, output })
     }
-}
 
-/// The elements of a collective's longest block: its first segment begins at 0, its last one ends here.
-pub fn longest_block(collective: &Collective) -> usize {
-    match collective {
-        Collective::AllReduce { count }
-        | Collective::Reduce { count, .. }
-        | Collective::Broadcast { count, .. }
-        | Collective::Gather { count, .. }
-        | Collective::Scatter { count, .. } => *count,
-        Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.iter().max().unwrap_or(0),
-        Collective::AllToAll { .. } | Collective::Barrier => 0,
+    /// The elements of the longest block: the first segment begins at 0, the last one ends here.
+    pub fn longest_block(&self) -> usize {
+        match self.whole {
+            Collective::AllReduce { count } if self.has_stripes => count.div_ceil(self.size),
+            Collective::AllReduce { count }
+            | Collective::Reduce { count, .. }
+            | Collective::Broadcast { count, .. }
+            | Collective::Gather { count, .. }
+            | Collective::Scatter { count, .. } => *count,
+            Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.iter().max().unwrap_or(0),
+            Collective::AllToAll { .. } | Collective::Barrier => 0,
+        }
+    }
+
+    /// How many elements of every block a segment has, at most, so that `bytes` of it are no more than `half`. The same on every
+    /// rank, as these are.
+    pub fn longest(&self, half: usize, mut bytes: impl FnMut(usize) -> usize) -> Result<usize, StagingTooSmall> {
+        let mut len = self.longest_block().max(1);
+        loop {
+            let needed = bytes(len);
+            match len {
+                _ if needed <= half => return Ok(len),
+                1 => return Err(StagingTooSmall { needed, half }),
+                _ => len = len.div_ceil(2),
+            }
+        }
     }
 }
 
@@ -161,22 +205,4 @@ pub struct StagingTooSmall {
     pub needed: usize,
     /// Those that it has.
     pub half: usize,
-}
-
-/// How many elements of every block a segment has, at most, so that `bytes` of it are no more than `half`. The same on every
-/// rank, as these are.
-pub fn longest(
-    collective: &Collective,
-    half: usize,
-    mut bytes: impl FnMut(usize) -> usize,
-) -> Result<usize, StagingTooSmall> {
-    let mut len = longest_block(collective).max(1);
-    loop {
-        let needed = bytes(len);
-        match len {
-            _ if needed <= half => return Ok(len),
-            1 => return Err(StagingTooSmall { needed, half }),
-            _ => len = len.div_ceil(2),
-        }
-    }
 }

@@ -7,7 +7,7 @@ use ncclx_rs::algo::{self, Collective, Scaling};
 use ncclx_rs::device::counters::Word;
 use ncclx_rs::device::lane::{Edges, Kernels, Lane, Places, Submission, Tensors};
 use ncclx_rs::device::lower::{Kernel, Staged};
-use ncclx_rs::device::segment::{self, Segment};
+use ncclx_rs::device::segment::Cut;
 use ncclx_rs::device::staging::Staging;
 use ncclx_rs::device::words::WordLayout;
 use ncclx_rs::schedule::{Action, Builder, Slice, Space};
@@ -82,11 +82,15 @@ fn data(collective: &Collective, me: usize, size: usize) -> (Vec<u32>, usize, Op
 fn segments(whole: &Collective, size: usize, name: &str) -> Option<usize> {
     let topo = Topology::single_host(size);
     let plan = |len| {
-        let cut = Segment::of(whole, Rank(0), size, 0, len).expect("no all_to_all");
+        let cut = Cut::new(name, whole, size).segment(Rank(0), 0, len).expect("no all_to_all");
         Staged::plan(name, &cut.collective, &topo, ELEMENT, Scaling::Nothing)
     };
     plan(1)?;
-    Some(segment::longest(whole, HALF, |len| plan(len).expect("as with one element").bytes()).expect("one fits"))
+    Some(
+        Cut::new(name, whole, size)
+            .longest(HALF, |len| plan(len).expect("as with one element").bytes())
+            .expect("one fits"),
+    )
 }
 
 /// What one rank submits for one collective, and what has to come of it.
@@ -151,8 +155,9 @@ fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut i
     for job in jobs.iter().cycle().take(3 * jobs.len()) {
         let (input, output) = (&[job.input.bytes()][..], &job.tensors()[..]);
         let tensors = Tensors { input, output, scratch, sums, element: ELEMENT, sum: ELEMENT };
-        for from in (0..segment::longest_block(&job.whole).max(1)).step_by(job.segment) {
-            let segment = Segment::of(&job.whole, Rank::from(me), size, from, job.segment).expect("no all_to_all");
+        for from in (0..Cut::new(job.name, &job.whole, size).longest_block().max(1)).step_by(job.segment) {
+            let segment =
+                Cut::new(job.name, &job.whole, size).segment(Rank::from(me), from, job.segment).expect("no all_to_all");
             let staged = Staged::plan(job.name, &segment.collective, &topo, ELEMENT, Scaling::Nothing);
             let program = staged.expect("as the first segment").program(Rank::from(me), None);
             let submission =
@@ -224,7 +229,7 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
             let context = Context::primary(Device::new(0)?)?;
             let (size, whole) = (4, Collective::AllGather { counts: Counts::equal(8, 4) });
             let (layout, topo) = (WordLayout::new(size, 2), Topology::single_host(size));
-            let segment = Segment::of(&whole, Rank(1), size, 0, 8).expect("no all_to_all");
+            let segment = Cut::new("direct", &whole, size).segment(Rank(1), 0, 8).expect("no all_to_all");
             let staged = Staged::plan("direct", &whole, &topo, ELEMENT, Scaling::Nothing).expect("direct does it");
             let program = staged.program(Rank(1), None);
             // The other ranks are played by their words and by memory of this one: nobody writes it.
@@ -296,7 +301,7 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
         let mut lane = Lane::new(0, Rank::from(me), layout, words, staging, Width::Bits64);
         for from in (0..56).step_by(8) {
             let whole = Collective::Broadcast { count: 56, root: Rank(0) };
-            let segment = Segment::of(&whole, Rank::from(me), 2, from, 8).expect("no all_to_all");
+            let segment = Cut::new("binomial", &whole, 2).segment(Rank::from(me), from, 8).expect("no all_to_all");
             let program = staged.program(Rank::from(me), None);
             let submission =
                 Submission { program: &program, segment: &segment, tensors: &tensors, edges: Edges::default() };

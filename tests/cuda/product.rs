@@ -1,8 +1,11 @@
-//! Whatever can be combined: collectives, types, reductions, lengths, worlds, devices, hosts, streams and captures, as seeds
-//! draw them. The CPU's half of the same communicator says what is right.
+//! Whatever can be combined: collectives, algorithms, types, reductions, lengths, worlds, devices, hosts, streams and captures, as
+//! seeds
+//! draw them. The CPU's half of the same communicator says what is right, to
+//! the bit.
 //!
 //! `NCCLX_RS_SAMPLES` says how many seeds, from `NCCLX_RS_SAMPLE` on; what fails names its seed.
 
+use ncclx_rs::algo;
 use ncclx_rs::sys::cuda::{DeviceMemory, Stream, copy_from_host, copy_to_host};
 use ncclx_rs::types::Arithmetic;
 use ncclx_rs::{Buffer, Counts, DType, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle};
@@ -14,17 +17,17 @@ use crate::harness::{context, is_alone, number, seeds};
 use crate::ranks::{OnDevice, Process, of_processes};
 use crate::recording::{self, Graph};
 
-/// Numbers that every reduction is exact with, in any order: whole ones from -2 to 2, or any bits where a type cannot be
-/// computed with.
+/// Numbers whose sums and products are rounded and stay small: of any digits, from -2 to 2, whole ones where a type has no others,
+/// and any bits where it cannot be computed with.
 fn values(dtype: DType, count: usize, random: &mut StdRng) -> Vec<u8> {
-    let number = |width: usize, random: &mut StdRng| {
-        let number = random.random_range(-2..=2i32);
-        let half = |one: u64| (u64::from(number < 0) << 15) | [0, one, 0x4000][number.unsigned_abs() as usize];
+    let float = |width: usize, random: &mut StdRng| {
+        let number = random.random_range(-2.0..2.0f64);
         match (dtype, width) {
-            (DType::BF16, _) => half(0x3f80),
-            (_, 2) => half(0x3c00),
+            // The upper half of a float32; the sum of exponent and digits of a half, of numbers from 2⁻¹⁴ to 2.
+            (DType::BF16, _) => u64::from((number as f32).to_bits() >> 16),
+            (_, 2) => u64::from(random.random_range(0x0400..0x4000u16) | (u16::from(number < 0.0) << 15)),
             (_, 4) => u64::from((number as f32).to_bits()),
-            _ => f64::from(number).to_bits(),
+            _ => number.to_bits(),
         }
     };
     let (size, mut bytes) = (dtype.size(), Vec::with_capacity(count * dtype.size()));
@@ -34,10 +37,10 @@ fn values(dtype: DType, count: usize, random: &mut StdRng) -> Vec<u8> {
             Arithmetic::Integer => {
                 bytes.extend_from_slice(&random.random_range(-2..=2i64).to_le_bytes()[..size]);
             }
-            Arithmetic::Float => bytes.extend_from_slice(&number(size, random).to_le_bytes()[..size]),
+            Arithmetic::Float => bytes.extend_from_slice(&float(size, random).to_le_bytes()[..size]),
             Arithmetic::Complex => {
                 for _ in 0..2 {
-                    bytes.extend_from_slice(&number(size / 2, random).to_le_bytes()[..size / 2]);
+                    bytes.extend_from_slice(&float(size / 2, random).to_le_bytes()[..size / 2]);
                 }
             }
             Arithmetic::None => bytes.extend((0..size).map(|_| random.random::<u8>())),
@@ -264,15 +267,19 @@ struct Sample {
     hosts: usize,
     devices: u32,
     staging: &'static str,
+    algorithm: &'static str,
     settings: Vec<(&'static str, &'static str)>,
 }
 
 impl Sample {
     fn new(seed: u64) -> Sample {
         let mut random = StdRng::seed_from_u64(!seed);
-        let (size, hosts) = (random.random_range(1..=8), random.random_range(1..=3));
+        let (size, hosts) = (random.random_range(1..=8), random.random_range(1..=4));
         let mut draw = |values: &[&'static str]| *values.choose(&mut random).expect("values");
         let (devices, staging) = (draw(&["1", "2", "8"]), draw(&["65536", "1048576"]));
+        let mut algorithms: Vec<&'static str> = algo::names().collect();
+        algorithms.extend(["auto"; 4]);
+        let algorithm = draw(&algorithms);
         let settings = vec![
             ("SOFTCUDA_DEVICES", devices),
             ("SOFTCUDA_QUEUES", draw(&["0", "1", "2", "8"])),
@@ -282,14 +289,15 @@ impl Sample {
             ("SOFTCUDA_HOST_POINTERS_DIFFER", draw(&["0", "1"])),
         ];
         let devices = devices.parse().expect("a number");
-        Sample { seed, size, hosts: hosts.min(size), devices, staging, settings }
+        Sample { seed, size, hosts: hosts.min(size), devices, staging, algorithm, settings }
     }
 
     fn device(&self, rank: Rank) -> u32 {
         rank.0 % self.devices
     }
 
-    fn hints(&self, rank: Rank) -> [(&'static str, &'static str); 2] {
-        [("device_staging_bytes", self.staging), ("host_id", ["a", "b", "c"][rank.index() % self.hosts])]
+    fn hints(&self, rank: Rank) -> [(&'static str, &'static str); 3] {
+        let host = ["a", "b", "c", "d"][rank.index() % self.hosts];
+        [("device_staging_bytes", self.staging), ("algorithm", self.algorithm), ("host_id", host)]
     }
 }

@@ -10,7 +10,7 @@ use ncclx_rs::device::kernels::compile::CompileError;
 use ncclx_rs::device::lane::{Edges, Lane, Submission, Tensors};
 use ncclx_rs::device::launch::{LaunchError, Launcher, LoadError, Sources};
 use ncclx_rs::device::lower::{InPlace, Staged};
-use ncclx_rs::device::segment::{self, Segment};
+use ncclx_rs::device::segment::{Cut, Segment};
 use ncclx_rs::device::staging::Staging;
 use ncclx_rs::device::words::WordLayout;
 use ncclx_rs::schedule::{Action, Builder, Slice, Space};
@@ -73,13 +73,13 @@ struct Job {
 
 impl Job {
     fn staged(&self, size: usize, from: usize) -> Staged {
-        let cut = Segment::of(&self.whole, Rank(0), size, from, self.segment).expect("no all_to_all");
+        let cut = Cut::new(self.name, &self.whole, size).segment(Rank(0), from, self.segment).expect("no all_to_all");
         plan(self.name, &cut.collective, size, self.reduction).expect("as the first segment")
     }
 
     /// Where each segment begins.
-    fn begins(&self) -> impl Iterator<Item = usize> + use<> {
-        (0..segment::longest_block(&self.whole)).step_by(self.segment)
+    fn begins(&self, size: usize) -> impl Iterator<Item = usize> + use<> {
+        (0..Cut::new(self.name, &self.whole, size).longest_block()).step_by(self.segment)
     }
 
     /// At which elements of the input and the output the memory of a rank is the same, if it works in place.
@@ -132,13 +132,13 @@ fn jobs(dtype: DType, size: usize) -> (Vec<Job>, usize) {
         for (whole, name) in collectives.iter().flat_map(|whole| algo::names().map(move |name| (whole, name))) {
             let reduction = Reduction { op, dtype };
             let stage = |len| {
-                let cut = Segment::of(whole, Rank(0), size, 0, len).expect("no all_to_all");
+                let cut = Cut::new(name, whole, size).segment(Rank(0), 0, len).expect("no all_to_all");
                 plan(name, &cut.collective, size, reduction)
             };
             if stage(1).is_none() {
                 continue;
             }
-            let segment = segment::longest(whole, HALF, |len| stage(len).expect("as of one").bytes());
+            let segment = Cut::new(name, whole, size).longest(HALF, |len| stage(len).expect("as of one").bytes());
             for is_in_place in [false, true] {
                 let segment = *segment.as_ref().expect("one element fits");
                 let mut job = Job { whole: whole.clone(), name, reduction, is_in_place, segment, input: 0, output: 0 };
@@ -171,26 +171,26 @@ impl Round {
             (0..size).map(|_| numbers(dtype, bytes.next_multiple_of(part), &mut random)).collect();
         let mut after = before.clone();
         for job in &jobs {
-            for from in job.begins() {
-                let staged = job.staged(size, from);
-                let segments: Vec<Segment> = (0..size).map(|rank| cut(job, rank, size, from)).collect();
-                let part = |(rank, memory)| Part {
-                    schedule: staged.schedule(Rank::from(rank)),
-                    segment: &segments[rank],
-                    memory,
-                    input: job.input,
-                    output: job.output(rank),
-                };
-                let mut parts: Vec<Part<'_>> = after.iter_mut().map(Vec::as_mut_slice).enumerate().map(part).collect();
-                simulation::run(&mut parts, job.reduction);
-            }
+            // As the CPU's engine does it: not cut.
+            let staged = plan(job.name, &job.whole, size, job.reduction).expect("as a segment");
+            let whole = |rank| Cut::new(job.name, &job.whole, size).segment(Rank::from(rank), 0, usize::MAX);
+            let wholes: Vec<Segment> = (0..size).map(|rank| whole(rank).expect("no all_to_all")).collect();
+            let part = |(rank, memory)| Part {
+                schedule: staged.schedule(Rank::from(rank)),
+                segment: &wholes[rank],
+                memory,
+                input: job.input,
+                output: job.output(rank),
+            };
+            let mut parts: Vec<Part<'_>> = after.iter_mut().map(Vec::as_mut_slice).enumerate().map(part).collect();
+            simulation::run(&mut parts, job.reduction);
         }
         Round { dtype, jobs, before, after }
     }
 }
 
 fn cut(job: &Job, me: usize, size: usize, from: usize) -> Segment {
-    Segment::of(&job.whole, Rank::from(me), size, from, job.segment).expect("no all_to_all")
+    Cut::new(job.name, &job.whole, size).segment(Rank::from(me), from, job.segment).expect("no all_to_all")
 }
 
 /// A tensor as a list of some, one of them empty, that are cut anywhere.
@@ -251,7 +251,7 @@ fn rank(
             let (scratch, sums) = (lent.bytes().part(0, 32 * HALF), lent.bytes().part(32 * HALF, 32 * HALF));
             let tensors = Tensors { input: &input, output: &output, scratch, sums, element, sum };
             let kernels = launcher.kernels(*dtype, Some(job.reduction.op), size);
-            for from in job.begins() {
+            for from in job.begins(size) {
                 let segment = cut(job, me, size, from);
                 let same = job.same(&segment.collective, me);
                 let program = job.staged(size, from).program(Rank::from(me), same);
@@ -320,7 +320,7 @@ fn an_all_reduce_takes_no_more_calls_than_it_must() {
             let Some(launcher) = launcher(&context, 1, &[DType::F32]) else { return Ok(()) };
             let (size, whole) = (4, Collective::AllReduce { count: 64 });
             let reduction = Reduction { op, dtype: DType::F32 };
-            let segment = Segment::of(&whole, Rank(1), size, 0, 64).expect("no all_to_all");
+            let segment = Cut::new("direct", &whole, size).segment(Rank(1), 0, 64).expect("no all_to_all");
             let staged = plan("direct", &whole, size, reduction).expect("direct does it");
             let program = staged.program(Rank(1), Some(InPlace { input: 0, output: 0 }));
             // The other ranks are played by their words and by memory of this one: nobody writes it.
@@ -375,7 +375,7 @@ fn a_factor_is_read_from_the_device_once_the_kernel_runs() {
             scale.push(Action::Scale { slice: Slice::new(Space::Output, 0, 5) });
             let program = Staged::new(vec![scale.finish()], 4, Scaling::Inputs).program(Rank(0), None);
             let whole = Collective::AllReduce { count: 5 };
-            let segment = Segment::of(&whole, Rank(0), 1, 0, 5).expect("no all_to_all");
+            let segment = Cut::new("direct", &whole, 1).segment(Rank(0), 0, 5).expect("no all_to_all");
             let words = Arc::new(RegisteredWords::new(&context, &Arc::new(words(1)))?);
             let staging = Staging::new(&context, Rank(0), 1, HALF)?;
             let mut lane = Lane::new(0, Rank(0), WordLayout::new(1, 2), words, staging, Width::Bits64);

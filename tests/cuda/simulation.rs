@@ -21,7 +21,7 @@ impl Reduction {
     }
 }
 
-/// One rank's part of a segment.
+/// One rank's part of a collective.
 pub(crate) struct Part<'a> {
     pub(crate) schedule: &'a Schedule,
     pub(crate) segment: &'a Segment,
@@ -40,7 +40,7 @@ struct Machine<'a, 'b> {
     next: usize,
 }
 
-/// Runs a segment on all ranks.
+/// Runs a collective on all ranks.
 pub(crate) fn run(parts: &mut [Part<'_>], reduction: Reduction) {
     let world = parts.len();
     let mut wires: Vec<VecDeque<Vec<u8>>> = (0..world * world).map(|_| VecDeque::new()).collect();

@@ -6,6 +6,7 @@ use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, Rank};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
+use crate::lacking::lacks;
 use crate::log_capture;
 
 /// What a communicator of ranks that are bound to these cores, one each, logs of the cores that it found.
@@ -34,7 +35,7 @@ fn ranks_with_a_core_each_are_not_crowded() {
     let usable = sched_getaffinity(None).expect("this thread's cores");
     let cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|core| usable.is_set(*core)).take(2).collect();
     assert_eq!(found("on one core", &[cores[0]; 2]), ["cores: 1, oversubscribed"; 2]);
-    let [one, other] = cores[..] else { return println!("skipped: this machine has one core") };
+    let [one, other] = cores[..] else { return lacks("a second core") };
     assert_eq!(found("on a core each", &[one, other]), ["cores: 2"; 2]);
     assert_eq!(found("on two cores", &[one, other, one]), ["cores: 2, oversubscribed"; 3]);
 }

@@ -3,6 +3,8 @@
 use ncclx_rs::{OpKind, Rank};
 use rustix::process::Uid;
 
+use crate::lacking::lacks;
+use crate::log_capture;
 use crate::world::{Wire, run, world};
 
 /// Any that is not this process's.
@@ -17,8 +19,9 @@ fn by_tcp(comm: &ncclx_rs::Communicator) -> Vec<bool> {
 #[test]
 fn ranks_that_may_not_share_memory_take_tcp() {
     if !rustix::process::geteuid().is_root() {
-        return eprintln!("skipped: it takes root");
+        return lacks("root");
     }
+    log_capture::start();
     let detours = world(Wire::Auto, 3, |comm| {
         if comm.rank() == Rank(2) {
             // This thread, and those that it starts: the others hang up on them, and they on the others.
@@ -35,4 +38,16 @@ fn ranks_that_may_not_share_memory_take_tcp() {
         by_tcp(comm)
     });
     assert_eq!(detours, [[false, true], [false, true], [true, true]], "that pair alone, and both ways");
+    // The communicator's name stands before the first rank.
+    let said = log_capture::lines().into_iter().filter(|(_, line)| line.contains(" is reached by "));
+    let mut said: Vec<String> = said
+        .map(|(level, line)| {
+            let line = line.split_once("` ").and_then(|(_, rest)| rest.split_once(", since"));
+            format!("{level} {}", line.expect("who, whom and why").0)
+        })
+        .collect();
+    said.sort();
+    let line = |me, other| format!("WARN rank {me}: rank {other} is reached by tcp");
+    assert!([line(0, 2), line(1, 2)].iter().all(|line| said.contains(line)), "{said:?}");
+    assert!(said.is_sorted_by(|one, next| one < next), "a pair is told of once: {said:?}");
 }

@@ -13,6 +13,7 @@ mod examples;
 mod failures;
 mod generated_docs;
 mod kernels;
+mod lacking;
 mod launch;
 mod log_capture;
 mod matrix;

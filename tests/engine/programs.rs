@@ -10,7 +10,7 @@ use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
 use ncclx_rs::device::counters::{Access, Counters, Numbering, Word};
 use ncclx_rs::device::lower::{InPlace, Kernel, Memory, Operation, Program, Staged, WordOperation};
 use ncclx_rs::device::network::{Ledger, Traffic, Turn};
-use ncclx_rs::device::segment::{self, Segment};
+use ncclx_rs::device::segment::{Cut, Segment};
 use ncclx_rs::device::tokens::{Step, Tokens};
 use ncclx_rs::schedule::{Action, Builder, Slice, Space};
 use ncclx_rs::{Counts, Rank, Topology};
@@ -398,14 +398,15 @@ struct Job {
 /// The segments of a case by one algorithm; nothing if it does not do this case.
 fn job(name: &str, case: &Case, topo: &Topology, scaling: Scaling) -> Option<Job> {
     let (whole, size) = (case.of(0), topo.size());
-    let cut = |rank, from, len| Segment::of(&whole, Rank::from(rank), size, from, len).expect("no all_to_all");
+    let blocks = Cut::new(name, &whole, size);
+    let cut = |rank, from, len| blocks.segment(Rank::from(rank), from, len).expect("no all_to_all");
     let stage = |from, len| Staged::plan(name, &cut(0, from, len).collective, topo, ELEMENT, scaling);
     stage(0, 1)?;
     let bytes = |staged: Staged| staged.bytes().max(staged.network_bytes());
-    let longest = segment::longest(&whole, HALF, |len| bytes(stage(0, len).expect("as with one element")));
+    let longest = blocks.longest(HALF, |len| bytes(stage(0, len).expect("as with one element")));
     let longest = longest.unwrap_or_else(|error| panic!("{name} for {whole:?}: {error}"));
     let mut job = Job { programs: vec![], segments: vec![], scratch: 0, sums: 0 };
-    for from in (0..segment::longest_block(&whole).max(1)).step_by(longest) {
+    for from in (0..blocks.longest_block().max(1)).step_by(longest) {
         let staged = stage(from, longest).expect("as the first segment");
         assert!(staged.bytes() <= HALF && staged.network_bytes() <= HALF);
         job.programs.push((0..size).map(|rank| staged.program(Rank::from(rank), None)).collect());
@@ -738,11 +739,12 @@ fn segments_cover_every_element_once() {
         Collective::AllReduce { count } => (*count, *count),
         _ => unreachable!(),
     };
-    for collective in &collectives {
+    for (collective, name) in collectives.iter().flat_map(|collective| [(collective, "direct"), (collective, "ring")]) {
+        let cut = Cut::new(name, collective, size);
         for me in 0..size {
             let (mut input, mut output) = (vec![], vec![]);
-            for from in (0..segment::longest_block(collective)).step_by(4) {
-                let segment = Segment::of(collective, Rank::from(me), size, from, 4).expect("no all_to_all");
+            for from in (0..cut.longest_block()).step_by(4) {
+                let segment = cut.segment(Rank::from(me), from, 4).expect("no all_to_all");
                 let (read, written) = sizes(&segment.collective, me);
                 for (space, len, extent, all) in [
                     (Space::Input, read, &segment.input, &mut input),
@@ -764,7 +766,9 @@ fn segments_cover_every_element_once() {
 
 #[test]
 fn a_segment_that_cannot_fit_is_an_error_that_says_how_much_it_takes() {
-    let needed = segment::longest(&Collective::AllReduce { count: 100 }, 10, |len| 100 * len).unwrap_err();
+    let whole = Collective::AllReduce { count: 100 };
+    let cut = Cut::new("direct", &whole, 2);
+    let needed = cut.longest(10, |len| 100 * len).unwrap_err();
     assert_eq!((needed.needed, needed.half), (100, 10));
-    assert_eq!(segment::longest(&Collective::AllReduce { count: 100 }, 1000, |len| 100 * len), Ok(7));
+    assert_eq!(cut.longest(1000, |len| 100 * len), Ok(7));
 }

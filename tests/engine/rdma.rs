@@ -14,6 +14,8 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
+use crate::lacking::lacks;
+
 /// A test that takes longer hangs.
 const LONG: Duration = Duration::from_secs(300);
 
@@ -309,8 +311,7 @@ fn callers_of_another_user_keep_no_peer_out() {
     let name: Vec<u8> = serde_json::from_value(address["unix"].clone()).expect("a name");
     // More than a transport has places for connections. They stay open, and say nothing.
     let Some(callers) = call_as_other_user(&name, 100) else {
-        eprintln!("skipped: it takes root");
-        return;
+        return lacks("root");
     };
     one.connect(&theirs, LONG).expect("connect");
     assert_eq!(one.wire(), Some("shared memory"));

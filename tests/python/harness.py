@@ -63,6 +63,19 @@ def needs(module: str, why: str) -> None:
         lacking(why)
 
 
+def has_cuda_driver() -> bool:
+    """Whether a CUDA driver can be loaded; it is not initialised, so that processes may still fork."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+# Of a test of what a machine without a GPU says.
+without_cuda_driver = pytest.mark.skipif(has_cuda_driver(), reason="this machine has a CUDA driver")
+
+
 def environment(mode: str, rank: int, size: int) -> dict[str, str]:
     """The environment variables that put a worker into a transport mode."""
     if mode == "hier":

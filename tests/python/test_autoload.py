@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BACKEND
+from harness import BACKEND, without_cuda_driver
 
 WATCHDOG_SECONDS = 120
 
@@ -235,6 +235,7 @@ for each in arguments:
 """
 
 
+@without_cuda_driver
 def test_groups_for_cuda_are_refused_when_they_are_made() -> None:
     assert printed(REFUSED).splitlines() == [
         f"ncclx_rs: {function}: CUDA tensors are not served here: {NO_DRIVER}; "
@@ -248,6 +249,7 @@ def test_groups_that_serve_the_cpu_are_made_where_there_is_a_gpu() -> None:
     assert printed(f"{WITH_GPU}\nimport torch\n{USE}") == "works"
 
 
+@without_cuda_driver
 def test_cuda_stays_with_its_default_where_there_is_a_gpu_and_no_driver() -> None:
     code = f"""{WITH_GPU}
 import torch.distributed as dist

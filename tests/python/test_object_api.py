@@ -23,7 +23,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together
+from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together, without_cuda_driver
 from ncclx_rs import OpName, RedOpType, ReduceOp, TorchComm, WorkStatus, objcol
 from reference import SIZES, assert_same, data, reduced
 from test_failures import missing_and_callers
@@ -755,6 +755,7 @@ def test_only_some_backends_have_an_allocator() -> None:
         ncclx_rs.get_mem_allocator("gloo")
 
 
+@without_cuda_driver
 @pytest.mark.parametrize("name", ["ncclx", "ncclx_rs"])
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda:1"), "meta"])
 def test_other_devices_than_the_cpu_are_refused_before_anybody_is_waited_for(name: str, device: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from harness import BACKEND, WATCHDOG_SECONDS, World, join, leaving_together
+from ncclx_rs import _native
 from test_peer_loss import backend, run_ranks, until
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
@@ -65,6 +66,40 @@ def window(backend):
     backend._window_deregister(window)
 
 
+def one_sided(backend):
+    window = backend._window_register(torch.zeros(3).as_subclass(Owned))
+    three = lambda: torch.ones(3).as_subclass(Owned)
+    backend._window_put(window, three(), 0, 0)
+    backend._window_get(window, three(), 0, 0)
+    backend._window_accumulate(window, three(), 0, 0)
+    backend._window_flush(window, 0)
+    backend._window_fence(window)
+    backend._window_signal(window, 0)
+    backend._window_wait_signal(window, 0)
+    backend._window_wait_signal(window, 0, True, 50)  # times out, and its hooks run while nobody waits
+    holding.usleep(200_000)
+    try:
+        backend._window_map(window, 0)  # such memory cannot be mapped
+    except ValueError:
+        pass
+    backend._window_deregister(window)
+
+
+def direct(backend):
+    for call in backend._direct_calls().values():
+        try:
+            call()  # it reads its arguments first
+        except TypeError:
+            pass
+
+
+def device(backend):
+    try:
+        backend._set_device(torch.device("cuda", 0))
+    except RuntimeError:
+        pass  # there is none
+
+
 def future(backend):
     work = backend._message(False, torch.ones(3).as_subclass(Owned), 0, 2, limit)
     holding.usleep(200_000)
@@ -85,6 +120,14 @@ ENTRIES = {
     "abort_hooks": abort_hooks,
     "coalesced": coalesced,
     "window": window,
+    "one_sided": one_sided,
+    "direct": direct,
+    "device": device,
+    "barrier": lambda backend: backend._barrier(False, limit * 100),
+    "failed": lambda backend: backend._has_failed(),
+    "rendezvous": lambda backend: backend._set_rendezvous("no handle", lambda *arguments: None),
+    "split": lambda backend: backend.perform_nocolor_split(torch.device("cpu")),
+    "hooks": lambda backend: backend._wait_for_hooks(),
     "future": future,
     "settle": lambda backend: backend._settle(),
     "abort": lambda backend: backend.abort(),
@@ -110,6 +153,11 @@ for name, entry in ENTRIES.items():
     made.pop().finalize()
 print("all")
 """
+
+
+def test_every_entry_is_called_so() -> None:
+    entries = {name for name in vars(_native.Backend) if not name.startswith(("__", "_pybind11"))}
+    assert {name for name in entries if f"backend.{name}" not in HOLDER} == set()
 
 
 def test_an_entry_is_called_with_pythons_lock(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-//! Averages: sums in a type that those of all ranks' elements fit into, divided and rounded once.
+//! Averages: sums in a wider type, divided and rounded once.
 //!
-//! Single and double precision are summed as they are.
+//! Integers and half precision fit into it, those of all ranks together. Sums of bfloat16 have its range, and single and double
+//! precision are summed as they are: their sums may overflow.
 
 use half::{bf16, f16};
 
