@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ncclx_rs
 import pytest
+import torch
 from harness import BACKEND, World
 from ncclx_rs import _api
 from ncclx_rs.__main__ import parser
@@ -96,7 +97,7 @@ def test_the_names_in_the_guide_to_moving_exist() -> None:
     whole = text[text.index("## From torchcomms") :]
     table = re.findall(r"^\| (`.*?) \| (?:the same|always)", whole, re.MULTILINE)
     methods |= {name for row in table for name in re.findall(r"`([a-z]\w*)[`(]", row)}
-    homes = [ncclx_rs.TorchComm, ncclx_rs.TorchCommWindow, ncclx_rs.TorchWork, ncclx_rs]
+    homes = [ncclx_rs.TorchComm, ncclx_rs.TorchCommWindow, ncclx_rs.TorchWork, ncclx_rs, torch.ops.torchcomms]
     missing = [name for name in sorted(methods) if not any(hasattr(home, name) for home in homes)]
     assert not missing
 

@@ -64,6 +64,7 @@ from ncclx_rs._hooks import (
 from ncclx_rs._memory import MemAllocator
 from ncclx_rs._new_comm import new_comm
 from ncclx_rs._operations import AllGatherPHandle
+from ncclx_rs._torchcomms_operators import install as _install_operators
 from ncclx_rs._transport import (
     RdmaFuture,
     RdmaMemory,
@@ -207,3 +208,5 @@ __all__ = [
     "new_comm",
     "register_backend",
 ]
+
+_install_operators()

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ncclx_rs._graph_operators import start_operator, wait_operator, window_read, written
+from ncclx_rs._graph_operators import start_operator, wait_operator, window_read
 from ncclx_rs._graph_state import in_flight
+from ncclx_rs._operands import written
 from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import OpOptions, ReduceOp, WorkStatus
 from ncclx_rs._work import TorchWork

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ncclx_rs._logging import warn
+from ncclx_rs._operands import OPERANDS
 
 # How the engine names arguments whose names are others here. Its names of operations are those of torch.distributed,
 # or of the collective that runs.
@@ -51,9 +52,6 @@ def explained(method: str, args: Sequence[Any], error: TypeError | ValueError) -
 
 def _type_error(method: str, args: Sequence[Any]) -> TypeError | None:
     """What is said of the first argument of the wrong type; None if there is none."""
-    # Registers operators, so it is imported only here.
-    from ncclx_rs._graph_operators import OPERANDS
-
     for operand, value in zip(OPERANDS.get(method, []), args, strict=False):
         where = f"{method}: argument `{operand.name}`: expected"
         if operand.type == "Tensor" and not isinstance(value, torch.Tensor):
