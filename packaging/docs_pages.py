@@ -27,7 +27,7 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 def documents(root: Path) -> list[Path]:
     """The documents that are pages, relative to the repository's root."""
-    found = [*root.glob("docs/*.md"), *(file for pattern in BESIDE for file in root.glob(pattern))]
+    found = [*root.glob("docs/**/*.md"), *(file for pattern in BESIDE for file in root.glob(pattern))]
     return sorted(file.relative_to(root) for file in found)
 
 
@@ -35,7 +35,7 @@ def page_of(document: Path) -> str:
     """The page of a document: its place in the site's sources."""
     if document == Path("README.md"):
         return "index.md"
-    return document.name if document.parent == Path("docs") else document.as_posix()
+    return document.relative_to("docs").as_posix() if document.is_relative_to("docs") else document.as_posix()
 
 
 @dataclass

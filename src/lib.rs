@@ -47,3 +47,8 @@ pub use work::Work;
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 mod read_me {}
+
+// Runs the algorithm that the tutorial writes.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/tutorials/algorithm.md")]
+mod tutorial {}

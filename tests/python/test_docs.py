@@ -122,6 +122,7 @@ def test_the_site_has_every_page_and_every_name() -> None:
     assert not docs_pages.missing_names(pages.texts["reference.md"], names)
     assert docs_pages.missing_names("::: ncclx_rs.dump\n", ["dump", "new_comm"]) == ["new_comm"]
     assert "def " in pages.texts["source/examples/strategies/ddp.py.md"]
+    assert "(../algorithms.md)" in pages.texts["tutorials/fsdp2_two_machines.md"]
 
 
 def test_links_of_documents_become_links_of_pages(tmp_path: Path) -> None:
