@@ -291,7 +291,7 @@ $(DOCS_VENV)/.ready: packaging/docs-requirements.txt
 docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/site, and checks its links
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
 		cargo doc --locked --package ncclx_rs --package ncclx_rs_backend --no-deps --quiet --target-dir target/docs
-	NO_MKDOCS_2_WARNING=1 NCCLX_RS_RUSTDOC="$(CURDIR)/target/docs/doc" $(DOCS_VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 NCCLX_RS_RUSTDOC="$(CURDIR)/target/docs/doc" $(DOCS_VENV)/bin/mkdocs build
 
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz

@@ -118,6 +118,8 @@ def test_the_site_has_every_page_and_every_name() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     missing = [page for page in pages.texts if not page.startswith("source/") and f": {page}\n" not in navigation]
     assert not missing
+    (build,) = re.findall(r"bin/mkdocs build.*", (ROOT / "Makefile").read_text())
+    assert "--quiet" not in build, "mkdocs would drop its warnings, which are to fail the build"
     names = [name for name in _api.__all__ if not name.startswith("_") and not name.endswith("HookArgs")]
     assert not docs_pages.missing_names(pages.texts["reference.md"], names)
     assert docs_pages.missing_names("::: ncclx_rs.dump\n", ["dump", "new_comm"]) == ["new_comm"]
