@@ -12,8 +12,10 @@ use crate::comm::other_hosts::ThroughEngine;
 use crate::config::{Config, EngineChoice, NcclFields};
 use crate::deadline::deadline_after;
 use crate::device::executor::{self, Executor, LANE, Ranks, Request};
+use crate::device::far_windows::FarWindows;
 use crate::device::in_flight::Ends;
 use crate::device::messages::{Message, Messages, Peers, Request as Messaging};
+use crate::device::other_hosts::Exchange;
 use crate::device::pairs::Own;
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
@@ -255,6 +257,7 @@ impl DeviceSide {
         let vendor = self.vendor(group, &names, &parts, timeout, &mut all_gather)?;
         let ends = Arc::new(Reports(group.driver().clone()));
         let hosts = Arc::new(ThroughEngine(group.driver().clone()));
+        let hosts = (hosts.clone() as Arc<dyn Exchange>, hosts as Arc<dyn FarWindows>);
         let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, vendor, ends, hosts);
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
         let executor = setup::agree(group.name(), &names, "what runs operations", own, |_| {}, &mut all_gather)?;

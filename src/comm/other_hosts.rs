@@ -4,11 +4,14 @@ use std::time::Instant;
 
 use crate::device::control::Failure;
 use crate::device::far_pairs::{FarPair, FarPairs};
+use crate::device::far_windows::{FarWindows, Port};
 use crate::device::message_log::LoggedMessage;
 use crate::device::network::Traffic;
 use crate::device::other_hosts::{Exchange, Missing, OtherHosts};
 use crate::device::rounds::Direction;
+use crate::device::routes::Item;
 use crate::engine::context::OpContext;
+use crate::engine::device_accesses::DeviceAccesses;
 use crate::engine::device_messages::DeviceMessages;
 use crate::engine::driver::Driver;
 use crate::engine::relay::Relay;
@@ -26,6 +29,10 @@ impl ThroughEngine {
 
     fn with_messages<T>(&self, f: impl FnOnce(&mut DeviceMessages, &mut OpContext) -> T) -> T {
         self.0.with_engine(|engine| f(&mut engine.device_messages, &mut engine.context))
+    }
+
+    fn with_accesses<T>(&self, f: impl FnOnce(&mut DeviceAccesses, &mut OpContext) -> T) -> T {
+        self.0.with_engine(|engine| f(&mut engine.device_accesses, &mut engine.context))
     }
 
     /// Has what was queued go on, whoever else waits.
@@ -114,6 +121,32 @@ impl FarPairs for ThroughEngine {
 
     fn reset(&self, peer: Rank, lane: usize) {
         self.with_messages(|messages, ctx| messages.reset(ctx, peer, lane));
+    }
+}
+
+impl FarWindows for ThroughEngine {
+    fn open(&self, port: Port) {
+        self.with_accesses(|accesses, _| accesses.open(port));
+    }
+
+    fn submit(&self, peer: Rank, slot: usize, items: &[Item]) -> std::io::Result<()> {
+        self.with_accesses(|accesses, ctx| accesses.submit(ctx, peer, slot, items));
+        self.0.wake_progress_thread()
+    }
+
+    fn is_settled(&self, slot: usize) -> bool {
+        self.with_accesses(|accesses, _| accesses.is_settled(slot))
+    }
+
+    fn fail(&self, failure: &Failure) {
+        self.with_accesses(|accesses, ctx| accesses.fail(ctx, failure));
+        self.go_on();
+    }
+
+    fn failure(&self) -> Option<(Rank, Failure)> {
+        let now = Instant::now();
+        self.with_accesses(|accesses, ctx| accesses.check(ctx, now));
+        self.with_relay(|relay, ctx| relay.failure(ctx, now))
     }
 }
 

@@ -3,19 +3,25 @@
 //! Each rank numbers its own, and they end in any order, as their streams come to them. Only one that waits for a signal can
 //! take longer than what it copies. What is said of the [release](crate::device::in_flight) of a stream holds here too: a rank
 //! that gives up first leaves a mark, and nothing that any stream does after that counts. A rank that leaves with nothing in
-//! flight, and in no replay, has spoiled nothing: its mark concerns only who waits for it.
+//! flight, and in no replay, has spoiled nothing: its mark concerns only who waits for it. Ranks of other hosts are told.
 
 use std::time::{Duration, Instant};
 
-use crate::device::control::{Control, Failure, FailureKind};
+use smallvec::SmallVec;
+
+use crate::device::control::{Control, Failure, FailureKind, far, is_reached};
+use crate::device::far_windows::{FarWindows, FarWord, FarWords};
 use crate::device::graph_waits::Home;
 use crate::device::in_flight::{
     DRAIN_TIMEOUT, Ends, Halt, InFlight, Look, Watched, blame, closed_by_fork, detail, named, reported, wait_driving,
 };
+use crate::device::marks::{HARMLESS, Marks, SPOILT, concerns_all};
 use crate::device::signals::{Line, Signals, Told};
 use crate::error::Error;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::sys::cuda::Width;
 use crate::sys::fork::Origin;
+use crate::sys::words::SharedWords;
 use crate::types::Rank;
 use crate::window::WindowId;
 use crate::work::{Drive, Work};
@@ -30,21 +36,73 @@ pub(crate) struct Flight {
     pub(crate) window: WindowId,
     pub(crate) work: Work,
     pub(crate) limit: Duration,
-    /// The signal that its stream waits for.
-    pub(crate) awaits: Option<Awaited>,
+    /// What its stream waits for, of each word the greatest value.
+    pub(crate) awaits: SmallVec<[Awaited; 2]>,
     /// When its stream was first seen to have reached it: only from there on its time counts.
     pub(crate) started: Option<Instant>,
     /// Whether somebody wants to be told of its end soon.
     pub(crate) is_close: bool,
 }
 
-/// A signal that a stream waits for.
-#[derive(Clone, Copy, Debug)]
+/// What a stream waits for that another rank does.
+#[derive(Clone, Debug)]
 pub(crate) struct Awaited {
-    pub(crate) line: Line,
-    /// How many signals have come then.
-    pub(crate) count: u64,
+    /// That rank.
+    from: Rank,
+    words: Arc<SharedWords>,
+    width: Width,
+    /// The number of the word, and what it says then.
+    word: usize,
+    value: u64,
+    /// What the rank has not done, for the error of a time limit.
+    missing: &'static str,
+    /// The number of the word that says that a signal of a graph is there.
+    in_graph: Option<usize>,
 }
+
+impl Awaited {
+    /// So many signals of a rank of this host.
+    pub(crate) fn signal(signals: &Signals, line: Line, count: u64, from: Rank) -> Awaited {
+        let (words, width) = signals.words();
+        let word = signals.index(line, Told::Count);
+        let in_graph = Some(signals.index(line, Told::Ready));
+        Awaited { from, words: words.clone(), width, word, value: count, missing: SIGNAL, in_graph }
+    }
+
+    /// What a word of a rank of another host says then.
+    pub(crate) fn far(far: &FarWords, word: FarWord, value: u64) -> Awaited {
+        let (words, width) = far.words();
+        let (from, missing) = match word {
+            FarWord::Signals { from, .. } => (from, SIGNAL),
+            FarWord::Answered(rank) => (rank, "did not send what was asked of it"),
+            FarWord::Ready(rank) | FarWord::Done(rank) | FarWord::Landed(rank) => {
+                (rank, "did not take what was put before")
+            }
+        };
+        Awaited { from, words: words.clone(), width, word: far.index(word), value, missing, in_graph: None }
+    }
+
+    fn has_come(&self) -> bool {
+        is_reached(self.words.word(self.word).load(Ordering::Acquire), self.value, self.width)
+    }
+
+    /// Lets the stream pass. To be repeated, as for [`Control`].
+    fn release(&self) {
+        self.words.word(self.word).store(far(self.value, self.width), Ordering::Release);
+    }
+
+    /// What has not come, in words.
+    fn text(&self) -> String {
+        let is_there = |word| self.words.word(word).load(Ordering::Acquire) != 0;
+        let in_graph = match self.in_graph.is_some_and(is_there) {
+            true => "; its signal in a CUDA graph is there, which a wait_signal in a graph takes",
+            false => "",
+        };
+        format!("rank {} {}{in_graph}", self.from, self.missing)
+    }
+}
+
+const SIGNAL: &str = "did not signal";
 
 #[derive(Debug, Default)]
 struct State {
@@ -64,19 +122,19 @@ pub(crate) struct Accesses {
     comm: String,
     origin: Origin,
     lane: usize,
+    /// This rank, by its name.
+    me: Rank,
     control: Arc<Control>,
-    signals: Signals,
+    marks: Arc<Marks>,
     ends: Arc<dyn Ends>,
     /// The communicator's collectives, which fail with it: what they move may have come through a window.
     collectives: Arc<InFlight>,
+    /// If there are any.
+    hosts: Option<Arc<dyn FarWindows>>,
     state: Mutex<State>,
     /// Whether one is in flight, to be asked without the lock.
     is_busy: AtomicBool,
 }
-
-/// The number of a mark that spoils everything, and that of one which concerns only who waits for the rank.
-const SPOILT: u64 = 0;
-const HARMLESS: u64 = 1;
 
 impl Accesses {
     /// Nothing in flight. Marks and numbers are those of this lane.
@@ -84,12 +142,19 @@ impl Accesses {
         comm: String,
         lane: usize,
         control: Arc<Control>,
-        signals: Signals,
         ends: Arc<dyn Ends>,
         collectives: Arc<InFlight>,
+        hosts: Option<Arc<dyn FarWindows>>,
     ) -> Arc<Accesses> {
+        let (origin, me, marks) =
+            (Origin::here(), control.name(control.me()), Arc::new(Marks::new(control.clone(), lane)));
         let (state, is_busy) = (Mutex::default(), AtomicBool::new(false));
-        Arc::new(Accesses { comm, origin: Origin::here(), lane, control, signals, ends, collectives, state, is_busy })
+        Arc::new(Accesses { comm, origin, lane, me, control, marks, ends, collectives, hosts, state, is_busy })
+    }
+
+    /// What ranks tell each other of failures.
+    pub(crate) fn marks(&self) -> &Arc<Marks> {
+        &self.marks
     }
 
     /// Why nothing more can be submitted.
@@ -173,7 +238,12 @@ impl Accesses {
     }
 
     fn mark(&self, number: u64, kind: FailureKind, rank: Rank, error: &Error) {
-        self.control.fail(&Failure { lane: self.lane, number, kind, rank, text: detail(error) });
+        let failure = Failure { lane: self.lane, number, kind, rank, text: detail(error) };
+        self.marks.leave(&failure);
+        // Before the release: from then on the stream makes ready for other hosts what is wrong.
+        if let Some(hosts) = &self.hosts {
+            hosts.fail(&failure);
+        }
     }
 
     /// Gives up everything in flight, and what would come next, because this rank leaves: in a replay, perhaps.
@@ -186,7 +256,7 @@ impl Accesses {
         }
         let is_harmless = state.flights.is_empty() && self.collectives.is_idle() && !is_replayed;
         let number = if is_harmless { HARMLESS } else { SPOILT };
-        self.mark(number, FailureKind::Left, self.control.me(), &error);
+        self.mark(number, FailureKind::Left, self.me, &error);
         state.failed = Some(error);
     }
 
@@ -223,37 +293,22 @@ impl Accesses {
 
     /// What another rank has given up, if it may have spoiled what anybody sees.
     fn spoilt(&self) -> Option<(Rank, Failure)> {
-        let others = self.control.ranks().filter(|rank| *rank != self.control.me());
-        let mut marks = others.flat_map(|rank| {
-            let own = self.control.failure_of(rank, self.lane).filter(|failure| failure.number == SPOILT);
-            let is_of_all = |failure: &Failure| !matches!(failure.kind, FailureKind::Mismatch | FailureKind::Left);
-            let collective = self.control.failure_of(rank, COLLECTIVES).filter(is_of_all);
-            own.or(collective).map(|failure| (rank, failure))
-        });
-        marks.next()
+        let collectives = || self.hosts.as_ref()?.failure().filter(|(_, failure)| concerns_all(failure));
+        self.marks.spoilt().or_else(collectives)
     }
 
     fn timeout(&self, late: &Flight, now: Instant) -> Error {
         let waited = late.started.map_or(Duration::ZERO, |started| now - started);
-        let number = late.number;
-        let detail = match late.awaits {
-            Some(Awaited { line, count }) if !self.signals.have_come(line, count) => {
-                let from = line.sender;
-                let in_graph = match self.signals.value(line, Told::Ready) {
-                    0 => "",
-                    _ => "; its signal in a CUDA graph is there, which a wait_signal in a graph takes",
-                };
-                format!("device access {number}: rank {from} did not signal{in_graph}")
-            }
-            _ => format!("device access {number}: the device did not finish it"),
-        };
+        let missing = late.awaits.iter().find(|awaited| !awaited.has_come());
+        let missing = missing.map_or_else(|| "the device did not finish it".to_owned(), Awaited::text);
+        let detail = format!("device access {}: {missing}", late.number);
         Error::Timeout { operation: late.call.clone(), waited, detail }
     }
 
     /// What ends everything in flight, if something does: found by whom is responsible, or heard from another rank.
     fn find_failure(&self, state: &mut State, halt: Option<Error>, now: Instant) {
         let Some(first) = state.flights.first() else { return };
-        let (call, me) = (first.call.clone(), self.control.me());
+        let (call, me) = (first.call.clone(), self.me);
         if let Some(Error::PeerLost { operation, rank, cause }) = self.ends.loss(&call) {
             let error = Error::PeerLost { operation, rank, cause };
             return self.give_up(state, FailureKind::PeerLost, Rank(rank), error);
@@ -263,13 +318,14 @@ impl Accesses {
         }
         if let Some((reporter, failure)) = self.spoilt() {
             let error = reported(reporter, failure, &call);
-            return self.give_up(state, FailureKind::Driver, reporter, error);
+            // Who hears of it from this rank blames the same one.
+            let (kind, culprit) = blame(&error, reporter);
+            return self.give_up(state, kind, culprit, error);
         }
         let left = state.flights.iter().find_map(|flight| {
-            let Awaited { line, count } = flight.awaits?;
-            let from = line.sender;
-            let failure = self.control.failure_of(from, self.lane).filter(|_| from != me)?;
-            (!self.signals.have_come(line, count)).then(|| (from, reported(from, failure, &flight.call)))
+            let missing = flight.awaits.iter().filter(|awaited| !awaited.has_come());
+            let mut left = missing.filter_map(|awaited| Some((awaited.from, self.marks.of(awaited.from)?)));
+            left.next().map(|(from, failure)| (from, reported(from, failure, &flight.call)))
         });
         if let Some((from, error)) = left {
             return self.give_up(state, FailureKind::PeerLost, from, error);
@@ -289,13 +345,11 @@ impl Home for Accesses {
         let lost =
             self.ends.loss(call).filter(|error| matches!(error, Error::PeerLost { rank, .. } if *rank == peer.0));
         let spoilt = || self.spoilt().map(|(reporter, failure)| reported(reporter, failure, &call));
-        let me = self.control.me();
-        let left = || self.control.failure_of(peer, self.lane).filter(|_| peer != me);
-        lost.or_else(spoilt).or_else(|| Some(reported(peer, left()?, &call)))
+        lost.or_else(spoilt).or_else(|| Some(reported(peer, self.marks.of(peer)?, &call)))
     }
 
     fn fail(&self, error: Error) {
-        let (kind, culprit) = blame(&error, self.control.me());
+        let (kind, culprit) = blame(&error, self.me);
         Accesses::fail(self, kind, culprit, error.clone());
         // Also if it had failed before: what the replay does from now on spoils what others see, if this rank's leaving did not.
         self.mark(SPOILT, kind, culprit, &error);
@@ -320,9 +374,7 @@ impl Watched for Accesses {
             self.find_failure(&mut state, halt, now);
         }
         if state.failed.is_some() && !state.flights.is_empty() {
-            for Awaited { line, count } in state.flights.iter().filter_map(|flight| flight.awaits) {
-                self.signals.release(line, count);
-            }
+            state.flights.iter().flat_map(|flight| &flight.awaits).for_each(Awaited::release);
             state.released.get_or_insert(now);
         }
         let is_overdue = state.released.is_some_and(|since| now - since > DRAIN_TIMEOUT);
@@ -386,9 +438,6 @@ impl Drive for Accesses {
         wait_driving(work, deadline, || self.look());
     }
 }
-
-/// The lane of collectives.
-const COLLECTIVES: usize = 0;
 
 /// How often a waiting thread looks.
 const NAP: Duration = Duration::from_micros(200);

@@ -9,6 +9,7 @@ use crate::counts::Counts;
 use crate::device::all_to_all;
 use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
+use crate::device::far_windows::FarWindows;
 use crate::device::graph::{Graphs, Home, Place, number_of};
 use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
@@ -224,7 +225,7 @@ impl Executor {
         parts: Parts,
         vendor: Option<Arc<VendorComm>>,
         ends: Arc<dyn Ends>,
-        hosts: Arc<dyn Exchange>,
+        (hosts, far_windows): (Arc<dyn Exchange>, Arc<dyn FarWindows>),
     ) -> Result<Executor, Error> {
         let Parts { context, words, registered, staging, network, width, topo, members } = parts;
         let [staging, cells] = <[Staging; 2]>::try_from(staging).expect("as many as `halves` wants");
@@ -295,9 +296,19 @@ impl Executor {
             half,
             network: room.network,
         };
-        let (comm_name, lane, me_here) = (comm.clone(), WINDOWS, seat);
-        let wanted =
-            windows::Wanted { comm: comm_name, lane, me: me_here, layout, context, words, registered, width, obstacle };
+        let wanted = windows::Wanted {
+            comm: comm.clone(),
+            lane: WINDOWS,
+            layout,
+            context,
+            words,
+            registered,
+            width,
+            obstacle,
+            world,
+            hosts: hosts.is_some().then_some(far_windows),
+            cell: cell(half),
+        };
         let windows = Windows::new(wanted, &control, &in_flight, ends).map_err(|error| setup_failed(&comm, &error))?;
         Ok(Executor { comm, me, device, control, in_flight, windows, hosts, state: Mutex::new(Some(state)) })
     }

@@ -20,7 +20,9 @@
 //! programs.
 //!
 //! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight
-//! end one by one. In captures they have [`recordings`] of their own, and their streams [wait](graph_waits) in replays.
+//! end one by one, or fail together by the [`marks`] that ranks leave. In captures they have [`recordings`] of their own, and
+//! their streams [wait](graph_waits) in replays. To [windows of other hosts](far_windows) accesses take [`routes`], and what
+//! comes from there is put into a window by its [`landing`].
 //!
 //! The [`allocator`] is for programs: what it lends can be exposed to other ranks.
 
@@ -33,16 +35,19 @@ pub mod counters;
 pub mod descriptors;
 pub(crate) mod executor;
 pub(crate) mod far_pairs;
+pub(crate) mod far_windows;
 pub(crate) mod graph;
 pub(crate) mod graph_lane;
 pub(crate) mod graph_rings;
 pub(crate) mod graph_waits;
 pub(crate) mod in_flight;
 pub mod kernels;
+pub(crate) mod landing;
 pub mod lane;
 pub mod launch;
 pub mod layout;
 pub mod lower;
+pub(crate) mod marks;
 pub(crate) mod message_log;
 pub(crate) mod messages;
 pub mod network;
@@ -56,6 +61,7 @@ pub(crate) mod replay;
 pub mod ring_lane;
 pub mod rings;
 pub mod rounds;
+pub mod routes;
 pub mod segment;
 pub mod setup;
 pub(crate) mod signals;

@@ -13,7 +13,6 @@
 //! taken twice, however often graphs run and however far apart the ranks are. One signal can be on its way; the next one waits
 //! until it is taken.
 
-use crate::device::control::{far, is_reached};
 use crate::sync::{Arc, Ordering};
 use crate::sys::cuda::Width;
 use crate::sys::words::SharedWords;
@@ -105,21 +104,6 @@ impl Signals {
         (&self.words, self.width)
     }
 
-    /// What a line's word says.
-    pub(crate) fn value(&self, line: Line, told: Told) -> u64 {
-        self.words.word(self.index(line, told)).load(Ordering::Acquire)
-    }
-
-    /// Whether so many signals have come.
-    pub(crate) fn have_come(&self, line: Line, count: u64) -> bool {
-        is_reached(self.value(line, Told::Count), count, self.width)
-    }
-
-    /// Lets the stream pass that waits for so many signals. To be repeated, as for [`Control`](crate::device::control::Control).
-    pub(crate) fn release(&self, line: Line, count: u64) {
-        self.store(line, Told::Count, far(count, self.width));
-    }
-
     /// What the sender's stream does for a signal of a graph, as the operation of this number.
     pub(crate) fn signal_in_graph(&self, line: Line, operation: u64) -> InGraph {
         self.in_graph(line, operation, Told::Signalling, Told::Free, Told::Ready)
@@ -175,6 +159,12 @@ mod tests {
         Line { slot, receiver: Rank(receiver), sender: Rank(sender) }
     }
 
+    impl Signals {
+        fn value(&self, line: Line, told: Told) -> u64 {
+            self.words.word(self.index(line, told)).load(Ordering::Acquire)
+        }
+    }
+
     /// Does what a stream does until it has to wait; what is left.
     fn run<'a>(signals: &Signals, steps: &'a [Step]) -> &'a [Step] {
         for (done, step) in steps.iter().enumerate() {
@@ -206,9 +196,9 @@ mod tests {
     fn a_reset_is_of_what_its_rank_waits_for() {
         let signals = signals(0, 2);
         let lines = [line(0, 1, 0), line(0, 1, 1), line(0, 0, 1), line(1, 1, 0)];
-        lines.iter().for_each(|line| signals.release(*line, 0));
+        lines.iter().for_each(|line| signals.store(*line, Told::Count, 5));
         signals.reset(0, Rank(1));
-        assert_eq!(lines.map(|line| signals.have_come(line, 1)), [false, false, true, true]);
+        assert_eq!(lines.map(|line| signals.value(line, Told::Count)), [0, 0, 5, 5]);
         assert_eq!(lines.map(|line| signals.value(line, Told::Free)), [0, 1, 1, 0]);
     }
 

@@ -25,8 +25,19 @@ pub(crate) enum OpId {
     PieceSent { peer: Rank, number: u64 },
     /// The piece of this number of those from there.
     PieceReceived { peer: Rank, number: u64 },
+    /// What goes to or comes from a rank of another host, of accesses to windows of devices.
+    Access { peer: Rank, way: Way, number: u64 },
     /// The protocol itself.
     Protocol,
+}
+
+/// Which way it goes, and whether it is what accesses a window or what that has asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    ItemSent,
+    ItemReceived,
+    AnswerSent,
+    AnswerReceived,
 }
 
 /// What is told when a message has been written or received: an operation, and for a collective its step. Named as in UCX.

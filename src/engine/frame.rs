@@ -47,7 +47,7 @@ pub(crate) enum FrameKind {
     /// The message `token` of the frame's sender is no longer at the address that its `Rts` named.
     Invalidated = 6,
     /// The receiver has taken `len` bytes of eager point-to-point messages out of its buffer; of messages between devices, so many
-    /// pieces on lane `index`, and its sender has called `key`.
+    /// pieces on lane `index`, and its sender has called `key`; of accesses to windows of devices, its sender is done with `key`.
     Credit = 7,
     /// The next bytes of the window `key`, from byte `token` on.
     Put = 8,
@@ -128,6 +128,8 @@ pub(crate) enum MatchSpace {
     Device = 2,
     /// As `PointToPoint`, of devices: `key` counts the pieces of messages.
     DeviceMessage = 3,
+    /// Accesses to windows of devices: `key` counts them, or the pieces that they have asked for; `index` is the window's slot.
+    DeviceAccess = 4,
 }
 
 /// What an RTS says of a message.
@@ -152,6 +154,8 @@ pub(crate) enum Failed {
     Device { sequence: u64, kind: u32, culprit: Rank },
     /// A message between two devices and all later ones of its lane, likewise.
     DeviceMessage { lane: usize, sequence: u64, kind: u32, culprit: Rank },
+    /// Accesses to windows of devices: all, or those that wait for the rank.
+    DeviceAccess { number: u64, kind: u32, culprit: Rank },
 }
 
 impl Failed {
@@ -167,6 +171,9 @@ impl Failed {
             }
             Failed::DeviceMessage { sequence, kind, culprit, .. } => {
                 (MatchSpace::DeviceMessage, sequence, u64::from(culprit.0) + 1, kind)
+            }
+            Failed::DeviceAccess { number, kind, culprit } => {
+                (MatchSpace::DeviceAccess, number, u64::from(culprit.0) + 1, kind)
             }
         };
         let root = match self {
@@ -268,6 +275,7 @@ impl Header {
             1 => Some(MatchSpace::PointToPoint),
             2 => Some(MatchSpace::Device),
             3 => Some(MatchSpace::DeviceMessage),
+            4 => Some(MatchSpace::DeviceAccess),
             _ => None,
         };
         let (Some(kind), Some(match_space)) = (kind, match_space) else {
@@ -352,7 +360,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_header_survives_the_wire(
-            kind in 0..FrameKind::ALL.len(), space in 0..4usize, operation: u8, dtype: u8, reduction: u8, algorithm: u8, root: u32,
+            kind in 0..FrameKind::ALL.len(), space in 0..5usize, operation: u8, dtype: u8, reduction: u8, algorithm: u8, root: u32,
             count: u64, key: u64, index: u32, token: u64, len in 0u64..4096, address: u64, segment: u64, is_busy: bool,
         ) {
             let segment = SegmentId::from_bits(segment);
@@ -360,6 +368,7 @@ mod tests {
             let signature = Signature { operation, dtype, reduction, algorithm, root, count };
             let match_space = [
                 MatchSpace::Collective, MatchSpace::PointToPoint, MatchSpace::Device, MatchSpace::DeviceMessage,
+                MatchSpace::DeviceAccess,
             ][space];
             let kind = FrameKind::ALL[kind];
             let (token, address) = if kind.has_token() { (token, address) } else { (0, None) };

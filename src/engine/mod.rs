@@ -17,6 +17,7 @@
 //! | protocols | `context` | what all protocols get with a call |
 //! | | `collective`, `message`, `window` | one kind of operation each; none knows another |
 //! | | `relay`, `device_messages` | what collectives on devices send to other hosts, and messages between devices |
+//! | | `device_accesses` | accesses to windows of devices on other hosts |
 //! | engine | `progress` | all state behind one lock, the loop, and who is told what is done |
 //! | | `fast_path` | operations that end in the call that submits them |
 //! | | `shutdown`, `dump` | ends that nothing can go on after, and the flight recorder as a file |
@@ -30,6 +31,7 @@ pub(crate) mod collective;
 pub(crate) mod completion;
 pub(crate) mod connector;
 pub(crate) mod context;
+pub(crate) mod device_accesses;
 pub(crate) mod device_messages;
 pub(crate) mod driver;
 pub(crate) mod dump;

@@ -12,6 +12,7 @@ use crate::engine::collective::{Collectives, Request};
 use crate::engine::completion::{Completion, Finished, OpId};
 use crate::engine::connector::Reach;
 use crate::engine::context::OpContext;
+use crate::engine::device_accesses::DeviceAccesses;
 use crate::engine::device_messages::DeviceMessages;
 use crate::engine::endpoint::Endpoints;
 use crate::engine::failures::Failures;
@@ -42,6 +43,7 @@ pub(crate) struct Engine {
     pub(crate) windows: Windows,
     pub(crate) relay: Relay,
     pub(crate) device_messages: DeviceMessages,
+    pub(crate) device_accesses: DeviceAccesses,
     pub(crate) buffered_sends: BufferedSends,
     pub(crate) cpu: Cpu,
     turns: u32,
@@ -82,6 +84,7 @@ impl Engine {
             windows: Windows::default(),
             relay: Relay::new(size),
             device_messages: DeviceMessages::default(),
+            device_accesses: DeviceAccesses::default(),
             buffered_sends: BufferedSends::default(),
             cpu: Cpu::default(),
             turns: 0,
@@ -210,7 +213,8 @@ impl Engine {
     /// Whether no operation is in flight, nor a message that outlives its operation.
     pub(crate) fn is_settled(&self) -> bool {
         let is_idle = self.collectives.is_idle() && self.messages.is_idle() && self.windows.is_idle();
-        is_idle && self.relay.is_idle() && self.device_messages.is_idle() && self.context.rndv.is_idle()
+        let is_device_idle = self.relay.is_idle() && self.device_messages.is_idle() && self.device_accesses.is_idle();
+        is_idle && is_device_idle && self.context.rndv.is_idle()
     }
 
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
@@ -235,6 +239,7 @@ impl Engine {
         moved |= self.collectives.progress(&mut self.context);
         moved |= self.relay.progress(&mut self.context);
         moved |= self.device_messages.progress(&mut self.context);
+        moved |= self.device_accesses.progress(&mut self.context);
         if self.context.rndv.has_reads() {
             // What others wait for goes first: reading may take long.
             moved |= self.progress_sends();
@@ -290,6 +295,7 @@ impl Engine {
             self.windows.next_deadline(),
             self.relay.next_look(),
             self.device_messages.next_look(),
+            self.device_accesses.next_look(),
             self.context.endpoints.next_deadline(),
         ];
         deadlines.into_iter().flatten().min()
@@ -400,6 +406,7 @@ impl Engine {
             (FrameKind::Eager, MatchSpace::PointToPoint) => return self.messages.arrives(ctx, from, header),
             (FrameKind::Eager, MatchSpace::Device) => return self.relay.arrives(ctx, from, header),
             (FrameKind::Eager, MatchSpace::DeviceMessage) => return self.device_messages.arrives(ctx, from, header),
+            (FrameKind::Eager, MatchSpace::DeviceAccess) => return self.device_accesses.arrives(ctx, from, header),
             (FrameKind::Data, _) => return ctx.rndv.data_arrives(from, header),
             (FrameKind::Put, _) => return self.windows.put_arrives(ctx, from, header),
             (FrameKind::Accumulate, _) => return self.windows.accumulate_arrives(ctx, from, header),
@@ -408,6 +415,7 @@ impl Engine {
             (FrameKind::Rts, MatchSpace::PointToPoint) => self.messages.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::Device) => self.relay.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::DeviceMessage) => self.device_messages.rts_arrives(ctx, from, header),
+            (FrameKind::Rts, MatchSpace::DeviceAccess) => self.device_accesses.rts_arrives(ctx, from, header),
             (FrameKind::Rtr, _) => ctx.rndv.rtr_arrives(&mut ctx.endpoints, from, header),
             (FrameKind::Ats, _) => {
                 if let Some(completion) = ctx.rndv.ats_arrives(from, header.token) {
@@ -422,6 +430,7 @@ impl Engine {
                 }
             }
             (FrameKind::Credit, MatchSpace::DeviceMessage) => self.device_messages.notice_arrives(ctx, from, header),
+            (FrameKind::Credit, MatchSpace::DeviceAccess) => self.device_accesses.notice_arrives(from, header),
             (FrameKind::Credit, _) => self.messages.credits_arrive(from, header.len),
             (FrameKind::Get, _) => self.windows.get_arrives(ctx, from, header),
             (FrameKind::Signal, _) => self.windows.signal_arrives(ctx, from, header),
@@ -444,7 +453,7 @@ impl Engine {
                 MatchSpace::PointToPoint => self.messages.unexpected_complete(ctx, from, header, bytes),
                 MatchSpace::Device => self.relay.unexpected_complete(ctx, from, header, bytes),
                 // There is always room for what is wanted.
-                MatchSpace::DeviceMessage => {}
+                MatchSpace::DeviceMessage | MatchSpace::DeviceAccess => {}
             },
             (_, Sink::Discard) => {}
         }
@@ -462,6 +471,7 @@ impl Engine {
             }
             MatchSpace::Device => self.relay.failed_elsewhere(ctx, from, header, text),
             MatchSpace::DeviceMessage => self.device_messages.failed_elsewhere(ctx, from, header, text),
+            MatchSpace::DeviceAccess => self.device_accesses.failed_elsewhere(ctx, from, header, text),
             MatchSpace::PointToPoint => match ctx.rndv.op_of_token(from, header.token) {
                 Some(OpId::Message(id)) => self.messages.failed_elsewhere(ctx, id, &text),
                 Some(OpId::RmaOp(id)) => self.windows.failed_elsewhere(ctx, id, &text),
@@ -489,6 +499,7 @@ impl Engine {
             OpId::Inbound(number) => self.relay.received(number),
             OpId::PieceSent { peer, number } => self.device_messages.sent(peer, number),
             OpId::PieceReceived { peer, number } => self.device_messages.received(peer, number),
+            OpId::Access { peer, way, number } => self.device_accesses.done(peer, way, number),
             OpId::Window(_) | OpId::Protocol => {}
         }
     }

@@ -49,6 +49,7 @@ impl Engine {
         self.windows.lose(ctx, peer, &cause);
         self.relay.lose(ctx, peer, &cause);
         self.device_messages.lose(ctx, peer, &cause);
+        self.device_accesses.lose(ctx, peer, &cause);
         // A rank that is at its end, as this one may be, ends its streams too: then nothing waits for it.
         let is_missed = ctx.finished.len() > ended || ctx.failures.is_reported(peer);
         ctx.rndv.lose(&mut ctx.endpoints, peer);
@@ -188,6 +189,7 @@ impl Engine {
         self.windows.unexpose_all();
         self.relay.close();
         self.device_messages.close();
+        self.device_accesses.close();
         self.context.failures.forget_on_loss();
         // What this rank has said of failures still goes out, as far as it goes at once: others learn the cause from it.
         self.progress_sends();
@@ -203,6 +205,7 @@ impl Engine {
         self.windows.end(ctx, error);
         self.relay.end(ctx);
         self.device_messages.end(ctx);
+        self.device_accesses.end(ctx);
         self.buffered_sends.clear();
         ctx.rndv.clear(&mut ctx.endpoints);
         self.handle_losses();

@@ -180,6 +180,19 @@ impl Software {
         // SAFETY: the text ends with a zero.
         unsafe { (self.living)(c"".as_ptr()) }
     }
+
+    /// How many there are once what is given back later is gone.
+    pub(crate) fn settled(&self) -> i64 {
+        let mut before = self.living();
+        loop {
+            std::thread::sleep(Duration::from_millis(300));
+            let now = self.living();
+            if now == before {
+                return now;
+            }
+            before = now;
+        }
+    }
 }
 
 /// Begins a capture of a stream, which the engine itself never does, and ends it. What is in between is passed through.

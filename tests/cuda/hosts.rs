@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use ncclx_rs::sys::cuda::{DeviceMemory, SharedDeviceMemory};
-use ncclx_rs::{Buffer, Counts, DType, Error, OpKind, Rank, ReduceOp, Work};
+use ncclx_rs::sys::cuda::DeviceMemory;
+use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp, Work};
 
 use crate::harness::alone;
 use crate::messages::{
@@ -12,6 +12,7 @@ use crate::messages::{
 };
 use crate::ranks::{OnDevice, data, hosts, total};
 use crate::recording::{Graph, Mode};
+use crate::windows::{Part, put};
 
 /// Several segments, and a last one that is shorter.
 const HINTS: &[(&str, &str)] = &[("device_staging_bytes", "65536"), ("single_copy_bytes", "0")];
@@ -397,15 +398,16 @@ fn what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on() {
             let submit = |kind, inputs: &[&DeviceMemory], outputs: &[&DeviceMemory]| {
                 rank.submit(kind, inputs, outputs).map(drop)
             };
-            let shared = SharedDeviceMemory::new(&rank.context, 64).expect("memory");
-            // SAFETY: it stays until the end.
-            let window = unsafe { Buffer::on_device(shared.bytes().ptr().to_bits(), 16, DType::F32, 0) };
-            let window = rank.comm.window_register(window).map(drop);
-            refused(window, "ranks on one host, as windows of CUDA tensors");
-            kept.push(expect_sum(&rank, 1000));
+            let part = Part::new(&rank, 16);
             let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
                 let captured = submit(OpKind::AllReduce(ReduceOp::Sum), &[&first], &[&first]);
                 refused(captured, "ranks on one host, as collectives in CUDA graphs");
+                let far = if me == 2 { 0 } else { 2 };
+                let captured = submit(put(&part, far, 0), &[&first], &[]);
+                refused(captured, "a rank on the same host, as accesses to windows in CUDA graphs need");
+                if me != 2 {
+                    submit(put(&part, 1 - me, 8), &[&first], &[]).expect("its peer is on this host");
+                }
                 if me != 1 {
                     let captured = match me {
                         0 => submit(send(2, 0), &[&first], &[]),
@@ -415,7 +417,14 @@ fn what_is_not_done_between_hosts_is_refused_on_all_ranks_and_they_go_on() {
                 }
             });
             kept.push(expect_sum(&rank, 1000));
-            rank.leave((kept, first, shared, graph));
+            graph.replay(&rank.stream);
+            rank.stream.synchronize().expect("a replay that ends");
+            rank.comm.barrier().expect("all are there");
+            let put = if me == 2 { vec![-1.0; 6] } else { data(1 - me, 6) };
+            assert_eq!(part.values(&rank)[8..14], put, "only what is within a host is in the graph");
+            drop(graph);
+            rank.comm.window_deregister(part.id).expect("an end");
+            rank.leave((kept, first, part.memory));
         });
     });
 }

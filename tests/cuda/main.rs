@@ -29,5 +29,6 @@ mod simulation;
 mod trouble;
 mod vendor;
 mod window_graphs;
+mod window_hosts;
 mod windows;
 mod world;

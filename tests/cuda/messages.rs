@@ -652,18 +652,7 @@ fn nothing_is_left_of_many_pairs() {
             assert_eq!(outcome(rank.batch(&batches)), Ok(()));
             rank.leave(batches);
         });
-        let settled = || {
-            let mut before = software.living();
-            loop {
-                std::thread::sleep(Duration::from_millis(300));
-                let now = software.living();
-                if now == before {
-                    return now;
-                }
-                before = now;
-            }
-        };
-        let (descriptors, living) = (open_files(), settled());
+        let (descriptors, living) = (open_files(), software.settled());
         for _ in 0..5 {
             world(4, SMALL, |rank| {
                 let batches = exchange(&rank, 4, 0);
@@ -671,11 +660,11 @@ fn nothing_is_left_of_many_pairs() {
                 rank.leave(batches);
             });
         }
-        assert_eq!(settled(), living, "handles of CUDA");
+        assert_eq!(software.settled(), living, "handles of CUDA");
         assert!(open_files() <= descriptors + 2, "{} descriptors, {descriptors} before", open_files());
     });
 }
 
-fn open_files() -> usize {
+pub(crate) fn open_files() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("a list").count()
 }

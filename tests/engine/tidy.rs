@@ -53,7 +53,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // The rendezvous of long messages.
             &["single_copy", "rndv", "buffered_send"],
             // Protocols, none of which sees another.
-            &["context", "collective", "device_messages", "message", "relay", "window"],
+            &["context", "collective", "device_accesses", "device_messages", "message", "relay", "window"],
             // The engine.
             &["progress", "dump", "fast_path", "shutdown"],
             // Threads.
@@ -104,16 +104,17 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // What is decided.
             &["call_log", "lower", "setup"],
             &["all_to_all", "counters", "plans", "rounds"],
-            &["rings", "tokens", "words"],
+            &["rings", "routes", "tokens", "words"],
             // What acts on streams and on words.
             &["control", "lane", "other_hosts"],
-            &["in_flight", "launch", "message_log", "ring_lane", "signals"],
-            &["far_pairs", "parts", "replay", "vendor"],
+            &["in_flight", "launch", "marks", "message_log", "ring_lane", "signals"],
+            &["far_pairs", "far_windows", "parts", "replay", "vendor"],
             &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
             &["graph_lane", "graph_waits"],
             &["accesses", "graph", "graph_rings", "recordings"],
+            &["landing"],
             &["windows"],
             &["executor", "messages"],
         ],
@@ -132,6 +133,7 @@ const BESIDE: &[(&str, &[&str])] = &[
     ("src/engine/rndv", &["single_copy"]),
     ("src/engine/buffered_send", &["rndv"]),
     ("src/engine/collective", &["context"]),
+    ("src/engine/device_accesses", &["context"]),
     ("src/engine/device_messages", &["context"]),
     ("src/engine/message", &["context"]),
     ("src/engine/relay", &["context"]),

@@ -31,7 +31,6 @@ impl DeviceSide {
         timeout: Duration,
     ) -> Result<(), Error> {
         let executor = self.executor(group, "window_register", device, timeout)?;
-        executor.check_one_host("window_register", "windows of CUDA tensors")?;
         let are_there = || group.driver().with_engine(|engine| engine.is_whole());
         executor.windows.register(window, memory, timeout, &mut |own| all_gather(group, own, timeout), &are_there)
     }
