@@ -5,7 +5,7 @@
 //! the other rank takes part. A graph does the same with words of its own, whenever it runs. What goes to ranks of other hosts
 //! takes [another way](far).
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
 use std::time::Duration;
 
@@ -14,13 +14,14 @@ use smallvec::SmallVec;
 use crate::buffer::Buffer;
 use crate::device::accesses::{Accesses, Awaited, Flight};
 use crate::device::control::{Control, FailureKind};
-use crate::device::far_windows::FarWindows;
+use crate::device::far_windows::{FarMemory, FarWindows, FarWords};
 use crate::device::graph::number_of;
 use crate::device::graph_waits::{GraphWait, Numbers};
 use crate::device::in_flight::{Ends, InFlight, named};
+use crate::device::landing::Pilot;
 use crate::device::lane::{copy, flush};
 use crate::device::recordings::Recordings;
-use crate::device::routes::Steps;
+use crate::device::routes::{Route, Steps};
 use crate::device::signals::{self, InGraph, Line, SLOTS, Signals, Step, Told};
 use crate::device::watch;
 use crate::device::words::{ControlLayout, SLOTS as ROOM};
@@ -37,8 +38,6 @@ use crate::work::{Entry, Work};
 
 mod far;
 mod registration;
-
-use far::{FarSide, OtherHosts};
 
 /// What is done to a peer's part of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,6 +129,23 @@ struct State {
     numbers: Numbers,
     /// What accesses to other hosts need, from the first window on.
     far: Option<FarSide>,
+}
+
+/// What carries accesses to other hosts.
+struct OtherHosts {
+    engine: Arc<dyn FarWindows>,
+    /// The bytes of a cell.
+    cell: usize,
+}
+
+/// What this rank has for accesses to other hosts, and from there.
+struct FarSide {
+    /// Before the memory that it uses.
+    pilot: Pilot,
+    words: FarWords,
+    registered: Arc<RegisteredWords>,
+    memory: BTreeMap<Rank, FarMemory>,
+    routes: BTreeMap<Rank, Route>,
 }
 
 /// The stream of the last access to a rank's memory, and where it ends there.
@@ -481,6 +497,18 @@ impl Exposed {
     fn take_signal(&mut self, from: Rank) -> u64 {
         self.taken[from.index()] += 1;
         self.taken[from.index()]
+    }
+}
+
+impl FarSide {
+    /// Takes this rank's part of the window that has a slot back.
+    fn conceal(&self, slot: usize) {
+        self.pilot.conceal(slot);
+    }
+
+    /// Nothing more is put into windows here.
+    fn end(&self) {
+        self.pilot.end();
     }
 }
 

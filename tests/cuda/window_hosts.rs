@@ -386,3 +386,44 @@ fn accesses_make_nothing_that_stays() {
         });
     });
 }
+
+#[test]
+fn a_failure_is_told_to_other_hosts_after_a_rank_has_left() {
+    alone("window_hosts::a_failure_is_told_to_other_hosts_after_a_rank_has_left", &[&[]], || {
+        hosts("abc", HINTS, |rank| {
+            let part = Part::new(&rank, 10);
+            match rank.me() {
+                // Nobody waits for it.
+                2 => return rank.comm.abort("it had enough"),
+                0 => {
+                    let limit = Some(Duration::from_secs(2));
+                    let wait = rank.submit_within(wait_signal(&part, 1), &[], &[], limit).expect("a work");
+                    assert!(matches!(wait.wait(None), Err(Error::Timeout { .. })));
+                }
+                _ => {
+                    let error = do_now(&rank, wait_signal(&part, 0)).expect_err("rank 0 gives up").to_string();
+                    assert!(error.contains("rank 1 did not signal"), "{error}");
+                }
+            }
+            rank.stream.synchronize().expect("a stream that runs out");
+            rank.comm.abort("the test is over");
+        });
+    });
+}
+
+#[test]
+fn what_was_put_is_there_when_its_window_is_deregistered() {
+    alone("window_hosts::what_was_put_is_there_when_its_window_is_deregistered", &[&[], LATE], || {
+        hosts("ab", HINTS, |rank| {
+            let len = 100_000;
+            let (part, source) = (Part::new(&rank, len), rank.memory(&data(5, len)));
+            if rank.me() == 0 {
+                rank.submit(put(&part, 1, 0), &[&source], &[]).expect("a put");
+            }
+            rank.comm.window_deregister(part.id).expect("an end");
+            let expected = if rank.me() == 0 { vec![-1.0; len] } else { data(5, len) };
+            assert!(part.values(&rank) == expected, "rank {}", rank.me());
+            rank.leave((part.memory, source));
+        });
+    });
+}

@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 
 use smallvec::SmallVec;
 
-use super::{Access, Plan, Request, State, Windows};
+use super::{Access, FarSide, OtherHosts, Plan, Request, State, Windows};
 use crate::buffer::Buffer;
 use crate::device::accesses::Awaited;
-use crate::device::far_windows::{FarMemory, FarWindows, FarWord, FarWords, Port};
+use crate::device::far_windows::{FarMemory, FarWord, FarWords, Port};
 use crate::device::landing::{Pilot, Tools};
 use crate::device::lane::{copy, flush};
 use crate::device::network::NetworkMemory;
@@ -21,23 +21,6 @@ use crate::sync::{Arc, lock};
 use crate::sys::cuda::{Batch, Context, CudaError, Current, DeviceBytes, RegisteredWords, Stream};
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
-
-/// What carries accesses to other hosts.
-pub(super) struct OtherHosts {
-    pub(super) engine: Arc<dyn FarWindows>,
-    /// The bytes of a cell.
-    pub(super) cell: usize,
-}
-
-/// What this rank has for accesses to other hosts, and from there.
-pub(super) struct FarSide {
-    /// Before the memory that it uses.
-    pilot: Pilot,
-    words: FarWords,
-    registered: Arc<RegisteredWords>,
-    memory: BTreeMap<Rank, FarMemory>,
-    routes: BTreeMap<Rank, Route>,
-}
 
 impl Windows {
     /// Makes what accesses to other hosts need, if there are any, before the first window is registered.
@@ -106,17 +89,6 @@ impl Windows {
         let Some(OtherHosts { engine, .. }) = &self.hosts else { return Ok(()) };
         let items = plan.far.as_ref().map_or(&[][..], |steps| &steps.items);
         engine.submit(request.peer, state.exposed[&request.window].slot, items)
-    }
-}
-
-impl FarSide {
-    pub(super) fn conceal(&self, slot: usize) {
-        self.pilot.conceal(slot);
-    }
-
-    /// Nothing more is put into windows here.
-    pub(super) fn end(&self) {
-        self.pilot.end();
     }
 }
 
