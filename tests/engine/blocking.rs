@@ -7,7 +7,8 @@ use std::time::Duration;
 use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, Element, Error, InitError, Rank, ReduceOp, Source, Tag, bf16, f16};
 
-use crate::world::{WIRES, Wire, missing_and_callers, world, world_with};
+use crate::failures::missing_and_callers;
+use crate::world::{WIRES, Wire, world, world_with};
 
 fn me(comm: &Communicator) -> usize {
     comm.rank().index()

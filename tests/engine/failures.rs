@@ -4,9 +4,20 @@ use std::time::Duration;
 
 use ncclx_rs::{Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
 
-use crate::world::{WIRES, buffer, missing_and_callers, op, run, world, world_with};
+use crate::world::{WIRES, buffer, op, run, world, world_with};
 
 const SHORT: Duration = Duration::from_secs(1);
+
+/// The ranks that have not called a collective and those that have, as the text of its time-out lists them.
+pub(crate) fn missing_and_callers(text: &str) -> (&str, &str) {
+    let lists = || {
+        let (_, rest) = text.split_once(": rank(s) ")?;
+        let (missing, rest) = rest.split_once(" did not call it; rank(s) ")?;
+        let (came, _) = rest.split_once(" did")?;
+        Some((missing, came))
+    };
+    lists().unwrap_or_else(|| panic!("no lists of ranks: {text}"))
+}
 
 #[test]
 fn a_mismatched_size_fails_on_every_rank_and_the_group_works_on() {

@@ -135,14 +135,3 @@ pub(crate) fn op(kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Op 
 pub(crate) fn run(comm: &Communicator, kind: OpKind, inputs: Vec<Buffer>, outputs: Vec<Buffer>) -> Result<(), Error> {
     comm.submit(op(kind, inputs, outputs))?.wait(None)
 }
-
-/// The ranks that have not called a collective and those that have, as the text of its time-out lists them.
-pub(crate) fn missing_and_callers(text: &str) -> (&str, &str) {
-    let lists = || {
-        let (_, rest) = text.split_once(": rank(s) ")?;
-        let (missing, rest) = rest.split_once(" did not call it; rank(s) ")?;
-        let (came, _) = rest.split_once(" did")?;
-        Some((missing, came))
-    };
-    lists().unwrap_or_else(|| panic!("no lists of ranks: {text}"))
-}
