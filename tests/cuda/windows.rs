@@ -130,6 +130,33 @@ fn devices_reach_windows_of_each_other() {
 }
 
 #[test]
+fn devices_that_do_not_reach_each_other_have_no_windows() {
+    const APART: &[(&str, &str)] = &[("SOFTCUDA_DEVICES", "2"), ("SOFTCUDA_PEERS", "0")];
+    alone("windows::devices_that_do_not_reach_each_other_have_no_windows", &[APART], || {
+        world_on(&[0, 1, 1], &[], |rank| {
+            let memory = SharedDeviceMemory::new(&rank.context, 40).expect("memory");
+            let refused = || rank.comm.window_register(exposed(&rank, &memory, 10)).expect_err("they are apart");
+            let error = refused();
+            assert!(!matches!(error, Error::Timeout { .. } | Error::Closed { .. }), "{error}");
+            let text = error.to_string();
+            let expected = ["CUDA on rank 0: the memory of its window", "devices do not reach each other's memory"];
+            assert!(expected.iter().all(|part| text.contains(part)), "{text}");
+            assert_eq!(refused(), error, "each time");
+            // All else goes on.
+            let sum = rank.memory(&data(rank.me(), 10));
+            rank.sum(&sum).expect("a sum");
+            assert_eq!(rank.values(&sum), total(3, 10));
+            let mut bytes = [0u8; 8];
+            // SAFETY: the memory outlives the window, and nobody uses it.
+            let host = unsafe { Buffer::from_raw(bytes.as_mut_ptr(), 8, DType::U8) };
+            let hosts = rank.comm.window_register(host).expect("a window of the host").id();
+            rank.comm.window_deregister(hosts).expect("an end");
+            rank.leave((memory, sum));
+        });
+    });
+}
+
+#[test]
 fn processes_reach_windows_of_each_other() {
     const NAME: &str = "windows::processes_reach_windows_of_each_other";
     if !is_alone(NAME) {
