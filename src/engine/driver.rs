@@ -215,7 +215,7 @@ impl Driver {
             && !ownership.closing
             && let Some(driver) = self.this.upgrade()
         {
-            sync::spawn("ncclx_rs", move || driver.run_progress_thread())?;
+            sync::spawn(PROGRESS_THREAD, move || driver.run_progress_thread())?;
             ownership.thread_started = true;
         }
         if !ownership.is_owned {
@@ -399,6 +399,9 @@ impl Drive for Driver {
 fn hand_to_callers(finished: Finished) {
     finished.into_iter().filter(Work::wants_callbacks_run).for_each(callbacks::run_elsewhere);
 }
+
+/// What the progress thread is called. It fits into the 15 bytes that Linux keeps, and no other thread's name begins so.
+const PROGRESS_THREAD: &str = "ncclx_rs engine";
 
 /// How many turns a thread that spins makes before it looks at the clock.
 const TURNS_PER_CLOCK_READ: usize = 16;

@@ -61,11 +61,24 @@ pub(crate) fn can_have(settings: &[(&str, &str)]) -> bool {
 /// Names the test that a process was begun for.
 const ALONE: &str = "NCCLX_RS_TEST_ALONE";
 
+/// The threads that must not call the driver, which may make them wait for a device: the one that makes progress, the one that
+/// watches what is in flight, and the one that sends heartbeats.
+const FREE_OF_CUDA: &str = "ncclx_rs engine,ncclx_rs device,ncclx_rs_watch";
+
 /// This program, to run one test of it in a process of its own.
 pub(crate) fn program(test: &str) -> Command {
     let mut program = Command::new(std::env::current_exe().expect("this program"));
-    program.args(["--exact", test, "--nocapture"]).env(ALONE, test);
+    program.args(["--exact", test, "--nocapture"]).env(ALONE, test).env("SOFTCUDA_FORBIDDEN_THREADS", FREE_OF_CUDA);
     program
+}
+
+/// Looks at what a process of [`program`] has written to standard error.
+///
+/// # Panics
+/// When one of the threads has called the driver.
+pub(crate) fn check_threads(text: &str) {
+    let breach = text.lines().find(|line| line.contains("against the rules") && line.contains(" called on thread "));
+    assert!(breach.is_none(), "{breach:?}");
 }
 
 /// Whether this process was begun for a test alone.
@@ -89,6 +102,7 @@ pub(crate) fn alone(test: &str, settings: &[&[(&str, &str)]], body: impl FnOnce(
         let output = program(test).envs(settings.iter().copied()).output().expect("a process");
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "with {settings:?}: {text}");
+        check_threads(&text);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Communicators whose ranks have streams on a device, as threads or as processes.
 
-use std::process::{Child, Stdio};
+use std::process::{Child, Output, Stdio};
 use std::time::Duration;
 
 use ncclx_rs::comm::store::{MemoryStore, PrefixStore, Store, TcpStore};
@@ -10,7 +10,7 @@ use ncclx_rs::{
     Buffer, Buffers, CommOptions, Communicator, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle, Work,
 };
 
-use crate::harness::{can_have, program, watch};
+use crate::harness::{can_have, check_threads, program, watch};
 
 /// One rank with a stream of its own.
 pub(crate) struct OnDevice {
@@ -216,10 +216,16 @@ pub(crate) fn of_processes_that_end(test: &str, settings: &[&[(&str, &str)]], ex
     let start = |(rank, own): (usize, &&[(&str, &str)])| -> Child {
         let mut program = program(test);
         program.env(RANK, format!("{rank} {size} {}", store.address())).env("RANK", rank.to_string());
-        program.envs(own.iter().copied()).stdout(Stdio::null()).spawn().expect("a process")
+        program.envs(own.iter().copied()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("a process")
     };
     let children: Vec<Child> = settings.iter().enumerate().map(start).collect();
-    let ends: Vec<_> = children.into_iter().map(|mut child| child.wait().expect("an end")).collect();
-    let well: Vec<bool> = ends.iter().map(|end| end.success()).collect();
-    assert_eq!(well, expected, "with {settings:?}: {ends:?}");
+    // All at once, so that none waits for room to write.
+    let ends: Vec<Output> = std::thread::scope(|scope| {
+        let ends: Vec<_> = children.into_iter().map(|child| scope.spawn(|| child.wait_with_output())).collect();
+        ends.into_iter().map(|end| end.join().expect("no panic").expect("an end")).collect()
+    });
+    let texts: Vec<_> = ends.iter().map(|end| String::from_utf8_lossy(&end.stderr)).collect();
+    let well: Vec<bool> = ends.iter().map(|end| end.status.success()).collect();
+    assert_eq!(well, expected, "with {settings:?}: {}", texts.join("\n"));
+    texts.iter().for_each(|text| check_threads(text));
 }
