@@ -25,7 +25,7 @@ use crate::device::words::ControlLayout;
 use crate::engine::collective;
 use crate::engine::driver::Driver;
 use crate::engine::relay::Pier;
-use crate::error::{Error, UsageError};
+use crate::error::{Error, InitError, UsageError};
 use crate::op::{Op, OpKind};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
 use crate::sys::cuda::{Relaxed, StreamHandle};
@@ -50,7 +50,7 @@ pub(super) struct DeviceSide {
     /// How long ranks wait for each other when they begin a communicator of such a library.
     connect_timeout: Duration,
     executor: OnceLock<Arc<Executor>>,
-    /// Held while the ranks set up; why they could not.
+    /// Held while the ranks set up; why they cannot.
     setup: Mutex<Option<Error>>,
     /// Sends and receives, which need no setup of all ranks.
     messages: OnceLock<Messages>,
@@ -104,6 +104,24 @@ impl DeviceSide {
         }
         if let Some(messages) = self.messages.get() {
             messages.close();
+        }
+    }
+}
+
+/// Why the ranks could not set up.
+enum Refusal {
+    /// A rank lacked something, such as memory, which it may have at the next call: then all try again.
+    ForNow(Error),
+    /// They do not fit together, or do not hear each other.
+    ForGood(Error),
+}
+
+impl Refusal {
+    /// That of this error of a step in which each rank tells all what it has made: it is the same one on all of them.
+    fn of(error: Error) -> Refusal {
+        match error {
+            Error::Init(InitError::Os { .. }) => Refusal::ForNow(error),
+            error => Refusal::ForGood(error),
         }
     }
 }
@@ -221,7 +239,8 @@ impl DeviceSide {
         if self.executor.get().is_none() {
             match self.set_up(group, device, timeout) {
                 Ok(executor) => _ = self.executor.set(Arc::new(executor)),
-                Err(error) => {
+                Err(Refusal::ForNow(error)) => return Err(error),
+                Err(Refusal::ForGood(error)) => {
                     *failed = Some(error.clone());
                     return Err(error);
                 }
@@ -231,7 +250,7 @@ impl DeviceSide {
         own_device(executor.device(), operation, device).map(|()| executor.clone())
     }
 
-    fn set_up(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<Executor, Error> {
+    fn set_up(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<Executor, Refusal> {
         // The setup allocates, which spoils captures otherwise. Where there is no driver, it says so itself.
         let _relaxed = Relaxed::enter();
         let Place { me, size } = group.place();
@@ -253,14 +272,24 @@ impl DeviceSide {
             timeout,
         };
         let mut all_gather = |own| all_gather(group, own, timeout);
-        let parts = setup::set_up(&wanted, &mut all_gather, &|| group.are_there())?;
-        let vendor = self.vendor(group, &names, &parts, timeout, &mut all_gather)?;
+        let parts = setup::set_up(&wanted, &mut all_gather, &|| group.are_there()).map_err(Refusal::of)?;
+        let vendor = self.vendor(group, &names, &parts, timeout, &mut all_gather).map_err(Refusal::ForGood)?;
         let ends = Arc::new(Reports(group.driver().clone()));
         let hosts = Arc::new(ThroughEngine(group.driver().clone()));
         let hosts = (hosts.clone() as Arc<dyn Exchange>, hosts as Arc<dyn FarWindows>);
         let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, vendor, ends, hosts);
         // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
-        let executor = setup::agree(group.name(), &names, "what runs operations", own, |_| {}, &mut all_gather)?;
+        let own = own.map(|executor| {
+            let lacks = executor.no_compiler();
+            (executor, lacks)
+        });
+        let (executor, told) = setup::split(own.map_err(setup::failed("what runs operations")));
+        let lacks: Vec<Option<String>> =
+            setup::tell(group.name(), &names, &mut all_gather, told).map_err(Refusal::of)?;
+        let mut executor = executor.expect("no rank has told a failure");
+        if let Some((rank, why)) = names.iter().zip(lacks).find_map(|(rank, lacks)| Some((*rank, lacks?))) {
+            executor.lacks_compiler(rank, &why);
+        }
         if let Some((control, memory)) = executor.network() {
             let pier = Pier { control, lane: LANE, memory };
             group.driver().with_engine(|engine| engine.relay.open(pier));

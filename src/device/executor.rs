@@ -111,6 +111,8 @@ pub(crate) struct Executor {
     pub(crate) windows: Windows,
     /// If there are any.
     hosts: Option<Arc<dyn Exchange>>,
+    /// Why this rank, or else another one, has no compiler of kernels.
+    no_compiler: Option<String>,
     /// Held while something is submitted. The driver's calls queue, they do not wait.
     state: Mutex<Option<State>>,
 }
@@ -245,9 +247,15 @@ impl Executor {
         };
         let (mut launcher, [scratch, sums], end) = memory().map_err(|error| setup_failed(&comm, &error))?;
         watch::begin().map_err(|error| no_threads(&comm, &error))?;
+        // Without one only what reduces is refused.
+        let no_compiler = match launcher.find_compiler() {
+            Ok(()) => None,
+            Err(LaunchError::Driver(error)) => return Err(setup_failed(&comm, &error)),
+            Err(error) => Some(error.to_string()),
+        };
         let own = &members[me.index()];
         let is_beside = |other: &Member| other.device == own.device && other.process == own.process;
-        if members.iter().filter(|member| is_beside(member)).count() > 1 {
+        if no_compiler.is_none() && members.iter().filter(|member| is_beside(member)).count() > 1 {
             // To load kernels waits for the device, which may wait for a rank that is another thread of this process.
             let mut all = Module::all().map(Module::dtype);
             all.try_for_each(|dtype| launcher.prepare(dtype)).map_err(|error| no_kernels(&comm, &error))?;
@@ -310,7 +318,18 @@ impl Executor {
             cell: cell(half),
         };
         let windows = Windows::new(wanted, &control, &in_flight, ends).map_err(|error| setup_failed(&comm, &error))?;
-        Ok(Executor { comm, me, device, control, in_flight, windows, hosts, state: Mutex::new(Some(state)) })
+        let state = Mutex::new(Some(state));
+        Ok(Executor { comm, me, device, control, in_flight, windows, hosts, no_compiler, state })
+    }
+
+    /// Why this rank has no compiler of kernels, if so.
+    pub(crate) fn no_compiler(&self) -> Option<String> {
+        self.no_compiler.clone()
+    }
+
+    /// Has every rank refuse alike what the kernels of one of them would have to reduce.
+    pub(crate) fn lacks_compiler(&mut self, rank: Rank, why: &str) {
+        self.no_compiler = Some(format!("rank {rank}: {why}"));
     }
 
     /// Where there are other hosts: the words and the memory for messages to and from there.
@@ -390,6 +409,9 @@ impl Executor {
             checked.map_err(|error| self.refused(&request.signature, &error))?;
         }
         if request.reduce.is_some() && matches!(run, Run::Programs(_)) {
+            if let Some(why) = &self.no_compiler {
+                return Err(self.refused(&request.signature, why));
+            }
             state.launcher.prepare(request.dtype).map_err(|error| match error {
                 LaunchError::Driver(_) | LaunchError::Load(LoadError::Driver { .. }) => {
                     self.broken(number, operation(), &error)

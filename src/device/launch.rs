@@ -96,6 +96,16 @@ impl Launcher {
         Ok(Launcher { context, architecture, grid, sources, compiler, modules, ready })
     }
 
+    /// Looks for the compiler, which `prepare` needs.
+    ///
+    /// # Errors
+    /// There is none, or none that knows the device.
+    pub fn find_compiler(&mut self) -> Result<(), LaunchError> {
+        let architecture = self.architecture;
+        self.compiler()?.target(architecture).map_err(LoadError::from)?;
+        Ok(())
+    }
+
     /// Compiles and loads what reduces buffers of `dtype`, unless that is done or nothing computes with these. Before an
     /// operation is submitted: it may take seconds, and may wait for the device.
     pub fn prepare(&mut self, dtype: DType) -> Result<(), LaunchError> {

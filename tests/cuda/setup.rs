@@ -75,29 +75,47 @@ fn ranks_as_processes_work_on_one_device_and_on_two() {
     }
 }
 
-/// What an operation on a device of a communicator ends with that could not be set up: twice the same, and the CPU's half works
-/// on. Nothing is left.
-fn refused(process: &Process) -> String {
+/// Whether what keeps ranks from their setup passes.
+#[derive(Clone, Copy, PartialEq)]
+enum Obstacle {
+    /// The next call tries again, and sets up.
+    Passes,
+    /// It is the same at each call.
+    Stays,
+}
+
+/// What an operation on a device of a communicator ends with that could not be set up, while the CPU's half works on. Nothing is
+/// left. Then what the next one does.
+fn refused(process: &Process, obstacle: Obstacle) -> String {
     let software = Software::new().expect("asked for before");
     let rank = process.join("refused", 0, HINTS);
     let memory = rank.memory(&data(rank.me(), 10));
     let living = software.living();
     let error = rank.sum(&memory).expect_err("a rank cannot");
     assert!(!matches!(error, Error::Timeout { .. }), "{error}");
-    assert_eq!(rank.sum(&memory).expect_err("as before"), error);
-    let barrier = rank.submit(OpKind::Barrier, &[], &[]).map(|_| ());
-    assert_eq!(barrier, Err(error.clone()), "of any operation");
     let expected = (1..=process.size).sum::<usize>() as f32;
     assert_eq!(rank.sum_on_the_cpu(), Ok(expected));
     assert_eq!(software.living(), living, "{error}");
+    match obstacle {
+        Obstacle::Stays => {
+            assert_eq!(rank.sum(&memory).expect_err("as before"), error);
+            let barrier = rank.submit(OpKind::Barrier, &[], &[]).map(|_| ());
+            assert_eq!(barrier, Err(error.clone()), "of any operation");
+            assert_eq!(software.living(), living, "{error}");
+        }
+        Obstacle::Passes => {
+            rank.sum(&memory).expect("all try again");
+            assert_eq!(rank.values(&memory), total(process.size, 10));
+        }
+    }
     rank.leave(memory);
     error.to_string()
 }
 
 /// Each of three ranks has its settings, and gets an error with all of these words.
-fn all_are_told(test: &str, settings: &[&Settings; 3], words: &[&str]) {
+fn all_are_told(test: &str, settings: &[&Settings; 3], obstacle: Obstacle, words: &[&str]) {
     if is_alone(test) {
-        let error = refused(&Process::new(test));
+        let error = refused(&Process::new(test), obstacle);
         assert!(words.iter().all(|word| error.contains(word)), "{words:?} are not all in: {error}");
         return;
     }
@@ -112,28 +130,29 @@ fn a_device_without_memory_is_named_on_all_ranks() {
     const TEST: &str = "setup::a_device_without_memory_is_named_on_all_ranks";
     let full = &[("SOFTCUDA_FAULT", "cuMemCreate:1")];
     let words = ["rank 1", "cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", "device_staging_bytes"];
-    all_are_told(TEST, &[&[], full, &[]], &words);
+    all_are_told(TEST, &[&[], full, &[]], Obstacle::Passes, &words);
 }
 
 #[test]
 fn an_old_driver_is_named_on_all_ranks() {
     const TEST: &str = "setup::an_old_driver_is_named_on_all_ranks";
     let old = &[("SOFTCUDA_DRIVER_VERSION", "11080")];
-    all_are_told(TEST, &[&[], &[], old], &["rank 2", "CUDA 11.8", "update the driver"]);
+    all_are_told(TEST, &[&[], &[], old], Obstacle::Stays, &["rank 2", "CUDA 11.8", "update the driver"]);
 }
 
 #[test]
 fn a_device_that_does_not_say_what_it_can_is_named_on_all_ranks() {
     const TEST: &str = "setup::a_device_that_does_not_say_what_it_can_is_named_on_all_ranks";
     let mute = &[("SOFTCUDA_FAULT", "cuDeviceGetUuid_v2:1")];
-    all_are_told(TEST, &[mute, &[], &[]], &["rank 0", "cuDeviceGetUuid_v2"]);
+    all_are_told(TEST, &[mute, &[], &[]], Obstacle::Passes, &["rank 0", "cuDeviceGetUuid_v2"]);
 }
 
 #[test]
 fn words_that_a_device_does_not_take_are_named_on_all_ranks() {
     const TEST: &str = "setup::words_that_a_device_does_not_take_are_named_on_all_ranks";
     let closed = &[("SOFTCUDA_FAULT", "cuMemHostRegister_v2:1")];
-    all_are_told(TEST, &[&[], closed, &[]], &["rank 1", "cuMemHostRegister_v2", "the words"]);
+    let words = ["rank 1", "cuMemHostRegister_v2", "the words"];
+    all_are_told(TEST, &[&[], closed, &[]], Obstacle::Passes, &words);
 }
 
 #[test]
@@ -141,7 +160,69 @@ fn what_the_executor_lacks_is_named_on_all_ranks() {
     const TEST: &str = "setup::what_the_executor_lacks_is_named_on_all_ranks";
     // The first events are the setup's.
     let poor = &[("SOFTCUDA_FAULT", "cuEventCreate:1")];
-    all_are_told(TEST, &[&[], &[], poor], &["rank 2", "cuEventCreate"]);
+    all_are_told(TEST, &[&[], &[], poor], Obstacle::Passes, &["rank 2", "cuEventCreate"]);
+}
+
+/// Ranks of which the second, or each, finds no compiler: what reduces is refused alike on all of them, and all else works.
+fn without_a_compiler(test: &str, settings: &[&Settings], lacks: &str) {
+    if !is_alone(test) {
+        if context().is_some() {
+            of_processes(test, settings);
+        }
+        return;
+    }
+    let process = Process::new(test);
+    let rank = process.join("no compiler", 0, HINTS);
+    let (me, size) = (rank.me(), rank.comm.size());
+    let [own, all] = [rank.memory(&data(me, 10)), rank.memory(&vec![0.0; 10 * size])];
+    let moves = || {
+        rank.submit(OpKind::AllGather, &[&own], &[&all]).and_then(|work| work.wait(None)).expect("nothing is reduced");
+        assert_eq!(rank.values(&all), (0..size).flat_map(|rank| data(rank, 10)).collect::<Vec<_>>());
+        let barrier = rank.submit(OpKind::Barrier, &[], &[]).and_then(|work| work.wait(None));
+        assert_eq!(barrier, Ok(()));
+    };
+    moves();
+    for _ in 0..2 {
+        let error = rank.sum(&own).expect_err("a compiler is missing");
+        assert!(!matches!(error, Error::Timeout { .. } | Error::Remote { .. }), "{error}");
+        let text = error.to_string();
+        let words = ["all_reduce", lacks, "need NVRTC", "pip install nvidia-cuda-nvrtc"];
+        assert!(words.iter().all(|word| text.contains(word)), "{words:?} are not all in: {text}");
+        assert_eq!(rank.values(&own), data(me, 10), "nothing was put on the stream");
+        moves();
+    }
+    assert_eq!(rank.sum_on_the_cpu(), Ok((1..=size).sum::<usize>() as f32));
+    rank.leave([own, all]);
+}
+
+/// The folder of the software CUDA itself has none, and is found without this.
+const NO_COMPILER: &Settings = &[("LD_LIBRARY_PATH", ""), ("SOFTCUDA_DEVICES", "2")];
+
+#[test]
+fn a_rank_without_a_compiler_has_all_refuse_reductions() {
+    let test = "setup::a_rank_without_a_compiler_has_all_refuse_reductions";
+    without_a_compiler(test, &[&[], NO_COMPILER, &[]], "rank 1: reductions");
+}
+
+#[test]
+fn ranks_without_a_compiler_refuse_reductions_and_move() {
+    let test = "setup::ranks_without_a_compiler_refuse_reductions_and_move";
+    without_a_compiler(test, &[NO_COMPILER; 2], "rank 0: reductions");
+}
+
+#[test]
+fn ranks_of_a_process_without_a_compiler_move() {
+    alone("setup::ranks_of_a_process_without_a_compiler_move", &[NO_COMPILER], || {
+        world_on(&[0, 0], HINTS, |rank| {
+            let memory = rank.memory(&data(0, 10));
+            let broadcast = || rank.submit(OpKind::Broadcast { root: Rank(0) }, &[&memory], &[&memory]);
+            broadcast().and_then(|work| work.wait(None)).expect("nothing is reduced");
+            let error = rank.sum(&memory).expect_err("a compiler is missing").to_string();
+            assert!(error.contains("rank 0: reductions of CUDA tensors need NVRTC"), "{error}");
+            broadcast().and_then(|work| work.wait(None)).expect("nothing is reduced");
+            rank.leave(memory);
+        });
+    });
 }
 
 #[test]

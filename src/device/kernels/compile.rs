@@ -62,9 +62,7 @@ impl Compiler {
 
     /// The code of a module for devices of this compute capability: 90 is 9.0.
     pub fn module(&self, module: Module, architecture: u32) -> Result<Vec<u8>, CompileError> {
-        let version = self.nvrtc.version();
-        let known = fitting(architecture, self.nvrtc.architectures());
-        let known = known.ok_or(CompileError::Architecture { architecture, version })?;
+        let (version, known) = (self.nvrtc.version(), self.target(architecture)?);
         let options = options(module, known);
         let key = key(&options, version);
         if let Some(cubin) = self.cached(&key) {
@@ -78,9 +76,15 @@ impl Compiler {
         Ok(cubin)
     }
 
+    /// What it compiles for so that devices of this compute capability run it.
+    pub(crate) fn target(&self, architecture: u32) -> Result<u32, CompileError> {
+        let version = self.nvrtc.version();
+        fitting(architecture, self.nvrtc.architectures()).ok_or(CompileError::Architecture { architecture, version })
+    }
+
     /// The cache's entry of a module, if there is a cache that it may be in.
     pub fn entry(&self, module: Module, architecture: u32) -> Option<PathBuf> {
-        let known = fitting(architecture, self.nvrtc.architectures())?;
+        let known = self.target(architecture).ok()?;
         Some(self.cache.as_ref()?.path(&key(&options(module, known), self.nvrtc.version())))
     }
 
