@@ -151,16 +151,12 @@ impl Watch {
         let mut next = Look::Never;
         loop {
             let mut state = lock(&self.state);
-            state = match next {
-                Look::Never => {
-                    if state.watched.is_empty() && state.graphs.is_empty() && state.left.is_empty() {
-                        wait(&self.changed, state)
-                    } else {
-                        state
-                    }
+            state = match pause(next) {
+                Some(time) => wait_for(&self.changed, state, time),
+                None if state.watched.is_empty() && state.graphs.is_empty() && state.left.is_empty() => {
+                    wait(&self.changed, state)
                 }
-                Look::Later => wait_for(&self.changed, state, INTERVAL),
-                Look::Soon => wait_for(&self.changed, state, RELEASE_INTERVAL),
+                None => state,
             };
             let (mut watched, mut graphs) = (std::mem::take(&mut state.watched), std::mem::take(&mut state.graphs));
             drop(state);
@@ -237,6 +233,15 @@ fn wait<'a>(changed: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, S
 /// Waits, but not for the whole time if something comes.
 fn wait_for<'a>(changed: &Condvar, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
     changed.wait_timeout(state, time).unwrap_or_else(std::sync::PoisonError::into_inner).0
+}
+
+/// How long the watch sleeps at most until it looks again, if it does so without being told.
+fn pause(look: Look) -> Option<Duration> {
+    match look {
+        Look::Never => None,
+        Look::Later => Some(INTERVAL),
+        Look::Soon => Some(RELEASE_INTERVAL),
+    }
 }
 
 /// How often it looks while something is in flight.

@@ -2,6 +2,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
 use crate::device::control::Control;
+use crate::device::counters::Word;
 use crate::device::in_flight::InFlight;
 use crate::device::in_flight::tests::Completes;
 use crate::device::words::ControlLayout;
@@ -17,6 +18,7 @@ use crate::work::{Entry, Work};
 /// A communicator of one rank, of whose stream the tests write the words.
 struct Side {
     in_flight: Arc<InFlight>,
+    control: Arc<Control>,
     words: Arc<SharedWords>,
     layout: ControlLayout,
 }
@@ -26,11 +28,9 @@ impl Side {
         let layout = ControlLayout::new(1, 1);
         let words = Arc::new(SharedWords::new(layout.count()).expect("words"));
         let control = Arc::new(Control::new(words.clone(), layout, Rank(0), Width::Bits64));
-        Side {
-            in_flight: InFlight::new("test".to_owned(), 0, control, Arc::new(Completes::default()), None),
-            words,
-            layout,
-        }
+        let ends = Arc::new(Completes::default());
+        let in_flight = InFlight::new("test".to_owned(), 0, control.clone(), ends, None);
+        Side { in_flight, control, words, layout }
     }
 
     /// Puts an operation in flight, and has it watched.
@@ -105,6 +105,47 @@ fn memory_is_given_back_by_the_reaper_once_nothing_is_in_flight() {
     busy.stream_ends(1);
     assert_eq!(given_back.recv().expect("it is given back").as_deref(), Some("ncclx_rs reaper"));
     assert!(work.is_done());
+}
+
+/// How long after `begin` the words are written that a stream waits for, by a watch that has looked at `begin` and which nobody
+/// tells anything. It goes by the pauses that the watch makes and reads no clock, so that a busy machine changes nothing.
+fn time_until_release(side: &Side, begin: Instant) -> Duration {
+    let awaited = [(Word::Head { sender: Rank(0), receiver: Rank(0) }, 1)];
+    side.in_flight.submitted(0, awaited.into_iter());
+    let mut now = begin;
+    while !side.control.behind(0, awaited.into_iter()).is_empty() {
+        let look = side.in_flight.tick(now);
+        now += pause(look).expect("it is in flight, so somebody looks again");
+    }
+    now - begin
+}
+
+/// As programs are told. On top comes how late the system wakes the watch.
+const RELEASED_WITHIN: Duration = Duration::from_secs(1);
+
+#[test]
+fn a_stream_is_released_within_a_second_of_its_limit() {
+    let (side, limit, begin) = (Side::new(), Duration::from_secs(30), Instant::now());
+    let entry = Entry { operation: "barrier", sequence: 1, number: 1, began: begin };
+    let work = Work::new(side.in_flight.clone(), entry);
+    side.in_flight.begin(1, Signature::default(), work, limit);
+    side.words.word(side.layout.started(Rank(0), 0, 1)).store(1, Ordering::Release);
+    assert_eq!(side.in_flight.tick(begin), Look::Later);
+    let took = time_until_release(&side, begin);
+    assert!(limit <= took && took <= limit + RELEASED_WITHIN, "{took:?}");
+}
+
+#[test]
+fn a_stream_is_released_within_a_second_of_an_abort() {
+    let (side, begin) = (Side::new(), Instant::now());
+    let entry = Entry { operation: "barrier", sequence: 1, number: 1, began: begin };
+    let work = Work::new(side.in_flight.clone(), entry);
+    side.in_flight.begin(1, Signature::default(), work, Duration::from_secs(1000));
+    let before = side.in_flight.tick(begin);
+    side.in_flight.leave(Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() });
+    let asleep = pause(before).expect("it looks again");
+    let took = asleep + time_until_release(&side, begin + asleep);
+    assert!(took <= RELEASED_WITHIN, "{took:?}");
 }
 
 #[test]
