@@ -407,6 +407,10 @@ const BYTES_MAX: usize = 1 << 20;
 struct Reports(Arc<Driver>);
 
 impl Ends for Reports {
+    fn started(&self, works: &[Work], now: Instant) {
+        self.0.with_engine(|engine| engine.started_on_device(works, now));
+    }
+
     fn ended(&self, work: &Work, result: Result<(), Error>) {
         self.0.end(work, result);
     }

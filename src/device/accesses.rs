@@ -368,6 +368,7 @@ impl Watched for Accesses {
         for flight in state.flights.iter_mut().filter(|flight| flight.started.is_none()) {
             if self.control.has_started(self.control.me(), self.lane, flight.number) {
                 flight.started = Some(now);
+                self.ends.started(std::slice::from_ref(&flight.work), now);
             }
         }
         if state.failed.is_none() {

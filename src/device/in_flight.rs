@@ -35,6 +35,9 @@ pub(crate) trait Part: Display + fmt::Debug + Send + Sync {
     /// Whether all parts have failed and are released.
     fn is_released(&self) -> bool;
 
+    /// Notes that its stream has reached it.
+    fn started(&self, ends: &dyn Ends, now: Instant);
+
     /// Ends it.
     fn ended(&self, ends: &dyn Ends, result: Result<(), Error>);
 
@@ -75,6 +78,9 @@ pub(crate) trait Runner: Send + Sync {
 
 /// What the communicator does when operations on its device end.
 pub(crate) trait Ends: Send + Sync {
+    /// The stream of operations was seen to have reached them; perhaps not for the first time. Called under locks of the device.
+    fn started(&self, works: &[Work], now: Instant);
+
     /// An operation has ended: completes its work.
     fn ended(&self, work: &Work, result: Result<(), Error>);
 
@@ -112,6 +118,15 @@ impl Flight {
         match &self.call {
             Called::Collective(_) => true,
             Called::Part(part) => part.is_released(),
+        }
+    }
+
+    /// Notes that its stream has reached it, of which `ends` tells.
+    fn start(&mut self, ends: &dyn Ends, now: Instant) {
+        self.started = Some(now);
+        match &self.call {
+            Called::Collective(_) => ends.started(std::slice::from_ref(&self.work), now),
+            Called::Part(part) => part.started(ends, now),
         }
     }
 
@@ -450,7 +465,7 @@ impl Watched for InFlight {
             if !self.control.has_started(me, lane, flight.number) {
                 break;
             }
-            flight.started = Some(now);
+            flight.start(&*self.ends, now);
         }
         if let Some(first) = state.flights.front() {
             let (number, last) = (first.number, state.flights.back().map_or(0, |last| last.number));

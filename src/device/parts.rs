@@ -71,6 +71,10 @@ impl in_flight::Part for Part {
         self.batch.places().iter().all(|place| place.in_flight.is_released())
     }
 
+    fn started(&self, ends: &dyn Ends, now: Instant) {
+        ends.started(&self.batch.works, now);
+    }
+
     fn ended(&self, ends: &dyn Ends, result: Result<(), Error>) {
         self.batch.part_ended(ends, result);
     }

@@ -18,7 +18,8 @@ pub(crate) struct Record {
     pub(crate) bytes: Bytes,
     /// Of an operation that sends in the call that submits it: right after; of one that never had to wait: as it ended.
     pub(crate) submitted: Instant,
-    /// When a collective's turn came; that of other operations comes at once.
+    /// When a collective's turn came; that of other operations comes at once. On a device: when its stream was first seen to have
+    /// reached it, which is looked at ten times a second; of one that succeeded in between, as it was seen to have ended.
     pub(crate) started: Option<Instant>,
     pub(crate) ended: Option<Instant>,
     /// What few operations have, apart, since every record is written in full.
@@ -110,6 +111,13 @@ impl Recorder {
     pub(crate) fn started(&mut self, number: u64, now: Instant) {
         if let Some(record) = self.find(number) {
             record.started = Some(now);
+        }
+    }
+
+    /// Notes that the stream of an operation was seen to have reached it. The first time counts.
+    pub(crate) fn reached(&mut self, number: u64, now: Instant) {
+        if let Some(record) = self.find(number) {
+            record.started.get_or_insert(now);
         }
     }
 
@@ -210,6 +218,17 @@ mod tests {
         assert!(record.submitted <= record.started.expect("its turn came"));
         assert!(record.started <= record.ended);
         assert!(run(&mut recorder, RECV) == 1 && recorder.records()[1].started.is_some());
+    }
+
+    #[test]
+    fn an_operation_on_a_device_starts_when_its_stream_is_first_seen_there() {
+        let mut recorder = Recorder::new(8);
+        let begin = Instant::now();
+        let number = recorder.submitted(COLLECTIVE, 7, BYTES, begin, false);
+        let [first, second] = [1, 2].map(|after| begin + std::time::Duration::from_secs(after));
+        recorder.reached(number, first);
+        recorder.reached(number, second);
+        assert_eq!(recorder.records()[0].started, Some(first));
     }
 
     #[test]

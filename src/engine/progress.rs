@@ -149,10 +149,10 @@ impl Engine {
         Entry { operation: call.name(), sequence, number, began }
     }
 
-    /// Notes an operation on a device, which counts its operations itself.
+    /// Notes an operation on a device, which counts its operations itself. It starts once its stream reaches it.
     pub(crate) fn begin_on_device(&mut self, call: Call, sequence: u64, bytes: Bytes) -> Entry {
         let began = Instant::now();
-        let number = self.context.recorder.submitted(call, sequence, bytes, began, true);
+        let number = self.context.recorder.submitted(call, sequence, bytes, began, false);
         self.context.recorder.is_on_device(number);
         Entry { operation: call.name(), sequence, number, began }
     }
@@ -163,8 +163,17 @@ impl Engine {
         (0..self.context.size()).map(Rank::from).filter(is_ahead).collect()
     }
 
+    /// Notes that streams have reached operations on a device.
+    pub(crate) fn started_on_device(&mut self, works: &[Work], now: Instant) {
+        works.iter().for_each(|work| self.context.recorder.reached(work.number(), now));
+    }
+
     /// Ends an operation that the engine makes no progress on: one of a device.
     pub(crate) fn end_on_device(&mut self, work: &Work, result: Result<(), Error>) {
+        if result.is_ok() {
+            // Unless it was seen before.
+            self.context.recorder.reached(work.number(), Instant::now());
+        }
         self.context.finish(work.clone(), result, None);
         self.write_due_dump();
     }

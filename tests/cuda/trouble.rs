@@ -1,15 +1,17 @@
 //! What programs do wrong, or at a bad moment.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::sync::{Arc, Ordering};
 use ncclx_rs::sys::cuda::{Batch, DeviceMemory, RegisteredWords, Stream, Width};
 use ncclx_rs::sys::words::SharedWords;
-use ncclx_rs::{Error, OpKind, Rank, ReduceOp};
+use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp, Work};
 
-use crate::harness::alone;
-use crate::ranks::{OnDevice, data, total, world};
+use crate::harness::{alone, context, is_alone};
+use crate::messages::{recv, send};
+use crate::ranks::{OnDevice, Process, data, of_processes, total, world};
+use crate::windows::{Part, signal, wait_signal};
 
 #[test]
 fn a_stream_with_the_number_of_a_destroyed_one_comes_after_it() {
@@ -220,6 +222,105 @@ fn a_dump_tells_operations_on_a_device_from_those_on_the_cpu() {
             rank.leave(memory);
         });
     });
+}
+
+#[test]
+fn a_dump_tells_when_a_stream_has_reached_an_operation() {
+    alone("trouble::a_dump_tells_when_a_stream_has_reached_an_operation", &[&[]], || {
+        world(2, &[], |rank| {
+            let memory = rank.memory(&[1.0]);
+            // By sequence: the state, and the times at which it was submitted, has started and has ended.
+            let record = |sequence: u64| -> (String, [Option<u64>; 3]) {
+                let dump: serde_json::Value = serde_json::from_str(&rank.comm.dump("asked")).expect("JSON");
+                let mut records = dump["records"].as_array().expect("a list").iter();
+                let wanted = |record: &&serde_json::Value| record["device"] == true && record["sequence"] == sequence;
+                let record = records.find(wanted).expect("it is remembered");
+                let times = ["submitted", "started", "ended"].map(|name| record[name].as_u64());
+                (record["state"].as_str().expect("a text").to_owned(), times)
+            };
+            rank.sum(&memory).expect("a sum");
+            let (state, [submitted, started, ended]) = record(1);
+            assert!(state == "completed" && submitted <= started && started <= ended && started.is_some(), "{state}");
+            let sum = || rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory]).expect("a work");
+            if rank.me() == 0 {
+                // The stream waits in the first one for the other rank, and reaches the second one afterwards.
+                let works = [sum(), sum()];
+                let submitted = Instant::now();
+                while record(2).0 != "running" {
+                    std::thread::yield_now();
+                }
+                // The watch has looked since: it would have seen the second one, too.
+                assert_eq!(record(3).0, "queued");
+                let waited = submitted.elapsed();
+                rank.comm.barrier().expect("the other one goes on");
+                works.iter().for_each(|work| work.wait(None).expect("a sum"));
+                let (state, [submitted, started, ended]) = record(3);
+                assert!(state == "completed" && started <= ended, "{state}");
+                let until_started = started.expect("a time") - submitted.expect("a time");
+                // Both are rounded to microseconds.
+                assert!(u128::from(until_started) + 2 >= waited.as_micros(), "{until_started} µs of {waited:?}");
+            } else {
+                rank.comm.barrier().expect("the other one waits");
+                [sum(), sum()].iter().for_each(|work| work.wait(None).expect("a sum"));
+            }
+            rank.leave(memory);
+        });
+    });
+}
+
+/// Calls of the driver that make or map memory wait for the device, as they may; what is submitted makes none.
+#[test]
+fn submissions_go_on_while_the_device_waits_for_another_rank() {
+    const TEST: &str = "trouble::submissions_go_on_while_the_device_waits_for_another_rank";
+    const BLOCKING: &[(&str, &str)] = &[("SOFTCUDA_BLOCKING", "all")];
+    if !is_alone(TEST) {
+        if context().is_some() {
+            of_processes(TEST, &[BLOCKING; 2]);
+        }
+        return;
+    }
+    let process = Process::new(TEST);
+    let rank = process.join("blocking", 0, &[("device_staging_bytes", "65536")]);
+    let (me, peer, len) = (rank.me(), 1 - rank.me(), 40_000);
+    let part = Part::new(&rank, 10);
+    let memory = [rank.memory(&data(me, len)), rank.memory(&data(me, len)), rank.memory(&vec![0.0; 2 * len])];
+    let [sum, own, all] = &memory;
+    let counts = Counts::equal(len / 2, 2);
+    let everything = || -> Vec<Work> {
+        let submit = |kind, inputs: &[&DeviceMemory], outputs: &[&DeviceMemory]| {
+            rank.submit_within(kind, inputs, outputs, Some(Duration::from_secs(60))).expect("a work")
+        };
+        let exchange = OpKind::AllToAll { send: counts.clone(), recv: counts.clone() };
+        let message = |kind, inputs: &[&DeviceMemory], outputs: &[&DeviceMemory]| {
+            rank.op(&rank.stream, kind, inputs, outputs, Some(Duration::from_secs(60)))
+        };
+        vec![
+            submit(OpKind::AllReduce(ReduceOp::Sum), &[sum], &[sum]),
+            submit(OpKind::AllGather, &[own], &[all]),
+            submit(OpKind::Broadcast { root: Rank(1) }, &[own], &[own]),
+            submit(exchange, &[own], &[own]),
+            submit(OpKind::Barrier, &[], &[]),
+            rank.comm
+                .submit_batch(&[message(send(peer, 0), &[sum], &[]), message(recv(peer, 0), &[], &[own])])
+                .expect("a batch"),
+            submit(signal(&part, peer), &[], &[]),
+            submit(wait_signal(&part, peer), &[], &[]),
+        ]
+    };
+    // What is set up and compiled at the first call is there from now on.
+    everything().iter().for_each(|work| work.wait(None).expect("success"));
+    rank.comm.barrier().expect("all are through");
+    if me == 0 {
+        // The other rank comes when this one has submitted all of it.
+        let works: Vec<Work> = (0..3).flat_map(|_| everything()).collect();
+        rank.comm.barrier().expect("the other one goes on");
+        works.iter().for_each(|work| work.wait(None).expect("success"));
+    } else {
+        rank.comm.barrier().expect("the other one has submitted");
+        (0..3).for_each(|_| everything().iter().for_each(|work| work.wait(None).expect("success")));
+    }
+    rank.comm.window_deregister(part.id).expect("an end");
+    rank.leave((memory, part.memory));
 }
 
 #[test]

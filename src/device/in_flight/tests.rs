@@ -9,10 +9,16 @@ use crate::work::Entry;
 /// What a communicator does: it completes works, and a rank may be lost.
 #[derive(Default)]
 pub(crate) struct Completes {
+    /// By number in the flight recorder, the operations that streams were seen to have reached, and when.
+    started: Mutex<Vec<(u64, Instant)>>,
     lost: Mutex<Option<Error>>,
 }
 
 impl Ends for Completes {
+    fn started(&self, works: &[Work], now: Instant) {
+        lock(&self.started).extend(works.iter().map(|work| (work.number(), now)));
+    }
+
     fn ended(&self, work: &Work, result: Result<(), Error>) {
         work.complete(result, None);
     }
@@ -164,6 +170,22 @@ fn time_counts_from_where_the_stream_begins_an_operation() {
     assert!(matches!(work.wait(None), Err(Error::Timeout { .. })), "{work:?}");
     let failure = other.control.failure_of(Rank(0), LANE).expect("it is told");
     assert_eq!((failure.number, failure.kind), (1, FailureKind::Timeout));
+}
+
+#[test]
+fn the_recorder_is_told_when_streams_reach_operations() {
+    let [side, _] = sides();
+    let (_works, now) = ([1, 2, 3].map(|number| side.begin(number, LONG)), Instant::now());
+    let seen = |after: u64| -> Vec<(u64, Duration)> {
+        let now = now + Duration::from_secs(after);
+        side.in_flight.tick(now);
+        std::mem::take(&mut *lock(&side.ends.started)).into_iter().map(|(number, at)| (number, at - now)).collect()
+    };
+    assert_eq!(seen(1), [], "its turn has not come");
+    side.stream_starts(1);
+    side.stream_starts(2);
+    assert_eq!(seen(2), [(1, Duration::ZERO), (2, Duration::ZERO)]);
+    assert_eq!(seen(3), [], "once");
 }
 
 #[test]

@@ -12,6 +12,8 @@ struct Nobody {
 }
 
 impl Ends for Nobody {
+    fn started(&self, _: &[Work], _: Instant) {}
+
     fn ended(&self, _: &Work, _: Result<(), Error>) {}
 
     fn loss(&self, _: &str) -> Option<Error> {
