@@ -16,6 +16,7 @@ mod moving;
 mod numbers;
 #[path = "../engine/nvrtc/folders.rs"]
 mod nvrtc;
+mod pairwise;
 mod prepared;
 mod processes;
 mod product;
