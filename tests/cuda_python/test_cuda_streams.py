@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import World, fresh_store, joined
 from reference import assert_same, data, reduced
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def warm() -> None:
@@ -198,6 +201,42 @@ def object_api(rank: int, size: int) -> None:
 
 def test_the_object_api_serves_the_device(cuda_world: World) -> None:
     cuda_world.run(object_api, join=False)
+
+
+class Priorities(TorchDispatchMode):
+    """Notes the priority of the stream that is current whenever an operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(torch.cuda.current_stream().priority)
+        return func(*args, **(kwargs or {}))
+
+
+def priorities(rank: int, size: int) -> None:
+    from ncclx_rs import Options
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    for is_high in (False, True):
+        hints = {"is_high_priority_stream": "true"} if is_high else {}
+        group = dist.new_group(backend="ncclx_rs", pg_options=Options(hints=hints))
+        backend = group._get_backend(device)
+        # Not contiguous, so that operators copy it on the stream of the operation; and the backend's own call, since what
+        # runs within c10d's operator is not noted.
+        tensor = torch.ones(20, device="cuda")[::2]
+        with Priorities() as noted:
+            work = backend.allreduce([tensor], dist.AllreduceOptions())
+        work.wait()
+        assert tensor.cpu().tolist() == [float(size)] * 10
+        assert noted.seen, "an operator has copied it"
+        assert all(priority < 0 if is_high else priority == 0 for priority in noted.seen), noted.seen
+        dist.destroy_process_group(group)
+
+
+def test_asynchronous_operations_may_have_high_priority(cuda_world: World) -> None:
+    cuda_world.run(priorities)
 
 
 def left_behind(rank: int, size: int) -> None:
