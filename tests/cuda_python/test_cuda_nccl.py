@@ -1,4 +1,7 @@
-"""Collectives on CUDA tensors by a vendor's library, the fake one, compared with the engine on the CPU."""
+"""Collectives on CUDA tensors by a vendor's library, the fake one, compared with the engine on the CPU.
+
+The lists of types and reductions are tried on streams, too.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def values(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return numbers.to(dtype)
 
 
-def types_and_operations(rank: int, size: int) -> None:
+def types_and_operations(rank: int, size: int, by_library: bool) -> None:
     dist.all_reduce(torch.zeros(1, device="cuda"))
     for dtype in (*DTYPES, *OTHER_DTYPES):
         for name in OPS:
@@ -103,16 +106,20 @@ def types_and_operations(rank: int, size: int) -> None:
             dist.all_reduce(on_device, op)
             what = f"{name} of {dtype}"
             is_real = dtype.is_floating_point or dtype.is_complex
-            if is_real and name == "AVG":
+            if by_library and is_real and name == "AVG":
                 assert torch.allclose(on_device.cpu(), on_cpu, rtol=1e-2), what
             else:
                 assert torch.equal(on_device.cpu(), on_cpu), what
             is_its = name not in ("AVG", "BAND", "BXOR") or (name == "AVG" and is_real)
-            assert launches() - before == int(is_its and dtype in DTYPES), what
+            assert launches() - before == int(by_library and is_its and dtype in DTYPES), what
 
 
 def test_types_and_operations_are_those_of_the_cpu(library_world: World) -> None:
-    library_world.run(types_and_operations)
+    library_world.run(types_and_operations, True)
+
+
+def test_types_and_operations_on_streams_are_those_of_the_cpu(cuda_world: World) -> None:
+    cuda_world.run(types_and_operations, False)
 
 
 def moved(rank: int, size: int) -> None:
@@ -129,6 +136,10 @@ def moved(rank: int, size: int) -> None:
 
 def test_any_type_is_moved(library_world: World) -> None:
     library_world.run(moved)
+
+
+def test_any_type_is_moved_on_streams(cuda_world: World) -> None:
+    cuda_world.run(moved)
 
 
 def in_a_graph(rank: int, size: int) -> None:
