@@ -22,6 +22,9 @@ from harness import World
 
 IS_SOFTWARE = "libcuda.so.1" in os.environ.get("LD_PRELOAD", "")
 
+# Threads that would wait for a device if they called it: those that make progress, watch and send heartbeats.
+os.environ.setdefault("SOFTCUDA_FORBIDDEN_THREADS", "ncclx_rs engine,ncclx_rs device,ncclx_rs_watch")
+
 if not (torch.version.cuda or "").startswith("13."):
     collect_ignore_glob = ["test_*.py"]
 elif not IS_SOFTWARE and os.environ.get("NCCLX_RS_TEST_GPU") != "1":

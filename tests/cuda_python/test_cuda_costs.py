@@ -137,6 +137,8 @@ def nobody_wakes_up(rank: int, size: int) -> None:
     # Beside operations, threads look at the clock: a few times a second each.
     allowed = operations / 4 + 60 * (time.monotonic() - began)
     assert woken <= allowed, f"{woken} times for {operations} operations"
+    # Those that make progress, watch or send heartbeats must not call CUDA: see conftest.py.
+    assert ctypes.CDLL(None).softcuda_breaches() == 0
     del works
 
 
