@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-use ncclx_rs::sys::cuda::{DeviceMemory, Stream};
-use ncclx_rs::{OpKind, ReduceOp};
+use ncclx_rs::sys::cuda::{DeviceMemory, SharedDeviceMemory, Stream};
+use ncclx_rs::{OpKind, ReduceOp, StreamHandle};
 
 use crate::graphs::{WEAK, wait_until};
 use crate::harness::{Software, alone};
 use crate::moving::{self, Moving};
 use crate::ranks::{OnDevice, data, world, world_on};
 use crate::recording::{Graph, Mode};
-use crate::windows::{Part, get, put, signal, wait_signal};
+use crate::windows::{Part, exposed, get, put, signal, wait_signal};
 
 const LEN: usize = 100;
 
@@ -77,6 +77,32 @@ fn a_graph_has_a_batch_of_everything() {
                 assert_eq!(rank.values(&own), data((me + 2 * replays) % size, LEN), "replay {replays}");
             }
             rank.leave((graph, part.memory, own, sum));
+        });
+    });
+}
+
+#[test]
+fn windows_may_come_and_go_beside_a_capture() {
+    alone("window_graphs::windows_may_come_and_go_beside_a_capture", &[&[]], || {
+        world(2, &[], |rank| {
+            let (peer, first) = (1 - rank.me(), Part::new(&rank, LEN));
+            let (own, memory) = (rank.memory(&data(rank.me(), LEN)), SharedDeviceMemory::new(&rank.context, 4 * LEN));
+            let memory = memory.expect("memory");
+            // SAFETY: the stream lives, and nothing is put there.
+            let stream = unsafe { StreamHandle::from_raw(rank.stream.to_raw(), 0) };
+            assert_eq!(stream.is_captured(), Ok(false));
+            rank.comm.barrier().expect("all are there");
+            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
+                assert_eq!(stream.is_captured(), Ok(true));
+                let second = rank.comm.window_register(exposed(&rank, &memory, LEN)).expect("a window").id();
+                rank.submit(put(&first, peer, 0), &[&own], &[]).expect("a put");
+                rank.submit(signal(&first, peer), &[], &[]).expect("a signal");
+                rank.submit(wait_signal(&first, peer), &[], &[]).expect("a wait");
+                rank.comm.window_deregister(second).expect("an end");
+            });
+            graph.replay(&rank.stream);
+            assert_eq!(first.values(&rank), data(peer, LEN));
+            rank.leave((graph, first.memory, own, memory));
         });
     });
 }

@@ -41,7 +41,7 @@ impl Part {
     }
 }
 
-fn exposed(rank: &OnDevice, memory: &SharedDeviceMemory, len: usize) -> Buffer {
+pub(crate) fn exposed(rank: &OnDevice, memory: &SharedDeviceMemory, len: usize) -> Buffer {
     // SAFETY: tests keep memory until the end.
     unsafe { Buffer::on_device(memory.bytes().ptr().to_bits(), len, DType::F32, rank.context.device().ordinal()) }
 }

@@ -211,6 +211,46 @@ def test_accesses_to_windows_are_captured(cuda_world: World) -> None:
     cuda_world.run(windows, join=False)
 
 
+def registrations(rank: int, size: int) -> None:
+    import ncclx_rs
+
+    comm = ncclx_rs.new_comm("ncclx", "cuda", store=fresh_store(), rank=rank, size=size)
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool(comm.get_mem_allocator())):
+        tensors = [torch.full((100,), -1.0, device="cuda") for _ in range(2)]
+    new, registered = comm.new_window(), comm.new_window()
+    registered.tensor_register(tensors[0])
+    summed = torch.full((10,), float(rank), device="cuda")
+    refused = "expected a call outside of CUDA graph captures"
+
+    def body() -> None:
+        with pytest.raises(ValueError, match=f"window_register: {refused}"):
+            new.tensor_register(tensors[1])
+        with pytest.raises(ValueError, match=f"window_deregister: {refused}"):
+            registered.tensor_deregister()
+        # The capture is not spoilt.
+        comm.all_reduce(summed, ncclx_rs.ReduceOp.MAX, False)
+
+    graph = captured(body)
+    graph.replay()
+    assert summed.cpu().tolist() == [float(size - 1)] * 10
+    # Nothing was registered, and nothing was deregistered.
+    after, before = (rank + 1) % size, (rank - 1) % size
+    new.tensor_register(tensors[1])
+    for window, tensor in ((new, tensors[1]), (registered, tensors[0])):
+        window.put(torch.full((100,), float(rank), device="cuda"), after, 0, False)
+        window.signal(after)
+        window.wait_signal(before)
+        assert tensor.cpu().tolist() == [float(before)] * 100
+        comm.barrier(async_op=False)
+        window.tensor_deregister()
+    del graph
+    comm.finalize()
+
+
+def test_windows_are_not_registered_in_captures(cuda_world: World) -> None:
+    cuda_world.run(registrations, join=False)
+
+
 def messages(rank: int, size: int) -> None:
     own, came, back = (torch.zeros(3000, device="cuda") for _ in range(3))
     after, before = (rank + 1) % size, (rank - 1) % size

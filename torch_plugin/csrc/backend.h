@@ -168,6 +168,10 @@ class NcclxBackend : public c10d::Backend {
   // Windows by the engine's ids. Without `owning`, the caller keeps the tensor until the window is deregistered.
   uint64_t register_window(const at::Tensor& tensor, bool owning);
   void deregister_window(uint64_t window);
+  // The CUDA device in whose memory it lies, if it is one.
+  std::optional<at::Device> device_of_window(uint64_t window);
+  // Windows of CUDA tensors come and go by calls of the host, which no graph repeats.
+  void refuse_captures(const char* operation, std::optional<at::Device> device);
   void fence_window(uint64_t window);
   // The bytes of a rank's part; the tensor keeps the mapping.
   at::Tensor map_window(uint64_t window, int64_t rank);
@@ -217,7 +221,6 @@ class NcclxBackend : public c10d::Backend {
     at::Tensor tensor;
     std::optional<at::Device> device;
   };
-  std::optional<at::Device> device_of_window(uint64_t window);
   // The timeout of operations, or -1 for the engine's configuration.
   Milliseconds limit() const;
   std::shared_ptr<Communicator> comm_or_none() const;

@@ -144,6 +144,8 @@ struct NcclxEngine {
   int32_t (*submit_batch)(NcclxComm* comm, const NcclxOp* ops, size_t count, NcclxHandle** handle, NcclxError* error);
   // Sets up what operations on a device need. Collective; blocks.
   int32_t (*prepare_device)(NcclxComm* comm, int32_t device, NcclxError* error);
+  // Whether a CUDA graph captures a stream of this device: 1 or 0; -1 with an error.
+  int32_t (*is_captured)(int32_t device, uint64_t stream, NcclxError* error);
 };
 
 // What the shim's library exports.
@@ -165,4 +167,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 128);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 240);
+static_assert(sizeof(NcclxEngine) == 248);

@@ -5,10 +5,23 @@
 
 namespace ncclx {
 
+void NcclxBackend::refuse_captures(const char* operation, std::optional<at::Device> device) {
+  if (!device) return;
+  const c10::Stream stream = streams_on(*device, operation)->current();
+  NcclxError error;
+  const int32_t is_captured =
+      engine_->is_captured(number_of(*device), reinterpret_cast<uint64_t>(stream.native_handle()), &error);
+  if (is_captured < 0) raise(NCCLX_FAILURE, error.text);
+  if (is_captured == 0) return;
+  raise(NCCLX_USAGE, std::string(operation) +
+                         ": expected a call outside of CUDA graph captures, got one while the current stream is captured; a "
+                         "graph takes accesses to windows that are registered before the capture and deregistered after it");
+}
+
 uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
   Written written;
   const auto device = tensor.is_cuda() ? std::optional(tensor.device()) : std::nullopt;
-  if (device) streams_on(*device, "window_register");
+  refuse_captures("window_register", device);
   Operands operands("window_register", written, device.value_or(at::kCPU));
   operands.lend(tensor, "tensor");
   uint64_t window = 0;
@@ -26,6 +39,7 @@ uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
 }
 
 void NcclxBackend::deregister_window(uint64_t window) {
+  refuse_captures("window_deregister", device_of_window(window));
   NcclxError error;
   const int32_t status = engine_->window_deregister(comm()->get(), window, &error);
   Window kept;  // dropped without the lock
@@ -104,6 +118,8 @@ class NcclxWindow : public c10d::Window {
 
   void tensor_deregister() override {
     TORCH_CHECK(id_, "ncclx_rs: window_deregister: Double deregistration error: the window has no tensor");
+    // First, as the window stays then.
+    backend_->refuse_captures("window_deregister", backend_->device_of_window(*id_));
     const uint64_t id = *id_;
     id_.reset();
     tensor_.reset();

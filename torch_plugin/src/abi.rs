@@ -133,13 +133,14 @@ struct RawEngine {
     cuda_devices: extern "C" fn(*mut RawError) -> i32,
     submit_batch: extern "C" fn(*const Communicator, *const RawOp, usize, *mut *mut Work, *mut RawError) -> i32,
     prepare_device: extern "C" fn(*const Communicator, i32, *mut RawError) -> i32,
+    is_captured: extern "C" fn(i32, u64, *mut RawError) -> i32,
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 128);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 240);
+const _: () = assert!(size_of::<RawEngine>() == 248);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -172,6 +173,7 @@ static ENGINE: RawEngine = RawEngine {
     cuda_devices,
     submit_batch,
     prepare_device,
+    is_captured,
 };
 
 /// Loads the shim, which adds the backend's classes to the module.
@@ -626,6 +628,18 @@ extern "C" fn prepare_device(comm: *const Communicator, device: i32, error: *mut
         // SAFETY: given out by `create` and not yet given back.
         unsafe { &*comm }.prepare_device(device).map_err(|error| failure(&error))
     })
+}
+
+extern "C" fn is_captured(device: i32, stream: u64, error: *mut RawError) -> i32 {
+    let mut captured = false;
+    let status = without_tensors(error, || {
+        let device = u32::try_from(device).map_err(|_| (Status::Usage, format!("there is no device {device}")))?;
+        // SAFETY: the shim passes a stream of this device that its caller holds, and nothing is put there.
+        let stream = unsafe { StreamHandle::from_raw(stream, device) };
+        captured = stream.is_captured().map_err(|error| (Status::Failure, error.to_string()))?;
+        Ok(())
+    });
+    if status == Status::Ok as i32 { i32::from(captured) } else { -1 }
 }
 
 extern "C" fn window_register(

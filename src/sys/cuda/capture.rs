@@ -6,10 +6,11 @@ use std::marker::PhantomData;
 
 use cudarc::driver::sys::{CUgraph, CUuserObject};
 
-use super::context::Current;
+use super::context::{Context, Current};
+use super::device::Device;
 use super::error::CudaError;
 use super::functions::call;
-use super::stream::{Capture, Stream};
+use super::stream::{Capture, Stream, StreamHandle};
 use crate::sync::{Arc, AtomicBool, Ordering};
 
 /// While it lives, no call of this thread spoils a capture, of whichever thread: to allocate memory or to load kernels does
@@ -41,6 +42,15 @@ fn exchange(mode: u32) -> Result<u32, CudaError> {
     // SAFETY: `mode` is a place for what it was, and one of the driver's modes.
     unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
     Ok(mode)
+}
+
+impl StreamHandle {
+    /// Whether its operations are being recorded for a graph, or were until something spoilt that.
+    pub fn is_captured(self) -> Result<bool, CudaError> {
+        let context = Context::primary(Device::new(self.device())?)?;
+        let current = context.enter()?;
+        Ok(Stream::of_caller(&context, self).capture(&current)? != Capture::Off)
+    }
 }
 
 impl Stream {

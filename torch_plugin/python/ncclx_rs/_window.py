@@ -90,6 +90,7 @@ class TorchCommWindow:
         Raises:
             RuntimeError: a tensor is already registered, the tensor is not contiguous or on another device, or a rank
                 did not call it.
+            ValueError: a CUDA graph captures the current stream.
         """
         not_in_graphs("tensor_register", "it changes the window")
         if self._id is not None:
@@ -105,6 +106,7 @@ class TorchCommWindow:
 
         Raises:
             RuntimeError: no tensor is registered, or a rank did not call it.
+            ValueError: a CUDA graph captures the current stream, of the tensor's device; the tensor stays registered.
         """
         not_in_graphs("tensor_deregister", "it changes the window")
         if self._id is None:
