@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ncclx_rs
 import pytest
@@ -119,22 +120,65 @@ def collectives_cross_the_wire(rank: int, size: int, master: str) -> None:
     dist.barrier()
 
 
-def algorithms_cross_the_wire(rank: int, size: int, master: str) -> list[str]:
-    """Runs each algorithm of all_reduce; returns their names."""
+def moved(collective: str, rank: int, size: int, count: int, group: dist.ProcessGroup) -> list[tuple[str, Any, Any]]:
+    """Runs a collective on float64; returns what was run, what came of it and what should have."""
+    inputs = [data(r, size * count, dtype=torch.float64) for r in range(size)]
+    blocks = [block.reshape(size, count) for block in inputs]
+    mine, own, root = inputs[rank], blocks[rank][0].clone(), size - 1
+    done = []
+    if collective in ("all_reduce", "reduce", "reduce_scatter"):
+        for op in ("SUM", "AVG", "MAX"):
+            expected = reduced(inputs, op)
+            if collective == "reduce_scatter":
+                output = mine.new_empty(count)
+                dist.reduce_scatter_tensor(output, mine, operation(op), group=group)
+                expected = expected.reshape(size, count)[rank]
+            else:
+                output = mine.clone()
+                if collective == "all_reduce":
+                    dist.all_reduce(output, operation(op), group=group)
+                else:
+                    dist.reduce(output, root, operation(op), group=group)
+            if collective != "reduce" or rank == root:
+                done.append((op, output, expected))
+        return done
+    first = torch.cat([block[0] for block in blocks])
+    if collective == "all_gather":
+        output, expected = torch.empty_like(first), first
+        dist.all_gather_into_tensor(output, own, group=group)
+    elif collective == "all_to_all":
+        output, expected = torch.empty_like(mine), torch.cat([block[rank] for block in blocks])
+        dist.all_to_all_single(output, mine, group=group)
+    elif collective == "broadcast":
+        output, expected = mine.clone(), inputs[root]
+        dist.broadcast(output, root, group=group)
+    elif collective == "gather":
+        parts = [torch.empty_like(own) for _ in range(size)] if rank == root else None
+        dist.gather(own, parts, root, group=group)
+        output, expected = (torch.cat(parts), first) if parts else (own, own)
+    else:
+        output, expected = torch.empty_like(own), blocks[root][rank]
+        dist.scatter(output, list(blocks[root].unbind()) if rank == root else None, root, group=group)
+    return [("", output, expected)]
+
+
+COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather", "scatter")
+
+
+def algorithms_cross_the_wire(rank: int, size: int, master: str) -> dict[str, list[str]]:
+    """Runs each algorithm of each collective, with messages of up to a mebibyte; returns their names."""
     dist.init_process_group(BACKEND, init_method=f"tcp://{master}:{PORT}", rank=rank, world_size=size)
-    names = ncclx_rs._native.algorithms("all_reduce", size, 2)
-    for name in names:
+    known = {collective: ncclx_rs._native.algorithms(collective, size, 2) for collective in COLLECTIVES}
+    for name in sorted({name for names in known.values() for name in names}):
         options = ncclx_rs.Options(hints={"algorithm": name})
         group = dist.new_group(backend="ncclx_rs", pg_options=options)
-        for count in (0, 1, 100_003):
-            for op in ("SUM", "AVG", "MAX"):
-                tensor = data(rank, count, dtype=torch.float64)
-                dist.all_reduce(tensor, operation(op), group=group)
-                expected = reduced([data(r, count, dtype=torch.float64) for r in range(size)], op)
-                assert_same(tensor, expected, f"{name}: {op} of {count}")
+        for collective in (collective for collective, names in known.items() if name in names):
+            for count in (0, 1, 1003, (1 << 20) // 8 // size):
+                for op, output, expected in moved(collective, rank, size, count, group):
+                    assert_same(output, expected, f"{name}: {collective} {op} of {count}")
         dist.destroy_process_group(group)
     dist.barrier()
-    return names
+    return known
 
 
 def failure_to_join(rank: int, size: int, master: str) -> str:
@@ -189,10 +233,11 @@ def test_ranks_of_two_hosts_meet(size: int) -> None:
 
 
 @pytest.mark.skipif(BACKEND != "ncclx_rs", reason="only the engine has algorithms to choose from")
-def test_every_algorithm_runs_between_hosts_and_within_them() -> None:
+@pytest.mark.parametrize("size", [2, 3, 5, 9, 17])
+def test_every_algorithm_runs_between_hosts_and_within_them(size: int) -> None:
     with two_hosts(V4) as namespaces:
-        names = run_on_two_hosts(algorithms_cross_the_wire, namespaces, master(V4), size=5, mode="auto")
-    assert "hierarchical" in names[0] and all(others == names[0] for others in names)
+        known = run_on_two_hosts(algorithms_cross_the_wire, namespaces, master(V4), size=size, mode="auto")
+    assert ("hierarchical" in known[0]["all_reduce"]) == (size > 2) and all(others == known[0] for others in known)
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
