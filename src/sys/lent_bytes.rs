@@ -6,6 +6,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cma::PeerMemory;
 
 /// A run of bytes and what keeps them alive.
@@ -15,8 +16,13 @@ use crate::sys::cma::PeerMemory;
 pub struct LentBytes {
     ptr: *mut u8,
     len: usize,
+    /// A registration of the bytes. Before their owner, so that it ends first.
+    attached: Mutex<Option<Attached>>,
     _owner: Box<dyn Any + Send + Sync>,
 }
+
+/// What ends with the bytes, or with its last user after that.
+type Attached = Arc<dyn Any + Send + Sync>;
 
 // SAFETY: the bytes are plain data that any thread may copy, and the owner may be dropped by any thread.
 unsafe impl Send for LentBytes {}
@@ -36,7 +42,7 @@ impl LentBytes {
     /// The bytes are readable and writable until `owner` is dropped, and the program does not rely on their values while other
     /// parties may write them.
     pub unsafe fn from_raw(ptr: *mut u8, len: usize, owner: Box<dyn Any + Send + Sync>) -> LentBytes {
-        LentBytes { ptr, len, _owner: owner }
+        LentBytes { ptr, len, attached: Mutex::new(None), _owner: owner }
     }
 
     /// Bytes of the engine's own, with such content.
@@ -63,11 +69,30 @@ impl LentBytes {
         self.ptr.addr() as u64
     }
 
+    /// What is attached to the bytes, or else what `make` makes for that.
+    pub(super) fn attached<E>(&self, make: impl FnOnce() -> Result<Attached, E>) -> Result<Attached, E> {
+        let mut attached = lock(&self.attached);
+        match &*attached {
+            Some(attached) => Ok(attached.clone()),
+            None => Ok(attached.insert(make()?).clone()),
+        }
+    }
+
+    /// Takes away what is attached.
+    pub(super) fn detach(&self) -> Option<Attached> {
+        lock(&self.attached).take()
+    }
+
+    /// The first byte, for calls that only note where the bytes are.
+    pub(super) fn as_ptr(&self) -> *mut std::ffi::c_void {
+        self.ptr.cast()
+    }
+
     /// The first of `len` bytes from `offset` on.
     ///
     /// # Panics
     /// When they are not all inside.
-    fn at(&self, offset: usize, len: usize) -> *mut u8 {
+    pub(super) fn at(&self, offset: usize, len: usize) -> *mut u8 {
         let is_inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(is_inside, "{len} bytes at {offset} of {}", self.len);
         self.ptr.wrapping_add(offset)

@@ -19,4 +19,5 @@ pub mod shm_ring;
 pub mod simd;
 pub mod socket;
 pub mod tcp_info;
+pub mod ucx;
 pub mod words;

@@ -27,6 +27,11 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
     Ok(listed.into_iter().map(interface).collect())
 }
 
+/// Whether this host has network devices that read and write memory (RDMA): InfiniBand, RoCE, iWARP or EFA.
+pub fn has_rdma_devices() -> bool {
+    std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some())
+}
+
 /// The source address of packets from this host to `host`; none if there is no route or no such host.
 pub fn source_toward(host: &str) -> Option<IpAddr> {
     // Connecting a datagram socket chooses the route and sends nothing, so any port will do.

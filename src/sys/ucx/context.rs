@@ -1,0 +1,168 @@
+//! A process's context, and the memory that is registered with it.
+#![allow(unsafe_code, reason = "calls a library in C")]
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::path::{Path, PathBuf};
+use std::ptr::null_mut;
+
+use super::functions::{
+    ContextAttributes, FEATURE_RMA, FEATURE_WAKEUP, MemoryParams, PARAM_FEATURES, PARAM_MT_WORKERS_SHARED, Params,
+    RawContext, RawMemory, THREAD_MODE_MULTI,
+};
+use super::library::{Ucx, UcxError};
+use crate::sync::{Arc, Mutex, OnceLock, lock};
+use crate::sys::fork::{Origin, PerProcess};
+use crate::sys::lent_bytes::LentBytes;
+
+/// The library with the devices that it has found, as the variables `UCX_*` of the environment choose them.
+#[derive(Debug)]
+pub struct Context {
+    ucx: Ucx,
+    raw: RawContext,
+}
+
+// SAFETY: the library was checked to take calls of several threads at once.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// This process's context. The first call makes it, and later ones get the same; after an error the next one tries again.
+    ///
+    /// # Errors
+    /// The library is not found, or of no use; or this process was forked from one that used it.
+    pub fn of_process(named: Option<&Path>, packages: &[PathBuf]) -> Result<Arc<Context>, UcxError> {
+        static CONTEXT: PerProcess<Mutex<Option<Arc<Context>>>> = PerProcess::unset();
+        static FIRST: OnceLock<Origin> = OnceLock::new();
+        if FIRST.get().is_some_and(|first| !first.is_here()) {
+            return Err(UcxError::Forked);
+        }
+        let mut context = lock(CONTEXT.get());
+        if let Some(context) = &*context {
+            return Ok(context.clone());
+        }
+        let ucx = Ucx::load(named, packages)?;
+        FIRST.get_or_init(Origin::here);
+        let made = Arc::new(Context::new(ucx)?);
+        log::info!("UCX {} of {}", made.ucx.version(), made.ucx.path().display());
+        *context = Some(made.clone());
+        Ok(made)
+    }
+
+    fn new(ucx: Ucx) -> Result<Context, UcxError> {
+        let functions = ucx.functions();
+        let mut config = null_mut();
+        // SAFETY: no prefix and no file are allowed, and it writes to a pointer, which lives.
+        let status = unsafe { (functions.config_read)(std::ptr::null(), std::ptr::null(), &raw mut config) };
+        ucx.check("ucp_config_read", status)?;
+        let params = Params {
+            field_mask: PARAM_FEATURES | PARAM_MT_WORKERS_SHARED,
+            features: FEATURE_RMA | FEATURE_WAKEUP,
+            mt_workers_shared: 1,
+            ..Params::default()
+        };
+        let mut raw = null_mut();
+        // SAFETY: the structure is that of the version that is named, and the configuration the one just read.
+        let status = unsafe { (functions.init)(1, 12, &raw const params, config, &raw mut raw) };
+        // SAFETY: read above, and not used any more.
+        unsafe { (functions.config_release)(config) };
+        ucx.check("ucp_init", status)?;
+        let context = Context { ucx, raw };
+        let mut attributes = ContextAttributes::thread_mode();
+        // SAFETY: the context lives, and the structure says what is asked for.
+        let status = unsafe { (context.ucx.functions().context_query)(raw, &raw mut attributes) };
+        context.ucx.check("ucp_context_query", status)?;
+        if attributes.thread_mode != THREAD_MODE_MULTI {
+            return Err(UcxError::OneThread { path: context.ucx.path().to_owned() });
+        }
+        Ok(context)
+    }
+
+    /// The library.
+    pub fn ucx(&self) -> &Ucx {
+        &self.ucx
+    }
+
+    pub(super) fn raw(&self) -> RawContext {
+        self.raw
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`; whatever is of it keeps it alive.
+        unsafe { (self.ucx.functions().cleanup)(self.raw) };
+    }
+}
+
+/// Memory that the devices of a context may access, and the peers read that have its key.
+#[derive(Debug)]
+pub struct RegisteredMemory {
+    context: Arc<Context>,
+    raw: RawMemory,
+    key: Vec<u8>,
+}
+
+// SAFETY: a handle that nothing changes; the library takes calls of several threads at once.
+unsafe impl Send for RegisteredMemory {}
+// SAFETY: as above.
+unsafe impl Sync for RegisteredMemory {}
+
+impl RegisteredMemory {
+    /// The registration of these bytes, which stays until they are dropped or [forgotten](RegisteredMemory::forget), and then until
+    /// nobody has it any more.
+    ///
+    /// # Errors
+    /// A device refuses, as where too little memory may be locked.
+    pub fn of(context: &Arc<Context>, bytes: &LentBytes) -> Result<Arc<RegisteredMemory>, UcxError> {
+        let made = bytes.attached(|| {
+            let made: Arc<dyn Any + Send + Sync> = Arc::new(RegisteredMemory::new(context, bytes)?);
+            Ok(made)
+        })?;
+        Ok(made.downcast().expect("nothing else is attached to bytes"))
+    }
+
+    /// Ends the registration of these bytes as soon as nobody has it any more.
+    pub fn forget(bytes: &LentBytes) {
+        drop(bytes.detach());
+    }
+
+    fn new(context: &Arc<Context>, bytes: &LentBytes) -> Result<RegisteredMemory, UcxError> {
+        let (ucx, functions) = (&context.ucx, context.ucx.functions());
+        let params = MemoryParams::readable(bytes.as_ptr(), bytes.len());
+        let mut raw = null_mut();
+        // SAFETY: the context lives, and so do the bytes: the registration is attached to them, or in use by what keeps them.
+        let status = unsafe { (functions.mem_map)(context.raw, &raw const params, &raw mut raw) };
+        ucx.check("ucp_mem_map", status)?;
+        let mut memory = RegisteredMemory { context: context.clone(), raw, key: Vec::new() };
+        let (mut packed, mut len) = (null_mut::<c_void>(), 0);
+        // SAFETY: the memory was just mapped, and it writes to a pointer and a number, which live.
+        let status = unsafe { (functions.rkey_pack)(context.raw, raw, &raw mut packed, &raw mut len) };
+        ucx.check("ucp_rkey_pack", status)?;
+        // SAFETY: the library made so many bytes there, which stay until they are released below.
+        memory.key = unsafe { std::slice::from_raw_parts(packed.cast::<u8>(), len) }.to_vec();
+        // SAFETY: made by `rkey_pack`, and not used any more.
+        unsafe { (functions.rkey_buffer_release)(packed) };
+        Ok(memory)
+    }
+
+    /// By which peers read it.
+    pub fn key(&self) -> &[u8] {
+        &self.key
+    }
+
+    pub(super) fn raw(&self) -> RawMemory {
+        self.raw
+    }
+}
+
+impl Drop for RegisteredMemory {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new`, and nothing uses it any more.
+        let status = unsafe { (self.context.ucx.functions().mem_unmap)(self.context.raw, self.raw) };
+        if let Err(error) = self.context.ucx.check("ucp_mem_unmap", status) {
+            log::warn!("{error}");
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! Finding and loading the library.
+#![allow(unsafe_code, reason = "calls a library in C")]
+
+use std::error::Error;
+use std::ffi::{CStr, OsStr, c_int, c_void};
+use std::fmt;
+use std::mem::{ManuallyDrop, MaybeUninit};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use libc::{RTLD_NOLOAD, RTLD_NOW};
+use libloading::os::unix::Library;
+
+use super::functions::{Functions, Status};
+
+/// The library's file, as the system's loader knows it.
+const FILE: &str = "libucp.so.0";
+
+/// The folder below Python's packages in which the packages libucx-cu12 and libucx-cu13 have it.
+const PACKAGE: &str = "libucx/lib";
+
+/// A version of the library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    major: u32,
+    minor: u32,
+    patch: u32,
+}
+
+impl Version {
+    /// The first that this engine knows.
+    pub const OLDEST: Version = Version { major: 1, minor: 12, patch: 0 };
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+/// Why the library is of no use, or a call of it failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum UcxError {
+    /// It was not found.
+    #[error("{FILE} is in none of {folders:?}, and the system does not find it: {cause}")]
+    Missing {
+        /// Where it was looked for.
+        folders: Vec<PathBuf>,
+        /// What the loader says.
+        cause: String,
+    },
+    /// It cannot be loaded.
+    #[error("{path} cannot be loaded: {cause}")]
+    Broken {
+        /// The library.
+        path: PathBuf,
+        /// What the loader says.
+        cause: String,
+    },
+    /// It lacks a function.
+    #[error("{path} is no UCX: it lacks {function}")]
+    Function {
+        /// The library.
+        path: PathBuf,
+        /// The function.
+        function: &'static str,
+    },
+    /// It is too old.
+    #[error("{path} is UCX {version}, and {} is the oldest that works", Version::OLDEST)]
+    TooOld {
+        /// The library.
+        path: PathBuf,
+        /// Its version.
+        version: Version,
+    },
+    /// It was built for one thread.
+    #[error("{path} was built without --enable-mt, so several threads cannot use it")]
+    OneThread {
+        /// The library.
+        path: PathBuf,
+    },
+    /// Its threads are in another process.
+    #[error("this process was forked from one that had used UCX, whose threads a fork leaves behind")]
+    Forked,
+    /// A call has failed.
+    #[error("{call}: {reason}")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// What the library says.
+        reason: String,
+    },
+}
+
+/// The library.
+pub struct Ucx {
+    path: PathBuf,
+    version: Version,
+    functions: Functions,
+    // Never unloaded: it patches functions of the process, and has threads of its own.
+    _library: ManuallyDrop<Library>,
+}
+
+impl fmt::Debug for Ucx {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (path, version) = (&self.path, self.version);
+        f.debug_struct("Ucx").field("path", path).field("version", &version).finish_non_exhaustive()
+    }
+}
+
+impl Ucx {
+    /// Loads the library: the file that a user has named; else the one that the process has loaded already, the system's, or
+    /// the one below a folder of Python packages.
+    ///
+    /// # Errors
+    /// None is found, or the first is of no use: where it is, and why.
+    pub fn load(named: Option<&Path>, packages: &[PathBuf]) -> Result<Ucx, UcxError> {
+        if let Some(path) = named {
+            return Ucx::open(path, RTLD_NOW)
+                .unwrap_or_else(|cause| Err(UcxError::Broken { path: path.to_owned(), cause: said(&cause) }));
+        }
+        let file = Path::new(FILE);
+        if let Ok(resident) = Ucx::open(file, RTLD_NOW | RTLD_NOLOAD) {
+            return resident;
+        }
+        let cause = match Ucx::open(file, RTLD_NOW) {
+            Ok(systems) => return systems,
+            Err(cause) => said(&cause),
+        };
+        let folders: Vec<PathBuf> = packages.iter().map(|folder| folder.join(PACKAGE)).collect();
+        match folders.iter().map(|folder| folder.join(FILE)).find(|path| path.exists()) {
+            Some(path) => Ucx::load(Some(&path), &[]),
+            None => Err(UcxError::Missing { folders, cause }),
+        }
+    }
+
+    /// The outer error: there is no such file, or it is no library.
+    fn open(path: &Path, flags: c_int) -> Result<Result<Ucx, UcxError>, libloading::Error> {
+        // SAFETY: the library's initialisers ask nothing of who loads it.
+        let library = unsafe { Library::open(Some(path), flags) }?;
+        Ok(Ucx::of(library, path))
+    }
+
+    fn of(library: Library, path: &Path) -> Result<Ucx, UcxError> {
+        let functions =
+            Functions::of(&library).map_err(|function| UcxError::Function { path: path.to_owned(), function })?;
+        let (mut major, mut minor, mut patch) = (0, 0, 0);
+        // SAFETY: it writes to three numbers, which live.
+        unsafe { (functions.get_version)(&raw mut major, &raw mut minor, &raw mut patch) };
+        let version = Version { major, minor, patch };
+        let path = file_of(functions.get_version as *const c_void).unwrap_or_else(|| path.to_owned());
+        check_version(&path, version)?;
+        Ok(Ucx { path, version, functions, _library: ManuallyDrop::new(library) })
+    }
+
+    /// The library's file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its version.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    pub(super) fn functions(&self) -> &Functions {
+        &self.functions
+    }
+
+    pub(super) fn check(&self, call: &'static str, status: Status) -> Result<(), UcxError> {
+        if status == super::functions::OK { Ok(()) } else { Err(self.failed(call, status)) }
+    }
+
+    /// The error of a call.
+    pub(super) fn failed(&self, call: &'static str, status: Status) -> UcxError {
+        // SAFETY: it takes any number.
+        let text = unsafe { (self.functions.status_string)(status) };
+        // SAFETY: the library's own text, which stays and ends with NUL.
+        let text = unsafe { CStr::from_ptr(text) };
+        UcxError::Call { call, reason: text.to_string_lossy().into_owned() }
+    }
+}
+
+fn check_version(path: &Path, version: Version) -> Result<(), UcxError> {
+    if version < Version::OLDEST {
+        return Err(UcxError::TooOld { path: path.to_owned(), version });
+    }
+    Ok(())
+}
+
+/// What the loader says.
+fn said(error: &libloading::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+/// The file that a function has been loaded from.
+fn file_of(function: *const c_void) -> Option<PathBuf> {
+    let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: it takes any address, and writes to what lives.
+    if unsafe { libc::dladdr(function, found.as_mut_ptr()) } == 0 {
+        return None;
+    }
+    // SAFETY: of zeroes it is a value, too.
+    let name = unsafe { found.assume_init() }.dli_fname;
+    // SAFETY: the loader's text, which stays as long as the library and ends with NUL.
+    (!name.is_null()).then(|| PathBuf::from(OsStr::from_bytes(unsafe { CStr::from_ptr(name) }.to_bytes())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_ucx_is_named() {
+        let load = |path: &str| Ucx::load(Some(Path::new(path)), &[]).expect_err("it is none").to_string();
+        let missing = load("/nowhere/libucp.so.0");
+        let expected = "/nowhere/libucp.so.0 cannot be loaded: /nowhere/libucp.so.0: cannot open shared object file";
+        assert!(missing.starts_with(expected), "{missing}");
+        assert_eq!(load("libm.so.6"), "libm.so.6 is no UCX: it lacks ucp_get_version");
+    }
+
+    #[test]
+    fn a_version_that_is_too_old_is_named() {
+        let check = |minor| check_version(Path::new("/a/libucp.so.0"), Version { major: 1, minor, patch: 7 });
+        assert_eq!(check(12), Ok(()));
+        let error = check(11).expect_err("too old").to_string();
+        assert_eq!(error, "/a/libucp.so.0 is UCX 1.11.7, and 1.12.0 is the oldest that works");
+    }
+}
