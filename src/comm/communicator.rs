@@ -14,7 +14,7 @@ use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
-use crate::config::{Config, DumpSignal};
+use crate::config::{Config, DumpSignal, TransportChoice};
 use crate::engine::collective::Request;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
@@ -124,6 +124,11 @@ impl Communicator {
         }
         limits::raise_descriptors();
         let mut config = Config::resolve(&hints)?;
+        if config.transport == TransportChoice::Ucx {
+            let what =
+                "ucx moves bytes between two processes (RdmaTransport) alone: expected transport auto, shm or tcp";
+            return Err(InitError::Config(format!("communicator `{name}`: {what}")));
+        }
         // A shorter operation timeout also limits the wait for all ranks to join.
         config.connect_timeout = config.connect_timeout.min(timeout.unwrap_or(Duration::MAX));
         let os = |what: &str, cause: std::io::Error| InitError::Os {

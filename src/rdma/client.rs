@@ -9,16 +9,18 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::rdma::error::RdmaError;
 use crate::rdma::memory::RemoteBuffer;
 use crate::rdma::pending::Pending;
-use crate::rdma::protocol::{ANSWER_BYTES, Answer, Ask, REQUEST_BYTES, Request, Say};
+use crate::rdma::protocol::{ANSWER_BYTES, Answer, Ask, READS_MAX, REQUEST_BYTES, Request, Say};
+use crate::rdma::ucx;
 use crate::rdma::wire::Wire;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cma::PeerMemory;
 use crate::sys::lent_bytes::LentBytes;
+use crate::sys::ucx::{Endpoint, RegisteredMemory};
 
 /// Which way bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +67,8 @@ struct Active {
     ask: Ask,
     /// Bytes that have come.
     received: usize,
+    /// What lets the peer read the local bytes through UCX, for `Pull`.
+    registered: Option<Arc<RegisteredMemory>>,
 }
 
 impl Active {
@@ -84,7 +88,12 @@ impl Active {
     fn request(&self) -> Request {
         let Span { local, offset, len, remote } = &self.span;
         let source = local.address() + *offset as u64;
-        Request { ask: self.ask, remote: RemoteBuffer { len: *len, ..*remote }, source }
+        Request { ask: self.ask, remote: RemoteBuffer { len: *len, ..*remote }, source, packed: self.key().len() }
+    }
+
+    /// What follows the request's header, for `Pull`.
+    fn key(&self) -> &[u8] {
+        self.registered.as_ref().filter(|_| self.ask == Ask::Pull).map_or(&[], |registered| registered.key())
     }
 }
 
@@ -103,21 +112,28 @@ pub(super) struct Client {
     inbox: Arc<Mutex<Inbox>>,
     waker: UnixStream,
     wire: &'static str,
+    devices: Vec<String>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Client {
-    /// Works on a connection to `peer` whose sides have proved themselves. Where `reads_directly`, the two may read each other's
-    /// memory within a host.
-    pub(super) fn start(wire: Wire, peer: String, reads_directly: bool) -> io::Result<Client> {
+    /// Works on a connection to `peer` whose sides have proved themselves. Long spans go through UCX, if the two have connected
+    /// that way; else, where `reads_directly`, the two may read each other's memory within a host.
+    pub(super) fn start(wire: Wire, ucx: Option<Endpoint>, peer: String, reads_directly: bool) -> io::Result<Client> {
         let (waker, woken) = UnixStream::pair()?;
         waker.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
         let inbox: Arc<Mutex<Inbox>> = Arc::default();
-        let name = wire.name();
+        let devices = ucx.iter().flat_map(Endpoint::devices).map(|device| device.to_string()).collect();
+        let name = if ucx.is_some() { "ucx" } else { wire.name() };
         let mut progress = Progress {
-            peer_memory: wire.peer_memory().filter(|_| reads_directly),
+            peer_memory: wire.peer_memory().filter(|_| reads_directly && ucx.is_none()),
             wire,
+            ucx,
+            reads: 0,
+            waiting: VecDeque::new(),
+            reading: Vec::new(),
+            next_token: 0,
             peer: peer.clone(),
             inbox: inbox.clone(),
             woken,
@@ -130,7 +146,7 @@ impl Client {
             next_deadline: None,
         };
         let thread = std::thread::Builder::new().name("ncclx_rs rdma".to_owned()).spawn(move || progress.run())?;
-        Ok(Client { peer, inbox, waker, wire: name, thread: Some(thread) })
+        Ok(Client { peer, inbox, waker, wire: name, devices, thread: Some(thread) })
     }
 
     /// Why it is of no use any more, if it is not.
@@ -141,6 +157,11 @@ impl Client {
     /// The wire's name.
     pub(super) fn wire(&self) -> &'static str {
         self.wire
+    }
+
+    /// What UCX goes through.
+    pub(super) fn devices(&self) -> &[String] {
+        &self.devices
     }
 
     /// Begins an operation of spans that are inside their memories. It ends when all of them have, and after `timeout` at the latest.
@@ -157,6 +178,7 @@ impl Client {
             deadline,
             pending: pending.clone(),
             received: 0,
+            registered: None,
         });
         let mut inbox = lock(&self.inbox);
         if let Some(cause) = &inbox.ended {
@@ -192,13 +214,21 @@ impl Client {
 /// The part of an answer behind its header.
 enum Body {
     Data { left: usize },
-    Reason { text: Vec<u8>, len: usize },
+    Text { bytes: Vec<u8>, len: usize, is_key: bool },
 }
 
 /// The state of the thread.
 struct Progress {
     wire: Wire,
     peer_memory: Option<PeerMemory>,
+    ucx: Option<Endpoint>,
+    /// How many reads go through UCX now, from the question for a key to the peer's last word.
+    reads: usize,
+    /// Reads that will, the oldest first.
+    waiting: VecDeque<Active>,
+    /// Reads whose bytes are on their way, by their tokens.
+    reading: Vec<(u64, Active)>,
+    next_token: u64,
     peer: String,
     inbox: Arc<Mutex<Inbox>>,
     woken: UnixStream,
@@ -231,7 +261,11 @@ impl Progress {
         };
         // First, so that the peer reads nothing of this process's memory after the operations have ended.
         self.wire.shut_down();
-        let mut left: Vec<Active> = self.asked.drain(..).chain(self.to_send.drain(..)).collect();
+        // Nor is anything written to it through UCX.
+        self.ucx = None;
+        let reading = self.reading.drain(..).map(|(_, active)| active);
+        let queued = self.asked.drain(..).chain(self.to_send.drain(..)).chain(self.waiting.drain(..));
+        let mut left: Vec<Active> = queued.chain(reading).collect();
         let (mut cause, now) = (String::new(), Instant::now());
         match end {
             End::Closed => cause.push_str("the transport was closed"),
@@ -263,12 +297,14 @@ impl Progress {
         self.take_posted()?;
         let broken = |error: io::Error| End::Broken(error.to_string());
         while self.receive().map_err(broken)? {}
+        self.progress_ucx().map_err(broken)?;
         while self.send().map_err(broken)? {}
         let now = Instant::now();
         if self.next_deadline.is_none_or(|next| now < next) {
             return Ok(());
         }
-        let under_way = || self.asked.iter().chain(&self.to_send);
+        let reading = || self.reading.iter().map(|(_, active)| active);
+        let under_way = || self.asked.iter().chain(&self.to_send).chain(&self.waiting).chain(reading());
         if under_way().any(|active| is_due(active, now)) {
             return Err(End::TimedOut);
         }
@@ -276,18 +312,20 @@ impl Progress {
         Ok(())
     }
 
-    fn sleep(&self) -> Result<(), End> {
+    fn sleep(&mut self) -> Result<(), End> {
+        if let Some(endpoint) = &mut self.ucx
+            && !endpoint.arm().map_err(|error| End::Broken(format!("UCX: {error}")))?
+        {
+            return Ok(());
+        }
         let mut wanted = PollFlags::IN;
         wanted.set(PollFlags::OUT, !self.to_send.is_empty());
-        let mut watched = [
+        let mut watched = vec![
             PollFd::from_borrowed_fd(self.wire.as_fd(), wanted),
             PollFd::from_borrowed_fd(self.woken.as_fd(), PollFlags::IN),
         ];
-        let left = self.next_deadline.map(|next| next.saturating_duration_since(Instant::now()));
-        let left = left.map(|left| Timespec {
-            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: left.subsec_nanos().into(),
-        });
+        watched.extend(self.ucx.iter().map(|endpoint| PollFd::from_borrowed_fd(endpoint.as_fd(), PollFlags::IN)));
+        let left = self.next_deadline.map(|next| ucx::timespec(next.saturating_duration_since(Instant::now())));
         match rustix::event::poll(&mut watched, left.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(End::Broken(error.to_string())),
@@ -305,25 +343,81 @@ impl Progress {
         let posted = std::mem::take(&mut inbox.posted);
         drop(inbox);
         for mut active in posted {
-            if self.peer_memory.is_some() && active.span.len >= DIRECT_BYTES {
+            self.next_deadline = self.next_deadline.into_iter().chain(active.deadline).min();
+            if active.span.len < DIRECT_BYTES {
+                // Bytes travel with the request or the answer.
+            } else if let Some(endpoint) = &self.ucx {
+                if active.kind == Kind::Read {
+                    active.ask = Ask::Expose;
+                    self.waiting.push_back(active);
+                    continue;
+                }
+                match endpoint.register(&active.span.local) {
+                    Ok(registered) => active.registered = Some(registered),
+                    Err(error) => {
+                        let cause = format!("UCX cannot register {}: {error}", active.name());
+                        let error = RdmaError::Os { operation: active.kind.name(), cause };
+                        active.pending.end_span(Err(error));
+                        continue;
+                    }
+                }
+                active.ask = Ask::Pull;
+            } else if self.peer_memory.is_some() {
                 active.ask = if active.kind == Kind::Write { Ask::WriteFrom } else { Ask::Locate };
             }
-            self.next_deadline = self.next_deadline.into_iter().chain(active.deadline).min();
             self.to_send.push_back(active);
         }
+        self.begin_reads();
         Ok(())
+    }
+
+    /// Asks for the keys of as many reads through UCX as there may be at once.
+    fn begin_reads(&mut self) {
+        while self.reads < READS_MAX
+            && let Some(active) = self.waiting.pop_front()
+        {
+            self.reads += 1;
+            self.to_send.push_back(active);
+        }
+    }
+
+    /// Goes on with what the two sides read through UCX. Whether bytes that have come count, the peer is asked next.
+    fn progress_ucx(&mut self) -> io::Result<()> {
+        let Some(endpoint) = &mut self.ucx else { return Ok(()) };
+        for (token, ended) in endpoint.progress() {
+            ended.map_err(|error| io::Error::other(format!("UCX: {error}")))?;
+            if let Some(at) = self.reading.iter().position(|(other, _)| *other == token) {
+                let (_, mut active) = self.reading.swap_remove(at);
+                active.ask = Ask::Confirm;
+                self.to_send.push_back(active);
+            }
+        }
+        ucx::check(endpoint)
+    }
+
+    /// Reads the bytes of the oldest request through UCX, by the key that the peer has sent.
+    fn read_by(&mut self, key: &[u8]) -> io::Result<()> {
+        let (Some(endpoint), Some(active)) = (&mut self.ucx, self.asked.pop_front()) else { return Ok(()) };
+        let Span { local, offset, len, remote } = &active.span;
+        let begun = endpoint.get(self.next_token, (remote.address, key), (local, *offset, *len));
+        self.reading.push((self.next_token, active));
+        self.next_token += 1;
+        begun.map_err(|error| io::Error::other(format!("UCX: {error}")))
     }
 
     /// Writes a part of the first request. True: there is more to write, and there may be room.
     fn send(&mut self) -> io::Result<bool> {
         let Some(active) = self.to_send.front() else { return Ok(false) };
         let Span { local, offset, len, .. } = &active.span;
-        let payload = if active.ask == Ask::Write { *len } else { 0 };
+        let payload = if active.ask == Ask::Write { *len } else { active.key().len() };
         let written = if self.sent < REQUEST_BYTES {
             self.wire.try_write(&active.request().encode()[self.sent..])
         } else {
             let done = self.sent - REQUEST_BYTES;
-            local.send(self.wire.as_fd(), offset + done, payload - done)
+            match active.ask {
+                Ask::Pull => self.wire.try_write(&active.key()[done..]),
+                _ => local.send(self.wire.as_fd(), offset + done, payload - done),
+            }
         };
         let Some(written) = passing(written)? else { return Ok(false) };
         self.sent += written;
@@ -369,17 +463,21 @@ impl Progress {
                     self.body = None;
                 }
             }
-            Some(Body::Reason { text, len }) => {
-                let mut bytes = vec![0; *len - text.len()];
-                let Some(read) = passing(self.wire.try_read(&mut bytes))? else { return Ok(false) };
+            Some(Body::Text { bytes, len, is_key }) => {
+                let mut more = vec![0; *len - bytes.len()];
+                let Some(read) = passing(self.wire.try_read(&mut more))? else { return Ok(false) };
                 if read == 0 {
                     return Err(hung_up());
                 }
-                text.extend_from_slice(&bytes[..read]);
-                if text.len() == *len {
-                    let cause = String::from_utf8_lossy(text).into_owned();
+                bytes.extend_from_slice(&more[..read]);
+                if bytes.len() == *len {
+                    let (bytes, is_key) = (std::mem::take(bytes), *is_key);
                     self.body = None;
-                    self.refused(cause);
+                    if is_key {
+                        self.read_by(&bytes)?;
+                    } else {
+                        self.refused(String::from_utf8_lossy(&bytes).into_owned());
+                    }
                 }
             }
         }
@@ -396,7 +494,12 @@ impl Progress {
             }
             Say::Data => return Err(stray("bytes that were not asked for")),
             Say::Failed if answer.len == 0 => self.refused("no reason given".to_owned()),
-            Say::Failed => self.body = Some(Body::Reason { text: Vec::new(), len: answer.len }),
+            Say::Failed => self.body = Some(Body::Text { bytes: Vec::new(), len: answer.len, is_key: false }),
+            Say::Packed if active.ask == Ask::Expose && answer.len > 0 => {
+                self.body = Some(Body::Text { bytes: Vec::new(), len: answer.len, is_key: true });
+            }
+            Say::Packed => return Err(stray("a key that was not asked for")),
+            Say::Done if active.ask == Ask::Expose => return Err(stray("no key")),
             Say::CannotRead if active.ask == Ask::WriteFrom => self.ask_again(Ask::Write),
             Say::CannotRead => return Err(stray("an answer to something else")),
             Say::Done if active.ask == Ask::Read && active.received < active.span.len => {
@@ -404,7 +507,7 @@ impl Progress {
             }
             Say::Done if active.ask == Ask::Locate => self.read_directly(),
             Say::Done => {
-                if let Some(active) = self.asked.pop_front() {
+                if let Some(active) = self.pop_asked() {
                     active.pending.end_span(Ok(()));
                 }
             }
@@ -412,8 +515,18 @@ impl Progress {
         Ok(())
     }
 
+    /// Takes the oldest request, which the peer has answered for good.
+    fn pop_asked(&mut self) -> Option<Active> {
+        let active = self.asked.pop_front()?;
+        if self.ucx.is_some() && matches!(active.ask, Ask::Expose | Ask::Confirm) {
+            self.reads -= 1;
+            self.begin_reads();
+        }
+        Some(active)
+    }
+
     fn refused(&mut self, cause: String) {
-        let Some(active) = self.asked.pop_front() else { return };
+        let Some(active) = self.pop_asked() else { return };
         let (operation, peer, span) = (active.kind.name(), self.peer.clone(), active.name());
         active.pending.end_span(Err(RdmaError::Refused { operation, peer, span, cause }));
     }
@@ -462,5 +575,5 @@ fn passing(result: io::Result<usize>) -> io::Result<Option<usize>> {
     }
 }
 
-/// Spans of so many bytes are read where they lie, by one side or the other, within a host.
+/// Spans of so many bytes are read where they lie, by one side or the other, within a host and through UCX.
 const DIRECT_BYTES: usize = 16 * 1024;

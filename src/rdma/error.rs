@@ -30,6 +30,14 @@ pub enum RdmaError {
         /// How each way to it failed.
         cause: String,
     },
+    /// The settings ask for UCX, which this process cannot use.
+    #[error("{operation}: UCX cannot be used: {cause}")]
+    Ucx {
+        /// What was called.
+        operation: &'static str,
+        /// Why.
+        cause: String,
+    },
     /// The system refused a resource.
     #[error("{operation}: {cause}")]
     Os {

@@ -8,6 +8,7 @@ use crate::fuzz_input::Input;
 use crate::rdma::memory::{Key, Memory};
 use crate::rdma::protocol::{ANSWER_BYTES, Answer, PIECE_BYTES, REQUEST_BYTES};
 use crate::rdma::server;
+use crate::rdma::ucx::Introduction;
 use crate::rdma::wire::{Address, VERSION, Wire};
 use crate::sync::Arc;
 use crate::sys::lent_bytes::LentBytes;
@@ -24,6 +25,7 @@ pub(crate) fn rdma(bytes: &[u8]) {
 }
 
 fn address(bytes: &[u8]) {
+    let _ = Introduction::decode(bytes);
     let Ok(address) = Address::parse(bytes) else { return };
     assert_eq!(address.version, VERSION);
     let written = serde_json::to_vec(&address).expect("an address is plain data");
@@ -68,7 +70,7 @@ fn requests(input: &mut Input<'_>) {
     peer.write_all(&sent).expect("room");
     peer.shutdown(Shutdown::Write).expect("an end");
     // Its end, for whatever reason, is what a peer may cause.
-    let _ = server::serve_proved(Wire::unix(served).expect("a connection"));
+    let _ = server::serve_proved(Wire::unix(served).expect("a connection"), &Err("none in a fuzzer".to_owned()));
     let mut answers = Vec::new();
     match peer.read_to_end(&mut answers) {
         // What had been sent behind a request that was refused was not read.

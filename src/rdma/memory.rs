@@ -7,10 +7,11 @@ use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
 
 use crate::error::UsageError;
 use crate::rdma::error::RdmaError;
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, AtomicBool, Condvar, Mutex, Ordering, lock};
 use crate::sys::fork::PerProcess;
 use crate::sys::lent_bytes::LentBytes;
 use crate::sys::random;
+use crate::sys::ucx::RegisteredMemory;
 
 /// What a process must know to access memory of another: 128 random bits. Printed only by [`Key::reveal`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -72,6 +73,50 @@ struct Grant {
     bytes: Arc<LentBytes>,
     offset: usize,
     len: usize,
+    uses: Arc<Uses>,
+}
+
+/// The writes by a library that go on with a key.
+#[derive(Debug, Default)]
+struct Uses {
+    revoked: AtomicBool,
+    count: Mutex<usize>,
+    fewer: Condvar,
+}
+
+impl Uses {
+    /// Waits for their end, of which their threads take care.
+    fn revoke(&self) {
+        // Relaxed: it only hastens what the count says.
+        self.revoked.store(true, Ordering::Relaxed);
+        let mut count = lock(&self.count);
+        while *count > 0 {
+            count = self.fewer.wait(count).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// Bytes that a library writes for a peer. Until it is dropped, [`Memory::deregister`] waits.
+pub(super) struct Lease {
+    pub(super) bytes: Arc<LentBytes>,
+    /// Where they begin there.
+    pub(super) offset: usize,
+    uses: Arc<Uses>,
+}
+
+impl Lease {
+    /// Whether somebody waits for its end.
+    pub(super) fn is_revoked(&self) -> bool {
+        // Relaxed: as where it is stored.
+        self.uses.revoked.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        *lock(&self.uses.count) -= 1;
+        self.uses.fewer.notify_all();
+    }
 }
 
 type Grants = HashMap<Key, Grant>;
@@ -131,7 +176,7 @@ impl Memory {
             None => {
                 let lacking = |cause: std::io::Error| RdmaError::Os { operation, cause: cause.to_string() };
                 let key = Key(random::bytes().map_err(lacking)?);
-                grants().insert(key, Grant { bytes: self.bytes.clone(), offset, len });
+                grants().insert(key, Grant { bytes: self.bytes.clone(), offset, len, uses: Arc::default() });
                 keys.given.push((offset, len, key));
                 key
             }
@@ -147,9 +192,11 @@ impl Memory {
         // Waits for accesses under way, of which each copies one piece.
         let mut grants = grants();
         let revoked: Vec<Option<Grant>> = keys.given.drain(..).map(|(_, _, key)| grants.remove(&key)).collect();
-        // Owners are dropped without the lock.
+        // What follows takes no lock of the keys of others.
         drop(grants);
-        drop(revoked);
+        RegisteredMemory::forget(&self.bytes);
+        // Of what a library writes, the threads end each piece soon, whatever the peer does.
+        revoked.iter().flatten().for_each(|grant| grant.uses.revoke());
     }
 }
 
@@ -176,15 +223,27 @@ pub(super) fn access<T>(
     key: Key,
     address: u64,
     len: usize,
-    access: impl FnOnce(&LentBytes, usize) -> T,
+    access: impl FnOnce(&Arc<LentBytes>, usize) -> T,
 ) -> Result<T, Refusal> {
+    with_grant(key, address, len, |grant, offset| access(&grant.bytes, offset))
+}
+
+/// The bytes that `key` opens, for a library to write.
+pub(super) fn lend(key: Key, address: u64, len: usize) -> Result<Lease, Refusal> {
+    with_grant(key, address, len, |grant, offset| {
+        *lock(&grant.uses.count) += 1;
+        Lease { bytes: grant.bytes.clone(), offset, uses: grant.uses.clone() }
+    })
+}
+
+fn with_grant<T>(key: Key, address: u64, len: usize, then: impl FnOnce(&Grant, usize) -> T) -> Result<T, Refusal> {
     let grants = GRANTS.get().read().unwrap_or_else(PoisonError::into_inner);
     let grant = grants.get(&key).ok_or(Refusal::Key)?;
     let begin = grant.bytes.address() + grant.offset as u64;
     let inside = address.checked_sub(begin).and_then(|offset| usize::try_from(offset).ok());
     let inside = inside.filter(|offset| offset.checked_add(len).is_some_and(|end| end <= grant.len));
     let offset = inside.ok_or(Refusal::Range)?;
-    Ok(access(&grant.bytes, grant.offset + offset))
+    Ok(then(grant, grant.offset + offset))
 }
 
 /// Refuses a range that is not inside `size` bytes.
@@ -234,6 +293,30 @@ mod tests {
         assert!(keys.iter().all(|buffer| access(buffer.key, buffer.address, 1, |_, _| ()) == Err(Refusal::Key)));
         let error = first.remote_buffer(0, 10).expect_err("no more keys");
         assert!(error.to_string().contains("memory that was deregistered"), "{error}");
+    }
+
+    #[test]
+    fn deregistering_waits_for_what_a_library_writes() {
+        let memory = memory(10);
+        let buffer = memory.remote_buffer(2, 8).expect("inside");
+        let lease = lend(buffer.key, buffer.address + 1, 7).expect("its bytes");
+        assert_eq!((lease.offset, lease.is_revoked()), (3, false));
+        assert_eq!(lend(buffer.key, buffer.address, 9).err(), Some(Refusal::Range));
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                memory.deregister();
+                is_done.store(true, Ordering::SeqCst);
+            });
+            while !lease.is_revoked() {
+                std::thread::yield_now();
+            }
+            assert_eq!(lend(buffer.key, buffer.address, 1).err(), Some(Refusal::Key), "no more of them");
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert!(!is_done.load(Ordering::SeqCst), "it did not wait");
+            drop(lease);
+        });
+        assert!(is_done.load(Ordering::SeqCst));
     }
 
     #[test]

@@ -2,14 +2,15 @@
 //!
 //! A process registers [`Memory`] and hands a [`RemoteBuffer`] out: an address, a length and a key. A process that has both the
 //! buffer and a connected [`Transport`] reads and writes the memory; its owner does nothing. The names are those of torchcomms'
-//! transport, which is RDMA. Here the wires are the memory of processes of one host and TCP.
+//! transport, which is RDMA. Here the wires are the memory of processes of one host, TCP, and UCX, which knows RDMA devices.
 //!
 //! # How bytes move
 //! Each transport has two connections: one that it opens, for its own operations, and one that its peer opens, which it serves
 //! by a thread (`server`). Within a host these are Unix sockets. A long write then names where it lies, and the target's thread
 //! reads it there (process_vm_readv(2)); a long read is told where the bytes lie, reads them there, and asks whether they were
-//! still registered. Otherwise, and where the system forbids that, bytes travel in frames (`protocol`). An operation's own side
-//! is a state machine of one thread that does not block (`client`), so many are in flight at once.
+//! still registered. Otherwise, and where the system forbids that, bytes travel in frames (`protocol`). UCX is a third way
+//! (`ucx`), in which also either side reads and none writes. An operation's own side is a state machine of one thread that does
+//! not block (`client`), so many are in flight at once.
 //!
 //! # Who may do what
 //! [`Transport::bind`] returns a secret. Both sides of a connection prove that they know the target's
@@ -47,6 +48,7 @@ mod pending;
 mod protocol;
 mod server;
 mod transport;
+mod ucx;
 mod wire;
 
 pub use client::{Kind, Span};

@@ -1,5 +1,7 @@
 //! The target's side: a thread that accepts connections, and one for each that has proved itself, which copies.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io::{self, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -9,13 +11,15 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use crate::rdma::memory::{self, RemoteBuffer};
-use crate::rdma::protocol::{Answer, Ask, PIECE_BYTES, REASON_MAX, REQUEST_BYTES, Request, Say};
+use crate::rdma::memory::{self, Key, Lease, RemoteBuffer};
+use crate::rdma::protocol::{Answer, Ask, PIECE_BYTES, READS_MAX, REASON_MAX, REQUEST_BYTES, Request, Say};
+use crate::rdma::ucx;
 use crate::rdma::wire::{Address, Wire};
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cma::PeerMemory;
 use crate::sys::lent_bytes::LentBytes;
 use crate::sys::socket;
+use crate::sys::ucx::RegisteredMemory;
 
 /// Serves a transport's peers until it is dropped.
 pub(super) struct Server {
@@ -27,6 +31,7 @@ pub(super) struct Server {
 
 struct Shared {
     address: Address,
+    ucx: ucx::Offer,
     silence: Duration,
     connections: Mutex<Connections>,
 }
@@ -43,11 +48,12 @@ impl Server {
     /// Serves those who connect to `address`, where the listeners are. Connections to other hosts end after so much silence.
     pub(super) fn start(
         address: Address,
+        ucx: ucx::Offer,
         unix: UnixListener,
         tcp: TcpListener,
         silence: Duration,
     ) -> io::Result<Server> {
-        let shared = Arc::new(Shared { address, silence, connections: Mutex::default() });
+        let shared = Arc::new(Shared { address, ucx, silence, connections: Mutex::default() });
         let (waker, woken) = UnixStream::pair()?;
         let its = shared.clone();
         let accepting = std::thread::Builder::new().name("ncclx_rs rdma".to_owned());
@@ -145,7 +151,7 @@ fn serve_connection(shared: &Shared, mut wire: Wire) {
         }
         return;
     }
-    if let Err(error) = serve_proved(wire)
+    if let Err(error) = serve_proved(wire, &shared.ucx)
         && error.kind() != io::ErrorKind::UnexpectedEof
     {
         log::debug!("a transport's connection has ended: {error}");
@@ -153,30 +159,44 @@ fn serve_connection(shared: &Shared, mut wire: Wire) {
 }
 
 /// Answers the requests of a connection whose sides have proved themselves, until it ends.
-pub(super) fn serve_proved(wire: Wire) -> io::Result<()> {
-    let mut serving = Serving { peer: wire.peer_memory(), wire, piece: vec![0; PIECE_BYTES] };
+pub(super) fn serve_proved(wire: Wire, offer: &ucx::Offer) -> io::Result<()> {
+    let peer = wire.peer_memory();
+    let mut serving = Serving { wire, peer, offer, ucx: None, exposed: HashMap::new(), piece: vec![0; PIECE_BYTES] };
     let ended = serving.serve();
     serving.wire.shut_down();
     ended
 }
 
 /// One connection.
-struct Serving {
+struct Serving<'a> {
     wire: Wire,
     peer: Option<PeerMemory>,
+    offer: &'a ucx::Offer,
+    /// Before what it exposes, so that it ends first.
+    ucx: Option<ucx::Accepted>,
+    /// What the peer may read through UCX now, how often, and what keeps it.
+    exposed: HashMap<(Key, u64, usize), (usize, Exposed)>,
     piece: Vec<u8>,
+}
+
+/// Bytes that stay where they are, also when they are deregistered, until the peer does not read them any more.
+struct Exposed {
+    _bytes: Arc<LentBytes>,
+    _registered: Arc<RegisteredMemory>,
 }
 
 /// How a request ended: the reason, if it was refused.
 type Outcome = Result<(), String>;
 
-impl Serving {
+impl Serving<'_> {
     /// Answers requests until the peer ends the connection.
     fn serve(&mut self) -> io::Result<()> {
         loop {
             let mut head = [0; REQUEST_BYTES];
-            self.wire.read_exact(&mut head)?;
-            let Request { ask, remote, source } = Request::decode(&head).map_err(io::Error::other)?;
+            self.receive(&mut head)?;
+            let Request { ask, remote, source, packed } = Request::decode(&head).map_err(io::Error::other)?;
+            let mut bytes = vec![0; packed];
+            self.receive(&mut bytes)?;
             let outcome = match ask {
                 Ask::Write => self.write(remote)?,
                 Ask::WriteFrom => match self.write_from(remote, source)? {
@@ -188,7 +208,22 @@ impl Serving {
                 },
                 Ask::Read => self.read(remote)?,
                 // The asking side has the address already, and reads there.
-                Ask::Locate | Ask::Confirm => touch(remote, 0, remote.len, |_, _| ()),
+                Ask::Locate => touch(remote, 0, remote.len, |_, _| ()),
+                Ask::Confirm => {
+                    self.cover(remote);
+                    touch(remote, 0, remote.len, |_, _| ())
+                }
+                Ask::Pull => self.pull(remote, source, &bytes)?,
+                Ask::Ucx | Ask::Expose => {
+                    let packed = if ask == Ask::Ucx { self.connect(&bytes) } else { self.expose(remote)? };
+                    match packed {
+                        Ok(packed) => {
+                            self.answer(Say::Packed, &packed)?;
+                            continue;
+                        }
+                        Err(reason) => Err(reason),
+                    }
+                }
             };
             match outcome {
                 Ok(()) => self.answer(Say::Done, &[])?,
@@ -198,6 +233,27 @@ impl Serving {
                 }
             }
         }
+    }
+
+    /// Reads what the peer sends next. Meanwhile it reads through UCX.
+    fn receive(&mut self, into: &mut [u8]) -> io::Result<()> {
+        let Some(accepted) = &mut self.ucx else { return self.wire.read_exact(into) };
+        let mut done = 0;
+        accepted.endpoint.progress();
+        while done < into.len() {
+            match self.wire.try_read(&mut into[done..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    ucx::sleep(&mut accepted.endpoint, &self.wire, PollFlags::IN, None)?;
+                    accepted.endpoint.progress();
+                    ucx::check(&accepted.endpoint)?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     fn answer(&mut self, say: Say, bytes: &[u8]) -> io::Result<()> {
@@ -243,6 +299,97 @@ impl Serving {
         Ok(Some(outcome))
     }
 
+    /// Connects to an address of UCX. Returns what the peer connects by.
+    fn connect(&mut self, address: &[u8]) -> Result<Vec<u8>, String> {
+        if self.ucx.is_some() {
+            return Err("it is connected through UCX already".to_owned());
+        }
+        let accepted = ucx::accept(self.offer, address)?;
+        Ok(self.ucx.insert(accepted).introduction.clone())
+    }
+
+    /// Lets the peer read bytes through UCX. Returns its key to them.
+    fn expose(&mut self, remote: RemoteBuffer) -> io::Result<Result<Vec<u8>, String>> {
+        let (Some(_), Ok(context)) = (&self.ucx, self.offer) else { return Err(stray("a request of UCX without it")) };
+        let bytes = match memory::access(remote.key, remote.address, remote.len, |bytes, _| bytes.clone()) {
+            Ok(bytes) => bytes,
+            Err(refusal) => return Ok(Err(refusal.to_string())),
+        };
+        let registered = match RegisteredMemory::of(context, &bytes) {
+            Ok(registered) => registered,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let key = registered.key().to_vec();
+        ucx::check_packed("a key", &key)?;
+        let exposed = Exposed { _bytes: bytes, _registered: registered };
+        let place = (remote.key, remote.address, remote.len);
+        self.exposed.entry(place).or_insert((0, exposed)).0 += 1;
+        let reads: usize = self.exposed.values().map(|(count, _)| count).sum();
+        if reads > READS_MAX { Err(stray("more reads at once than it may")) } else { Ok(Ok(key)) }
+    }
+
+    /// The peer has read bytes.
+    fn cover(&mut self, remote: RemoteBuffer) {
+        if let Entry::Occupied(mut exposed) = self.exposed.entry((remote.key, remote.address, remote.len)) {
+            exposed.get_mut().0 -= 1;
+            if exposed.get().0 == 0 {
+                exposed.remove();
+            }
+        }
+    }
+
+    /// Reads bytes of the peer through UCX, right to where they are to be.
+    fn pull(&mut self, remote: RemoteBuffer, source: u64, key: &[u8]) -> io::Result<Outcome> {
+        if self.ucx.is_none() {
+            return Err(stray("a request of UCX without it"));
+        }
+        // Before the first piece, so that bytes beyond the end leave those before alone.
+        if let Err(reason) = touch(remote, 0, remote.len, |_, _| ()) {
+            return Ok(Err(reason));
+        }
+        let mut done = 0;
+        while done < remote.len {
+            let len = PULL_BYTES.min(remote.len - done);
+            let offset = done as u64;
+            let lease = match memory::lend(remote.key, remote.address.wrapping_add(offset), len) {
+                Ok(lease) => lease,
+                Err(refusal) => return Ok(Err(refusal.to_string())),
+            };
+            let pulled = self.pull_piece((source.wrapping_add(offset), key), &lease, len);
+            if pulled.is_err() {
+                // Before the lease ends: from here on nothing is written.
+                self.ucx = None;
+            }
+            pulled?;
+            done += len;
+        }
+        Ok(Ok(()))
+    }
+
+    fn pull_piece(&mut self, from: (u64, &[u8]), lease: &Lease, len: usize) -> io::Result<()> {
+        let accepted = self.ucx.as_mut().expect("it was looked for before");
+        let endpoint = &mut accepted.endpoint;
+        endpoint.get(0, from, (&lease.bytes, lease.offset, len)).map_err(io::Error::other)?;
+        let mut revoked = None;
+        loop {
+            let ended = endpoint.progress().pop();
+            // A peer that gives the operation up ends the connection first.
+            if ucx::is_left(&self.wire) {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            if let Some((_, ended)) = ended {
+                return ended.map_err(io::Error::other);
+            }
+            ucx::check(endpoint)?;
+            if lease.is_revoked() && revoked.get_or_insert_with(Instant::now).elapsed() > REVOKED_TIMEOUT {
+                return Err(io::Error::other(
+                    "memory was deregistered while a peer wrote to it, and the peer does not go on",
+                ));
+            }
+            ucx::sleep(endpoint, &self.wire, PollFlags::RDHUP, Some(REVOKED_CHECK))?;
+        }
+    }
+
     fn read(&mut self, remote: RemoteBuffer) -> io::Result<Outcome> {
         if let Err(reason) = touch(remote, 0, remote.len, |_, _| ()) {
             return Ok(Err(reason));
@@ -265,8 +412,22 @@ impl Serving {
 /// Accesses `len` of the bytes from `offset` on, if the key opens them now.
 fn touch(remote: RemoteBuffer, offset: usize, len: usize, access: impl FnOnce(&LentBytes, usize)) -> Outcome {
     let address = remote.address.wrapping_add(offset as u64);
-    memory::access(remote.key, address, len, access).map_err(|refusal| refusal.to_string())
+    memory::access(remote.key, address, len, |bytes, offset| access(bytes, offset))
+        .map_err(|refusal| refusal.to_string())
 }
+
+fn stray(what: &str) -> io::Error {
+    io::Error::other(format!("the peer sent {what}"))
+}
+
+/// How many bytes are read through UCX between two looks at the key.
+const PULL_BYTES: usize = 4 << 20;
+
+/// How long the owner of memory waits for such bytes when it deregisters the memory. Then it ends the connection.
+const REVOKED_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// How often a thread that waits for such bytes looks whether the memory was deregistered.
+const REVOKED_CHECK: Duration = Duration::from_millis(10);
 
 /// How long a connection may take to prove itself.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(20);

@@ -3,19 +3,22 @@
 use std::fmt;
 use std::io;
 use std::net::TcpStream;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::comm::address;
-use crate::config::Config;
+use crate::config::{Config, TransportChoice};
 use crate::error::UsageError;
 use crate::rdma::client::{Client, Kind, Span};
 use crate::rdma::error::RdmaError;
 use crate::rdma::memory::check_range;
 use crate::rdma::pending::Pending;
 use crate::rdma::server::Server;
+use crate::rdma::ucx::{self, Need};
 use crate::rdma::wire::{Address, VERSION, Wire};
-use crate::sync::{Mutex, lock};
+use crate::sync::{Arc, Mutex, lock};
 use crate::sys::fork::Origin;
+use crate::sys::ucx::{Context, Endpoint};
 use crate::sys::{cma, net, random, socket};
 use crate::transport::auth::Secret;
 use crate::transport::tls::Tls;
@@ -24,6 +27,7 @@ use crate::transport::tls::Tls;
 /// what is in flight.
 pub struct Transport {
     config: Config,
+    packages: Vec<PathBuf>,
     origin: Origin,
     state: Mutex<State>,
 }
@@ -43,14 +47,22 @@ impl fmt::Debug for Transport {
 }
 
 impl Transport {
-    /// A transport that is not bound. Of the settings it heeds `transport`, `single_copy_bytes`, `socket_ifname`, `tls`,
+    /// A transport that is not bound. Of the settings it heeds `transport`, `ucx`, `single_copy_bytes`, `socket_ifname`, `tls`,
     /// `timeout_seconds` and `peer_timeout_seconds`.
     ///
     /// # Errors
     /// A setting is not valid.
     pub fn new(hints: &[(String, String)]) -> Result<Transport, RdmaError> {
+        Transport::with_packages(hints, Vec::new())
+    }
+
+    /// As [`Transport::new`]. UCX is also looked for in these folders of Python packages.
+    ///
+    /// # Errors
+    /// A setting is not valid.
+    pub fn with_packages(hints: &[(String, String)], packages: Vec<PathBuf>) -> Result<Transport, RdmaError> {
         let config = Config::resolve(hints)?;
-        Ok(Transport { config, origin: Origin::here(), state: Mutex::default() })
+        Ok(Transport { config, packages, origin: Origin::here(), state: Mutex::default() })
     }
 
     /// How long an operation may take if the caller does not say.
@@ -80,7 +92,9 @@ impl Transport {
         let unix = socket::listen_unix(&name).map_err(|cause| os("bind", &cause))?;
         let secret = Secret::new(random::bytes().map_err(lacking)?);
         // What other hosts send would travel in the clear.
-        let is_open = self.config.transport.has_tcp() && Tls::new(&self.config, &secret)?.is_none();
+        let has_tls = Tls::new(&self.config, &secret)?.is_some();
+        let is_open = self.config.transport.has_tcp() && !has_tls;
+        let ucx = self.ucx("bind", has_tls)?;
         let address = Address {
             version: VERSION,
             id,
@@ -91,11 +105,9 @@ impl Transport {
             tcp: hosts.into_iter().filter(|_| is_open).map(|host| (host, port).into()).collect(),
         };
         let bytes = serde_json::to_vec(&address).expect("an address is plain data");
-        if self.config.single_copy_bytes > 0 {
-            // The peer reads long spans where they lie.
-            cma::allow_readers();
-        }
-        let server = Server::start(address, unix, tcp, self.config.peer_timeout).map_err(|cause| os("bind", &cause))?;
+        self.allow_readers(&ucx);
+        let server =
+            Server::start(address, ucx, unix, tcp, self.config.peer_timeout).map_err(|cause| os("bind", &cause))?;
         state.bound = Some((bytes.clone(), server));
         Ok(bytes)
     }
@@ -119,39 +131,81 @@ impl Transport {
             return Err(usage("self", "a transport that was not connected", format!("one of {}", client.peer())).into());
         }
         let deadline = Instant::now().checked_add(timeout).unwrap_or_else(|| Instant::now() + DAY);
-        let wire = self.reach(&address, deadline)?;
-        let client = Client::start(wire, address.name(), self.config.single_copy_bytes > 0)
+        let (wire, ucx) = self.reach(&address, deadline)?;
+        let client = Client::start(wire, ucx, address.name(), self.config.single_copy_bytes > 0)
             .map_err(|cause| os("connect", &cause))?;
         state.client = Some(client);
         Ok(())
     }
 
-    /// Opens a connection in the best way that works.
-    fn reach(&self, address: &Address, deadline: Instant) -> Result<Wire, RdmaError> {
-        let mut failures = Vec::new();
-        let mut attempt = |way: String, opened: io::Result<Wire>| match opened.and_then(|mut wire| {
-            wire.open(address, deadline)?;
-            Ok(wire)
-        }) {
-            Ok(wire) => Some(wire),
-            Err(error) => {
-                failures.push(format!("{way}: {error}"));
-                None
+    /// UCX, where the settings want it.
+    fn ucx(&self, operation: &'static str, has_tls: bool) -> Result<ucx::Offer, RdmaError> {
+        let offer = ucx::offer(&self.config, &self.packages, has_tls);
+        match &offer {
+            Err(cause) if self.config.transport == TransportChoice::Ucx => {
+                Err(RdmaError::Ucx { operation, cause: cause.clone() })
             }
+            Err(cause) => {
+                log::debug!("{operation}: no UCX: {cause}");
+                Ok(offer)
+            }
+            Ok(_) => Ok(offer),
+        }
+    }
+
+    /// The peer reads long spans where they lie.
+    fn allow_readers(&self, ucx: &ucx::Offer) {
+        if self.config.single_copy_bytes > 0 || ucx.is_ok() {
+            cma::allow_readers();
+        }
+    }
+
+    /// Opens a connection in the best way that works.
+    fn reach(&self, address: &Address, deadline: Instant) -> Result<(Wire, Option<Endpoint>), RdmaError> {
+        let has_tls = Tls::new(&self.config, &address.secret)?.is_some();
+        let ucx = self.ucx("connect", has_tls)?;
+        self.allow_readers(&ucx);
+        let is_forced = self.config.transport == TransportChoice::Ucx;
+        let mut failures = Vec::new();
+        let mut attempt = |way: &str, open: &dyn Fn() -> io::Result<Wire>, context: Option<&Arc<Context>>| {
+            let opened = open().and_then(|mut wire| {
+                wire.open(address, deadline)?;
+                let Some(context) = context else { return Ok((wire, None)) };
+                let (need, deadline) = match is_forced {
+                    true => (Need::Any, deadline),
+                    false => (Need::Better, deadline.min(Instant::now() + ATTEMPT)),
+                };
+                let endpoint = ucx::open(&mut wire, context, need, deadline)?;
+                Ok((wire, Some(endpoint)))
+            });
+            opened.map_err(|error| failures.push(format!("{way}: {error}"))).ok()
         };
         if self.config.transport.has_shm() && address.host == net::host_identity() {
-            let opened = socket::connect_unix(&address.unix).and_then(Wire::unix);
-            if let Some(wire) = attempt("on this host".to_owned(), opened) {
-                return Ok(wire);
+            let open = || socket::connect_unix(&address.unix).and_then(Wire::unix);
+            // Within a host, UCX does no more than shared memory.
+            let context = ucx.as_ref().ok().filter(|_| is_forced);
+            if let Some(found) = attempt("on this host", &open, context) {
+                return Ok(found);
             }
         }
-        let has_tls = Tls::new(&self.config, &address.secret)?.is_some();
         let tcp = if self.config.transport.has_tcp() && !has_tls { address.tcp.as_slice() } else { &[] };
         for target in tcp {
-            let left = deadline.saturating_duration_since(Instant::now()).min(ATTEMPT).max(Duration::from_millis(1));
-            let opened = TcpStream::connect_timeout(target, left).and_then(|s| Wire::tcp(s, self.config.peer_timeout));
-            if let Some(wire) = attempt(target.to_string(), opened) {
-                return Ok(wire);
+            let open = || {
+                let left =
+                    deadline.saturating_duration_since(Instant::now()).min(ATTEMPT).max(Duration::from_millis(1));
+                TcpStream::connect_timeout(target, left).and_then(|s| Wire::tcp(s, self.config.peer_timeout))
+            };
+            if let Ok(context) = &ucx {
+                if let Some(found) = attempt(&target.to_string(), &open, Some(context)) {
+                    return Ok(found);
+                }
+                if is_forced {
+                    continue;
+                }
+                log::info!("{} is not reached through UCX", address.name());
+            }
+            if let Some(found) = attempt(&target.to_string(), &open, None) {
+                return Ok(found);
             }
         }
         if failures.is_empty() {
@@ -166,9 +220,15 @@ impl Transport {
         lock(&self.state).client.as_ref().is_some_and(|client| client.ended().is_none())
     }
 
-    /// How bytes move, once it is connected: `shared memory` or `tcp`.
+    /// How bytes move, once it is connected: `shared memory`, `tcp` or `ucx`.
     pub fn wire(&self) -> Option<&'static str> {
         lock(&self.state).client.as_ref().map(Client::wire)
+    }
+
+    /// What UCX goes through, once it is connected by `ucx`: each its name of the way and the device, as `tcp/eth0`. Nothing
+    /// where UCX is older than 1.13, which does not tell.
+    pub fn devices(&self) -> Vec<String> {
+        lock(&self.state).client.as_ref().map_or_else(Vec::new, |client| client.devices().to_vec())
     }
 
     /// Begins to write or read spans, and returns at once. The operation ends when all spans have, well or badly. What is in flight

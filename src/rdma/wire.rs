@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{RecvFlags, SendFlags};
 use serde::{Deserialize, Serialize};
 
+use crate::rdma::protocol::{self, Answer, Request, Say};
 use crate::sys::cma::PeerMemory;
 use crate::sys::fork::Private;
 use crate::sys::socket;
@@ -32,7 +33,7 @@ pub(super) struct Address {
 }
 
 /// The version of [`Address`] and of the protocol.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 impl Address {
     /// Reads what another transport's `bind` has returned.
@@ -172,6 +173,25 @@ impl Wire {
 }
 
 impl Wire {
+    /// Asks something, with what follows the header, from a side that may block.
+    pub(super) fn ask_before(&mut self, request: Request, packed: &[u8], deadline: Instant) -> io::Result<()> {
+        self.limit(Some(deadline.saturating_duration_since(Instant::now())))?;
+        self.write_all(&request.encode())?;
+        self.write_all(packed)?;
+        self.limit(None)
+    }
+
+    /// Reads one frame of an answer, from a side that may block.
+    pub(super) fn answer_before(&mut self, deadline: Instant) -> io::Result<(Say, Vec<u8>)> {
+        let mut head = [0; protocol::ANSWER_BYTES];
+        self.read_before(&mut head, deadline)?;
+        let answer = Answer::decode(&head).map_err(io::Error::other)?;
+        let mut bytes = vec![0; answer.len];
+        self.read_before(&mut bytes, deadline)?;
+        self.limit(None)?;
+        Ok((answer.say, bytes))
+    }
+
     /// Reads what is there; none at the stream's end. `WouldBlock` if nothing is.
     pub(super) fn try_read(&self, into: &mut [u8]) -> io::Result<usize> {
         Ok(rustix::net::recv(self.as_fd(), into, RecvFlags::DONTWAIT)?.1)

@@ -16,15 +16,26 @@ use rand::{Rng, SeedableRng};
 
 use crate::lacking::lacks;
 
+mod ucx;
+
 /// A test that takes longer hangs.
 const LONG: Duration = Duration::from_secs(300);
 
+type Settings = &'static [(&'static str, &'static str)];
+
 /// The settings of each wire, and its name.
-const WIRES: [(&[(&str, &str)], &str); 3] = [
+const WIRES: [(Settings, &str); 3] = [
     (&[("transport", "shm")], "shared memory"),
     (&[("transport", "shm"), ("single_copy_bytes", "0")], "shared memory"),
     (&[("transport", "tcp")], "tcp"),
 ];
+
+/// The wire of a process of [`ucx`], whose environment says what UCX goes through.
+const UCX: [(Settings, &str); 1] = [(&[("transport", "ucx")], "ucx")];
+
+fn wires() -> &'static [(Settings, &'static str)] {
+    if ucx::is_under_test() { &UCX } else { &WIRES }
+}
 
 fn transport(settings: &[(&str, &str)]) -> Transport {
     let hints: Vec<_> = settings.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
@@ -41,9 +52,9 @@ fn pair(settings: &[(&str, &str)]) -> (Transport, Transport) {
 }
 
 fn each_wire(test: impl Fn(Transport, Transport)) {
-    for (settings, name) in WIRES {
+    for (settings, name) in wires() {
         let (one, other) = pair(settings);
-        assert_eq!((one.wire(), other.wire()), (Some(name), Some(name)));
+        assert_eq!((one.wire(), other.wire()), (Some(*name), Some(*name)));
         test(one, other);
     }
 }
@@ -151,7 +162,7 @@ fn of_overlapping_writes_each_piece_has_one() {
 
 #[test]
 fn four_peers_write_and_read_at_once() {
-    for (settings, _) in WIRES {
+    for (settings, _) in wires() {
         let memory = Arc::new(Memory::new(lent(vec![0; 4_000_000])));
         let threads: Vec<_> = (0..4usize)
             .map(|peer| {
@@ -232,7 +243,7 @@ fn mistakes_are_refused_before_anything_is_sent() {
         RdmaError::Usage(usage) => usage.to_string(),
         other => panic!("{other}"),
     };
-    let one = transport(WIRES[0].0);
+    let one = transport(wires()[0].0);
     let memory = Memory::new(lent(vec![0; 10]));
     let remote = memory.remote_buffer(0, 10).expect("inside");
     let error = read(&one, &lent(vec![0; 5]), remote).expect_err("not connected");
@@ -257,7 +268,7 @@ fn mistakes_are_refused_before_anything_is_sent() {
 
 #[test]
 fn strangers_are_refused_and_peers_go_on() {
-    for (settings, _) in WIRES {
+    for (settings, _) in wires() {
         let (one, other) = (transport(settings), transport(settings));
         let (mine, theirs) = (one.bind().expect("bind"), other.bind().expect("bind"));
         let mut forged: serde_json::Value = serde_json::from_slice(&theirs).expect("plain data");
@@ -355,6 +366,53 @@ fn nothing_is_written_once_the_memory_is_deregistered() {
             writing.join().expect("no panic");
             assert!(arrived(memory.bytes()).iter().all(|byte| *byte == 1), "written after the end");
         }
+    });
+}
+
+#[test]
+fn a_read_that_ends_well_has_only_what_was_registered() {
+    each_wire(|one, _other| {
+        for turn in 0..5 {
+            let len = 4 << 20;
+            let memory = Memory::new(lent(vec![1; len]));
+            let remote = memory.remote_buffer(0, len).expect("inside");
+            let locals: Vec<_> = (0..20).map(|_| lent(vec![0; len])).collect();
+            let post = |local: &Arc<LentBytes>| one.post(Kind::Read, whole(local, remote), LONG).expect("post");
+            let reads: Vec<Pending> = locals.iter().map(post).collect();
+            reads[turn].wait(None).expect("still registered");
+            memory.deregister();
+            memory.bytes().copy_in(0, &vec![9; len]);
+            for (read, local) in reads.iter().zip(&locals) {
+                match read.wait(None) {
+                    Ok(()) => assert!(arrived(local).iter().all(|byte| *byte == 1), "read after the end"),
+                    Err(RdmaError::Refused { .. }) => {}
+                    Err(other) => panic!("{other}"),
+                }
+            }
+        }
+        assert!(one.is_connected());
+    });
+}
+
+#[test]
+fn hundreds_of_long_reads_and_writes_are_in_flight_at_once() {
+    each_wire(|one, _other| {
+        let (count, len) = (300, 20_000);
+        let memory = Memory::new(lent(numbers(1, count * len)));
+        let span = |slot: usize, local: &Arc<LentBytes>| {
+            let remote = memory.remote_buffer(0, count * len).expect("inside");
+            let remote = RemoteBuffer { address: remote.address + (slot * len) as u64, len, ..remote };
+            Span { local: local.clone(), offset: slot * len, len, remote }
+        };
+        let local = lent(vec![0; count * len]);
+        let read = one.post(Kind::Read, (0..count).map(|slot| span(slot, &local)).collect(), LONG).expect("post");
+        read.wait(None).expect("read");
+        assert!(arrived(&local) == arrived(memory.bytes()));
+        let local = lent(numbers(2, count * len));
+        let spans = (0..count).map(|slot| span(slot, &local));
+        let writes: Vec<_> = spans.map(|span| one.post(Kind::Write, vec![span], LONG).expect("post")).collect();
+        writes.iter().for_each(|write| write.wait(None).expect("written"));
+        assert!(arrived(&local) == arrived(memory.bytes()));
     });
 }
 

@@ -82,6 +82,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["memory", "pending"],
             &["protocol"],
             &["wire"],
+            &["ucx"],
             &["client", "server"],
             &["transport"],
             &["fuzz"],

@@ -83,3 +83,17 @@ def test_a_library_that_is_none_is_named_and_no_other_is_taken(tmp_path: Path) -
     missing = tmp_path / "libnccl.so.2"
     problem = found(NCCLX_RS_NCCL_LIBRARY=str(missing))["problems"]["nccl"]
     assert problem.startswith(f"{missing} cannot be loaded: ") and "No such file" in problem
+
+
+def test_ucx_is_found_or_named_or_off(tmp_path: Path) -> None:
+    assert found(NCCLX_RS_UCX="off")["problems"]["ucx"] == "the setting `ucx` is off"
+    missing = tmp_path / "libucp.so.0"
+    assert found(NCCLX_RS_UCX=str(missing))["problems"]["ucx"].startswith(f"{missing} cannot be loaded: ")
+    named = os.environ.get("NCCLX_RS_TEST_UCX", "")
+    try:
+        version = "" if named else metadata.version("libucx-cu12")
+    except metadata.PackageNotFoundError:
+        lacking("the package libucx-cu12")
+    lines = dict(line.split(maxsplit=1) for line in info(NCCLX_RS_UCX=named).splitlines() if not line.startswith(" "))
+    told, path = lines["UCX"].split(", ")
+    assert told.startswith(version) and Path(path).name.startswith("libucp.so.0")

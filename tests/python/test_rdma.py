@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import pickle
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World
+from harness import World, lacking
 from ncclx_rs import RdmaMemory, RdmaRemoteBuffer, RdmaTransport
 
 WIRES = [{"transport": "shm"}, {"transport": "shm", "single_copy_bytes": "0"}, {"transport": "tcp"}]
-wires = pytest.mark.parametrize("hints", WIRES, ids=["direct", "frames", "tcp"])
+
+
+def ucx_library() -> Path | None:
+    """UCX: the file that ``NCCLX_RS_TEST_UCX`` names, or that of the Python package."""
+    if named := os.environ.get("NCCLX_RS_TEST_UCX"):
+        return Path(named)
+    package = importlib.util.find_spec("libucx")
+    return Path(package.origin).parent / "lib/libucp.so.0" if package and package.origin else None
+
+
+def over_ucx() -> dict[str, str]:
+    """The settings of the wire, or a skip."""
+    if (library := ucx_library()) is None:
+        lacking("UCX: the package libucx-cu12")
+    return {"transport": "ucx", "ucx": str(library)}
+
+
+@pytest.fixture
+def hints(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The settings of a wire."""
+    found: dict[str, str] = request.param
+    return over_ucx() if found["transport"] == "ucx" else found
+
+
+# UCX with all that it finds. What it goes through in particular is tested in tests/engine/rdma, and for failures below.
+wires = pytest.mark.parametrize(
+    "hints", [*WIRES, {"transport": "ucx"}], ids=["direct", "frames", "tcp", "ucx"], indirect=True
+)
 
 
 @contextmanager
@@ -147,6 +176,23 @@ def test_a_remote_buffer_is_pickled_and_cannot_grow(hints: dict[str, str]) -> No
         with pytest.raises(RuntimeError, match="not registered with this key, or no longer"):
             one.read(ones.to_mutable_view(0, 8), stale)
         assert one.connected() and target.count_nonzero() == 100
+
+
+def test_ucx_is_named_and_a_forked_child_does_without() -> None:
+    with pair(over_ucx()) as (one, _):
+        assert one.wire == "ucx" and one.devices
+        child = os.fork()
+        if child == 0:
+            try:
+                RdmaTransport(hints=over_ucx()).bind()
+            except RuntimeError as error:
+                os._exit(0 if "this process was forked from one that had used UCX" in str(error) else 2)
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(RuntimeError, match="bind: UCX cannot be used: its setting `ucx` is off"):
+        RdmaTransport(hints={"transport": "ucx", "ucx": "off"}).bind()
+    with pytest.raises(RuntimeError, match="UCX cannot be used: its setting `tls` forbids"):
+        RdmaTransport(hints={**over_ucx(), "tls": "on"}).bind()
 
 
 def test_mistakes_are_refused() -> None:
@@ -359,3 +405,61 @@ def a_target_outlives_a_dead_writer(rank: int, size: int, hints: dict[str, str])
 @wires
 def test_a_target_outlives_a_dead_writer(fresh_world: World, hints: dict[str, str]) -> None:
     fresh_world.run(a_target_outlives_a_dead_writer, hints, dies=[1])
+
+
+def a_stopped_writer_does_not_delay_the_end_of_its_access(rank: int, size: int, hints: dict[str, str]) -> None:
+    transports = to_all(rank, size, hints)
+    count = 100_000_000
+    tensor = torch.zeros(count if rank == 0 else 1, dtype=torch.uint8)
+    memory = RdmaMemory(tensor)
+    remote = buffers(memory, size)
+    processes: list[int] = [0] * size
+    dist.all_gather_object(processes, os.getpid())
+    if rank == 1:
+        source = RdmaMemory(torch.ones(count, dtype=torch.uint8))
+        futures = [transports[0].write_async(source.to_view(), remote[0]) for _ in range(20)]
+        for future in futures:
+            try:
+                future.wait()
+            except RuntimeError as error:
+                assert any(word in str(error) for word in ("refused", "ended before", "not connected")), error
+    else:
+        while tensor[0] == 0:
+            time.sleep(0.0001)
+        os.kill(processes[1], signal.SIGSTOP)
+        try:
+            memory.deregister()
+            tensor.fill_(7)
+        finally:
+            os.kill(processes[1], signal.SIGCONT)
+        time.sleep(0.5)
+        assert torch.equal(tensor, torch.full_like(tensor, 7)), "written after the end"
+    dist.barrier()
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+@wires
+def test_a_stopped_writer_does_not_delay_the_end_of_its_access(fresh_world: World, hints: dict[str, str]) -> None:
+    fresh_world.run(a_stopped_writer_does_not_delay_the_end_of_its_access, hints)
+
+
+def through(rank: int, size: int, hints: dict[str, str], tls: str, body: Callable[..., None]) -> None:
+    os.environ["UCX_TLS"] = tls  # before UCX is loaded
+    if "posix" in tls:
+        os.environ["UCX_MM_ERROR_HANDLING"] = "y"  # the death of peers is reported by shared memory, too
+    body(rank, size, hints)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+@pytest.mark.parametrize("tls", ["tcp", "posix,cma"])
+@pytest.mark.parametrize(
+    ("body", "dies"),
+    [
+        (a_stopped_target_is_named, []),
+        (a_dead_target_is_named, [1]),
+        (a_target_outlives_a_dead_writer, [1]),
+        (a_stopped_writer_does_not_delay_the_end_of_its_access, []),
+    ],
+)
+def test_failures_are_the_same_through(fresh_world: World, body: Callable[..., None], dies: list[int], tls: str) -> None:
+    fresh_world.run(through, over_ucx(), tls, body, dies=dies)

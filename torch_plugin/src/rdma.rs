@@ -1,6 +1,7 @@
 //! Transports between two processes for the Python package, which checks arguments (`_transport.py`).
 #![allow(unsafe_code, reason = "lends the memory of tensors")]
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -66,8 +67,9 @@ pub(crate) struct RdmaConnection {
 #[pymethods]
 impl RdmaConnection {
     #[new]
-    fn new(hints: Vec<(String, String)>) -> PyResult<Self> {
-        Transport::new(&hints).map(|transport| RdmaConnection { transport }).map_err(|error| exception(&error))
+    fn new(hints: Vec<(String, String)>, packages: Vec<PathBuf>) -> PyResult<Self> {
+        let transport = Transport::with_packages(&hints, packages).map_err(|error| exception(&error))?;
+        Ok(RdmaConnection { transport })
     }
 
     fn bind<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
@@ -87,6 +89,11 @@ impl RdmaConnection {
     /// How bytes move, once it is connected.
     fn wire(&self, py: Python<'_>) -> Option<&'static str> {
         py.detach(|| self.transport.wire())
+    }
+
+    /// What UCX goes through.
+    fn devices(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| self.transport.devices())
     }
 
     /// Begins to write or read spans.

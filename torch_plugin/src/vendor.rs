@@ -2,22 +2,24 @@
 
 use std::path::PathBuf;
 
-use ncclx_rs::config::Config;
+use ncclx_rs::config::{Config, UcxChoice};
 use ncclx_rs::sys::nccl::{Feature, Nccl, Vendor};
+use ncclx_rs::sys::ucx::Ucx;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
 /// What is known of a library: its file, its version, and what it lacks of what a newer one can do.
 type Found = (PathBuf, String, Vec<&'static str>);
 
-/// Loads the library `nccl` or `rccl`: that of the settings, or the first that is found.
+/// Loads the library `nccl`, `rccl` or `ucx`: that of the settings, or the first that is found.
 #[pyfunction]
 pub(crate) fn vendor_library(py: Python<'_>, name: &str, packages: Vec<PathBuf>) -> PyResult<Found> {
     let config = Config::resolve(&[]).map_err(|error| PyValueError::new_err(error.to_string()))?;
     let (vendor, named) = match name {
         "nccl" => (Vendor::Nccl, config.nccl_library),
         "rccl" => (Vendor::Rccl, config.rccl_library),
-        _ => return Err(PyValueError::new_err(format!("vendor_library: expected nccl or rccl, got {name}"))),
+        "ucx" => return ucx(py, config.ucx, packages),
+        _ => return Err(PyValueError::new_err(format!("vendor_library: expected nccl, rccl or ucx, got {name}"))),
     };
     let named = named.map(PathBuf::from);
     // Its initialisers may take a while.
@@ -25,4 +27,15 @@ pub(crate) fn vendor_library(py: Python<'_>, name: &str, packages: Vec<PathBuf>)
     let library = library.map_err(|error| PyOSError::new_err(error.to_string()))?;
     let lacks = Feature::ALL.iter().filter(|feature| !library.features().contains(feature));
     Ok((library.path().to_owned(), library.version().to_string(), lacks.map(|feature| feature.text()).collect()))
+}
+
+fn ucx(py: Python<'_>, choice: UcxChoice, packages: Vec<PathBuf>) -> PyResult<Found> {
+    let named = match choice {
+        UcxChoice::Off => return Err(PyOSError::new_err("the setting `ucx` is off")),
+        UcxChoice::Auto => None,
+        UcxChoice::File(path) => Some(path),
+    };
+    let library = py.detach(|| Ucx::load(named.as_deref(), &packages));
+    let library = library.map_err(|error| PyOSError::new_err(error.to_string()))?;
+    Ok((library.path().to_owned(), library.version().to_string(), Vec::new()))
 }

@@ -56,7 +56,7 @@ def cuda_devices() -> tuple[str, list[str]]:
     """The version of CUDA that the driver serves, and the devices' names. OSError: there is no driver."""
 
 def vendor_library(name: str, packages: list[str]) -> tuple[pathlib.Path, str, list[str]]:
-    """Loads the library `nccl` or `rccl`: its file, its version, and what it lacks. OSError: none can be used."""
+    """Loads the library `nccl`, `rccl` or `ucx`: its file, its version, and what it lacks. OSError: none can be used."""
 
 def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Path]:
     """Writes the flight recorders of this process's communicators to a folder; returns the files' names."""
@@ -113,12 +113,15 @@ class RdmaRegistration:
 class RdmaConnection:
     """A transport to another process."""
 
-    def __new__(cls, hints: list[tuple[str, str]]) -> RdmaConnection: ...
+    def __new__(cls, hints: list[tuple[str, str]], packages: list[str]) -> RdmaConnection: ...
     def bind(self) -> bytes: ...
     def connect(self, peer: bytes, timeout: timedelta | None) -> None: ...
     def is_connected(self) -> bool: ...
     def wire(self) -> str | None:
         """How bytes move, once it is connected."""
+
+    def devices(self) -> list[str]:
+        """What UCX goes through."""
 
     def post(
         self, writes: bool, spans: list[tuple[RdmaRegistration, int, int, int, int, str]], timeout: timedelta | None

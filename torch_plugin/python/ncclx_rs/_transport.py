@@ -1,4 +1,4 @@
-"""One-sided reads and writes between two processes: torchcomms' RDMA transport, over shared memory and TCP.
+"""One-sided reads and writes between two processes: torchcomms' RDMA transport, over shared memory, TCP and UCX.
 
 Two processes bind a transport each, exchange what `bind` returned by means of their own, and connect. Each registers
 memory and gives the other a remote buffer. The holder reads and writes the memory; its owner does nothing.
@@ -7,6 +7,7 @@ memory and gives the other a remote buffer. The holder reads and writes the memo
 from __future__ import annotations
 
 import asyncio
+import sysconfig
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -205,8 +206,8 @@ class RdmaTransport:
     Args:
         device: where the memory is; of CUDA devices nothing is used, since memory must be on the CPU.
         timeout: how long operations may take that have no timeout of their own; ``timeout_seconds`` if not given.
-        hints: settings by name: ``transport``, ``single_copy_bytes``, ``socket_ifname``, ``tls``, ``timeout_seconds``
-            and ``peer_timeout_seconds``.
+        hints: settings by name: ``transport``, ``ucx``, ``single_copy_bytes``, ``socket_ifname``, ``tls``,
+            ``timeout_seconds`` and ``peer_timeout_seconds``.
 
     Raises:
         ValueError: the device is neither a CPU nor a CUDA device.
@@ -222,18 +223,21 @@ class RdmaTransport:
         if torch.device(device).type not in ("cpu", "cuda"):
             raise ValueError(f"RdmaTransport: argument `device`: expected a CPU or CUDA device, got {device}")
         self._timeout = timeout
-        self._connection: Any = native().RdmaConnection(list((hints or {}).items()))
+        self._connection: Any = native().RdmaConnection(list((hints or {}).items()), [sysconfig.get_path("purelib")])
 
     @staticmethod
     def supported() -> bool:
-        """Whether transports work here. Always: within a host over shared memory, between hosts over TCP."""
+        """Whether transports work here. Always: within a host over shared memory, between hosts over TCP.
+
+        UCX need not be there; `ncclx-rs info` says whether it is.
+        """
         return True
 
     def bind(self) -> bytes:
         """Begins to serve the peer. Returns what the peer connects by; only the peer may see it.
 
         Raises:
-            RuntimeError: the host has no address for other hosts.
+            RuntimeError: the host has no address for other hosts, or ``transport`` is ``ucx`` and UCX cannot be used.
             OSError: the system refuses a socket or a thread.
         """
         return bytes(self._connection.bind())
@@ -250,7 +254,8 @@ class RdmaTransport:
 
         Raises:
             ValueError: these are other bytes, or the transport is connected already.
-            RuntimeError: the peer cannot be reached, or is another process.
+            RuntimeError: the peer cannot be reached, or is another process, or the two cannot use UCX and ``transport``
+                is ``ucx``.
         """
         self._connection.connect(bytes(peer_url), timeout or self._timeout)
         return 0
@@ -261,9 +266,15 @@ class RdmaTransport:
 
     @property
     def wire(self) -> str | None:
-        """How bytes move: ``shared memory`` or ``tcp``; None before `connect`."""
+        """How bytes move: ``shared memory``, ``tcp`` or ``ucx``; None before `connect`."""
         wire: str | None = self._connection.wire()
         return wire
+
+    @property
+    def devices(self) -> list[str]:
+        """What UCX goes through, such as ``tcp/eth0``; empty with other wires, and where UCX is older than 1.13."""
+        devices: list[str] = self._connection.devices()
+        return devices
 
     def write(self, local: RdmaMemoryView, remote: RdmaRemoteBuffer, timeout: timedelta | None = None) -> int:
         """Writes to the peer's memory, and waits until the bytes are there.

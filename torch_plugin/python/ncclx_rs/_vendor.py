@@ -31,7 +31,7 @@ class VendorLibrary:
 
 
 def find_vendor_library(backend: str) -> VendorLibrary:
-    """Loads the library behind a backend.
+    """Loads the library behind a backend, or UCX.
 
     It is that of the settings, else the one that PyTorch has loaded, that of a Python package, or that of the system.
 

@@ -60,6 +60,9 @@ class World:
     algorithms: dict[str, list[tuple[int, str]]]
 
 
+# UCX is for transports between two processes, the others are for collectives.
+_LIBRARIES = (*LIBRARIES, "ucx")
+
 # The sizes that are asked for: powers of two from 8 bytes to 1 GiB.
 _SIZES = tuple(1 << power for power in range(3, 31))
 _COLLECTIVES = (
@@ -110,7 +113,7 @@ def gather(ranks: int = 8, hosts: int = 1) -> Info:
     limits = _host.limits()
     libraries: dict[str, VendorLibrary] = {}
     problems: dict[str, str] = {}
-    for name in LIBRARIES:
+    for name in _LIBRARIES:
         try:
             libraries[name] = find_vendor_library(name)
         except OSError as error:
@@ -143,7 +146,7 @@ def text(info: Info) -> str:
         ("CUDA", info.cuda),
         *((f"cuda:{number}", name) for number, name in enumerate(info.devices)),
     ]
-    for name in LIBRARIES:
+    for name in _LIBRARIES:
         if library := info.libraries.get(name):
             lines.append((name.upper(), f"{library.version}, {library.path}"))
             if library.lacks:

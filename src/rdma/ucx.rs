@@ -1,0 +1,220 @@
+//! UCX as a way for bytes, beside a connection whose sides have proved themselves: who offers it, how the sides connect through it,
+//! and how they wait.
+//!
+//! Either side only ever reads by it. So whoever writes to memory is a thread of its owner.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use crate::config::{Config, TransportChoice, UcxChoice};
+use crate::rdma::protocol::{PACKED_MAX, Request, Say};
+use crate::rdma::wire::Wire;
+use crate::sync::Arc;
+use crate::sys::lent_bytes::LentBytes;
+use crate::sys::net;
+use crate::sys::ucx::{Context, Endpoint, RegisteredMemory, UcxError};
+
+/// UCX as a transport offers it to its peer, or why it does not.
+pub(super) type Offer = Result<Arc<Context>, String>;
+
+/// What a transport with these settings offers. `has_tls` says that nothing may travel in the clear.
+pub(super) fn offer(config: &Config, packages: &[PathBuf], has_tls: bool) -> Offer {
+    let named = match &config.ucx {
+        UcxChoice::Off => return Err("its setting `ucx` is off".to_owned()),
+        UcxChoice::Auto => None,
+        UcxChoice::File(path) => Some(path.as_path()),
+    };
+    match config.transport {
+        TransportChoice::Shm | TransportChoice::Tcp => return Err("its setting `transport` is another".to_owned()),
+        // Before the library is loaded, which patches functions of the process.
+        TransportChoice::Auto if !net::has_rdma_devices() => {
+            return Err("its setting `transport` is auto, and its host has no RDMA device".to_owned());
+        }
+        TransportChoice::Auto | TransportChoice::Ucx => {}
+    }
+    if has_tls {
+        return Err("its setting `tls` forbids what travels in the clear".to_owned());
+    }
+    Context::of_process(named, packages).map_err(|error| error.to_string())
+}
+
+/// Whether a transport that may use UCX has to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Need {
+    /// Where UCX goes through a device that others lack.
+    Better,
+    /// Through any.
+    Any,
+}
+
+/// The opening side's part: asks the peer for its end, connects, and reads a few bytes. So what is returned works.
+pub(super) fn open(wire: &mut Wire, context: &Arc<Context>, need: Need, deadline: Instant) -> io::Result<Endpoint> {
+    let mut endpoint = Endpoint::new(context).map_err(io::Error::other)?;
+    let address = endpoint.address().map_err(io::Error::other)?;
+    check_packed("an address", &address)?;
+    wire.ask_before(Request::to_connect(address.len()), &address, deadline)?;
+    let (say, bytes) = wire.answer_before(deadline)?;
+    if say != Say::Packed {
+        return Err(io::Error::other(format!("the peer has no UCX: {}", String::from_utf8_lossy(&bytes))));
+    }
+    let theirs = Introduction::decode(&bytes).ok_or_else(|| io::Error::other("the peer sent no address of UCX"))?;
+    endpoint.connect(theirs.address).map_err(io::Error::other)?;
+    let probe = Arc::new(LentBytes::owned(vec![0; PROBE.len()]));
+    let from = (theirs.probe, theirs.probe_key);
+    endpoint.get(0, from, (&probe, 0, PROBE.len())).map_err(io::Error::other)?;
+    loop {
+        if let Some((_, ended)) = endpoint.progress().pop() {
+            break ended.map_err(io::Error::other)?;
+        }
+        check(&endpoint)?;
+        let left = deadline.checked_duration_since(Instant::now()).ok_or(io::ErrorKind::TimedOut)?;
+        sleep(&mut endpoint, wire, PollFlags::RDHUP, Some(left))?;
+        if is_left(wire) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+    let mut read = [0; PROBE.len()];
+    probe.copy_out(0, &mut read);
+    if read != PROBE {
+        return Err(io::Error::other("UCX read other bytes than the peer has"));
+    }
+    let devices = endpoint.devices();
+    let mut names = devices.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    if names.is_empty() {
+        names.push_str("devices that it does not tell");
+    }
+    if need == Need::Better && devices.iter().all(|device| device.is_common()) {
+        return Err(io::Error::other(format!("UCX would go through {names}")));
+    }
+    log::info!("UCX goes through {names}");
+    Ok(endpoint)
+}
+
+/// The accepting side's end.
+pub(super) struct Accepted {
+    pub(super) endpoint: Endpoint,
+    pub(super) introduction: Vec<u8>,
+    /// What the peer reads to see that it can.
+    _probe: (Arc<LentBytes>, Arc<RegisteredMemory>),
+}
+
+/// The accepting side's part: connects to an address, and introduces itself.
+pub(super) fn accept(offer: &Offer, address: &[u8]) -> Result<Accepted, String> {
+    let context = offer.as_ref()?;
+    let said = |error: UcxError| error.to_string();
+    let mut endpoint = Endpoint::new(context).map_err(said)?;
+    let own = endpoint.address().map_err(said)?;
+    endpoint.connect(address).map_err(said)?;
+    let probe = Arc::new(LentBytes::owned(PROBE.to_vec()));
+    let registered = RegisteredMemory::of(context, &probe).map_err(said)?;
+    let introduction = Introduction { address: &own, probe: probe.address(), probe_key: registered.key() }.encode();
+    check_packed("an address", &introduction).map_err(|error| error.to_string())?;
+    Ok(Accepted { endpoint, introduction, _probe: (probe, registered) })
+}
+
+/// What the accepting side tells of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Introduction<'a> {
+    address: &'a [u8],
+    /// Where [`PROBE`] lies.
+    probe: u64,
+    probe_key: &'a [u8],
+}
+
+impl Introduction<'_> {
+    fn encode(&self) -> Vec<u8> {
+        let head = [self.probe.to_le_bytes(), (self.address.len() as u64).to_le_bytes()].concat();
+        [head.as_slice(), self.address, self.probe_key].concat()
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Option<Introduction<'_>> {
+        let (probe, rest) = bytes.split_first_chunk()?;
+        let (len, rest) = rest.split_first_chunk()?;
+        let (address, probe_key) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+        Some(Introduction { address, probe: u64::from_le_bytes(*probe), probe_key })
+    }
+}
+
+/// Refuses what UCX packed if it is longer than a peer takes.
+pub(super) fn check_packed(what: &str, packed: &[u8]) -> io::Result<()> {
+    if packed.len() <= PACKED_MAX {
+        return Ok(());
+    }
+    Err(io::Error::other(format!("UCX packed {what} of {} bytes, more than {PACKED_MAX}", packed.len())))
+}
+
+/// The error of a connection that has ended.
+pub(super) fn check(endpoint: &Endpoint) -> io::Result<()> {
+    endpoint.failure().map_or(Ok(()), |failure| Err(io::Error::other(format!("UCX: {failure}"))))
+}
+
+/// Sleeps until the endpoint has progress to make, something of `wanted` happens on the connection, or the time is over.
+pub(super) fn sleep(
+    endpoint: &mut Endpoint,
+    wire: &Wire,
+    wanted: PollFlags,
+    limit: Option<Duration>,
+) -> io::Result<()> {
+    if !endpoint.arm().map_err(io::Error::other)? {
+        return Ok(());
+    }
+    let mut watched =
+        [PollFd::from_borrowed_fd(wire.as_fd(), wanted), PollFd::from_borrowed_fd(endpoint.as_fd(), PollFlags::IN)];
+    let limit = limit.map(timespec);
+    match rustix::event::poll(&mut watched, limit.as_ref()) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether the peer has ended the connection, or its process has ended. What it sent before may still be unread.
+pub(super) fn is_left(wire: &Wire) -> bool {
+    let mut watched = [PollFd::from_borrowed_fd(wire.as_fd(), PollFlags::RDHUP)];
+    rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
+/// As poll(2) takes it.
+pub(super) fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX), tv_nsec: time.subsec_nanos().into() }
+}
+
+/// What the opening side reads first.
+const PROBE: [u8; 8] = *b"ncclx_rs";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offered(settings: &[(&str, &str)], has_tls: bool) -> Result<(), String> {
+        let hints: Vec<_> = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let config = Config::resolve_with(&|_| None, &hints).expect("valid settings");
+        offer(&config, &[], has_tls).map(drop)
+    }
+
+    #[test]
+    fn who_offers_no_ucx_says_why() {
+        let reason = |settings: &[(&str, &str)], has_tls| offered(settings, has_tls).expect_err("no UCX");
+        assert_eq!(reason(&[("transport", "tcp")], false), "its setting `transport` is another");
+        assert_eq!(reason(&[("transport", "ucx"), ("ucx", "off")], false), "its setting `ucx` is off");
+        assert!(reason(&[("transport", "ucx")], true).starts_with("its setting `tls`"));
+        let missing = reason(&[("transport", "ucx"), ("ucx", "/nowhere/libucp.so.0")], false);
+        assert!(missing.starts_with("/nowhere/libucp.so.0 cannot be loaded: "), "{missing}");
+        if !net::has_rdma_devices() {
+            let automatic = reason(&[("ucx", "/nowhere/libucp.so.0")], false);
+            assert_eq!(automatic, "its setting `transport` is auto, and its host has no RDMA device");
+        }
+    }
+
+    #[test]
+    fn an_introduction_is_read_as_it_was_written() {
+        let introduction = Introduction { address: &[1, 2, 3], probe: 77, probe_key: &[4; 9] };
+        let bytes = introduction.encode();
+        assert_eq!(Introduction::decode(&bytes), Some(introduction));
+        assert_eq!(bytes.len(), 16 + 3 + 9);
+        assert!((0..19).all(|len| Introduction::decode(&bytes[..len]).is_none()), "its address is cut off");
+    }
+}
