@@ -461,5 +461,7 @@ def through(rank: int, size: int, hints: dict[str, str], tls: str, body: Callabl
         (a_stopped_writer_does_not_delay_the_end_of_its_access, []),
     ],
 )
-def test_failures_are_the_same_through(fresh_world: World, body: Callable[..., None], dies: list[int], tls: str) -> None:
+def test_failures_are_the_same_through(
+    fresh_world: World, body: Callable[..., None], dies: list[int], tls: str
+) -> None:
     fresh_world.run(through, over_ucx(), tls, body, dies=dies)

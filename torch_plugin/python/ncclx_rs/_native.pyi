@@ -56,7 +56,7 @@ def cuda_devices() -> tuple[str, list[str]]:
     """The version of CUDA that the driver serves, and the devices' names. OSError: there is no driver."""
 
 def vendor_library(name: str, packages: list[str]) -> tuple[pathlib.Path, str, list[str]]:
-    """Loads the library `nccl`, `rccl` or `ucx`: its file, its version, and what it lacks. OSError: none can be used."""
+    """Loads the library `nccl`, `rccl` or `ucx`: its file, version, and what it lacks. OSError: none can be used."""
 
 def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Path]:
     """Writes the flight recorders of this process's communicators to a folder; returns the files' names."""
