@@ -223,8 +223,8 @@ def priorities(rank: int, size: int) -> None:
         hints = {"is_high_priority_stream": "true"} if is_high else {}
         group = dist.new_group(backend="ncclx_rs", pg_options=Options(hints=hints))
         backend = group._get_backend(device)
-        # Not contiguous, so that operators copy it on the stream of the operation; and the backend's own call, since
-        # what runs within c10d's operator is not noted.
+        # Not contiguous, so that operators copy it on the operation's stream; and the backend's own call, since what
+        # runs within c10d's operator is not noted.
         tensor = torch.ones(20, device="cuda")[::2]
         with Priorities() as noted:
             work = backend.allreduce([tensor], dist.AllreduceOptions())
