@@ -5,6 +5,8 @@ use std::process::Command;
 
 use ncclx_rs::rdma::{Memory, RdmaError, Transport};
 
+use crate::lacking::lacks;
+
 use super::{LONG, arrived, lent, numbers, pair, read, transport, write};
 
 /// Says in a process of this program that it is one of those.
@@ -15,7 +17,6 @@ pub(super) fn is_under_test() -> bool {
 }
 
 /// The library: the one that `NCCLX_RS_TEST_UCX` names, or that of the Python package in the environment of the tests.
-#[allow(clippy::print_stdout, reason = "says what a test lacks")]
 fn library() -> Option<PathBuf> {
     let environment = std::env::var("VIRTUAL_ENV")
         .map_or_else(|_| Path::new(env!("CARGO_MANIFEST_DIR")).join(".venv"), PathBuf::from);
@@ -24,8 +25,7 @@ fn library() -> Option<PathBuf> {
     let installed = folders.map(|python| python.path().join("site-packages/libucx/lib/libucp.so.0"));
     let found = named.into_iter().chain(installed).find(|file| file.exists());
     if found.is_none() {
-        assert!(std::env::var("NCCLX_RS_CI").is_err(), "CI lacks what the test needs: the Python package libucx-cu12");
-        println!("skipped: there is no UCX: neither NCCLX_RS_TEST_UCX nor the Python package libucx-cu12");
+        lacks("UCX: the file that NCCLX_RS_TEST_UCX names, or the Python package libucx-cu12");
     }
     found
 }
