@@ -23,7 +23,7 @@ use crate::sys::fork::PerProcess;
 use crate::types::Rank;
 
 /// The thread, as the communicator has it. It goes with this.
-pub(crate) struct Pilot {
+pub(crate) struct LandingThread {
     shared: Arc<Shared>,
 }
 
@@ -63,25 +63,24 @@ pub(crate) struct Tools {
 
 /// Why it could not begin.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum PilotError {
+pub(crate) enum LandingError {
     #[error(transparent)]
     Driver(#[from] CudaError),
     #[error("a thread cannot be started: {0}")]
     Thread(#[from] std::io::Error),
 }
 
-impl Pilot {
+impl LandingThread {
     /// Begins.
-    pub(crate) fn begin(tools: Tools) -> Result<Pilot, PilotError> {
+    pub(crate) fn begin(tools: Tools) -> Result<LandingThread, LandingError> {
         let Tools { comm, me, context, words, registered, memory, accesses } = tools;
         let stream = Stream::new(&context, 0)?;
         let (exposed, queue, changed) = (Mutex::new([None; SLOTS]), Mutex::default(), Condvar::new());
         let shared = Shared { comm, me, context, stream, words, registered, memory, exposed, accesses, queue, changed };
         let shared = Arc::new(shared);
-        Gate::begin()?;
-        let own = shared.clone();
-        sync::spawn("ncclx_rs windows", move || own.run())?;
-        Ok(Pilot { shared })
+        let (own, gate) = (shared.clone(), Gate::of_process()?);
+        sync::spawn("ncclx_rs windows", move || own.run(gate))?;
+        Ok(LandingThread { shared })
     }
 
     /// As the engine knows it.
@@ -110,7 +109,7 @@ impl Pilot {
     }
 }
 
-impl Drop for Pilot {
+impl Drop for LandingThread {
     /// Waits until the thread and its stream have ended, which wait for nothing but the driver.
     fn drop(&mut self) {
         self.end();
@@ -133,12 +132,12 @@ impl Lands for Shared {
 }
 
 impl Shared {
-    fn run(&self) {
+    fn run(&self, gate: &Gate) {
         // What is put on streams here must not spoil what is captured elsewhere.
         let _relaxed = Relaxed::enter().inspect_err(|error| log::warn!("captures may be spoilt: {error}"));
         while let Some(landing) = self.next() {
             // The process ends otherwise.
-            let Some(_passage) = Gate::pass() else { break };
+            let Some(_passage) = gate.pass() else { break };
             if let Err(error) = self.put(landing) {
                 let Landing { from, .. } = landing;
                 let operation = format!("an access of rank {from} to a window");
@@ -216,44 +215,72 @@ struct Passages {
 }
 
 /// A thread that calls the driver.
-struct Passage;
+struct Passage<'a>(&'a Gate);
 
-static GATE: PerProcess<Arc<Gate>> = PerProcess::unset();
+static GATE: PerProcess<Gate> = PerProcess::unset();
 
 impl Gate {
-    fn begin() -> std::io::Result<()> {
+    /// That of this process, which closes when that ends.
+    fn of_process() -> std::io::Result<&'static Gate> {
         static AT_EXIT: Once = Once::new();
         let mut registered = Ok(());
         AT_EXIT.call_once(|| registered = at_exit(end));
-        registered
+        registered.map(|()| GATE.get())
     }
 
-    fn pass() -> Option<Passage> {
-        let mut state = lock(&GATE.get().state);
-        state.count += usize::from(!state.is_closed);
-        (!state.is_closed).then_some(Passage)
+    fn pass(&self) -> Option<Passage<'_>> {
+        let mut state = lock(&self.state);
+        if state.is_closed {
+            return None;
+        }
+        state.count += 1;
+        Some(Passage(self))
+    }
+
+    /// Lets no thread into the driver any more, and waits a while for those that are in it.
+    fn close(&self, limit: Duration) {
+        let begin = Instant::now();
+        let mut state = lock(&self.state);
+        state.is_closed = true;
+        while state.count > 0
+            && let Some(left) = limit.checked_sub(begin.elapsed())
+        {
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
     }
 }
 
-impl Drop for Passage {
+impl Drop for Passage<'_> {
     fn drop(&mut self) {
-        let gate = GATE.get();
-        lock(&gate.state).count -= 1;
-        gate.changed.notify_all();
+        lock(&self.0.state).count -= 1;
+        self.0.changed.notify_all();
     }
 }
 
-/// Lets no thread into the driver any more, and waits a while for those that are in it.
 extern "C" fn end() {
-    let (gate, begin) = (GATE.get(), Instant::now());
-    let mut state = lock(&gate.state);
-    state.is_closed = true;
-    while state.count > 0
-        && let Some(left) = END_TIMEOUT.checked_sub(begin.elapsed())
-    {
-        state = gate.changed.wait_timeout(state, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
-    }
+    GATE.get().close(END_TIMEOUT);
 }
 
 /// How long the end of the process waits for the driver.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_passes_a_closed_gate_which_waits_for_those_who_have() {
+        let gate = Gate::default();
+        std::thread::scope(|scope| {
+            let passage = gate.pass().expect("it is open");
+            let closing = scope.spawn(|| gate.close(Duration::from_secs(60)));
+            while !lock(&gate.state).is_closed {
+                std::thread::yield_now();
+            }
+            assert!(gate.pass().is_none() && !closing.is_finished());
+            drop(passage);
+        });
+        assert!(gate.pass().is_none());
+        assert_eq!(lock(&gate.state).count, 0);
+    }
+}

@@ -18,7 +18,7 @@ use crate::device::far_windows::{FarMemory, FarWindows, FarWords};
 use crate::device::graph::number_of;
 use crate::device::graph_waits::{GraphWait, Numbers};
 use crate::device::in_flight::{Ends, InFlight, named};
-use crate::device::landing::Pilot;
+use crate::device::landing::LandingThread;
 use crate::device::lane::{copy, flush};
 use crate::device::recordings::Recordings;
 use crate::device::routes::{Route, Steps};
@@ -141,7 +141,7 @@ struct OtherHosts {
 /// What this rank has for accesses to other hosts, and from there.
 struct FarSide {
     /// Before the memory that it uses.
-    pilot: Pilot,
+    landing: LandingThread,
     words: FarWords,
     registered: Arc<RegisteredWords>,
     memory: BTreeMap<Rank, FarMemory>,
@@ -503,12 +503,12 @@ impl Exposed {
 impl FarSide {
     /// Takes this rank's part of the window that has a slot back.
     fn conceal(&self, slot: usize) {
-        self.pilot.conceal(slot);
+        self.landing.conceal(slot);
     }
 
     /// Nothing more is put into windows here.
     fn end(&self) {
-        self.pilot.end();
+        self.landing.end();
     }
 }
 

@@ -12,7 +12,7 @@ use super::{Access, FarSide, OtherHosts, Plan, Request, State, Windows};
 use crate::buffer::Buffer;
 use crate::device::accesses::Awaited;
 use crate::device::far_windows::{FarMemory, FarWord, FarWords, Port};
-use crate::device::landing::{Pilot, Tools};
+use crate::device::landing::{LandingThread, Tools};
 use crate::device::lane::{copy, flush};
 use crate::device::network::NetworkMemory;
 use crate::device::routes::{Action, Route, Steps};
@@ -44,7 +44,7 @@ impl Windows {
         let registered = registered.map_err(failed("words for windows of other hosts"))?;
         let (_, width) = self.signals.words();
         let words = FarWords::new(words, self.world, width);
-        let pilot = Pilot::begin(Tools {
+        let landing = LandingThread::begin(Tools {
             comm: self.comm.clone(),
             me: self.me,
             context: context.clone(),
@@ -53,14 +53,14 @@ impl Windows {
             memory: memory.clone(),
             accesses: self.accesses.clone(),
         });
-        let pilot = pilot.map_err(failed("what puts into its windows what comes from other hosts"))?;
-        let (marks, lands) = (self.accesses.marks().clone(), pilot.lands());
+        let landing = landing.map_err(failed("what puts into its windows what comes from other hosts"))?;
+        let (marks, lands) = (self.accesses.marks().clone(), landing.lands());
         let routes = peers.into_iter().map(|peer| (peer, Route::new(cell))).collect();
         let mut state = lock(&self.state);
         let state = state.as_mut().ok_or_else(closed)?;
         // No rank of another host knows of a window here yet.
         engine.open(Port { words: words.clone(), memory: memory.clone(), cell, marks, lands });
-        state.far = Some(FarSide { pilot, words, registered, memory, routes });
+        state.far = Some(FarSide { landing, words, registered, memory, routes });
         Ok(())
     }
 
@@ -69,7 +69,7 @@ impl Windows {
         let state = lock(&self.state);
         let Some(far) = state.as_ref().and_then(|state| state.far.as_ref()) else { return };
         far.memory.keys().for_each(|from| far.words.tell(FarWord::Signals { from: *from, slot }, 0));
-        far.pilot.expose(slot, part);
+        far.landing.expose(slot, part);
     }
 
     /// Takes it back.
