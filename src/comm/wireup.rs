@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::comm::address;
 use crate::comm::bootstrap::RankInfo;
 use crate::config::Config;
-use crate::engine::connector::{Reach, Route};
+use crate::engine::connector::{FindRoutes, Route};
 use crate::error::InitError;
 use crate::sys::net;
 use crate::sys::poller::Poller;
@@ -185,7 +185,7 @@ impl Directory {
     }
 
     /// What the engine asks.
-    pub(crate) fn into_reach(mut self) -> Reach {
+    pub(crate) fn into_reach(mut self) -> FindRoutes {
         self.bytes.shrink_to_fit();
         self.ends.shrink_to_fit();
         Box::new(move |rank| self.routes(rank))

@@ -182,7 +182,7 @@ impl Post {
     /// Takes the connections that wait.
     fn admit(&self, callers: &mut Vec<Caller>, ranks: usize) -> Result<(), HandoverError> {
         // Strangers may call any number of times: the ones that have waited longest go.
-        let most = 2 * ranks + STRANGERS;
+        let most = 2 * ranks + UNAUTHENTICATED_MAX;
         loop {
             let caller = socket::admit(self.listener.accept(), |(stream, _)| {
                 let is_known = socket::is_of_this_user(stream.as_fd())?;
@@ -329,7 +329,7 @@ impl Caller {
 const NONCE: usize = 16;
 
 /// Connections of strangers that are kept beside those of ranks.
-const STRANGERS: usize = 16;
+const UNAUTHENTICATED_MAX: usize = 16;
 
 /// How often it asks whether all ranks are there.
 const LOOK: Duration = Duration::from_millis(100);
@@ -427,7 +427,7 @@ mod tests {
     fn who_does_not_know_the_nonce_hands_nothing_over() {
         let (posts, addresses) = open(3);
         // More than are kept: one says nothing, the others are somebody else's.
-        let strangers: Vec<UnixStream> = (0..3 * STRANGERS)
+        let strangers: Vec<UnixStream> = (0..3 * UNAUTHENTICATED_MAX)
             .map(|number| {
                 let mut stream = socket::connect_unix(&addresses[0].name).expect("room");
                 if number > 0 {

@@ -101,7 +101,7 @@ struct Flight {
     /// When its stream was first seen to have reached it: only from there on its time counts.
     started: Option<Instant>,
     /// Whether other hosts have been told that this rank waits in it.
-    is_told: bool,
+    is_reported: bool,
 }
 
 impl Flight {
@@ -253,7 +253,7 @@ impl InFlight {
             // What was released before has run out; this has its own time to do so.
             (state.failing, state.released) = (None, None);
         }
-        state.flights.push_back(Flight { number, call: call.into(), work, limit, started: None, is_told: false });
+        state.flights.push_back(Flight { number, call: call.into(), work, limit, started: None, is_reported: false });
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
         let is_first = !std::mem::replace(&mut state.is_watched, true);

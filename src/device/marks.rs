@@ -45,11 +45,11 @@ impl Marks {
         if told.get(&reporter).is_none_or(|known| failure.number < known.number) {
             told.insert(reporter, failure);
         }
-        // Release: who finds this finds what was told before it, by the Acquire in `is_told`.
+        // Release: who finds this finds what was told before it, by the Acquire in `is_reported`.
         self.has_told.store(true, Ordering::Release);
     }
 
-    fn is_told(&self) -> bool {
+    fn is_reported(&self) -> bool {
         self.has_told.load(Ordering::Acquire)
     }
 
@@ -57,7 +57,7 @@ impl Marks {
     pub(crate) fn spoilt(&self) -> Option<(Rank, Failure)> {
         let others = self.control.ranks().filter(|rank| *rank != self.control.me());
         self.spoilt_by(others).or_else(|| {
-            let told = self.is_told().then(|| lock(&self.told))?;
+            let told = self.is_reported().then(|| lock(&self.told))?;
             let mut spoilt = told.iter().filter(|(_, failure)| failure.number == SPOILT);
             spoilt.next().map(|(rank, failure)| (*rank, failure.clone()))
         })
@@ -81,7 +81,7 @@ impl Marks {
     pub(crate) fn of(&self, rank: Rank) -> Option<Failure> {
         match self.control.local(rank) {
             Some(seat) => self.control.failure_of(seat, self.lane).filter(|_| seat != self.control.me()),
-            None => self.is_told().then(|| lock(&self.told).get(&rank).cloned()).flatten(),
+            None => self.is_reported().then(|| lock(&self.told).get(&rank).cloned()).flatten(),
         }
     }
 }

@@ -18,7 +18,7 @@ pub(crate) struct Route {
 }
 
 /// How each rank is reached, the preferred way first; asked when this rank first talks to it.
-pub(crate) type Reach = Box<dyn Fn(Rank) -> Vec<Route> + Send>;
+pub(crate) type FindRoutes = Box<dyn Fn(Rank) -> Vec<Route> + Send>;
 
 /// The way to a peer, and how far this rank has come on it. The default leads nowhere.
 #[derive(Debug, Default)]
@@ -84,7 +84,7 @@ impl Way {
                 (down.kind == Down::Lacking, pause)
             }
             // The failure detector may be about to say why, and to name another rank.
-            Down::Refused if now - *self.refused.get_or_insert(now) < GRACE => (false, GRACE / 4),
+            Down::Refused if now - *self.refused.get_or_insert(now) < REFUSED_TIMEOUT => (false, REFUSED_TIMEOUT / 4),
             Down::Unfit if self.routes.len() > 1 => {
                 self.routes.pop_front();
                 self.failures.push(down.cause.clone());
@@ -152,7 +152,7 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long to go on with a peer that takes no stream any more. A rank that leaves after a failure tells others of that, which takes
 /// them milliseconds.
-const GRACE: Duration = Duration::from_millis(300);
+const REFUSED_TIMEOUT: Duration = Duration::from_millis(300);
 
 #[cfg(test)]
 mod tests {
@@ -164,8 +164,8 @@ mod tests {
         let (begin, refused) = (Instant::now(), || LinkDown::refused("nobody is there"));
         assert_eq!(way.ended(refused(), begin), Ok(()));
         assert!(way.due() > Some(begin) && !way.is_short());
-        assert_eq!(way.ended(refused(), begin + GRACE / 2), Ok(()));
-        assert_eq!(way.ended(refused(), begin + GRACE).expect_err("it is over").cause, "nobody is there");
+        assert_eq!(way.ended(refused(), begin + REFUSED_TIMEOUT / 2), Ok(()));
+        assert_eq!(way.ended(refused(), begin + REFUSED_TIMEOUT).expect_err("it is over").cause, "nobody is there");
         let down = way.ended(LinkDown::new("it broke"), begin).expect_err("at once");
         assert_eq!(down.cause, "it broke");
     }

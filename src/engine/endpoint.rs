@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
-use crate::engine::connector::{OPENING_CHECK, Reach};
+use crate::engine::connector::{FindRoutes, OPENING_CHECK};
 use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, Failed, Header};
 use crate::engine::inbox::Inbox;
 use crate::engine::outbox::Outbox;
@@ -38,9 +38,9 @@ impl Endpoints {
         me: Rank,
         transports: Vec<Box<dyn Transport>>,
         size: usize,
-        reach: Reach,
+        find_routes: FindRoutes,
     ) -> Endpoints {
-        Endpoints { me, name, transports, peers: Peers::new(size, reach), lost: VecDeque::new() }
+        Endpoints { me, name, transports, peers: Peers::new(size, find_routes), lost: VecDeque::new() }
     }
 
     /// The communicator's name.
@@ -206,7 +206,7 @@ impl Endpoints {
                 }
                 None if peer.way.due().is_some() => self.connect(rank),
                 None => {
-                    if let Err(down) = peer.outbox.probe() {
+                    if let Err(down) = peer.outbox.check_connection() {
                         self.send_stream_closed(rank, down);
                     } else if !peer.outbox.is_opening()
                         && let Some(cause) = peer.way.take_turn()

@@ -193,7 +193,7 @@ impl Outbox {
     }
 
     /// Drives a connection that is being made and notices one that broke, without anything to write.
-    pub(crate) fn probe(&mut self) -> Result<(), LinkDown> {
+    pub(crate) fn check_connection(&mut self) -> Result<(), LinkDown> {
         self.send_stream.as_mut().map_or(Ok(()), |send_stream| send_stream.write(&[], &[]).map(|_| ()))
     }
 

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use crate::engine::connector::{Reach, Way};
+use crate::engine::connector::{FindRoutes, Way};
 use crate::engine::inbox::Inbox;
 use crate::engine::outbox::Outbox;
 use crate::error::LinkDown;
@@ -32,7 +32,7 @@ pub(crate) struct Peer {
 
 /// The peers of one rank.
 pub(crate) struct Peers {
-    reach: Reach,
+    find_routes: FindRoutes,
     /// By rank.
     table: Vec<Option<Box<Peer>>>,
     /// Those that are there, in the order in which this rank came to know them.
@@ -46,11 +46,11 @@ pub(crate) struct Peers {
 
 impl Peers {
     /// Of a world of so many ranks, which are reached in these ways.
-    pub(crate) fn new(size: usize, reach: Reach) -> Peers {
+    pub(crate) fn new(size: usize, find_routes: FindRoutes) -> Peers {
         let mut table = Vec::new();
         table.resize_with(size, || None);
         Peers {
-            reach,
+            find_routes,
             table,
             known: Vec::new(),
             closed: None,
@@ -88,8 +88,8 @@ impl Peers {
     #[inline]
     pub(crate) fn meet(&mut self, rank: Rank) -> &mut Peer {
         self.note_look();
-        let Peers { reach, table, known, closed, .. } = self;
-        table[rank.index()].get_or_insert_with(|| first_met(rank, reach, known, closed.as_deref()))
+        let Peers { find_routes, table, known, closed, .. } = self;
+        table[rank.index()].get_or_insert_with(|| first_met(rank, find_routes, known, closed.as_deref()))
     }
 
     /// Why `rank` cannot be reached, if it cannot.
@@ -119,7 +119,7 @@ impl Peers {
 
     /// Forgets all that is known. No rank can be reached any more, and this is why.
     pub(crate) fn close(&mut self, cause: &str) {
-        self.reach = Box::new(|_| Vec::new());
+        self.find_routes = Box::new(|_| Vec::new());
         self.closed = Some(cause.to_owned());
         self.for_each(|_, peer| *peer = Peer { lost: Some(cause.to_owned()), ..Peer::default() });
     }
@@ -138,9 +138,9 @@ impl Peers {
 }
 
 #[cold]
-fn first_met(rank: Rank, reach: &Reach, known: &mut Vec<Rank>, closed: Option<&str>) -> Box<Peer> {
+fn first_met(rank: Rank, find_routes: &FindRoutes, known: &mut Vec<Rank>, closed: Option<&str>) -> Box<Peer> {
     known.push(rank);
-    Box::new(Peer { way: Way::new(reach(rank)), lost: closed.map(str::to_owned), ..Peer::default() })
+    Box::new(Peer { way: Way::new(find_routes(rank)), lost: closed.map(str::to_owned), ..Peer::default() })
 }
 
 #[cfg(test)]

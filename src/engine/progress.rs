@@ -10,7 +10,7 @@ use crate::engine::buffered_send::BufferedSends;
 use crate::engine::call::Call;
 use crate::engine::collective::{Collectives, Request};
 use crate::engine::completion::{Completion, Finished, OpId};
-use crate::engine::connector::Reach;
+use crate::engine::connector::FindRoutes;
 use crate::engine::context::OpContext;
 use crate::engine::device_accesses::DeviceAccesses;
 use crate::engine::device_messages::DeviceMessages;
@@ -61,7 +61,7 @@ impl Engine {
         me: Rank,
         topo: Topology,
         transports: Vec<Box<dyn Transport>>,
-        reach: Reach,
+        reach: FindRoutes,
     ) -> Engine {
         let size = topo.size();
         let context = OpContext {

@@ -173,7 +173,7 @@ impl Transport {
                 let Some(context) = context else { return Ok((wire, None)) };
                 let (need, deadline) = match is_forced {
                     true => (Need::Any, deadline),
-                    false => (Need::Better, deadline.min(Instant::now() + ATTEMPT)),
+                    false => (Need::Better, deadline.min(Instant::now() + ATTEMPT_TIMEOUT)),
                 };
                 let endpoint = ucx::open(&mut wire, context, need, deadline)?;
                 Ok((wire, Some(endpoint)))
@@ -191,8 +191,10 @@ impl Transport {
         let tcp = if self.config.transport.has_tcp() && !has_tls { address.tcp.as_slice() } else { &[] };
         for target in tcp {
             let open = || {
-                let left =
-                    deadline.saturating_duration_since(Instant::now()).min(ATTEMPT).max(Duration::from_millis(1));
+                let left = deadline
+                    .saturating_duration_since(Instant::now())
+                    .min(ATTEMPT_TIMEOUT)
+                    .max(Duration::from_millis(1));
                 TcpStream::connect_timeout(target, left).and_then(|s| Wire::tcp(s, self.config.peer_timeout))
             };
             if let Ok(context) = &ucx {
@@ -291,7 +293,7 @@ fn os(operation: &'static str, cause: &io::Error) -> RdmaError {
 }
 
 /// How long one address of a peer is tried.
-const ATTEMPT: Duration = Duration::from_secs(10);
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Longer than any wait.
 const DAY: Duration = Duration::from_secs(86_400);

@@ -95,7 +95,7 @@ impl Drawn {
     }
 
     /// Whether a rank is promised what its output holds in the end.
-    fn is_told(&self, me: usize) -> bool {
+    fn is_reported(&self, me: usize) -> bool {
         !matches!(self.kind, OpKind::Reduce { root, .. } if root.index() != me)
     }
 
@@ -177,7 +177,7 @@ impl OnMemory {
         let mut got = vec![0; self.expected.len()];
         copy_to_host(&rank.context.enter().expect("a context"), output.bytes().part(0, self.expected.len()), &mut got)
             .expect("a copy");
-        let is_right = !self.drawn.is_told(rank.me()) || got == self.expected;
+        let is_right = !self.drawn.is_reported(rank.me()) || got == self.expected;
         assert!(is_right, "rank {} of {}, {what}: {:?}", rank.me(), rank.comm.size(), self.drawn);
     }
 }

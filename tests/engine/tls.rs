@@ -115,8 +115,11 @@ fn ranks_that_differ_in_protection_learn_it_on_both_sides() {
 fn a_certificate_of_another_authority_is_refused_on_both_sides() {
     let (folder, ours, others) = (tempdir().unwrap(), Authority::new("ours"), Authority::new("others"));
     let [mut outsider, own] = [&others, &ours].map(|authority| authority.settings(&folder, 1, 4000));
-    let [root, guest] = refused(&ours.settings(&folder, 0, 4000), &outsider);
-    assert!(guest.contains("rank 0 cannot be reached") && guest.contains("is not signed by an authority"), "{guest}");
+    let [root, joiner] = refused(&ours.settings(&folder, 0, 4000), &outsider);
+    assert!(
+        joiner.contains("rank 0 cannot be reached") && joiner.contains("is not signed by an authority"),
+        "{joiner}"
+    );
     assert!(root.contains("rank 1 failed") && root.contains("is not signed by an authority"), "{root}");
     // It trusts rank 0, but rank 0 does not trust it.
     outsider.retain(|(name, _)| name != "tls_ca_file");
@@ -171,14 +174,14 @@ fn a_rank_with_another_job_secret_or_none_stays_outside() {
                 assert_eq!(sums, [Ok([3]), Ok([3])]);
             });
             scope.spawn(move || {
-                let [root, guest] = refused(&secret(one), &secret(other));
+                let [root, joiner] = refused(&secret(one), &secret(other));
                 assert!(root.contains("ranks [1] did not join"), "{root}");
-                assert!(guest.contains("does not know the secret"), "{guest}");
+                assert!(joiner.contains("does not know the secret"), "{joiner}");
             });
             scope.spawn(move || {
-                let [root, guest] = refused(&secret(one), &secret(""));
+                let [root, joiner] = refused(&secret(one), &secret(""));
                 assert!(root.contains("ranks [1] did not join"), "{root}");
-                assert!(guest.contains("rank 1 has no job secret, rank 0 one"), "{guest}");
+                assert!(joiner.contains("rank 1 has no job secret, rank 0 one"), "{joiner}");
             });
             scope.spawn(move || {
                 for error in refused(&secret(""), &secret(one)) {

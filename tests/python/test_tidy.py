@@ -13,6 +13,32 @@ import pytest
 PLUGIN = Path(__file__).parents[2] / "torch_plugin"
 Graph = dict[str, set[str]]
 
+# The package's floors, the lowest first: a module uses only modules of lower ones.
+FLOORS = [
+    # What needs nothing of the package.
+    """_alias _gpu _graph_gradients _load _logging _once _operands _trace _tracing _types __main__ distwrap functional
+    bench bench.operations diagnose.dumps doctor""",
+    # One thing each: works, memory, hosts, what users get wrong.
+    """_backend_class _bootstrap _host _live _memory _mistakes _rates _reconfigure _take_over _transport _work
+    completion bench.device diagnose.links diagnose.perfetto diagnose.pytorch hooks._ring_buffer hooks._signature""",
+    # What a backend has beside it: batches, hooks, dumps, metrics, libraries.
+    """_alone _batch _debug_server _dump _hooks _library _metrics _pytorch_recorder _vendor
+    bench.measure diagnose.analyze doctor.checks top""",
+    # The backend of process groups, and what graphs know.
+    "_backend _c10d_hook_args _graph_state bench.launch bench.report diagnose diagnose.report doctor.meeting",
+    # All backends by name; operators.
+    "_autoload _backends _graph_operators bench.plot diagnose.__main__ doctor.__main__ info",
+    "_graph as_torchcomms bench.__main__ torchft",
+    # Communicators: their operations, their windows, they themselves.
+    "_operations bench.tune",
+    "_window",
+    "_comm",
+    # What makes them and stands on them.
+    "_new_comm _torchcomms_operators _wrapper hooks._observer hooks.nan_check objcol",
+    "_api device_mesh hooks.clog hooks.fr hooks.timeline",
+    "hooks",
+]
+
 
 def python_modules() -> dict[str, Path]:
     """The package's files by module name; a package is its ``__init__.py``."""
@@ -79,3 +105,12 @@ def test_no_file_needs_itself(graph: Callable[[], Graph]) -> None:
     except graphlib.CycleError as error:
         # The next module imports the one before.
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_modules_use_only_what_stands_below_them() -> None:
+    graph = python_imports()
+    floors = {f"ncclx_rs.{name}": number for number, names in enumerate(FLOORS) for name in names.split()}
+    floors["ncclx_rs"] = len(FLOORS)
+    assert floors.keys() == graph.keys(), "each module has a floor"
+    wrong = [f"{module} uses {used}" for module in graph for used in graph[module] if floors[used] >= floors[module]]
+    assert wrong == []

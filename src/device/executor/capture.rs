@@ -31,9 +31,9 @@ impl Executor {
         let mut all_gather = |own| ranks.all_gather(own, request.timeout);
         let prepared = state.graphs.prepare(place, purpose, request.timeout, &mut all_gather, &|| ranks.are_there());
         // What could not be made is told to all, and each can go on. Else ranks may be at different places.
-        let is_told = |error: &Error| matches!(error, Error::Init(_));
+        let is_reported = |error: &Error| matches!(error, Error::Init(_));
         prepared.inspect_err(|error| {
-            if !is_told(error) {
+            if !is_reported(error) {
                 self.in_flight.fail_next(error.clone())
             }
         })?;

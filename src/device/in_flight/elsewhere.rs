@@ -28,14 +28,14 @@ impl InFlight {
     /// Tells other hosts of the first operation if it takes long: they learn what this rank has called.
     pub(super) fn tell_of_wait(&self, state: &mut State, now: Instant) {
         let Some(hosts) = &self.hosts else { return };
-        let Some(first) = state.flights.front_mut().filter(|first| !first.is_told) else { return };
+        let Some(first) = state.flights.front_mut().filter(|first| !first.is_reported) else { return };
         let call = match &first.call {
             Called::Collective(call) => Some(*call),
             Called::Part(_) => None,
         };
         let notice = WAIT_NOTICE.min(first.limit / 4);
         if first.started.is_some_and(|started| now.saturating_duration_since(started) >= notice) {
-            first.is_told = true;
+            first.is_reported = true;
             hosts.tell_of_wait(first.number, call);
         }
     }

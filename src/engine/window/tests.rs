@@ -8,17 +8,17 @@ use crate::types::{DType, ReduceOp};
 
 /// Rank 0 with a window of two words, to which rank 1 writes by hand.
 struct Harness {
-    by_hand: mock_peer::Harness,
+    peer: mock_peer::Harness,
     words: Words,
     window: WindowId,
 }
 
 impl Harness {
     fn new() -> Harness {
-        let mut by_hand = mock_peer::Harness::new();
+        let mut peer = mock_peer::Harness::new();
         let mut words = Words::new(vec![0; 2]);
-        let window = by_hand.engine.windows.expose(Region::of(&[words.buffer()]));
-        Harness { by_hand, words, window }
+        let window = peer.engine.windows.expose(Region::of(&[words.buffer()]));
+        Harness { peer, words, window }
     }
 
     fn header(kind: FrameKind, window: u64, token: u64, len: u64) -> Vec<u8> {
@@ -26,11 +26,11 @@ impl Harness {
     }
 
     fn send(&mut self, bytes: &[u8]) {
-        self.by_hand.send(bytes);
+        self.peer.send(bytes);
     }
 
     fn signals(&self) -> u64 {
-        self.by_hand.engine.windows.exposed[&self.window].signals.get(&Rank(1)).copied().unwrap_or(0)
+        self.peer.engine.windows.exposed[&self.window].signals.get(&Rank(1)).copied().unwrap_or(0)
     }
 }
 
@@ -66,7 +66,7 @@ fn the_greatest_numbers_are_numbers_like_others() {
             harness.send(&Header::control(kind, match_space, u64::MAX, u64::MAX, u64::MAX).encode());
         }
     }
-    assert!(harness.by_hand.engine.context.endpoints.lost(Rank(1)).is_none());
+    assert!(harness.peer.engine.context.endpoints.lost(Rank(1)).is_none());
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn half_an_element_does_not_hold_up_the_stream() {
     let (mut harness, mut sum) = (Harness::new(), Words::new(vec![0; 2]));
     let region = Region::of(&[sum.buffer()]);
     let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
-    harness.by_hand.engine.context.rndv.expect(
+    harness.peer.engine.context.rndv.expect(
         Rank(1),
         5,
         RecvBuffer { region, action, completion: Completion::NONE, received: 0 },
@@ -91,10 +91,10 @@ fn nothing_is_written_to_a_window_that_was_concealed_amid_a_put() {
     harness.send(&Harness::header(FrameKind::Put, harness.window.0, 0, 16));
     harness.send(&7u64.to_ne_bytes());
     assert_eq!(harness.words.get(), [7, 0]);
-    harness.by_hand.engine.conceal(harness.window);
+    harness.peer.engine.conceal(harness.window);
     harness.send(&7u64.to_ne_bytes());
     assert_eq!(harness.words.get(), [7, 0]);
-    assert!(harness.by_hand.engine.context.endpoints.lost(Rank(1)).is_none());
+    assert!(harness.peer.engine.context.endpoints.lost(Rank(1)).is_none());
 }
 
 /// A frame that adds bytes to the window.
@@ -138,7 +138,7 @@ fn a_flush_is_answered_and_an_answer_nobody_waits_for_is_dropped() {
         harness.send(&Harness::header(FrameKind::Flush, window, token, 0));
     }
     harness.send(&Harness::header(FrameKind::Flushed, id, 3, 0));
-    let sent = std::mem::take(&mut harness.by_hand.wire().from_engine);
+    let sent = std::mem::take(&mut harness.peer.wire().from_engine);
     let mut rest = sent.as_slice();
     let mut answers = Vec::new();
     while !rest.is_empty() {
@@ -148,5 +148,5 @@ fn a_flush_is_answered_and_an_answer_nobody_waits_for_is_dropped() {
     }
     let answer = |window, token, index| (FrameKind::Flushed, window, token, index);
     assert_eq!(answers, [answer(id, 7, 0), answer(id + 1, 8, 1)]);
-    assert!(harness.by_hand.engine.context.endpoints.lost(Rank(1)).is_none());
+    assert!(harness.peer.engine.context.endpoints.lost(Rank(1)).is_none());
 }

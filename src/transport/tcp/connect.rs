@@ -209,11 +209,11 @@ impl SendStream for Connection {
 /// How long an address is tried: the last for as long as a connection may be silent.
 fn attempt(is_last: bool, timeout: PeerTimeout) -> Duration {
     let (PeerTimeout::WhileIdle(limit) | PeerTimeout::Always(limit)) = timeout;
-    if is_last { limit.max(ATTEMPT) } else { ATTEMPT }
+    if is_last { limit.max(ATTEMPT_TIMEOUT) } else { ATTEMPT_TIMEOUT }
 }
 
 /// How long one address is tried while there are others.
-const ATTEMPT: Duration = Duration::from_secs(10);
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
@@ -256,7 +256,7 @@ mod tests {
     fn a_caller_that_was_too_slow_for_the_acceptor_calls_again() {
         for (age, kind) in [(Duration::ZERO, Down::Refused), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-            let mut connection = connection(&[&listener], ATTEMPT);
+            let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
             drop(listener.accept().unwrap());
             let opening = Opening::new(connection.identity.clone(), Rank(1)).aged(age);
             connection.stage = Stage::Proving(opening);
@@ -269,15 +269,15 @@ mod tests {
     fn an_address_that_does_not_answer_is_given_up_for_the_next_and_the_last_at_the_timeout() {
         let (first, _callers) = silent();
         let (second, _others) = silent();
-        let mut connection = connection(&[&first, &second], ATTEMPT * 3);
+        let mut connection = connection(&[&first, &second], ATTEMPT_TIMEOUT * 3);
         assert_eq!(connection.drive(), Ok(false));
         assert_eq!(connection.current, first.local_addr().unwrap());
         for _ in 0..2 {
-            age(&mut connection, ATTEMPT);
+            age(&mut connection, ATTEMPT_TIMEOUT);
             assert_eq!(connection.drive(), Ok(false));
             assert_eq!(connection.current, second.local_addr().unwrap(), "there is no other");
         }
-        age(&mut connection, ATTEMPT * 3);
+        age(&mut connection, ATTEMPT_TIMEOUT * 3);
         assert!(connection.drive().unwrap_err().cause.contains("no answer"));
     }
 }
