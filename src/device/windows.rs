@@ -1,9 +1,9 @@
 //! Windows in the memory of devices: each rank maps the others' parts, and accesses are copies and words on its stream.
 //!
 //! At the registration, which all ranks take part in, each hands its memory over as file descriptors. From then on a put is a
-//! copy into what is mapped, a signal the write of a word, and a rank that waits for a signal puts a wait for that word on its stream. Nobody of
-//! the other rank takes part. A graph does the same with words of its own, whenever it runs. What goes to ranks of other hosts
-//! takes [another way](far).
+//! copy into what is mapped, a signal the write of a word, and a rank that waits for a signal puts a wait for that word on its
+//! stream. Nobody of the other rank takes part. A graph does the same with words of its own, whenever it runs. What goes to ranks of
+//! other hosts takes [another way](far).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
