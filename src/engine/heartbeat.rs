@@ -56,6 +56,7 @@ const HEARTBEAT_AFTER: Duration = Duration::from_millis(500);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::algo::select;
     use crate::engine::mock_peer::Harness;
     use crate::engine::region::Words;
     use crate::error::Error;
@@ -95,6 +96,17 @@ mod tests {
         assert!(work.result().is_none(), "its own comes back");
         harness.engine.heartbeat_arrives(&heartbeat(another, 1..2), Instant::now());
         assert!(matches!(work.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", work.result());
+    }
+
+    #[test]
+    fn a_heartbeat_tells_of_another_algorithm() {
+        let mut words = Words::new(vec![0]);
+        let (mut harness, work, signature) = waiting(4, &mut words);
+        let another = Signature { algorithm: select::number("ring"), ..signature };
+        assert_ne!(another, signature);
+        harness.engine.heartbeat_arrives(&heartbeat(another, 2..3), Instant::now());
+        let Some(Err(Error::Mismatch { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
+        assert!(detail.contains("rank 2 ring"), "{detail}");
     }
 
     #[test]
