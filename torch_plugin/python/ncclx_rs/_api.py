@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import (
     _is_backend_registered,
@@ -64,7 +66,6 @@ from ncclx_rs._hooks import (
 from ncclx_rs._memory import MemAllocator
 from ncclx_rs._new_comm import new_comm
 from ncclx_rs._operations import AllGatherPHandle
-from ncclx_rs._torchcomms_operators import install as _install_operators
 from ncclx_rs._transport import (
     RdmaFuture,
     RdmaMemory,
@@ -209,4 +210,9 @@ __all__ = [
     "register_backend",
 ]
 
-_install_operators()
+# PyTorch looks for torchcomms while it is imported itself, too early for operators: the first communicator puts them
+# there then.
+if hasattr(torch, "nn"):
+    from ncclx_rs._torchcomms_operators import install as _install_operators
+
+    _install_operators()

@@ -65,6 +65,10 @@ def new_comm(
         ValueError: the backend does not serve the device, or a hint has no valid value.
         RuntimeError: rank, size or the store's address are not known, or ranks did not join in time.
     """
+    # Not on top: PyTorch may be imported only in part then.
+    from ncclx_rs._torchcomms_operators import install
+
+    install()
     impl = make_backend(backend)
     device = torch.device(device)
     if options is not None and not isinstance(options, CommOptions):
