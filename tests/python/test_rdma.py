@@ -438,7 +438,7 @@ def a_stopped_writer_does_not_delay_the_end_of_its_access(rank: int, size: int, 
 
 
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
-# Not over UCX: a process that was stopped may be ended by UCX 1.22 itself ("Fatal: unexpected error: Endpoint timeout"),
+# Not over UCX: a process that was stopped may be ended by UCX 1.22 itself ("unexpected error: Endpoint timeout"),
 # which was seen on a loaded machine (docs/object_api.md).
 @pytest.mark.parametrize("hints", WIRES, ids=["direct", "frames", "tcp"], indirect=True)
 def test_a_stopped_writer_does_not_delay_the_end_of_its_access(fresh_world: World, hints: dict[str, str]) -> None:
