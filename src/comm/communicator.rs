@@ -185,7 +185,7 @@ impl Communicator {
             };
             log::info!("{summary}");
         }
-        let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), directory.into_reach());
+        let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), directory.into_routes());
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         engine.context.recorder = Recorder::new(config.flight_recorder_size);
         let device = DeviceSide::new(&config, &ranks[rank.index()].host_id);

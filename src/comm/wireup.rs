@@ -185,7 +185,7 @@ impl Directory {
     }
 
     /// What the engine asks.
-    pub(crate) fn into_reach(mut self) -> FindRoutes {
+    pub(crate) fn into_routes(mut self) -> FindRoutes {
         self.bytes.shrink_to_fit();
         self.ends.shrink_to_fit();
         Box::new(move |rank| self.routes(rank))
@@ -204,9 +204,9 @@ mod tests {
         ranks.iter().for_each(|routes| directory.push(routes));
         assert_eq!(directory.first_transports().collect::<Vec<_>>(), [0, 1]);
         assert_eq!(directory.bytes.len(), 4 + 300 + 3 * 5, "five bytes a route beside its address");
-        let reach = directory.into_reach();
+        let find_routes = directory.into_routes();
         for (rank, routes) in ranks.iter().enumerate() {
-            assert_eq!(reach(Rank::from(rank)), *routes);
+            assert_eq!(find_routes(Rank::from(rank)), *routes);
         }
     }
 }

@@ -116,7 +116,7 @@ impl Route {
             self.items += 1;
             let emptied = std::mem::replace(&mut self.last[cell], self.items);
             steps.items.push(Item::Put { offset: offset + from, bytes, cell });
-            steps.actions.extend(self.credit(emptied));
+            steps.actions.extend(credit(self.items, emptied));
             steps.actions.extend([Action::Fill { from, bytes, cell }, Action::Publish(self.items)]);
         }
         steps
@@ -133,10 +133,9 @@ impl Route {
         }
         self.items += cuts.len() as u64;
         self.answers += cuts.len() as u64;
-        let ask = |index: usize| [Self::credit_of(before + index as u64 + 1, 0), Some(before + index as u64 + 1)];
         let asks = |index: usize| {
-            let [credit, publish] = ask(index);
-            credit.map(Action::AwaitDone).into_iter().chain(publish.map(Action::Publish))
+            let item = before + index as u64 + 1;
+            credit(item, 0).into_iter().chain([Action::Publish(item)])
         };
         (0..cuts.len().min(CELLS)).for_each(|index| steps.actions.extend(asks(index)));
         for (index, (into, bytes)) in cuts.iter().enumerate() {
@@ -152,7 +151,7 @@ impl Route {
     /// Takes up a signal, after which so many have been sent through its window.
     pub fn signal(&mut self, count: u64) -> Steps {
         self.items += 1;
-        let actions = self.credit(0).into_iter().chain([Action::Publish(self.items)]).collect();
+        let actions = credit(self.items, 0).into_iter().chain([Action::Publish(self.items)]).collect();
         Steps { items: vec![Item::Signal { count }], actions }
     }
 
@@ -161,16 +160,12 @@ impl Route {
         let cell = self.cell;
         (0..len).step_by(cell).map(move |from| (from, cell.min(len - from)))
     }
+}
 
-    /// What the last item waits for: that the one is done that lay in its cell, and that no more than some are under way.
-    fn credit(&self, emptied: u64) -> Option<Action> {
-        Self::credit_of(self.items, emptied).map(Action::AwaitDone)
-    }
-
-    fn credit_of(item: u64, emptied: u64) -> Option<u64> {
-        let done = emptied.max(item.saturating_sub(UNDER_WAY));
-        (done > 0).then_some(done)
-    }
+/// What an item waits for: that the one is done that lay in its cell, and that no more than some are under way.
+fn credit(item: u64, emptied: u64) -> Option<Action> {
+    let done = emptied.max(item.saturating_sub(UNDER_WAY));
+    (done > 0).then_some(Action::AwaitDone(done))
 }
 
 /// How many items can be on their way to a rank: what its engine keeps of them is bounded so.

@@ -7,9 +7,10 @@
 use smallvec::SmallVec;
 
 use crate::algo::Collective;
+use crate::algo::group::pieces;
 use crate::algo::select::combines_by_stripes;
 use crate::counts::Counts;
-use crate::schedule::Slice;
+use crate::schedule::{Slice, Space};
 use crate::types::Rank;
 
 /// A collective over a stretch of another one's blocks.
@@ -111,8 +112,7 @@ impl<'a> Cut<'a> {
 
     /// The stripes of an all_reduce, as an algorithm cuts them.
     fn stripes(&self, count: usize) -> Counts {
-        let (each, longer) = (count / self.size, count % self.size);
-        (0..self.size).map(|rank| each + usize::from(rank < longer)).collect()
+        pieces(Slice::new(Space::Input, 0, count), self.size).iter().map(|stripe| stripe.len).collect()
     }
 
     /// The `len` elements from the `from`-th of every block on, as rank `me` has them; fewer where blocks end

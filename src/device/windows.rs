@@ -444,7 +444,7 @@ impl Windows {
     pub(crate) fn close(&self) {
         let Some(state) = lock(&self.state).take() else { return };
         if let Some(far) = &state.far {
-            far.end();
+            far.landing.end();
         }
         watch::reap(self.accesses.clone(), Box::new(state));
     }
@@ -497,18 +497,6 @@ impl Exposed {
     fn take_signal(&mut self, from: Rank) -> u64 {
         self.taken[from.index()] += 1;
         self.taken[from.index()]
-    }
-}
-
-impl FarSide {
-    /// Takes this rank's part of the window that has a slot back.
-    fn conceal(&self, slot: usize) {
-        self.landing.conceal(slot);
-    }
-
-    /// Nothing more is put into windows here.
-    fn end(&self) {
-        self.landing.end();
     }
 }
 

@@ -518,8 +518,7 @@ impl Collectives {
     pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, from: Rank, header: Header, text: String) {
         let current = self.current();
         let sequence = if header.index == Reason::Loss as u32 { header.key.max(current) } else { header.key };
-        let lost = header.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
-        let lost = lost.filter(|rank| rank.index() < ctx.size());
+        let lost = header.culprit(ctx.size());
         let is_mismatch = header.index == Reason::Mismatch as u32;
         let failure = Failure { reporter: from, is_mismatch, lost, text };
         match &self.active {

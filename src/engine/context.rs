@@ -92,8 +92,10 @@ impl OpContext {
     }
 }
 
-/// When to look again at words that a device's stream writes, where nothing has moved for so long. What moves is looked at often.
-pub(crate) fn next_look(now: Instant, still: Duration) -> Instant {
+/// When to look again at words that a device's stream writes, where something moved last then. What moves is looked at often.
+pub(crate) fn next_look(moved: Option<Instant>) -> Instant {
+    let now = Instant::now();
+    let still = moved.map_or(Duration::ZERO, |moved| now - moved);
     now + (still / 8).clamp(LOOK_MIN, LOOK_MAX)
 }
 

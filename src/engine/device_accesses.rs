@@ -8,7 +8,7 @@
 //! Once a rank of this host has given accesses up, nothing that streams count any more leaves it.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
@@ -141,9 +141,7 @@ impl DeviceAccesses {
 
     /// When to look at words again.
     pub(crate) fn next_look(&self) -> Option<Instant> {
-        let now = Instant::now();
-        let still = self.moved.map_or(Duration::ZERO, |moved| now - moved);
-        (!self.is_idle()).then(|| next_look(now, still))
+        (!self.is_idle()).then(|| next_look(self.moved))
     }
 
     // ---- steps ----
@@ -242,8 +240,7 @@ impl DeviceAccesses {
     /// A rank of another host has given accesses up.
     pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, from: Rank, header: Header, text: String) {
         let Some(port) = &self.port else { return };
-        let culprit = header.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
-        let rank = culprit.filter(|rank| rank.index() < ctx.size()).unwrap_or(from);
+        let rank = header.culprit(ctx.size()).unwrap_or(from);
         let number = if header.key == HARMLESS { HARMLESS } else { SPOILT };
         port.marks.note(from, Failure { lane: 0, number, kind: FailureKind::numbered(header.index), rank, text });
         if let Some(pair) = self.pairs.get_mut(&from) {
@@ -427,19 +424,15 @@ impl Pair {
     fn hand_over(&mut self, port: &Port, from: Rank) -> bool {
         let mut moved = false;
         while let Some((slot, item)) = self.come.front().copied() {
-            let answer = match item {
-                // What lay in the cell before has left.
+            let (item, answer) = match item {
+                // What lay in the cell before has not left yet.
                 Item::Get { .. } if self.answers >= self.answered.ended() + CELLS as u64 => break,
-                Item::Get { bytes, .. } => {
+                Item::Get { offset, bytes, .. } => {
                     let cell = (self.answers % CELLS as u64) as usize;
                     self.answers += 1;
-                    Some(Answer { cell, bytes })
+                    (Item::Get { offset, bytes, cell }, Some(Answer { cell, bytes }))
                 }
-                Item::Put { .. } | Item::Signal { .. } => None,
-            };
-            let item = match (item, answer) {
-                (Item::Get { offset, bytes, .. }, Some(Answer { cell, .. })) => Item::Get { offset, bytes, cell },
-                (item, _) => item,
+                Item::Put { .. } | Item::Signal { .. } => (item, None),
             };
             let number = self.come.first;
             self.come.pop();

@@ -11,7 +11,7 @@
 //! host. So whoever compares calls or looks for failures finds both there.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
@@ -206,9 +206,7 @@ impl DeviceMessages {
 
     /// When to look at the streams' words again.
     pub(crate) fn next_look(&self) -> Option<Instant> {
-        let now = Instant::now();
-        let still = self.moved.map_or(Duration::ZERO, |moved| now - moved);
-        (!self.is_idle()).then(|| next_look(now, still))
+        (!self.is_idle()).then(|| next_look(self.moved))
     }
 
     // ---- steps ----
@@ -303,12 +301,10 @@ impl DeviceMessages {
 
     /// Another rank has given up a message and all later ones.
     pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, from: Rank, header: Header, text: String) {
-        let size = ctx.size();
         let Some(pair) = self.pairs.get_mut(&from) else { return };
         let lane = header.signature.root as usize;
         let Some(number) = pair.base(lane).and_then(|base| header.key.checked_sub(base)) else { return };
-        let culprit = header.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
-        let rank = culprit.filter(|rank| rank.index() < size).unwrap_or(from);
+        let rank = header.culprit(ctx.size()).unwrap_or(from);
         let kind = FailureKind::numbered(header.index);
         pair.far.other.fail(&Failure { lane, number, kind, rank, text });
         pair.drop_from(ctx, from, lane, number);

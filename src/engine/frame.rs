@@ -185,6 +185,14 @@ impl Failed {
     }
 }
 
+impl Header {
+    /// The rank at fault that a frame of [`Failed`] names, in a world of so many ranks, unless it is of a message.
+    pub(crate) fn culprit(&self, size: usize) -> Option<Rank> {
+        let rank = self.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
+        rank.filter(|rank| rank.index() < size)
+    }
+}
+
 /// A header as bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Encoded {

@@ -71,8 +71,8 @@ impl Harness {
         let wire = Arc::<Mutex<MockWire>>::default();
         let topo = Topology::single_host(size);
         let transport = Box::new(MockTransport { wire: Arc::clone(&wire), accepted: false });
-        let reach = |rank: Rank| vec![Route { transport: 0, address: vec![] }; usize::from(rank > Rank(0))];
-        let engine = Engine::new("test".to_owned(), Rank(0), topo, vec![transport], Box::new(reach));
+        let find_routes = |rank: Rank| vec![Route { transport: 0, address: vec![] }; usize::from(rank > Rank(0))];
+        let engine = Engine::new("test".to_owned(), Rank(0), topo, vec![transport], Box::new(find_routes));
         Harness { engine, wire }
     }
 

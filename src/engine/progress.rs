@@ -61,13 +61,13 @@ impl Engine {
         me: Rank,
         topo: Topology,
         transports: Vec<Box<dyn Transport>>,
-        reach: FindRoutes,
+        find_routes: FindRoutes,
     ) -> Engine {
         let size = topo.size();
         let context = OpContext {
             me,
             topo,
-            endpoints: Endpoints::new(name, me, transports, size, reach),
+            endpoints: Endpoints::new(name, me, transports, size, find_routes),
             rndv: Rendezvous::new(size),
             recorder: Recorder::default(),
             failures: Failures::default(),

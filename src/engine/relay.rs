@@ -190,8 +190,7 @@ impl Relay {
     /// When to look at the stream's words again.
     pub(crate) fn next_look(&self) -> Option<Instant> {
         let waits = self.outbound.next().is_some() || self.inbound.next().is_some();
-        let now = Instant::now();
-        waits.then(|| next_look(now, now - self.moved))
+        waits.then(|| next_look(Some(self.moved)))
     }
 
     // ---- steps ----
@@ -428,8 +427,7 @@ impl Relay {
     /// Another rank has given up an operation and all later ones.
     pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, from: Rank, header: Header, text: String) {
         let Some(number) = header.key.checked_sub(self.base) else { return };
-        let culprit = header.token.checked_sub(1).and_then(|rank| u32::try_from(rank).ok()).map(Rank);
-        let rank = culprit.filter(|rank| rank.index() < ctx.size()).unwrap_or(from);
+        let rank = header.culprit(ctx.size()).unwrap_or(from);
         let kind = FailureKind::numbered(header.index);
         let lane = self.pier.as_ref().map_or(0, |pier| pier.lane);
         self.fail_from(ctx, (from, Failure { lane, number, kind, rank, text }));

@@ -5,6 +5,7 @@ pub mod cuda;
 pub mod exit;
 pub mod fork;
 pub mod lent_bytes;
+mod library;
 pub mod limits;
 mod memfd;
 pub mod nccl;

@@ -6,7 +6,9 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
-use libloading::Library;
+use libloading::os::unix::Library;
+
+use crate::sys::library::functions;
 
 /// The names of the library, by the version of CUDA.
 const NAMES: [(u32, &str); 2] = [(13, "libnvrtc.so.13"), (12, "libnvrtc.so.12")];
@@ -56,41 +58,24 @@ pub enum NvrtcError {
     },
 }
 
-macro_rules! functions {
-    ($($field:ident, $name:literal, fn($($parameter:ty),*) -> $result:ty;)*) => {
-        /// The library's functions, all of which are there since CUDA 11.2.
-        #[derive(Clone, Copy)]
-        struct Functions {
-            $($field: unsafe extern "C" fn($($parameter),*) -> $result,)*
-        }
-
-        impl Functions {
-            fn of(library: &Library, path: &Path) -> Result<Functions, NvrtcError> {
-                Ok(Functions { $(
-                    $field: {
-                        // SAFETY: nvrtc.h declares it with this type.
-                        let found = unsafe { library.get::<unsafe extern "C" fn($($parameter),*) -> $result>($name) };
-                        *found.map_err(|_| NvrtcError::Function { path: path.to_owned(), function: $name })?
-                    },
-                )* })
-            }
-        }
-    };
-}
-
+// As nvrtc.h declares them since CUDA 11.2.
 functions! {
-    error_string, "nvrtcGetErrorString", fn(Code) -> *const c_char;
-    version, "nvrtcVersion", fn(*mut c_int, *mut c_int) -> Code;
-    architecture_count, "nvrtcGetNumSupportedArchs", fn(*mut c_int) -> Code;
-    architectures, "nvrtcGetSupportedArchs", fn(*mut c_int) -> Code;
-    create, "nvrtcCreateProgram",
-        fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> Code;
-    compile, "nvrtcCompileProgram", fn(Program, c_int, *const *const c_char) -> Code;
-    log_size, "nvrtcGetProgramLogSize", fn(Program, *mut usize) -> Code;
-    log, "nvrtcGetProgramLog", fn(Program, *mut c_char) -> Code;
-    cubin_size, "nvrtcGetCUBINSize", fn(Program, *mut usize) -> Code;
-    cubin, "nvrtcGetCUBIN", fn(Program, *mut c_char) -> Code;
-    destroy, "nvrtcDestroyProgram", fn(*mut Program) -> Code;
+    needed {
+        error_string = "nvrtcGetErrorString"(Code) -> *const c_char;
+        version = "nvrtcVersion"(*mut c_int, *mut c_int) -> Code;
+        architecture_count = "nvrtcGetNumSupportedArchs"(*mut c_int) -> Code;
+        architectures = "nvrtcGetSupportedArchs"(*mut c_int) -> Code;
+        create = "nvrtcCreateProgram"(
+            *mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
+        ) -> Code;
+        compile = "nvrtcCompileProgram"(Program, c_int, *const *const c_char) -> Code;
+        log_size = "nvrtcGetProgramLogSize"(Program, *mut usize) -> Code;
+        log = "nvrtcGetProgramLog"(Program, *mut c_char) -> Code;
+        cubin_size = "nvrtcGetCUBINSize"(Program, *mut usize) -> Code;
+        cubin = "nvrtcGetCUBIN"(Program, *mut c_char) -> Code;
+        destroy = "nvrtcDestroyProgram"(*mut Program) -> Code;
+    }
+    optional {}
 }
 
 impl Nvrtc {
@@ -111,7 +96,8 @@ impl Nvrtc {
     }
 
     fn of(library: Library, path: &Path) -> Result<Nvrtc, NvrtcError> {
-        let functions = Functions::of(&library, path)?;
+        let functions =
+            Functions::of(&library).map_err(|function| NvrtcError::Function { path: path.to_owned(), function })?;
         let mut nvrtc =
             Nvrtc { functions, version: (0, 0), architectures: Vec::new(), _library: ManuallyDrop::new(library) };
         let (mut major, mut minor, mut count) = (0, 0, 0);

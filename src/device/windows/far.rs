@@ -75,7 +75,7 @@ impl Windows {
     /// Takes it back.
     pub(super) fn conceal_far(&self, slot: usize) {
         if let Some(far) = lock(&self.state).as_ref().and_then(|state| state.far.as_ref()) {
-            far.conceal(slot);
+            far.landing.conceal(slot);
         }
     }
 

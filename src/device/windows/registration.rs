@@ -185,7 +185,7 @@ impl Windows {
         let Some(state) = state.as_mut() else { return };
         let Some(exposed) = state.exposed.remove(&window) else { return };
         if let Some(far) = &state.far {
-            far.conceal(exposed.slot);
+            far.landing.conceal(exposed.slot);
         }
         // Where an access is still in flight its word is, too.
         if !self.accesses.uses(window) && self.is_settled_far(exposed.slot) {

@@ -3,9 +3,8 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use libloading::os::unix::Library;
-
 use super::config::Config;
+use crate::sys::library::functions;
 
 /// `ncclResult_t`: a number, so that one that a later library invents is no undefined behaviour.
 pub(super) type Code = c_int;
@@ -24,42 +23,7 @@ pub(super) type Address = *mut c_void;
 /// `cudaStream_t`, which the driver calls `CUstream`.
 pub(super) type RawStream = *mut c_void;
 
-macro_rules! functions {
-    (
-        needed { $($needed:ident = $needed_name:literal ($($needed_argument:ty),*) -> $needed_result:ty;)* }
-        optional { $($optional:ident = $optional_name:literal ($($argument:ty),*) -> $result:ty;)* }
-    ) => {
-        /// What is called of a library. What not every library has may be missing.
-        #[derive(Clone, Copy)]
-        pub(super) struct Functions {
-            $(pub(super) $needed: unsafe extern "C" fn($($needed_argument),*) -> $needed_result,)*
-            $(pub(super) $optional: Option<unsafe extern "C" fn($($argument),*) -> $result>,)*
-        }
-
-        impl Functions {
-            /// Those of a library, or the name of one that it lacks.
-            pub(super) fn of(library: &Library) -> Result<Functions, &'static str> {
-                Ok(Functions {
-                    $($needed: {
-                        // SAFETY: nccl.h declares it with this type in every version since the oldest known one.
-                        let found = unsafe {
-                            library.get::<unsafe extern "C" fn($($needed_argument),*) -> $needed_result>($needed_name)
-                        };
-                        *found.map_err(|_| $needed_name)?
-                    },)*
-                    $($optional: {
-                        // SAFETY: nccl.h declares it with this type in every version that has it.
-                        let found = unsafe {
-                            library.get::<unsafe extern "C" fn($($argument),*) -> $result>($optional_name)
-                        };
-                        found.ok().map(|found| *found)
-                    },)*
-                })
-            }
-        }
-    };
-}
-
+// As nccl.h declares them in every version since the oldest known one; the optional ones, in every version that has them.
 functions! {
     needed {
         get_version = "ncclGetVersion"(*mut c_int) -> Code;

@@ -1,17 +1,16 @@
 //! Finding and loading the library of a vendor, and what it can do.
 #![allow(unsafe_code, reason = "calls a library in C")]
 
-use std::error::Error;
-use std::ffi::{CStr, OsStr, c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
-use std::mem::{ManuallyDrop, MaybeUninit};
-use std::os::unix::ffi::OsStrExt;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
 use libc::{RTLD_NOLOAD, RTLD_NOW};
 use libloading::os::unix::Library;
 
 use super::functions::{Code, Functions};
+use crate::sys::library::{file_of, said};
 
 /// Whose library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -323,29 +322,11 @@ impl Nccl {
     }
 }
 
-/// What the loader says.
-fn said(error: &libloading::Error) -> String {
-    error.source().map_or_else(|| error.to_string(), ToString::to_string)
-}
-
 /// What a library of a version can do that has some functions.
 fn features(version: Version, has: impl Fn(&str) -> bool) -> Vec<Feature> {
     let works =
         |feature: &Feature| version >= feature.since() && feature.functions().iter().all(|function| has(function));
     Feature::ALL.iter().copied().filter(works).collect()
-}
-
-/// The file that a function has been loaded from.
-fn file_of(function: *const c_void) -> Option<PathBuf> {
-    let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: it takes any address, and writes to what lives.
-    if unsafe { libc::dladdr(function, found.as_mut_ptr()) } == 0 {
-        return None;
-    }
-    // SAFETY: of zeroes it is a value, too.
-    let name = unsafe { found.assume_init() }.dli_fname;
-    // SAFETY: the loader's text, which stays as long as the library and ends with NUL.
-    (!name.is_null()).then(|| PathBuf::from(OsStr::from_bytes(unsafe { CStr::from_ptr(name) }.to_bytes())))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-use libloading::os::unix::Library;
+use crate::sys::library::functions;
 
 /// `ucs_status_t`: a number, so that one that a later library invents is no undefined behaviour.
 pub(super) type Status = c_int;
@@ -242,42 +242,7 @@ const _: () = {
     assert!(size_of::<EndpointAttributes>() >= 328 && offset_of!(EndpointAttributes, entries) == 296);
 };
 
-macro_rules! functions {
-    (
-        needed { $($needed:ident = $needed_name:literal ($($needed_argument:ty),*) -> $needed_result:ty;)* }
-        optional { $($optional:ident = $optional_name:literal ($($argument:ty),*) -> $result:ty;)* }
-    ) => {
-        /// What is called of the library. What not every version has may be missing.
-        #[derive(Clone, Copy)]
-        pub(super) struct Functions {
-            $(pub(super) $needed: unsafe extern "C" fn($($needed_argument),*) -> $needed_result,)*
-            $(pub(super) $optional: Option<unsafe extern "C" fn($($argument),*) -> $result>,)*
-        }
-
-        impl Functions {
-            /// Those of a library, or the name of one that it lacks.
-            pub(super) fn of(library: &Library) -> Result<Functions, &'static str> {
-                Ok(Functions {
-                    $($needed: {
-                        // SAFETY: ucp.h declares it with this type in every version since 1.12.
-                        let found = unsafe {
-                            library.get::<unsafe extern "C" fn($($needed_argument),*) -> $needed_result>($needed_name)
-                        };
-                        *found.map_err(|_| $needed_name)?
-                    },)*
-                    $($optional: {
-                        // SAFETY: ucp.h declares it with this type in every version that has it.
-                        let found = unsafe {
-                            library.get::<unsafe extern "C" fn($($argument),*) -> $result>($optional_name)
-                        };
-                        found.ok().map(|found| *found)
-                    },)*
-                })
-            }
-        }
-    };
-}
-
+// As ucp.h declares them since 1.12; the optional one, in every version that has it.
 functions! {
     needed {
         get_version = "ucp_get_version"(*mut c_uint, *mut c_uint, *mut c_uint) -> ();

@@ -1,17 +1,16 @@
 //! Finding and loading the library.
 #![allow(unsafe_code, reason = "calls a library in C")]
 
-use std::error::Error;
-use std::ffi::{CStr, OsStr, c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
-use std::mem::{ManuallyDrop, MaybeUninit};
-use std::os::unix::ffi::OsStrExt;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
 use libc::{RTLD_NOLOAD, RTLD_NOW};
 use libloading::os::unix::Library;
 
 use super::functions::{Functions, Status};
+use crate::sys::library::{file_of, said};
 
 /// The library's file, as the system's loader knows it.
 const FILE: &str = "libucp.so.0";
@@ -187,24 +186,6 @@ fn check_version(path: &Path, version: Version) -> Result<(), UcxError> {
         return Err(UcxError::TooOld { path: path.to_owned(), version });
     }
     Ok(())
-}
-
-/// What the loader says.
-fn said(error: &libloading::Error) -> String {
-    error.source().map_or_else(|| error.to_string(), ToString::to_string)
-}
-
-/// The file that a function has been loaded from.
-fn file_of(function: *const c_void) -> Option<PathBuf> {
-    let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: it takes any address, and writes to what lives.
-    if unsafe { libc::dladdr(function, found.as_mut_ptr()) } == 0 {
-        return None;
-    }
-    // SAFETY: of zeroes it is a value, too.
-    let name = unsafe { found.assume_init() }.dli_fname;
-    // SAFETY: the loader's text, which stays as long as the library and ends with NUL.
-    (!name.is_null()).then(|| PathBuf::from(OsStr::from_bytes(unsafe { CStr::from_ptr(name) }.to_bytes())))
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ torchcomms' name, and torchcomms itself may register there, before or after: wha
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -263,6 +264,7 @@ def _operators() -> Iterator[Operator]:
         yield Wait(name)
 
 
+@functools.cache
 def install() -> None:
     """Puts the operators into ``torch.ops.torchcomms``. Idempotent."""
     for operator in _operators():
