@@ -34,9 +34,9 @@ FLOORS = [
     "_window",
     "_comm",
     # What makes them and stands on them.
-    "_new_comm _torchcomms_operators _wrapper hooks._observer hooks.nan_check objcol",
-    "_api device_mesh hooks.clog hooks.fr hooks.timeline",
-    "hooks",
+    "_torchcomms_operators _wrapper hooks._observer hooks.nan_check objcol",
+    "_new_comm device_mesh hooks.clog hooks.fr hooks.timeline",
+    "_api hooks",
 ]
 
 
