@@ -438,11 +438,15 @@ def a_stopped_writer_does_not_delay_the_end_of_its_access(rank: int, size: int, 
 
 
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
-# Not over UCX: a process that was stopped may be ended by UCX 1.22 itself ("unexpected error: Endpoint timeout"),
-# which was seen on a loaded machine (docs/object_api.md).
-@pytest.mark.parametrize("hints", WIRES, ids=["direct", "frames", "tcp"], indirect=True)
+@wires
 def test_a_stopped_writer_does_not_delay_the_end_of_its_access(fresh_world: World, hints: dict[str, str]) -> None:
+    if hints.get("transport") == "ucx":
+        pytest.skip(ENDED_BY_UCX)
     fresh_world.run(a_stopped_writer_does_not_delay_the_end_of_its_access, hints)
+
+
+# ucp_progress_get_reply of rma_sw.c hands the error of a connection that has ended to ucs_fatal (docs/object_api.md).
+ENDED_BY_UCX = "UCX 1.22 may end a process whose peer goes away while it answers the peer's read over TCP"
 
 
 def through(rank: int, size: int, hints: dict[str, str], tls: str, body: Callable[..., None]) -> None:
@@ -466,4 +470,6 @@ def through(rank: int, size: int, hints: dict[str, str], tls: str, body: Callabl
 def test_failures_are_the_same_through(
     fresh_world: World, body: Callable[..., None], dies: list[int], tls: str
 ) -> None:
+    if body is a_stopped_writer_does_not_delay_the_end_of_its_access and tls == "tcp":
+        pytest.skip(ENDED_BY_UCX)
     fresh_world.run(through, over_ucx(), tls, body, dies=dies)
