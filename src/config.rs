@@ -60,7 +60,7 @@ options! {
         "How bytes move between ranks; auto takes shared memory within a host and TCP between hosts. `ucx` is for transports \
          between two processes alone, which auto gives it too, between hosts that have RDMA devices.";
     ucx: UcxChoice, "ucx", "auto", &[],
-        "The library UCX for transports between two processes, 1.12 or later: a file; auto takes the one that the process has \
+        "The library UCX for transports between two processes, 1.14 or later: a file; auto takes the one that the process has \
          loaded, the system's, or that of the Python package libucx-cu12 or -cu13; off for none. The first that a process takes \
          is its only one.";
     socket_interfaces: Option<String>, "socket_ifname", "", &["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"],

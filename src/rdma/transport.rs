@@ -105,7 +105,7 @@ impl Transport {
             tcp: hosts.into_iter().filter(|_| is_open).map(|host| (host, port).into()).collect(),
         };
         let bytes = serde_json::to_vec(&address).expect("an address is plain data");
-        self.allow_readers(&ucx);
+        self.allow_readers();
         let server =
             Server::start(address, ucx, unix, tcp, self.config.peer_timeout).map_err(|cause| os("bind", &cause))?;
         state.bound = Some((bytes.clone(), server));
@@ -154,8 +154,8 @@ impl Transport {
     }
 
     /// The peer reads long spans where they lie.
-    fn allow_readers(&self, ucx: &ucx::Offer) {
-        if self.config.single_copy_bytes > 0 || ucx.is_ok() {
+    fn allow_readers(&self) {
+        if self.config.single_copy_bytes > 0 {
             cma::allow_readers();
         }
     }
@@ -164,7 +164,7 @@ impl Transport {
     fn reach(&self, address: &Address, deadline: Instant) -> Result<(Wire, Option<Endpoint>), RdmaError> {
         let has_tls = Tls::new(&self.config, &address.secret)?.is_some();
         let ucx = self.ucx("connect", has_tls)?;
-        self.allow_readers(&ucx);
+        self.allow_readers();
         let is_forced = self.config.transport == TransportChoice::Ucx;
         let mut failures = Vec::new();
         let mut attempt = |way: &str, open: &dyn Fn() -> io::Result<Wire>, context: Option<&Arc<Context>>| {

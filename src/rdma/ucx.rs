@@ -16,7 +16,7 @@ use crate::rdma::wire::Wire;
 use crate::sync::Arc;
 use crate::sys::lent_bytes::LentBytes;
 use crate::sys::net;
-use crate::sys::ucx::{Context, Endpoint, RegisteredMemory, UcxError};
+use crate::sys::ucx::{Context, Device, Endpoint, RegisteredMemory, UcxError};
 
 /// UCX as a transport offers it to its peer, or why it does not.
 pub(super) type Offer = Result<Arc<Context>, String>;
@@ -45,9 +45,9 @@ pub(super) fn offer(config: &Config, packages: &[PathBuf], has_tls: bool) -> Off
 /// Whether a transport that may use UCX has to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
-    /// Where UCX goes through a device that others lack.
+    /// Where UCX goes through an RDMA device.
     Better,
-    /// Through any.
+    /// Where UCX goes through an RDMA device or shared memory.
     Any,
 }
 
@@ -63,6 +63,7 @@ pub(super) fn open(wire: &mut Wire, context: &Arc<Context>, need: Need, deadline
     }
     let theirs = Introduction::decode(&bytes).ok_or_else(|| io::Error::other("the peer sent no address of UCX"))?;
     endpoint.connect(theirs.address).map_err(io::Error::other)?;
+    let names = check_devices(&endpoint, need).map_err(io::Error::other)?;
     let probe = Arc::new(LentBytes::owned(vec![0; PROBE.len()]));
     let from = (theirs.probe, theirs.probe_key);
     endpoint.get(0, from, (&probe, 0, PROBE.len())).map_err(io::Error::other)?;
@@ -81,14 +82,6 @@ pub(super) fn open(wire: &mut Wire, context: &Arc<Context>, need: Need, deadline
     probe.copy_out(0, &mut read);
     if read != PROBE {
         return Err(io::Error::other("UCX read other bytes than the peer has"));
-    }
-    let devices = endpoint.devices();
-    let mut names = devices.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    if names.is_empty() {
-        names.push_str("devices that it does not tell");
-    }
-    if need == Need::Better && devices.iter().all(|device| device.is_common()) {
-        return Err(io::Error::other(format!("UCX would go through {names}")));
     }
     log::info!("UCX goes through {names}");
     Ok(endpoint)
@@ -109,11 +102,32 @@ pub(super) fn accept(offer: &Offer, address: &[u8]) -> Result<Accepted, String> 
     let mut endpoint = Endpoint::new(context).map_err(said)?;
     let own = endpoint.address().map_err(said)?;
     endpoint.connect(address).map_err(said)?;
+    check_devices(&endpoint, Need::Any)?;
     let probe = Arc::new(LentBytes::owned(PROBE.to_vec()));
     let registered = RegisteredMemory::of(context, &probe).map_err(said)?;
     let introduction = Introduction { address: &own, probe: probe.address(), probe_key: registered.key() }.encode();
     check_packed("an address", &introduction).map_err(|error| error.to_string())?;
     Ok(Accepted { endpoint, introduction, _probe: (probe, registered) })
+}
+
+/// The names of what the endpoint goes through, or why that is not taken.
+///
+/// Where no device reads by itself, the peer's UCX answers each read by a message. If it has seen the connection end when it
+/// begins to answer, it calls `ucs_fatal`, which ends the process (`ucp_progress_get_reply` of `rma_sw.c`, as of 1.22). Over TCP that
+/// happens whenever the other side goes away. Over shared memory UCX looks for that each 20 s, and the connection beside it ends
+/// at once, after which this side closes its endpoint, and UCX drops what comes.
+fn check_devices(endpoint: &Endpoint, need: Need) -> Result<String, String> {
+    let devices = endpoint.devices();
+    let has_rdma = devices.iter().any(Device::is_rdma);
+    let names = devices.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let reason = match need {
+        _ if !has_rdma && !devices.iter().any(Device::is_shared_memory) => {
+            "where a peer that goes away can end this process"
+        }
+        Need::Better if !has_rdma => "none of which is an RDMA device",
+        Need::Better | Need::Any => return Ok(names),
+    };
+    Err(format!("UCX would go through {names}, {reason}"))
 }
 
 /// What the accepting side tells of itself.

@@ -56,6 +56,12 @@ impl Context {
         // SAFETY: no prefix and no file are allowed, and it writes to a pointer, which lives.
         let status = unsafe { (functions.config_read)(std::ptr::null(), std::ptr::null(), &raw mut config) };
         ucx.check("ucp_config_read", status)?;
+        if std::env::var_os("UCX_MM_ERROR_HANDLING").is_none() {
+            // Otherwise shared memory reports no peer's death, and is not taken for endpoints that ask for such reports.
+            // SAFETY: read above; both texts end with NUL, and are copied.
+            let status = unsafe { (functions.config_modify)(config, c"MM_ERROR_HANDLING".as_ptr(), c"y".as_ptr()) };
+            ucx.check("ucp_config_modify", status)?;
+        }
         let params = Params {
             field_mask: PARAM_FEATURES | PARAM_MT_WORKERS_SHARED,
             features: FEATURE_RMA | FEATURE_WAKEUP,
@@ -64,7 +70,7 @@ impl Context {
         };
         let mut raw = null_mut();
         // SAFETY: the structure is that of the version that is named, and the configuration the one just read.
-        let status = unsafe { (functions.init)(1, 12, &raw const params, config, &raw mut raw) };
+        let status = unsafe { (functions.init)(1, 14, &raw const params, config, &raw mut raw) };
         // SAFETY: read above, and not used any more.
         unsafe { (functions.config_release)(config) };
         ucx.check("ucp_init", status)?;

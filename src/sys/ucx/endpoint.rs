@@ -27,9 +27,14 @@ pub struct Device {
 }
 
 impl Device {
-    /// Whether TCP and the memory of one host would do as much: everything but the network devices that UCX is for.
-    pub fn is_common(&self) -> bool {
-        COMMON.contains(&self.transport.as_str())
+    /// Whether it is an RDMA device, which reads by itself what a peer has.
+    pub fn is_rdma(&self) -> bool {
+        RDMA.contains(&self.transport.as_str())
+    }
+
+    /// Whether it is shared memory.
+    pub fn is_shared_memory(&self) -> bool {
+        SHARED_MEMORY.contains(&self.transport.as_str())
     }
 }
 
@@ -39,9 +44,10 @@ impl fmt::Display for Device {
     }
 }
 
-/// The ways that need no network device of their own.
-const COMMON: [&str; 11] =
-    ["self", "tcp", "sysv", "posix", "cma", "knem", "xpmem", "cuda_copy", "cuda_ipc", "rocm_copy", "rocm_ipc"];
+/// Those of InfiniBand and RoCE. `ud` reads nothing by itself, and `srd` (EFA) does so on some devices only.
+const RDMA: [&str; 3] = ["rc_verbs", "rc_mlx5", "dc_mlx5"];
+
+const SHARED_MEMORY: [&str; 3] = ["posix", "sysv", "xpmem"];
 
 /// A connection to one peer, by which this process reads the peer's memory while the peer reads this one's. One thread at a time
 /// uses it, and has to call [`Endpoint::progress`] again and again: otherwise neither side's reads go on.
@@ -151,13 +157,15 @@ impl Endpoint {
         Ok(())
     }
 
-    /// What bytes go through; nothing before it is connected, and where the library is too old to tell.
+    /// What bytes go through; nothing before it is connected.
     pub fn devices(&self) -> Vec<Device> {
-        let Some(query) = self.functions().ep_query.filter(|_| !self.raw.is_null()) else { return Vec::new() };
+        if self.raw.is_null() {
+            return Vec::new();
+        }
         let mut entries = [TransportEntry { transport: null(), device: null() }; DEVICES_MAX];
         let mut attributes = EndpointAttributes::transports(&mut entries);
         // SAFETY: the endpoint lives, and `entries` has as much room as the structure says.
-        if unsafe { query(self.raw, &raw mut attributes) } != OK {
+        if unsafe { (self.functions().ep_query)(self.raw, &raw mut attributes) } != OK {
             return Vec::new();
         }
         let count = (attributes.num_entries as usize).min(DEVICES_MAX);

@@ -242,13 +242,14 @@ const _: () = {
     assert!(size_of::<EndpointAttributes>() >= 328 && offset_of!(EndpointAttributes, entries) == 296);
 };
 
-// As ucp.h declares them since 1.12; the optional one, in every version that has it.
+// As ucp.h declares them since 1.14.
 functions! {
     needed {
         get_version = "ucp_get_version"(*mut c_uint, *mut c_uint, *mut c_uint) -> ();
         // Of libucs, which the library brings.
         status_string = "ucs_status_string"(Status) -> *const c_char;
         config_read = "ucp_config_read"(*const c_char, *const c_char, *mut RawConfig) -> Status;
+        config_modify = "ucp_config_modify"(RawConfig, *const c_char, *const c_char) -> Status;
         config_release = "ucp_config_release"(RawConfig) -> ();
         init = "ucp_init_version"(c_uint, c_uint, *const Params, RawConfig, *mut RawContext) -> Status;
         cleanup = "ucp_cleanup"(RawContext) -> ();
@@ -271,11 +272,9 @@ functions! {
         get = "ucp_get_nbx"(RawEndpoint, *mut c_void, usize, u64, RawKey, *const RequestParams) -> StatusPtr;
         request_check_status = "ucp_request_check_status"(*mut c_void) -> Status;
         request_free = "ucp_request_free"(*mut c_void) -> ();
-    }
-    optional {
-        // Since 1.13.
         ep_query = "ucp_ep_query"(RawEndpoint, *mut EndpointAttributes) -> Status;
     }
+    optional {}
 }
 
 #[cfg(test)]

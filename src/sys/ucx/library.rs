@@ -28,7 +28,7 @@ pub struct Version {
 
 impl Version {
     /// The first that this engine knows.
-    pub const OLDEST: Version = Version { major: 1, minor: 12, patch: 0 };
+    pub const OLDEST: Version = Version { major: 1, minor: 14, patch: 0 };
 }
 
 impl fmt::Display for Version {
@@ -204,8 +204,8 @@ mod tests {
     #[test]
     fn a_version_that_is_too_old_is_named() {
         let check = |minor| check_version(Path::new("/a/libucp.so.0"), Version { major: 1, minor, patch: 7 });
-        assert_eq!(check(12), Ok(()));
-        let error = check(11).expect_err("too old").to_string();
-        assert_eq!(error, "/a/libucp.so.0 is UCX 1.11.7, and 1.12.0 is the oldest that works");
+        assert_eq!(check(14), Ok(()));
+        let error = check(13).expect_err("too old").to_string();
+        assert_eq!(error, "/a/libucp.so.0 is UCX 1.13.7, and 1.14.0 is the oldest that works");
     }
 }

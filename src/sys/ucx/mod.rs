@@ -2,7 +2,7 @@
 //!
 //! Of its protocol layer, UCP, only one-sided reads are used (`ucp_get_nbx`): no atomics, which it lacks where it reports the
 //! death of peers, and no writes, which an owner of memory could not stop. Names are UCP's. Its structures only ever grow, and a
-//! mask says which fields are set; those here are of ucp.h 1.12 to 1.22.
+//! mask says which fields are set; those here are of ucp.h 1.14 to 1.22.
 
 mod context;
 mod endpoint;

@@ -30,32 +30,44 @@ fn library() -> Option<PathBuf> {
     found
 }
 
-/// Runs all tests of transports in a process where UCX may go through these alone.
-fn all_tests_through(transports: &str) {
+/// Runs the tests whose names begin like this, `count` or more, in a process where UCX may go through these transports alone.
+fn run_through(transports: &str, names: &str, count: usize) {
     let Some(library) = library() else { return };
     let mut child = Command::new(std::env::current_exe().expect("this program"));
-    child.args(["rdma::", "--skip", "pass_through_ucx", "--test-threads", "2"]);
+    child.args([names, "--skip", "pass_through_ucx", "--test-threads", "2"]);
     child.env(UNDER_TEST, "1").env("NCCLX_RS_UCX", library).env("UCX_TLS", transports);
-    if transports.contains("posix") {
-        // Without it, shared memory does not report the death of peers, and UCX does not take it for endpoints that ask for that.
-        child.env("UCX_MM_ERROR_HANDLING", "y");
-    }
     let output = child.output().expect("this program");
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}\n{text}\n{errors}", output.status);
     let passed = text.split("test result: ok. ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<usize>().ok());
-    assert!(passed >= Some(17), "{text}");
+    assert!(passed >= Some(count), "{text}");
 }
 
 #[test]
-fn all_tests_pass_through_ucx_over_tcp() {
-    all_tests_through("tcp");
+fn all_tests_pass_through_ucx() {
+    for transports in ["posix", "sysv"] {
+        run_through(transports, "rdma::", 17);
+    }
 }
 
 #[test]
-fn all_tests_pass_through_ucx_within_a_host() {
-    all_tests_through("posix,cma");
+fn a_way_on_which_a_peer_could_end_this_process_is_refused() {
+    if !is_under_test() {
+        run_through("tcp", "rdma::ucx::a_way_on_which", 1);
+    } else if allowed() == "tcp" {
+        let (one, other) = (transport(&[("transport", "ucx")]), transport(&[("transport", "ucx")]));
+        let error = one.connect(&other.bind().expect("bind"), LONG).expect_err("it reads nothing by itself");
+        assert!(matches!(error, RdmaError::Unreachable { .. }), "{error}");
+        let said = error.to_string();
+        assert!(said.contains("the peer has no UCX: UCX would go through tcp/"), "{said}");
+        assert!(said.contains(", where a peer that goes away can end this process"), "{said}");
+    }
+}
+
+/// What UCX may go through in this process.
+fn allowed() -> String {
+    std::env::var("UCX_TLS").expect("set by the test")
 }
 
 #[test]
@@ -63,12 +75,10 @@ fn bytes_go_through_what_the_environment_says() {
     if !is_under_test() {
         return;
     }
-    let allowed = std::env::var("UCX_TLS").expect("set by the test");
     let (one, other) = pair(&[("transport", "ucx")]);
     for devices in [one.devices(), other.devices()] {
         let through: Vec<&str> = devices.iter().map(|device| device.split('/').next().expect("a name")).collect();
-        assert!(through.contains(&allowed.split(',').next().expect("a name")), "{devices:?}");
-        assert!(through.iter().all(|name| allowed.split(',').any(|allowed| allowed == *name)), "{devices:?}");
+        assert_eq!(through, [allowed()], "{devices:?}");
     }
     // Of more pieces than one.
     let len = (9 << 20) + 3;
