@@ -135,10 +135,30 @@ fn an_absent_root_is_named() {
 }
 
 #[test]
+fn a_rank_that_comes_too_late_learns_which_ranks_were_missing() {
+    let store = MemoryStore::default();
+    assert!(join_as(0, 3, &store, &config(&[("connect_timeout_seconds", "0.1")])).is_err());
+    let error = join_as(1, 3, &store, &Config::default()).unwrap_err();
+    assert!(matches!(&error, InitError::Missing { missing, .. } if *missing == [1, 2]), "{error}");
+}
+
+/// What a root with these settings leaves in the store if it ends without a word: that it listens.
+fn record_of_a_root_that_left(store: &CountingStore, settings: &[(&str, &str)]) -> serde_json::Value {
+    let settings = config(&[settings, &[("connect_timeout_seconds", "2")]].concat());
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| join_as(0, 2, store, &settings));
+        let record = store.record();
+        assert!(record["root"]["Listening"].is_object(), "{record}");
+        root.join().expect("no panic").expect_err("nobody has come");
+        record
+    })
+}
+
+#[test]
 fn a_root_that_left_is_unreachable_at_each_address() {
     let store = CountingStore::default();
-    let hasty = config(&[("connect_timeout_seconds", "0.1")]);
-    assert!(join_as(0, 2, &store, &hasty).is_err());
+    let record = record_of_a_root_that_left(&store, &[]);
+    store.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
     let error = join_as(1, 2, &store, &Config::default()).unwrap_err();
     let InitError::Unreachable { rank: 0, cause, .. } = &error else { panic!("{error}") };
     let port = store.port();
@@ -325,9 +345,7 @@ fn one_machine_poses_as_several_hosts() {
 #[test]
 fn a_root_with_loopback_only_is_refused_from_another_machine() {
     let store = CountingStore::default();
-    let settings = config(&[("connect_timeout_seconds", "0.1"), ("socket_ifname", "lo"), ("host_id", "there")]);
-    assert!(join_as(0, 2, &store, &settings).is_err());
-    let mut record = store.record();
+    let mut record = record_of_a_root_that_left(&store, &[("socket_ifname", "lo"), ("host_id", "there")]);
     record["root"]["Listening"]["host"]["machine"] = "another".into();
     store.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
     let error = join_as(1, 2, &store, &config(&[("host_id", "here")])).unwrap_err().to_string();

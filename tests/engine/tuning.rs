@@ -124,4 +124,11 @@ fn another_algorithm_than_rank_0s_is_an_error_on_all_ranks() {
             assert!(text.contains(&format!("has algorithm `{other}`, rank 0 has `{root}`")), "{text}");
         }
     }
+    // One rank of four, which is named to the others too.
+    let four = ["direct", "direct", "ring", "direct"].map(|value| ("algorithm", value.to_owned()));
+    for outcome in world(four, |comm| reduce(comm, 9)) {
+        let text = outcome.expect_err("they differ").to_string();
+        assert!(text.contains("rank 2 on host `"), "{text}");
+        assert!(text.contains("has algorithm `ring`, rank 0 has `direct`"), "{text}");
+    }
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::build::Build;
 use super::protocol::Keys;
+use super::reply::JoinFailure;
 use crate::algo::Tuning;
 use crate::comm::address;
 use crate::comm::store::Store;
@@ -27,13 +28,15 @@ pub(super) struct StoreRecord {
     pub(super) root: RootRecord,
 }
 
-/// Whether rank 0 could start.
+/// How far rank 0 is.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum RootRecord {
     /// It waits for the other ranks.
     Listening(RootAddress),
     /// It could not start.
     Failed { cause: String },
+    /// It waits no longer.
+    Ended(JoinFailure),
 }
 
 /// Where rank 0 listens, and what a joiner must have in common with it.

@@ -28,6 +28,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How much longer than rank 0 to wait, since rank 0 announces the outcome when its own time is over.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How long the store may take to tell why rank 0 waits no longer.
+const STORE_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// How many times every address must refuse before the joiner gives up. Rank 0 listens before it publishes its address,
 /// so a refusal means a wrong address, a firewall, or that rank 0 is gone.
 const REFUSALS_MAX: u32 = 5;
@@ -62,20 +65,28 @@ pub(super) fn join_root(
     if let (Err(error), true) = (&connected, tls.is_some()) {
         report_tls_failure(context, &keys, &routes, error);
     }
-    let mut stream = connected?;
     let timeout = root.timeout.saturating_add(REPLY_TIMEOUT);
-    let reply =
+    let reply = connected.and_then(|mut stream| {
         exchange(&mut stream, &request, context.size, deadline_after(Instant::now(), timeout)).map_err(|error| {
             match error.kind() {
                 ErrorKind::TimedOut => context.missing(vec![0], timeout),
                 ErrorKind::UnexpectedEof => context.unreachable(Rank(0), "it hung up before all ranks had joined"),
                 _ => context.unreachable(Rank(0), error.to_string()),
             }
-        })?;
-    match reply {
+        })
+    });
+    match reply.map_err(|error| failure_in_store(context).unwrap_or(error))? {
         JoinReply::Complete(world) => Ok((keys, world)),
-        JoinReply::Missing { missing, waited } => Err(context.missing(missing, waited)),
-        JoinReply::Refused { cause } => Err(InitError::Config(cause)),
+        JoinReply::Failed(failure) => Err(failure.into_error(context)),
+    }
+}
+
+/// Why rank 0 waits no longer, if it has written that: another rank may have made it give up before this one reached it.
+fn failure_in_store(context: &JoinContext<'_>) -> Option<InitError> {
+    let value = context.store.get(ROOT_KEY, STORE_TIMEOUT).ok()?;
+    match serde_json::from_slice(&value).ok()? {
+        StoreRecord { root: RootRecord::Ended(failure), .. } => Some(failure.into_error(context)),
+        StoreRecord { root: RootRecord::Listening(_) | RootRecord::Failed { .. }, .. } => None,
     }
 }
 
@@ -153,6 +164,7 @@ pub(super) fn find(context: &JoinContext<'_>) -> Result<(Build, RootAddress), In
     match record {
         StoreRecord { build, root: RootRecord::Listening(address) } => Ok((build, address)),
         StoreRecord { root: RootRecord::Failed { cause }, .. } => Err(context.unreachable(Rank(0), cause)),
+        StoreRecord { root: RootRecord::Ended(failure), .. } => Err(failure.into_error(context)),
     }
 }
 

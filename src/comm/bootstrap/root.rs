@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::build::Build;
 use super::context::{JoinContext, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
 use super::protocol::{HELLO, JoinRequest, Keys, Next, RankInfo, RootState, shared_secret};
-use super::reply::{JoinReply, World};
+use super::reply::{JoinFailure, JoinReply, World};
 use super::roster::Roster;
 use crate::algo::Tuning;
 use crate::comm::framing::{ReadBuffer, WriteBuffer, sleep};
@@ -61,10 +61,14 @@ pub(super) fn serve(
     let outcome = server.admit_all(context).map(|ranks| World { ranks, tuning });
     let reply = match &outcome {
         Ok(world) => JoinReply::Complete(world.clone()),
-        Err(InitError::Missing { missing, waited, .. }) => {
-            JoinReply::Missing { missing: missing.clone(), waited: *waited }
+        Err(error) => {
+            let failure = JoinFailure::of(error);
+            // Before any connection ends: a rank that finds none looks here once more.
+            if let Err(unsaid) = publish(context, RootRecord::Ended(failure.clone())) {
+                log::warn!("ranks that have not reached rank 0 may not learn why it waits no longer: {unsaid}");
+            }
+            JoinReply::Failed(failure)
         }
-        Err(error) => JoinReply::Refused { cause: error.to_string() },
     };
     server.reply_to_all(&reply).map_err(|cause| context.config_error(cause))?;
     Ok((keys, outcome?))
