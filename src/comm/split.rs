@@ -109,6 +109,11 @@ impl Store for Parent<'_> {
         Ok(value)
     }
 
+    /// What is set is sent at once.
+    fn keeps_values(&self) -> bool {
+        false
+    }
+
     fn rendezvous_host(&self) -> Option<String> {
         self.comm.inherited.host.clone()
     }

@@ -268,6 +268,19 @@ fn a_split_without_its_first_rank_ends_like_any_join() {
 }
 
 #[test]
+fn a_split_that_fails_leaves_nothing_behind_for_the_next() {
+    let all: Vec<Rank> = (0..3).map(Rank).collect();
+    world(Wire::Shm, 3, move |comm| {
+        let name = if me(comm) == 1 { "other" } else { "part" };
+        comm.split(&all, name).expect_err("the names differ");
+        let part = comm.split(&all, "part").expect("split");
+        let mut sum = [part.rank().0];
+        part.all_reduce(&mut sum, ReduceOp::Sum).expect("all_reduce");
+        assert_eq!(sum, [3]);
+    });
+}
+
+#[test]
 fn a_split_that_a_rank_does_not_join_names_it() {
     world_with(Wire::Shm, 3, Duration::from_secs(1), |comm| {
         if me(comm) == 2 {

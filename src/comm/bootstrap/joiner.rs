@@ -83,6 +83,9 @@ pub(super) fn join_root(
 
 /// Why rank 0 waits no longer, if it has written that: another rank may have made it give up before this one reached it.
 fn failure_in_store(context: &JoinContext<'_>) -> Option<InitError> {
+    if !context.store.keeps_values() {
+        return None;
+    }
     let value = context.store.get(ROOT_KEY, STORE_TIMEOUT).ok()?;
     match serde_json::from_slice(&value).ok()? {
         StoreRecord { root: RootRecord::Ended(failure), .. } => Some(failure.into_error(context)),

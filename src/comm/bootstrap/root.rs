@@ -64,7 +64,9 @@ pub(super) fn serve(
         Err(error) => {
             let failure = JoinFailure::of(error);
             // Before any connection ends: a rank that finds none looks here once more.
-            if let Err(unsaid) = publish(context, RootRecord::Ended(failure.clone())) {
+            if context.store.keeps_values()
+                && let Err(unsaid) = publish(context, RootRecord::Ended(failure.clone()))
+            {
                 log::warn!("ranks that have not reached rank 0 may not learn why it waits no longer: {unsaid}");
             }
             JoinReply::Failed(failure)

@@ -12,6 +12,11 @@ pub trait Store: Send + Sync {
     /// The value of `key`. Waits up to `timeout` until it is set.
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String>;
 
+    /// Whether a value stays, and may be replaced. Otherwise a key is set once, and each rank gets it once.
+    fn keeps_values(&self) -> bool {
+        true
+    }
+
     /// The host name or address that serves the store, if there is one. The network interface that leads to it most likely
     /// leads to the other ranks.
     fn rendezvous_host(&self) -> Option<String>;

@@ -42,6 +42,10 @@ impl Store for PrefixStore {
         self.store.get(&self.key(key), timeout)
     }
 
+    fn keeps_values(&self) -> bool {
+        self.store.keeps_values()
+    }
+
     fn rendezvous_host(&self) -> Option<String> {
         self.store.rendezvous_host()
     }
