@@ -95,6 +95,8 @@ pub struct Communicator {
     /// None for a world of one, and when this rank has left.
     detector: Mutex<Option<FailureDetector>>,
     pub(super) inherited: Inherited,
+    /// How many records of splits this rank has not waited for any longer, by the rank that sends them. Later splits get them first.
+    pub(super) missed_records: Mutex<BTreeMap<Rank, usize>>,
 }
 
 /// What a communicator made by `split` inherits from this one.
@@ -226,6 +228,7 @@ impl Communicator {
             device,
             detector,
             inherited,
+            missed_records: Mutex::default(),
         })
     }
 

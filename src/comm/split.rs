@@ -6,6 +6,7 @@ use super::bootstrap::ROOT_KEY;
 use super::communicator::Communicator;
 use super::store::Store;
 use crate::error::{Error, UsageError};
+use crate::sync::lock;
 use crate::types::{Rank, Source, Tag};
 
 /// The size limit of the value that ranks exchange.
@@ -99,7 +100,12 @@ impl Store for Parent<'_> {
         let hear =
             |data: &mut [u8]| self.comm.recv_within(data, Source::Rank(self.ranks[0]), Tag::SPLIT, Some(timeout));
         let mut length = [0; 4];
-        hear(&mut length).map_err(|error| error.to_string())?;
+        hear(&mut length).map_err(|error| {
+            if matches!(error, Error::Timeout { .. }) {
+                *lock(&self.comm.missed_records).entry(self.ranks[0]).or_default() += 1;
+            }
+            error.to_string()
+        })?;
         let length = u32::from_le_bytes(length) as usize;
         if length > VALUE_BYTES_MAX {
             return Err(format!("rank {} announces {length} bytes, more than {VALUE_BYTES_MAX}", self.ranks[0]));
@@ -112,6 +118,14 @@ impl Store for Parent<'_> {
     /// What is set is sent at once.
     fn keeps_values(&self) -> bool {
         false
+    }
+
+    fn has_got_earlier_value(&self) -> bool {
+        let mut missed = lock(&self.comm.missed_records);
+        let count = missed.entry(self.ranks[0]).or_default();
+        let has = *count > 0;
+        *count -= usize::from(has);
+        has
     }
 
     fn rendezvous_host(&self) -> Option<String> {

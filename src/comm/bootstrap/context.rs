@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use super::build::Build;
 use super::protocol::Keys;
-use super::reply::JoinFailure;
 use crate::algo::Tuning;
 use crate::comm::address;
 use crate::comm::store::Store;
@@ -37,6 +36,35 @@ pub(super) enum RootRecord {
     Failed { cause: String },
     /// It waits no longer.
     Ended(JoinFailure),
+}
+
+/// Why a communicator has not come about, on all ranks. Rank 0 also writes it to the store, for ranks that have not reached it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum JoinFailure {
+    /// Some ranks have not joined in time.
+    Missing { missing: Vec<u32>, waited: Duration },
+    /// The ranks do not fit together.
+    Refused { cause: String },
+}
+
+impl JoinFailure {
+    /// What this error of rank 0 is for the other ranks.
+    pub(super) fn of(error: &InitError) -> JoinFailure {
+        match error {
+            InitError::Missing { missing, waited, .. } => {
+                JoinFailure::Missing { missing: missing.clone(), waited: *waited }
+            }
+            error => JoinFailure::Refused { cause: error.to_string() },
+        }
+    }
+
+    /// The error of a rank that learns of it.
+    pub(super) fn into_error(self, context: &JoinContext<'_>) -> InitError {
+        match self {
+            JoinFailure::Missing { missing, waited } => context.missing(missing, waited),
+            JoinFailure::Refused { cause } => InitError::Config(cause),
+        }
+    }
 }
 
 /// Where rank 0 listens, and what a joiner must have in common with it.

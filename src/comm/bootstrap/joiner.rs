@@ -41,9 +41,23 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Reads rank 0's address from the store and joins there.
 pub(super) fn join_root(
     context: &JoinContext<'_>,
+    mut describe: impl FnMut(&Keys) -> Result<RankInfo, InitError>,
+) -> Result<(Keys, World), InitError> {
+    loop {
+        let outcome = join_at(context, find(context)?, &mut describe);
+        let is_elsewhere =
+            matches!(outcome, Err(InitError::Unreachable { .. })) && context.store.has_got_earlier_value();
+        if !is_elsewhere {
+            return outcome;
+        }
+    }
+}
+
+fn join_at(
+    context: &JoinContext<'_>,
+    (build, root): (Build, RootAddress),
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
-    let (build, root) = find(context)?;
     let routes = routes(&root, context.host).map_err(|cause| context.unreachable(Rank(0), cause))?;
     let (keys, prepared) = prepare_join(context, &build, &root, describe);
     // Without TLS, a rank that cannot join can still tell rank 0 why.

@@ -69,7 +69,7 @@ pub fn join(
     size: usize,
     store: &dyn Store,
     config: &Config,
-    addresses: impl FnOnce(&Keys) -> Result<BTreeMap<String, Vec<u8>>, InitError>,
+    mut addresses: impl FnMut(&Keys) -> Result<BTreeMap<String, Vec<u8>>, InitError>,
 ) -> Result<Bootstrap, InitError> {
     let start = Instant::now();
     let world_size = u32::try_from(size).ok().filter(|size| rank.0 < *size).ok_or_else(|| {
@@ -78,7 +78,7 @@ pub fn join(
     let host = Host::here(config);
     let deadline = deadline_after(start, config.connect_timeout);
     let context = JoinContext { name, rank, size, store, config, host: &host, deadline };
-    let describe = |keys: &Keys| {
+    let mut describe = |keys: &Keys| {
         let (cpus, quota) = process::own_cpus();
         Ok(RankInfo {
             rank,

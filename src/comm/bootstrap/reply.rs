@@ -1,15 +1,12 @@
 //! Rank 0's answer to all that have joined, the last message of the bootstrap: the outcome as JSON with its length in front,
 //! and then the [table](super::table) of ranks if all have come.
 
-use std::time::Duration;
-
 use serde::{Deserialize, Serialize};
 
-use super::context::JoinContext;
+use super::context::JoinFailure;
 use super::protocol::{RankInfo, TABLE_BYTES_MAX, frame, frame_length, framed};
 use super::table;
 use crate::algo::Tuning;
-use crate::error::InitError;
 
 /// What all ranks know once all have joined.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -27,35 +24,6 @@ pub(super) enum JoinReply {
     /// All ranks have joined.
     Complete(World),
     Failed(JoinFailure),
-}
-
-/// Why a communicator has not come about, on all ranks. Rank 0 also writes it to the store, for ranks that have not reached it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum JoinFailure {
-    /// Some ranks have not joined in time.
-    Missing { missing: Vec<u32>, waited: Duration },
-    /// The ranks do not fit together.
-    Refused { cause: String },
-}
-
-impl JoinFailure {
-    /// What this error of rank 0 is for the other ranks.
-    pub(super) fn of(error: &InitError) -> JoinFailure {
-        match error {
-            InitError::Missing { missing, waited, .. } => {
-                JoinFailure::Missing { missing: missing.clone(), waited: *waited }
-            }
-            error => JoinFailure::Refused { cause: error.to_string() },
-        }
-    }
-
-    /// The error of a rank that learns of it.
-    pub(super) fn into_error(self, context: &JoinContext<'_>) -> InitError {
-        match self {
-            JoinFailure::Missing { missing, waited } => context.missing(missing, waited),
-            JoinFailure::Refused { cause } => InitError::Config(cause),
-        }
-    }
 }
 
 impl JoinReply {

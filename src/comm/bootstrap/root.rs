@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::build::Build;
-use super::context::{JoinContext, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
+use super::context::{JoinContext, JoinFailure, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
 use super::protocol::{HELLO, JoinRequest, Keys, Next, RankInfo, RootState, shared_secret};
-use super::reply::{JoinFailure, JoinReply, World};
+use super::reply::{JoinReply, World};
 use super::roster::Roster;
 use crate::algo::Tuning;
 use crate::comm::framing::{ReadBuffer, WriteBuffer, sleep};

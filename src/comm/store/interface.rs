@@ -12,9 +12,15 @@ pub trait Store: Send + Sync {
     /// The value of `key`. Waits up to `timeout` until it is set.
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String>;
 
-    /// Whether a value stays, and may be replaced. Otherwise a key is set once, and each rank gets it once.
+    /// Whether a value stays, and may be replaced. Otherwise each rank gets once what is set, in that order.
     fn keeps_values(&self) -> bool {
         true
+    }
+
+    /// Whether the value that was got last may be one that was set for an earlier bootstrap, which was not got in time. Then
+    /// another `get` returns the next.
+    fn has_got_earlier_value(&self) -> bool {
+        false
     }
 
     /// The host name or address that serves the store, if there is one. The network interface that leads to it most likely
