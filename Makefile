@@ -53,7 +53,7 @@ test: ## Runs every test
 
 .PHONY: rust-test
 rust-test: ## Runs the engine's tests, also those in its documentation, and checks the models of its lock-free parts
-	cargo test --locked
+	MAKEFLAGS= cargo test --locked  # cargo would look for the job server of `test`, which recipes do not get
 
 # The feature `tch` fits one version. Its C++ takes minutes to compile, hence this stands apart from `test`.
 TCH_TORCH := 2.13
