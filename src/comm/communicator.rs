@@ -510,7 +510,12 @@ impl Communicator {
         self.driver.drive_until(|driver| driver.with_engine(settled), now.checked_add(OPERATIONS_TIMEOUT));
         self.driver.with_engine(Engine::announce_failure);
         let flushed = |engine: &mut Engine| engine.closed().is_some() || engine.flushed();
-        self.driver.drive_until(|driver| driver.with_engine(flushed), Instant::now().checked_add(FLUSH_TIMEOUT));
+        let flush = || {
+            let deadline = Instant::now().checked_add(FLUSH_TIMEOUT);
+            self.driver.drive_until(|driver| driver.with_engine(flushed), deadline);
+            self.driver.with_engine(flushed)
+        };
+        flush_while_bytes_move(flush, || self.driver.with_engine(|engine| engine.unsent()));
         if let Some(detector) = lock(&self.detector).take() {
             let has_loss = self.driver.with_engine(|engine| engine.loss().is_some());
             detector.say_goodbye(if has_loss { Duration::ZERO } else { GOODBYE_TIMEOUT });
@@ -587,5 +592,42 @@ const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long `abort` waits for the same. Open connections take a notice at once; only a new one needs time.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long `shutdown` waits for bytes that no operation waits for, such as the report of a failure.
+/// Calls `flush`, which tries for a while, until it has flushed everything, or nothing of what is `unsent` has moved meanwhile.
+fn flush_while_bytes_move(mut flush: impl FnMut() -> bool, mut unsent: impl FnMut() -> usize) {
+    let mut before = unsent();
+    while !flush() {
+        let left = unsent();
+        if left >= before {
+            return;
+        }
+        before = left;
+    }
+}
+
+/// How long `shutdown` waits for bytes to move that no operation waits for, such as those of a send that has been copied, or the
+/// report of a failure.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flush_goes_on_as_long_as_bytes_move() {
+        let tried = |unsent: &[usize]| {
+            let (mut tries, mut left) = (0, unsent.iter().copied());
+            flush_while_bytes_move(
+                || {
+                    tries += 1;
+                    tries == 4
+                },
+                || left.next().expect("a number"),
+            );
+            tries
+        };
+        assert_eq!(tried(&[900, 500, 30, 0]), 4);
+        assert_eq!(tried(&[900, 500, 500]), 2, "a peer that takes nothing");
+        assert_eq!(tried(&[900, 901]), 1);
+        assert_eq!(tried(&[0, 0]), 1, "bytes that the system holds");
+    }
+}

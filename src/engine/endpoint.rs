@@ -332,6 +332,11 @@ impl Endpoints {
         flushed
     }
 
+    /// The bytes that wait to be written.
+    pub(crate) fn unsent(&self) -> usize {
+        self.peers.iter().map(|(_, peer)| peer.outbox.unsent()).sum()
+    }
+
     /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Endpoints::disarm`].
     pub(crate) fn arm(&mut self) -> bool {
         let mut ready = false;

@@ -86,6 +86,12 @@ impl Outbox {
         self.queue.iter().map(|outgoing| outgoing.body.held()).sum()
     }
 
+    /// The bytes of messages that wait here, without those of headers.
+    pub(crate) fn unsent(&self) -> usize {
+        let waiting: usize = self.queue.iter().map(|outgoing| outgoing.body.len() - outgoing.offset).sum();
+        waiting.saturating_sub(self.written.saturating_sub(self.head.map_or(0, |head| head.len())))
+    }
+
     /// Queues a message.
     pub(crate) fn push(&mut self, header: Header, body: Body, completion: Completion) {
         self.push_from(0, header, body, completion);

@@ -315,6 +315,11 @@ impl Engine {
         self.context.endpoints.flushed()
     }
 
+    /// The bytes that wait to be written.
+    pub(crate) fn unsent(&self) -> usize {
+        self.context.endpoints.unsent()
+    }
+
     /// Ends what runs out of time at `now`.
     pub(crate) fn expire(&mut self, now: Instant) {
         self.collectives.check_deadline(&mut self.context, now);

@@ -19,20 +19,22 @@ use crate::sync::{AtomicPtr, AtomicU64, Mutex, MutexGuard, Ordering, lock};
 /// How many forks lie between this process and the first one that used the engine.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 
-/// Descriptors, and how often each is registered. Ordered, so that closing thousands needs no search through all for each.
-struct Descriptors(BTreeMap<Descriptor, usize>);
+/// What is registered, and how often. Ordered, so that closing thousands needs no search through all for each.
+struct Registered<D>(BTreeMap<D, usize>);
 
-impl Descriptors {
-    const fn new() -> Descriptors {
-        Descriptors(BTreeMap::new())
+type Descriptors = Registered<Descriptor>;
+
+impl<D: Ord> Registered<D> {
+    const fn new() -> Self {
+        Registered(BTreeMap::new())
     }
 
-    fn add(&mut self, descriptor: Descriptor) {
+    fn add(&mut self, descriptor: D) {
         *self.0.entry(descriptor).or_default() += 1;
     }
 
     /// Takes back one registration. In a child, where the list has been emptied, there is none.
-    fn remove(&mut self, descriptor: Descriptor) {
+    fn remove(&mut self, descriptor: D) {
         if let Entry::Occupied(mut kept) = self.0.entry(descriptor) {
             *kept.get_mut() -= 1;
             if *kept.get() == 0 {
@@ -177,10 +179,11 @@ fn replace(descriptors: &Descriptors) {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::io::Read;
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::*;
 
@@ -220,23 +223,42 @@ mod tests {
         assert!(!is_kept());
     }
 
+    thread_local! {
+        static COMPARISONS: Cell<usize> = const { Cell::new(0) };
+    }
+
+    /// Counts how often two are compared.
+    #[derive(Eq)]
+    struct Counted(u32);
+
+    impl Ord for Counted {
+        fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+            COMPARISONS.set(COMPARISONS.get() + 1);
+            self.0.cmp(&other.0)
+        }
+    }
+
+    impl PartialOrd for Counted {
+        fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+            Some(self.cmp(other))
+        }
+    }
+
+    impl PartialEq for Counted {
+        fn eq(&self, other: &Self) -> bool {
+            self.cmp(other).is_eq()
+        }
+    }
+
     #[test]
     fn closing_grows_with_the_descriptors_and_not_with_their_square() {
-        // The shortest of several times, since the machine does other things, too.
-        let time = |count: RawFd| {
-            let close_all = || {
-                let mut descriptors = Descriptors::new();
-                let all = || (0..count).map(|fd| Descriptor { fd, inode: 1 });
-                all().for_each(|descriptor| descriptors.add(descriptor));
-                let started = Instant::now();
-                all().rev().for_each(|descriptor| descriptors.remove(descriptor));
-                assert!(descriptors.0.is_empty());
-                started.elapsed()
-            };
-            (0..5).map(|_| close_all()).min().expect("five times")
-        };
-        let (few, many) = (time(1_000), time(20_000));
-        assert!(many < 100 * few, "{many:?} for twenty times what took {few:?}");
+        const COUNT: u32 = 10_000;
+        let mut registered = Registered::new();
+        (0..COUNT).for_each(|fd| registered.add(Counted(fd)));
+        COMPARISONS.set(0);
+        (0..COUNT).rev().for_each(|fd| registered.remove(Counted(fd)));
+        assert!(registered.0.is_empty());
+        assert!((1..100 * COUNT as usize).contains(&COMPARISONS.get()), "{} comparisons", COMPARISONS.get());
     }
 
     #[test]

@@ -4,13 +4,37 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use ncclx_rs::comm::bootstrap::ROOT_KEY;
 use ncclx_rs::comm::store::{MemoryStore, Store};
 use ncclx_rs::{CommOptions, Communicator, Rank, Source, Tag};
 
 use crate::log_capture;
+
+/// A store that remembers what rank 0 published first: that it listens.
+#[derive(Default)]
+struct RememberingStore {
+    inner: MemoryStore,
+    published: OnceLock<Vec<u8>>,
+}
+
+impl Store for RememberingStore {
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        assert_eq!(key, ROOT_KEY);
+        self.published.get_or_init(|| value.to_vec());
+        self.inner.set(key, value)
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
+        self.inner.get(key, timeout)
+    }
+
+    fn rendezvous_host(&self) -> Option<String> {
+        None
+    }
+}
 
 /// The errors, debug output and dump of a rank. Rank 0 waits in vain for a message of rank 1, which leaves.
 fn output(rank: usize, store: Arc<dyn Store>, secret: &str, dumps: &Path) -> String {
@@ -44,7 +68,7 @@ fn secrets_are_in_no_log_dump_or_error() {
     let mut written = String::new();
     let mut secrets = vec![job.to_owned(), other.to_owned()];
     for second in [job, other] {
-        let store = Arc::new(MemoryStore::default());
+        let store = Arc::new(RememberingStore::default());
         std::thread::scope(|scope| {
             let ranks = [job, second].into_iter().enumerate().map(|(rank, secret)| {
                 let (store, dumps) = (store.clone(), dumps.path());
@@ -54,8 +78,7 @@ fn secrets_are_in_no_log_dump_or_error() {
                 written += &rank.join().unwrap();
             }
         });
-        let record: serde_json::Value =
-            serde_json::from_slice(&store.get(ROOT_KEY, std::time::Duration::ZERO).unwrap()).unwrap();
+        let record: serde_json::Value = serde_json::from_slice(store.published.get().unwrap()).unwrap();
         let bytes: Vec<u8> = serde_json::from_value(record["root"]["Listening"]["keys"]["secret"].clone()).unwrap();
         secrets.push(bytes.iter().map(|byte| format!("{byte:02x}")).collect());
         secrets.extend([", ", ","].map(|comma| bytes.iter().map(u8::to_string).collect::<Vec<_>>().join(comma)));
