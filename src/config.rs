@@ -117,8 +117,8 @@ options! {
         "CUDA: half the memory of its device through which a rank's messages go, for each communicator. Rank 0's holds for \
          all ranks.";
     engine: EngineChoice, "engine", "auto", &[],
-        "CUDA: what runs collectives on tensors of devices: streams (the engine's own programs), or a vendor's library, nccl or \
-         rccl, for what it has; auto takes streams. The same on all ranks.";
+        "CUDA: what runs collectives and messages of tensors of devices: streams (the engine's own programs), or a vendor's \
+         library, nccl or rccl, for what it has; auto takes streams. The same on all ranks.";
     nccl_library: Option<String>, "nccl_library", "", &[],
         "The file of NCCL; otherwise the one that the process has loaded, that of a Python package, or the system's.";
     rccl_library: Option<String>, "rccl_library", "", &[],

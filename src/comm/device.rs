@@ -9,18 +9,17 @@ use std::time::{Duration, Instant};
 use crate::buffer::Buffer;
 use crate::comm::check::{self, Place};
 use crate::comm::other_hosts::ThroughEngine;
-use crate::config::{Config, EngineChoice, NcclFields};
+use crate::config::Config;
 use crate::deadline::deadline_after;
 use crate::device::executor::{self, Executor, LANE, Ranks, Request};
 use crate::device::far_windows::FarWindows;
 use crate::device::in_flight::Ends;
 use crate::device::messages::{Message, Messages, Peers, Request as Messaging};
 use crate::device::other_hosts::Exchange;
-use crate::device::pairs::Own;
+use crate::device::pairs::{Libraries, Own};
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
-use crate::device::vendor::choice::offer;
-use crate::device::vendor::{Candidate, VendorComm};
+use crate::device::vendor::VendorComm;
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
 use crate::engine::driver::Driver;
@@ -42,13 +41,7 @@ pub(super) struct DeviceSide {
     host: String,
     /// The bytes of half of a rank's staging memory.
     staging_bytes: usize,
-    engine: EngineChoice,
-    /// The files of NCCL and RCCL, where they are named.
-    libraries: [Option<PathBuf>; 2],
-    /// What their communicators are set to.
-    library_fields: Arc<NcclFields>,
-    /// How long ranks wait for each other when they begin a communicator of such a library.
-    connect_timeout: Duration,
+    libraries: Libraries,
     executor: OnceLock<Arc<Executor>>,
     /// Held while the ranks set up; why they cannot.
     setup: Mutex<Option<Error>>,
@@ -60,15 +53,17 @@ impl DeviceSide {
     /// Nothing yet.
     pub(super) fn new(config: &Config, host: &str) -> DeviceSide {
         let (algorithm, staging_bytes) = (config.algorithm.clone(), config.device_staging.get());
-        let libraries = [&config.nccl_library, &config.rccl_library].map(|file| file.as_ref().map(PathBuf::from));
+        let libraries = Libraries {
+            engine: config.engine,
+            files: [&config.nccl_library, &config.rccl_library].map(|file| file.as_ref().map(PathBuf::from)),
+            fields: Arc::new(config.nccl_config.clone()),
+            limit: config.connect_timeout,
+        };
         DeviceSide {
             algorithm,
             host: host.to_owned(),
             staging_bytes,
-            engine: config.engine,
             libraries,
-            library_fields: Arc::new(config.nccl_config.clone()),
-            connect_timeout: config.connect_timeout,
             executor: OnceLock::new(),
             setup: Mutex::new(None),
             messages: OnceLock::new(),
@@ -210,6 +205,7 @@ impl DeviceSide {
                 device: stream.device(),
                 host: self.host.clone(),
                 cell: executor::cell(self.staging_bytes),
+                libraries: self.libraries.clone(),
             };
             Messages::new(own, Arc::new(Reports(driver.clone())), Arc::new(ThroughEngine(driver.clone())))
         });
@@ -308,13 +304,15 @@ impl DeviceSide {
         timeout: Duration,
         all_gather: &mut AllGather<'_>,
     ) -> Result<Option<Arc<VendorComm>>, Error> {
-        let limit = timeout.min(self.connect_timeout);
-        let (offer, library) = offer(self.engine, self.libraries.each_ref().map(Option::as_deref));
-        let (comm, me, fields) = (group.name(), group.place().me, self.library_fields.clone());
-        let candidate = Candidate { comm, me, names, limit, fields, offer, library };
-        let entered = context.enter();
-        let current = setup::agree(group.name(), names, "its context", entered, |_| {}, all_gather)?;
-        candidate.choose(&current, members, all_gather)
+        let (comm, me) = (group.name(), group.place().me);
+        let candidate = self.libraries.candidate(comm, (me, names), timeout);
+        let current = setup::agree(comm, names, "its context", context.enter(), |_| {}, all_gather)?;
+        let Some(chosen) = candidate.choose(members, all_gather)? else { return Ok(None) };
+        let begun = chosen.begin(&current, all_gather)?;
+        if me.index() == 0 {
+            log::info!("communicator `{comm}`: CUDA tensors go by {}", chosen.library());
+        }
+        Ok(Some(begun))
     }
 }
 

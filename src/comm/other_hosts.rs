@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::device::control::Failure;
-use crate::device::far_pairs::{FarPair, FarPairs};
+use crate::device::far_pairs::{Carrier, FarPair, FarPairs};
 use crate::device::far_windows::{FarWindows, Port};
 use crate::device::message_log::LoggedMessage;
 use crate::device::network::Traffic;
@@ -114,8 +114,17 @@ impl FarPairs for ThroughEngine {
         Arc::new(FarLane { engine: ThroughEngine(self.0.clone()), peer, lane })
     }
 
-    fn submit(&self, channel: (Rank, Direction), first: u64, messages: &[LoggedMessage]) -> std::io::Result<()> {
-        self.with_messages(|carried, ctx| carried.submit(ctx, channel, first, messages));
+    fn submit(
+        &self,
+        channel: (Rank, Direction),
+        first: u64,
+        messages: &[LoggedMessage],
+        carrier: Carrier,
+    ) -> std::io::Result<()> {
+        self.with_messages(|all, ctx| match carrier {
+            Carrier::Engine => all.submit(ctx, channel, first, messages),
+            Carrier::Library => all.listen(ctx, channel, first, messages),
+        });
         self.0.wake_progress_thread()
     }
 
@@ -187,6 +196,8 @@ impl OtherHosts for FarLane {
         self.engine.go_on();
     }
 
-    /// What it exchanges keeps the engine at work.
-    fn ended(&self, _: u64) {}
+    /// What the engine carries keeps it at work by itself.
+    fn ended(&self, number: u64) {
+        self.engine.with_messages(|messages, _| messages.ended(self.peer, self.lane, number));
+    }
 }

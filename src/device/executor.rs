@@ -24,8 +24,8 @@ use crate::device::rounds::{self, Rounds};
 use crate::device::segment::{Segment, StagingTooSmall};
 use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
-use crate::device::vendor::VendorComm;
 use crate::device::vendor::calls::{self, Called, Calls, Unfit};
+use crate::device::vendor::{SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::windows::{self, Windows};
 use crate::device::words::ControlLayout;
@@ -34,7 +34,6 @@ use crate::schedule::Space;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{Context, CudaError, Current, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId};
-use crate::sys::nccl::NcclError;
 use crate::topo::Topology;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::{Entry, Work};
@@ -207,15 +206,6 @@ impl Drop for Vendor {
     fn drop(&mut self) {
         self.comm.end();
     }
-}
-
-/// Why not all of an operation is on its stream.
-#[derive(Debug, thiserror::Error)]
-enum SubmitError {
-    #[error(transparent)]
-    Driver(#[from] CudaError),
-    #[error(transparent)]
-    Vendor(#[from] NcclError),
 }
 
 impl Executor {

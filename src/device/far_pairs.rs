@@ -25,6 +25,15 @@ pub(crate) struct FarPair {
     pub(crate) words: [Word; 4],
 }
 
+/// What carries the data of messages between hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Carrier {
+    /// The engine, piece by piece.
+    Engine,
+    /// A vendor's library. The engine only tells each rank what the other one has called, and how it has failed.
+    Library,
+}
+
 /// The engine that carries messages between devices of different hosts.
 pub(crate) trait FarPairs: Send + Sync {
     /// Begins with a rank.
@@ -37,7 +46,13 @@ pub(crate) trait FarPairs: Send + Sync {
     fn lane(&self, peer: Rank, lane: usize) -> Arc<dyn OtherHosts>;
 
     /// Takes up messages to a rank, or from it, of which the first has this number.
-    fn submit(&self, channel: (Rank, Direction), first: u64, messages: &[LoggedMessage]) -> std::io::Result<()>;
+    fn submit(
+        &self,
+        channel: (Rank, Direction),
+        first: u64,
+        messages: &[LoggedMessage],
+        carrier: Carrier,
+    ) -> std::io::Result<()>;
 
     /// Begins a lane anew after a disagreement, when nothing of it is on any stream.
     fn reset(&self, peer: Rank, lane: usize);

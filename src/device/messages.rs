@@ -3,6 +3,9 @@
 //! Two ranks set up what they share at the first message between them, and wait for each other there. From then on a call
 //! returns at once. The messages of a batch are one work on one stream, so they fail together: whatever fails one of them is
 //! told to all ranks that have a message in it. Those in the captures of graphs go through rings of their own.
+//!
+//! Where a [library](crate::device::vendor) carries the messages of a pair, its calls stand in place of the rings' programs,
+//! those of a batch as one group. All else is the same: log, words that tell of beginning and end, and what fails together.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -12,23 +15,25 @@ use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
-use crate::device::far_pairs::FarPairs;
+use crate::device::far_pairs::{Carrier, FarPairs};
 use crate::device::graph::number_of;
 use crate::device::graph_rings::GraphRings;
 use crate::device::graph_waits::Numbers;
 use crate::device::in_flight::{self, Ends, Halt, InFlight, Watched};
 use crate::device::message_log::{LoggedMessage, PlaceInCall, called, disagreement};
 use crate::device::pairs::{Channel, LANES, Link, Own, Pairs, lane};
-use crate::device::parts::{Batch, Part, Place, Several};
+use crate::device::parts::{Awaits, Batch, Part, Place, Several};
 use crate::device::recordings::Recordings;
 use crate::device::ring_lane::{Edge, RingLane};
 use crate::device::rounds::{self, Direction, Rounds};
 use crate::device::setup::Presence;
+use crate::device::vendor::{SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::words::SLOTS;
 use crate::error::{Error, InitError, UsageError};
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::cuda::{Capture, Context, CudaError, Current, Device, DeviceBytes, Stream, StreamHandle};
+use crate::sys::nccl::Call;
 use crate::types::{Rank, Tag};
 use crate::work::{Drive, Entry, Work};
 
@@ -241,7 +246,7 @@ impl Messages {
         }
         let context = state.pairs().pair(first.peer).context.clone();
         // Whatever the driver refuses here, the other ranks will have called it.
-        let broken = |error: &CudaError| Error::Device { operation: first.to_string(), cause: error.to_string() };
+        let broken = |error: &dyn Display| Error::Device { operation: first.to_string(), cause: error.to_string() };
         let entered = || -> Result<(Current<'_>, Stream, Capture), CudaError> {
             let current = context.enter()?;
             let stream = Stream::of_caller(&context, request.stream);
@@ -257,7 +262,10 @@ impl Messages {
             return self.capture(state, (&current, &stream, id), stretches, request, peers);
         }
         let unmet = self.unmet_after(state, request)?;
-        let messages: Vec<rounds::Message> = request.messages.iter().enumerate().map(plain).collect();
+        self.check_pieces(state, request)?;
+        let messages = request.messages.iter().enumerate();
+        let messages = messages.filter(|(_, message)| state.pairs().library(message.channel()).is_none());
+        let messages: Vec<rounds::Message> = messages.map(plain).collect();
         let rounds = state.rings.plan(&messages).map_err(|error| self.refused(first, &error))?;
         for stretch in stretches {
             self.make_room(state, stretch, request)?;
@@ -273,19 +281,42 @@ impl Messages {
         let put =
             |()| state.put(&current, &stream, stretches, &rounds, request, &batch).map_err(|error| broken(&error));
         if let Err(error) = carried.and_then(put) {
-            batch.fail(&error);
+            // A library's communicator is given up for what has failed in the meantime: the work tells of that.
+            let mut libraries = stretches.iter().filter_map(|stretch| state.pairs().library(stretch.channel));
+            let is_known = libraries.any(|library| library.comm.is_given_up());
+            if !is_known {
+                batch.fail(&error);
+            }
             state.end(&current, &stream, stretches);
-            return Err(error);
+            if !is_known {
+                return Err(error);
+            }
         }
         Ok(Some(batch.work().clone()))
     }
 
-    /// Has messages to other hosts and from there carried.
+    /// Refuses messages in several pieces where a library carries them: it knows nothing of pieces, and the other rank may have
+    /// others.
+    fn check_pieces(&self, state: &State, request: &Request<'_>) -> Result<(), UsageError> {
+        let pieces = |message: &Message<'_>| message.buffers.iter().filter(|buffer| buffer.bytes() > 0).count();
+        let mut carried = request.messages.iter().filter(|message| state.pairs().library(message.channel()).is_some());
+        let Some(cut) = carried.find(|message| pieces(message) > 1) else { return Ok(()) };
+        Err(UsageError {
+            operation: cut.to_string(),
+            argument: "tensors",
+            expected: "one tensor a message, as a vendor's library takes it; engine=streams takes several".to_owned(),
+            got: pieces(cut).to_string(),
+        })
+    }
+
+    /// Has messages to other hosts and from there carried, or what is to be known of them.
     fn carry(&self, state: &State, stretches: &[Stretch], batch: &Batch, request: &Request<'_>) -> std::io::Result<()> {
         for (Stretch { channel, messages }, place) in stretches.iter().zip(batch.places()) {
             if state.pairs().pair(channel.0).is_far() {
                 let logged: Vec<LoggedMessage> = messages.iter().map(|at| request.messages[*at].eager()).collect();
-                self.far.submit(*channel, place.first, &logged)?;
+                let library = state.pairs().library(*channel);
+                let carrier = library.map_or(Carrier::Engine, |_| Carrier::Library);
+                self.far.submit(*channel, place.first, &logged, carrier)?;
             }
         }
         Ok(())
@@ -353,6 +384,8 @@ impl Messages {
             let in_flight = state.pairs().in_flight(*channel).clone();
             let awaits = state.rings.awaits_after(rounds, *peer, *direction);
             let awaits = awaits.map(|(word, value)| state.pairs().awaited(word, value)).into_iter().collect();
+            let library = state.pairs().library(*channel);
+            let awaits = library.map_or(Awaits::Words(awaits), |_| Awaits::Library);
             Place { in_flight, peer: *peer, first, last: first + messages.len() as u64 - 1, awaits }
         };
         let places: Vec<Place> = stretches.iter().map(place).collect();
@@ -500,7 +533,7 @@ impl State {
         rounds: &Rounds,
         request: &Request<'_>,
         batch: &Batch,
-    ) -> Result<(), CudaError> {
+    ) -> Result<(), SubmitError> {
         let raw = stream.to_raw();
         // Messages of one channel come one after the other, whatever their streams.
         for Stretch { channel, .. } in stretches {
@@ -512,10 +545,21 @@ impl State {
         let tensors = request.tensors();
         let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
         let [starts, ends] = self.edges(stretches);
-        let put = self.rings.put(current, stream, rounds, &tensors, &starts, &ends);
+        let put = if stretches.iter().all(|stretch| self.pairs().library(stretch.channel).is_none()) {
+            self.rings.put(current, stream, rounds, &tensors, &starts, &ends).map_err(SubmitError::from)
+        } else {
+            let by_library = self
+                .rings
+                .write(current, stream, &starts)
+                .map_err(SubmitError::from)
+                .and_then(|()| self.put_by_library(current, stream, stretches, &tensors));
+            // What this rank sends itself.
+            by_library.and_then(|()| Ok(self.rings.put(current, stream, rounds, &tensors, &[], &ends)?))
+        };
         // Also if not all of it is on the stream: what is may wait for words.
         for Place { in_flight, awaits, .. } in batch.places() {
-            for (lane, word, value) in awaits {
+            let Awaits::Words(words) = awaits else { continue };
+            for (lane, word, value) in words {
                 in_flight.submitted(*lane, [(*word, *value)].into_iter());
             }
         }
@@ -526,6 +570,54 @@ impl State {
             end.last = Some(raw);
         }
         Ok(())
+    }
+
+    /// Puts what a library carries on the stream, as one group. Each direction of a pair has a communicator of its own, whose
+    /// calls go on a stream of their own but for the first: so they go on together, and the caller's stream waits for all.
+    fn put_by_library(
+        &self,
+        current: &Current<'_>,
+        stream: &Stream,
+        stretches: &[Stretch],
+        tensors: &[&[DeviceBytes<'_>]],
+    ) -> Result<(), SubmitError> {
+        let me = self.pairs().me();
+        let mut parts: Vec<_> = stretches
+            .iter()
+            .filter_map(|stretch| {
+                let library = self.pairs().library(stretch.channel)?;
+                let bytes = stretch.messages.iter().flat_map(|message| tensors[*message]);
+                // What is empty needs no call, nor the other rank.
+                let calls: Vec<Call<'_>> =
+                    bytes.filter(|bytes| !bytes.is_empty()).map(|bytes| library.call(*bytes)).collect();
+                let (peer, direction) = stretch.channel;
+                let order = (me.min(peer), me.max(peer), lane(me, peer, direction));
+                (!calls.is_empty()).then_some((order, library, calls))
+            })
+            .collect();
+        // All ranks put them there in one order, so that streams which share a queue of a device never wait for each other in a
+        // circle: of all that wait, the first in this order is the next at both of its ends.
+        parts.sort_unstable_by_key(|(order, ..)| *order);
+        let Some(((_, first, _), others)) = parts.split_first() else { return Ok(()) };
+        let begun = &first.joined;
+        if !others.is_empty() {
+            begun.record(current, stream)?;
+        }
+        for (_, library, _) in others {
+            library.stream.wait(current, begun)?;
+        }
+        let group = parts.iter().enumerate().map(|(number, (_, library, calls))| {
+            let stream = if number == 0 { stream } else { &library.stream };
+            (&*library.comm, stream, &calls[..])
+        });
+        let group: Vec<_> = group.collect();
+        let submitted = VendorComm::submit_together(current, &group);
+        // Also if not all of it is there.
+        for (_, library, _) in others {
+            library.joined.record(current, &library.stream)?;
+            stream.wait(current, &library.joined)?;
+        }
+        Ok(submitted?)
     }
 
     /// Puts only the end of messages on the stream, of which a part is missing there: it says when the stream has run out.

@@ -16,7 +16,7 @@
 //! on streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, or [rings](graph_rings) if it is
 //! messages: they count by [`tokens`], and nobody submits their [`replay`]s. The [`executor`] runs a whole call,
 //! [`messages`] between [`pairs`] of ranks, also [far ones](far_pairs); what is [`in_flight`] then is ended by whoever
-//! looks, at the latest by the [`watch`]. Where the ranks take it, a [`vendor`]'s library runs collectives instead of
+//! looks, at the latest by the [`watch`]. Where the ranks take it, a [`vendor`]'s library runs collectives and messages instead of
 //! programs.
 //!
 //! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight

@@ -1,10 +1,14 @@
 //! Pairs of ranks: what two ranks share for the messages between their devices, or one for those to itself.
 //!
 //! A pair is set up at its first message, by its two ranks alone. It has a control segment of its own, with a lane for each
-//! direction, and each rank has the cells of its ring to the other one in staging memory.
+//! direction, and each rank has the cells of its ring to the other one in staging memory. Where the ranks are set to use a
+//! vendor's library, each direction has a communicator of it as well, so that what waits or fails in one of them leaves the
+//! other alone.
 
-use std::time::Instant;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
+use crate::config::{EngineChoice, NcclFields};
 use crate::device::control::Control;
 use crate::device::counters::Word;
 use crate::device::far_pairs::{FarPair, FarPairs};
@@ -13,12 +17,15 @@ use crate::device::network::NetworkMemory;
 use crate::device::parts::Awaited;
 use crate::device::ring_lane::RingMemory;
 use crate::device::rounds::{CELLS, Direction};
-use crate::device::setup::{self, AllGather, Failure, Parts, Wanted};
+use crate::device::setup::{self, AllGather, Failure, Member, Parts, Wanted};
 use crate::device::staging::Staging;
+use crate::device::vendor::choice::offer;
+use crate::device::vendor::{Candidate, VendorComm};
 use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::sync::Arc;
-use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Width};
+use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width};
+use crate::sys::nccl::Call;
 use crate::types::Rank;
 
 /// What a rank is in its communicator, for the setup of pairs.
@@ -33,6 +40,33 @@ pub(crate) struct Own {
     pub(crate) host: String,
     /// The bytes of a cell.
     pub(crate) cell: usize,
+    pub(crate) libraries: Libraries,
+}
+
+/// Which vendor's library a rank is set to use.
+#[derive(Clone, Debug)]
+pub(crate) struct Libraries {
+    pub(crate) engine: EngineChoice,
+    /// The files of NCCL and RCCL, where they are named.
+    pub(crate) files: [Option<PathBuf>; 2],
+    /// What their communicators are set to.
+    pub(crate) fields: Arc<NcclFields>,
+    /// How long ranks wait for each other when they begin a communicator.
+    pub(crate) limit: Duration,
+}
+
+impl Libraries {
+    /// This rank among those of these names, about to decide with them on the library.
+    pub(crate) fn candidate<'a>(
+        &self,
+        comm: &'a str,
+        (me, names): (Rank, &'a [Rank]),
+        timeout: Duration,
+    ) -> Candidate<'a> {
+        let (offer, library) = offer(self.engine, self.files.each_ref().map(Option::as_deref));
+        let (limit, fields) = (timeout.min(self.limit), self.fields.clone());
+        Candidate { comm, me, names, limit, fields, offer, library }
+    }
 }
 
 /// Whether the driver has said that a rank can set up now.
@@ -66,6 +100,8 @@ pub(crate) struct Link {
 pub(crate) struct Pair {
     pub(crate) link: Arc<Link>,
     pub(crate) context: Arc<Context>,
+    /// By lane, what carries messages outside of graphs in place of the rings.
+    library: Option<[Library; LANES]>,
     pub(crate) layout: ControlLayout,
     registered: Arc<RegisteredWords>,
     width: Width,
@@ -74,6 +110,35 @@ pub(crate) struct Pair {
     me: Rank,
     /// By lane.
     pub(crate) ends: [End; LANES],
+}
+
+/// What carries the messages of one direction by a vendor's library.
+#[derive(Debug)]
+pub(crate) struct Library {
+    /// Of the two ranks.
+    pub(crate) comm: Arc<VendorComm>,
+    direction: Direction,
+    /// The other rank's place in it.
+    peer: u32,
+    /// Where its calls go that are in a group with those of others, and where they end there.
+    pub(crate) stream: Stream,
+    pub(crate) joined: Event,
+}
+
+impl Library {
+    /// The call for bytes of a message.
+    pub(crate) fn call<'a>(&self, bytes: DeviceBytes<'a>) -> Call<'a> {
+        match self.direction {
+            Direction::Send => Call::Send { from: bytes, peer: self.peer },
+            Direction::Receive => Call::Receive { into: bytes, peer: self.peer },
+        }
+    }
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        self.comm.end();
+    }
 }
 
 /// The cells of a pair's rings.
@@ -131,8 +196,13 @@ impl Pair {
             layout: ControlLayout::VERSION,
             timeout: until.saturating_duration_since(Instant::now()),
         };
-        let Parts { context, words, registered, mut staging, network, width, .. } =
+        let Parts { context, words, registered, mut staging, network, width, members, .. } =
             setup::set_up(&wanted, all_gather, are_there)?;
+        // What a rank sends itself no library has to carry.
+        let library = match names.len() {
+            1 => None,
+            _ => library(own, peer, (place, &names), (&context, &members), wanted.timeout, all_gather)?,
+        };
         let events = || -> Result<_, CudaError> { Ok([Event::new(&context)?, Event::new(&context)?]) };
         let made = events().map_err(setup::failed("its events"));
         let (events, told) = setup::split(made.map(|events| (events, ())));
@@ -166,11 +236,17 @@ impl Pair {
         setup::tell(comm, &names, all_gather, told).inspect_err(|_| far.forget(peer))?;
         let events = events.expect("no rank has told a failure");
         let hosts = |lane| matches!(cells, Cells::Far(_)).then(|| far.lane(peer, lane));
-        let in_flight = |lane| InFlight::new(comm.clone(), lane, control.clone(), ends.clone(), hosts(lane));
+        let in_flight = |lane| {
+            let in_flight = InFlight::new(comm.clone(), lane, control.clone(), ends.clone(), hosts(lane));
+            if let Some(library) = &library {
+                in_flight.is_run_by(library[lane].comm.clone());
+            }
+            in_flight
+        };
         let link = Link { in_flight: [in_flight(0), in_flight(1)], control };
         let ends = events.map(|end| End { number: 0, last: None, end });
         let (link, registered) = (Arc::new(link), Arc::new(registered));
-        Ok(Pair { link, context, layout, registered, width, cells, me: place, ends })
+        Ok(Pair { link, context, library, layout, registered, width, cells, me: place, ends })
     }
 
     /// Whether its other rank is on another host.
@@ -182,6 +258,37 @@ impl Pair {
     pub(crate) fn place(&self, rank: Rank) -> Rank {
         self.link.control.local(rank).expect("one of the pair")
     }
+}
+
+/// Decides with another rank on the library that carries their messages, and begins a communicator for each direction.
+fn library(
+    own: &Own,
+    peer: Rank,
+    (place, names): (Rank, &[Rank]),
+    (context, members): (&Arc<Context>, &[Member]),
+    timeout: Duration,
+    all_gather: &mut AllGather<'_>,
+) -> Result<Option<[Library; LANES]>, Error> {
+    let Own { comm, me, libraries, .. } = own;
+    let Some(chosen) = libraries.candidate(comm, (place, names), timeout).choose(members, all_gather)? else {
+        return Ok(None);
+    };
+    let made = || -> Result<[(Stream, Event); LANES], CudaError> {
+        let made = || Ok((Stream::new(context, 0)?, Event::new(context)?));
+        Ok([made()?, made()?])
+    };
+    let made = setup::agree(comm, names, "streams for messages", made(), |_| {}, all_gather)?;
+    let current = setup::agree(comm, names, "its context", context.enter(), |_| {}, all_gather)?;
+    let sent = lane(*me, peer, Direction::Send);
+    let mut begin = |(number, (stream, joined)): (usize, (Stream, Event))| -> Result<Library, Error> {
+        let direction = if number == sent { Direction::Send } else { Direction::Receive };
+        let comm = chosen.begin(&current, all_gather)?;
+        Ok(Library { comm, direction, peer: 1 - place.0, stream, joined })
+    };
+    let [first, second] = made;
+    let lanes = [begin((0, first))?, begin((1, second))?];
+    log::debug!("communicator `{comm}`: messages of ranks {me} and {peer} on devices go by {}", chosen.library());
+    Ok(Some(lanes))
 }
 
 /// The memory of the pairs of a rank, by peer.
@@ -197,12 +304,22 @@ impl Pairs {
         Pairs { me, by_peer: (0..size).map(|_| None).collect() }
     }
 
+    /// This rank.
+    pub(crate) fn me(&self) -> Rank {
+        self.me
+    }
+
     /// What is shared with a rank.
     ///
     /// # Panics
     /// When the pair is not set up.
     pub(crate) fn pair(&self, peer: Rank) -> &Pair {
         self.by_peer[peer.index()].as_ref().expect("pairs are set up before their first message")
+    }
+
+    /// The vendor's library that carries some messages outside of graphs, if one does.
+    pub(crate) fn library(&self, (peer, direction): Channel) -> Option<&Library> {
+        self.pair(peer).library.as_ref().map(|library| &library[lane(self.me, peer, direction)])
     }
 
     /// What is in flight of some messages.

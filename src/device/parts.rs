@@ -105,8 +105,16 @@ pub(crate) struct Place {
     /// The numbers of its first message and of its last one.
     pub(crate) first: u64,
     pub(crate) last: u64,
-    /// What its stream waits for.
-    pub(crate) awaits: Vec<Awaited>,
+    pub(crate) awaits: Awaits,
+}
+
+/// What the stream of messages waits for.
+#[derive(Clone, Debug)]
+pub(crate) enum Awaits {
+    /// Words of these.
+    Words(Vec<Awaited>),
+    /// The other rank, as a vendor's library waits for it.
+    Library,
 }
 
 impl Place {
@@ -114,10 +122,15 @@ impl Place {
         let (lane, control) = self.in_flight.lane();
         let is_behind =
             |(lane, word, value): &Awaited| !control.behind(*lane, [(*word, *value)].into_iter()).is_empty();
-        match self.awaits.iter().any(is_behind) {
-            false => Lateness::None,
-            true if control.has_called(self.peer, lane, self.last) => Lateness::NotFinished,
-            true => Lateness::NotCalled,
+        let is_done = match &self.awaits {
+            Awaits::Words(words) => !words.iter().any(is_behind),
+            // Nothing tells how far a library is but the end at the other rank.
+            Awaits::Library => control.local(self.peer).is_some_and(|peer| control.has_ended(peer, lane, self.last)),
+        };
+        match is_done {
+            true => Lateness::None,
+            false if control.has_called(self.peer, lane, self.last) => Lateness::NotFinished,
+            false => Lateness::NotCalled,
         }
     }
 }

@@ -7,6 +7,9 @@
 //! stream never has more pieces under way than there are cells, there is room for whatever comes. No call of the driver is made
 //! here.
 //!
+//! Where a vendor's library carries the data, there are no pieces: each rank tells the other one what it calls, and listens until
+//! that has ended.
+//!
 //! What the other rank has called, and how it has failed, this writes into the own control segment as that rank would within a
 //! host. So whoever compares calls or looks for failures finds both there.
 
@@ -173,6 +176,8 @@ struct Pair {
     far: FarPair,
     outbound: Outbound,
     inbound: Inbound,
+    /// The last message of each direction that a vendor's library carries and that has not ended here: outbound, then inbound.
+    by_library: [Option<u64>; 2],
 }
 
 /// The messages between this rank's device and those of other hosts.
@@ -189,7 +194,7 @@ impl DeviceMessages {
     /// Begins with a rank, once the two have set up; before it sends anything.
     pub(crate) fn open(&mut self, peer: Rank, far: FarPair) {
         let (outbound, inbound) = (Outbound::new(&far, 0), Inbound::new(&far, 0));
-        self.pairs.insert(peer, Pair { far, outbound, inbound });
+        self.pairs.insert(peer, Pair { far, outbound, inbound, by_library: [None; 2] });
     }
 
     /// Gives up what was begun with a rank, of which nothing is on any stream.
@@ -231,13 +236,52 @@ impl DeviceMessages {
                 }
             }
         }
-        // A stream to the peer tells of the peer's end.
+        self.reach(ctx, peer);
+        self.progress(ctx);
+    }
+
+    /// Takes up messages with a rank that a vendor's library carries, of which the first has this number: tells the rank of them,
+    /// and hears what it tells until they have ended.
+    pub(crate) fn listen(
+        &mut self,
+        ctx: &mut OpContext,
+        (peer, direction): (Rank, Direction),
+        first: u64,
+        messages: &[LoggedMessage],
+    ) {
+        self.reach(ctx, peer);
+        let Some(pair) = self.pairs.get_mut(&peer) else { return };
+        for called in (first..).zip(messages.iter().copied()) {
+            let lane = match direction {
+                Direction::Send => {
+                    pair.outbound.called = Some(called);
+                    pair.outbound.lane
+                }
+                Direction::Receive => {
+                    pair.inbound.called = Some(called);
+                    pair.inbound.told_called = called.0;
+                    pair.inbound.lane
+                }
+            };
+            pair.by_library[usize::from(direction == Direction::Receive)] = Some(called.0);
+            pair.tell_call(ctx, peer, lane);
+        }
+    }
+
+    /// The messages of a lane up to this number have ended here.
+    pub(crate) fn ended(&mut self, peer: Rank, lane: usize, number: u64) {
+        let Some(pair) = self.pairs.get_mut(&peer) else { return };
+        let last = &mut pair.by_library[usize::from(lane == pair.inbound.lane)];
+        *last = last.filter(|last| *last > number);
+    }
+
+    /// Has a stream to a rank tell of its end.
+    fn reach(&mut self, ctx: &mut OpContext, peer: Rank) {
         ctx.endpoints.connect(peer);
         if let Some(cause) = ctx.lost(peer) {
             self.suspect(peer, cause);
         }
         self.moved = Some(Instant::now());
-        self.progress(ctx);
     }
 
     /// Sends what streams have made ready, and tells of what they have taken. True: something moved.
@@ -408,7 +452,8 @@ impl Pair {
     fn is_idle(&self) -> bool {
         let Inbound { pieces, wanted, first, told, failed, .. } = self.inbound;
         let has_come = first > pieces && told >= wanted;
-        self.outbound.pieces.is_empty() && (has_come || failed < u64::MAX)
+        let is_carried = self.by_library.iter().all(Option::is_none);
+        self.outbound.pieces.is_empty() && (has_come || failed < u64::MAX) && is_carried
     }
 
     /// What is added to the numbers of a lane on the way.
@@ -589,6 +634,8 @@ impl Pair {
     /// The first message of a lane of which not everything has gone or come.
     fn first_unfinished(&self, lane: usize) -> u64 {
         match lane {
+            // Of those that a library carries this knows nothing; what has ended well stays so.
+            lane if self.by_library[usize::from(lane == self.inbound.lane)].is_some() => 1,
             lane if lane == self.outbound.lane => {
                 let next = self.outbound.called.map_or(1, |(number, _)| number + 1);
                 self.outbound.pieces.front().map_or(next, |piece| piece.message)

@@ -209,6 +209,22 @@ impl Software {
     }
 }
 
+/// How often the fake NCCL has been called for something in this process: `groups`, `sends` or `receives`.
+pub(crate) fn calls_of_nccl(what: &str) -> u64 {
+    let path = std::env::var("NCCLX_RS_NCCL_LIBRARY").expect("tests/softcuda/run sets it");
+    let (path, what) = (CString::new(path).expect("a path"), CString::new(what).expect("a name"));
+    // SAFETY: the path ends with a zero; the library's initialisers ask nothing of who loads it.
+    let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+    assert!(!library.is_null(), "tests/softcuda/run names a library");
+    // SAFETY: the library stays, and the name ends with a zero.
+    let count = unsafe { libc::dlsym(library, c"fakenccl_count".as_ptr()) };
+    assert!(!count.is_null(), "the fake one counts");
+    // SAFETY: tests/fakenccl declares it so.
+    let count: unsafe extern "C" fn(*const c_char) -> u64 = unsafe { std::mem::transmute(count) };
+    // SAFETY: the text ends with a zero.
+    unsafe { count(what.as_ptr()) }
+}
+
 /// Begins a capture of a stream, which the engine itself never does, and ends it. What is in between is passed through.
 pub(crate) fn captured<T>(stream: u64, body: impl FnOnce() -> T) -> T {
     let begin = symbol(c"cuStreamBeginCapture_v2").expect("CUDA has it");

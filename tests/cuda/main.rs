@@ -29,6 +29,7 @@ mod setup;
 mod simulation;
 mod trouble;
 mod vendor;
+mod vendor_messages;
 mod window_graphs;
 mod window_hosts;
 mod windows;

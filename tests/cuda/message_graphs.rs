@@ -14,7 +14,7 @@ use crate::recording::{Graph, Mode};
 use crate::windows::{Part, put, signal, wait_signal};
 
 /// Ranks hand on what they have in one batch, or each message for itself, the first rank's receive before its send.
-fn ring(rank: &OnDevice, len: usize, is_batch: bool) -> Moving<DeviceMemory> {
+pub(crate) fn ring(rank: &OnDevice, len: usize, is_batch: bool) -> Moving<DeviceMemory> {
     let (me, size) = (rank.me(), rank.comm.size());
     let (next, last) = ((me + 1) % size, (me + size - 1) % size);
     Moving::new(rank, len, rank.memory(&vec![-1.0; len]), |came, own| {

@@ -550,7 +550,7 @@ fn a_killed_peer_is_named() {
     rank.comm.shutdown().expect("an end");
 }
 
-fn to_itself(rank: OnDevice) {
+pub(crate) fn to_itself(rank: OnDevice) {
     let me = rank.me();
     // In one batch any length; outside of it what fits into cells.
     let batch = [rank.sends(me, 0, 9 * CELL), rank.receives(me, 0, 9 * CELL)];

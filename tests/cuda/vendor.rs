@@ -19,7 +19,7 @@ fn launches() -> u64 {
     Software::new().expect("the software CUDA").uses("cuLaunchHostFunc")
 }
 
-fn library(vendor: Vendor) -> Arc<Nccl> {
+pub(crate) fn library(vendor: Vendor) -> Arc<Nccl> {
     let variable = match vendor {
         Vendor::Nccl => "NCCLX_RS_NCCL_LIBRARY",
         Vendor::Rccl => "NCCLX_RS_RCCL_LIBRARY",

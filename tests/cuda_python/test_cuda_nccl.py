@@ -1,4 +1,4 @@
-"""Collectives on CUDA tensors by a vendor's library, the fake one, compared with the engine on the CPU.
+"""Collectives and messages of CUDA tensors by a vendor's library, the fake one, compared with the engine on the CPU.
 
 The lists of types and reductions are tried on streams, too.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,11 +15,13 @@ from datetime import timedelta
 
 import ncclx_rs
 import pytest
+import test_cuda_messages
 import torch
 import torch.distributed as dist
 from conftest import begin
 from harness import World, fresh_store, joined
 from ncclx_rs._load import native
+from reference import any_bits, assert_same
 from test_cuda_collectives import everything
 from test_cuda_training import data_parallel, sharded
 
@@ -290,6 +293,101 @@ def recorded(rank: int, size: int) -> None:
 
 def test_the_flight_recorder_has_its_operations(library_world: World) -> None:
     library_world.run(recorded)
+
+
+def called(what: str) -> int:
+    """How often this process has called the fake library: for `groups`, `sends` or `receives`."""
+    library = os.environ[f"NCCLX_RS_{os.environ['NCCLX_RS_ENGINE'].upper()}_LIBRARY"]
+    count = ctypes.CDLL(library).fakenccl_count
+    count.restype = ctypes.c_ulong
+    return int(count(what.encode()))
+
+
+def carried(rank: int, size: int, name: str) -> None:
+    before = called("sends") + called("receives")
+    getattr(test_cuda_messages, name)(rank, size)
+    # Some of what is run is between two ranks alone.
+    assert rank > 1 or called("sends") + called("receives") > before, "the library did it"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["messages_go_round_a_ring", "sends_block_nobody", "batches", "refusals", "objects", "pipelines"],
+)
+def test_messages_go_by_it_as_by_streams(library_world: World, name: str) -> None:
+    library_world.run(carried, name)
+
+
+def test_the_object_apis_messages_go_by_it(library_world: World) -> None:
+    library_world.run(carried, "object_api", join=False)
+
+
+def test_messages_of_two_ranks_go_by_it(library_world: World) -> None:
+    for what in ("any_type_and_layout", "other_tags"):
+        library_world.run(getattr(test_cuda_messages, what))
+
+
+def test_a_late_sender_holds_up_no_other(library_world: World) -> None:
+    if library_world.size == 2:
+        pytest.skip("there is no other sender")
+    library_world.run(carried, "a_late_sender_holds_up_no_other")
+
+
+MOVED = (*DTYPES, *OTHER_DTYPES, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64)
+
+
+def every_type(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    ops = []
+    for count in (0, 1, 1003):
+        for seed, dtype in enumerate(MOVED):
+            came = any_bits(seed, count, dtype).cuda()
+            ops += [
+                (dist.P2POp(dist.isend, any_bits(100 * rank + seed, count, dtype).cuda(), after), None, dtype),
+                (dist.P2POp(dist.irecv, came, before), any_bits(100 * before + seed, count, dtype), dtype),
+            ]
+    groups, sends = called("groups"), called("sends")
+    for work in dist.batch_isend_irecv([op for op, _, _ in ops]):
+        work.wait()
+    torch.cuda.synchronize()
+    # What has no bytes needs no call.
+    assert (called("groups") - groups, called("sends") - sends) == (1, 2 * len(MOVED))
+    for op, expected, dtype in ops:
+        if expected is not None:
+            assert_same(op.tensor.cpu(), expected, f"{expected.numel()} of {dtype}")
+
+
+def test_a_batch_of_every_type_is_one_group(library_world: World) -> None:
+    library_world.run(every_type)
+
+
+def never_received(rank: int, size: int) -> None:
+    """Rank 0 sends what rank 1 never receives; other ranks and directions go on."""
+    store = fresh_store()
+    with joined(timeout=4.0):
+        tensor = torch.ones(100_000, device="cuda")
+        ops = [dist.P2POp(dist.isend, tensor, 1 - rank), dist.P2POp(dist.irecv, tensor.clone(), 1 - rank)]
+        for work in dist.batch_isend_irecv(ops) if rank < 2 else ():
+            work.wait()
+        if rank == 0:
+            lost = dist.isend(tensor, 1)
+            assert lost is not None
+            with pytest.raises(RuntimeError, match=r"from rank 0 to rank 1: rank 1 did not call it"):
+                lost.wait(timedelta(seconds=60))
+            torch.cuda.synchronize()
+            records = [record for text in native().dumps("a test") for record in json.loads(text)["records"]]
+            last = [record for record in records if record["call"].startswith("send(")][-1]
+            assert last["device"] and "rank 1 did not call it" in json.dumps(last), last
+            store.set("over", "yes")
+        store.wait(["over"])
+        if rank < 2:
+            dist.recv(tensor, 1) if rank == 0 else dist.send(tensor * 3, 0)
+            assert tensor.sum().item() == (300_000 if rank == 0 else 100_000)
+        dist.barrier()
+
+
+def test_a_send_that_nobody_receives_ends_at_its_limit(library_world: World) -> None:
+    library_world.run(never_received, join=False)
 
 
 def faulty(rank: int, size: int, expected: str, limit: float) -> None:

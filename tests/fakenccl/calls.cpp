@@ -151,8 +151,11 @@ API int ncclAllGather(const void* from, void* into, size_t count, int type, void
 namespace {
 
 int message(char* bytes, size_t length, bool is_send, int peer, const Checked& checked) {
-  const auto moves = [=](std::vector<Transfer>& transfers) { transfers.push_back({is_send, peer, bytes, length}); };
-  return add({checked.comm, checked.stream, moves, nullptr});
+  const auto moves = [=](std::vector<Transfer>& transfers) {
+    transfers.push_back({is_send, peer, bytes, length, std::make_shared<uint64_t>(is_send ? length : 0)});
+  };
+  count(is_send ? "sends" : "receives");
+  return add({checked.comm, checked.stream, moves, nullptr, peer, is_send});
 }
 
 }  // namespace

@@ -107,12 +107,28 @@ Result Communicator::join() {
   return Success;
 }
 
-bool Communicator::exchange(std::vector<Transfer>& transfers) const {
+void Communicator::connect(int peer, bool is_send) {
+  Channel& channel = is_send ? shared_->channel(rank, peer) : shared_->channel(peer, rank);
+  channel.is_connected[is_send] = 1;
+}
+
+bool Communicator::is_connected(int peer, bool is_send) const {
+  const Channel& channel = is_send ? shared_->channel(rank, peer) : shared_->channel(peer, rank);
+  return channel.is_connected[!is_send] || is_aborted_;
+}
+
+std::pair<char*, size_t> Transfer::next() const {
+  const size_t before = head ? sizeof *head : 0;
+  if (done < before) return {reinterpret_cast<char*>(head.get()) + done, before - done};
+  return {bytes + (done - before), length - (done - before)};
+}
+
+bool Communicator::exchange(std::vector<Transfer>& transfers) {
   for (int turn = 0;; turn++) {
     bool is_done = true, has_moved = false;
     std::vector<bool> is_taken(2 * size);
     for (Transfer& transfer : transfers) {
-      if (transfer.done == transfer.length) continue;
+      if (transfer.done == transfer.total()) continue;
       is_done = false;
       const int way = 2 * transfer.peer + transfer.is_send;
       if (is_taken[way]) continue;
@@ -122,17 +138,23 @@ bool Communicator::exchange(std::vector<Transfer>& transfers) const {
       const uint64_t written = channel.written, read = channel.read;
       const size_t ready = transfer.is_send ? Channel::ROOM - (written - read) : written - read;
       const size_t at = (transfer.is_send ? written : read) % Channel::ROOM;
-      const size_t length = std::min({ready, transfer.length - transfer.done, Channel::ROOM - at});
+      const auto [bytes, left] = transfer.next();
+      const size_t length = std::min({ready, left, Channel::ROOM - at});
       if (!length) continue;
       has_moved = true;
       if (transfer.is_send) {
-        memcpy(channel.bytes + at, transfer.bytes + transfer.done, length);
+        memcpy(channel.bytes + at, bytes, length);
         channel.written += length;
       } else {
-        memcpy(transfer.bytes + transfer.done, channel.bytes + at, length);
+        memcpy(bytes, channel.bytes + at, length);
         channel.read += length;
       }
       transfer.done += length;
+      if (transfer.differs()) {
+        fail("rank " + std::to_string(transfer.peer) + " sends " + std::to_string(*transfer.head) + " bytes, rank " +
+             std::to_string(rank) + " receives " + std::to_string(transfer.length));
+        return false;
+      }
     }
     if (is_done) return true;
     if (is_aborted_) return false;
@@ -158,14 +180,15 @@ bool Communicator::begin_launch() {
   running_++;
   const Fault& fault = settings().fault;
   const bool goes_wrong = fault.rank == rank && fault.launch && ++launches_ == fault.launch;
-  if (goes_wrong) {
-    if (fault.is_error) {
-      failure = "a connection was lost";
-      state = SystemError;
-    }
-    while (!is_aborted_) usleep(200);
-  }
+  if (goes_wrong && fault.is_error) fail("a connection was lost");
+  while (goes_wrong && !is_aborted_) usleep(200);
   return !is_aborted_;
+}
+
+void Communicator::fail(const std::string& why) {
+  failure = why;
+  state = SystemError;
+  while (!is_aborted_) usleep(200);
 }
 
 void Communicator::end_launch() { running_--; }

@@ -1,9 +1,11 @@
 // One rank's end of a communicator.
 #pragma once
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
@@ -17,7 +19,15 @@ struct Transfer {
   int peer;
   char* bytes;
   size_t length;
+  // Of a message: its length goes before it, so that the other end finds when it has called another one.
+  std::shared_ptr<uint64_t> head = nullptr;
   size_t done = 0;
+
+  // How many bytes go or come in all, and where the next ones are, so many of them in one piece.
+  size_t total() const { return length + (head ? sizeof *head : 0); }
+  std::pair<char*, size_t> next() const;
+  // Whether the length that has come is another one.
+  bool differs() const { return head && !is_send && done >= sizeof *head && *head != length; }
 };
 
 class Communicator {
@@ -31,8 +41,12 @@ class Communicator {
   // Waits for the other ranks, and refuses what they cannot do together.
   Result join();
 
+  // Says that this end of a message's channel is there, and whether the other one is, too, or nobody waits for it any more.
+  void connect(int peer, bool is_send);
+  bool is_connected(int peer, bool is_send) const;
+
   // Moves all of these at once, those of a peer and direction one after the other. False: it was aborted meanwhile.
-  bool exchange(std::vector<Transfer>& transfers) const;
+  bool exchange(std::vector<Transfer>& transfers);
 
   // How far it is with what it was last told to do, or how that failed.
   std::atomic<int> state{Success};
@@ -43,9 +57,17 @@ class Communicator {
   Result follow(CUstream stream);
   Result followed_by_next(CUstream stream);
 
+  // Between these a thread puts calls on streams, for which an abort waits.
+  void begin_putting() { running_++; }
+  void end_putting() { running_--; }
+  bool is_aborted() const { return is_aborted_; }
+
   // Runs on a stream; counts launches, and has those that are to go wrong do so. False: nothing is to be done.
   bool begin_launch();
   void end_launch();
+
+  // Fails for a reason, and waits until it is aborted.
+  void fail(const std::string& why);
 
   // Has everything end that is on streams, and waits for it.
   void abort();

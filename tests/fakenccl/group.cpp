@@ -40,6 +40,7 @@ struct Launch {
   }
 
   Result submit() {
+    if (comm->is_aborted()) return Success;
     CUstreamCaptureStatus capture;
     if (cuStreamIsCapturing(stream, &capture)) return UnhandledCudaError;
     const bool is_captured = capture != CU_STREAM_CAPTURE_STATUS_NONE;
@@ -76,27 +77,51 @@ Result submit(std::vector<Launch> launches) {
   return Success;
 }
 
+// As NCCL: ranks connect at the first message in a direction, all those of a group at once, and nothing is on a stream before.
+void connect(const std::vector<Launch>& all) {
+  const auto each = [&](auto&& what) {
+    for (const Launch& launch : all) {
+      for (const Call& call : launch.calls) {
+        if (call.peer >= 0) what(*launch.comm, call);
+      }
+    }
+  };
+  each([](Communicator& comm, const Call& call) { comm.connect(call.peer, call.is_send); });
+  each([](Communicator& comm, const Call& call) {
+    while (!comm.is_connected(call.peer, call.is_send)) usleep(50);
+  });
+}
+
 // As NCCL: where communicators do not block, a thread puts their calls on streams.
 int flush() {
   auto all = launches(std::move(group().calls));
   group().calls.clear();
   if (all.empty()) return Success;
+  count("groups");
   for (const Launch& launch : all) {
     if (launch.comm->is_blocking != all[0].comm->is_blocking) {
       last_error() = "communicators that block and others are in one group";
       return InvalidUsage;
     }
   }
-  if (all[0].comm->is_blocking) return submit(std::move(all));
+  if (all[0].comm->is_blocking) {
+    connect(all);
+    return submit(std::move(all));
+  }
   CUcontext context;
   if (cuCtxGetCurrent(&context)) return UnhandledCudaError;
-  for (const Launch& launch : all) launch.comm->state = InProgress;
+  for (const Launch& launch : all) {
+    launch.comm->state = InProgress;
+    launch.comm->begin_putting();
+  }
   std::thread([all = std::move(all), context]() mutable {
     cuCtxSetCurrent(context);
     usleep(settings().launch_us);
+    connect(all);
     std::vector<std::shared_ptr<Communicator>> comms;
     for (const Launch& launch : all) comms.push_back(launch.comm);
     const Result result = submit(std::move(all));
+    for (const auto& comm : comms) comm->end_putting();
     for (const auto& comm : comms) {
       // What has gone wrong on the stream meanwhile stays.
       int expected = InProgress;

@@ -13,6 +13,9 @@ struct Call {
   CUstream stream;
   std::function<void(std::vector<Transfer>&)> moves;
   std::function<void()> computes;
+  // Of a message: the rank at the other end, and which end this one is.
+  int peer = -1;
+  bool is_send = false;
 };
 
 // Puts a call on its stream, or keeps it for the end of the thread's group.

@@ -3,6 +3,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
+
+#include "abi.h"
 
 namespace fakenccl {
 
@@ -27,6 +31,16 @@ Fault fault() {
   return fault;
 }
 
+struct Counts {
+  std::mutex mutex;
+  std::map<std::string, unsigned long> all;
+};
+
+Counts& counts() {
+  static auto* const counts = new Counts;
+  return *counts;
+}
+
 unsigned long launch_us() {
   const char* text = getenv("FAKENCCL_LAUNCH_US");
   return text ? strtoul(text, nullptr, 10) : 0;
@@ -44,4 +58,15 @@ std::string& last_error() {
   return text;
 }
 
+void count(const std::string& what) {
+  std::lock_guard<std::mutex> lock(counts().mutex);
+  counts().all[what]++;
+}
+
 }  // namespace fakenccl
+
+API unsigned long fakenccl_count(const char* what) {
+  using namespace fakenccl;
+  std::lock_guard<std::mutex> lock(counts().mutex);
+  return counts().all[what];
+}

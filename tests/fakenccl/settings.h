@@ -26,4 +26,7 @@ const Settings& settings();
 // The text that the last failure of this thread has left.
 std::string& last_error();
 
+// Counts something, for who asks `fakenccl_count` how often it was.
+void count(const std::string& what);
+
 }  // namespace fakenccl

@@ -13,6 +13,8 @@ namespace fakenccl {
 // Bytes on their way from one rank to another. Both counts only grow.
 struct Channel {
   static constexpr size_t ROOM = 1 << 16;
+  // By whether it is the sender's: that an end has called a message for the first time.
+  std::atomic<uint32_t> is_connected[2];
   std::atomic<uint64_t> written;
   std::atomic<uint64_t> read;
   char bytes[ROOM];

@@ -12,7 +12,7 @@ use crate::device::setup::Failure;
 use crate::device::watch;
 use crate::error::Error;
 use crate::sync::lock;
-use crate::sys::cuda::Relaxed;
+use crate::sys::cuda::{CudaError, Relaxed};
 use crate::types::{Rank, Tag};
 
 /// Where two ranks wait for each other before messages between them.
@@ -253,12 +253,37 @@ impl Messages {
                     state.unmet.clear();
                 }
             }
+            self.begin_library_anew(channel, message, until, peers)?;
             self.barrier(peer, number, message, until, peers)?;
             // Only now do other threads of this rank go on with it.
             ways.iter().for_each(|way| link.in_flight[lane(me, peer, *way)].resume(0));
             Ok(())
         };
         anew().inspect_err(|error| ways.iter().for_each(|way| link.in_flight[lane(me, peer, *way)].stop(error)))
+    }
+
+    /// Begins another communicator of the library, if one carries these messages. Nothing of the old one is on any stream.
+    fn begin_library_anew(
+        &self,
+        (peer, direction): Channel,
+        message: &Message<'_>,
+        until: Instant,
+        peers: &dyn Peers,
+    ) -> Result<(), Error> {
+        let (library, context) = {
+            let state = lock(&self.state);
+            let Some(state) = state.as_ref() else { return Err(self.closed(message)) };
+            let Some(library) = state.pairs().library((peer, direction)) else { return Ok(()) };
+            (library.comm.clone(), state.pairs().pair(peer).context.clone())
+        };
+        let (me, tag) = (self.own.me, Tag::ANEW[lane(self.own.me, peer, direction)]);
+        let failed = |error: CudaError| Error::Device { operation: message.to_string(), cause: error.to_string() };
+        let current = context.enter().map_err(failed)?;
+        library.begin_anew(&current, &mut |own| {
+            peers.tell(peer, tag, own.clone())?;
+            let theirs = peers.hear(peer, tag, until.saturating_duration_since(Instant::now()))?;
+            Ok(if me < peer { vec![own, theirs] } else { vec![theirs, own] })
+        })
     }
 
     /// Waits until both ranks are there.

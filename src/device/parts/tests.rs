@@ -47,7 +47,7 @@ impl Side {
         let peer = self.control.name(other);
         let place = |lane: usize| {
             let in_flight = self.lanes[lane].clone();
-            Place { in_flight, peer, first: number, last: number, awaits: awaits(lane) }
+            Place { in_flight, peer, first: number, last: number, awaits: Awaits::Words(awaits(lane)) }
         };
         batch.place(vec![place(0), place(1)]);
         for (lane, in_flight) in self.lanes.iter().enumerate() {

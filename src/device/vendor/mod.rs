@@ -1,4 +1,5 @@
-//! A vendor's library as what runs collectives: [`choice`] says whether ranks use it, [`calls`] what they call of it.
+//! A vendor's library as what runs collectives and carries messages: [`choice`] says whether ranks use it, [`calls`] what a
+//! collective calls of it.
 //!
 //! Its operations stand between the same words, in the same log and in the same order as the programs of the [`executor`](super::executor), which
 //! also runs what the library does not have. Nothing of it blocks: a communicator is begun and its calls are put on streams by
@@ -14,7 +15,7 @@ use crate::device::in_flight::Runner;
 use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
 use crate::sync::{self, Arc, AtomicBool, Mutex, Ordering, lock};
-use crate::sys::cuda::{Current, Stream};
+use crate::sys::cuda::{CudaError, Current, Stream};
 use crate::sys::nccl::{Call, Nccl, NcclComm, NcclError, Progress, UniqueId};
 use crate::types::Rank;
 
@@ -57,31 +58,64 @@ enum Beginning {
     Failed(String),
 }
 
-impl Candidate<'_> {
-    /// Decides with all ranks, and begins a communicator of the library where they take one.
+impl<'a> Candidate<'a> {
+    /// Decides with all ranks: what they begin communicators of the library with, where they take one.
     ///
     /// # Errors
-    /// Those of [`decide`], that the library fails on a rank, and those of `all_gather`. The same on all ranks.
+    /// Those of [`decide`] and of `all_gather`. The same on all ranks.
     pub(crate) fn choose(
         self,
-        current: &Current<'_>,
         members: &[Member],
         all_gather: &mut AllGather<'_>,
-    ) -> Result<Option<Arc<VendorComm>>, Error> {
+    ) -> Result<Option<Chosen<'a>>, Error> {
         let Candidate { comm, me, names, limit, fields, offer, library } = self;
         let offers: Vec<Offer> = tell(comm, names, all_gather, Ok(offer))?;
         let library = match decide(comm, names, &offers, members)? {
             Decision::Streams => return Ok(None),
             Decision::Vendor => library.expect("every rank has one, as all have told"),
         };
-        let place = (me, names, limit);
-        let raw = begin(&library, current, comm, place, &fields, all_gather)?;
-        if me.index() == 0 {
-            log::info!("communicator `{comm}`: CUDA tensors go by {} {}", library.name(), library.version());
-        }
-        let (comm, names, raw) = (comm.to_owned(), names.to_vec(), Mutex::new(Arc::new(raw)));
-        let is_given_up = AtomicBool::new(false);
-        Ok(Some(Arc::new(VendorComm { library, comm, me, names, limit, fields, raw, is_given_up })))
+        Ok(Some(Chosen { library, comm, me, names, limit, fields }))
+    }
+}
+
+/// What ranks begin communicators of a library with.
+pub(crate) struct Chosen<'a> {
+    library: Arc<Nccl>,
+    comm: &'a str,
+    me: Rank,
+    names: &'a [Rank],
+    limit: Duration,
+    fields: Arc<NcclFields>,
+}
+
+impl Chosen<'_> {
+    /// In words.
+    pub(crate) fn library(&self) -> String {
+        format!("{} {}", self.library.name(), self.library.version())
+    }
+
+    /// Begins a communicator with all ranks.
+    ///
+    /// # Errors
+    /// The library fails on a rank, and those of `all_gather`. The same on all ranks.
+    pub(crate) fn begin(
+        &self,
+        current: &Current<'_>,
+        all_gather: &mut AllGather<'_>,
+    ) -> Result<Arc<VendorComm>, Error> {
+        let Chosen { library, comm, me, names, limit, fields } = self;
+        let place = (*me, *names, *limit);
+        let raw = begin(library, current, comm, place, fields, all_gather)?;
+        Ok(Arc::new(VendorComm {
+            library: library.clone(),
+            comm: (*comm).to_owned(),
+            me: *me,
+            names: names.to_vec(),
+            limit: *limit,
+            fields: fields.clone(),
+            raw: Mutex::new(Arc::new(raw)),
+            is_given_up: AtomicBool::new(false),
+        }))
     }
 }
 
@@ -155,6 +189,15 @@ fn nap(waited: Duration) {
     std::thread::sleep((waited / 8).clamp(Duration::from_micros(5), Duration::from_millis(1)));
 }
 
+/// Why not all of an operation is on its stream.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SubmitError {
+    #[error(transparent)]
+    Driver(#[from] CudaError),
+    #[error(transparent)]
+    Vendor(#[from] NcclError),
+}
+
 /// Gives a communicator up on a thread of its own, since that waits for the device.
 fn abort_aside(raw: Arc<NcclComm>) {
     if let Err(error) = sync::spawn("ncclx_rs vendor", move || raw.abort()) {
@@ -165,23 +208,39 @@ fn abort_aside(raw: Arc<NcclComm>) {
 impl VendorComm {
     /// Puts calls on a stream together. When it returns they are there, and others may be put behind them.
     pub(crate) fn submit(&self, current: &Current<'_>, stream: &Stream, calls: &[Call<'_>]) -> Result<(), NcclError> {
-        if calls.is_empty() {
+        VendorComm::submit_together(current, &[(self, stream, calls)])
+    }
+
+    /// Puts calls of several communicators on a stream each, as one group of the library. When it returns they are there, and
+    /// others may be put behind them.
+    pub(crate) fn submit_together(
+        current: &Current<'_>,
+        group: &[(&VendorComm, &Stream, &[Call<'_>])],
+    ) -> Result<(), NcclError> {
+        let called: Vec<_> = group.iter().filter(|(.., calls)| !calls.is_empty()).collect();
+        if called.is_empty() {
             return Ok(());
         }
-        let raw = lock(&self.raw).clone();
-        let mut progress = raw.submit(current, stream, calls)?;
+        let raws: Vec<Arc<NcclComm>> = called.iter().map(|(comm, ..)| lock(&comm.raw).clone()).collect();
+        let calls = raws.iter().zip(&called);
+        let calls: Vec<_> = calls.map(|(raw, (_, stream, calls))| (&**raw, *stream, *calls)).collect();
+        NcclComm::submit_together(current, &calls)?;
         let begin = Instant::now();
-        // The watch gives it up when the time of what is in flight is over: that ends this.
-        while progress == Progress::Going {
-            nap(begin.elapsed());
-            progress = raw.progress()?;
-        }
-        Ok(())
+        let waits = raws.iter().map(|raw| {
+            // The watch gives it up when the time of what is in flight is over: that ends this.
+            while raw.progress()? == Progress::Going {
+                nap(begin.elapsed());
+            }
+            Ok(())
+        });
+        // All come to an end before one's failure is told: the library has them on streams together.
+        waits.collect::<Vec<_>>().into_iter().collect()
     }
 
     /// After a disagreement, when nothing is on any rank's stream: begins another one with all ranks.
     pub(crate) fn begin_anew(&self, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<(), Error> {
-        lock(&self.raw).abort();
+        // What else this rank has on its device may wait for a rank that waits for this one here.
+        abort_aside(lock(&self.raw).clone());
         let place = (self.me, &self.names[..], self.limit);
         let raw = begin(&self.library, current, &self.comm, place, &self.fields, all_gather)?;
         *lock(&self.raw) = Arc::new(raw);
@@ -199,6 +258,14 @@ impl VendorComm {
     /// Gives it back. Nothing of it is on a stream.
     pub(crate) fn end(&self) {
         lock(&self.raw).abort();
+    }
+}
+
+impl std::fmt::Debug for VendorComm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let VendorComm { library, comm, names, .. } = self;
+        let mut shown = f.debug_struct("VendorComm");
+        shown.field("library", library).field("comm", comm).field("names", names).finish_non_exhaustive()
     }
 }
 

@@ -226,10 +226,6 @@ impl NcclComm {
     pub fn progress(&self) -> Result<Progress, NcclError> {
         let raw = lock(&self.raw);
         let raw = raw.as_ref().ok_or(NcclError::Gone)?;
-        self.state(raw)
-    }
-
-    fn state(&self, raw: &Raw) -> Result<Progress, NcclError> {
         let mut state = SUCCESS;
         // SAFETY: it lives, since it is only taken out under the lock; `state` is a place for the result.
         let code = unsafe { (self.functions().comm_async_error)(raw.0, &raw mut state) };
@@ -243,20 +239,36 @@ impl NcclComm {
 
     /// Puts calls on a stream together: they make progress together. Where they are [still going](Progress::Going) there, nothing
     /// may be put behind them yet.
-    pub fn submit(&self, _: &Current<'_>, stream: &Stream, calls: &[Call<'_>]) -> Result<Progress, NcclError> {
-        let raw = lock(&self.raw);
-        let raw = raw.as_ref().ok_or(NcclError::Gone)?;
-        let functions = self.functions();
-        let stream: RawStream = std::ptr::with_exposed_provenance_mut(stream.to_raw() as usize);
+    pub fn submit(&self, current: &Current<'_>, stream: &Stream, calls: &[Call<'_>]) -> Result<Progress, NcclError> {
+        NcclComm::submit_together(current, &[(self, stream, calls)])?;
+        self.progress()
+    }
+
+    /// Puts calls of several communicators of one library on streams as one group, of each communicator on one stream. They are
+    /// there once each communicator's [progress](NcclComm::progress) is done, and only then may anything be put behind them.
+    ///
+    /// # Panics
+    /// When there are none.
+    pub fn submit_together(_: &Current<'_>, group: &[(&NcclComm, &Stream, &[Call<'_>])]) -> Result<(), NcclError> {
+        let library = &group.first().expect("a group is of something").0.library;
+        let raws: Vec<_> = group.iter().map(|(comm, ..)| lock(&comm.raw)).collect();
+        if raws.iter().any(|raw| raw.is_none()) {
+            return Err(NcclError::Gone);
+        }
+        let functions = library.functions();
         // SAFETY: groups are of the thread, which ends it below.
-        self.library.check("ncclGroupStart", unsafe { (functions.group_start)() })?;
-        let put = calls.iter().try_for_each(|call| self.put(raw, stream, call));
+        library.check("ncclGroupStart", unsafe { (functions.group_start)() })?;
+        let put = group.iter().zip(&raws).try_for_each(|((comm, stream, calls), raw)| {
+            let stream: RawStream = std::ptr::with_exposed_provenance_mut(stream.to_raw() as usize);
+            let raw = raw.as_ref().ok_or(NcclError::Gone)?;
+            calls.iter().try_for_each(|call| comm.put(raw, stream, call))
+        });
         // SAFETY: begun above.
         let code = unsafe { (functions.group_end)() };
         put?;
         match code {
-            SUCCESS | IN_PROGRESS => self.state(raw),
-            code => Err(self.library.failed("ncclGroupEnd", code)),
+            SUCCESS | IN_PROGRESS => Ok(()),
+            code => Err(library.failed("ncclGroupEnd", code)),
         }
     }
 
