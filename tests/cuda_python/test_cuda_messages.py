@@ -365,3 +365,28 @@ def pipelines(rank: int, size: int) -> None:
 
 def test_pipelines_train_as_on_the_cpu(cuda_world: World) -> None:
     cuda_world.run(pipelines)
+
+
+def barrier_after_some_exchanged(rank: int, size: int) -> None:
+    group = dist.new_group()
+    assert group is not None
+    tensor = data(rank, 1000).cuda()
+    if rank < 2:
+        got = torch.zeros_like(tensor)
+        works = [dist.irecv(got, 1 - rank, group=group), dist.isend(tensor, 1 - rank, group=group)]
+        for work in works:
+            work.wait()
+    # The other ranks have not used the device in this group.
+    dist.barrier(group)
+    if rank < 2:
+        assert torch.cuda.current_stream().query(), "the barrier comes after what is on the stream"
+        assert_same(got.cpu(), data(1 - rank, 1000), "exchanged")
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    dist.barrier(group)
+    assert_same(total.cpu(), sum(data(peer, 1000) for peer in range(size)), "summed")
+    dist.destroy_process_group(group)
+
+
+def test_a_barrier_is_the_same_on_all_ranks_where_some_have_exchanged_messages(four: World) -> None:
+    four.run(barrier_after_some_exchanged)

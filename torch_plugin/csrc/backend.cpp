@@ -542,13 +542,18 @@ WorkPtr NcclxBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::Al
 
 WorkPtr NcclxBackend::barrier(const c10d::BarrierOptions& opts) {
   return launch({.kind = NCCLX_BARRIER, .operation = "barrier", .title = "ncclx_rs:barrier", .type = OpType::BARRIER,
-                 .timeout = opts.timeout, .async = opts.asyncOp, .results = {}, .profiled = {}, .device = device(),
+                 .timeout = opts.timeout, .async = opts.asyncOp, .results = {}, .profiled = {},
+                 .device = device_of_barriers(),
                  .waits = StreamWork::Waits::Host, .fill = nullptr});
 }
 
 WorkPtr NcclxBackend::barrier_in_order(bool async, Milliseconds timeout) {
+  return barrier_on(device_of_barriers(), async, timeout);
+}
+
+WorkPtr NcclxBackend::barrier_on(std::optional<at::Device> device, bool async, Milliseconds timeout) {
   return launch({.kind = NCCLX_BARRIER, .operation = "barrier", .title = "ncclx_rs:barrier", .type = OpType::BARRIER,
-                 .timeout = timeout, .async = async, .results = {}, .profiled = {}, .device = device(),
+                 .timeout = timeout, .async = async, .results = {}, .profiled = {}, .device = device,
                  .fill = nullptr});
 }
 

@@ -195,6 +195,8 @@ class NcclxBackend : public c10d::Backend {
 #endif
 
  private:
+  // A barrier on the streams of a device, or of the host.
+  WorkPtr barrier_on(std::optional<at::Device> device, bool async, Milliseconds timeout);
   // The arguments of an operation; `launch` submits `count` operations of them as one work.
   struct Call;
   WorkPtr launch(Call&& call);
@@ -210,8 +212,8 @@ class NcclxBackend : public c10d::Backend {
   WorkPtr ended(c10d::OpType type, Tensors results);
   // Sets up on the group's CUDA device, with all ranks, if the group is one that does so before its first operation there.
   void prepare_device();
-  // The group's CUDA device, if it has one yet.
-  std::optional<at::Device> device();
+  // The CUDA device on whose streams the group's barriers are; the same on all ranks, which have all used it or none.
+  std::optional<at::Device> device_of_barriers();
   // The streams on this device, which is the group's from then on; refuses another one.
   std::shared_ptr<DeviceStreams> streams_on(at::Device device, const char* operation);
   // Waits for coalesced operations that write memory which the next one reads or writes: it may have to copy it.
@@ -243,6 +245,8 @@ class NcclxBackend : public c10d::Backend {
   std::mutex batch_mutex_;
   std::shared_ptr<Batch> batch_;
   std::atomic<bool> is_eager_{false};
+  // All ranks have used the CUDA device together. Messages are between some.
+  std::atomic<bool> has_device_collectives_{false};
   std::mutex streams_mutex_;
   std::shared_ptr<DeviceStreams> streams_;
   std::mutex windows_mutex_;

@@ -3,14 +3,19 @@
 
 namespace ncclx {
 
-std::optional<at::Device> NcclxBackend::device() {
-  {
-    std::lock_guard<std::mutex> lock(streams_mutex_);
-    if (streams_) return streams_->device();
-  }
+std::optional<at::Device> NcclxBackend::device_of_barriers() {
   NcclxError error;
   const auto bound = getBoundDeviceId();
-  return bound && bound->is_cuda() && engine_->cuda_devices(&error) > 0 ? bound : std::nullopt;
+  if (bound && bound->is_cuda() && engine_->cuda_devices(&error) > 0) return bound;
+  const auto streams = [&] {
+    std::lock_guard<std::mutex> lock(streams_mutex_);
+    return streams_;
+  }();
+  if (!streams) return std::nullopt;
+  if (has_device_collectives_) return streams->device();
+  // The barrier is one of the host then, which comes after what is on the stream all the same.
+  streams->current().synchronize();
+  return std::nullopt;
 }
 
 void NcclxBackend::eagerConnectSingleDevice(at::Device device) {
@@ -54,6 +59,7 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
   if (batch && is_message) return record(device, std::move(call), *batch);
   const auto comm = this->comm();
   const auto streams = streams_on(device, call.operation);
+  if (!is_message) has_device_collectives_ = true;
   const bool aside = call.async || batch != nullptr;
   const c10::Stream current = streams->current();
   using Direction = DeviceStreams::Direction;
