@@ -580,18 +580,6 @@ fn millis(timeout: Duration) -> u64 {
     u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// How many turns of progress an asynchronous submission makes in the call.
-const FIRST_STEPS: usize = 4;
-
-/// How long `shutdown` waits for operations in flight.
-const OPERATIONS_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long `shutdown` waits until its goodbye is sent. A neighbour may have only just joined.
-const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How long `abort` waits for the same. Open connections take a notice at once; only a new one needs time.
-const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
-
 /// Calls `flush`, which tries for a while, until it has flushed everything, or nothing of what is `unsent` has moved meanwhile.
 fn flush_while_bytes_move(mut flush: impl FnMut() -> bool, mut unsent: impl FnMut() -> usize) {
     let mut before = unsent();
@@ -603,6 +591,18 @@ fn flush_while_bytes_move(mut flush: impl FnMut() -> bool, mut unsent: impl FnMu
         before = left;
     }
 }
+
+/// How many turns of progress an asynchronous submission makes in the call.
+const FIRST_STEPS: usize = 4;
+
+/// How long `shutdown` waits for operations in flight.
+const OPERATIONS_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long `shutdown` waits until its goodbye is sent. A neighbour may have only just joined.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long `abort` waits for the same. Open connections take a notice at once; only a new one needs time.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long `shutdown` waits for bytes to move that no operation waits for, such as those of a send that has been copied, or the
 /// report of a failure.

@@ -120,7 +120,7 @@ impl Store for Parent<'_> {
         false
     }
 
-    fn has_got_earlier_value(&self) -> bool {
+    fn skip_earlier_value(&self) -> bool {
         let mut missed = lock(&self.comm.missed_records);
         let count = missed.entry(self.ranks[0]).or_default();
         let has = *count > 0;

@@ -263,7 +263,8 @@ impl DeviceMessages {
                     pair.inbound.lane
                 }
             };
-            pair.by_library[usize::from(direction == Direction::Receive)] = Some(called.0);
+            let side = pair.side(lane);
+            pair.by_library[side] = Some(called.0);
             pair.tell_call(ctx, peer, lane);
         }
     }
@@ -271,7 +272,8 @@ impl DeviceMessages {
     /// The messages of a lane up to this number have ended here.
     pub(crate) fn ended(&mut self, peer: Rank, lane: usize, number: u64) {
         let Some(pair) = self.pairs.get_mut(&peer) else { return };
-        let last = &mut pair.by_library[usize::from(lane == pair.inbound.lane)];
+        let side = pair.side(lane);
+        let last = &mut pair.by_library[side];
         *last = last.filter(|last| *last > number);
     }
 
@@ -456,6 +458,11 @@ impl Pair {
         self.outbound.pieces.is_empty() && (has_come || failed < u64::MAX) && is_carried
     }
 
+    /// The place of a lane's direction: outbound, then inbound.
+    fn side(&self, lane: usize) -> usize {
+        usize::from(lane == self.inbound.lane)
+    }
+
     /// What is added to the numbers of a lane on the way.
     fn base(&self, lane: usize) -> Option<u64> {
         match lane {
@@ -635,7 +642,7 @@ impl Pair {
     fn first_unfinished(&self, lane: usize) -> u64 {
         match lane {
             // Of those that a library carries this knows nothing; what has ended well stays so.
-            lane if self.by_library[usize::from(lane == self.inbound.lane)].is_some() => 1,
+            lane if self.by_library[self.side(lane)].is_some() => 1,
             lane if lane == self.outbound.lane => {
                 let next = self.outbound.called.map_or(1, |(number, _)| number + 1);
                 self.outbound.pieces.front().map_or(next, |piece| piece.message)

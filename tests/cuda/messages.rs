@@ -473,28 +473,33 @@ fn what_waits_for_a_peer_that_leaves_ends() {
     });
 }
 
+/// Rank 0 aborts while its batch with rank 1 waits: both learn why, and their streams run out.
+pub(crate) fn abort_ends_what_waits(rank: &OnDevice) {
+    if rank.me() == 0 {
+        let items = [rank.receives(1, 1, 9 * CELL), rank.sends(1, 1, 9 * CELL)];
+        let work = rank.batch(&items).expect("a work");
+        rank.comm.barrier().expect("both are there");
+        rank.comm.abort("it had enough");
+        let outcome = work.wait(None);
+        assert!(matches!(&outcome, Err(Error::Closed { how, .. }) if how.contains("enough")), "{outcome:?}");
+        rank.stream.synchronize().expect("a stream that runs out");
+    } else {
+        rank.comm.barrier().expect("both are there");
+        let item = rank.sends(0, 1, 9 * CELL);
+        let outcome = outcome(rank.one(&item));
+        assert!(matches!(&outcome, Err(Error::PeerLost { rank: 0, .. })), "{outcome:?}");
+        rank.stream.synchronize().expect("a stream that runs out");
+        rank.comm.shutdown().expect("an end");
+    }
+}
+
 #[test]
 fn an_abort_ends_what_waits_on_its_own_stream() {
     alone("messages::an_abort_ends_what_waits_on_its_own_stream", &[&[], WEAK], || {
         world(2, SMALL, |rank| {
             let all = exchange(&rank, 2, 0);
             assert_eq!(outcome(rank.batch(&all)), Ok(()));
-            if rank.me() == 0 {
-                let items = [rank.receives(1, 1, 9 * CELL), rank.sends(1, 1, 9 * CELL)];
-                let work = rank.batch(&items).expect("a work");
-                rank.comm.barrier().expect("both are there");
-                rank.comm.abort("it had enough");
-                let outcome = work.wait(None);
-                assert!(matches!(&outcome, Err(Error::Closed { how, .. }) if how.contains("enough")), "{outcome:?}");
-                rank.stream.synchronize().expect("a stream that runs out");
-            } else {
-                rank.comm.barrier().expect("both are there");
-                let item = rank.sends(0, 1, 9 * CELL);
-                let outcome = outcome(rank.one(&item));
-                assert!(matches!(&outcome, Err(Error::PeerLost { rank: 0, .. })), "{outcome:?}");
-                rank.stream.synchronize().expect("a stream that runs out");
-                rank.comm.shutdown().expect("an end");
-            }
+            abort_ends_what_waits(&rank);
         });
     });
 }

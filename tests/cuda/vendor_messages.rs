@@ -11,8 +11,8 @@ use ncclx_rs::{Error, Op, Work};
 use crate::harness::{Software, alone, calls_of_nccl, context, is_alone};
 use crate::message_graphs::ring;
 use crate::messages::{
-    CELL, Item, both_ways, cut_otherwise, disagree, disagree_in_a_batch, exchange, exchanges, outcome, ping, recv,
-    there_and_back, to_itself,
+    CELL, Item, abort_ends_what_waits, both_ways, cut_otherwise, disagree, disagree_in_a_batch, exchange, exchanges,
+    outcome, ping, recv, there_and_back, to_itself,
 };
 use crate::ranks::{OnDevice, Process, hosts_on, of_processes, world_on};
 use crate::vendor::library;
@@ -368,22 +368,7 @@ fn an_abort_ends_what_waits_on_its_own_stream() {
     alone("vendor_messages::an_abort_ends_what_waits_on_its_own_stream", &[&[FOUR]], || {
         world_on(&DEVICES[..2], NCCL, |rank| {
             let kept = meet_all(&rank);
-            if rank.me() == 0 {
-                let items = [rank.receives(1, 1, 9 * CELL), rank.sends(1, 1, 9 * CELL)];
-                let work = rank.batch(&items).expect("a work");
-                rank.comm.barrier().expect("both are there");
-                rank.comm.abort("it had enough");
-                let outcome = work.wait(None);
-                assert!(matches!(&outcome, Err(Error::Closed { how, .. }) if how.contains("enough")), "{outcome:?}");
-                rank.stream.synchronize().expect("a stream that runs out");
-            } else {
-                rank.comm.barrier().expect("both are there");
-                let item = rank.sends(0, 1, 9 * CELL);
-                let outcome = outcome(rank.one(&item));
-                assert!(matches!(&outcome, Err(Error::PeerLost { rank: 0, .. })), "{outcome:?}");
-                rank.stream.synchronize().expect("a stream that runs out");
-                rank.comm.shutdown().expect("an end");
-            }
+            abort_ends_what_waits(&rank);
             drop(kept);
         });
     });
@@ -530,7 +515,7 @@ fn the_fake_library_refuses_a_receive_of_another_length() {
                         0 => Call::Send { from: memory.bytes(), peer: 1 },
                         _ => Call::Receive { into: memory.bytes().part(0, 4), peer: 0 },
                     };
-                    comm.submit(&current, &stream, &[call]).expect("they are put there");
+                    NcclComm::submit_together(&current, &[(&comm, &stream, &[call])]).expect("they are put there");
                     if rank == 0 {
                         assert_eq!(settled(&comm), Ok(Progress::Done));
                         stream.synchronize().expect("it is short");

@@ -421,9 +421,8 @@ def a_stopped_writer_does_not_delay_the_end_of_its_access(rank: int, size: int, 
         for _ in range(20):
             try:
                 futures.append(transports[0].write_async(source.to_view(), remote[0]))
-            except (
-                RuntimeError
-            ) as error:  # this process was stopped and the connection ended before it had asked for all
+            except RuntimeError as error:
+                # This process was stopped, and the connection ended, before it had asked for all.
                 assert any(word in str(error) for word in refused), error
         for future in futures:
             try:

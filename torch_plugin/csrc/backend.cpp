@@ -541,20 +541,18 @@ WorkPtr NcclxBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::Al
 }
 
 WorkPtr NcclxBackend::barrier(const c10d::BarrierOptions& opts) {
-  return launch({.kind = NCCLX_BARRIER, .operation = "barrier", .title = "ncclx_rs:barrier", .type = OpType::BARRIER,
-                 .timeout = opts.timeout, .async = opts.asyncOp, .results = {}, .profiled = {},
-                 .device = device_of_barriers(),
-                 .waits = StreamWork::Waits::Host, .fill = nullptr});
+  return barrier_on(device_of_barriers(), opts.asyncOp, opts.timeout, StreamWork::Waits::Host);
 }
 
 WorkPtr NcclxBackend::barrier_in_order(bool async, Milliseconds timeout) {
-  return barrier_on(device_of_barriers(), async, timeout);
+  return barrier_on(device_of_barriers(), async, timeout, StreamWork::Waits::Stream);
 }
 
-WorkPtr NcclxBackend::barrier_on(std::optional<at::Device> device, bool async, Milliseconds timeout) {
+WorkPtr NcclxBackend::barrier_on(std::optional<at::Device> device, bool async, Milliseconds timeout,
+                                 StreamWork::Waits waits) {
   return launch({.kind = NCCLX_BARRIER, .operation = "barrier", .title = "ncclx_rs:barrier", .type = OpType::BARRIER,
                  .timeout = timeout, .async = async, .results = {}, .profiled = {}, .device = device,
-                 .fill = nullptr});
+                 .waits = waits, .fill = nullptr});
 }
 
 WorkPtr NcclxBackend::message(NcclxKind kind, Tensors& tensors, int peer, int tag, Milliseconds timeout,

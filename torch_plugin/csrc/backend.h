@@ -196,7 +196,7 @@ class NcclxBackend : public c10d::Backend {
 
  private:
   // A barrier on the streams of a device, or of the host.
-  WorkPtr barrier_on(std::optional<at::Device> device, bool async, Milliseconds timeout);
+  WorkPtr barrier_on(std::optional<at::Device> device, bool async, Milliseconds timeout, StreamWork::Waits waits);
   // The arguments of an operation; `launch` submits `count` operations of them as one work.
   struct Call;
   WorkPtr launch(Call&& call);

@@ -34,7 +34,7 @@ uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
     windows_.emplace(window, std::move(made));
   }
   // What is on this stream before, such as what fills the tensor, comes before other ranks' accesses that follow on theirs.
-  if (device) barrier_on(device, false, c10d::kUnsetTimeout);
+  if (device) barrier_on(device, false, c10d::kUnsetTimeout, StreamWork::Waits::Stream);
   return window;
 }
 

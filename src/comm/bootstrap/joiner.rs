@@ -45,8 +45,7 @@ pub(super) fn join_root(
 ) -> Result<(Keys, World), InitError> {
     loop {
         let outcome = join_at(context, find(context)?, &mut describe);
-        let is_elsewhere =
-            matches!(outcome, Err(InitError::Unreachable { .. })) && context.store.has_got_earlier_value();
+        let is_elsewhere = matches!(outcome, Err(InitError::Unreachable { .. })) && context.store.skip_earlier_value();
         if !is_elsewhere {
             return outcome;
         }

@@ -23,6 +23,7 @@ pub(super) struct World {
 pub(super) enum JoinReply {
     /// All ranks have joined.
     Complete(World),
+    /// The communicator has not come about.
     Failed(JoinFailure),
 }
 

@@ -17,9 +17,9 @@ pub trait Store: Send + Sync {
         true
     }
 
-    /// Whether the value that was got last may be one that was set for an earlier bootstrap, which was not got in time. Then
-    /// another `get` returns the next.
-    fn has_got_earlier_value(&self) -> bool {
+    /// Called where the value that was got last leads nowhere. True: it may have been set for an earlier bootstrap and not been got
+    /// in time, and counts as got from now on; another `get` returns the next.
+    fn skip_earlier_value(&self) -> bool {
         false
     }
 

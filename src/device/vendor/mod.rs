@@ -25,14 +25,9 @@ pub(crate) mod choice;
 use choice::{Decision, Offer, decide};
 
 /// A communicator of a library, and how another one is made when it had to be given up.
+#[derive(Debug)]
 pub(crate) struct VendorComm {
-    library: Arc<Nccl>,
-    comm: String,
-    me: Rank,
-    names: Vec<Rank>,
-    /// How long to wait for the others when it begins.
-    limit: Duration,
-    fields: Arc<NcclFields>,
+    chosen: Chosen,
     raw: Mutex<Arc<NcclComm>>,
     is_given_up: AtomicBool,
 }
@@ -58,37 +53,35 @@ enum Beginning {
     Failed(String),
 }
 
-impl<'a> Candidate<'a> {
+impl Candidate<'_> {
     /// Decides with all ranks: what they begin communicators of the library with, where they take one.
     ///
     /// # Errors
     /// Those of [`decide`] and of `all_gather`. The same on all ranks.
-    pub(crate) fn choose(
-        self,
-        members: &[Member],
-        all_gather: &mut AllGather<'_>,
-    ) -> Result<Option<Chosen<'a>>, Error> {
+    pub(crate) fn choose(self, members: &[Member], all_gather: &mut AllGather<'_>) -> Result<Option<Chosen>, Error> {
         let Candidate { comm, me, names, limit, fields, offer, library } = self;
         let offers: Vec<Offer> = tell(comm, names, all_gather, Ok(offer))?;
         let library = match decide(comm, names, &offers, members)? {
             Decision::Streams => return Ok(None),
             Decision::Vendor => library.expect("every rank has one, as all have told"),
         };
-        Ok(Some(Chosen { library, comm, me, names, limit, fields }))
+        Ok(Some(Chosen { library, comm: comm.to_owned(), me, names: names.to_vec(), limit, fields }))
     }
 }
 
 /// What ranks begin communicators of a library with.
-pub(crate) struct Chosen<'a> {
+#[derive(Clone, Debug)]
+pub(crate) struct Chosen {
     library: Arc<Nccl>,
-    comm: &'a str,
+    comm: String,
     me: Rank,
-    names: &'a [Rank],
+    names: Vec<Rank>,
+    /// How long to wait for the others when one begins.
     limit: Duration,
     fields: Arc<NcclFields>,
 }
 
-impl Chosen<'_> {
+impl Chosen {
     /// In words.
     pub(crate) fn library(&self) -> String {
         format!("{} {}", self.library.name(), self.library.version())
@@ -103,57 +96,37 @@ impl Chosen<'_> {
         current: &Current<'_>,
         all_gather: &mut AllGather<'_>,
     ) -> Result<Arc<VendorComm>, Error> {
-        let Chosen { library, comm, me, names, limit, fields } = self;
-        let place = (*me, *names, *limit);
-        let raw = begin(library, current, comm, place, fields, all_gather)?;
-        Ok(Arc::new(VendorComm {
-            library: library.clone(),
-            comm: (*comm).to_owned(),
-            me: *me,
-            names: names.to_vec(),
-            limit: *limit,
-            fields: fields.clone(),
-            raw: Mutex::new(Arc::new(raw)),
-            is_given_up: AtomicBool::new(false),
-        }))
+        let raw = Mutex::new(Arc::new(begin(self, current, all_gather)?));
+        Ok(Arc::new(VendorComm { chosen: self.clone(), raw, is_given_up: AtomicBool::new(false) }))
     }
 }
 
 /// Begins a communicator with all ranks.
-fn begin(
-    library: &Arc<Nccl>,
-    current: &Current<'_>,
-    comm: &str,
-    (me, names, limit): (Rank, &[Rank], Duration),
-    fields: &Arc<NcclFields>,
-    all_gather: &mut AllGather<'_>,
-) -> Result<NcclComm, Error> {
+fn begin(chosen: &Chosen, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<NcclComm, Error> {
+    let Chosen { library, comm, me, names, limit, fields } = chosen;
     let own = if me.index() == 0 { library.unique_id().map(|id| id.0.to_vec()) } else { Ok(Vec::new()) };
-    let failed = |cause| InitError::Os { comm: comm.to_owned(), what: what(library), cause };
+    let failed =
+        |cause| InitError::Os { comm: comm.to_owned(), what: format!("a communicator of {}", chosen.library()), cause };
     let ids: Vec<Result<Vec<u8>, String>> = tell(comm, names, all_gather, Ok(own.map_err(|error| error.to_string())))?;
     let id = ids.into_iter().next().expect("rank 0's").map_err(failed)?;
     let id = <[u8; 128]>::try_from(id).map_err(|id| failed(format!("rank 0 tells an id of {} bytes", id.len())))?;
     let begun = NcclComm::begin(library, current, UniqueId(id), (me.0, names.len() as u32), fields);
     let (raw, beginning) = match begun {
         Err(error) => (None, Beginning::Failed(error.to_string())),
-        Ok(raw) => match wait(&raw, limit) {
+        Ok(raw) => match wait(&raw, *limit) {
             Ok(Progress::Done) => (Some(raw), Beginning::Begun),
             Ok(Progress::Going) => (Some(raw), Beginning::Late),
             Err(error) => (Some(raw), Beginning::Failed(error.to_string())),
         },
     };
     let told: Result<Vec<Beginning>, Error> = tell(comm, names, all_gather, Ok(beginning));
-    match (told.map(|told| problem(names, &told, limit)), raw) {
+    match (told.map(|told| problem(names, &told, *limit)), raw) {
         (Ok(None), Some(raw)) => Ok(raw),
         (problem, raw) => {
             raw.into_iter().for_each(|raw| abort_aside(Arc::new(raw)));
             Err(failed(problem?.unwrap_or_default()).into())
         }
     }
-}
-
-fn what(library: &Nccl) -> String {
-    format!("a communicator of {} {}", library.name(), library.version())
 }
 
 /// What has kept a communicator from its beginning, if something has: what has failed, rather than who has waited for it.
@@ -241,8 +214,7 @@ impl VendorComm {
     pub(crate) fn begin_anew(&self, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<(), Error> {
         // What else this rank has on its device may wait for a rank that waits for this one here.
         abort_aside(lock(&self.raw).clone());
-        let place = (self.me, &self.names[..], self.limit);
-        let raw = begin(&self.library, current, &self.comm, place, &self.fields, all_gather)?;
+        let raw = begin(&self.chosen, current, all_gather)?;
         *lock(&self.raw) = Arc::new(raw);
         // Relaxed: as in `give_up`.
         self.is_given_up.store(false, Ordering::Relaxed);
@@ -258,14 +230,6 @@ impl VendorComm {
     /// Gives it back. Nothing of it is on a stream.
     pub(crate) fn end(&self) {
         lock(&self.raw).abort();
-    }
-}
-
-impl std::fmt::Debug for VendorComm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let VendorComm { library, comm, names, .. } = self;
-        let mut shown = f.debug_struct("VendorComm");
-        shown.field("library", library).field("comm", comm).field("names", names).finish_non_exhaustive()
     }
 }
 

@@ -237,13 +237,6 @@ impl NcclComm {
         }
     }
 
-    /// Puts calls on a stream together: they make progress together. Where they are [still going](Progress::Going) there, nothing
-    /// may be put behind them yet.
-    pub fn submit(&self, current: &Current<'_>, stream: &Stream, calls: &[Call<'_>]) -> Result<Progress, NcclError> {
-        NcclComm::submit_together(current, &[(self, stream, calls)])?;
-        self.progress()
-    }
-
     /// Puts calls of several communicators of one library on streams as one group, of each communicator on one stream. They are
     /// there once each communicator's [progress](NcclComm::progress) is done, and only then may anything be put behind them.
     ///
