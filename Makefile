@@ -15,8 +15,10 @@ SHELL := bash
 # Ranks share the cores, and a build of one torch must not load with another.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Of PyTorch's thousands of modules most are never imported: those that are get compiled then.
+# Of PyTorch's thousands of modules most are never imported: those that are get compiled then, and that is kept. Without what is
+# kept, `import torch` takes twice as long, and tests start a thousand interpreters.
 PIP_INSTALL := -m pip install --quiet --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 # The virtual environment of a torch version: .venv for the chosen one.
 venv_of = $(if $(filter $(TORCH),$(1)),.venv,.venv-torch$(1))
