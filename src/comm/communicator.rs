@@ -187,7 +187,9 @@ impl Communicator {
             };
             log::info!("{summary}");
         }
-        let mut engine = Engine::new(name.clone(), rank, topo, transports.into_transports(), directory.into_routes());
+        let (transports, find_routes) = (transports.into_transports(), directory.into_routes());
+        let watcher = Box::new(poller.clone());
+        let mut engine = Engine::new(name.clone(), rank, topo, transports, find_routes, watcher);
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         engine.context.recorder = Recorder::new(config.flight_recorder_size);
         let device = DeviceSide::new(&config, &ranks[rank.index()].host_id);

@@ -429,7 +429,7 @@ impl Collectives {
                 }
             }
             None => {
-                ctx.endpoints.connect(from);
+                ctx.endpoints.expect(from);
                 match ctx.lost(from) {
                     Some(cause) => self.suspect(ctx, from, cause),
                     None => {

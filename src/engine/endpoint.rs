@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use crate::engine::agenda::{Agenda, List};
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::connector::{FindRoutes, OPENING_CHECK};
@@ -17,8 +18,9 @@ use crate::engine::inbox::Inbox;
 use crate::engine::outbox::Outbox;
 use crate::engine::peers::{Peer, Peers};
 use crate::error::{Error, LinkDown};
+use crate::sys::poller::StreamName;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::{RingStats, Transport};
+use crate::transport::{RingStats, Transport, Watcher};
 use crate::types::Rank;
 
 /// The connections of one communicator.
@@ -28,6 +30,19 @@ pub(crate) struct Endpoints {
     name: String,
     transports: Vec<Box<dyn Transport>>,
     peers: Peers,
+    agenda: Agenda,
+    watcher: Box<dyn Watcher>,
+    /// What it has named, while that is dealt with.
+    named: Vec<StreamName>,
+    /// A thread sleeps until the watcher names a stream. All streams that may move are armed, and what is put on the agenda
+    /// wakes it.
+    is_asleep: bool,
+    /// Streams that were armed for that sleep alone.
+    dozing: Vec<(List, Rank)>,
+    /// When streams that are being opened were looked after last.
+    tended: Option<Instant>,
+    /// The CPU that peers know this rank to wait on.
+    cpu: Option<u32>,
     /// Peers that are lost, of which the engine has not heard.
     lost: VecDeque<Rank>,
 }
@@ -39,8 +54,22 @@ impl Endpoints {
         transports: Vec<Box<dyn Transport>>,
         size: usize,
         find_routes: FindRoutes,
+        watcher: Box<dyn Watcher>,
     ) -> Endpoints {
-        Endpoints { me, name, transports, peers: Peers::new(size, find_routes), lost: VecDeque::new() }
+        Endpoints {
+            me,
+            name,
+            transports,
+            peers: Peers::new(size, find_routes),
+            agenda: Agenda::new(size),
+            watcher,
+            named: Vec::new(),
+            is_asleep: false,
+            dozing: Vec::new(),
+            tended: None,
+            cpu: None,
+            lost: VecDeque::new(),
+        }
     }
 
     /// The communicator's name.
@@ -58,8 +87,8 @@ impl Endpoints {
         self.peers.size()
     }
 
-    /// The ranks that this one has talked to or heard of, in that order. What is done for all peers is done for these.
-    #[inline]
+    /// The ranks that this one has talked to or heard of, in that order. What is done for all peers, such as at an end, is done for
+    /// these; a turn looks at those on the agenda.
     pub(crate) fn known(&self) -> &[Rank] {
         self.peers.known()
     }
@@ -124,8 +153,8 @@ impl Endpoints {
         self.peers.get(peer)?.inbox.as_ref().map(|inbox| inbox.invalidations())
     }
 
-    /// Gives the inbox of `peer` away to be emptied, if something may have come. It comes back by
-    /// [`Endpoints::return_inbox`], unless the peer is lost meanwhile.
+    /// Gives the inbox of `peer` away to be emptied, if there is one. It comes back by [`Endpoints::return_inbox`], unless the
+    /// peer is lost meanwhile.
     pub(crate) fn take_inbox(&mut self, peer: Rank) -> Option<Box<Inbox>> {
         let entry = self.peers.get_mut(peer)?;
         let inbox = entry.inbox.take();
@@ -133,12 +162,137 @@ impl Endpoints {
         inbox
     }
 
-    /// Takes the inbox of `peer` back.
-    pub(crate) fn return_inbox(&mut self, peer: Rank, inbox: Box<Inbox>) {
+    /// Takes the inbox of `peer` back, from which something has `moved` or not.
+    pub(crate) fn return_inbox(&mut self, peer: Rank, mut inbox: Box<Inbox>, moved: bool) {
         let entry = self.peers.meet(peer);
         entry.is_draining = false;
-        if entry.lost.is_none() {
-            entry.inbox = Some(inbox);
+        if entry.lost.is_some() {
+            return;
+        }
+        let is_silent = inbox.is_silent(moved, self.agenda.ranks(List::Reading).len());
+        entry.inbox = Some(inbox);
+        if is_silent {
+            self.silence(peer);
+        }
+    }
+
+    // ---- the agenda ----
+
+    /// The stream from this rank is the one to be read next in a turn that has read so many.
+    #[inline]
+    pub(crate) fn reading(&self, turn: usize) -> Option<Rank> {
+        self.agenda.ranks(List::Reading).get(turn).copied()
+    }
+
+    /// What waits for this rank is to be written next in a turn that has done so for so many.
+    #[inline]
+    pub(crate) fn writing(&self, turn: usize) -> Option<Rank> {
+        self.agenda.ranks(List::Writing).get(turn).copied()
+    }
+
+    /// How many turns may pass between two looks at which streams are ready; none if no stream is armed. A look costs a system
+    /// call.
+    #[inline]
+    pub(crate) fn look_interval(&self) -> Option<u32> {
+        self.agenda.has_armed().then(|| if self.agenda.is_empty() { 1 } else { LOOK_INTERVAL })
+    }
+
+    /// Puts the streams on the agenda that are ready. Returns the peers that have nothing more to say, as [`Endpoints::check`]
+    /// does.
+    pub(crate) fn look(&mut self) -> Vec<(Rank, LinkDown)> {
+        let (mut named, mut gone) = (std::mem::take(&mut self.named), Vec::new());
+        self.watcher.look(&mut named);
+        for name in named.drain(..) {
+            match name {
+                StreamName::From(peer) if self.agenda.has(List::Silent, peer) => self.read_again(peer),
+                StreamName::From(peer) => {
+                    if let Some(inbox) = self.inbox(peer) {
+                        inbox.named();
+                    }
+                }
+                StreamName::To(peer) => gone.extend(self.tend(peer).map(|down| (peer, down))),
+            }
+        }
+        self.named = named;
+        gone
+    }
+
+    /// Has each turn read the stream from `peer`, and so the thread that sleeps.
+    fn read_again(&mut self, peer: Rank) {
+        // Without its inbox, which is being emptied, it stays where it is.
+        let is_armed = self.agenda.has(List::Silent, peer);
+        let Some(inbox) = self.inbox(peer) else { return };
+        if is_armed {
+            inbox.disarm();
+            inbox.expect_more();
+            self.agenda.remove(List::Silent, peer);
+        }
+        if self.agenda.insert(List::Reading, peer) {
+            self.disturb();
+        }
+    }
+
+    /// Arms the stream from `peer`. False: there is something to read now.
+    fn silence(&mut self, peer: Rank) -> bool {
+        if self.inbox(peer).is_some_and(|inbox| !inbox.arm()) {
+            return false;
+        }
+        self.agenda.remove(List::Reading, peer);
+        if self.inbox(peer).is_some() {
+            self.agenda.insert(List::Silent, peer);
+        }
+        true
+    }
+
+    /// Has each turn write what waits for `peer`, unless its stream is armed because there was no room.
+    fn write_on(&mut self, peer: Rank) {
+        if !self.agenda.has(List::Blocked, peer) && self.agenda.insert(List::Writing, peer) {
+            self.disturb();
+        }
+    }
+
+    /// The same, also if its stream is armed.
+    fn write_again(&mut self, peer: Rank) {
+        if self.agenda.remove(List::Blocked, peer)
+            && let Some(peer) = self.peers.get_mut(peer)
+        {
+            peer.outbox.disarm();
+        }
+        self.write_on(peer);
+    }
+
+    /// Has everything that waits be written in the next turn, also where there was no room.
+    pub(crate) fn write_all(&mut self) {
+        self.agenda.ranks(List::Blocked).to_vec().into_iter().for_each(|peer| self.write_again(peer));
+    }
+
+    /// Arms the stream to `peer`. False: there is room now.
+    fn block(&mut self, peer: Rank) -> bool {
+        if self.peers.get_mut(peer).is_some_and(|peer| !peer.outbox.arm()) {
+            return false;
+        }
+        self.agenda.remove(List::Writing, peer);
+        self.agenda.insert(List::Blocked, peer);
+        true
+    }
+
+    /// Puts the connection to `peer` on the agenda as long as there is something to be done about it, or takes it off.
+    fn settle(&mut self, peer: Rank) {
+        let is_unsettled = self.peers.get(peer).is_some_and(|peer| {
+            let is_opened = peer.way.due().is_some() || peer.outbox.is_opening();
+            peer.lost.is_none() && (peer.ending.is_some() || is_opened)
+        });
+        if !is_unsettled {
+            self.agenda.remove(List::Unsettled, peer);
+        } else if self.agenda.insert(List::Unsettled, peer) {
+            self.disturb();
+        }
+    }
+
+    /// Wakes the thread that sleeps, if one does: there is something on the agenda that it does not know of.
+    fn disturb(&mut self) {
+        if std::mem::take(&mut self.is_asleep) {
+            self.watcher.wake();
         }
     }
 
@@ -152,6 +306,15 @@ impl Endpoints {
         }
     }
 
+    /// The same where something is expected from `peer`: the stream from it is looked at in each turn, so that nobody has to
+    /// tell the poller. Where a thread sleeps, that is up to the poller all the same.
+    pub(crate) fn expect(&mut self, peer: Rank) {
+        self.connect(peer);
+        if !self.is_asleep && self.agenda.has(List::Silent, peer) {
+            self.read_again(peer);
+        }
+    }
+
     fn open(&mut self, peer: Rank) {
         if peer == self.me {
             return;
@@ -161,7 +324,15 @@ impl Endpoints {
             return;
         }
         match entry.way.open(peer, &mut self.transports, Instant::now()) {
-            Ok(Some(send_stream)) => entry.outbox.open(send_stream),
+            Ok(Some(send_stream)) => {
+                entry.outbox.open(send_stream);
+                if let Some(cpu) = self.cpu {
+                    entry.outbox.publish_cpu(cpu);
+                }
+                if entry.outbox.is_waiting() {
+                    self.write_again(peer);
+                }
+            }
             Ok(None) => {}
             Err(down) => {
                 self.send_stream_closed(peer, down.clone());
@@ -171,10 +342,12 @@ impl Endpoints {
                 }
             }
         }
+        self.settle(peer);
     }
 
     /// Accepts the streams that peers have opened.
     pub(crate) fn accept(&mut self) {
+        let mut is_any = false;
         for (number, transport) in self.transports.iter_mut().enumerate() {
             for (from, recv_stream) in transport.accept() {
                 let peer = self.peers.meet(from);
@@ -183,46 +356,65 @@ impl Endpoints {
                 }
                 if peer.inbox.is_none() && peer.lost.is_none() {
                     peer.inbox = Some(Box::new(Inbox::new(recv_stream)));
+                    is_any |= self.agenda.insert(List::Reading, from);
                 } else {
                     let (name, me) = (&self.name, self.me);
                     log::warn!("communicator `{name}` rank {me}: a second stream of rank {from} was refused");
                 }
             }
         }
+        if is_any {
+            self.disturb();
+        }
     }
 
-    /// Opens what could not be opened before, and notices streams that broke. Returns the peers that have nothing more to
-    /// say: what has come from them is to be taken, and then they are lost.
+    /// Looks after the connections that are being opened or end. The poller names those that break later. Returns the peers that
+    /// have nothing more to say: what has come from them is to be taken, and then they are lost.
     pub(crate) fn check(&mut self) -> Vec<(Rank, LinkDown)> {
+        if self.agenda.ranks(List::Unsettled).is_empty() {
+            return Vec::new();
+        }
+        // The poller names those whose opening goes on. That is for what it does not see, such as time.
+        let now = Instant::now();
+        let is_due = self.tended.is_none_or(|tended| now.duration_since(tended) >= OPENING_TEND);
+        self.tended = if is_due { Some(now) } else { self.tended };
         let mut gone = Vec::new();
-        for rank in self.known().to_vec() {
-            let Some(peer) = self.peers.get_mut(rank) else { continue };
-            match peer.ending.clone() {
-                Some((down, since)) => {
-                    self.accept();
-                    if !self.may_bring_more(rank) || since.elapsed() >= DRAIN_TIMEOUT {
-                        gone.push((rank, down));
-                    }
-                }
-                None if peer.way.due().is_some() => self.connect(rank),
-                None => {
-                    if let Err(down) = peer.outbox.check_connection() {
-                        self.send_stream_closed(rank, down);
-                    } else if !peer.outbox.is_opening()
-                        && let Some(cause) = peer.way.take_turn()
-                    {
-                        let (name, me, by) = (&self.name, self.me, peer.way.transport(&self.transports));
-                        log::warn!("communicator `{name}` rank {me}: rank {rank} is reached by {by}, since {cause}");
-                    }
-                }
+        for rank in self.agenda.ranks(List::Unsettled).to_vec() {
+            let is_opening = |peer: &Peer| peer.ending.is_none() && peer.way.due().is_none();
+            if is_due || !self.peers.get(rank).is_some_and(is_opening) {
+                gone.extend(self.tend(rank).map(|down| (rank, down)));
             }
         }
         gone
     }
 
-    /// Lets every transport see which streams have brought something.
-    pub(crate) fn look(&mut self) {
-        self.transports.iter_mut().for_each(|transport| transport.look());
+    /// Opens the stream to `rank` if it could not be opened before, and notices if it broke. Why nothing more is to come from
+    /// there, if that is so.
+    fn tend(&mut self, rank: Rank) -> Option<LinkDown> {
+        let peer = self.peers.get_mut(rank).filter(|peer| peer.lost.is_none())?;
+        match peer.ending.clone() {
+            Some((down, since)) => {
+                self.accept();
+                return (!self.may_bring_more(rank) || since.elapsed() >= DRAIN_TIMEOUT).then_some(down);
+            }
+            None if peer.way.due().is_some() => self.connect(rank),
+            None => {
+                if let Err(down) = peer.outbox.check_connection() {
+                    self.send_stream_closed(rank, down);
+                } else if !peer.outbox.is_opening()
+                    && let Some(cause) = peer.way.take_turn()
+                {
+                    let (name, me, by) = (&self.name, self.me, peer.way.transport(&self.transports));
+                    log::warn!("communicator `{name}` rank {me}: rank {rank} is reached by {by}, since {cause}");
+                }
+                self.settle(rank);
+                // To check takes away what would have told that there is room.
+                if self.peers.get(rank).is_some_and(|peer| peer.outbox.is_waiting()) {
+                    self.write_again(rank);
+                }
+            }
+        }
+        None
     }
 
     // ---- sending ----
@@ -256,30 +448,46 @@ impl Endpoints {
         }
         if peer.ending.is_some() || peer.outbox.is_waiting() || body.len() > FRAGMENT_BYTES {
             peer.outbox.push(header, body, completion);
+            self.write_on(to);
             return Some(false);
         }
-        Some(peer.outbox.write(header, body, completion).unwrap_or_else(|down| {
-            self.send_stream_closed(to, down);
-            false
-        }))
+        match peer.outbox.write(header, body, completion) {
+            Ok(true) => return Some(true),
+            Ok(false) => {}
+            Err(down) => self.send_stream_closed(to, down),
+        }
+        self.write_on(to);
+        Some(false)
     }
 
     /// Queues the rest of a message whose receiver has its first `offset` bytes.
     pub(crate) fn push_from(&mut self, to: Rank, offset: usize, header: Header, body: Body, completion: Completion) {
         self.peers.meet(to).outbox.push_from(offset, header, body, completion);
+        self.write_on(to);
     }
 
     /// Writes what waits for `peer`, as far as there is room. Completions of what is written are appended to `done`. True:
     /// bytes moved, or the stream ended.
     pub(crate) fn progress_send(&mut self, peer: Rank, done: &mut Vec<Completion>) -> bool {
-        let Some(entry) = self.peers.get_mut(peer) else { return false };
-        if !entry.outbox.is_waiting() || entry.ending.is_some() {
+        let waits = |peer: &&mut Peer| peer.outbox.is_waiting() && peer.ending.is_none();
+        let Some(entry) = self.peers.get_mut(peer).filter(waits) else {
+            self.agenda.remove(List::Writing, peer);
             return false;
+        };
+        match entry.outbox.pump(done) {
+            Ok(moved) => {
+                if !entry.outbox.is_waiting() {
+                    self.agenda.remove(List::Writing, peer);
+                } else if entry.outbox.is_blocked(moved, self.agenda.ranks(List::Writing).len()) {
+                    self.block(peer);
+                }
+                moved
+            }
+            Err(down) => {
+                self.send_stream_closed(peer, down);
+                true
+            }
         }
-        entry.outbox.pump(done).unwrap_or_else(|down| {
-            self.send_stream_closed(peer, down);
-            true
-        })
     }
 
     /// Whether the stream to `peer` lets it read this process's memory.
@@ -305,6 +513,15 @@ impl Endpoints {
                 inbox.cancel(op);
             }
         });
+        for list in [List::Writing, List::Blocked] {
+            for rank in self.agenda.ranks(list).to_vec() {
+                let is_empty = |peer: &&mut Peer| !peer.outbox.is_waiting();
+                if let Some(peer) = self.peers.get_mut(rank).filter(is_empty) {
+                    peer.outbox.disarm();
+                    self.agenda.remove(list, rank);
+                }
+            }
+        }
     }
 
     /// Whether a message of `op` is under way to or from `peer`.
@@ -315,14 +532,26 @@ impl Endpoints {
 
     /// The bytes of the engine in long messages that wait to be written.
     pub(crate) fn held(&self) -> usize {
-        self.peers.iter().map(|(_, peer)| peer.outbox.held()).sum()
+        self.queues().map(|peer| peer.outbox.held()).sum()
+    }
+
+    /// The peers for which something waits that can be written.
+    fn queues(&self) -> impl Iterator<Item = &Peer> {
+        let lists = [List::Writing, List::Blocked].map(|list| self.agenda.ranks(list));
+        lists.into_iter().flatten().filter_map(|rank| self.peers.get(*rank))
+    }
+
+    /// The peers whose connections are on the agenda.
+    fn unsettled(&self) -> impl Iterator<Item = &Peer> {
+        self.agenda.ranks(List::Unsettled).iter().filter_map(|rank| self.peers.get(*rank))
     }
 
     // ---- waiting ----
 
     /// Whether bytes wait to be written, or streams are being opened.
     pub(crate) fn is_busy(&self) -> bool {
-        self.peers.iter().any(|(_, peer)| peer.outbox.is_waiting() || peer.outbox.is_opening())
+        self.queues().chain(self.unsettled()).any(|peer| peer.outbox.is_waiting() || peer.outbox.is_opening())
+            || self.transports.iter().any(|transport| transport.holds_bytes())
     }
 
     /// Whether every byte that should has left this process.
@@ -337,43 +566,68 @@ impl Endpoints {
         self.peers.iter().map(|(_, peer)| peer.outbox.unsent()).sum()
     }
 
-    /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Endpoints::disarm`].
+    /// Arms every stream that is on the agenda. False: there is something to do now. True: a thread may sleep until the watcher
+    /// names a stream; ended by [`Endpoints::disarm`].
     pub(crate) fn arm(&mut self) -> bool {
-        let mut ready = false;
-        self.peers.for_each(|_, peer| {
-            ready |= peer.inbox.as_mut().is_some_and(|inbox| inbox.arm());
-            ready |= peer.outbox.is_waiting() && peer.ending.is_none() && peer.outbox.arm();
-        });
-        ready
-    }
-
-    /// Ends what [`Endpoints::arm`] began.
-    pub(crate) fn disarm(&mut self) {
-        self.peers.for_each(|_, peer| {
-            if let Some(inbox) = &mut peer.inbox {
-                inbox.disarm();
+        let (mut ready, mut turn) = (false, 0);
+        while let Some(peer) = self.reading(turn) {
+            let stays = self.inbox(peer).is_some_and(|inbox| inbox.sleep());
+            if !self.silence(peer) {
+                (ready, turn) = (true, turn + 1);
+            } else if stays {
+                self.dozing.push((List::Silent, peer));
             }
-            peer.outbox.disarm();
-        });
+        }
+        turn = 0;
+        while let Some(peer) = self.writing(turn) {
+            let can_write = |peer: &&mut Peer| peer.outbox.is_waiting() && peer.ending.is_none();
+            let Some(entry) = self.peers.get_mut(peer).filter(can_write) else {
+                self.agenda.remove(List::Writing, peer);
+                continue;
+            };
+            let stays = entry.outbox.sleep();
+            if !self.block(peer) {
+                (ready, turn) = (true, turn + 1);
+            } else if stays {
+                self.dozing.push((List::Blocked, peer));
+            }
+        }
+        self.is_asleep = !ready;
+        !ready
     }
 
-    /// Publishes that this rank waits on `cpu`. True: a peer waited there last.
+    /// Ends what [`Endpoints::arm`] began, also if that found something to do.
+    pub(crate) fn disarm(&mut self) {
+        self.is_asleep = false;
+        let mut dozing = std::mem::take(&mut self.dozing);
+        for (list, peer) in dozing.drain(..) {
+            match list {
+                _ if !self.agenda.has(list, peer) => {}
+                List::Silent => self.read_again(peer),
+                _ => self.write_again(peer),
+            }
+        }
+        self.dozing = dozing;
+    }
+
+    /// Publishes that this rank waits on `cpu`. True: a peer whose messages are waited for waited there last.
     pub(crate) fn publish_cpu(&mut self, cpu: u32) -> bool {
-        let mut is_shared = false;
-        self.peers.for_each(|_, peer| {
-            peer.outbox.publish_cpu(cpu);
-            is_shared |= peer.inbox.as_ref().is_some_and(|inbox| inbox.peer_cpu() == Some(cpu));
-        });
-        is_shared
+        if self.cpu.replace(cpu) != Some(cpu) {
+            self.peers.for_each(|_, peer| peer.outbox.publish_cpu(cpu));
+        }
+        let waits_here = |rank: &Rank| {
+            let inbox = self.peers.get(*rank).and_then(|peer| peer.inbox.as_ref());
+            inbox.is_some_and(|inbox| inbox.peer_cpu() == Some(cpu))
+        };
+        self.agenda.ranks(List::Reading).iter().any(waits_here)
     }
 
     /// When to look again at streams that end, that are in their handshake, that are being opened, or that could not be.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let known = || self.peers.iter().map(|(_, peer)| peer);
-        let ending = known().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
+        let ending = self.unsettled().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
         let accepting = self.transports.iter().filter_map(|transport| transport.accepting_until());
-        let opening = known().filter_map(|peer| peer.way.due());
-        let opened = known().any(|peer| peer.outbox.is_opening()).then(|| Instant::now() + OPENING_CHECK);
+        let opening = self.unsettled().filter_map(|peer| peer.way.due());
+        let opened = self.unsettled().any(|peer| peer.outbox.is_opening()).then(|| Instant::now() + OPENING_CHECK);
         ending.chain(accepting).chain(opening).chain(opened).min()
     }
 
@@ -414,6 +668,7 @@ impl Endpoints {
                 Err(down) => entry.ending = Some((down, now)),
             }
         }
+        self.settle(peer);
     }
 
     /// Whether there is a stream from `peer`, or there may be one in its handshake.
@@ -457,15 +712,23 @@ impl Endpoints {
         entry.way.give_up();
         entry.inbox = None;
         entry.ending = None;
+        self.agenda.forget(peer);
     }
 
     /// Drops all streams: the communicator is `how` ("aborted: …").
     pub(crate) fn close(&mut self, how: &str) {
         self.peers.close(how);
+        self.peers.known().iter().for_each(|rank| self.agenda.forget(*rank));
         self.transports.clear();
         self.lost.clear();
     }
 }
+
+/// How many turns that look at other streams pass between two looks at which of those that are armed are ready.
+const LOOK_INTERVAL: u32 = 16;
+
+/// How often at most to look after streams that are being opened, of which the poller has nothing to tell.
+const OPENING_TEND: Duration = Duration::from_millis(5);
 
 /// In larger worlds, failures are told to this many ranks, and they time out on the others.
 const NOTIFY_MAX_RANKS: usize = 128;

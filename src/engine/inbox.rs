@@ -5,6 +5,7 @@ use std::io;
 use crate::engine::completion::OpId;
 use crate::engine::frame::{Encoded, Header};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
+use crate::engine::vain_looks::VainLooks;
 use crate::error::LinkDown;
 use crate::transport::{MemoryAddress, RecvStream, RingStats};
 
@@ -23,11 +24,15 @@ pub(crate) enum Next {
 pub(crate) struct Inbox {
     recv_stream: Box<dyn RecvStream>,
     body: Option<(Header, Sink, usize)>,
+    /// Whether the next bytes are to be taken by the loop: those of a frame that has begun, or of a stream that is armed.
+    is_for_loop: bool,
+    is_armed: bool,
+    vain: VainLooks,
 }
 
 impl Inbox {
     pub(crate) fn new(recv_stream: Box<dyn RecvStream>) -> Self {
-        Inbox { recv_stream, body: None }
+        Inbox { recv_stream, body: None, is_for_loop: false, is_armed: false, vain: VainLooks::default() }
     }
 
     /// Moves bytes until a frame is complete, and returns its header and what took its payload; nothing when the bytes run
@@ -54,7 +59,7 @@ impl Inbox {
                 return Ok(Some((header, sink)));
             }
             self.recv_stream.consume(header.size());
-            self.body = Some((header, sink, header.payload()));
+            self.begin_body(header, sink, header.payload());
         }
         self.receive_body(moved)
     }
@@ -70,7 +75,13 @@ impl Inbox {
             *moved = true;
             *left -= taken;
         }
+        self.is_for_loop = self.is_armed;
         Ok(self.body.take().map(|(header, sink, _)| (header, sink)))
+    }
+
+    fn begin_body(&mut self, header: Header, sink: Sink, payload: usize) {
+        self.body = Some((header, sink, payload));
+        self.is_for_loop = true;
     }
 
     /// The frame that has begun is not complete, which is an error if it never will be.
@@ -80,7 +91,7 @@ impl Inbox {
 
     /// Takes the next frame if it has this header, whose bytes are `head`. Its payload goes to `buffer`.
     pub(crate) fn expect(&mut self, header: Header, head: &Encoded, buffer: &impl Fn() -> RecvBuffer) -> Next {
-        if self.body.is_some() {
+        if self.is_for_loop {
             return Next::Other;
         }
         // The end of a stream is for `poll` to tell.
@@ -103,7 +114,7 @@ impl Inbox {
                 buffer.take(whole);
                 self.recv_stream.consume(payload);
             }
-            None => self.body = Some((header, Sink::Buffer(buffer), payload)),
+            None => self.begin_body(header, Sink::Buffer(buffer), payload),
         }
         Next::Expected
     }
@@ -147,19 +158,41 @@ impl Inbox {
         matches!(&self.body, Some((_, Sink::Buffer(buffer), _)) if buffer.completion.op == op)
     }
 
-    /// Whether no frame is to be expected, as far as is known.
-    pub(crate) fn is_silent(&mut self) -> bool {
-        self.recv_stream.is_silent()
+    /// Notes whether a look `moved` something. True: it is time to arm the stream, which is one of so many that are looked at.
+    pub(crate) fn is_silent(&mut self, moved: bool, looked_at: usize) -> bool {
+        self.vain.note(moved, self.recv_stream.patience(), looked_at)
     }
 
-    /// Asks to be woken when bytes come. True: there are some now.
+    /// Notes that this rank goes to sleep. True: the stream is looked at again after that.
+    pub(crate) fn sleep(&mut self) -> bool {
+        self.vain.sleep()
+    }
+
+    /// Asks to be woken when bytes come. False: it is not armed, since there are some now.
     pub(crate) fn arm(&mut self) -> bool {
-        self.recv_stream.arm()
+        self.is_armed = !self.recv_stream.arm();
+        if !self.is_armed {
+            self.recv_stream.disarm();
+        }
+        self.is_for_loop = self.is_armed || self.body.is_some();
+        self.is_armed
     }
 
     /// Ends what `arm` began.
     pub(crate) fn disarm(&mut self) {
         self.recv_stream.disarm();
+        self.is_armed = false;
+        self.is_for_loop = self.body.is_some();
+    }
+
+    /// Something is expected: it is looked at for as long as a stream that has just brought something.
+    pub(crate) fn expect_more(&mut self) {
+        self.vain = VainLooks::default();
+    }
+
+    /// The poller has named the stream, which is not armed.
+    pub(crate) fn named(&mut self) {
+        self.recv_stream.named();
     }
 
     /// The CPU that the peer waited on last, if it has told.

@@ -245,7 +245,7 @@ impl Messages {
         }
         match posted.from {
             Source::Rank(from) => {
-                ctx.endpoints.connect(from);
+                ctx.endpoints.expect(from);
                 if let Some(cause) = ctx.lost(from) {
                     return self.fail_lost(ctx, posted.id, from, cause);
                 }

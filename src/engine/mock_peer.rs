@@ -16,8 +16,9 @@ use crate::engine::region::{Region, Spaces, Words};
 use crate::error::LinkDown;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
+use crate::sys::poller::StreamName;
 use crate::topo::Topology;
-use crate::transport::{Accepted, Detour, MemoryAddress, RecvStream, SendStream, Transport};
+use crate::transport::{Accepted, Detour, MemoryAddress, RecvStream, SendStream, Transport, Watcher};
 use crate::types::{DType, Rank, Tag};
 use crate::work::{Drive, Work};
 
@@ -32,9 +33,15 @@ pub(crate) struct MockWire {
     pub(crate) unread: usize,
     /// Whether nothing follows that.
     pub(crate) ended: bool,
-    /// Whether the stream from rank 1 has brought nothing for a while, and how often rank 0 has looked nevertheless.
-    pub(crate) silent: bool,
-    pub(crate) peeks: usize,
+    /// After how many looks in vain rank 0 is to arm a stream, if that is not as usual.
+    pub(crate) patience: Option<u32>,
+    /// Whether rank 0 has armed its stream to rank 1.
+    is_armed: bool,
+    /// How often rank 0 has looked at a stream of any rank, and how often a thread of its that sleeps was woken.
+    pub(crate) looks: usize,
+    pub(crate) wakes: usize,
+    /// So many ranks, from rank 2 on, have opened streams to rank 0 in which nothing comes.
+    pub(crate) crowd: usize,
     /// Rank 1's memory from address 1 on, as far as it can be read.
     pub(crate) memory: Vec<u8>,
     /// How often rank 1 has invalidated memory.
@@ -54,6 +61,12 @@ pub(crate) struct MockWire {
     pub(crate) engine_cpu: Option<u32>,
 }
 
+impl MockWire {
+    fn patience(&self) -> u32 {
+        self.patience.unwrap_or(u32::MAX)
+    }
+}
+
 /// Rank 0, and what the test holds of rank 1.
 pub(crate) struct Harness {
     pub(crate) engine: Engine,
@@ -71,8 +84,9 @@ impl Harness {
         let wire = Arc::<Mutex<MockWire>>::default();
         let topo = Topology::single_host(size);
         let transport = Box::new(MockTransport { wire: Arc::clone(&wire), accepted: false });
+        let watcher = Box::new(MockWatcher(Arc::clone(&wire)));
         let find_routes = |rank: Rank| vec![Route { transport: 0, address: vec![] }; usize::from(rank > Rank(0))];
-        let engine = Engine::new("test".to_owned(), Rank(0), topo, vec![transport], Box::new(find_routes));
+        let engine = Engine::new("test".to_owned(), Rank(0), topo, vec![transport], Box::new(find_routes), watcher);
         Harness { engine, wire }
     }
 
@@ -144,6 +158,25 @@ impl Drive for NoProgress {
     fn drive(&self, _: &Work, _: Option<Instant>) {}
 }
 
+/// Names what has to do with rank 1.
+struct MockWatcher(Arc<Mutex<MockWire>>);
+
+impl Watcher for MockWatcher {
+    fn look(&mut self, named: &mut Vec<StreamName>) {
+        let wire = lock(&self.0);
+        if wire.ended || !wire.to_engine.is_empty() {
+            named.push(StreamName::From(Rank(1)));
+        }
+        if wire.broken || (wire.is_armed && !wire.full) {
+            named.push(StreamName::To(Rank(1)));
+        }
+    }
+
+    fn wake(&self) {
+        lock(&self.0).wakes += 1;
+    }
+}
+
 struct MockTransport {
     wire: Arc<Mutex<MockWire>>,
     accepted: bool,
@@ -169,7 +202,12 @@ impl Transport for MockTransport {
         if std::mem::replace(&mut self.accepted, true) {
             return Vec::new();
         }
-        vec![(Rank(1), Box::new(Receiving { wire: Arc::clone(&self.wire), seen: Vec::new() }))]
+        let stream = |rank: usize| -> Accepted {
+            let (wire, is_crowd) = (Arc::clone(&self.wire), rank > 1);
+            (Rank::from(rank), Box::new(Receiving { wire, seen: Vec::new(), is_crowd }))
+        };
+        let crowd = lock(&self.wire).crowd;
+        (1..crowd + 2).map(stream).collect()
     }
 
     fn accepting_until(&self) -> Option<Instant> {
@@ -186,6 +224,7 @@ struct Sending(Arc<Mutex<MockWire>>);
 impl SendStream for Sending {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         let mut wire = lock(&self.0);
+        wire.looks += 1;
         if wire.broken {
             return Err(gone());
         }
@@ -198,11 +237,20 @@ impl SendStream for Sending {
         Ok(wire.from_engine.len() - before)
     }
 
-    fn arm(&mut self) -> bool {
-        true
+    fn patience(&self) -> u32 {
+        lock(&self.0).patience()
     }
 
-    fn disarm(&mut self) {}
+    fn arm(&mut self) -> bool {
+        let mut wire = lock(&self.0);
+        wire.looks += 1;
+        wire.is_armed = true;
+        !wire.full
+    }
+
+    fn disarm(&mut self) {
+        lock(&self.0).is_armed = false;
+    }
 
     fn is_open(&self) -> bool {
         !lock(&self.0).is_opening
@@ -228,12 +276,17 @@ impl SendStream for Sending {
 struct Receiving {
     wire: Arc<Mutex<MockWire>>,
     seen: Vec<u8>,
+    /// It is not rank 1's, and brings nothing.
+    is_crowd: bool,
 }
 
 impl RecvStream for Receiving {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         let mut wire = lock(&self.wire);
-        wire.peeks += 1;
+        wire.looks += 1;
+        if self.is_crowd {
+            return Ok(&[]);
+        }
         self.seen.append(&mut wire.to_engine);
         wire.unread = self.seen.len();
         if wire.ended && self.seen.is_empty() { Err(gone()) } else { Ok(&self.seen) }
@@ -255,8 +308,8 @@ impl RecvStream for Receiving {
         Ok(count)
     }
 
-    fn is_silent(&mut self) -> bool {
-        lock(&self.wire).silent
+    fn patience(&self) -> u32 {
+        lock(&self.wire).patience()
     }
 
     fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {
@@ -278,10 +331,14 @@ impl RecvStream for Receiving {
     }
 
     fn arm(&mut self) -> bool {
-        false
+        let mut wire = lock(&self.wire);
+        wire.looks += 1;
+        !self.is_crowd && (wire.ended || !wire.to_engine.is_empty())
     }
 
-    fn disarm(&mut self) {}
+    fn disarm(&mut self) {
+        lock(&self.wire).looks += 1;
+    }
 }
 
 #[cfg(test)]
@@ -290,6 +347,7 @@ mod tests {
     use crate::config::EagerBytes;
     use crate::engine::endpoint::DRAIN_TIMEOUT;
     use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Header, MatchSpace};
+    use crate::engine::message::message_header;
     use crate::engine::wait_policy::Wait;
     use crate::types::Source;
 
@@ -326,18 +384,83 @@ mod tests {
         assert!(harness.engine.context.endpoints.lost(Rank(1)).is_some());
     }
 
+    /// How often rank 0 looks at a peer or at a stream while `act` goes on.
+    fn looks(harness: &mut Harness, act: impl FnOnce(&mut Harness)) -> (usize, usize) {
+        harness.engine.context.endpoints.take_looks();
+        harness.wire().looks = 0;
+        act(harness);
+        (harness.engine.context.endpoints.take_looks(), harness.wire().looks)
+    }
+
+    fn turns(harness: &mut Harness, count: usize) {
+        (0..count).for_each(|_| _ = harness.engine.progress(false));
+    }
+
     #[test]
-    fn a_stream_that_brings_nothing_costs_a_turn_nothing() {
-        let mut harness = Harness::new();
+    fn a_stream_that_brings_nothing_costs_a_turn_nothing_until_it_is_named() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![0]));
+        harness.wire().patience = Some(8);
         harness.settle();
-        let peeks = |harness: &mut Harness| {
-            harness.wire().peeks = 0;
-            (0..10).for_each(|_| _ = harness.engine.progress(false));
-            harness.wire().peeks
-        };
-        assert!(peeks(&mut harness) >= 10);
-        harness.wire().silent = true;
-        assert_eq!(peeks(&mut harness), 0);
+        let receive = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
+        assert!(looks(&mut harness, |harness| turns(harness, 4)).1 >= 4, "it may come soon");
+        turns(&mut harness, 8);
+        assert_eq!(looks(&mut harness, |harness| turns(harness, 100)), (0, 0));
+        let message = [&*message_header(Tag(0), 8).encode(), &7u64.to_ne_bytes()].concat();
+        harness.wire().to_engine.extend_from_slice(&message);
+        turns(&mut harness, 1);
+        assert_eq!((receive.result(), words.get()), (Some(Ok(())), [7].as_slice()));
+    }
+
+    #[test]
+    fn bytes_without_room_cost_a_turn_nothing_until_there_is_some() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
+        harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
+        harness.wire().patience = Some(8);
+        harness.wire().full = true;
+        let send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        turns(&mut harness, 20);
+        assert_eq!(looks(&mut harness, |harness| turns(harness, 100)), (0, 0));
+        let mut others = Words::new(vec![8]);
+        let second = harness.start(Direction::Send(Rank(1)), &mut others, Duration::from_secs(60));
+        assert!(harness.engine.is_busy() && !send.is_done());
+        harness.wire().full = false;
+        turns(&mut harness, 1);
+        assert_eq!((send.result(), second.result()), (Some(Ok(())), Some(Ok(()))));
+        assert!(!harness.engine.is_busy() && !harness.wire().is_armed);
+    }
+
+    #[test]
+    fn bytes_that_are_taken_back_leave_nothing_armed() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
+        harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
+        harness.wire().patience = Some(8);
+        harness.wire().full = true;
+        let send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        turns(&mut harness, 20);
+        assert!(harness.engine.is_busy() && harness.wire().is_armed);
+        harness.engine.expire(Instant::now() + Duration::from_secs(61));
+        assert!(send.is_done() && !harness.engine.is_busy() && !harness.wire().is_armed);
+    }
+
+    #[test]
+    fn what_comes_onto_the_agenda_while_a_thread_sleeps_wakes_it() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
+        harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
+        harness.settle();
+        assert!(!harness.engine.arm());
+        assert_eq!(harness.wire().wakes, 0);
+        // Another thread sends, and finds no room.
+        harness.wire().full = true;
+        let _send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        assert_eq!(harness.wire().wakes, 1, "the one that sleeps has not armed the stream to rank 1");
+        harness.engine.disarm();
+        assert!(!harness.engine.arm());
+        // Another thread takes what has come, and what comes next would not wake anyone.
+        harness.send(&Header::control(FrameKind::Credit, MatchSpace::PointToPoint, 0, 0, 1).encode());
+        assert_eq!(harness.wire().wakes, 2);
+        harness.engine.disarm();
+        harness.wire().to_engine.push(0);
+        assert!(harness.engine.arm(), "a byte is there");
     }
 
     #[test]
@@ -361,6 +484,43 @@ mod tests {
             engine.context.endpoints.take_looks()
         };
         assert_eq!(looks(10_000), looks(10));
+    }
+
+    #[test]
+    fn a_turn_a_sleep_and_a_message_cost_the_same_among_thousands_of_open_streams() {
+        let looks = |crowd: usize| {
+            let (mut harness, mut words) = (Harness::of(crowd + 2), Words::new(vec![7]));
+            harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
+            (harness.wire().crowd, harness.wire().patience) = (crowd, Some(64));
+            for to in 1..crowd + 2 {
+                harness.start(Direction::Send(Rank::from(to)), &mut words, Duration::from_secs(60));
+            }
+            assert_eq!(harness.engine.context.endpoints.known().len(), crowd + 1);
+            harness.engine.next_wait(3, Instant::now());
+            turns(&mut harness, 200);
+            let idle = looks(&mut harness, |harness| turns(harness, 10));
+            let message = looks(&mut harness, |harness| {
+                let _ = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+                let receive = Direction::Receive(Source::Rank(Rank(1)));
+                let work = harness.start(receive, &mut words, Duration::from_secs(60));
+                turns(harness, 10);
+                harness.send(&[&*message_header(Tag(0), 8).encode(), &7u64.to_ne_bytes()].concat());
+                assert_eq!(work.result(), Some(Ok(())));
+                turns(harness, 10);
+            });
+            let sleep = looks(&mut harness, |harness| {
+                for _ in 0..10 {
+                    harness.engine.next_wait(3, Instant::now());
+                    assert!(!harness.engine.arm() && !harness.engine.is_busy());
+                    assert!(harness.engine.next_deadline().is_none());
+                    harness.engine.disarm();
+                    harness.engine.progress(true);
+                }
+            });
+            (idle, message, sleep)
+        };
+        assert_eq!(looks(3_000), looks(10));
+        assert_eq!(looks(3_000).0, (0, 0));
     }
 
     #[test]
@@ -390,7 +550,7 @@ mod tests {
         assert!(endpoints.take_inbox(Rank(2)).is_none(), "no stream has come from rank 2");
         endpoints.connect(Rank(1));
         assert_eq!(endpoints.lost(Rank(1)), None, "more of it may be in its inbox");
-        endpoints.return_inbox(Rank(1), inbox);
+        endpoints.return_inbox(Rank(1), inbox, false);
     }
 
     #[test]

@@ -8,11 +8,12 @@
 //! | data | `region`, `body`, `reduce` | an operation's memory, a message's payload, arithmetic |
 //! | | `call`, `plan`, `completion` | what was called, how it runs, what is told of bytes that have left or come |
 //! | | `frame`, `heartbeat` | the format on the wire, and what waiting ranks say beside it |
-//! | | `failures`, `wait_policy` | what follows from a failure, and how a thread waits: decisions alone |
+//! | | `failures`, `wait_policy`, `vain_looks` | what follows from a failure, how a thread waits, for how long to look at a stream |
 //! | | `flight_recorder` | the last operations |
 //! | | `per_rank` | a number for each rank, of most of which none is known |
 //! | queues | `recv_buffer`, `inbox`, `outbox` | bytes into frames, and frames into bytes |
-//! | endpoints | `connector`, `peers`, `endpoint` | the streams to other ranks, and what their ends mean |
+//! | endpoints | `agenda` | which streams a turn looks at |
+//! | | `connector`, `peers`, `endpoint` | the streams to other ranks, and what their ends mean |
 //! | rendezvous | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
 //! | protocols | `context` | what all protocols get with a call |
 //! | | `collective`, `message`, `window` | one kind of operation each; none knows another |
@@ -23,6 +24,7 @@
 //! | | `shutdown`, `dump` | ends that nothing can go on after, and the flight recorder as a file |
 //! | threads | `callbacks`, `driver` | which thread calls back, and which makes progress |
 
+pub(crate) mod agenda;
 pub(crate) mod body;
 pub(crate) mod buffered_send;
 pub(crate) mod call;
@@ -59,5 +61,6 @@ pub(crate) mod relay;
 pub(crate) mod rndv;
 pub(crate) mod shutdown;
 pub(crate) mod single_copy;
+pub(crate) mod vain_looks;
 pub(crate) mod wait_policy;
 pub(crate) mod window;

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use crate::engine::body::{Body, Slices};
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
+use crate::engine::vain_looks::VainLooks;
 use crate::error::LinkDown;
 use crate::sys::tcp_info::TcpStats;
 use crate::transport::SendStream;
@@ -48,6 +49,7 @@ pub(crate) struct Outbox {
     /// Bytes written of the frame at the head of the queue, header included; its encoded header.
     written: usize,
     head: Option<Encoded>,
+    vain: VainLooks,
 }
 
 impl Outbox {
@@ -59,6 +61,7 @@ impl Outbox {
     /// Attaches the stream.
     pub(crate) fn open(&mut self, send_stream: Box<dyn SendStream>) {
         self.send_stream = Some(send_stream);
+        self.vain = VainLooks::default();
     }
 
     /// Drops a stream that has not taken any bytes; they go to the next.
@@ -203,9 +206,25 @@ impl Outbox {
         self.send_stream.as_mut().map_or(Ok(()), |send_stream| send_stream.write(&[], &[]).map(|_| ()))
     }
 
-    /// Asks to be woken when there is room. True: there is room now.
+    /// Notes whether a write `moved` something. True: it is time to arm the stream, which is one of so many that are written to.
+    pub(crate) fn is_blocked(&mut self, moved: bool, written_to: usize) -> bool {
+        // Where there is no stream, opening one tells.
+        let patience = self.send_stream.as_ref().map_or(1, |send_stream| send_stream.patience());
+        self.vain.note(moved, patience, written_to)
+    }
+
+    /// Notes that this rank goes to sleep. True: the stream is written to again after that.
+    pub(crate) fn sleep(&mut self) -> bool {
+        self.vain.sleep()
+    }
+
+    /// Asks to be woken when there is room. False: it is not armed, since there is room now.
     pub(crate) fn arm(&mut self) -> bool {
-        self.send_stream.as_mut().is_some_and(|send_stream| send_stream.arm())
+        let has_room = self.send_stream.as_mut().is_some_and(|send_stream| send_stream.arm());
+        if has_room {
+            self.disarm();
+        }
+        !has_room
     }
 
     /// Ends what `arm` began.

@@ -26,9 +26,9 @@ use crate::engine::relay::Relay;
 use crate::engine::rndv::Rendezvous;
 use crate::engine::wait_policy::{Cpu, Wait};
 use crate::engine::window::{RmaRequest, Windows};
-use crate::error::Error;
+use crate::error::{Error, LinkDown};
 use crate::topo::Topology;
-use crate::transport::Transport;
+use crate::transport::{Transport, Watcher};
 use crate::types::Rank;
 use crate::window::WindowId;
 use crate::work::{Entry, Work};
@@ -62,12 +62,13 @@ impl Engine {
         topo: Topology,
         transports: Vec<Box<dyn Transport>>,
         find_routes: FindRoutes,
+        watcher: Box<dyn Watcher>,
     ) -> Engine {
         let size = topo.size();
         let context = OpContext {
             me,
             topo,
-            endpoints: Endpoints::new(name, me, transports, size, find_routes),
+            endpoints: Endpoints::new(name, me, transports, size, find_routes, watcher),
             rndv: Rendezvous::new(size),
             recorder: Recorder::default(),
             failures: Failures::default(),
@@ -234,17 +235,15 @@ impl Engine {
         let mut moved = false;
         if is_slow_path {
             self.context.endpoints.accept();
-            self.check_connections();
+            let gone = self.context.endpoints.check();
+            self.end_connections(gone);
         }
-        self.context.endpoints.look();
-        let mut turn = 0;
-        while let Some(&peer) = self.context.endpoints.known().get(turn) {
-            turn += 1;
-            if self.context.endpoints.inbox(peer).is_some_and(|inbox| !inbox.is_silent()) {
-                moved |= self.progress_recv(peer);
-            }
-            moved |= self.progress_send(peer);
+        if is_slow_path || self.look_due() {
+            let gone = self.context.endpoints.look();
+            self.end_connections(gone);
         }
+        moved |= self.progress_recvs();
+        moved |= self.progress_sends();
         moved |= self.collectives.progress(&mut self.context);
         moved |= self.relay.progress(&mut self.context);
         moved |= self.device_messages.progress(&mut self.context);
@@ -270,10 +269,18 @@ impl Engine {
         self.turns.is_multiple_of(SLOW_PATH_INTERVAL)
     }
 
+    /// Whether to see now which streams are ready that a turn does not look at. A thread that gives its core away between two
+    /// turns does so in each.
+    #[inline]
+    fn look_due(&self) -> bool {
+        let Some(interval) = self.context.endpoints.look_interval() else { return false };
+        self.turns.is_multiple_of(interval) || self.context.rndv.oversubscribed || self.cpu.is_shared
+    }
+
     /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Engine::disarm`].
     pub(crate) fn arm(&mut self) -> bool {
         let is_ready = self.can_read_now() || self.buffered_sends.is_copying();
-        self.context.endpoints.arm() || is_ready
+        !self.context.endpoints.arm() || is_ready
     }
 
     /// Ends what [`Engine::arm`] began.
@@ -356,12 +363,24 @@ impl Engine {
         moved
     }
 
-    /// Writes what waits, to every peer. True: something moved.
+    /// Takes what has come in the streams on the agenda. True: something moved.
+    fn progress_recvs(&mut self) -> bool {
+        let (mut moved, mut turn) = (false, 0);
+        while let Some(peer) = self.context.endpoints.reading(turn) {
+            moved |= self.progress_recv(peer);
+            // If it has left the list, another has its place.
+            turn += usize::from(self.context.endpoints.reading(turn) == Some(peer));
+        }
+        moved
+    }
+
+    /// Writes what waits, as far as there may be room. True: something moved.
     pub(crate) fn progress_sends(&mut self) -> bool {
         let (mut moved, mut turn) = (false, 0);
-        while let Some(&peer) = self.context.endpoints.known().get(turn) {
-            turn += 1;
+        while let Some(peer) = self.context.endpoints.writing(turn) {
             moved |= self.progress_send(peer);
+            // As above.
+            turn += usize::from(self.context.endpoints.writing(turn) == Some(peer));
         }
         moved
     }
@@ -375,9 +394,9 @@ impl Engine {
         moved
     }
 
-    /// Looks after connections that are being made or have broken.
-    fn check_connections(&mut self) {
-        for (peer, down) in self.context.endpoints.check() {
+    /// Ends the connections to peers that have nothing more to say.
+    fn end_connections(&mut self, gone: Vec<(Rank, LinkDown)>) {
+        for (peer, down) in gone {
             // This process may not have run meanwhile, and what has come was sent before the end.
             while self.progress_recv(peer) {}
             self.context.endpoints.lose(peer, &down);
@@ -402,7 +421,7 @@ impl Engine {
             self.handle_losses();
         }
         // Back in its place first: an operation whose payload is cut off is one that waits for the peer.
-        self.context.endpoints.return_inbox(peer, inbox);
+        self.context.endpoints.return_inbox(peer, inbox, moved || ended.is_some());
         if let Some(down) = ended {
             self.lose(peer, &down);
             return true;

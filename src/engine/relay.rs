@@ -315,7 +315,7 @@ impl Relay {
             }
             None => {
                 self.posted.insert(key, number);
-                ctx.endpoints.connect(from);
+                ctx.endpoints.expect(from);
                 if let Some(cause) = ctx.lost(from) {
                     self.suspect(from, cause);
                 }

@@ -116,6 +116,7 @@ impl Rendezvous {
         let header = Header { kind: FrameKind::Rts, token, address, ..header };
         self.pending_sends.insert(token, PendingSend { to, header, body, completion, copy: None });
         endpoints.send_control(to, header);
+        endpoints.expect(to);
         false
     }
 
@@ -217,6 +218,7 @@ impl Rendezvous {
         let header = Header::control(FrameKind::Rtr, match_space, 0, token, buffer.received as u64);
         self.expect(from, token, buffer);
         endpoints.send_control(from, Header { index: why as u32, ..header });
+        endpoints.expect(from);
     }
 
     /// Has a buffer for the message that `from` will send under `token`.

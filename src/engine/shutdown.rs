@@ -192,6 +192,7 @@ impl Engine {
         self.device_accesses.close();
         self.context.failures.forget_on_loss();
         // What this rank has said of failures still goes out, as far as it goes at once: others learn the cause from it.
+        self.context.endpoints.write_all();
         self.progress_sends();
         self.context.endpoints.close(how);
         self.context.lost_found.clear();

@@ -234,7 +234,7 @@ impl Windows {
     }
 
     fn access_peer(&mut self, ctx: &mut OpContext, id: u64, window: WindowId, to: Rank, access: RmaOp) {
-        ctx.endpoints.connect(to);
+        ctx.endpoints.expect(to);
         if let Some(cause) = ctx.lost(to) {
             return self.fail_lost(ctx, id, to, &cause);
         }
@@ -310,7 +310,7 @@ impl Windows {
         }
         exposed.waits.entry(from).or_default().push_back(id);
         // Its end tells that the peer is gone.
-        ctx.endpoints.connect(from);
+        ctx.endpoints.expect(from);
         if let Some(cause) = ctx.lost(from) {
             self.fail_lost(ctx, id, from, &cause);
         }

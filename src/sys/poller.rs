@@ -8,10 +8,9 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
-use rustc_hash::FxHashMap;
-
-use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::sync::Arc;
 use crate::sys::fork::Private;
+use crate::types::Rank;
 
 /// What a file descriptor is watched for. A closed peer and errors are always watched for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,19 +36,40 @@ impl Interest {
     }
 }
 
+/// A stream, as the poller names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamName {
+    /// The stream to a rank.
+    To(Rank),
+    /// The stream from a rank.
+    From(Rank),
+}
+
+impl StreamName {
+    /// What its events carry, and [`WAKE`] and [`UNNAMED`] are not.
+    fn data(self) -> u64 {
+        match self {
+            StreamName::To(rank) => TO << 32 | u64::from(rank.0),
+            StreamName::From(rank) => FROM << 32 | u64::from(rank.0),
+        }
+    }
+
+    /// The stream whose events carry `data`.
+    fn of(data: u64) -> Option<StreamName> {
+        let rank = Rank(data as u32);
+        match data >> 32 {
+            TO => Some(StreamName::To(rank)),
+            FROM => Some(StreamName::From(rank)),
+            _ => None,
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Shared {
     epoll: OwnedFd,
     wake: OwnedFd,
-    watched: Mutex<Watched>,
     _private: [Private; 2],
-}
-
-/// Which of the watched descriptors were ready, by the number that their events carry.
-#[derive(Debug, Default)]
-struct Watched {
-    ready: FxHashMap<u64, Arc<AtomicBool>>,
-    last: u64,
 }
 
 /// A set of file descriptors to wait for. Clones are the same set.
@@ -65,24 +85,26 @@ impl Poller {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
         let private = [Private::new(epoll.as_fd())?, Private::new(wake.as_fd())?];
-        Ok(Poller { shared: Arc::new(Shared { epoll, wake, watched: Mutex::default(), _private: private }) })
+        Ok(Poller { shared: Arc::new(Shared { epoll, wake, _private: private }) })
     }
 
     /// Watches a copy of `fd` until the registration is dropped. Forked children inherit neither.
     pub fn add(&self, fd: BorrowedFd<'_>, interest: Interest) -> io::Result<Registration> {
+        self.add_with(fd, interest, UNNAMED)
+    }
+
+    /// The same for a descriptor of a stream, which [`Poller::look`] names.
+    pub fn add_named(&self, fd: BorrowedFd<'_>, interest: Interest, name: StreamName) -> io::Result<Registration> {
+        self.add_with(fd, interest, name.data())
+    }
+
+    fn add_with(&self, fd: BorrowedFd<'_>, interest: Interest, data: u64) -> io::Result<Registration> {
         let original = Private::new(fd)?;
         let fd = fd.try_clone_to_owned()?;
         let private = [original, Private::new(fd.as_fd())?];
-        let ready = Arc::new(AtomicBool::new(false));
-        let number = {
-            let mut watched = lock(&self.shared.watched);
-            watched.last += 1;
-            let number = watched.last;
-            watched.ready.insert(number, Arc::clone(&ready));
-            number
-        };
-        let registration = Registration { poller: self.clone(), fd, interest, number, ready, _private: private };
-        epoll::add(&self.shared.epoll, &registration.fd, registration.data(), interest.flags())?;
+        let registration = Registration { poller: self.clone(), fd, interest, data, _private: private };
+        let data = epoll::EventData::new_u64(data);
+        epoll::add(&self.shared.epoll, &registration.fd, data, interest.flags())?;
         Ok(registration)
     }
 
@@ -92,36 +114,31 @@ impl Poller {
             tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: limit.subsec_nanos().into(),
         });
-        if self.collect(timeout.as_ref())? {
+        let mut woken = false;
+        self.collect(timeout.as_ref(), |data| woken |= data == WAKE)?;
+        if woken {
             // Cleared at once. If another thread was faster, there is nothing to read.
             let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
         }
         Ok(())
     }
 
-    /// Notes which descriptors are ready now, without sleeping; see [`Registration::was_ready`]. A call of [`Poller::wake`] is
-    /// left to the thread that sleeps.
-    pub fn look(&self) -> io::Result<()> {
-        self.collect(Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).map(drop)
+    /// Appends the streams that are ready now to `named`, some at most; the next look begins with the others. It does not
+    /// sleep, and leaves a call of [`Poller::wake`] to the thread that does.
+    pub fn look(&self, named: &mut Vec<StreamName>) -> io::Result<()> {
+        self.collect(Some(&Timespec { tv_sec: 0, tv_nsec: 0 }), |data| named.extend(StreamName::of(data)))
     }
 
-    /// Waits for events and notes their descriptors. True: one event is a call of [`Poller::wake`].
-    fn collect(&self, timeout: Option<&Timespec>) -> io::Result<bool> {
-        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
-        let count = match epoll::wait(&self.shared.epoll, &mut events, timeout) {
-            Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(false),
-            Ok(count) => count,
+    /// Waits for events and tells what they carry.
+    fn collect(&self, timeout: Option<&Timespec>, mut tell: impl FnMut(u64)) -> io::Result<()> {
+        let none = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(UNNAMED) };
+        let mut events = [none; EVENTS_MAX];
+        match epoll::wait(&self.shared.epoll, &mut events, timeout) {
+            Ok(count) => events[..count].iter().for_each(|event| tell(event.data.u64())),
+            Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
-        };
-        let watched = lock(&self.shared.watched);
-        let mut woken = false;
-        for event in &events[..count] {
-            match watched.ready.get(&event.data.u64()) {
-                Some(ready) => ready.store(true, Ordering::Release),
-                None => woken |= event.data.u64() == WAKE,
-            }
         }
-        Ok(woken)
+        Ok(())
     }
 
     /// Ends the current wait, or the next one.
@@ -137,29 +154,31 @@ pub struct Registration {
     poller: Poller,
     fd: OwnedFd,
     interest: Interest,
-    number: u64,
-    ready: Arc<AtomicBool>,
+    /// What its events carry.
+    data: u64,
     _private: [Private; 2],
 }
 
 impl Registration {
-    /// Whether a wait or a look has seen the descriptor ready since the last call. The next look sees a descriptor that stays
-    /// ready again.
-    pub fn was_ready(&self) -> bool {
-        self.ready.load(Ordering::Acquire) && self.ready.swap(false, Ordering::AcqRel)
-    }
-
-    fn data(&self) -> epoll::EventData {
-        epoll::EventData::new_u64(self.number)
-    }
-
     /// Changes what is watched for.
     pub fn set(&mut self, interest: Interest) -> io::Result<()> {
         if self.interest != interest {
-            epoll::modify(&self.poller.shared.epoll, self.fd.as_fd(), self.data(), interest.flags())?;
+            self.modify(interest, self.data)?;
             self.interest = interest;
         }
         Ok(())
+    }
+
+    /// Has [`Poller::look`] name the stream from now on that the descriptor turned out to be of.
+    pub fn name(&mut self, name: StreamName) -> io::Result<()> {
+        self.modify(self.interest, name.data())?;
+        self.data = name.data();
+        Ok(())
+    }
+
+    fn modify(&self, interest: Interest, data: u64) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(data);
+        Ok(epoll::modify(&self.poller.shared.epoll, self.fd.as_fd(), data, interest.flags())?)
     }
 }
 
@@ -167,17 +186,26 @@ impl Drop for Registration {
     fn drop(&mut self) {
         // It fails only if the descriptor is no longer in the set, which is the aim.
         let _ = epoll::delete(&self.poller.shared.epoll, self.fd.as_fd());
-        lock(&self.poller.shared.watched).ready.remove(&self.number);
     }
 }
 
-/// The event data of the descriptor that `wake` writes to. The numbers of watched descriptors start at one.
+/// The event data of the descriptor that `wake` writes to.
 const WAKE: u64 = 0;
+
+/// The event data of descriptors that are no stream's, such as a listener's.
+const UNNAMED: u64 = 1;
+
+/// The upper half of a stream's event data; the lower half is the rank.
+const TO: u64 = 1;
+const FROM: u64 = 2;
+
+/// How many events are taken at a time.
+const EVENTS_MAX: usize = 64;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write;
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
     #[test]
@@ -201,20 +229,53 @@ mod tests {
     }
 
     #[test]
-    fn a_look_says_what_is_ready_and_leaves_a_wake_to_the_sleeping_thread() {
+    fn a_look_names_what_is_ready_and_leaves_a_wake_to_the_sleeping_thread() {
         let poller = Poller::new().expect("a poller");
         let (mut near, far) = UnixStream::pair().expect("a pair");
-        let registration = poller.add(far.as_fd(), Interest::Read).expect("a registration");
-        poller.look().expect("a look");
-        assert!(!registration.was_ready());
+        let look = || {
+            let mut named = Vec::new();
+            poller.look(&mut named).expect("a look");
+            named
+        };
+        let mut registration = poller.add(far.as_fd(), Interest::Read).expect("a registration");
         near.write_all(b"x").expect("a byte");
-        poller.wake();
-        for _ in 0..2 {
-            poller.look().expect("a look");
-            assert!(registration.was_ready(), "the byte is still there");
-            assert!(!registration.was_ready(), "no look since");
+        assert_eq!(look(), [], "it is no stream's yet");
+        for name in [StreamName::From(Rank(0)), StreamName::To(Rank(u32::MAX))] {
+            registration.name(name).expect("a name");
+            poller.wake();
+            for _ in 0..2 {
+                assert_eq!(look(), [name], "the byte is still there");
+            }
         }
+        (&far).read_exact(&mut [0]).expect("the byte");
+        assert_eq!(look(), []);
+        registration.set(Interest::Write).expect("another interest");
+        assert_eq!(look(), [StreamName::To(Rank(u32::MAX))], "it keeps its name");
         drop(registration);
         poller.wait(None).expect("the wake");
+    }
+
+    #[test]
+    fn of_more_streams_than_one_look_names_each_has_its_turn() {
+        let poller = Poller::new().expect("a poller");
+        let (mut near, far) = UnixStream::pair().expect("a pair");
+        near.write_all(b"x").expect("a byte");
+        let copies: Vec<_> = (0..200).map(|_| far.try_clone().expect("a copy")).collect();
+        let add = |(rank, far): (usize, &UnixStream)| {
+            poller.add_named(far.as_fd(), Interest::Read, StreamName::From(Rank::from(rank))).expect("a registration")
+        };
+        let _registrations: Vec<_> = copies.iter().enumerate().map(add).collect();
+        let mut named = Vec::new();
+        (0..200usize.div_ceil(EVENTS_MAX)).for_each(|_| poller.look(&mut named).expect("a look"));
+        let mut ranks: Vec<u32> = named
+            .iter()
+            .map(|name| match name {
+                StreamName::From(rank) => rank.0,
+                StreamName::To(_) => panic!("{name:?}"),
+            })
+            .collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        assert_eq!(ranks, (0..200).collect::<Vec<_>>());
     }
 }

@@ -4,8 +4,8 @@
 //! is down. It is opened when the first byte goes to a peer, so memory grows with the peers in use. Both sides of a stream
 //! prove that they know the job's secret before its first byte reaches the reader ([`auth`]).
 //!
-//! Nothing here blocks. A thread without work calls `arm` on every stream, waits on the
-//! [`Poller`](crate::sys::poller::Poller), and calls `disarm`.
+//! Nothing here blocks. Who has looked at a stream in vain calls `arm` on it, and `disarm` once the [`Poller`] has named it.
+//! A thread whose streams are all armed sleeps on the poller.
 
 pub mod auth;
 pub(crate) mod handshake;
@@ -21,6 +21,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::error::LinkDown;
+use crate::sys::poller::{Poller, StreamName};
 use crate::sys::segment::{self, SegmentId};
 use crate::sys::tcp_info::TcpStats;
 use crate::types::Rank;
@@ -68,11 +69,17 @@ pub trait SendStream: Send {
     /// A call without bytes advances a connection that is being made, and notices a broken one.
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown>;
 
-    /// Asks the poller to wake when there is room; only called while bytes wait. True: there is room now.
+    /// Asks the poller to wake when there is room, and to name the stream; only called while bytes wait. True: there is room
+    /// now.
     fn arm(&mut self) -> bool;
 
     /// Undoes `arm`.
     fn disarm(&mut self);
+
+    /// After how many writes in vain to ask the poller instead, if this is the only stream.
+    fn patience(&self) -> u32 {
+        PATIENCE
+    }
 
     /// Whether the peer has accepted the stream, and no byte waits in this process. Until then the caller must keep writing,
     /// also without bytes.
@@ -114,10 +121,13 @@ pub trait RecvStream: Send {
     /// Moves bytes into `into` and returns how many, possibly none. An error: none are left and none follow.
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
 
-    /// Whether a read is useless as far as the last [`Transport::look`] has seen: no byte has come for a while.
-    fn is_silent(&mut self) -> bool {
-        false
+    /// After how many reads in vain to ask the poller instead, if this is the only stream.
+    fn patience(&self) -> u32 {
+        PATIENCE
     }
+
+    /// The poller has named the stream, although it was not asked to. Whatever made it do so must not do it again and again.
+    fn named(&mut self) {}
 
     /// Copies bytes from the memory of the writer's process. Returns how many, at least one.
     fn read_memory(&mut self, _from: MemoryAddress, _into: &mut [u8]) -> io::Result<usize> {
@@ -140,11 +150,39 @@ pub trait RecvStream: Send {
         None
     }
 
-    /// Asks the poller to wake when bytes come. True: there are bytes now.
+    /// Asks the poller to wake when bytes come, and to name the stream. Nothing is read until it does, or until
+    /// [`RecvStream::disarm`]. True: there are bytes now.
     fn arm(&mut self) -> bool;
 
     /// Undoes `arm`.
     fn disarm(&mut self);
+}
+
+/// The patience with streams of which a look in vain costs nanoseconds, and with those of which it costs a system call.
+const PATIENCE: u32 = 8192;
+pub(crate) const PATIENCE_WITH_CALLS: u32 = 64;
+
+/// Tells which streams of a communicator are ready. All its transports have the same.
+pub trait Watcher: Send {
+    /// Appends the streams that are ready now to `named`, some at most; the next look begins with the others. Does not sleep.
+    fn look(&mut self, named: &mut Vec<StreamName>);
+
+    /// Ends the sleep of the thread that sleeps until a stream is ready, or its next one.
+    fn wake(&self);
+}
+
+impl Watcher for Poller {
+    fn look(&mut self, named: &mut Vec<StreamName>) {
+        if let Err(error) = Poller::look(self, named) {
+            // Logged once: the next turn would log it again.
+            static LOGGED: std::sync::Once = std::sync::Once::new();
+            LOGGED.call_once(|| log::error!("looking for streams that are ready fails: {error}"));
+        }
+    }
+
+    fn wake(&self) {
+        Poller::wake(self);
+    }
 }
 
 /// A stream that a peer has opened, and the peer's rank.
@@ -170,12 +208,14 @@ pub trait Transport: Send {
     /// Opens a stream to `peer`. The stream takes bytes at once or later, and goes down when the connection fails.
     fn open(&mut self, peer: Rank, address: &[u8], detour: Detour) -> Result<Box<dyn SendStream>, LinkDown>;
 
-    /// Checks which streams have bytes, once for all streams; see [`RecvStream::is_silent`].
-    fn look(&mut self) {}
-
     /// The streams that peers have opened and authenticated since the last call. Never fails because of unauthenticated peers:
     /// their connections are dropped and logged.
     fn accept(&mut self) -> Vec<Accepted>;
+
+    /// Whether bytes that open streams have taken wait in this process.
+    fn holds_bytes(&self) -> bool {
+        false
+    }
 
     /// What this process lacks to accept a stream that a peer may be waiting with, if it does.
     fn shortage(&self) -> Option<String> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
 use crate::sys::limits;
-use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::poller::{Interest, Poller, Registration, StreamName};
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT, HANDSHAKE_TIMEOUT_FULL};
@@ -167,7 +167,10 @@ impl<S: AsFd> Pending<S> {
                 candidate.since = Instant::now();
             }
             match driven {
-                Ok(Some(received)) => finished.extend(candidate.prove(received)),
+                Ok(Some(received)) => match candidate.prove(received) {
+                    Ok(proved) => finished.push(proved),
+                    Err(error) => log::warn!("rank {me}: a connection was dropped: it cannot be watched: {error}"),
+                },
                 Ok(None) if candidate.since.elapsed() < timeout => self.candidates.push(candidate),
                 Ok(None) => {
                     log::warn!("rank {me}: a connection was dropped: it did not prove itself within {timeout:?}")
@@ -200,8 +203,12 @@ impl<S: AsFd> Candidate<S> {
     }
 
     /// The connection, once its rank is known.
-    fn prove<T>(self, received: T) -> Option<Proved<S, T>> {
-        Some(Proved { rank: self.rank?, stream: self.stream, registration: self.registration?, received })
+    fn prove<T>(self, received: T) -> io::Result<Proved<S, T>> {
+        let Candidate { rank: Some(rank), stream, registration: Some(mut registration), .. } = self else {
+            return Err(ErrorKind::NotConnected.into());
+        };
+        registration.name(StreamName::From(rank))?;
+        Ok(Proved { rank, stream, registration, received })
     }
 }
 

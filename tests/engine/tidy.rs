@@ -44,12 +44,13 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
                 "plan",
                 "reduce",
                 "region",
+                "vain_looks",
                 "wait_policy",
             ],
             // Queues.
             &["recv_buffer", "inbox", "outbox"],
             // Endpoints.
-            &["connector", "peers", "endpoint"],
+            &["agenda", "connector", "peers", "endpoint"],
             // The rendezvous of long messages.
             &["single_copy", "rndv", "buffered_send"],
             // Protocols, none of which sees another.
@@ -130,7 +131,7 @@ const BESIDE: &[(&str, &[&str])] = &[
     ("src/engine/plan", &["region"]),
     ("src/engine/inbox", &["recv_buffer"]),
     ("src/engine/peers", &["connector"]),
-    ("src/engine/endpoint", &["connector", "peers"]),
+    ("src/engine/endpoint", &["agenda", "connector", "peers"]),
     ("src/engine/rndv", &["single_copy"]),
     ("src/engine/buffered_send", &["rndv"]),
     ("src/engine/collective", &["context"]),

@@ -1,9 +1,11 @@
 //! The doorbell of a ring: wakes the other side, and shows that it is gone.
 
 use std::io::{Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
 use crate::sys::poller::Registration;
+use crate::sys::socket;
 use crate::transport::handshake::is_passing;
 
 /// The socket beside a ring: a byte wakes the other side, and its end shows that the other process is gone.
@@ -24,6 +26,11 @@ impl Doorbell {
     pub(super) fn ring(&mut self) {
         // A full socket already wakes the other side; `drain` notices a broken one.
         let _ = self.stream.write(&[0]);
+    }
+
+    /// Notices the end without taking bytes that have come, for which somebody may wait.
+    pub(super) fn look_for_end(&mut self) {
+        self.ended |= socket::is_hung_up(self.stream.as_fd());
     }
 
     /// Reads the bytes that have come, and notices the end.

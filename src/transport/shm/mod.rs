@@ -17,7 +17,7 @@ use crate::config::Switch;
 use crate::error::LinkDown;
 use crate::sys::cma::{self, PeerMemory};
 use crate::sys::limits;
-use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::poller::{Interest, Poller, Registration, StreamName};
 use crate::sys::random;
 use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
@@ -97,7 +97,7 @@ impl Transport for ShmTransport {
             }
         };
         let (ring, fd) = ShmRing::create(self.settings.bytes).map_err(lacking)?;
-        let registration = self.poller.add(stream.as_fd(), Interest::Read);
+        let registration = self.poller.add_named(stream.as_fd(), Interest::Read, StreamName::To(peer));
         let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
         let doorbell = Doorbell::new(stream, registration);
         let handover = RingHandover::new(self.identity.clone(), peer, fd, detour);

@@ -349,8 +349,9 @@ impl RecvStream for ShmRecvStream {
                 into.len()
             }
         };
-        // Checked afterwards: another process may have got the number of a writer that is gone.
-        self.doorbell.drain();
+        // Checked afterwards: another process may have got the number of a writer that is gone. The bell may have rung for a
+        // slot, which has nothing to do with this.
+        self.doorbell.look_for_end();
         if self.doorbell.ended { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(count) }
     }
 
@@ -365,6 +366,11 @@ impl RecvStream for ShmRecvStream {
     fn ring_stats(&self) -> Option<RingStats> {
         let [shared, owned] = self.chooser.costs();
         Some(RingStats { lines: self.chooser.lines().name(), shared, owned })
+    }
+
+    fn named(&mut self) {
+        // A bell that was rung late, for what was seen before, or the end.
+        self.doorbell.drain();
     }
 
     fn arm(&mut self) -> bool {

@@ -5,6 +5,7 @@ use rustix::process::Uid;
 use super::*;
 use crate::error::Down;
 use crate::sys::socket::connect_unix;
+use crate::transport::{MemoryAddress, RecvStream};
 use crate::transport::auth::Secret;
 
 /// Any that is not this process's.
@@ -87,4 +88,59 @@ fn what_was_sent_before_the_end_is_shown_until_it_is_consumed() {
     }
     assert_eq!(recv_stream.peek().unwrap_err(), recv_stream.end().unwrap());
     assert!(recv_stream.read(&mut [0; 8]).is_err());
+}
+
+/// A stream from rank 0 to rank 1 through a ring of a page, and the poller of each.
+fn stream() -> ([Poller; 2], Box<dyn SendStream>, Box<dyn RecvStream>) {
+    let (mut opener, mut acceptor) = (transport(0), transport(1));
+    let mut send_stream = opener.open(Rank(1), &acceptor.address(), Detour::Possible).unwrap();
+    let mut accepted = Vec::new();
+    while accepted.is_empty() || !send_stream.is_open() {
+        send_stream.write(&[], &[]).unwrap();
+        accepted.extend(acceptor.accept());
+    }
+    let (_, recv_stream) = accepted.pop().unwrap();
+    ([opener.poller, acceptor.poller], send_stream, recv_stream)
+}
+
+fn names(poller: &Poller) -> Vec<StreamName> {
+    let mut named = Vec::new();
+    poller.look(&mut named).unwrap();
+    named
+}
+
+#[test]
+fn an_armed_reader_is_named_also_if_it_reads_its_writers_memory_meanwhile() {
+    let ([_, poller], mut send_stream, mut recv_stream) = stream();
+    for letter in [b"a", b"b"] {
+        assert!(!recv_stream.arm());
+        assert_eq!(names(&poller), []);
+        assert_eq!(send_stream.write(letter, &[]), Ok(1));
+        let here = MemoryAddress::of(letter.as_ptr() as u64, 1);
+        // Whether the system lets it is of no interest.
+        let _ = recv_stream.read_memory(here, &mut [0]);
+        assert_eq!(names(&poller), [StreamName::From(Rank(0))]);
+        recv_stream.disarm();
+        assert_eq!(recv_stream.peek().unwrap(), letter);
+        recv_stream.consume(1);
+        // It looks at the ring, and the bell that has rung must not name it again.
+        recv_stream.named();
+        assert_eq!(names(&poller), []);
+    }
+}
+
+#[test]
+fn an_armed_writer_is_named_once_the_reader_has_made_room() {
+    let ([poller, _], mut send_stream, mut recv_stream) = stream();
+    let (payload, mut piece) = (vec![7; 1024], vec![0; 1024]);
+    for _ in 0..3 {
+        while send_stream.write(&[], &[io::IoSlice::new(&payload)]).unwrap() > 0 {}
+        assert!(!send_stream.arm());
+        assert_eq!(names(&poller), []);
+        while recv_stream.read(&mut piece).unwrap() > 0 {}
+        assert_eq!(names(&poller), [StreamName::To(Rank(1))]);
+        send_stream.disarm();
+        send_stream.write(&[], &[]).unwrap();
+        assert_eq!(names(&poller), [], "the bell has been heard");
+    }
 }

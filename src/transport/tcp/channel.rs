@@ -3,38 +3,16 @@
 use std::io::Read;
 
 use crate::error::LinkDown;
-use crate::sync::{Arc, AtomicUsize, Ordering};
 use crate::sys::poller::Registration;
-use crate::transport::RecvStream;
+use crate::transport::{PATIENCE_WITH_CALLS, RecvStream};
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
-
-/// How many of a transport's streams are quiet: one look at the poller serves all of them.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Quiet(Arc<AtomicUsize>);
-
-impl Quiet {
-    pub(super) fn is_any(&self) -> bool {
-        self.0.load(Ordering::Relaxed) > 0
-    }
-
-    fn join(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn leave(&self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
 
 /// The receiving end of a connection.
 #[derive(Debug)]
 pub(super) struct TcpRecvStream {
     stream: Stream,
-    registration: Registration,
-    /// How many reads in a row gave nothing.
-    fruitless: u32,
-    quiet: Quiet,
+    _registration: Registration,
     buffer: Vec<u8>,
     start: usize,
     end: usize,
@@ -46,12 +24,10 @@ pub(super) struct TcpRecvStream {
 }
 
 impl TcpRecvStream {
-    pub(super) fn new(stream: Stream, registration: Registration, quiet: &Quiet) -> Self {
+    pub(super) fn new(stream: Stream, registration: Registration) -> Self {
         TcpRecvStream {
             stream,
-            registration,
-            fruitless: 0,
-            quiet: quiet.clone(),
+            _registration: registration,
             buffer: vec![0; BUFFER_BYTES],
             start: 0,
             end: 0,
@@ -88,27 +64,11 @@ impl TcpRecvStream {
     fn receive(&mut self, into: &mut [u8]) -> usize {
         match self.stream.read(into) {
             Ok(0) => self.ended = Some(LinkDown::new("it closed the connection")),
-            Ok(count) => {
-                if self.is_quiet() {
-                    self.quiet.leave();
-                }
-                self.fruitless = 0;
-                return count;
-            }
-            Err(error) if is_passing(&error) => {
-                self.fruitless = self.fruitless.saturating_add(1);
-                if self.fruitless == FRUITLESS_MAX {
-                    self.quiet.join();
-                }
-            }
+            Ok(count) => return count,
+            Err(error) if is_passing(&error) => {}
             Err(error) => self.ended = Some(error.into()),
         }
         0
-    }
-
-    /// Whether no byte has come for a while.
-    fn is_quiet(&self) -> bool {
-        self.fruitless >= FRUITLESS_MAX
     }
 
     /// Reports the end of the stream once the bytes before it have been consumed.
@@ -116,14 +76,6 @@ impl TcpRecvStream {
         match &self.ended {
             Some(down) if self.buffered() == 0 => Err(down.clone()),
             _ => Ok(()),
-        }
-    }
-}
-
-impl Drop for TcpRecvStream {
-    fn drop(&mut self) {
-        if self.is_quiet() {
-            self.quiet.leave();
         }
     }
 }
@@ -159,8 +111,8 @@ impl RecvStream for TcpRecvStream {
         Ok(count)
     }
 
-    fn is_silent(&mut self) -> bool {
-        self.is_quiet() && !self.registration.was_ready() && !self.arm()
+    fn patience(&self) -> u32 {
+        PATIENCE_WITH_CALLS
     }
 
     fn arm(&mut self) -> bool {
@@ -175,6 +127,3 @@ const BUFFER_BYTES: usize = 64 * 1024;
 
 /// At least a frame's header and any element.
 const ENOUGH: usize = 64;
-
-/// After this many reads in a row that gave nothing, the poller is asked before the next read.
-const FRUITLESS_MAX: u32 = 64;

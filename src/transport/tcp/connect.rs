@@ -9,14 +9,15 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use crate::error::{Down, LinkDown};
+use crate::sync::{Arc, AtomicUsize, Ordering};
 use crate::sys::limits;
-use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::poller::{Interest, Poller, Registration, StreamName};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::sys::tcp_info::{self, TcpStats};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::tls::{Stream, Tls};
-use crate::transport::{SendStream, shortage};
+use crate::transport::{PATIENCE_WITH_CALLS, SendStream, shortage};
 use crate::types::Rank;
 
 /// The stage of a connection.
@@ -45,6 +46,41 @@ pub(super) struct Connection {
     registration: Registration,
     stage: Stage,
     timeout: PeerTimeout,
+    holding: Holding,
+}
+
+/// How many of a transport's open connections hold bytes that TLS has taken and the kernel has not.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Held(Arc<AtomicUsize>);
+
+impl Held {
+    pub(super) fn is_any(&self) -> bool {
+        self.0.load(Ordering::Relaxed) > 0
+    }
+}
+
+/// Whether one connection does.
+#[derive(Debug, Default)]
+struct Holding {
+    held: Held,
+    holds: bool,
+}
+
+impl Holding {
+    fn set(&mut self, holds: bool) {
+        match (self.holds, holds) {
+            (false, true) => _ = self.held.0.fetch_add(1, Ordering::Relaxed),
+            (true, false) => _ = self.held.0.fetch_sub(1, Ordering::Relaxed),
+            _ => {}
+        }
+        self.holds = holds;
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        self.set(false);
+    }
 }
 
 /// Why the tried addresses failed.
@@ -66,11 +102,30 @@ impl Connection {
         timeout: PeerTimeout,
     ) -> Result<Self, LinkDown> {
         let mut failures = Failures::default();
-        let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller, identity.size)?;
+        let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller, peer, identity.size)?;
         let stream = Stream::open(socket, tls.as_ref());
         let poller = poller.clone();
-        let stage = Stage::Connecting { since: Instant::now() };
-        Ok(Connection { identity, tls, peer, poller, targets, failures, current, stream, registration, stage, timeout })
+        let (stage, holding) = (Stage::Connecting { since: Instant::now() }, Holding::default());
+        Ok(Connection {
+            identity,
+            tls,
+            peer,
+            poller,
+            targets,
+            failures,
+            current,
+            stream,
+            registration,
+            stage,
+            timeout,
+            holding,
+        })
+    }
+
+    /// The same, which counts in `held` while it is open and holds bytes.
+    pub(super) fn counted_in(mut self, held: &Held) -> Connection {
+        self.holding.held = held.clone();
+        self
     }
 
     /// Advances without blocking. True: open.
@@ -110,8 +165,10 @@ impl Connection {
 
     /// Asks the poller to wake when there is room, if bytes of the engine or of TLS wait.
     fn watch(&mut self, armed: bool) {
-        let wanted = if armed || self.stream.holds_bytes() { Interest::ReadWrite } else { Interest::Read };
-        if matches!(self.stage, Stage::Open)
+        let (is_open, holds) = (matches!(self.stage, Stage::Open), self.stream.holds_bytes());
+        self.holding.set(is_open && holds);
+        let wanted = if armed || holds { Interest::ReadWrite } else { Interest::Read };
+        if is_open
             && let Err(error) = self.registration.set(wanted)
         {
             log::error!("watching a connection failed: {error}");
@@ -121,7 +178,8 @@ impl Connection {
     fn try_next(&mut self, down: LinkDown) -> Result<(), LinkDown> {
         self.failures.texts.push(format!("{}: {}", self.current, down.cause));
         self.failures.is_refused |= matches!(down.kind, Down::Refused | Down::HungUp);
-        let next = next_attempt(&mut self.targets, &mut self.failures, &self.poller, self.identity.size)?;
+        let size = self.identity.size;
+        let next = next_attempt(&mut self.targets, &mut self.failures, &self.poller, self.peer, size)?;
         let (current, socket, registration) = next;
         (self.current, self.stream, self.registration) =
             (current, Stream::open(socket, self.tls.as_ref()), registration);
@@ -134,12 +192,13 @@ fn next_attempt(
     targets: &mut VecDeque<SocketAddr>,
     failures: &mut Failures,
     poller: &Poller,
+    peer: Rank,
     size: usize,
 ) -> Result<(SocketAddr, TcpStream, Registration), LinkDown> {
     while let Some(target) = targets.pop_front() {
         match socket::begin_tcp(target) {
             Ok(stream) => {
-                let registration = poller.add(stream.as_fd(), Interest::Write);
+                let registration = poller.add_named(stream.as_fd(), Interest::Write, StreamName::To(peer));
                 let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
                 return Ok((target, stream, registration));
             }
@@ -185,6 +244,10 @@ impl SendStream for Connection {
         self.watch(false);
     }
 
+    fn patience(&self) -> u32 {
+        PATIENCE_WITH_CALLS
+    }
+
     fn is_open(&self) -> bool {
         matches!(self.stage, Stage::Open) && !self.stream.holds_bytes()
     }
@@ -198,7 +261,9 @@ impl SendStream for Connection {
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
         // The kernel delivers the bytes that it has taken, also after this process's end.
-        match self.stream.flush() {
+        let flushed = self.stream.flush();
+        self.watch(false);
+        match flushed {
             Ok(()) => Ok(true),
             Err(error) if is_passing(&error) => Ok(false),
             Err(error) => Err(error.into()),

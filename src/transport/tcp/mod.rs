@@ -16,8 +16,8 @@ use crate::sys::poller::{Interest, Poller, Registration};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
-use crate::transport::tcp::channel::{Quiet, TcpRecvStream};
-use crate::transport::tcp::connect::Connection;
+use crate::transport::tcp::channel::TcpRecvStream;
+use crate::transport::tcp::connect::{Connection, Held};
 use crate::transport::tls::{Stream, Tls};
 use crate::transport::{Accepted, Detour, SendStream, Transport};
 use crate::types::Rank;
@@ -41,7 +41,7 @@ pub struct TcpTransport {
     listener: TcpListener,
     registration: Registration,
     pending: Pending<Stream>,
-    quiet: Quiet,
+    held: Held,
 }
 
 impl TcpTransport {
@@ -67,7 +67,7 @@ impl TcpTransport {
             listener,
             registration,
             pending,
-            quiet: Quiet::default(),
+            held: Held::default(),
         })
     }
 }
@@ -88,17 +88,7 @@ impl Transport for TcpTransport {
         let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();
         let connection =
             Connection::begin(self.identity.clone(), self.tls.clone(), peer, targets, &self.poller, self.timeout)?;
-        Ok(Box::new(connection))
-    }
-
-    fn look(&mut self) {
-        if self.quiet.is_any()
-            && let Err(error) = self.poller.look()
-        {
-            // Logged once: the next turn would log it again.
-            static LOGGED: std::sync::Once = std::sync::Once::new();
-            LOGGED.call_once(|| log::error!("looking for bytes fails: {error}"));
-        }
+        Ok(Box::new(connection.counted_in(&self.held)))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
@@ -115,9 +105,13 @@ impl Transport for TcpTransport {
         });
         self.pending.watch(&mut self.registration);
         let recv_stream = |proved: Proved<Stream, ()>| -> Accepted {
-            (proved.rank, Box::new(TcpRecvStream::new(proved.stream, proved.registration, &self.quiet)))
+            (proved.rank, Box::new(TcpRecvStream::new(proved.stream, proved.registration)))
         };
         accepted.into_iter().map(recv_stream).collect()
+    }
+
+    fn holds_bytes(&self) -> bool {
+        self.held.is_any()
     }
 
     fn shortage(&self) -> Option<String> {

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use super::{Address, TcpTransport};
 use crate::config::Config;
-use crate::sys::poller::Poller;
+use crate::sys::poller::{Poller, StreamName};
 use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::{Identity, Secret};
 use crate::transport::tls::Tls;
-use crate::transport::{Detour, RecvStream, Transport};
+use crate::transport::{Detour, RecvStream, SendStream, Transport};
 use crate::types::Rank;
 
 /// Passes one connection on to `port`, and tells what its opener has said.
@@ -100,57 +100,92 @@ fn a_listener_on_the_wire_reads_messages_without_tls_alone() {
     assert!(!hears("on"));
 }
 
+/// The transports of two ranks, and a stream from rank 0 to rank 1.
+fn stream(tls: &str) -> ([TcpTransport; 2], Box<dyn SendStream>, Box<dyn RecvStream>) {
+    let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
+    let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
+    let mut send_stream = sender.open(Rank(1), &receiver.address(), Detour::Impossible).unwrap();
+    let mut accepted = Vec::new();
+    while accepted.is_empty() || !send_stream.is_open() {
+        send_stream.write(&[], &[]).unwrap();
+        accepted.extend(receiver.accept());
+    }
+    let (_, recv_stream) = accepted.pop().unwrap();
+    ([sender, receiver], send_stream, recv_stream)
+}
+
+fn names(transport: &TcpTransport) -> Vec<StreamName> {
+    let mut named = Vec::new();
+    transport.poller.look(&mut named).unwrap();
+    named
+}
+
 #[test]
-fn a_stream_that_brings_nothing_is_read_again_once_a_look_has_seen_bytes_or_its_end() {
+fn an_armed_stream_is_named_once_bytes_have_come_or_its_end() {
     for tls in ["off", "on"] {
-        let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
-        let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
-        let mut send_stream = sender.open(Rank(1), &receiver.address(), Detour::Impossible).unwrap();
-        let mut accepted = Vec::new();
-        while accepted.is_empty() || !send_stream.is_open() {
-            send_stream.write(&[], &[]).unwrap();
-            accepted.extend(receiver.accept());
-        }
-        let (_, mut recv_stream) = accepted.pop().unwrap();
-        let reads_until_silent = |recv_stream: &mut Box<dyn RecvStream>| {
-            (0..200).find(|_| recv_stream.is_silent() || !recv_stream.peek().unwrap().is_empty())
-        };
+        let ([_sender, receiver], mut send_stream, mut recv_stream) = stream(tls);
         for letter in [b"a", b"b"] {
-            assert!(reads_until_silent(&mut recv_stream).unwrap() > 1, "TLS {tls}: not at once");
-            receiver.look();
-            assert!(recv_stream.is_silent(), "TLS {tls}: nothing has come");
-            assert_eq!(send_stream.write(letter, &[]).unwrap(), 1);
-            while recv_stream.is_silent() {
-                receiver.look();
+            // TLS may have something to say of its own first.
+            while !names(&receiver).is_empty() || recv_stream.arm() {
+                assert!(recv_stream.peek().unwrap().is_empty());
             }
+            assert_eq!(send_stream.write(letter, &[]).unwrap(), 1);
+            while names(&receiver) != [StreamName::From(Rank(0))] {}
+            recv_stream.disarm();
             while recv_stream.peek().unwrap().is_empty() {}
             assert_eq!(recv_stream.peek().unwrap(), letter);
             recv_stream.consume(1);
-            assert!(!recv_stream.is_silent(), "TLS {tls}: more may follow");
         }
-        reads_until_silent(&mut recv_stream);
         drop(send_stream);
-        while recv_stream.is_silent() {
-            receiver.look();
-        }
+        while names(&receiver) != [StreamName::From(Rank(0))] {}
         while recv_stream.peek().is_ok() {}
+    }
+}
+
+#[test]
+fn bytes_that_were_read_from_the_socket_and_not_consumed_keep_a_stream_from_being_armed() {
+    let (_transports, mut send_stream, mut recv_stream) = stream("off");
+    assert_eq!(send_stream.write(b"onetwo", &[]).unwrap(), 6);
+    while recv_stream.peek().unwrap().len() < 6 {}
+    recv_stream.consume(3);
+    assert!(recv_stream.arm(), "the socket no longer has them");
+    assert_eq!(recv_stream.peek().unwrap(), b"two");
+}
+
+#[test]
+fn a_stream_that_was_armed_without_room_is_named_once_there_is_some() {
+    for tls in ["off", "on"] {
+        let ([sender, _receiver], mut send_stream, mut recv_stream) = stream(tls);
+        let (payload, mut piece) = (vec![7; 1 << 20], vec![0; 1 << 20]);
+        let mut sent = 0;
+        loop {
+            match send_stream.write(&[], &[IoSlice::new(&payload)]).unwrap() {
+                0 => break,
+                count => sent += count,
+            }
+        }
+        assert!(!send_stream.arm());
+        assert_eq!(names(&sender), [], "TLS {tls}: nobody has read");
+        assert_eq!(sender.holds_bytes(), tls == "on");
+        let mut received = 0;
+        while names(&sender) != [StreamName::To(Rank(1))] {
+            received += recv_stream.read(&mut piece).unwrap();
+        }
+        while send_stream.flushed() != Ok(true) || received < sent {
+            received += recv_stream.read(&mut piece).unwrap();
+        }
+        send_stream.disarm();
+        assert_eq!((names(&sender), sender.holds_bytes()), (vec![], false), "TLS {tls}: nothing waits any more");
+        assert!(send_stream.write(&[], &[IoSlice::new(&payload)]).unwrap() > 0);
     }
 }
 
 #[test]
 fn what_was_sent_before_the_end_is_shown_until_it_is_consumed() {
     for tls in ["off", "on"] {
-        let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
-        let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
-        let mut send_stream = sender.open(Rank(1), &receiver.address(), Detour::Impossible).unwrap();
-        let mut accepted = Vec::new();
-        while accepted.is_empty() || !send_stream.is_open() {
-            send_stream.write(&[], &[]).unwrap();
-            accepted.extend(receiver.accept());
-        }
+        let (_transports, mut send_stream, mut recv_stream) = stream(tls);
         assert_eq!(send_stream.write(b"onetwo", &[]).unwrap(), 6);
         drop(send_stream);
-        let (_, recv_stream) = &mut accepted[0];
         while recv_stream.end().is_none() {
             recv_stream.peek().unwrap();
         }
