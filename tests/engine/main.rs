@@ -6,6 +6,7 @@ mod blocking;
 mod bootstrap;
 mod collectives;
 mod cores;
+mod crowds;
 mod detours;
 mod disagreements;
 mod doc_paths;

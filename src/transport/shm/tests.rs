@@ -5,8 +5,8 @@ use rustix::process::Uid;
 use super::*;
 use crate::error::Down;
 use crate::sys::socket::connect_unix;
-use crate::transport::{MemoryAddress, RecvStream};
 use crate::transport::auth::Secret;
+use crate::transport::{MemoryAddress, RecvStream};
 
 /// Any that is not this process's.
 const OTHER_USER: u32 = 54_321;

@@ -4,9 +4,9 @@ use std::io::Read;
 
 use crate::error::LinkDown;
 use crate::sys::poller::Registration;
-use crate::transport::{PATIENCE_WITH_CALLS, RecvStream};
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
+use crate::transport::{PATIENCE_WITH_CALLS, RecvStream};
 
 /// The receiving end of a connection.
 #[derive(Debug)]

@@ -168,9 +168,7 @@ impl Connection {
         let (is_open, holds) = (matches!(self.stage, Stage::Open), self.stream.holds_bytes());
         self.holding.set(is_open && holds);
         let wanted = if armed || holds { Interest::ReadWrite } else { Interest::Read };
-        if is_open
-            && let Err(error) = self.registration.set(wanted)
-        {
+        if is_open && let Err(error) = self.registration.set(wanted) {
             log::error!("watching a connection failed: {error}");
         }
     }
