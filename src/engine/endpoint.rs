@@ -563,7 +563,7 @@ impl Endpoints {
 
     /// The bytes that wait to be written.
     pub(crate) fn unsent(&self) -> usize {
-        self.peers.iter().map(|(_, peer)| peer.outbox.unsent()).sum()
+        self.queues().map(|peer| peer.outbox.unsent()).sum()
     }
 
     /// Arms every stream that is on the agenda. False: there is something to do now. True: a thread may sleep until the watcher
