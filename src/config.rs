@@ -74,10 +74,10 @@ options! {
         "The PEM file of the certificate's private key.";
     tls_ca_file: Option<String>, "tls_ca_file", "", &["GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE"],
         "The PEM file of the authorities that sign the certificates of all ranks.";
-    job_secret: Shared, "job_secret", "", &[],
+    job_secret: SharedSecret, "job_secret", "", &[],
         "A secret that all ranks get in another way than from the store. Every connection to a communicator and to the \
          engine's own store must then prove that it knows it.";
-    group_secret: Shared, "group_secret", "", &[],
+    group_secret: SharedSecret, "group_secret", "", &[],
         "Internal: reconfiguration sets it. A secret like `job_secret`, and beside it, for one communicator alone.";
     host_id: Option<String>, "host_id", "", &["NCCL_HOSTID"],
         "The identity of this host; ranks with equal identities count as ranks of one host.";
@@ -306,9 +306,9 @@ pub enum Switch {
 
 /// A secret that every rank was given, or the path of its file; never printed.
 #[derive(Clone, Default, PartialEq, Eq)]
-pub struct Shared(Option<String>);
+pub struct SharedSecret(Option<String>);
 
-impl Shared {
+impl SharedSecret {
     /// The secret's bytes, if one is set. `name` is the option, for the error.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>, InitError> {
         let Some(text) = &self.0 else { return Ok(None) };
@@ -319,15 +319,19 @@ impl Shared {
         };
         let bytes = secret.trim().as_bytes();
         if bytes.len() < SECRET_BYTES_MIN {
-            return Err(InitError::Config(format!("{name}: expected {}, got {} bytes", Shared::EXPECTED, bytes.len())));
+            return Err(InitError::Config(format!(
+                "{name}: expected {}, got {} bytes",
+                SharedSecret::EXPECTED,
+                bytes.len()
+            )));
         }
         Ok(Some(bytes.to_vec()))
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for SharedSecret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "Shared(..)" } else { "Shared(none)" })
+        f.write_str(if self.0.is_some() { "SharedSecret(..)" } else { "SharedSecret(none)" })
     }
 }
 
@@ -557,12 +561,12 @@ impl Value for Switch {
     }
 }
 
-impl Value for Shared {
+impl Value for SharedSecret {
     const EXPECTED: &'static str = "at least 16 characters, or `file:` and the path of a file that holds them";
 
     fn parse(text: &str) -> Option<Self> {
         // What is wrong with it shows when it is read: an error here would print it.
-        Some(Shared((!text.is_empty()).then(|| text.to_string())))
+        Some(SharedSecret((!text.is_empty()).then(|| text.to_string())))
     }
 }
 

@@ -19,14 +19,14 @@ pub(crate) struct Checked {
 
 /// This rank and the communicator's size.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
+pub(crate) struct RankAndSize {
     pub(crate) me: Rank,
     pub(crate) size: usize,
 }
 
 /// Checks a collective on this rank alone; what ranks must agree on is compared when messages arrive. `called`: the kind that
 /// ranks must agree on and errors name, where it is not that of `op`.
-pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: Place) -> Result<Checked, UsageError> {
+pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: RankAndSize) -> Result<Checked, UsageError> {
     let checker = Checker { op, place };
     memory(op)?;
     let dtype = checker.dtype()?;
@@ -81,7 +81,7 @@ pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: Place) 
 
 struct Checker<'a> {
     op: &'a Op,
-    place: Place,
+    place: RankAndSize,
 }
 
 impl Checker<'_> {
@@ -311,7 +311,7 @@ pub(crate) fn access_on_device(op: &Op) -> Result<(), UsageError> {
 
 /// The element type of what is added to a window. Refuses elements that have no sum, or are of several types.
 pub(crate) fn addends(op: &Op) -> Result<DType, UsageError> {
-    let checker = Checker { op, place: Place { me: Rank(0), size: 1 } };
+    let checker = Checker { op, place: RankAndSize { me: Rank(0), size: 1 } };
     let dtype = checker.dtype()?;
     if ReduceOp::Sum.supports(dtype) {
         Ok(dtype)

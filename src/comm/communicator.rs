@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::buffer::{Buffer, Memory};
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
-use crate::comm::check::{self, Place};
+use crate::comm::check::{self, RankAndSize};
 use crate::comm::device::DeviceSide;
 use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, neighbours};
 use crate::comm::registry;
@@ -86,7 +86,7 @@ pub struct CommOptions {
 /// ```
 pub struct Communicator {
     name: String,
-    place: Place,
+    place: RankAndSize,
     timeout_millis: AtomicU64,
     configured_timeout: Duration,
     stack_frames: usize,
@@ -216,7 +216,7 @@ impl Communicator {
         registry::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
         let configured_timeout = config.timeout;
         let timeout = timeout.unwrap_or(configured_timeout);
-        let place = Place { me: rank, size };
+        let place = RankAndSize { me: rank, size };
         let stack_frames = config.stack_frames;
         let inherited = Inherited { hints: hints_to_inherit(hints, config.algorithm.as_deref()), host };
         let (timeout_millis, detector) = (AtomicU64::new(millis(timeout)), Mutex::new(detector));

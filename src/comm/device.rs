@@ -7,16 +7,16 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::buffer::Buffer;
-use crate::comm::check::{self, Place};
+use crate::comm::check::{self, RankAndSize};
 use crate::comm::other_hosts::ThroughEngine;
 use crate::config::Config;
 use crate::deadline::deadline_after;
-use crate::device::executor::{self, Executor, LANE, Ranks, Request};
+use crate::device::executor::{self, CollectiveRequest, Executor, LANE, Ranks};
 use crate::device::far_windows::FarWindows;
 use crate::device::in_flight::Ends;
-use crate::device::messages::{Message, Messages, Peers, Request as Messaging};
+use crate::device::messages::{BatchRequest, Message, Messages, Peers};
 use crate::device::other_hosts::Exchange;
-use crate::device::pairs::{Libraries, Own};
+use crate::device::pairs::{Libraries, PairSetup};
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
 use crate::device::vendor::VendorComm;
@@ -124,7 +124,7 @@ impl Refusal {
 /// What a communicator lends to its device.
 pub(super) trait Group: Ranks + Peers {
     fn name(&self) -> &str;
-    fn place(&self) -> Place;
+    fn place(&self) -> RankAndSize;
     fn driver(&self) -> &Arc<Driver>;
 
     /// Sends bytes to a rank in the background.
@@ -164,7 +164,7 @@ impl DeviceSide {
         let checked = check::collective(op, None, group.place())?;
         check_open(group, op.kind.name())?;
         let executor = self.executor(group, op.kind.name(), stream.device(), timeout)?;
-        let request = Request {
+        let request = CollectiveRequest {
             collective: checked.collective,
             signature: checked.signature,
             reduce: op.kind.reduce_op(),
@@ -187,7 +187,7 @@ impl DeviceSide {
         stream: StreamHandle,
         timeout: Duration,
     ) -> Result<Work, Error> {
-        let (driver, Place { me, size }) = (group.driver(), group.place());
+        let (driver, RankAndSize { me, size }) = (group.driver(), group.place());
         let operation = ops[0].kind.name();
         if !driver.is_here() {
             return Err(driver.forked_error(operation));
@@ -198,7 +198,7 @@ impl DeviceSide {
             own_device(executor.device(), operation, stream.device())?;
         }
         let executor = self.messages.get_or_init(|| {
-            let own = Own {
+            let own = PairSetup {
                 comm: group.name().to_owned(),
                 me,
                 size,
@@ -210,7 +210,7 @@ impl DeviceSide {
             Messages::new(own, Arc::new(Reports(driver.clone())), Arc::new(ThroughEngine(driver.clone())))
         });
         own_device(executor.device(), operation, stream.device())?;
-        executor.submit(&Messaging { messages: &messages, stream, timeout }, group)
+        executor.submit(&BatchRequest { messages: &messages, stream, timeout }, group)
     }
 
     /// The executor for this device, which the ranks set up at the first call.
@@ -249,7 +249,7 @@ impl DeviceSide {
     fn set_up(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<Executor, Refusal> {
         // The setup allocates, which spoils captures otherwise. Where there is no driver, it says so itself.
         let _relaxed = Relaxed::enter();
-        let Place { me, size } = group.place();
+        let RankAndSize { me, size } = group.place();
         let names: Vec<Rank> = (0..size).map(Rank::from).collect();
         let topo = group.driver().with_engine(|engine| engine.context.topo.clone());
         let here = topo.hosts()[topo.host_of(me)].len();
@@ -325,7 +325,7 @@ fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
 }
 
 /// A message as it is called, if it can be.
-fn message(op: &Op, Place { me, size }: Place) -> Result<Message<'_>, UsageError> {
+fn message(op: &Op, RankAndSize { me, size }: RankAndSize) -> Result<Message<'_>, UsageError> {
     check::memory(op)?;
     match op.kind {
         OpKind::Send { to, tag } => {
@@ -362,7 +362,7 @@ fn own_device(own: u32, operation: &str, device: u32) -> Result<(), Error> {
 
 /// Tells every rank some bytes, in messages that programs cannot send. What all have told, by rank.
 pub(super) fn all_gather(group: &impl Group, own: Vec<u8>, timeout: Duration) -> Result<Vec<Vec<u8>>, Error> {
-    let Place { me, size } = group.place();
+    let RankAndSize { me, size } = group.place();
     let others = || (0..size).map(Rank::from).filter(|rank| *rank != me);
     for to in others() {
         tell(group, to, Tag::DEVICE, own.clone())?;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::buffer::Buffer;
-use crate::comm::check::Place;
+use crate::comm::check::RankAndSize;
 use crate::comm::communicator::Communicator;
 use crate::comm::device::{self, Group};
 use crate::device::executor::Ranks;
@@ -63,8 +63,8 @@ impl Group for Communicator {
         self.name()
     }
 
-    fn place(&self) -> Place {
-        Place { me: self.rank(), size: self.size() }
+    fn place(&self) -> RankAndSize {
+        RankAndSize { me: self.rank(), size: self.size() }
     }
 
     fn driver(&self) -> &Arc<Driver> {

@@ -13,7 +13,7 @@
 
 use crate::counts::Counts;
 use crate::device::layout::ALIGNMENT;
-use crate::device::lower::{Memory, Operation, Program, Sent, WordOperation};
+use crate::device::lower::{DriverCall, Location, Program, Sent, WordOperation};
 use crate::device::network::{Parcel, Traffic};
 use crate::device::segment::StagingTooSmall;
 use crate::schedule::{Slice, Space};
@@ -133,13 +133,13 @@ impl Lowering {
             let (offset, bytes) = (place * self.room, slice.len * self.element);
             self.program.traffic.outbound.push(Parcel { peer: block.peer, offset, bytes });
             if bytes > 0 {
-                let into = Memory::Outbound { offset, bytes };
-                self.program.operations.push(Operation::Copy { from: Memory::Own(slice), into });
+                let into = Location::Outbound { offset, bytes };
+                self.program.operations.push(DriverCall::Copy { from: Location::Own(slice), into });
             }
         }
         let number = self.program.traffic.outbound.len() as u32;
         if number > 0 {
-            self.program.operations.push(Operation::Words(vec![WordOperation::PublishOutbound { number }]));
+            self.program.operations.push(DriverCall::Words(vec![WordOperation::PublishOutbound { number }]));
         }
     }
 
@@ -150,15 +150,15 @@ impl Lowering {
             let (offset, bytes) = (place * self.room, slice.len * self.element);
             self.program.traffic.inbound.push(Parcel { peer: block.peer, offset, bytes });
             let number = self.program.traffic.inbound.len() as u32;
-            self.program.operations.push(Operation::Words(vec![WordOperation::AwaitInbound { number }]));
+            self.program.operations.push(DriverCall::Words(vec![WordOperation::AwaitInbound { number }]));
             if bytes > 0 {
-                let from = Memory::Inbound { offset, bytes };
-                self.program.operations.push(Operation::Copy { from, into: Memory::Own(slice) });
+                let from = Location::Inbound { offset, bytes };
+                self.program.operations.push(DriverCall::Copy { from, into: Location::Own(slice) });
             }
         }
         let number = self.program.traffic.inbound.len() as u32;
         if number > 0 {
-            self.program.operations.push(Operation::Words(vec![WordOperation::ReleaseInbound { number }]));
+            self.program.operations.push(DriverCall::Words(vec![WordOperation::ReleaseInbound { number }]));
         }
     }
 }

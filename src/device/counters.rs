@@ -65,7 +65,7 @@ pub enum Word {
 
 /// What is done to a word when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum WordAccess {
     /// The stream waits until the word is at least this.
     Wait(Word, u64),
     /// The stream writes this.
@@ -82,7 +82,7 @@ pub struct Numbering {
     received: SmallVec<[u64; 8]>,
     outbound: u64,
     inbound: u64,
-    credits: SmallVec<[Access; 8]>,
+    credits: SmallVec<[WordAccess; 8]>,
 }
 
 impl Counters {
@@ -117,15 +117,15 @@ impl Counters {
         let writes = program.sent.iter().any(|sent| sent.staged > 0);
         let readers = last.iter().enumerate().filter(|(_, number)| writes && **number > 0);
         let credit = |(reader, number): (usize, &u64)| {
-            Access::Wait(Word::Tail { sender: me, receiver: Rank::from(reader) }, *number)
+            WordAccess::Wait(Word::Tail { sender: me, receiver: Rank::from(reader) }, *number)
         };
-        let mut credits: SmallVec<[Access; 8]> = readers.map(credit).collect();
+        let mut credits: SmallVec<[WordAccess; 8]> = readers.map(credit).collect();
         let (outbound, inbound) = (self.outbound, self.inbound);
         self.outbound += program.traffic.outbound.len() as u64;
         self.inbound += program.traffic.inbound.len() as u64;
         if program.traffic.outbound.iter().any(|parcel| parcel.bytes > 0) {
             let last = std::mem::replace(&mut self.last_outbound[half], self.outbound);
-            credits.extend((last > 0).then_some(Access::Wait(Word::Sent { of: me }, last)));
+            credits.extend((last > 0).then_some(WordAccess::Wait(Word::Sent { of: me }, last)));
         }
         let (sent, received) = (SmallVec::from_slice(&self.sent), SmallVec::from_slice(&self.received));
         for (peer, now) in program.sent.iter().enumerate().filter(|(_, now)| now.staged > 0) {
@@ -145,32 +145,33 @@ impl Numbering {
     }
 
     /// What the stream waits for before the program's operations: for the readers of what lay in this half.
-    pub fn credits(&self) -> &[Access] {
+    pub fn credits(&self) -> &[WordAccess] {
         &self.credits
     }
 
     /// What an operation of the program does.
-    pub fn access(&self, operation: WordOperation) -> Access {
+    pub fn access(&self, operation: WordOperation) -> WordAccess {
         let me = self.me;
         match operation {
-            WordOperation::Await { from, number } => {
-                Access::Wait(Word::Head { sender: from, receiver: me }, self.received[from.index()] + u64::from(number))
-            }
+            WordOperation::Await { from, number } => WordAccess::Wait(
+                Word::Head { sender: from, receiver: me },
+                self.received[from.index()] + u64::from(number),
+            ),
             WordOperation::Publish { to, number } => {
-                Access::Write(Word::Head { sender: me, receiver: to }, self.sent[to.index()] + u64::from(number))
+                WordAccess::Write(Word::Head { sender: me, receiver: to }, self.sent[to.index()] + u64::from(number))
             }
             WordOperation::Release { from, number } => {
                 let value = self.received[from.index()] + u64::from(number);
-                Access::Write(Word::Tail { sender: from, receiver: me }, value)
+                WordAccess::Write(Word::Tail { sender: from, receiver: me }, value)
             }
             WordOperation::AwaitInbound { number } => {
-                Access::Wait(Word::Inbound { of: me }, self.inbound + u64::from(number))
+                WordAccess::Wait(Word::Inbound { of: me }, self.inbound + u64::from(number))
             }
             WordOperation::PublishOutbound { number } => {
-                Access::Write(Word::Outbound { of: me }, self.outbound + u64::from(number))
+                WordAccess::Write(Word::Outbound { of: me }, self.outbound + u64::from(number))
             }
             WordOperation::ReleaseInbound { number } => {
-                Access::Write(Word::Taken { of: me }, self.inbound + u64::from(number))
+                WordAccess::Write(Word::Taken { of: me }, self.inbound + u64::from(number))
             }
         }
     }

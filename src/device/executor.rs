@@ -10,7 +10,7 @@ use crate::device::all_to_all;
 use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
 use crate::device::far_windows::FarWindows;
-use crate::device::graph::{Graphs, Home, Place, number_of};
+use crate::device::graph::{CaptureSite, Graphs, Home, number_of};
 use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
@@ -41,7 +41,7 @@ use crate::work::{Entry, Work};
 mod capture;
 
 /// What a rank calls.
-pub(crate) struct Request<'a> {
+pub(crate) struct CollectiveRequest<'a> {
     pub(crate) collective: Collective,
     pub(crate) signature: Signature,
     pub(crate) reduce: Option<ReduceOp>,
@@ -55,7 +55,7 @@ pub(crate) struct Request<'a> {
     pub(crate) timeout: Duration,
 }
 
-impl<'a> Request<'a> {
+impl<'a> CollectiveRequest<'a> {
     /// The device memory of its inputs and its outputs.
     fn stretches(&self) -> [Stretches<'a>; 2] {
         [self.inputs, self.outputs].map(|buffers| buffers.iter().filter_map(Buffer::device_bytes).collect())
@@ -176,7 +176,7 @@ pub(crate) fn cell(staging: usize) -> usize {
 }
 
 /// How a collective runs.
-enum Way {
+enum Prepared {
     Plan(Arc<Plan>),
     /// An all_to_all: within the host, and between hosts if there are any.
     Rounds(Rounds, Option<Box<Far>>),
@@ -192,7 +192,7 @@ struct Far {
 
 /// What runs it.
 enum Run<'a> {
-    Programs(Way),
+    Programs(Prepared),
     Vendor(Arc<VendorComm>, Calls<'a>),
 }
 
@@ -353,7 +353,7 @@ impl Executor {
     ///
     /// # Errors
     /// Nothing has been put there after a usage error. After others no rank succeeds in it.
-    pub(crate) fn collective(&self, request: &Request<'_>, ranks: &dyn Ranks) -> Result<Work, Error> {
+    pub(crate) fn collective(&self, request: &CollectiveRequest<'_>, ranks: &dyn Ranks) -> Result<Work, Error> {
         let operation = || request.signature.to_string();
         let mut state = lock(&self.state);
         let Some(state) = state.as_mut() else { return Err(self.closed(operation())) };
@@ -389,9 +389,9 @@ impl Executor {
                 let calls = request.calls(&tensors, spare, (self.me, state.world));
                 Run::Vendor(comm.clone(), calls.map_err(|unfit| self.unfit(operation(), unfit))?)
             }
-            None => Run::Programs(state.way(request).map_err(|error| self.refused(&request.signature, &error))?),
+            None => Run::Programs(state.prepare(request).map_err(|error| self.refused(&request.signature, &error))?),
         };
-        if let Run::Programs(Way::Plan(plan)) = &run
+        if let Run::Programs(Prepared::Plan(plan)) = &run
             && state.world > MAX_BLOCKS
         {
             let mut programs = plan.segments.iter().map(|(_, program)| program);
@@ -411,13 +411,13 @@ impl Executor {
             })?;
         }
         let (algorithm, segments) = match &run {
-            Run::Programs(Way::Plan(plan)) => (plan.algorithm, plan.segments.len() as u32),
-            Run::Programs(Way::Rounds(..)) => (request.signature.algorithm, 1),
+            Run::Programs(Prepared::Plan(plan)) => (plan.algorithm, plan.segments.len() as u32),
+            Run::Programs(Prepared::Rounds(..)) => (request.signature.algorithm, 1),
             Run::Vendor(_, calls) => (request.signature.algorithm, calls.pieces),
         };
         let signature = Signature { algorithm, ..request.signature };
         let blocks = match (&request.collective, &run) {
-            (_, Run::Programs(Way::Rounds(_, Some(far)))) => {
+            (_, Run::Programs(Prepared::Rounds(_, Some(far)))) => {
                 Some(Blocks { sent: &far.near[0], received: &far.near[1] })
             }
             (Collective::AllToAll { send, recv }, _) => Some(Blocks { sent: send, received: recv }),
@@ -437,10 +437,10 @@ impl Executor {
             self.in_flight.end(&work, Err(error.clone()));
             return Err(error);
         }
-        if let (Some(capture), Run::Programs(way)) = (capture, &run) {
-            let place = Place { current: &current, stream: &stream, capture };
+        if let (Some(capture), Run::Programs(prepared)) = (capture, &run) {
+            let place = CaptureSite { current: &current, stream: &stream, capture };
             let met = self.in_flight.meet(number, call, blocks, request.timeout);
-            let outcome = met.and_then(|()| self.capture(state, place, (number, signature), way, request, ranks));
+            let outcome = met.and_then(|()| self.capture(state, place, (number, signature), prepared, request, ranks));
             // It has ended for who called it: replays tell nobody.
             self.in_flight.end(&work, outcome.clone());
             return outcome.map(|()| work);
@@ -475,7 +475,7 @@ impl Executor {
     }
 
     /// After a disagreement: waits until no stream of any rank runs any more, and counts from the beginning.
-    fn begin_anew(&self, state: &mut State, ranks: &dyn Ranks, request: &Request<'_>) -> Result<(), Error> {
+    fn begin_anew(&self, state: &mut State, ranks: &dyn Ranks, request: &CollectiveRequest<'_>) -> Result<(), Error> {
         let timeout = request.timeout;
         let operation = || "the operation after a disagreement".to_owned();
         let in_flight = |waited| Error::Timeout {
@@ -565,12 +565,14 @@ impl Executor {
     }
 }
 
-impl Way {
+impl Prepared {
     /// What each of its programs exchanges with other hosts.
     fn traffic(&self) -> Box<dyn Iterator<Item = &Traffic> + '_> {
         match self {
-            Way::Plan(plan) => Box::new(plan.segments.iter().map(|(_, program)| &program.traffic)),
-            Way::Rounds(_, far) => Box::new(far.iter().flat_map(|far| &far.programs).map(|program| &program.traffic)),
+            Prepared::Plan(plan) => Box::new(plan.segments.iter().map(|(_, program)| &program.traffic)),
+            Prepared::Rounds(_, far) => {
+                Box::new(far.iter().flat_map(|far| &far.programs).map(|program| &program.traffic))
+            }
         }
     }
 }
@@ -579,7 +581,7 @@ impl Run<'_> {
     /// What it exchanges with other hosts by pinned memory.
     fn traffic(&self) -> Box<dyn Iterator<Item = &Traffic> + '_> {
         match self {
-            Run::Programs(way) => way.traffic(),
+            Run::Programs(prepared) => prepared.traffic(),
             Run::Vendor(..) => Box::new(std::iter::empty()),
         }
     }
@@ -587,9 +589,9 @@ impl Run<'_> {
 
 impl State {
     /// How this rank runs a collective.
-    fn way(&mut self, request: &Request<'_>) -> Result<Way, StagingTooSmall> {
+    fn prepare(&mut self, request: &CollectiveRequest<'_>) -> Result<Prepared, StagingTooSmall> {
         let Collective::AllToAll { send, recv } = &request.collective else {
-            return self.plans.plan(&shape(request, self.me)).map(Way::Plan);
+            return self.plans.plan(&shape(request, self.me)).map(Prepared::Plan);
         };
         let element = request.dtype.size();
         let mut messages = rounds::all_to_all(send, recv, element);
@@ -601,7 +603,7 @@ impl State {
         }
         let rounds = self.rings.plan(&messages);
         let rounds = rounds.expect("it was checked that this rank sends itself what it receives from itself");
-        Ok(Way::Rounds(rounds, far.map(Box::new)))
+        Ok(Prepared::Rounds(rounds, far.map(Box::new)))
     }
 
     /// What of an all_to_all goes to other hosts and comes from there.
@@ -627,7 +629,7 @@ impl State {
         stream: &Stream,
         number: u64,
         run: &Run<'_>,
-        request: &Request<'_>,
+        request: &CollectiveRequest<'_>,
         in_flight: &InFlight,
     ) -> Result<(), SubmitError> {
         // The operations of a lane come one after the other, whatever their streams.
@@ -665,7 +667,7 @@ impl State {
                 comm.submit(current, stream, &calls.calls)?;
                 self.lane.write(current, stream, done, number)?;
             }
-            Run::Programs(Way::Rounds(rounds, far)) => {
+            Run::Programs(Prepared::Rounds(rounds, far)) => {
                 let far = far.iter().flat_map(|far| far.programs.iter().map(|program| (&far.segment, program)));
                 let count = far.clone().count() + 1;
                 // The first one only sends: what is done within the host goes on while that travels.
@@ -682,7 +684,7 @@ impl State {
                     put(segment, program, edges(index, count))?;
                 }
             }
-            Run::Programs(Way::Plan(plan)) => {
+            Run::Programs(Prepared::Plan(plan)) => {
                 for (index, (segment, program)) in plan.segments.iter().enumerate() {
                     put(segment, program, edges(index, plan.segments.len()))?;
                 }
@@ -702,7 +704,7 @@ impl State {
 }
 
 /// What a call on so many ranks launches.
-fn kernels<'a>(launcher: &'a Launcher, request: &'a Request<'_>, ranks: usize) -> Launches<'a> {
+fn kernels<'a>(launcher: &'a Launcher, request: &'a CollectiveRequest<'_>, ranks: usize) -> Launches<'a> {
     let kernels = launcher.kernels(request.dtype, request.reduce, ranks);
     match request.factor.as_ref().and_then(|factor| Some((factor.device_bytes()?, factor.dtype()))) {
         Some((at, dtype)) => kernels.with_factor(at, dtype),
@@ -711,14 +713,14 @@ fn kernels<'a>(launcher: &'a Launcher, request: &'a Request<'_>, ranks: usize) -
 }
 
 /// The shape of a call.
-fn shape(request: &Request<'_>, me: Rank) -> Shape {
+fn shape(request: &CollectiveRequest<'_>, me: Rank) -> Shape {
     let element = request.dtype.size();
     let is_in_place = shares_own_part(request, me);
     Shape { collective: request.collective.clone(), element, scaling: request.scaling, is_in_place }
 }
 
 /// Whether this rank's part of the data lies in the same memory in input and output.
-fn shares_own_part(request: &Request<'_>, me: Rank) -> bool {
+fn shares_own_part(request: &CollectiveRequest<'_>, me: Rank) -> bool {
     let Some((InPlace { input, output }, len)) = plans::own_part(&request.collective, me) else { return false };
     let element = request.dtype.size();
     same_runs(request.inputs, input * element, request.outputs, output * element, len * element)

@@ -46,7 +46,7 @@ struct Recording {
 
 /// Where an operation is captured.
 #[derive(Clone, Copy)]
-pub(crate) struct Place<'a> {
+pub(crate) struct CaptureSite<'a> {
     pub(crate) current: &'a Current<'a>,
     pub(crate) stream: &'a Stream,
     /// The capture's number.
@@ -69,7 +69,7 @@ impl Graphs {
     /// It could not be made: the same on all ranks; or ranks are gone.
     pub(crate) fn prepare(
         &mut self,
-        Place { current, stream, capture: id }: Place<'_>,
+        CaptureSite { current, stream, capture: id }: CaptureSite<'_>,
         purpose: Purpose,
         timeout: Duration,
         all_gather: &mut AllGather<'_>,
@@ -125,7 +125,7 @@ impl Graphs {
     /// When it was not prepared.
     pub(crate) fn submit(
         &mut self,
-        Place { current, stream, capture: id }: Place<'_>,
+        CaptureSite { current, stream, capture: id }: CaptureSite<'_>,
         purpose: Purpose,
         operation: &Capturing<'_>,
         kernels: &impl Kernels,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::device::counters::Word;
 use crate::device::in_flight::{InFlight, Look};
 use crate::device::lane::{Edges, Kernels, Lane, LaneWords, Submission, Tensors, flush};
-use crate::device::lower::{Kernel, Memory, Operation, Program};
+use crate::device::lower::{DriverCall, Kernel, Location, Program};
 use crate::device::replay::{Busy, COUNTS, Captured, Replay, TOKENS, TokenLayout};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::Rounds;
@@ -72,20 +72,20 @@ struct GraphMemory {
     layout: TokenLayout,
     counts: LaneWords,
     tokens: LaneWords,
-    way: Way,
+    lanes: Lanes,
     /// The operations use the last ones, each of which is longer than those before it.
     scratch: Vec<DeviceMemory>,
     sums: Vec<DeviceMemory>,
     _end: Arc<Event>,
 }
 
-enum Way {
+enum Lanes {
     Plans(Lane),
     Rounds(RingLane),
 }
 
 /// What is put into a capture, the same on every rank.
-pub(crate) enum Work<'a> {
+pub(crate) enum CapturedWork<'a> {
     /// Segments, and the bytes of an element and of a sum.
     Plan {
         /// In their order.
@@ -103,7 +103,7 @@ pub(crate) enum Work<'a> {
 pub(crate) struct Capturing<'a> {
     pub(crate) call: Signature,
     pub(crate) limit: Duration,
-    pub(crate) work: Work<'a>,
+    pub(crate) captured: CapturedWork<'a>,
     pub(crate) inputs: &'a [DeviceBytes<'a>],
     pub(crate) outputs: &'a [DeviceBytes<'a>],
 }
@@ -125,17 +125,17 @@ impl GraphLane {
         let registered = Arc::new(registered);
         let of = |number| LaneWords { number, layout: layout.words(), registered: registered.clone(), width };
         let staging = staging.into_iter().next().expect("one was wanted");
-        let way = match purpose {
+        let lanes = match purpose {
             Purpose::Plans { .. } => {
-                Way::Plans(Lane::new(COUNTS, me, layout.words(), registered.clone(), staging, width))
+                Lanes::Plans(Lane::new(COUNTS, me, layout.words(), registered.clone(), staging, width))
             }
             Purpose::Rounds { .. } => {
-                Way::Rounds(RingLane::new(COUNTS, me, layout.words(), registered.clone(), staging, width))
+                Lanes::Rounds(RingLane::new(COUNTS, me, layout.words(), registered.clone(), staging, width))
             }
         };
         let (counts, tokens) = (of(COUNTS), of(TOKENS));
         let (scratch, sums) = (vec![], vec![]);
-        let memory = GraphMemory { me, context, layout, counts, tokens, way, scratch, sums, _end: end };
+        let memory = GraphMemory { me, context, layout, counts, tokens, lanes, scratch, sums, _end: end };
         let replay = Replay::new(comm, me, words, layout, width, in_flight);
         GraphLane { purpose, replay, mark: Arc::default(), memory: Mutex::new(Some(memory)) }
     }
@@ -208,12 +208,12 @@ impl GraphMemory {
         replay: &Replay,
     ) -> Result<(), CudaError> {
         let size = self.layout.words().ranks();
-        let tokens = match operation.work {
-            Work::Plan { segments, element, sum } => {
+        let tokens = match operation.captured {
+            CapturedWork::Plan { segments, element, sum } => {
                 self.make_room(segments, element, sum)?;
                 Tokens::of_programs(self.me, segments.iter().map(|(_, program)| &**program))
             }
-            Work::Rounds(rounds) => Tokens::of_rounds(self.me, size, rounds),
+            CapturedWork::Rounds(rounds) => Tokens::of_rounds(self.me, size, rounds),
         };
         let number = replay.next();
         let busy = |place: Busy| Some((self.layout.busy(self.me), place.to_word()));
@@ -242,12 +242,12 @@ impl GraphMemory {
         kernels: &impl Kernels,
     ) -> Result<(), CudaError> {
         let (input, output) = (operation.inputs, operation.outputs);
-        match (&mut self.way, &operation.work) {
-            (Way::Rounds(rings), Work::Rounds(rounds)) => {
+        match (&mut self.lanes, &operation.captured) {
+            (Lanes::Rounds(rings), CapturedWork::Rounds(rounds)) => {
                 rings.reset();
                 rings.submit(current, stream, rounds, &[input, output], Edges::default())
             }
-            (Way::Plans(lane), &Work::Plan { segments, element, sum }) => {
+            (Lanes::Plans(lane), &CapturedWork::Plan { segments, element, sum }) => {
                 lane.reset();
                 let [scratch, sums] = [&self.scratch, &self.sums].map(|all| all.last().expect("there is room").bytes());
                 let tensors = Tensors { input, output, scratch, sums, element, sum };
@@ -262,9 +262,9 @@ impl GraphMemory {
 
     /// The words that the last operation waits for, and the greatest values.
     fn awaits(&self) -> Vec<(Word, u64)> {
-        match &self.way {
-            Way::Plans(lane) => lane.awaits().collect(),
-            Way::Rounds(rings) => rings.awaits().collect(),
+        match &self.lanes {
+            Lanes::Plans(lane) => lane.awaits().collect(),
+            Lanes::Rounds(rings) => rings.awaits().collect(),
         }
     }
 
@@ -296,14 +296,14 @@ fn grow(context: &Arc<Context>, memory: &mut Vec<DeviceMemory>, bytes: usize) ->
 /// How many elements of a space a program uses.
 fn used(program: &Program, space: Space) -> usize {
     let own = |slice: &Slice| if slice.space == space { slice.offset + slice.len } else { 0 };
-    let of = |memory: &Memory| if let Memory::Own(slice) = memory { own(slice) } else { 0 };
-    let all = |blocks: &[Memory]| blocks.iter().map(of).max().unwrap_or(0);
+    let of = |memory: &Location| if let Location::Own(slice) = memory { own(slice) } else { 0 };
+    let all = |blocks: &[Location]| blocks.iter().map(of).max().unwrap_or(0);
     let uses = program.operations.iter().map(|operation| match operation {
-        Operation::Words(_) => 0,
-        Operation::Copy { from, into } => of(from).max(of(into)),
-        Operation::Kernel(Kernel::Widen { from, into }) => own(from).max(own(into)),
-        Operation::Kernel(Kernel::Scale { slice }) => own(slice),
-        Operation::Kernel(Kernel::Fold { into, others: blocks, .. } | Kernel::Average { into, blocks }) => {
+        DriverCall::Words(_) => 0,
+        DriverCall::Copy { from, into } => of(from).max(of(into)),
+        DriverCall::Kernel(Kernel::Widen { from, into }) => own(from).max(own(into)),
+        DriverCall::Kernel(Kernel::Scale { slice }) => own(slice),
+        DriverCall::Kernel(Kernel::Fold { into, others: blocks, .. } | Kernel::Average { into, blocks }) => {
             own(into).max(all(blocks))
         }
     });

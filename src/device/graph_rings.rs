@@ -7,10 +7,10 @@
 
 use std::time::Instant;
 
-use crate::device::counters::{Access, Word};
+use crate::device::counters::{Word, WordAccess};
 use crate::device::graph_waits::Home;
 use crate::device::in_flight::{InFlight, Watched};
-use crate::device::pairs::{LANES, Own, Pairs, lane};
+use crate::device::pairs::{LANES, PairSetup, Pairs, lane};
 use crate::device::replay::{COUNTS, TOKENS};
 use crate::device::ring_lane::RingMemory;
 use crate::device::rounds::{Flow, Rounds};
@@ -46,7 +46,7 @@ impl GraphRings {
     /// # Errors
     /// Those of [`setup::set_up`].
     pub(crate) fn set_up(
-        own: &Own,
+        own: &PairSetup,
         names: [Rank; 2],
         until: Instant,
         all_gather: &mut AllGather<'_>,
@@ -133,7 +133,7 @@ impl<'a> InGraphs<'a> {
     /// Has a stream do to a word what tokens ask for.
     pub(crate) fn add(&self, batch: &mut Batch<'a>, step: tokens::Step) {
         let (tokens::Step::Count(access) | tokens::Step::Token(access)) = step;
-        let (Access::Wait(word, _) | Access::Write(word, _)) = access;
+        let (WordAccess::Wait(word, _) | WordAccess::Write(word, _)) = access;
         let (rings, word) = self.local(word);
         let index = match step {
             tokens::Step::Count(_) => rings.count(word),
@@ -142,8 +142,8 @@ impl<'a> InGraphs<'a> {
         rings.add(
             batch,
             match access {
-                Access::Wait(_, value) => Step::Wait(index, value),
-                Access::Write(_, value) => Step::Write(index, value),
+                WordAccess::Wait(_, value) => Step::Wait(index, value),
+                WordAccess::Write(_, value) => Step::Write(index, value),
             },
         );
     }

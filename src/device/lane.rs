@@ -2,8 +2,8 @@
 
 use smallvec::SmallVec;
 
-use crate::device::counters::{Access, Counters, Word};
-use crate::device::lower::{Kernel, Memory, Operation, Program};
+use crate::device::counters::{Counters, Word, WordAccess};
+use crate::device::lower::{DriverCall, Kernel, Location, Program};
 use crate::device::network::NetworkMemory;
 use crate::device::segment::Segment;
 use crate::device::staging::Staging;
@@ -53,11 +53,11 @@ impl LaneWords {
     }
 
     /// Adds what is done to a word of the lane.
-    pub(crate) fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {
+    pub(crate) fn add<'a>(&'a self, batch: &mut Batch<'a>, access: WordAccess) {
         let place = |word| self.registered.word(self.layout.index(self.number, word));
         match access {
-            Access::Wait(word, value) => batch.wait(place(word), value),
-            Access::Write(word, value) => batch.write(place(word), value),
+            WordAccess::Wait(word, value) => batch.wait(place(word), value),
+            WordAccess::Write(word, value) => batch.write(place(word), value),
         }
     }
 }
@@ -141,13 +141,13 @@ impl<'a> Places<'a> {
     ///
     /// # Panics
     /// When the tensors are shorter than what the program touches.
-    pub fn of(&self, memory: Memory) -> Stretches<'a> {
+    pub fn of(&self, memory: Location) -> Stretches<'a> {
         let Tensors { input, output, scratch, sums, element, sum } = *self.tensors;
         match memory {
-            Memory::Staging { of, offset, bytes } => one(self.staging.bytes(of, self.half, offset, bytes)),
-            Memory::Outbound { offset, bytes } => one(self.network().outbound(self.half).part(offset, bytes)),
-            Memory::Inbound { offset, bytes } => one(self.network().inbound(self.half).part(offset, bytes)),
-            Memory::Own(slice) => {
+            Location::Staging { of, offset, bytes } => one(self.staging.bytes(of, self.half, offset, bytes)),
+            Location::Outbound { offset, bytes } => one(self.network().outbound(self.half).part(offset, bytes)),
+            Location::Inbound { offset, bytes } => one(self.network().inbound(self.half).part(offset, bytes)),
+            Location::Own(slice) => {
                 let (extent, whole) = match slice.space {
                     Space::Input => (&self.segment.input, input),
                     Space::Output => (&self.segment.output, output),
@@ -264,15 +264,15 @@ impl Lane {
         let mut batch = self.words.batch(edges.starts);
         numbering.credits().iter().for_each(|credit| self.words.add(&mut batch, *credit));
         for operation in &program.operations {
-            if let Operation::Words(words) = operation {
+            if let DriverCall::Words(words) = operation {
                 words.iter().for_each(|word| self.words.add(&mut batch, numbering.access(*word)));
                 continue;
             }
             flush(current, stream, &mut batch)?;
             match operation {
-                Operation::Words(_) => {}
-                Operation::Copy { from, into } => copy(current, stream, &places.of(*from), &places.of(*into))?,
-                Operation::Kernel(kernel) => kernels.launch(current, stream, kernel, &places)?,
+                DriverCall::Words(_) => {}
+                DriverCall::Copy { from, into } => copy(current, stream, &places.of(*from), &places.of(*into))?,
+                DriverCall::Kernel(kernel) => kernels.launch(current, stream, kernel, &places)?,
             }
         }
         self.words.write(&mut batch, edges.ends);

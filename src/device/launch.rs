@@ -10,7 +10,7 @@ use crate::device::kernels::compile::{Compiler, cache_folder, folders_beside_run
 use crate::device::kernels::load::Loaded;
 use crate::device::kernels::{Computation, MAX_BLOCKS, Module};
 use crate::device::lane::{Kernels, Places, Stretches};
-use crate::device::lower::{Kernel, Memory, Operation, Program};
+use crate::device::lower::{DriverCall, Kernel, Location, Program};
 use crate::schedule::{Slice, Space};
 use crate::sync::Arc;
 use crate::sys::cuda::{Attribute, Beside, Combine, Context, CudaError, Current, DeviceBytes, Stream, driver_version};
@@ -179,9 +179,9 @@ fn without_factor(op: ReduceOp) -> ReduceOp {
 
 /// Whether kernels take all blocks that a program combines. An operation whose program they do not take is refused.
 pub fn check(program: &Program) -> Result<(), LaunchError> {
-    let blocks = |operation: &Operation| match operation {
-        Operation::Kernel(Kernel::Fold { others, .. }) => 1 + others.len(),
-        Operation::Kernel(Kernel::Average { blocks, .. }) => blocks.len(),
+    let blocks = |operation: &DriverCall| match operation {
+        DriverCall::Kernel(Kernel::Fold { others, .. }) => 1 + others.len(),
+        DriverCall::Kernel(Kernel::Average { blocks, .. }) => blocks.len(),
         _ => 1,
     };
     match program.operations.iter().map(blocks).max() {
@@ -277,7 +277,7 @@ impl Kernels for Launches<'_> {
     ) -> Result<(), CudaError> {
         let on = (current, stream);
         let (element, sum) = (places.element(), places.sum());
-        let own = |slice: Slice| places.of(Memory::Own(slice));
+        let own = |slice: Slice| places.of(Location::Own(slice));
         let of = |space: Space| if space == Space::Sums { sum } else { element };
         match kernel {
             Kernel::Widen { from, into } => {
@@ -299,10 +299,10 @@ impl Kernels for Launches<'_> {
             }
             Kernel::Average { into, blocks } => {
                 let size = blocks.first().map_or(element, |block| match block {
-                    Memory::Own(slice) => of(slice.space),
-                    Memory::Staging { bytes, .. } | Memory::Outbound { bytes, .. } | Memory::Inbound { bytes, .. } => {
-                        bytes / into.len
-                    }
+                    Location::Own(slice) => of(slice.space),
+                    Location::Staging { bytes, .. }
+                    | Location::Outbound { bytes, .. }
+                    | Location::Inbound { bytes, .. } => bytes / into.len,
                 });
                 // Where sums are no longer than elements, they are elements.
                 let computation = if size == element { Computation::Average } else { Computation::AverageSums };

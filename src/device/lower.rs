@@ -31,7 +31,7 @@ use crate::types::Rank;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
     /// In the order in which they are submitted.
-    pub operations: Vec<Operation>,
+    pub operations: Vec<DriverCall>,
     /// By peer, the messages that go to it.
     pub sent: Vec<Sent>,
     /// By peer, how many messages come from it.
@@ -43,13 +43,13 @@ pub struct Program {
 impl Program {
     /// How much memory it takes.
     pub(crate) fn bytes(&self) -> usize {
-        let of = |operation: &Operation| match operation {
-            Operation::Words(words) => words.len() * size_of::<WordOperation>(),
-            Operation::Kernel(Kernel::Fold { others, .. }) => others.len() * size_of::<Memory>(),
-            Operation::Kernel(Kernel::Average { blocks, .. }) => blocks.len() * size_of::<Memory>(),
-            Operation::Copy { .. } | Operation::Kernel(_) => 0,
+        let of = |operation: &DriverCall| match operation {
+            DriverCall::Words(words) => words.len() * size_of::<WordOperation>(),
+            DriverCall::Kernel(Kernel::Fold { others, .. }) => others.len() * size_of::<Location>(),
+            DriverCall::Kernel(Kernel::Average { blocks, .. }) => blocks.len() * size_of::<Location>(),
+            DriverCall::Copy { .. } | DriverCall::Kernel(_) => 0,
         };
-        let operations: usize = self.operations.iter().map(|operation| size_of::<Operation>() + of(operation)).sum();
+        let operations: usize = self.operations.iter().map(|operation| size_of::<DriverCall>() + of(operation)).sum();
         operations + self.traffic.bytes() + self.sent.len() * (size_of::<Sent>() + size_of::<u32>())
     }
 }
@@ -65,15 +65,15 @@ pub struct Sent {
 
 /// One call of the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum DriverCall {
     /// Waits for words and writes words, in this order.
     Words(Vec<WordOperation>),
     /// Copies bytes.
     Copy {
         /// From where.
-        from: Memory,
+        from: Location,
         /// To where; as long.
-        into: Memory,
+        into: Location,
     },
     /// Launches a kernel.
     Kernel(Kernel),
@@ -122,7 +122,7 @@ pub enum WordOperation {
 
 /// Where an operation reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Memory {
+pub enum Location {
     /// This rank's own.
     Own(Slice),
     /// Staging memory of a rank, in the half that the segment uses.
@@ -168,7 +168,7 @@ pub enum Kernel {
         /// Its position among the blocks.
         position: u32,
         /// The others, in order.
-        others: Vec<Memory>,
+        others: Vec<Location>,
     },
     /// As [`Action::Scale`].
     Scale {
@@ -180,7 +180,7 @@ pub enum Kernel {
         /// The result.
         into: Slice,
         /// The blocks, in order: elements, or sums of them.
-        blocks: Vec<Memory>,
+        blocks: Vec<Location>,
     },
 }
 
@@ -304,7 +304,7 @@ impl Staged {
 #[derive(Clone, Copy, Debug)]
 struct Alias {
     slice: Slice,
-    cell: Memory,
+    cell: Location,
 }
 
 /// A program being written.
@@ -322,7 +322,7 @@ struct Lowering<'a> {
     /// The batch that is being collected.
     words: Vec<WordOperation>,
     /// Copies of short messages, which go behind the batch that waits for them.
-    copies: Vec<Operation>,
+    copies: Vec<DriverCall>,
     /// By sender, up to which message there is something to release.
     consumed: Vec<u32>,
 }
@@ -363,7 +363,7 @@ impl<'a> Lowering<'a> {
                     self.aliases.push(Alias { slice: into, cell });
                     return;
                 }
-                let copy = Operation::Copy { from: cell, into: Memory::Own(into) };
+                let copy = DriverCall::Copy { from: cell, into: Location::Own(into) };
                 self.copies.push(copy);
                 if into.len * self.staged.element_bytes(into.space) > SHORT_BYTES {
                     self.flush();
@@ -379,8 +379,8 @@ impl<'a> Lowering<'a> {
                     let is_widened = into.space == Space::Sums && from.space != Space::Sums;
                     self.flush();
                     self.push(match is_widened {
-                        true => Operation::Kernel(Kernel::Widen { from, into }),
-                        false => Operation::Copy { from: Memory::Own(from), into: Memory::Own(into) },
+                        true => DriverCall::Kernel(Kernel::Widen { from, into }),
+                        false => DriverCall::Copy { from: Location::Own(from), into: Location::Own(into) },
                     });
                 }
             }
@@ -417,8 +417,8 @@ impl<'a> Lowering<'a> {
         if let Some(cell) = self.staged.layouts[self.me.index()].staging.cell(step) {
             sent.staged = number;
             if !cell.is_shared {
-                let into = Memory::Staging { of: self.seat, offset: cell.offset, bytes: cell.bytes };
-                self.push(Operation::Copy { from: Memory::Own(from), into });
+                let into = Location::Staging { of: self.seat, offset: cell.offset, bytes: cell.bytes };
+                self.push(DriverCall::Copy { from: Location::Own(from), into });
             }
         }
         let earlier =
@@ -436,7 +436,7 @@ impl<'a> Lowering<'a> {
         self.program.traffic.outbound.push(Parcel { peer: to, offset, bytes });
         let number = self.program.traffic.outbound.len() as u32;
         if !is_shared {
-            self.push(Operation::Copy { from: Memory::Own(from), into: Memory::Outbound { offset, bytes } });
+            self.push(DriverCall::Copy { from: Location::Own(from), into: Location::Outbound { offset, bytes } });
         }
         let earlier = |word: &&mut WordOperation| matches!(word, WordOperation::PublishOutbound { .. });
         match self.words.iter_mut().find(earlier) {
@@ -446,7 +446,7 @@ impl<'a> Lowering<'a> {
     }
 
     /// Waits for the message that `step` receives. Where its data lies, if it has any.
-    fn receive(&mut self, step: StepId, from: Rank) -> Option<Memory> {
+    fn receive(&mut self, step: StepId, from: Rank) -> Option<Location> {
         if !self.staged.topo.same_host(self.me, from) {
             let cell = self.staged.layouts[self.me.index()].inbound.cell(step);
             let (offset, bytes) = cell.map_or((0, 0), |cell| (cell.offset, cell.bytes));
@@ -456,7 +456,7 @@ impl<'a> Lowering<'a> {
                 Some(WordOperation::AwaitInbound { number: last }) => *last = number,
                 _ => self.words.push(WordOperation::AwaitInbound { number }),
             }
-            return cell.map(|_| Memory::Inbound { offset, bytes });
+            return cell.map(|_| Location::Inbound { offset, bytes });
         }
         let from = self.staged.topo.seat(from);
         let received = &mut self.program.received[from.index()];
@@ -466,7 +466,7 @@ impl<'a> Lowering<'a> {
         self.words.push(WordOperation::Await { from, number });
         let Cell { offset, bytes, .. } = cell?;
         self.consumed[from.index()] = number;
-        Some(Memory::Staging { of: from, offset, bytes })
+        Some(Location::Staging { of: from, offset, bytes })
     }
 
     /// Whether what `step` receives is read once, as a whole block of a reduction, and so need not be copied.
@@ -499,10 +499,10 @@ impl<'a> Lowering<'a> {
     }
 
     /// The blocks of `len` elements that `from` consists of, and where they are.
-    fn blocks(&self, from: Slice, len: usize) -> Vec<Memory> {
+    fn blocks(&self, from: Slice, len: usize) -> Vec<Location> {
         let blocks = (0..from.len.checked_div(len).unwrap_or(0)).map(|index| from.part(index * len, len));
         let find = |block: Slice| self.aliases.iter().rev().find(|alias| alias.slice == block);
-        blocks.map(|block| find(block).map_or(Memory::Own(block), |alias| alias.cell)).collect()
+        blocks.map(|block| find(block).map_or(Location::Own(block), |alias| alias.cell)).collect()
     }
 
     fn compute(&mut self, kernel: Kernel) {
@@ -512,13 +512,13 @@ impl<'a> Lowering<'a> {
         };
         if len > 0 {
             self.flush();
-            self.push(Operation::Kernel(kernel));
+            self.push(DriverCall::Kernel(kernel));
         }
     }
 
     /// Appends an operation; a copy that continues the one before it becomes a part of that.
-    fn push(&mut self, operation: Operation) {
-        if let (Some(Operation::Copy { from, into }), Operation::Copy { from: next, into: target }) =
+    fn push(&mut self, operation: DriverCall) {
+        if let (Some(DriverCall::Copy { from, into }), DriverCall::Copy { from: next, into: target }) =
             (self.program.operations.last_mut(), &operation)
             && let (Some(joined), Some(joined_target)) = (from.joined(*next), into.joined(*target))
         {
@@ -531,7 +531,7 @@ impl<'a> Lowering<'a> {
     /// Ends the batch that is being collected, and what waits for it.
     fn flush(&mut self) {
         if !self.words.is_empty() {
-            self.program.operations.push(Operation::Words(std::mem::take(&mut self.words)));
+            self.program.operations.push(DriverCall::Words(std::mem::take(&mut self.words)));
         }
         for copy in std::mem::take(&mut self.copies) {
             self.push(copy);
@@ -551,27 +551,27 @@ impl<'a> Lowering<'a> {
     }
 }
 
-impl Memory {
+impl Location {
     /// This and the memory behind it, if `next` begins where this ends.
-    fn joined(self, next: Memory) -> Option<Memory> {
+    fn joined(self, next: Location) -> Option<Location> {
         match (self, next) {
-            (Memory::Own(slice), Memory::Own(next)) if slice.is_followed_by(next) => {
-                Some(Memory::Own(Slice { len: slice.len + next.len, ..slice }))
+            (Location::Own(slice), Location::Own(next)) if slice.is_followed_by(next) => {
+                Some(Location::Own(Slice { len: slice.len + next.len, ..slice }))
             }
-            (Memory::Staging { of, offset, bytes }, Memory::Staging { of: next_of, offset: next, bytes: more })
+            (Location::Staging { of, offset, bytes }, Location::Staging { of: next_of, offset: next, bytes: more })
                 if of == next_of && offset + bytes == next =>
             {
-                Some(Memory::Staging { of, offset, bytes: bytes + more })
+                Some(Location::Staging { of, offset, bytes: bytes + more })
             }
-            (Memory::Outbound { offset, bytes }, Memory::Outbound { offset: next, bytes: more })
+            (Location::Outbound { offset, bytes }, Location::Outbound { offset: next, bytes: more })
                 if offset + bytes == next =>
             {
-                Some(Memory::Outbound { offset, bytes: bytes + more })
+                Some(Location::Outbound { offset, bytes: bytes + more })
             }
-            (Memory::Inbound { offset, bytes }, Memory::Inbound { offset: next, bytes: more })
+            (Location::Inbound { offset, bytes }, Location::Inbound { offset: next, bytes: more })
                 if offset + bytes == next =>
             {
-                Some(Memory::Inbound { offset, bytes: bytes + more })
+                Some(Location::Inbound { offset, bytes: bytes + more })
             }
             _ => None,
         }

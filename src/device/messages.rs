@@ -21,8 +21,8 @@ use crate::device::graph_rings::GraphRings;
 use crate::device::graph_waits::Numbers;
 use crate::device::in_flight::{self, Ends, Halt, InFlight, Watched};
 use crate::device::message_log::{LoggedMessage, PlaceInCall, called, disagreement};
-use crate::device::pairs::{Channel, LANES, Link, Own, Pairs, lane};
-use crate::device::parts::{Awaits, Batch, Part, Place, Several};
+use crate::device::pairs::{Channel, LANES, Link, PairSetup, Pairs, lane};
+use crate::device::parts::{Awaits, Batch, BatchPart, PartInFlight, Several};
 use crate::device::recordings::Recordings;
 use crate::device::ring_lane::{Edge, RingLane};
 use crate::device::rounds::{self, Direction, Rounds};
@@ -33,7 +33,7 @@ use crate::device::words::SLOTS;
 use crate::error::{Error, InitError, UsageError};
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::cuda::{Capture, Context, CudaError, Current, Device, DeviceBytes, Stream, StreamHandle};
-use crate::sys::nccl::Call;
+use crate::sys::nccl::NcclCall;
 use crate::types::{Rank, Tag};
 use crate::work::{Drive, Entry, Work};
 
@@ -78,13 +78,13 @@ impl Display for Message<'_> {
 
 /// What a rank calls: messages that go on together.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Request<'a> {
+pub(crate) struct BatchRequest<'a> {
     pub(crate) messages: &'a [Message<'a>],
     pub(crate) stream: StreamHandle,
     pub(crate) timeout: Duration,
 }
 
-impl Request<'_> {
+impl BatchRequest<'_> {
     /// By message, its memory.
     fn tensors(&self) -> Vec<SmallVec<[DeviceBytes<'_>; 2]>> {
         let messages = self.messages.iter();
@@ -115,7 +115,7 @@ pub(crate) trait Peers: Presence + Sync {
 
 /// A communicator's executor of messages on one device.
 pub(crate) struct Messages {
-    own: Own,
+    own: PairSetup,
     ends: Arc<dyn Ends>,
     /// What carries messages to other hosts and from there.
     far: Arc<dyn FarPairs>,
@@ -155,7 +155,7 @@ struct Stretch {
 
 impl Messages {
     /// Nothing is set up yet.
-    pub(crate) fn new(own: Own, ends: Arc<dyn Ends>, far: Arc<dyn FarPairs>) -> Messages {
+    pub(crate) fn new(own: PairSetup, ends: Arc<dyn Ends>, far: Arc<dyn FarPairs>) -> Messages {
         let rings = RingLane::on(Pairs::new(own.me, own.size), own.me, own.size);
         let graph_rings = (0..own.size).map(|_| None).collect();
         let (recordings, numbers) = (Recordings::new(), Numbers::default());
@@ -173,7 +173,7 @@ impl Messages {
     ///
     /// # Errors
     /// Nothing has been put there after a usage error. After others none of the messages succeeds.
-    pub(crate) fn submit(&self, request: &Request<'_>, peers: &dyn Peers) -> Result<Work, Error> {
+    pub(crate) fn submit(&self, request: &BatchRequest<'_>, peers: &dyn Peers) -> Result<Work, Error> {
         let stretches = stretches(request.messages);
         self.check(request, &stretches)?;
         let until = deadline_after(Instant::now(), request.timeout);
@@ -205,13 +205,13 @@ impl Messages {
     }
 
     /// Whether the stream is being captured. If the driver does not say, the other ranks are told in the setup.
-    fn ask(&self, request: &Request<'_>) -> Result<Capture, CudaError> {
+    fn ask(&self, request: &BatchRequest<'_>) -> Result<Capture, CudaError> {
         let context = Context::primary(Device::new(self.own.device)?)?;
         let current = context.enter()?;
         Stream::of_caller(&context, request.stream).capture(&current)
     }
 
-    fn check(&self, request: &Request<'_>, stretches: &[Stretch]) -> Result<(), Error> {
+    fn check(&self, request: &BatchRequest<'_>, stretches: &[Stretch]) -> Result<(), Error> {
         let Some(long) = stretches.iter().find(|stretch| stretch.messages.len() > SLOTS) else { return Ok(()) };
         Err(UsageError {
             operation: request.messages[long.messages[0]].to_string(),
@@ -229,7 +229,7 @@ impl Messages {
         &self,
         state: &mut State,
         stretches: &[Stretch],
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
         peers: &dyn Peers,
     ) -> Result<Option<Work>, Error> {
         let first = &request.messages[0];
@@ -297,7 +297,7 @@ impl Messages {
 
     /// Refuses messages in several pieces where a library carries them: it knows nothing of pieces, and the other rank may have
     /// others.
-    fn check_pieces(&self, state: &State, request: &Request<'_>) -> Result<(), UsageError> {
+    fn check_pieces(&self, state: &State, request: &BatchRequest<'_>) -> Result<(), UsageError> {
         let pieces = |message: &Message<'_>| message.buffers.iter().filter(|buffer| buffer.bytes() > 0).count();
         let mut carried = request.messages.iter().filter(|message| state.pairs().library(message.channel()).is_some());
         let Some(cut) = carried.find(|message| pieces(message) > 1) else { return Ok(()) };
@@ -310,7 +310,13 @@ impl Messages {
     }
 
     /// Has messages to other hosts and from there carried, or what is to be known of them.
-    fn carry(&self, state: &State, stretches: &[Stretch], batch: &Batch, request: &Request<'_>) -> std::io::Result<()> {
+    fn carry(
+        &self,
+        state: &State,
+        stretches: &[Stretch],
+        batch: &Batch,
+        request: &BatchRequest<'_>,
+    ) -> std::io::Result<()> {
         for (Stretch { channel, messages }, place) in stretches.iter().zip(batch.places()) {
             if state.pairs().pair(channel.0).is_far() {
                 let logged: Vec<LoggedMessage> = messages.iter().map(|at| request.messages[*at].eager()).collect();
@@ -323,7 +329,7 @@ impl Messages {
     }
 
     /// What this rank has sent itself and not received once these messages are submitted.
-    fn unmet_after(&self, state: &State, request: &Request<'_>) -> Result<VecDeque<LoggedMessage>, Error> {
+    fn unmet_after(&self, state: &State, request: &BatchRequest<'_>) -> Result<VecDeque<LoggedMessage>, Error> {
         let own = |direction| {
             let own = request.messages.iter().filter(move |message| message.channel() == (self.own.me, direction));
             own.map(Message::eager)
@@ -346,7 +352,7 @@ impl Messages {
     }
 
     /// Waits until the log has room for messages: as a driver's queue that is full.
-    fn make_room(&self, state: &State, stretch: &Stretch, request: &Request<'_>) -> Result<(), Error> {
+    fn make_room(&self, state: &State, stretch: &Stretch, request: &BatchRequest<'_>) -> Result<(), Error> {
         let (peer, direction) = stretch.channel;
         let (lane, link) = (lane(self.own.me, peer, direction), &state.pairs().pair(peer).link);
         let last = state.pairs().end(stretch.channel).number + stretch.messages.len() as u64;
@@ -375,7 +381,7 @@ impl Messages {
         &self,
         state: &State,
         stretches: &[Stretch],
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
         rounds: &Rounds,
         peers: &dyn Peers,
     ) -> Result<Arc<Batch>, Error> {
@@ -386,9 +392,9 @@ impl Messages {
             let awaits = awaits.map(|(word, value)| state.pairs().awaited(word, value)).into_iter().collect();
             let library = state.pairs().library(*channel);
             let awaits = library.map_or(Awaits::Words(awaits), |_| Awaits::Library);
-            Place { in_flight, peer: *peer, first, last: first + messages.len() as u64 - 1, awaits }
+            PartInFlight { in_flight, peer: *peer, first, last: first + messages.len() as u64 - 1, awaits }
         };
-        let places: Vec<Place> = stretches.iter().map(place).collect();
+        let places: Vec<PartInFlight> = stretches.iter().map(place).collect();
         let works = self.announce(state, stretches, request, false, peers)?;
         let batch = Batch::new(works, places.len());
         batch.place(places);
@@ -400,7 +406,7 @@ impl Messages {
         &self,
         state: &State,
         stretches: &[Stretch],
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
         is_captured: bool,
         peers: &dyn Peers,
     ) -> Result<Vec<Work>, Error> {
@@ -438,14 +444,21 @@ impl Messages {
     }
 
     /// Counts messages among those in flight, before anything of them is on the stream.
-    fn take_off(&self, state: &mut State, stretch: &Stretch, place: &Place, batch: &Arc<Batch>, request: &Request<'_>) {
+    fn take_off(
+        &self,
+        state: &mut State,
+        stretch: &Stretch,
+        place: &PartInFlight,
+        batch: &Arc<Batch>,
+        request: &BatchRequest<'_>,
+    ) {
         let ((peer, direction), me) = (stretch.channel, self.own.me);
         let text = request.text(stretch);
         let way = match direction {
             Direction::Send => (me, peer),
             Direction::Receive => (peer, me),
         };
-        let part = Part::new(text, place.first, way, peer, batch.clone());
+        let part = BatchPart::new(text, place.first, way, peer, batch.clone());
         let end = state.rings.memory_mut().end_mut(stretch.channel);
         end.number += stretch.messages.len() as u64;
         if place.in_flight.begin(end.number, part, batch.work().clone(), request.timeout) {
@@ -506,7 +519,7 @@ impl Messages {
     // ---- errors ----
 
     fn refused(&self, message: &Message<'_>, cause: &impl Display) -> Error {
-        let Own { comm, device, .. } = &self.own;
+        let PairSetup { comm, device, .. } = &self.own;
         InitError::Config(format!("communicator `{comm}`: {message} on cuda:{device}: {cause}")).into()
     }
 
@@ -531,7 +544,7 @@ impl State {
         stream: &Stream,
         stretches: &[Stretch],
         rounds: &Rounds,
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
         batch: &Batch,
     ) -> Result<(), SubmitError> {
         let raw = stream.to_raw();
@@ -557,7 +570,7 @@ impl State {
             by_library.and_then(|()| Ok(self.rings.put(current, stream, rounds, &tensors, &[], &ends)?))
         };
         // Also if not all of it is on the stream: what is may wait for words.
-        for Place { in_flight, awaits, .. } in batch.places() {
+        for PartInFlight { in_flight, awaits, .. } in batch.places() {
             let Awaits::Words(words) = awaits else { continue };
             for (lane, word, value) in words {
                 in_flight.submitted(*lane, [(*word, *value)].into_iter());
@@ -588,7 +601,7 @@ impl State {
                 let library = self.pairs().library(stretch.channel)?;
                 let bytes = stretch.messages.iter().flat_map(|message| tensors[*message]);
                 // What is empty needs no call, nor the other rank.
-                let calls: Vec<Call<'_>> =
+                let calls: Vec<NcclCall<'_>> =
                     bytes.filter(|bytes| !bytes.is_empty()).map(|bytes| library.call(*bytes)).collect();
                 let (peer, direction) = stretch.channel;
                 let order = (me.min(peer), me.max(peer), lane(me, peer, direction));
@@ -656,5 +669,5 @@ fn stretches(messages: &[Message<'_>]) -> Vec<Stretch> {
 /// A message with its place in the call as the number of its tensor.
 fn plain((tensor, message): (usize, &Message<'_>)) -> rounds::Message {
     let Message { peer, direction, .. } = *message;
-    rounds::Message { peer, direction, part: rounds::Part { tensor, offset: 0, len: message.bytes() } }
+    rounds::Message { peer, direction, part: rounds::TensorPart { tensor, offset: 0, len: message.bytes() } }
 }

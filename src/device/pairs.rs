@@ -17,7 +17,7 @@ use crate::device::network::NetworkMemory;
 use crate::device::parts::Awaited;
 use crate::device::ring_lane::RingMemory;
 use crate::device::rounds::{CELLS, Direction};
-use crate::device::setup::{self, AllGather, Failure, Member, Parts, Wanted};
+use crate::device::setup::{self, AllGather, Member, Parts, SetupFailure, Wanted};
 use crate::device::staging::Staging;
 use crate::device::vendor::choice::offer;
 use crate::device::vendor::{Candidate, VendorComm};
@@ -25,12 +25,12 @@ use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::sync::Arc;
 use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width};
-use crate::sys::nccl::Call;
+use crate::sys::nccl::NcclCall;
 use crate::types::Rank;
 
 /// What a rank is in its communicator, for the setup of pairs.
 #[derive(Clone, Debug)]
-pub(crate) struct Own {
+pub(crate) struct PairSetup {
     pub(crate) comm: String,
     pub(crate) me: Rank,
     /// How many ranks the communicator has.
@@ -127,10 +127,10 @@ pub(crate) struct Library {
 
 impl Library {
     /// The call for bytes of a message.
-    pub(crate) fn call<'a>(&self, bytes: DeviceBytes<'a>) -> Call<'a> {
+    pub(crate) fn call<'a>(&self, bytes: DeviceBytes<'a>) -> NcclCall<'a> {
         match self.direction {
-            Direction::Send => Call::Send { from: bytes, peer: self.peer },
-            Direction::Receive => Call::Receive { into: bytes, peer: self.peer },
+            Direction::Send => NcclCall::Send { from: bytes, peer: self.peer },
+            Direction::Receive => NcclCall::Receive { into: bytes, peer: self.peer },
         }
     }
 }
@@ -166,7 +166,7 @@ impl Pair {
     /// # Errors
     /// Those of [`setup::set_up`]; and what the driver has answered instead.
     pub(crate) fn set_up(
-        own: &Own,
+        own: &PairSetup,
         peer: Rank,
         asked: &Asked,
         until: Instant,
@@ -174,13 +174,13 @@ impl Pair {
         all_gather: &mut AllGather<'_>,
         are_there: &dyn Fn() -> bool,
     ) -> Result<Pair, Error> {
-        let Own { comm, me, .. } = own;
+        let PairSetup { comm, me, .. } = own;
         let mut names = vec![*me, peer];
         names.sort_unstable();
         names.dedup();
         let place = Rank::from(names.iter().position(|name| name == me).expect("one of them"));
         if let Err(error) = asked {
-            let told: Result<serde_json::Value, _> = Err(Failure::new("a look at its stream", error));
+            let told: Result<serde_json::Value, _> = Err(SetupFailure::new("a look at its stream", error));
             return Err(setup::tell(comm, &names, all_gather, told).expect_err("this rank has told a failure"));
         }
         let layout = ControlLayout::new(names.len(), LANES);
@@ -262,14 +262,14 @@ impl Pair {
 
 /// Decides with another rank on the library that carries their messages, and begins a communicator for each direction.
 fn library(
-    own: &Own,
+    own: &PairSetup,
     peer: Rank,
     (place, names): (Rank, &[Rank]),
     (context, members): (&Arc<Context>, &[Member]),
     timeout: Duration,
     all_gather: &mut AllGather<'_>,
 ) -> Result<Option<[Library; LANES]>, Error> {
-    let Own { comm, me, libraries, .. } = own;
+    let PairSetup { comm, me, libraries, .. } = own;
     let Some(chosen) = libraries.candidate(comm, (place, names), timeout).choose(members, all_gather)? else {
         return Ok(None);
     };

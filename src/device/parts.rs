@@ -12,7 +12,7 @@ use std::time::Instant;
 
 /// The messages of a batch between two ranks in one direction.
 #[derive(Debug)]
-pub(crate) struct Part {
+pub(crate) struct BatchPart {
     /// The call, for errors.
     text: String,
     /// The number of the first message. The part has that of the last one.
@@ -37,22 +37,22 @@ enum Lateness {
     NotCalled,
 }
 
-impl Part {
+impl BatchPart {
     /// A part of `batch`, whose messages go this way, which is between this rank and `peer`.
-    pub(crate) fn new(text: String, first: u64, (from, to): (Rank, Rank), peer: Rank, batch: Arc<Batch>) -> Part {
-        Part { text, first, peer, way: format!("from rank {from} to rank {to}"), batch }
+    pub(crate) fn new(text: String, first: u64, (from, to): (Rank, Rank), peer: Rank, batch: Arc<Batch>) -> BatchPart {
+        BatchPart { text, first, peer, way: format!("from rank {from} to rank {to}"), batch }
     }
 }
 
-impl in_flight::Part for Part {
+impl in_flight::Part for BatchPart {
     fn first(&self) -> u64 {
         self.first
     }
 
     fn lateness(&self, lane: usize, number: u64) -> Option<String> {
         let (way, peer) = (&self.way, self.peer);
-        let of_lane = |place: &&Place| place.peer == peer && place.in_flight.lane().0 == lane;
-        let own = self.batch.places().iter().find(of_lane).map_or(Lateness::None, Place::lateness);
+        let of_lane = |place: &&PartInFlight| place.peer == peer && place.in_flight.lane().0 == lane;
+        let own = self.batch.places().iter().find(of_lane).map_or(Lateness::None, PartInFlight::lateness);
         if own < self.batch.lateness() {
             return None;
         }
@@ -84,13 +84,13 @@ impl in_flight::Part for Part {
     }
 }
 
-impl From<Part> for Called {
-    fn from(part: Part) -> Called {
+impl From<BatchPart> for Called {
+    fn from(part: BatchPart) -> Called {
         Called::Part(Arc::new(part))
     }
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for BatchPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
@@ -98,7 +98,7 @@ impl fmt::Display for Part {
 
 /// Where a part of a batch is in flight.
 #[derive(Clone, Debug)]
-pub(crate) struct Place {
+pub(crate) struct PartInFlight {
     pub(crate) in_flight: Arc<InFlight>,
     /// The rank at the other end.
     pub(crate) peer: Rank,
@@ -117,7 +117,7 @@ pub(crate) enum Awaits {
     Library,
 }
 
-impl Place {
+impl PartInFlight {
     fn lateness(&self) -> Lateness {
         let (lane, control) = self.in_flight.lane();
         let is_behind =
@@ -142,7 +142,7 @@ pub(crate) struct Batch {
     works: Vec<Work>,
     left: Mutex<Left>,
     /// Set once, before anything of it is in flight.
-    places: OnceLock<Vec<Place>>,
+    places: OnceLock<Vec<PartInFlight>>,
 }
 
 #[derive(Debug)]
@@ -159,7 +159,7 @@ impl Batch {
     }
 
     /// Says where its parts will be in flight.
-    pub(crate) fn place(&self, places: Vec<Place>) {
+    pub(crate) fn place(&self, places: Vec<PartInFlight>) {
         self.places.set(places).expect("said once");
     }
 
@@ -178,7 +178,7 @@ impl Batch {
 
     /// What its stream waits for.
     fn lateness(&self) -> Lateness {
-        self.places().iter().map(Place::lateness).max().unwrap_or(Lateness::None)
+        self.places().iter().map(PartInFlight::lateness).max().unwrap_or(Lateness::None)
     }
 
     /// The handle that its caller has.
@@ -187,7 +187,7 @@ impl Batch {
     }
 
     /// Where its parts are in flight.
-    pub(crate) fn places(&self) -> &[Place] {
+    pub(crate) fn places(&self) -> &[PartInFlight] {
         self.places.get().map_or(&[], |places| places)
     }
 
@@ -195,7 +195,7 @@ impl Batch {
     pub(crate) fn fail(&self, error: &Error) {
         // The first cause, as that names the message at fault.
         lock(&self.left).error.get_or_insert_with(|| error.clone());
-        self.places().iter().for_each(|Place { in_flight, first, .. }| in_flight.fail_too(*first, error));
+        self.places().iter().for_each(|PartInFlight { in_flight, first, .. }| in_flight.fail_too(*first, error));
     }
 }
 

@@ -1,9 +1,9 @@
 //! A lane of rings: batches of messages put on streams, with real addresses.
 
-use crate::device::counters::{Access, Word};
+use crate::device::counters::{Word, WordAccess};
 use crate::device::lane::{Edges, LaneWords, Stretches, copy, cut, flush};
 use crate::device::rings::{RingNumbering, Rings};
-use crate::device::rounds::{CELLS, Direction, Message, Operation, Place, Rounds, ToSelfError};
+use crate::device::rounds::{CELLS, CopyEnd, Direction, Message, Rounds, StreamOperation, ToSelfError};
 use crate::device::staging::Staging;
 use crate::device::words::WordLayout;
 use crate::sync::Arc;
@@ -183,12 +183,12 @@ impl<M: RingMemory> RingLane<M> {
         self.tell(&mut batch, starts);
         for operation in &rounds.operations {
             match operation {
-                Operation::Word(word) => {
+                StreamOperation::Word(word) => {
                     if let Some(access) = numbering.access(*word) {
                         self.add(&mut batch, access);
                     }
                 }
-                Operation::Copy { from, into } => {
+                StreamOperation::Copy { from, into } => {
                     flush(current, stream, &mut batch)?;
                     let bytes = |place| self.bytes(&numbering, tensors, place);
                     copy(current, stream, &bytes(*from), &bytes(*into))?;
@@ -214,21 +214,21 @@ impl<M: RingMemory> RingLane<M> {
         }
     }
 
-    fn add<'a>(&'a self, batch: &mut Batch<'a>, access: Access) {
-        let (Access::Wait(word, value) | Access::Write(word, value)) = access;
+    fn add<'a>(&'a self, batch: &mut Batch<'a>, access: WordAccess) {
+        let (WordAccess::Wait(word, value) | WordAccess::Write(word, value)) = access;
         let (place, width) = self.memory.word(word);
         batch.set_width(width);
         match access {
-            Access::Wait(..) => batch.wait(place, value),
-            Access::Write(..) => batch.write(place, value),
+            WordAccess::Wait(..) => batch.wait(place, value),
+            WordAccess::Write(..) => batch.write(place, value),
         }
     }
 
-    fn bytes<'a>(&'a self, numbering: &RingNumbering, tensors: &[&[DeviceBytes<'a>]], place: Place) -> Stretches<'a> {
+    fn bytes<'a>(&'a self, numbering: &RingNumbering, tensors: &[&[DeviceBytes<'a>]], place: CopyEnd) -> Stretches<'a> {
         let mut stretches = Stretches::new();
         match place {
-            Place::Tensor(part) => cut(tensors[part.tensor], part.offset, part.len, &mut stretches),
-            Place::Cell { peer, direction, chunk, len } => {
+            CopyEnd::Tensor(part) => cut(tensors[part.tensor], part.offset, part.len, &mut stretches),
+            CopyEnd::Cell { peer, direction, chunk, len } => {
                 let (sender, receiver) = match direction {
                     Direction::Send => (self.me, peer),
                     Direction::Receive => (peer, self.me),

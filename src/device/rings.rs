@@ -5,7 +5,7 @@
 
 use smallvec::SmallVec;
 
-use crate::device::counters::{Access, Word};
+use crate::device::counters::{Word, WordAccess};
 use crate::device::rounds::{CELLS, Direction, Flow, RingWord, Rounds};
 use crate::types::Rank;
 
@@ -97,25 +97,25 @@ impl Rings {
 
 impl RingNumbering {
     /// What an operation of the batch does; nothing if the cell that it would wait for has never been used.
-    pub fn access(&self, word: RingWord) -> Option<Access> {
+    pub fn access(&self, word: RingWord) -> Option<WordAccess> {
         let me = self.me;
         match word {
             RingWord::Credit { to, chunk } => {
                 // The chunks before the first of those that may lie in the ring together with this one.
                 let done = (self.sent[to.index()].chunks + chunk + 1).saturating_sub(CELLS as u64);
-                (done > 0).then_some(Access::Wait(Word::Tail { sender: me, receiver: to }, done))
+                (done > 0).then_some(WordAccess::Wait(Word::Tail { sender: me, receiver: to }, done))
             }
             RingWord::Publish { to, number } => {
                 let value = self.sent[to.index()].published + number;
-                Some(Access::Write(Word::Head { sender: me, receiver: to }, value))
+                Some(WordAccess::Write(Word::Head { sender: me, receiver: to }, value))
             }
             RingWord::Await { from, number } => {
                 let value = self.received[from.index()].published + number;
-                Some(Access::Wait(Word::Head { sender: from, receiver: me }, value))
+                Some(WordAccess::Wait(Word::Head { sender: from, receiver: me }, value))
             }
             RingWord::Release { from, chunk } => {
                 let value = self.received[from.index()].chunks + chunk + 1;
-                Some(Access::Write(Word::Tail { sender: from, receiver: me }, value))
+                Some(WordAccess::Write(Word::Tail { sender: from, receiver: me }, value))
             }
         }
     }

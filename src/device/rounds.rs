@@ -25,7 +25,7 @@ pub const CELLS: usize = 2;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rounds {
     /// In the order in which they are submitted. Words that follow each other are one call of the driver.
-    pub operations: Vec<Operation>,
+    pub operations: Vec<StreamOperation>,
     /// What goes through each ring; a ring that is not used is not there.
     pub flows: Vec<Flow>,
 }
@@ -60,12 +60,12 @@ pub struct Message {
     /// Whether to it or from it.
     pub direction: Direction,
     /// Where its bytes are.
-    pub part: Part,
+    pub part: TensorPart,
 }
 
 /// Bytes of one of a batch's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct TensorPart {
     /// The tensor's number.
     pub tensor: usize,
     /// The first byte.
@@ -76,15 +76,15 @@ pub struct Part {
 
 /// What a stream does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum StreamOperation {
     /// Waits for a word or writes one.
     Word(RingWord),
     /// Copies bytes.
     Copy {
         /// From where.
-        from: Place,
+        from: CopyEnd,
         /// To where; as long.
-        into: Place,
+        into: CopyEnd,
     },
 }
 
@@ -123,9 +123,9 @@ pub enum RingWord {
 
 /// Where a copy reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum CopyEnd {
     /// In a tensor.
-    Tensor(Part),
+    Tensor(TensorPart),
     /// In a cell of a ring, from its beginning.
     Cell {
         /// The rank at the other end of the ring.
@@ -225,7 +225,7 @@ pub fn all_to_all(sent: &Counts, received: &Counts, element: usize) -> Vec<Messa
     let blocks = |direction, tensor, counts: &Counts| {
         let mut offset = 0;
         let block = |(peer, count): (usize, usize)| {
-            let part = Part { tensor, offset, len: count * element };
+            let part = TensorPart { tensor, offset, len: count * element };
             offset += part.len;
             Message { peer: Rank::from(peer), direction, part }
         };
@@ -257,8 +257,8 @@ impl<'a> Pair<'a> {
 
     /// Takes the next chunk, or message without data.
     fn take(&mut self) -> Option<Chunk> {
-        let Part { tensor, offset, len } = self.messages.first()?.part;
-        let part = Part { tensor, offset: offset + self.taken, len: self.cell.min(len - self.taken) };
+        let TensorPart { tensor, offset, len } = self.messages.first()?.part;
+        let part = TensorPart { tensor, offset: offset + self.taken, len: self.cell.min(len - self.taken) };
         self.taken += part.len;
         if self.taken == len {
             (self.messages, self.taken) = (&self.messages[1..], 0);
@@ -274,7 +274,7 @@ impl<'a> Pair<'a> {
 struct Chunk {
     peer: Rank,
     /// Empty if it is a message without data.
-    part: Part,
+    part: TensorPart,
     /// Its number in the head, from 1.
     number: u64,
     /// Its number among the chunks, from 0.
@@ -316,7 +316,7 @@ impl Lowering {
                 return Err(ToSelfError::Lengths { sent: from.len, received: into.len });
             }
             if from.len > 0 {
-                let copy = Operation::Copy { from: Place::Tensor(from), into: Place::Tensor(into) };
+                let copy = StreamOperation::Copy { from: CopyEnd::Tensor(from), into: CopyEnd::Tensor(into) };
                 self.rounds.operations.push(copy);
             }
         }
@@ -354,8 +354,8 @@ impl Lowering {
             self.word(RingWord::Credit { to: chunk.peer, chunk: chunk.index });
         }
         for Chunk { peer, part, index, .. } in with_data() {
-            let into = Place::Cell { peer: *peer, direction: Direction::Send, chunk: *index, len: part.len };
-            self.rounds.operations.push(Operation::Copy { from: Place::Tensor(*part), into });
+            let into = CopyEnd::Cell { peer: *peer, direction: Direction::Send, chunk: *index, len: part.len };
+            self.rounds.operations.push(StreamOperation::Copy { from: CopyEnd::Tensor(*part), into });
         }
         for chunk in chunks {
             self.word(RingWord::Publish { to: chunk.peer, number: chunk.number });
@@ -379,8 +379,8 @@ impl Lowering {
             self.word(RingWord::Await { from: chunk.peer, number: chunk.number });
         }
         for Chunk { peer, part, index, .. } in with_data() {
-            let from = Place::Cell { peer: *peer, direction: Direction::Receive, chunk: *index, len: part.len };
-            self.rounds.operations.push(Operation::Copy { from, into: Place::Tensor(*part) });
+            let from = CopyEnd::Cell { peer: *peer, direction: Direction::Receive, chunk: *index, len: part.len };
+            self.rounds.operations.push(StreamOperation::Copy { from, into: CopyEnd::Tensor(*part) });
         }
         for chunk in with_data() {
             self.word(RingWord::Release { from: chunk.peer, chunk: chunk.index });
@@ -388,6 +388,6 @@ impl Lowering {
     }
 
     fn word(&mut self, word: RingWord) {
-        self.rounds.operations.push(Operation::Word(word));
+        self.rounds.operations.push(StreamOperation::Word(word));
     }
 }

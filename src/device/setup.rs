@@ -230,25 +230,25 @@ pub(crate) trait Presence {
 
 /// What did not work on a rank, for the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Failure {
+pub(crate) struct SetupFailure {
     pub(crate) what: String,
     pub(crate) cause: String,
 }
 
-impl Failure {
+impl SetupFailure {
     /// What did not work, and why.
-    pub(crate) fn new(what: impl Display, cause: impl Display) -> Failure {
-        Failure { what: what.to_string(), cause: cause.to_string() }
+    pub(crate) fn new(what: impl Display, cause: impl Display) -> SetupFailure {
+        SetupFailure { what: what.to_string(), cause: cause.to_string() }
     }
 
     /// What this rank tells instead of what the others expect, when it does not go on.
     pub(crate) fn told(self) -> Vec<u8> {
-        serde_json::to_vec(&Err::<(), Failure>(self)).expect("plain data")
+        serde_json::to_vec(&Err::<(), SetupFailure>(self)).expect("plain data")
     }
 }
 
-pub(crate) fn failed<E: Display>(what: impl Display) -> impl FnOnce(E) -> Failure {
-    move |cause| Failure { what: what.to_string(), cause: cause.to_string() }
+pub(crate) fn failed<E: Display>(what: impl Display) -> impl FnOnce(E) -> SetupFailure {
+    move |cause| SetupFailure { what: what.to_string(), cause: cause.to_string() }
 }
 
 /// Tells the others what this rank has, or what failed on it. What all have, or the first failure, the same on every rank.
@@ -256,13 +256,13 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     comm: &str,
     names: &[Rank],
     all_gather: &mut AllGather<'_>,
-    own: Result<T, Failure>,
+    own: Result<T, SetupFailure>,
 ) -> Result<Vec<T>, Error> {
     let told = all_gather(serde_json::to_vec(&own).expect("plain data"))?;
     let parsed = told.iter().zip(names).map(|(bytes, rank)| {
-        let said: Result<T, Failure> =
+        let said: Result<T, SetupFailure> =
             serde_json::from_slice(bytes).unwrap_or_else(|error| Err(failed("what it has told")(error)));
-        said.map_err(|Failure { what, cause }| InitError::Os {
+        said.map_err(|SetupFailure { what, cause }| InitError::Os {
             comm: comm.to_owned(),
             what: format!("CUDA on rank {rank}: {what}"),
             cause,
@@ -290,7 +290,7 @@ pub(crate) fn agree<T, E: Display>(
 }
 
 /// What stays here, and what is told.
-pub(crate) fn split<A, B>(result: Result<(A, B), Failure>) -> (Option<A>, Result<B, Failure>) {
+pub(crate) fn split<A, B>(result: Result<(A, B), SetupFailure>) -> (Option<A>, Result<B, SetupFailure>) {
     match result {
         Ok((kept, told)) => (Some(kept), Ok(told)),
         Err(failure) => (None, Err(failure)),
@@ -298,7 +298,7 @@ pub(crate) fn split<A, B>(result: Result<(A, B), Failure>) -> (Option<A>, Result
 }
 
 /// What this rank runs on. It makes no context.
-fn probe(wanted: &Wanted<'_>) -> Result<Member, Failure> {
+fn probe(wanted: &Wanted<'_>) -> Result<Member, SetupFailure> {
     let probe = || -> Result<Member, CudaError> {
         let driver = driver_version()?;
         let device = Device::new(wanted.device)?;
@@ -356,7 +356,11 @@ struct Mapped {
 }
 
 impl Own {
-    fn make(wanted: &Wanted<'_>, decision: &Decision, neighbours: Neighbours<'_>) -> Result<(Own, Offer), Failure> {
+    fn make(
+        wanted: &Wanted<'_>,
+        decision: &Decision,
+        neighbours: Neighbours<'_>,
+    ) -> Result<(Own, Offer), SetupFailure> {
         let &Wanted { device, .. } = wanted;
         let Neighbours { seat: me, names, has_others } = neighbours;
         let ranks = names.len();
@@ -368,7 +372,7 @@ impl Own {
                 StagingKind::Device => Staging::new(&context, me, ranks, half).map_err(HostMemoryError::from),
                 StagingKind::Host => Staging::pinned(&context, me, ranks, half),
             };
-            let made = made.map_err(|error| Failure {
+            let made = made.map_err(|error| SetupFailure {
                 what: format!("staging memory of {} bytes for its device {device}", 2 * half),
                 cause: format!("{error}; with less in the setting `device_staging_bytes` it needs less"),
             })?;
@@ -394,7 +398,7 @@ impl Own {
         offers: &[&Offer],
         neighbours: Neighbours<'_>,
         are_there: &dyn Fn() -> bool,
-    ) -> Result<Mapped, Failure> {
+    ) -> Result<Mapped, SetupFailure> {
         let Own { context, words, staging, network, post } = self;
         let (mut staging, own_fds): (Vec<Staging>, Vec<OwnedFd>) = staging.into_iter().unzip();
         // Staging memory first.

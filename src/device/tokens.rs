@@ -15,7 +15,7 @@
 //! for what others do in it, and for the ends of those before it: so if all ranks take the operations in one order, and each of
 //! them ends when all have come to it, all do.
 
-use crate::device::counters::{Access, Word};
+use crate::device::counters::{Word, WordAccess};
 use crate::device::lower::Program;
 use crate::device::rounds::{Direction, Rounds};
 use crate::types::Rank;
@@ -36,9 +36,9 @@ pub struct Tokens {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// To a head or tail.
-    Count(Access),
+    Count(WordAccess),
     /// To a token, which belongs to the sender and the receiver of this [`Word::Tail`].
-    Token(Access),
+    Token(WordAccess),
 }
 
 impl Tokens {
@@ -80,14 +80,14 @@ impl Tokens {
 
     /// What comes first: waits for tokens.
     pub fn waits(&self) -> impl Iterator<Item = Step> + '_ {
-        self.awaited().map(|peer| Step::Token(Access::Wait(self.outward(peer), 1)))
+        self.awaited().map(|peer| Step::Token(WordAccess::Wait(self.outward(peer), 1)))
     }
 
     /// What follows: takes those of the ranks to which something goes, and lets their tails begin at zero.
     pub fn takes(&self) -> impl Iterator<Item = Step> + '_ {
         ranks(&self.sends).flat_map(|peer| {
             let tail = self.outward(peer);
-            [Step::Token(Access::Write(tail, 0)), Step::Count(Access::Write(tail, 0))]
+            [Step::Token(WordAccess::Write(tail, 0)), Step::Count(WordAccess::Write(tail, 0))]
         })
     }
 
@@ -97,7 +97,7 @@ impl Tokens {
         ranks(&self.receives).flat_map(|peer| {
             let head = Word::Head { sender: peer, receiver: self.me };
             let token = Word::Tail { sender: peer, receiver: self.me };
-            [Step::Count(Access::Write(head, 0)), Step::Token(Access::Write(token, 1))]
+            [Step::Count(WordAccess::Write(head, 0)), Step::Token(WordAccess::Write(token, 1))]
         })
     }
 

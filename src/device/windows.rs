@@ -53,7 +53,7 @@ pub(crate) enum Access {
 }
 
 /// An access as it is submitted. Its range has been checked.
-pub(crate) struct Request<'a> {
+pub(crate) struct AccessRequest<'a> {
     pub(crate) window: WindowId,
     pub(crate) peer: Rank,
     pub(crate) access: Access,
@@ -65,7 +65,7 @@ pub(crate) struct Request<'a> {
     pub(crate) call: String,
 }
 
-impl Request<'_> {
+impl AccessRequest<'_> {
     /// Whether it comes in the order of the calls to its peer, whatever the streams, as what is done to one rank's memory and told
     /// of it does.
     fn is_chained(&self) -> bool {
@@ -228,7 +228,7 @@ impl Windows {
     ///
     /// # Errors
     /// Nothing has been put there after a usage error. After others nothing of the communicator succeeds on the device.
-    pub(crate) fn submit(&self, request: &Request<'_>, begin: impl FnOnce(u64) -> Entry) -> Result<Work, Error> {
+    pub(crate) fn submit(&self, request: &AccessRequest<'_>, begin: impl FnOnce(u64) -> Entry) -> Result<Work, Error> {
         let mut state = lock(&self.state);
         let Some(state) = state.as_mut() else { return Err(self.closed(&request.call)) };
         if let Some(error) = self.accesses.halt() {
@@ -290,7 +290,7 @@ impl Windows {
     }
 
     /// What an access becomes.
-    fn plan(&self, state: &mut State, request: &Request<'_>, number: u64) -> Plan {
+    fn plan(&self, state: &mut State, request: &AccessRequest<'_>, number: u64) -> Plan {
         let (seat, lane) = (self.seat, self.lane);
         let before = Step::Write(self.layout.started(seat, lane, number), number);
         let done = Step::Write(self.layout.done(seat, lane, number), number);
@@ -322,7 +322,7 @@ impl Windows {
         state: &mut State,
         current: &Current<'_>,
         stream: &Stream,
-        request: &Request<'_>,
+        request: &AccessRequest<'_>,
         plan: &Plan,
     ) -> Result<(), CudaError> {
         let (id, is_chained) = (stream.id(current)?, request.is_chained());
@@ -353,7 +353,7 @@ impl Windows {
         current: &Current<'_>,
         stream: &Stream,
         capture: u64,
-        request: &Request<'_>,
+        request: &AccessRequest<'_>,
     ) -> Result<(), CudaError> {
         // What is made for a capture must not spoil it.
         let _relaxed = Relaxed::enter()?;
@@ -405,7 +405,7 @@ impl Windows {
         error
     }
 
-    fn not_in_graphs(&self, request: &Request<'_>) -> Error {
+    fn not_in_graphs(&self, request: &AccessRequest<'_>) -> Error {
         UsageError {
             operation: request.call.clone(),
             argument: "peer",
@@ -456,11 +456,11 @@ impl State {
         &self,
         current: &Current<'_>,
         stream: &Stream,
-        request: &Request<'_>,
+        request: &AccessRequest<'_>,
         before: &[Step],
         after: &[Step],
     ) -> Result<(), CudaError> {
-        let Request { peer, access, buffers, .. } = *request;
+        let AccessRequest { peer, access, buffers, .. } = *request;
         self.take_steps(current, stream, before)?;
         let own: SmallVec<[DeviceBytes<'_>; 8]> = buffers.iter().filter_map(Buffer::device_bytes).collect();
         let len: usize = own.iter().map(|bytes| bytes.len()).sum();

@@ -26,14 +26,14 @@ pub(crate) enum OpId {
     /// The piece of this number of those from there.
     PieceReceived { peer: Rank, number: u64 },
     /// What goes to or comes from a rank of another host, of accesses to windows of devices.
-    Access { peer: Rank, way: Way, number: u64 },
+    Access { peer: Rank, transfer: AccessTransfer, number: u64 },
     /// The protocol itself.
     Protocol,
 }
 
-/// Which way it goes, and whether it is what accesses a window or what that has asked for.
+/// A message of an access: an item asks for something or brings it, an answer brings what was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum AccessTransfer {
     ItemSent,
     ItemReceived,
     AnswerSent,

@@ -20,14 +20,14 @@ pub(crate) struct Route {
 /// How each rank is reached, the preferred way first; asked when this rank first talks to it.
 pub(crate) type FindRoutes = Box<dyn Fn(Rank) -> Vec<Route> + Send>;
 
-/// The way to a peer, and how far this rank has come on it. The default leads nowhere.
+/// Opens the stream to one peer, by one of several routes. The default has none.
 #[derive(Debug, Default)]
-pub(crate) struct Way {
-    /// Those that have not turned out to lead nowhere, the preferred ones first.
+pub(crate) struct Connector {
+    /// Those by which it may still be reached, the preferred ones first.
     routes: VecDeque<Route>,
-    /// Why others did.
+    /// Why it was not reached by the others.
     failures: Vec<String>,
-    /// One of them has, which has not been logged.
+    /// Another route has been taken than the first, which has not been logged.
     has_turned: bool,
     obstacle: Option<Obstacle>,
     /// When nobody took the stream for the first time.
@@ -45,13 +45,13 @@ struct Obstacle {
     pause: Duration,
 }
 
-impl Way {
+impl Connector {
     /// By the first of these routes that leads there.
-    pub(crate) fn new(routes: impl IntoIterator<Item = Route>) -> Way {
-        Way { routes: routes.into_iter().collect(), ..Way::default() }
+    pub(crate) fn new(routes: impl IntoIterator<Item = Route>) -> Connector {
+        Connector { routes: routes.into_iter().collect(), ..Connector::default() }
     }
 
-    /// Opens a stream by one of `transports`. None: not now; again when it [is due](Way::due).
+    /// Opens a stream by one of `transports`. None: not now; again when it [is due](Connector::due).
     pub(crate) fn open(
         &mut self,
         peer: Rank,
@@ -160,13 +160,16 @@ mod tests {
 
     #[test]
     fn a_peer_that_takes_no_stream_is_given_up_after_a_while() {
-        let mut way = Way::new([Route { transport: 0, address: vec![] }]);
+        let mut connector = Connector::new([Route { transport: 0, address: vec![] }]);
         let (begin, refused) = (Instant::now(), || LinkDown::refused("nobody is there"));
-        assert_eq!(way.ended(refused(), begin), Ok(()));
-        assert!(way.due() > Some(begin) && !way.is_short());
-        assert_eq!(way.ended(refused(), begin + REFUSED_TIMEOUT / 2), Ok(()));
-        assert_eq!(way.ended(refused(), begin + REFUSED_TIMEOUT).expect_err("it is over").cause, "nobody is there");
-        let down = way.ended(LinkDown::new("it broke"), begin).expect_err("at once");
+        assert_eq!(connector.ended(refused(), begin), Ok(()));
+        assert!(connector.due() > Some(begin) && !connector.is_short());
+        assert_eq!(connector.ended(refused(), begin + REFUSED_TIMEOUT / 2), Ok(()));
+        assert_eq!(
+            connector.ended(refused(), begin + REFUSED_TIMEOUT).expect_err("it is over").cause,
+            "nobody is there"
+        );
+        let down = connector.ended(LinkDown::new("it broke"), begin).expect_err("at once");
         assert_eq!(down.cause, "it broke");
     }
 }

@@ -19,7 +19,7 @@ use crate::device::rounds::CELLS;
 use crate::device::routes::{Item, UNDER_WAY};
 use crate::device::signals::SLOTS;
 use crate::engine::body::Body;
-use crate::engine::completion::{Completion, OpId, Way};
+use crate::engine::completion::{AccessTransfer, Completion, OpId};
 use crate::engine::context::{OpContext, next_look};
 use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace};
@@ -181,19 +181,19 @@ impl DeviceAccesses {
     }
 
     /// Something between this rank and another has left or come.
-    pub(crate) fn done(&mut self, peer: Rank, way: Way, number: u64) {
+    pub(crate) fn done(&mut self, peer: Rank, transfer: AccessTransfer, number: u64) {
         if let (Some(port), Some(pair)) = (&self.port, self.pairs.get_mut(&peer)) {
-            match way {
-                Way::ItemSent => {
+            match transfer {
+                AccessTransfer::ItemSent => {
                     pair.sent.end(number);
                     pair.count_done(port, peer);
                 }
-                Way::ItemReceived => pair.come.end(number),
-                Way::AnswerSent => {
+                AccessTransfer::ItemReceived => pair.come.end(number),
+                AccessTransfer::AnswerSent => {
                     pair.answered.end(number);
                     pair.forget_answers();
                 }
-                Way::AnswerReceived => pair.answer_is_there(port, peer, number),
+                AccessTransfer::AnswerReceived => pair.answer_is_there(port, peer, number),
             }
             self.moved = Some(Instant::now());
         }
@@ -354,7 +354,7 @@ impl Pair {
             Item::Signal { .. } => Region::default(),
         };
         let header = Wire::Item(slot, item).header(number, region.len());
-        if send(ctx, peer, header, region, Way::ItemSent, number) {
+        if send(ctx, peer, header, region, AccessTransfer::ItemSent, number) {
             self.sent.end(number);
             self.count_done(port, peer);
         }
@@ -380,7 +380,12 @@ impl Pair {
             return None;
         }
         self.coming = number;
-        Some(store(Region::inbound(&self.memory.gets, *cell).part(0, *bytes), from, Way::AnswerReceived, number))
+        Some(store(
+            Region::inbound(&self.memory.gets, *cell).part(0, *bytes),
+            from,
+            AccessTransfer::AnswerReceived,
+            number,
+        ))
     }
 
     /// Tells the stream of a piece that it waits for.
@@ -417,7 +422,7 @@ impl Pair {
             Item::Get { .. } | Item::Signal { .. } => Region::default(),
         };
         self.come.push((slot, item));
-        Some(store(region, from, Way::ItemReceived, number))
+        Some(store(region, from, AccessTransfer::ItemReceived, number))
     }
 
     /// Hands over what is there, in its order. True: there was something.
@@ -455,7 +460,7 @@ impl Pair {
                 let number = self.answered.next();
                 self.answered.push(());
                 let region = Region::outbound(&self.memory.gets, cell).part(0, bytes);
-                if send(ctx, peer, Wire::Answer.header(number, bytes), region, Way::AnswerSent, number) {
+                if send(ctx, peer, Wire::Answer.header(number, bytes), region, AccessTransfer::AnswerSent, number) {
                     self.answered.end(number);
                     self.forget_answers();
                 }
@@ -480,15 +485,15 @@ impl Pair {
         if std::mem::replace(&mut self.is_over, true) {
             return;
         }
-        let mut cancel = |way, first, until| {
+        let mut cancel = |transfer, first, until| {
             for number in first..until {
-                ctx.cancel(OpId::Access { peer, way, number }, |_, _| ());
+                ctx.cancel(OpId::Access { peer, transfer, number }, |_, _| ());
             }
         };
-        cancel(Way::ItemSent, self.sent.first, self.begun + 1);
-        cancel(Way::ItemReceived, self.come.first, self.come.next());
-        cancel(Way::AnswerSent, self.answered.first, self.answered.next());
-        cancel(Way::AnswerReceived, self.asked.first, self.coming + 1);
+        cancel(AccessTransfer::ItemSent, self.sent.first, self.begun + 1);
+        cancel(AccessTransfer::ItemReceived, self.come.first, self.come.next());
+        cancel(AccessTransfer::AnswerSent, self.answered.first, self.answered.next());
+        cancel(AccessTransfer::AnswerReceived, self.asked.first, self.coming + 1);
         self.sent.things.clear();
         self.come.things.clear();
         self.landing.clear();
@@ -496,14 +501,21 @@ impl Pair {
 }
 
 /// Sends something. True: it has left.
-fn send(ctx: &mut OpContext, peer: Rank, header: Header, region: Region, way: Way, number: u64) -> bool {
-    let completion = Completion { op: OpId::Access { peer, way, number }, step: 0 };
+fn send(
+    ctx: &mut OpContext,
+    peer: Rank,
+    header: Header,
+    region: Region,
+    transfer: AccessTransfer,
+    number: u64,
+) -> bool {
+    let completion = Completion { op: OpId::Access { peer, transfer, number }, step: 0 };
     let eager = ctx.rndv.is_eager(&mut ctx.endpoints, peer, region.len(), false);
     ctx.rndv.send_message(&mut ctx.endpoints, peer, header, Body::of(region), completion, eager)
 }
 
-fn store(region: Region, peer: Rank, way: Way, number: u64) -> RecvBuffer {
-    let completion = Completion { op: OpId::Access { peer, way, number }, step: 0 };
+fn store(region: Region, peer: Rank, transfer: AccessTransfer, number: u64) -> RecvBuffer {
+    let completion = Completion { op: OpId::Access { peer, transfer, number }, step: 0 };
     RecvBuffer { region, action: RecvAction::Store, completion, received: 0 }
 }
 

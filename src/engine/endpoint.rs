@@ -279,7 +279,7 @@ impl Endpoints {
     /// Puts the connection to `peer` on the agenda as long as there is something to be done about it, or takes it off.
     fn settle(&mut self, peer: Rank) {
         let is_unsettled = self.peers.get(peer).is_some_and(|peer| {
-            let is_opened = peer.way.due().is_some() || peer.outbox.is_opening();
+            let is_opened = peer.connector.due().is_some() || peer.outbox.is_opening();
             peer.lost.is_none() && (peer.ending.is_some() || is_opened)
         });
         if !is_unsettled {
@@ -323,7 +323,7 @@ impl Endpoints {
         if entry.ending.is_some() || entry.lost.is_some() {
             return;
         }
-        match entry.way.open(peer, &mut self.transports, Instant::now()) {
+        match entry.connector.open(peer, &mut self.transports, Instant::now()) {
             Ok(Some(send_stream)) => {
                 entry.outbox.open(send_stream);
                 if let Some(cpu) = self.cpu {
@@ -352,7 +352,7 @@ impl Endpoints {
             for (from, recv_stream) in transport.accept() {
                 let peer = self.peers.meet(from);
                 if !peer.outbox.is_open() {
-                    peer.way.follow(number);
+                    peer.connector.follow(number);
                 }
                 if peer.inbox.is_none() && peer.lost.is_none() {
                     peer.inbox = Some(Box::new(Inbox::new(recv_stream)));
@@ -380,7 +380,7 @@ impl Endpoints {
         self.tended = if is_due { Some(now) } else { self.tended };
         let mut gone = Vec::new();
         for rank in self.agenda.ranks(List::Unsettled).to_vec() {
-            let is_opening = |peer: &Peer| peer.ending.is_none() && peer.way.due().is_none();
+            let is_opening = |peer: &Peer| peer.ending.is_none() && peer.connector.due().is_none();
             if is_due || !self.peers.get(rank).is_some_and(is_opening) {
                 gone.extend(self.tend(rank).map(|down| (rank, down)));
             }
@@ -397,14 +397,14 @@ impl Endpoints {
                 self.accept();
                 return (!self.may_bring_more(rank) || since.elapsed() >= DRAIN_TIMEOUT).then_some(down);
             }
-            None if peer.way.due().is_some() => self.connect(rank),
+            None if peer.connector.due().is_some() => self.connect(rank),
             None => {
                 if let Err(down) = peer.outbox.check_connection() {
                     self.send_stream_closed(rank, down);
                 } else if !peer.outbox.is_opening()
-                    && let Some(cause) = peer.way.take_turn()
+                    && let Some(cause) = peer.connector.take_turn()
                 {
-                    let (name, me, by) = (&self.name, self.me, peer.way.transport(&self.transports));
+                    let (name, me, by) = (&self.name, self.me, peer.connector.transport(&self.transports));
                     log::warn!("communicator `{name}` rank {me}: rank {rank} is reached by {by}, since {cause}");
                 }
                 self.settle(rank);
@@ -626,7 +626,7 @@ impl Endpoints {
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let ending = self.unsettled().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
         let accepting = self.transports.iter().filter_map(|transport| transport.accepting_until());
-        let opening = self.unsettled().filter_map(|peer| peer.way.due());
+        let opening = self.unsettled().filter_map(|peer| peer.connector.due());
         let opened = self.unsettled().any(|peer| peer.outbox.is_opening()).then(|| Instant::now() + OPENING_CHECK);
         ending.chain(accepting).chain(opening).chain(opened).min()
     }
@@ -640,9 +640,9 @@ impl Endpoints {
     ) -> impl FnOnce(String) -> Error + use<> {
         let mut is_short = false;
         for rank in ranks {
-            let Some(Peer { way, .. }) = self.peers.get(Rank::from(rank)) else { continue };
-            is_short |= way.is_short();
-            if let Some(cause) = way.obstacle() {
+            let Some(Peer { connector, .. }) = self.peers.get(Rank::from(rank)) else { continue };
+            is_short |= connector.is_short();
+            if let Some(cause) = connector.obstacle() {
                 detail += &format!("; there is no connection to rank {rank} yet: {cause}");
             }
         }
@@ -663,7 +663,7 @@ impl Endpoints {
     fn send_stream_closed(&mut self, peer: Rank, down: LinkDown) {
         let (entry, now) = (self.peers.meet(peer), Instant::now());
         if entry.lost.is_none() && entry.ending.is_none() {
-            match entry.way.ended(down, now) {
+            match entry.connector.ended(down, now) {
                 Ok(()) => entry.outbox.close(),
                 Err(down) => entry.ending = Some((down, now)),
             }
@@ -709,7 +709,7 @@ impl Endpoints {
     pub(crate) fn drop_streams(&mut self, peer: Rank) {
         let entry = self.peers.meet(peer);
         entry.outbox = Outbox::default();
-        entry.way.give_up();
+        entry.connector.give_up();
         entry.inbox = None;
         entry.ending = None;
         self.agenda.forget(peer);

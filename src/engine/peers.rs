@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use crate::engine::connector::{FindRoutes, Way};
+use crate::engine::connector::{Connector, FindRoutes};
 use crate::engine::inbox::Inbox;
 use crate::engine::outbox::Outbox;
 use crate::error::LinkDown;
@@ -15,7 +15,7 @@ use crate::types::Rank;
 /// The connection to one other rank.
 #[derive(Default)]
 pub(crate) struct Peer {
-    pub(crate) way: Way,
+    pub(crate) connector: Connector,
     pub(crate) outbox: Outbox,
     pub(crate) inbox: Option<Box<Inbox>>,
     /// The engine has the inbox, to empty it.
@@ -135,7 +135,7 @@ impl Peers {
 #[cold]
 fn first_met(rank: Rank, find_routes: &FindRoutes, known: &mut Vec<Rank>, closed: Option<&str>) -> Box<Peer> {
     known.push(rank);
-    Box::new(Peer { way: Way::new(find_routes(rank)), lost: closed.map(str::to_owned), ..Peer::default() })
+    Box::new(Peer { connector: Connector::new(find_routes(rank)), lost: closed.map(str::to_owned), ..Peer::default() })
 }
 
 #[cfg(test)]
@@ -179,7 +179,7 @@ mod tests {
         for rank in [Rank(1), Rank(2)] {
             assert_eq!(peers.lost(rank), Some("aborted"));
             assert_eq!(peers.meet(rank).lost.as_deref(), Some("aborted"));
-            assert!(peers.meet(rank).way.open(rank, &mut [], Instant::now()).is_err(), "no way leads there");
+            assert!(peers.meet(rank).connector.open(rank, &mut [], Instant::now()).is_err(), "no way leads there");
         }
     }
 }

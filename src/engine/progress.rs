@@ -532,7 +532,7 @@ impl Engine {
             OpId::Inbound(number) => self.relay.received(number),
             OpId::PieceSent { peer, number } => self.device_messages.sent(peer, number),
             OpId::PieceReceived { peer, number } => self.device_messages.received(peer, number),
-            OpId::Access { peer, way, number } => self.device_accesses.done(peer, way, number),
+            OpId::Access { peer, transfer, number } => self.device_accesses.done(peer, transfer, number),
             OpId::Window(_) | OpId::Protocol => {}
         }
     }

@@ -5,7 +5,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
 use crate::fuzz_input::Input;
-use crate::rdma::memory::{Key, Memory};
+use crate::rdma::memory::{Key, MemoryRegion};
 use crate::rdma::protocol::{ANSWER_BYTES, Answer, PIECE_BYTES, REQUEST_BYTES};
 use crate::rdma::server;
 use crate::rdma::ucx::Introduction;
@@ -52,7 +52,7 @@ fn answer(head: &[u8; ANSWER_BYTES]) {
 
 /// Requests of a peer that has the key to a part of some memory. It changes what the key opens and nothing else.
 fn requests(input: &mut Input<'_>) {
-    let memory = Memory::new(Arc::new(LentBytes::owned(vec![UNTOUCHED; BEFORE + GRANTED + AFTER])));
+    let memory = MemoryRegion::new(Arc::new(LentBytes::owned(vec![UNTOUCHED; BEFORE + GRANTED + AFTER])));
     let granted = memory.remote_buffer(BEFORE, GRANTED).expect("inside");
     let mut sent = Vec::new();
     while !input.is_empty() {

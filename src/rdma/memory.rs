@@ -96,7 +96,7 @@ impl Uses {
     }
 }
 
-/// Bytes that a library writes for a peer. Until it is dropped, [`Memory::deregister`] waits.
+/// Bytes that a library writes for a peer. Until it is dropped, [`MemoryRegion::deregister`] waits.
 pub(super) struct Lease {
     pub(super) bytes: Arc<LentBytes>,
     /// Where they begin there.
@@ -130,7 +130,7 @@ fn grants() -> RwLockWriteGuard<'static, Grants> {
 
 /// Memory that other processes may be given access to, until it is dropped or deregistered.
 #[derive(Debug)]
-pub struct Memory {
+pub struct MemoryRegion {
     bytes: Arc<LentBytes>,
     keys: Mutex<Keys>,
 }
@@ -141,10 +141,10 @@ struct Keys {
     deregistered: bool,
 }
 
-impl Memory {
-    /// Registers the bytes. Nobody can access them before [`Memory::remote_buffer`].
-    pub fn new(bytes: Arc<LentBytes>) -> Memory {
-        Memory { bytes, keys: Mutex::default() }
+impl MemoryRegion {
+    /// Registers the bytes. Nobody can access them before [`MemoryRegion::remote_buffer`].
+    pub fn new(bytes: Arc<LentBytes>) -> MemoryRegion {
+        MemoryRegion { bytes, keys: Mutex::default() }
     }
 
     /// The bytes.
@@ -200,7 +200,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for MemoryRegion {
     fn drop(&mut self) {
         self.deregister();
     }
@@ -263,8 +263,8 @@ pub(super) fn check_range(operation: &str, offset: usize, len: usize, size: usiz
 mod tests {
     use super::*;
 
-    fn memory(len: usize) -> Memory {
-        Memory::new(Arc::new(LentBytes::owned(vec![0; len])))
+    fn memory(len: usize) -> MemoryRegion {
+        MemoryRegion::new(Arc::new(LentBytes::owned(vec![0; len])))
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! One-sided reads and writes of registered memory between two processes that need not share a communicator.
 //!
-//! A process registers [`Memory`] and hands a [`RemoteBuffer`] out: an address, a length and a key. A process that has both the
+//! A process registers [`MemoryRegion`] and hands a [`RemoteBuffer`] out: an address, a length and a key. A process that has both the
 //! buffer and a connected [`Transport`] reads and writes the memory; its owner does nothing. The names are those of torchcomms'
 //! transport, which is RDMA. Here the wires are the memory of processes of one host, TCP, and UCX, which knows RDMA devices.
 //!
@@ -15,21 +15,21 @@
 //! # Who may do what
 //! [`Transport::bind`] returns a secret. Both sides of a connection prove that they know the target's
 //! ([`auth`](crate::transport::auth)); who cannot is refused and logged. A key is 128 random bits, and stands for a range of one
-//! memory. The owner looks it up for every piece that is copied, under a lock that [`Memory::deregister`] takes too. So once that
+//! memory. The owner looks it up for every piece that is copied, under a lock that [`MemoryRegion::deregister`] takes too. So once that
 //! returns, nothing is read or written any more.
 //!
 //! ```
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!
-//! use ncclx_rs::rdma::{Kind, Memory, Span, Transport};
+//! use ncclx_rs::rdma::{Kind, MemoryRegion, Span, Transport};
 //! use ncclx_rs::sys::lent_bytes::LentBytes;
 //!
 //! let (one, other) = (Transport::new(&[])?, Transport::new(&[])?);
 //! let (mine, theirs) = (one.bind()?, other.bind()?);
 //! one.connect(&theirs, Duration::from_secs(60))?;
 //! other.connect(&mine, Duration::from_secs(60))?;
-//! let memory = Memory::new(Arc::new(LentBytes::owned(vec![0; 100])));
+//! let memory = MemoryRegion::new(Arc::new(LentBytes::owned(vec![0; 100])));
 //! let source = Arc::new(LentBytes::owned(vec![7; 10]));
 //! let span = Span { local: source, offset: 0, len: 10, remote: memory.remote_buffer(0, 100)? };
 //! one.post(Kind::Write, vec![span], Duration::from_secs(60))?.wait(None)?;
@@ -53,6 +53,6 @@ mod wire;
 
 pub use client::{Kind, Span};
 pub use error::RdmaError;
-pub use memory::{Key, Memory, RemoteBuffer};
+pub use memory::{Key, MemoryRegion, RemoteBuffer};
 pub use pending::Pending;
 pub use transport::Transport;

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 
 use ncclx_rs::device::lane::Edges;
 use ncclx_rs::device::ring_lane::RingLane;
-use ncclx_rs::device::rounds::{Direction, Message, Part, all_to_all};
+use ncclx_rs::device::rounds::{Direction, Message, TensorPart, all_to_all};
 use ncclx_rs::device::staging::Staging;
 use ncclx_rs::device::words::WordLayout;
 use ncclx_rs::sync::Arc;
@@ -38,7 +38,7 @@ fn byte(sender: usize, receiver: usize, index: usize) -> u8 {
 /// Sends and receives, each with a tensor of its own.
 fn call(stream: usize, messages: &[(Direction, usize, usize)]) -> Call {
     let message = |(tensor, (direction, peer, len)): (usize, &(Direction, usize, usize))| {
-        let part = Part { tensor, offset: 0, len: *len };
+        let part = TensorPart { tensor, offset: 0, len: *len };
         Message { peer: Rank::from(*peer), direction: *direction, part }
     };
     let tensors = messages.iter().map(|(_, _, len)| *len).collect();
@@ -110,7 +110,7 @@ fn tensors(context: &Arc<Context>, me: usize, call: &Call) -> Result<Vec<DeviceM
     let fill = |(tensor, len): (usize, &usize)| {
         let (memory, mut bytes) = (DeviceMemory::new(context, *len)?, vec![0xee; *len]);
         for message in call.messages.iter().filter(|message| message.part.tensor == tensor) {
-            let Part { offset, len, .. } = message.part;
+            let TensorPart { offset, len, .. } = message.part;
             let value = |index| byte(me, message.peer.index(), index);
             if message.direction == SEND {
                 bytes[offset..offset + len].iter_mut().enumerate().for_each(|(index, byte)| *byte = value(index));

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use ncclx_rs::config::NcclFields;
 use ncclx_rs::sync::Arc;
 use ncclx_rs::sys::cuda::Stream;
-use ncclx_rs::sys::nccl::{Call, NcclComm, Progress, UniqueId, Vendor};
+use ncclx_rs::sys::nccl::{NcclCall, NcclComm, Progress, UniqueId, Vendor};
 use ncclx_rs::{Error, Op, Work};
 
 use crate::harness::{Software, alone, calls_of_nccl, context, is_alone};
@@ -512,8 +512,8 @@ fn the_fake_library_refuses_a_receive_of_another_length() {
                     let stream = Stream::new(&context, 0).expect("a stream");
                     let memory = ncclx_rs::sys::cuda::DeviceMemory::new(&context, 8).expect("memory");
                     let call = match rank {
-                        0 => Call::Send { from: memory.bytes(), peer: 1 },
-                        _ => Call::Receive { into: memory.bytes().part(0, 4), peer: 0 },
+                        0 => NcclCall::Send { from: memory.bytes(), peer: 1 },
+                        _ => NcclCall::Receive { into: memory.bytes().part(0, 4), peer: 0 },
                     };
                     NcclComm::submit_together(&current, &[(&comm, &stream, &[call])]).expect("they are put there");
                     if rank == 0 {

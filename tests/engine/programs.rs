@@ -7,8 +7,8 @@
 use std::collections::HashMap;
 
 use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
-use ncclx_rs::device::counters::{Access, Counters, Numbering, Word};
-use ncclx_rs::device::lower::{InPlace, Kernel, Memory, Operation, Program, Staged, WordOperation};
+use ncclx_rs::device::counters::{Counters, Numbering, Word, WordAccess};
+use ncclx_rs::device::lower::{DriverCall, InPlace, Kernel, Location, Program, Staged, WordOperation};
 use ncclx_rs::device::network::{Ledger, Traffic, Turn};
 use ncclx_rs::device::segment::{Cut, Segment};
 use ncclx_rs::device::tokens::{Step, Tokens};
@@ -188,15 +188,17 @@ impl Shared {
     /// Whether the step can be made; makes it.
     fn step(&mut self, host: usize, step: Step) -> bool {
         match step {
-            Step::Count(Access::Wait(word, value)) => self.words.get(&(host, word)).is_some_and(|now| *now >= value),
-            Step::Count(Access::Write(word, value)) => {
+            Step::Count(WordAccess::Wait(word, value)) => {
+                self.words.get(&(host, word)).is_some_and(|now| *now >= value)
+            }
+            Step::Count(WordAccess::Write(word, value)) => {
                 let before = self.words.insert((host, word), value).unwrap_or(0);
                 let is_zeroed = self.telling != Telling::Counting && value == 0;
                 assert!(before < value || is_zeroed, "{word:?} goes from {before} to {value}");
                 true
             }
-            Step::Token(Access::Wait(word, value)) => *self.tokens.entry(word).or_insert(1) >= value,
-            Step::Token(Access::Write(word, value)) => {
+            Step::Token(WordAccess::Wait(word, value)) => *self.tokens.entry(word).or_insert(1) >= value,
+            Step::Token(WordAccess::Write(word, value)) => {
                 let before = self.tokens.insert(word, value).unwrap_or(1);
                 assert_eq!(before + value, 1, "the token of {word:?} is taken or put back twice");
                 true
@@ -209,11 +211,11 @@ impl Stream<'_> {
     /// Takes one operation. Whether it could.
     fn turn(&mut self, shared: &mut Shared) -> bool {
         let Some(submitted) = self.queue.get(self.at.0) else { return false };
-        let count = |access: &Access| Step::Count(*access);
+        let count = |access: &WordAccess| Step::Count(*access);
         let steps: Vec<Step> = match self.at.1.checked_sub(1) {
             None => submitted.before.iter().copied().chain(submitted.numbering.credits().iter().map(count)).collect(),
             Some(index) => match submitted.program.operations.get(index) {
-                Some(Operation::Words(words)) => {
+                Some(DriverCall::Words(words)) => {
                     words.iter().map(|word| Step::Count(submitted.numbering.access(*word))).collect()
                 }
                 Some(_) => vec![],
@@ -239,21 +241,21 @@ impl Stream<'_> {
         true
     }
 
-    fn run(&mut self, operation: &Operation, shared: &mut Shared) {
+    fn run(&mut self, operation: &DriverCall, shared: &mut Shared) {
         match operation {
-            Operation::Words(_) => {}
-            Operation::Copy { from, into } => {
+            DriverCall::Words(_) => {}
+            DriverCall::Copy { from, into } => {
                 let values = self.read(*from, self.type_of(*from, *into), shared);
                 self.write(*into, self.type_of(*into, *from), &values, shared);
             }
-            Operation::Kernel(kernel) => self.compute(kernel, shared),
+            DriverCall::Kernel(kernel) => self.compute(kernel, shared),
         }
     }
 
     /// The space whose elements a memory has: staging memory has those of the other end of the copy.
-    fn type_of(&self, memory: Memory, other: Memory) -> Space {
+    fn type_of(&self, memory: Location, other: Location) -> Space {
         match (memory, other) {
-            (Memory::Own(slice), _) | (_, Memory::Own(slice)) => slice.space,
+            (Location::Own(slice), _) | (_, Location::Own(slice)) => slice.space,
             _ => unreachable!("no copy goes from staging memory to staging memory"),
         }
     }
@@ -262,56 +264,56 @@ impl Stream<'_> {
         match kernel {
             Kernel::Widen { from, into } => {
                 assert!(from.space != Space::Sums && into.space == Space::Sums);
-                let values = self.read(Memory::Own(*from), from.space, shared);
-                self.write(Memory::Own(*into), into.space, &values, shared);
+                let values = self.read(Location::Own(*from), from.space, shared);
+                self.write(Location::Own(*into), into.space, &values, shared);
             }
             Kernel::Fold { into, others, .. } => {
-                let mut result = self.read(Memory::Own(*into), into.space, shared);
+                let mut result = self.read(Location::Own(*into), into.space, shared);
                 for other in others {
                     let values = self.read(*other, into.space, shared);
                     assert_eq!(values.len(), into.len);
                     result.iter_mut().zip(values).for_each(|(sum, value)| *sum = sum.wrapping_add(value));
                 }
-                self.write(Memory::Own(*into), into.space, &result, shared);
+                self.write(Location::Own(*into), into.space, &result, shared);
             }
             Kernel::Scale { slice } => {
-                let mut values = self.read(Memory::Own(*slice), slice.space, shared);
+                let mut values = self.read(Location::Own(*slice), slice.space, shared);
                 let factor = factor(self.me);
                 values.iter_mut().for_each(|value| *value = value.wrapping_mul(factor));
-                self.write(Memory::Own(*slice), slice.space, &values, shared);
+                self.write(Location::Own(*slice), slice.space, &values, shared);
             }
             Kernel::Average { into, blocks } => {
                 let division = division(shared.staging.len());
                 let mut result = vec![0u64; into.len];
                 for block in blocks {
                     let space = match block {
-                        Memory::Own(slice) => slice.space,
-                        Memory::Staging { bytes, .. } | Memory::Inbound { bytes, .. }
+                        Location::Own(slice) => slice.space,
+                        Location::Staging { bytes, .. } | Location::Inbound { bytes, .. }
                             if bytes / into.len == ELEMENT =>
                         {
                             Space::Scratch
                         }
-                        Memory::Staging { .. } | Memory::Inbound { .. } => Space::Sums,
-                        Memory::Outbound { .. } => unreachable!("what goes away is not read"),
+                        Location::Staging { .. } | Location::Inbound { .. } => Space::Sums,
+                        Location::Outbound { .. } => unreachable!("what goes away is not read"),
                     };
                     for (sum, value) in result.iter_mut().zip(self.read(*block, space, shared)) {
                         *sum = sum.wrapping_add(value.wrapping_mul(division));
                     }
                 }
-                self.write(Memory::Own(*into), into.space, &result, shared);
+                self.write(Location::Own(*into), into.space, &result, shared);
             }
         }
     }
 
     /// Elements of a space's type.
-    fn read(&mut self, memory: Memory, space: Space, shared: &Shared) -> Vec<u64> {
+    fn read(&mut self, memory: Location, space: Space, shared: &Shared) -> Vec<u64> {
         let half = self.queue[self.at.0].numbering.half();
         match memory {
-            Memory::Outbound { .. } => unreachable!("what goes away is not read"),
-            Memory::Staging { offset, bytes, .. } | Memory::Inbound { offset, bytes } => {
+            Location::Outbound { .. } => unreachable!("what goes away is not read"),
+            Location::Staging { offset, bytes, .. } | Location::Inbound { offset, bytes } => {
                 let element = shared.element(space);
                 let cells = match memory {
-                    Memory::Staging { of, .. } => &shared.staging[shared.rank(self.host, of)][half],
+                    Location::Staging { of, .. } => &shared.staging[shared.rank(self.host, of)][half],
                     _ => &shared.inbound[self.me][half],
                 };
                 let value = |at| {
@@ -322,19 +324,19 @@ impl Stream<'_> {
                 };
                 (offset..offset + bytes).step_by(element).map(value).collect()
             }
-            Memory::Own(slice) => self.places(slice).into_iter().map(|at| self.memory(slice.space)[at]).collect(),
+            Location::Own(slice) => self.places(slice).into_iter().map(|at| self.memory(slice.space)[at]).collect(),
         }
     }
 
-    fn write(&mut self, memory: Memory, space: Space, values: &[u64], shared: &mut Shared) {
+    fn write(&mut self, memory: Location, space: Space, values: &[u64], shared: &mut Shared) {
         let half = self.queue[self.at.0].numbering.half();
         match memory {
-            Memory::Inbound { .. } => unreachable!("a stream writes where messages come"),
-            Memory::Staging { offset, bytes, .. } | Memory::Outbound { offset, bytes } => {
+            Location::Inbound { .. } => unreachable!("a stream writes where messages come"),
+            Location::Staging { offset, bytes, .. } | Location::Outbound { offset, bytes } => {
                 let element = shared.element(space);
                 assert!(offset + bytes <= HALF && bytes == values.len() * element);
                 let cells = match memory {
-                    Memory::Staging { of, .. } => {
+                    Location::Staging { of, .. } => {
                         let of = shared.rank(self.host, of);
                         assert_eq!(of, self.me, "a rank writes to another one's staging memory");
                         &mut shared.staging[of][half]
@@ -347,7 +349,7 @@ impl Stream<'_> {
                     cells.insert(offset + index * element, (*value, self.at.0));
                 }
             }
-            Memory::Own(slice) => {
+            Location::Own(slice) => {
                 assert_eq!(slice.len, values.len());
                 for (at, value) in self.places(slice).into_iter().zip(values) {
                     self.memory(slice.space)[at] = *value;
@@ -581,21 +583,21 @@ fn in_a_graph_memory_is_written_when_no_rank_reads_it_any_more() {
     let token = |access| Step::Token(access);
     assert_eq!(
         steps(&sends, |tokens| tokens.waits().collect()),
-        [token(Access::Wait(tail(0, 1), 1)), token(Access::Wait(tail(0, 2), 1))]
+        [token(WordAccess::Wait(tail(0, 1), 1)), token(WordAccess::Wait(tail(0, 2), 1))]
     );
     assert_eq!(steps(&sends, |tokens| tokens.returns().collect()), []);
     assert_eq!(steps(&receives, |tokens| tokens.waits().collect()), [], "it writes nothing there");
     let head = Word::Head { sender: Rank(1), receiver: Rank(0) };
     assert_eq!(
         steps(&receives, |tokens| tokens.returns().collect()),
-        [Step::Count(Access::Write(head, 0)), token(Access::Write(tail(1, 0), 1))]
+        [Step::Count(WordAccess::Write(head, 0)), token(WordAccess::Write(tail(1, 0), 1))]
     );
     // More ranks may read than those it sends something to.
     let one = of_rank_0([&[send(1)], &[receive(0)], &[]]);
     assert_eq!(steps(&one, |tokens| tokens.waits().collect()).len(), 2);
     assert_eq!(
         steps(&one, |tokens| tokens.takes().collect()),
-        [token(Access::Write(tail(0, 1), 0)), Step::Count(Access::Write(tail(0, 1), 0))]
+        [token(WordAccess::Write(tail(0, 1), 0)), Step::Count(WordAccess::Write(tail(0, 1), 0))]
     );
 }
 
@@ -617,24 +619,24 @@ fn example(count: usize, in_place: Option<InPlace>) -> Program {
 fn an_all_reduce_takes_no_more_calls_than_it_must() {
     let program = example(1 << 20, Some(InPlace { input: 0, output: 0 }));
     let count =
-        |wanted: fn(&Operation) -> bool| program.operations.iter().filter(|operation| wanted(operation)).count();
+        |wanted: fn(&DriverCall) -> bool| program.operations.iter().filter(|operation| wanted(operation)).count();
     let words = program.operations.iter().filter_map(|operation| match operation {
-        Operation::Words(words) => Some(words),
+        DriverCall::Words(words) => Some(words),
         _ => None,
     });
     let waits = words.flatten().filter(|word| matches!(word, WordOperation::Await { .. })).count();
-    let batches = count(|operation| matches!(operation, Operation::Words(_)));
-    let copies = count(|operation| matches!(operation, Operation::Copy { .. }));
-    let kernels = count(|operation| matches!(operation, Operation::Kernel(_)));
+    let batches = count(|operation| matches!(operation, DriverCall::Words(_)));
+    let copies = count(|operation| matches!(operation, DriverCall::Copy { .. }));
+    let kernels = count(|operation| matches!(operation, DriverCall::Kernel(_)));
     // Its two stripes that lie together are one copy, and each copy of a result follows its own wait.
     assert_eq!((batches, waits, copies, kernels), (5, 6, 6, 1), "{program:#?}");
     assert!(matches!(
         &program.operations[..],
         [
-            Operation::Copy { .. },
-            Operation::Copy { .. },
-            Operation::Words(_),
-            Operation::Kernel(Kernel::Fold { position: 1, .. }),
+            DriverCall::Copy { .. },
+            DriverCall::Copy { .. },
+            DriverCall::Words(_),
+            DriverCall::Kernel(Kernel::Fold { position: 1, .. }),
             ..
         ]
     ));
@@ -644,13 +646,13 @@ fn an_all_reduce_takes_no_more_calls_than_it_must() {
 fn a_reduction_reads_blocks_where_their_senders_have_them() {
     let program = example(64, None);
     let folds = program.operations.iter().filter_map(|operation| match operation {
-        Operation::Kernel(Kernel::Fold { others, .. }) => Some(others),
+        DriverCall::Kernel(Kernel::Fold { others, .. }) => Some(others),
         _ => None,
     });
     let senders: Vec<Rank> = folds
         .flatten()
         .map(|memory| match memory {
-            Memory::Staging { of, .. } => *of,
+            Location::Staging { of, .. } => *of,
             memory => panic!("{memory:?} was copied"),
         })
         .collect();
@@ -669,7 +671,7 @@ fn what_is_used_twice_is_copied_out_of_staging_memory() {
         uses(&mut receiver);
         let staged = Staged::new(vec![send.clone(), receiver.finish()], 4, Scaling::Nothing);
         let program = staged.program(Rank(1), None);
-        program.operations.iter().filter(|operation| matches!(operation, Operation::Copy { .. })).count()
+        program.operations.iter().filter(|operation| matches!(operation, DriverCall::Copy { .. })).count()
     };
     let reduce = |builder: &mut Builder| _ = builder.push(Action::Reduce { from: here, into: there });
     assert_eq!(copies(&reduce), 0);
@@ -685,8 +687,8 @@ fn a_sender_waits_for_the_readers_of_the_segment_before_the_last() {
     let mut counters = Counters::new(4);
     let mut credits = || {
         let numbering = counters.take_up(Rank(1), &program);
-        let wait = |access: &Access| match access {
-            Access::Wait(Word::Tail { receiver, .. }, number) => (receiver.0, *number),
+        let wait = |access: &WordAccess| match access {
+            WordAccess::Wait(Word::Tail { receiver, .. }, number) => (receiver.0, *number),
             _ => panic!("{access:?} is no credit"),
         };
         (numbering.half(), numbering.credits().iter().map(wait).collect::<Vec<_>>())

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ncclx_rs::rdma::{Key, Kind, Memory, Pending, RdmaError, RemoteBuffer, Span, Transport};
+use ncclx_rs::rdma::{Key, Kind, MemoryRegion, Pending, RdmaError, RemoteBuffer, Span, Transport};
 use ncclx_rs::sys::lent_bytes::LentBytes;
 use ncclx_rs::sys::socket;
 use rand::rngs::StdRng;
@@ -92,7 +92,7 @@ fn bytes_of_any_size_arrive_where_they_should_and_nowhere_else() {
     each_wire(|one, _other| {
         for (turn, len) in [0, 1, 7, 4095, 16 * 1024, 65_537, (3 << 20) + 5].into_iter().enumerate() {
             let (before, after) = (3 + turn, 5);
-            let memory = Memory::new(lent(vec![0xee; before + len + after]));
+            let memory = MemoryRegion::new(lent(vec![0xee; before + len + after]));
             let remote = memory.remote_buffer(before, len).expect("inside");
             let sent = numbers(turn as u64, len);
             write(&one, &lent(sent.clone()), remote).expect("write");
@@ -119,7 +119,7 @@ fn many_operations_in_any_order_reach_their_places() {
         let size = |slot: usize| 1 + slot * slot * 17;
         let begin = |slot: usize| (0..slot).map(size).sum::<usize>();
         let mut model = vec![0u8; begin(SLOTS)];
-        let memory = Memory::new(lent(model.clone()));
+        let memory = MemoryRegion::new(lent(model.clone()));
         for _ in 0..20 {
             let mut slots: Vec<usize> = (0..SLOTS).collect();
             slots.shuffle(&mut random);
@@ -150,7 +150,7 @@ fn many_operations_in_any_order_reach_their_places() {
 fn of_overlapping_writes_each_piece_has_one() {
     each_wire(|one, _other| {
         let len = 600_000;
-        let memory = Memory::new(lent(vec![0; len]));
+        let memory = MemoryRegion::new(lent(vec![0; len]));
         let remote = memory.remote_buffer(0, len).expect("inside");
         let pending: Vec<Pending> = (1..9u8)
             .map(|value| one.post(Kind::Write, whole(&lent(vec![value; len]), remote), LONG).expect("post"))
@@ -163,7 +163,7 @@ fn of_overlapping_writes_each_piece_has_one() {
 #[test]
 fn four_peers_write_and_read_at_once() {
     for (settings, _) in wires() {
-        let memory = Arc::new(Memory::new(lent(vec![0; 4_000_000])));
+        let memory = Arc::new(MemoryRegion::new(lent(vec![0; 4_000_000])));
         let threads: Vec<_> = (0..4usize)
             .map(|peer| {
                 let (one, other) = pair(settings);
@@ -188,7 +188,7 @@ fn four_peers_write_and_read_at_once() {
 fn what_a_key_does_not_open_is_refused_and_the_transport_works_on() {
     each_wire(|one, _other| {
         for len in [10, 100_000] {
-            let memory = Memory::new(lent(vec![1; 3 * len]));
+            let memory = MemoryRegion::new(lent(vec![1; 3 * len]));
             let part = memory.remote_buffer(len, len).expect("inside");
             let forged = RemoteBuffer { key: Key::from_bytes([7; 16]), ..part };
             let grown = RemoteBuffer { len: 2 * len, ..part };
@@ -223,7 +223,7 @@ fn what_a_key_does_not_open_is_refused_and_the_transport_works_on() {
 #[test]
 fn a_batch_names_the_span_that_failed_and_does_the_others() {
     each_wire(|one, _other| {
-        let memory = Memory::new(lent(vec![0; 30]));
+        let memory = MemoryRegion::new(lent(vec![0; 30]));
         let span = |offset, key: Option<Key>| {
             let remote = memory.remote_buffer(offset, 10).expect("inside");
             let remote = RemoteBuffer { key: key.unwrap_or(remote.key), ..remote };
@@ -244,7 +244,7 @@ fn mistakes_are_refused_before_anything_is_sent() {
         other => panic!("{other}"),
     };
     let one = transport(wires()[0].0);
-    let memory = Memory::new(lent(vec![0; 10]));
+    let memory = MemoryRegion::new(lent(vec![0; 10]));
     let remote = memory.remote_buffer(0, 10).expect("inside");
     let error = read(&one, &lent(vec![0; 5]), remote).expect_err("not connected");
     assert!(matches!(error, RdmaError::NotConnected { .. }), "{error}");
@@ -294,7 +294,7 @@ fn strangers_are_refused_and_peers_go_on() {
         }
         one.connect(&theirs, LONG).expect("connect");
         other.connect(&mine, LONG).expect("connect");
-        let memory = Memory::new(lent(vec![0; 10]));
+        let memory = MemoryRegion::new(lent(vec![0; 10]));
         write(&one, &lent(vec![3; 10]), memory.remote_buffer(0, 10).expect("inside")).expect("write");
         assert_eq!(arrived(memory.bytes()), [3; 10]);
     }
@@ -340,7 +340,7 @@ fn nothing_is_written_once_the_memory_is_deregistered() {
     each_wire(|one, _other| {
         let (len, one) = (1 << 20, Arc::new(one));
         for _ in 0..5 {
-            let memory = Memory::new(lent(vec![0; len]));
+            let memory = MemoryRegion::new(lent(vec![0; len]));
             let remote = memory.remote_buffer(0, len).expect("inside");
             let stop = Arc::new(AtomicBool::new(false));
             let (writer, stopped) = (one.clone(), stop.clone());
@@ -374,7 +374,7 @@ fn a_read_that_ends_well_has_only_what_was_registered() {
     each_wire(|one, _other| {
         for turn in 0..5 {
             let len = 4 << 20;
-            let memory = Memory::new(lent(vec![1; len]));
+            let memory = MemoryRegion::new(lent(vec![1; len]));
             let remote = memory.remote_buffer(0, len).expect("inside");
             let locals: Vec<_> = (0..20).map(|_| lent(vec![0; len])).collect();
             let post = |local: &Arc<LentBytes>| one.post(Kind::Read, whole(local, remote), LONG).expect("post");
@@ -398,7 +398,7 @@ fn a_read_that_ends_well_has_only_what_was_registered() {
 fn hundreds_of_long_reads_and_writes_are_in_flight_at_once() {
     each_wire(|one, _other| {
         let (count, len) = (300, 20_000);
-        let memory = Memory::new(lent(numbers(1, count * len)));
+        let memory = MemoryRegion::new(lent(numbers(1, count * len)));
         let span = |slot: usize, local: &Arc<LentBytes>| {
             let remote = memory.remote_buffer(0, count * len).expect("inside");
             let remote = RemoteBuffer { address: remote.address + (slot * len) as u64, len, ..remote };
@@ -419,7 +419,7 @@ fn hundreds_of_long_reads_and_writes_are_in_flight_at_once() {
 #[test]
 fn a_peer_that_closes_ends_what_is_in_flight_and_is_named() {
     each_wire(|one, other| {
-        let memory = Memory::new(lent(vec![0; 64 << 20]));
+        let memory = MemoryRegion::new(lent(vec![0; 64 << 20]));
         let remote = memory.remote_buffer(0, 64 << 20).expect("inside");
         let sources: Vec<_> = (0..20).map(|_| lent(vec![1; 8 << 20])).collect();
         let pending: Vec<Pending> =
@@ -440,7 +440,7 @@ fn a_peer_that_closes_ends_what_is_in_flight_and_is_named() {
 fn a_wait_with_a_limit_leaves_the_operation_in_flight() {
     each_wire(|one, _other| {
         let len = 64 << 20;
-        let memory = Memory::new(lent(vec![0; len]));
+        let memory = MemoryRegion::new(lent(vec![0; len]));
         let pending =
             one.post(Kind::Write, whole(&lent(vec![1; len]), memory.remote_buffer(0, len).expect("inside")), LONG);
         let pending = pending.expect("post");

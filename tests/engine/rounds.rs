@@ -6,10 +6,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use ncclx_rs::device::counters::{Access, Word};
+use ncclx_rs::device::counters::{Word, WordAccess};
 use ncclx_rs::device::rings::{RingNumbering, Rings};
 use ncclx_rs::device::rounds::{
-    CELLS, Direction, Message, Operation, Part, Place, RingWord, Rounds, ToSelfError, all_to_all,
+    CELLS, CopyEnd, Direction, Message, RingWord, Rounds, StreamOperation, TensorPart, ToSelfError, all_to_all,
 };
 use ncclx_rs::{Counts, Rank};
 use proptest::prelude::any;
@@ -72,23 +72,23 @@ impl Queue {
                 self.at += 1;
                 return true;
             }
-            Some(Operation::Word(word)) => match running.numbering.access(*word) {
-                Some(Access::Wait(word, value)) if shared.words.get(&word).is_none_or(|now| *now < value) => {
+            Some(StreamOperation::Word(word)) => match running.numbering.access(*word) {
+                Some(WordAccess::Wait(word, value)) if shared.words.get(&word).is_none_or(|now| *now < value) => {
                     return false;
                 }
-                Some(Access::Write(word, value)) => {
+                Some(WordAccess::Write(word, value)) => {
                     let before = shared.words.insert(word, value).unwrap_or(0);
                     assert_eq!(before + 1, value, "{word:?}");
                 }
-                Some(Access::Wait(..)) | None => {}
+                Some(WordAccess::Wait(..)) | None => {}
             },
-            Some(Operation::Copy { from, into }) => {
+            Some(StreamOperation::Copy { from, into }) => {
                 let me = self.rank;
                 let (origin, len) = match *from {
-                    Place::Tensor(Part { tensor, offset, len }) => {
+                    CopyEnd::Tensor(TensorPart { tensor, offset, len }) => {
                         (Origin { rank: me, call: running.call, tensor, offset }, len)
                     }
-                    Place::Cell { peer, direction, chunk, len } => {
+                    CopyEnd::Cell { peer, direction, chunk, len } => {
                         assert_eq!(direction, Direction::Receive, "a rank reads what it sends");
                         let cell = (peer, Rank::from(me), running.numbering.cell(peer, direction, chunk));
                         let (origin, there) = shared.cells[&cell];
@@ -98,12 +98,12 @@ impl Queue {
                 };
                 assert!(len > 0);
                 match *into {
-                    Place::Tensor(part) => {
+                    CopyEnd::Tensor(part) => {
                         assert_eq!(part.len, len);
                         let written = shared.written.entry((me, running.call, part.tensor)).or_default();
                         assert!(written.insert(part.offset, (len, origin)).is_none(), "{part:?} is written twice");
                     }
-                    Place::Cell { peer, direction, chunk, len: there } => {
+                    CopyEnd::Cell { peer, direction, chunk, len: there } => {
                         assert!(direction == Direction::Send && there == len && len <= CELL);
                         let cell = (Rank::from(me), peer, running.numbering.cell(peer, direction, chunk));
                         shared.cells.insert(cell, (origin, len));
@@ -125,7 +125,7 @@ enum Order {
 }
 
 /// What a message is by its place in the order of its pair: in which call, and where there.
-fn of_pair(calls: &[Call], peer: usize, wanted: Direction) -> Vec<(usize, Part)> {
+fn of_pair(calls: &[Call], peer: usize, wanted: Direction) -> Vec<(usize, TensorPart)> {
     let of_call = |(call, messages): (usize, &Call)| {
         let is_wanted = |message: &&Message| (message.peer.index(), message.direction) == (peer, wanted);
         messages.messages.iter().filter(is_wanted).map(|message| (call, message.part)).collect::<Vec<_>>()
@@ -192,7 +192,7 @@ fn complete(world: &[Vec<Call>]) {
 }
 
 fn message(direction: Direction, peer: usize, len: usize) -> Message {
-    Message { peer: Rank::from(peer), direction, part: Part { tensor: 0, offset: 0, len } }
+    Message { peer: Rank::from(peer), direction, part: TensorPart { tensor: 0, offset: 0, len } }
 }
 
 fn send(to: usize, len: usize) -> Message {
@@ -210,7 +210,7 @@ fn batch(messages: impl IntoIterator<Item = Message>) -> Call {
 
 fn on_queue(queue: usize, messages: impl IntoIterator<Item = Message>) -> Call {
     let with_tensor = |(tensor, message): (usize, Message)| Message {
-        part: Part { tensor, offset: 100 * tensor, len: message.part.len },
+        part: TensorPart { tensor, offset: 100 * tensor, len: message.part.len },
         ..message
     };
     Call { queue, messages: messages.into_iter().enumerate().map(with_tensor).collect() }
@@ -382,7 +382,7 @@ proptest::proptest! {
 
 /// The calls of the driver that a batch takes: one for words that follow each other, one a copy.
 fn calls(rounds: &Rounds) -> (usize, usize) {
-    let is_word = |operation: &Operation| matches!(operation, Operation::Word(_));
+    let is_word = |operation: &StreamOperation| matches!(operation, StreamOperation::Word(_));
     let batches = rounds.operations.chunk_by(|one, next| is_word(one) && is_word(next));
     let words = batches.filter(|batch| is_word(&batch[0])).count();
     (words, rounds.operations.iter().filter(|operation| !is_word(operation)).count())
@@ -407,9 +407,9 @@ fn every_rank_begins_with_another_one() {
     let all = (0..5).flat_map(|rank| [send(rank, 1), receive(rank, 1)]).collect::<Vec<_>>();
     let rounds = Rounds::new(Rank(2), &all, CELL, 0).expect("a receive for what it sends itself");
     let words = |wanted: fn(RingWord) -> Option<Rank>| {
-        let word = |operation: &Operation| match operation {
-            Operation::Word(word) => wanted(*word).map(|rank| rank.0),
-            Operation::Copy { .. } => None,
+        let word = |operation: &StreamOperation| match operation {
+            StreamOperation::Word(word) => wanted(*word).map(|rank| rank.0),
+            StreamOperation::Copy { .. } => None,
         };
         rounds.operations.iter().filter_map(word).collect::<Vec<_>>()
     };

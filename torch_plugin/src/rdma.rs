@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ncclx_rs::rdma::{Kind, Memory, Pending, RdmaError, RemoteBuffer, Span, Transport};
+use ncclx_rs::rdma::{Kind, MemoryRegion, Pending, RdmaError, RemoteBuffer, Span, Transport};
 use ncclx_rs::sys::lent_bytes::LentBytes;
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
@@ -21,7 +21,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// The registered memory of a tensor on the CPU.
 #[pyclass(frozen, module = "ncclx_rs._native")]
 pub(crate) struct RdmaRegistration {
-    memory: Memory,
+    memory: MemoryRegion,
 }
 
 #[pymethods]
@@ -40,7 +40,7 @@ impl RdmaRegistration {
         let ptr = std::ptr::with_exposed_provenance_mut(address);
         // SAFETY: the tensor is contiguous, so all its bytes lie there, in the storage, which `storage` keeps.
         let bytes = unsafe { LentBytes::from_raw(ptr, len, Box::new(storage)) };
-        Ok(RdmaRegistration { memory: Memory::new(Arc::new(bytes)) })
+        Ok(RdmaRegistration { memory: MemoryRegion::new(Arc::new(bytes)) })
     }
 
     /// The address, the length and the key of `length` bytes from `offset` on, for other processes.

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use super::{DeviceSide, Group, all_gather, own_device};
 use crate::buffer::{Buffer, Memory};
-use crate::comm::check::{self, Place};
-use crate::device::windows::{Access, Request};
+use crate::comm::check::{self, RankAndSize};
+use crate::device::windows::{Access, AccessRequest};
 use crate::engine::call::Call;
 use crate::engine::flight_recorder::Bytes;
 use crate::error::Error;
@@ -75,7 +75,7 @@ impl DeviceSide {
             _ => unreachable!("it has been checked"),
         };
         let name = op.kind.name();
-        let Place { size, .. } = group.place();
+        let RankAndSize { size, .. } = group.place();
         check::peer(op, argument, peer, size)?;
         let driver = group.driver();
         let unknown = || check::unknown_window(name, window);
@@ -92,7 +92,7 @@ impl DeviceSide {
         // Without an executor there is no window on a device.
         let executor = self.executor.get().ok_or_else(unknown)?;
         let buffers = if matches!(access, Access::Get(_)) { &op.outputs } else { &op.inputs };
-        let request = Request { window, peer, access, buffers, stream, timeout, call: call.to_string() };
+        let request = AccessRequest { window, peer, access, buffers, stream, timeout, call: call.to_string() };
         let bytes = Bytes { read, written };
         executor
             .windows

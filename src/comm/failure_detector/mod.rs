@@ -18,7 +18,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::RankInfo;
-use crate::engine::connector::{Route, Way};
+use crate::engine::connector::{Connector, Route};
 use crate::engine::failures::Departed;
 use crate::engine::heartbeat::Heartbeat;
 use crate::sync::{Arc, lock};
@@ -65,7 +65,7 @@ impl FailureDetector {
                 let registration = thread.poller().add(process.as_fd(), Interest::Read).ok()?;
                 Some((process, registration))
             });
-            let way = Way::new(routes.into_iter().map(reindex));
+            let way = Connector::new(routes.into_iter().map(reindex));
             let mut monitor = PeerMonitor::new(peer, ranks.len(), way, process);
             monitor.connect(&mut transports, Instant::now());
             monitor

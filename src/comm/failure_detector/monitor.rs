@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
 use crate::comm::failure_detector::notice::Notice;
-use crate::engine::connector::{OPENING_CHECK, Way};
+use crate::engine::connector::{Connector, OPENING_CHECK};
 use crate::error::LinkDown;
 use crate::sys::poller::Registration;
 use crate::sys::process::Process;
@@ -25,7 +25,7 @@ pub(super) struct PeerMonitor {
     pub(super) peer: Rank,
     size: usize,
     process: Option<(Process, Registration)>,
-    way: Way,
+    connector: Connector,
     send_stream: Option<Box<dyn SendStream>>,
     recv_stream: Option<Box<dyn RecvStream>>,
     outgoing: Vec<u8>,
@@ -37,9 +37,24 @@ pub(super) struct PeerMonitor {
 
 impl PeerMonitor {
     /// A monitor of `peer` without a stream yet.
-    pub(super) fn new(peer: Rank, size: usize, way: Way, process: Option<(Process, Registration)>) -> PeerMonitor {
+    pub(super) fn new(
+        peer: Rank,
+        size: usize,
+        connector: Connector,
+        process: Option<(Process, Registration)>,
+    ) -> PeerMonitor {
         let (outgoing, incoming) = (Vec::new(), Vec::new());
-        PeerMonitor { peer, size, process, way, send_stream: None, recv_stream: None, outgoing, incoming, end: None }
+        PeerMonitor {
+            peer,
+            size,
+            process,
+            connector,
+            send_stream: None,
+            recv_stream: None,
+            outgoing,
+            incoming,
+            end: None,
+        }
     }
 
     /// Opens the stream, if there is none and the next attempt is due.
@@ -47,7 +62,7 @@ impl PeerMonitor {
         if self.send_stream.is_some() || self.end.is_some() {
             return;
         }
-        match self.way.open(self.peer, transports, now) {
+        match self.connector.open(self.peer, transports, now) {
             Ok(send_stream) => self.send_stream = send_stream,
             Err(down) => self.end = Some((down.cause, now)),
         }
@@ -60,7 +75,7 @@ impl PeerMonitor {
 
     /// Queues a notice.
     pub(super) fn send(&mut self, notice: &Notice) {
-        if self.send_stream.is_some() || self.way.due().is_some() {
+        if self.send_stream.is_some() || self.connector.due().is_some() {
             self.outgoing.extend(notice.encode());
         }
     }
@@ -111,7 +126,7 @@ impl PeerMonitor {
             Ok(written) => drop(self.outgoing.drain(..written)),
             Err(down) => {
                 self.send_stream = None;
-                if let Err(down) = self.way.ended(down, now) {
+                if let Err(down) = self.connector.ended(down, now) {
                     self.end.get_or_insert((down.cause, now));
                 }
             }
@@ -141,7 +156,7 @@ impl PeerMonitor {
         let opening =
             self.send_stream.as_ref().filter(|send_stream| !send_stream.is_open()).map(|_| now + OPENING_CHECK);
         let end = self.end.as_ref().map(|(_, since)| *since + LINGER_TIMEOUT);
-        end.into_iter().chain(opening).chain(self.way.due()).min()
+        end.into_iter().chain(opening).chain(self.connector.due()).min()
     }
 
     /// Asks the poller to wake. True: something is ready now.

@@ -1,6 +1,6 @@
 //! Messages whose stream is being captured in a graph.
 
-use super::{Messages, Peers, Request, State, Stretch, plain};
+use super::{BatchRequest, Messages, Peers, State, Stretch, plain};
 use crate::device::counters::Word;
 use crate::device::graph_rings::InGraphs;
 use crate::device::graph_waits::GraphWait;
@@ -27,7 +27,7 @@ impl Messages {
         state: &mut State,
         place: Place<'_>,
         stretches: &[Stretch],
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
         peers: &dyn Peers,
     ) -> Result<Option<Work>, Error> {
         let (me, first) = (self.own.me, &request.messages[0]);
@@ -82,7 +82,7 @@ impl Messages {
         (current, stream, id): Place<'_>,
         stretches: &[Stretch],
         rounds: &Rounds,
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
     ) -> Result<(), CudaError> {
         let me = self.own.me;
         let operations = [(); 2].map(|()| state.numbers.next());
@@ -136,7 +136,7 @@ impl Messages {
         count: Option<(Word, u64)>,
         [first, second]: [u64; 2],
         call: &str,
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
     ) -> Vec<GraphWait> {
         let (me, peer, rings) = (self.own.me, flow.peer, memory.rings(flow.peer));
         let (words, width) = rings.words();

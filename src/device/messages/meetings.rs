@@ -3,12 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Message, Messages, Peers, Request, State, Stretch};
+use super::{BatchRequest, Message, Messages, Peers, State, Stretch};
 use crate::device::graph_rings::GraphRings;
 use crate::device::in_flight::{self, Halt};
 use crate::device::pairs::{Asked, Channel, Pair, lane};
 use crate::device::rounds::Direction;
-use crate::device::setup::Failure;
+use crate::device::setup::SetupFailure;
 use crate::device::watch;
 use crate::error::Error;
 use crate::sync::lock;
@@ -35,7 +35,7 @@ impl Messages {
     pub(super) fn meetings_before(
         &self,
         stretches: &[Stretch],
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
         in_graph: bool,
     ) -> Result<Vec<Meeting>, Error> {
         let state = lock(&self.state);
@@ -75,7 +75,7 @@ impl Messages {
         &self,
         meetings: &[Meeting],
         asked: (&Asked, bool),
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
         until: Instant,
         peers: &dyn Peers,
     ) -> Result<(), Error> {
@@ -102,7 +102,7 @@ impl Messages {
         &self,
         meeting: Meeting,
         (asked, in_graph): (&Asked, bool),
-        request: &Request<'_>,
+        request: &BatchRequest<'_>,
         until: Instant,
         peers: &dyn Peers,
     ) -> Result<(), Error> {
@@ -178,7 +178,7 @@ impl Messages {
             );
         if let Some(error) = silence {
             // The other rank finds this in place of what it waits for, if it comes later. So neither waits for ever.
-            let told = Failure::new("the setup with another rank", &error).told();
+            let told = SetupFailure::new("the setup with another rank", &error).told();
             if let Err(error) = peers.tell(peer, Tag::PAIR, told) {
                 log::debug!("rank {peer} is not told that a setup has ended: {error}");
             }

@@ -47,12 +47,12 @@ impl Side {
         let peer = self.control.name(other);
         let place = |lane: usize| {
             let in_flight = self.lanes[lane].clone();
-            Place { in_flight, peer, first: number, last: number, awaits: Awaits::Words(awaits(lane)) }
+            PartInFlight { in_flight, peer, first: number, last: number, awaits: Awaits::Words(awaits(lane)) }
         };
         batch.place(vec![place(0), place(1)]);
         for (lane, in_flight) in self.lanes.iter().enumerate() {
             let way = [(Rank(3), Rank(5)), (Rank(5), Rank(3))][lane];
-            let part = Part::new(format!("lane {lane}"), number, way, peer, batch.clone());
+            let part = BatchPart::new(format!("lane {lane}"), number, way, peer, batch.clone());
             in_flight.begin(number, part, work.clone(), limit);
         }
         work

@@ -9,7 +9,7 @@ use crate::algo::Collective;
 use crate::counts::Counts;
 use crate::device::lane::{Stretches, cut};
 use crate::sys::cuda::DeviceBytes;
-use crate::sys::nccl::{Call, Element, Factor, Reduction};
+use crate::sys::nccl::{DataType, Factor, NcclCall, Reduction};
 use crate::types::{Arithmetic, DType, Rank, ReduceOp};
 
 /// What a rank calls.
@@ -32,7 +32,7 @@ pub(crate) struct Called<'a> {
 /// Calls that go on together.
 #[derive(Debug)]
 pub(crate) struct Calls<'a> {
-    pub(crate) calls: Vec<Call<'a>>,
+    pub(crate) calls: Vec<NcclCall<'a>>,
     /// Into how many parts the tensors cut what all ranks must cut alike.
     pub(crate) pieces: u32,
 }
@@ -74,7 +74,7 @@ pub(crate) fn calls<'a>(called: &Called<'a>) -> Result<Calls<'a>, Unfit> {
 
 struct Making<'a, 'c> {
     called: &'c Called<'a>,
-    calls: Vec<Call<'a>>,
+    calls: Vec<NcclCall<'a>>,
     pieces: u32,
 }
 
@@ -86,20 +86,20 @@ impl<'a> Making<'a, '_> {
             Collective::AllReduce { .. } => {
                 let (element, reduction) = self.reduction()?;
                 for (from, into) in self.pairs()? {
-                    self.calls.push(Call::AllReduce { from, into, element, reduction });
+                    self.calls.push(NcclCall::AllReduce { from, into, element, reduction });
                 }
             }
             Collective::Reduce { root, .. } => {
                 let (element, reduction) = self.reduction()?;
                 let pairs = if *root == me { self.pairs()? } else { self.sources() };
                 for (from, into) in pairs {
-                    self.calls.push(Call::Reduce { from, into, element, reduction, root: root.0 });
+                    self.calls.push(NcclCall::Reduce { from, into, element, reduction, root: root.0 });
                 }
             }
             Collective::Broadcast { root, .. } => {
                 let pairs = if *root == me { self.pairs()? } else { self.targets() };
                 for (from, into) in pairs {
-                    self.calls.push(Call::Broadcast { from, into, root: root.0 });
+                    self.calls.push(NcclCall::Broadcast { from, into, root: root.0 });
                 }
             }
             Collective::AllGather { counts } => self.all_gather(counts)?,
@@ -138,8 +138,8 @@ impl<'a> Making<'a, '_> {
                 }
             }
             Collective::Barrier => {
-                let (from, element) = (spare.part(0, 1), Element::U8);
-                self.calls.push(Call::AllReduce { from, into: from, element, reduction: Reduction::Max });
+                let (from, element) = (spare.part(0, 1), DataType::U8);
+                self.calls.push(NcclCall::AllReduce { from, into: from, element, reduction: Reduction::Max });
             }
         }
         Ok(())
@@ -149,7 +149,7 @@ impl<'a> Making<'a, '_> {
     fn all_gather(&mut self, counts: &Counts) -> Result<(), Unfit> {
         let Called { me, world, input, output, .. } = *self.called;
         if let (true, [from], [into]) = (counts.are_equal(), &whole(input)[..], &whole(output)[..]) {
-            self.calls.push(Call::AllGather { from: *from, into: *into });
+            self.calls.push(NcclCall::AllGather { from: *from, into: *into });
             return Ok(());
         }
         self.pieces = 2;
@@ -157,7 +157,7 @@ impl<'a> Making<'a, '_> {
         for root in (0..world).map(Rank::from) {
             let Some(into) = self.of(output, counts, root)? else { continue };
             let from = own.filter(|_| root == me).unwrap_or(into);
-            self.calls.push(Call::Broadcast { from, into, root: root.0 });
+            self.calls.push(NcclCall::Broadcast { from, into, root: root.0 });
         }
         Ok(())
     }
@@ -167,7 +167,7 @@ impl<'a> Making<'a, '_> {
         let Called { me, world, input, output, .. } = *self.called;
         let (element, reduction) = self.reduction()?;
         if let (true, [from], [into]) = (counts.are_equal(), &whole(input)[..], &whole(output)[..]) {
-            self.calls.push(Call::ReduceScatter { from: *from, into: *into, element, reduction });
+            self.calls.push(NcclCall::ReduceScatter { from: *from, into: *into, element, reduction });
             return Ok(());
         }
         self.pieces = 2;
@@ -175,7 +175,7 @@ impl<'a> Making<'a, '_> {
         for root in (0..world).map(Rank::from) {
             let Some(from) = self.of(input, counts, root)? else { continue };
             let into = own.filter(|_| root == me).unwrap_or(from);
-            self.calls.push(Call::Reduce { from, into, element, reduction, root: root.0 });
+            self.calls.push(NcclCall::Reduce { from, into, element, reduction, root: root.0 });
         }
         Ok(())
     }
@@ -192,11 +192,11 @@ impl<'a> Making<'a, '_> {
     }
 
     fn send(&mut self, from: Option<DeviceBytes<'a>>, peer: Rank) {
-        self.calls.extend(from.map(|from| Call::Send { from, peer: peer.0 }));
+        self.calls.extend(from.map(|from| NcclCall::Send { from, peer: peer.0 }));
     }
 
     fn receive(&mut self, into: Option<DeviceBytes<'a>>, peer: Rank) {
-        self.calls.extend(into.map(|into| Call::Receive { into, peer: peer.0 }));
+        self.calls.extend(into.map(|into| NcclCall::Receive { into, peer: peer.0 }));
     }
 
     /// Input tensors, each with the output of its place.
@@ -249,7 +249,7 @@ impl<'a> Making<'a, '_> {
         }
     }
 
-    fn reduction(&self) -> Result<(Element, Reduction<'a>), Unfit> {
+    fn reduction(&self) -> Result<(DataType, Reduction<'a>), Unfit> {
         let Called { dtype, reduce, factor, .. } = *self.called;
         let reduction = match reduce.expect("a reduction has an operation") {
             ReduceOp::Sum => Reduction::Sum,
@@ -286,18 +286,18 @@ fn number(dtype: DType, value: f64) -> [u8; 8] {
     bytes
 }
 
-fn element(dtype: DType) -> Option<Element> {
+fn element(dtype: DType) -> Option<DataType> {
     Some(match dtype {
-        DType::I8 => Element::I8,
-        DType::U8 => Element::U8,
-        DType::I32 => Element::I32,
-        DType::U32 => Element::U32,
-        DType::I64 => Element::I64,
-        DType::U64 => Element::U64,
-        DType::F16 => Element::F16,
-        DType::F32 => Element::F32,
-        DType::F64 => Element::F64,
-        DType::BF16 => Element::BF16,
+        DType::I8 => DataType::I8,
+        DType::U8 => DataType::U8,
+        DType::I32 => DataType::I32,
+        DType::U32 => DataType::U32,
+        DType::I64 => DataType::I64,
+        DType::U64 => DataType::U64,
+        DType::F16 => DataType::F16,
+        DType::F32 => DataType::F32,
+        DType::F64 => DataType::F64,
+        DType::BF16 => DataType::BF16,
         _ => return None,
     })
 }

@@ -16,7 +16,7 @@ use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
 use crate::sync::{self, Arc, AtomicBool, Mutex, Ordering, lock};
 use crate::sys::cuda::{CudaError, Current, Stream};
-use crate::sys::nccl::{Call, Nccl, NcclComm, NcclError, Progress, UniqueId};
+use crate::sys::nccl::{Nccl, NcclCall, NcclComm, NcclError, Progress, UniqueId};
 use crate::types::Rank;
 
 pub(crate) mod calls;
@@ -180,7 +180,12 @@ fn abort_aside(raw: Arc<NcclComm>) {
 
 impl VendorComm {
     /// Puts calls on a stream together. When it returns they are there, and others may be put behind them.
-    pub(crate) fn submit(&self, current: &Current<'_>, stream: &Stream, calls: &[Call<'_>]) -> Result<(), NcclError> {
+    pub(crate) fn submit(
+        &self,
+        current: &Current<'_>,
+        stream: &Stream,
+        calls: &[NcclCall<'_>],
+    ) -> Result<(), NcclError> {
         VendorComm::submit_together(current, &[(self, stream, calls)])
     }
 
@@ -188,7 +193,7 @@ impl VendorComm {
     /// others may be put behind them.
     pub(crate) fn submit_together(
         current: &Current<'_>,
-        group: &[(&VendorComm, &Stream, &[Call<'_>])],
+        group: &[(&VendorComm, &Stream, &[NcclCall<'_>])],
     ) -> Result<(), NcclError> {
         let called: Vec<_> = group.iter().filter(|(.., calls)| !calls.is_empty()).collect();
         if called.is_empty() {

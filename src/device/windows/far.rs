@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use smallvec::SmallVec;
 
-use super::{Access, FarSide, OtherHosts, Plan, Request, State, Windows};
+use super::{Access, AccessRequest, FarSide, OtherHosts, Plan, State, Windows};
 use crate::buffer::Buffer;
 use crate::device::accesses::Awaited;
 use crate::device::far_windows::{FarMemory, FarWord, FarWords, Port};
@@ -16,7 +16,7 @@ use crate::device::landing::{LandingThread, Tools};
 use crate::device::lane::{copy, flush};
 use crate::device::network::NetworkMemory;
 use crate::device::routes::{Action, Route, Steps};
-use crate::device::setup::{Failure, failed};
+use crate::device::setup::{SetupFailure, failed};
 use crate::sync::{Arc, lock};
 use crate::sys::cuda::{Batch, Context, CudaError, Current, DeviceBytes, RegisteredWords, Stream};
 use crate::sys::words::SharedWords;
@@ -24,7 +24,7 @@ use crate::types::Rank;
 
 impl Windows {
     /// Makes what accesses to other hosts need, if there are any, before the first window is registered.
-    pub(super) fn begin_far(&self, context: &Arc<Context>) -> Result<(), Failure> {
+    pub(super) fn begin_far(&self, context: &Arc<Context>) -> Result<(), SetupFailure> {
         let Some(OtherHosts { engine, cell }) = &self.hosts else { return Ok(()) };
         let closed = || failed("its windows")("the communicator is closed");
         if lock(&self.state).as_ref().ok_or_else(closed)?.far.is_some() {
@@ -85,7 +85,7 @@ impl Windows {
     }
 
     /// Has the engine carry what an access becomes.
-    pub(super) fn take_up(&self, state: &State, request: &Request<'_>, plan: &Plan) -> std::io::Result<()> {
+    pub(super) fn take_up(&self, state: &State, request: &AccessRequest<'_>, plan: &Plan) -> std::io::Result<()> {
         let Some(OtherHosts { engine, .. }) = &self.hosts else { return Ok(()) };
         let items = plan.far.as_ref().map_or(&[][..], |steps| &steps.items);
         engine.submit(request.peer, state.exposed[&request.window].slot, items)
@@ -94,7 +94,7 @@ impl Windows {
 
 impl State {
     /// What an access to another host becomes, and what its stream waits for.
-    pub(super) fn plan_far(&mut self, request: &Request<'_>) -> (Steps, SmallVec<[Awaited; 2]>) {
+    pub(super) fn plan_far(&mut self, request: &AccessRequest<'_>) -> (Steps, SmallVec<[Awaited; 2]>) {
         let (peer, len) = (request.peer, request.buffers.iter().map(|buffer| buffer.bytes()).sum());
         let exposed = self.exposed.get_mut(&request.window).expect("looked up before");
         let far = self.far.as_mut().expect("made before there was a window");
@@ -130,7 +130,7 @@ impl State {
         &self,
         current: &Current<'_>,
         stream: &Stream,
-        request: &Request<'_>,
+        request: &AccessRequest<'_>,
         steps: &Steps,
     ) -> Result<(), CudaError> {
         let far = self.far.as_ref().expect("made before there was a window");

@@ -9,7 +9,7 @@ use super::{Exposed, Part, Windows};
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
 use crate::device::descriptors::{Address, Post};
-use crate::device::setup::{AllGather, Failure, failed, split, tell};
+use crate::device::setup::{AllGather, SetupFailure, failed, split, tell};
 use crate::device::signals::SLOTS;
 use crate::device::watch;
 use crate::error::Error;
@@ -56,9 +56,9 @@ impl Windows {
     }
 
     /// What this rank brings: descriptors of its memory, and a place for those of the others.
-    fn offer(&self, memory: Buffer) -> Result<(Own, Offer), Failure> {
+    fn offer(&self, memory: Buffer) -> Result<(Own, Offer), SetupFailure> {
         const MEMORY: &str = "the memory of its window";
-        let refused = |cause: String| Failure { what: MEMORY.to_owned(), cause };
+        let refused = |cause: String| SetupFailure { what: MEMORY.to_owned(), cause };
         if let Some(obstacle) = self.obstacle {
             return Err(refused(obstacle.to_owned()));
         }
@@ -95,7 +95,7 @@ impl Windows {
     fn share(
         &self,
         own: Option<Own>,
-        offer: Result<Offer, Failure>,
+        offer: Result<Offer, SetupFailure>,
         memory: Buffer,
         timeout: Duration,
         all_gather: &mut AllGather<'_>,
@@ -125,13 +125,13 @@ impl Windows {
         memory: Buffer,
         timeout: Duration,
         are_there: &dyn Fn() -> bool,
-    ) -> Result<(usize, Vec<Part>), Failure> {
+    ) -> Result<(usize, Vec<Part>), SetupFailure> {
         let Own { post, exported, context } = own;
         let slot = offers.iter().fold(u64::MAX, |free, offer| free & offer.free).trailing_zeros() as usize;
         if slot == SLOTS {
             let cause =
                 format!("{SLOTS} windows are registered, or CUDA graphs have accesses to them, which is the most");
-            return Err(Failure { what: "its window".to_owned(), cause });
+            return Err(SetupFailure { what: "its window".to_owned(), cause });
         }
         // No rank uses it before all have told that they are through.
         self.signals.reset(slot, self.seat);

@@ -19,7 +19,7 @@ pub struct UniqueId(pub [u8; 128]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "nccl.h has them")]
 #[repr(i32)]
-pub enum Element {
+pub enum DataType {
     I8 = 0,
     U8 = 1,
     I32 = 2,
@@ -32,14 +32,14 @@ pub enum Element {
     BF16 = 9,
 }
 
-impl Element {
+impl DataType {
     /// Its bytes.
     pub fn size(self) -> usize {
         match self {
-            Element::I8 | Element::U8 => 1,
-            Element::F16 | Element::BF16 => 2,
-            Element::I32 | Element::U32 | Element::F32 => 4,
-            Element::I64 | Element::U64 | Element::F64 => 8,
+            DataType::I8 | DataType::U8 => 1,
+            DataType::F16 | DataType::BF16 => 2,
+            DataType::I32 | DataType::U32 | DataType::F32 => 4,
+            DataType::I64 | DataType::U64 | DataType::F64 => 8,
         }
     }
 }
@@ -72,7 +72,7 @@ pub enum Factor<'a> {
 
 /// What is put on a stream. Counts are those of the elements that `from` or `into` has.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Call<'a> {
+pub enum NcclCall<'a> {
     /// Everyone gets the reduction.
     AllReduce {
         /// What this rank has.
@@ -80,7 +80,7 @@ pub enum Call<'a> {
         /// Where the result goes.
         into: DeviceBytes<'a>,
         /// Of which type.
-        element: Element,
+        element: DataType,
         /// How.
         reduction: Reduction<'a>,
     },
@@ -91,7 +91,7 @@ pub enum Call<'a> {
         /// Where the result goes on the root.
         into: DeviceBytes<'a>,
         /// Of which type.
-        element: Element,
+        element: DataType,
         /// How.
         reduction: Reduction<'a>,
         /// Who gets it.
@@ -120,7 +120,7 @@ pub enum Call<'a> {
         /// This rank's.
         into: DeviceBytes<'a>,
         /// Of which type.
-        element: Element,
+        element: DataType,
         /// How.
         reduction: Reduction<'a>,
     },
@@ -140,17 +140,17 @@ pub enum Call<'a> {
     },
 }
 
-impl Call<'_> {
+impl NcclCall<'_> {
     /// The library's function.
     fn name(&self) -> &'static str {
         match self {
-            Call::AllReduce { .. } => "ncclAllReduce",
-            Call::Reduce { .. } => "ncclReduce",
-            Call::Broadcast { .. } => "ncclBroadcast",
-            Call::AllGather { .. } => "ncclAllGather",
-            Call::ReduceScatter { .. } => "ncclReduceScatter",
-            Call::Send { .. } => "ncclSend",
-            Call::Receive { .. } => "ncclRecv",
+            NcclCall::AllReduce { .. } => "ncclAllReduce",
+            NcclCall::Reduce { .. } => "ncclReduce",
+            NcclCall::Broadcast { .. } => "ncclBroadcast",
+            NcclCall::AllGather { .. } => "ncclAllGather",
+            NcclCall::ReduceScatter { .. } => "ncclReduceScatter",
+            NcclCall::Send { .. } => "ncclSend",
+            NcclCall::Receive { .. } => "ncclRecv",
         }
     }
 }
@@ -242,7 +242,7 @@ impl NcclComm {
     ///
     /// # Panics
     /// When there are none.
-    pub fn submit_together(_: &Current<'_>, group: &[(&NcclComm, &Stream, &[Call<'_>])]) -> Result<(), NcclError> {
+    pub fn submit_together(_: &Current<'_>, group: &[(&NcclComm, &Stream, &[NcclCall<'_>])]) -> Result<(), NcclError> {
         let library = &group.first().expect("a group is of something").0.library;
         let raws: Vec<_> = group.iter().map(|(comm, ..)| lock(&comm.raw)).collect();
         if raws.iter().any(|raw| raw.is_none()) {
@@ -265,10 +265,10 @@ impl NcclComm {
         }
     }
 
-    fn put(&self, raw: &Raw, stream: RawStream, call: &Call<'_>) -> Result<(), NcclError> {
+    fn put(&self, raw: &Raw, stream: RawStream, call: &NcclCall<'_>) -> Result<(), NcclError> {
         let (f, comm) = (self.functions(), raw.0);
         let code = match *call {
-            Call::AllReduce { from, into, element, reduction } => {
+            NcclCall::AllReduce { from, into, element, reduction } => {
                 assert_eq!(from.len(), into.len());
                 self.with_op(comm, element, reduction, |op| {
                     let count = from.len() / element.size();
@@ -277,21 +277,23 @@ impl NcclComm {
                     unsafe { (f.all_reduce)(address(from), address(into), count, element as c_int, op, comm, stream) }
                 })?
             }
-            Call::Reduce { from, into, element, reduction, root } => self.with_op(comm, element, reduction, |op| {
-                let (count, root) = (from.len() / element.size(), root as c_int);
-                // SAFETY: as above; on ranks that are not the root nothing is written.
-                unsafe { (f.reduce)(address(from), address(into), count, element as c_int, op, root, comm, stream) }
-            })?,
-            Call::Broadcast { from, into, root } => {
+            NcclCall::Reduce { from, into, element, reduction, root } => {
+                self.with_op(comm, element, reduction, |op| {
+                    let (count, root) = (from.len() / element.size(), root as c_int);
+                    // SAFETY: as above; on ranks that are not the root nothing is written.
+                    unsafe { (f.reduce)(address(from), address(into), count, element as c_int, op, root, comm, stream) }
+                })?
+            }
+            NcclCall::Broadcast { from, into, root } => {
                 let root = root as c_int;
                 // SAFETY: as above; what is read is the root's.
                 unsafe { (f.broadcast)(address(from), address(into), into.len(), BYTE, root, comm, stream) }
             }
-            Call::AllGather { from, into } => {
+            NcclCall::AllGather { from, into } => {
                 // SAFETY: as above; the caller has as many blocks as there are ranks.
                 unsafe { (f.all_gather)(address(from), address(into), from.len(), BYTE, comm, stream) }
             }
-            Call::ReduceScatter { from, into, element, reduction } => {
+            NcclCall::ReduceScatter { from, into, element, reduction } => {
                 self.with_op(comm, element, reduction, |op| {
                     let count = into.len() / element.size();
                     // SAFETY: as above.
@@ -301,11 +303,11 @@ impl NcclComm {
                 })?
             }
             // SAFETY: as above.
-            Call::Send { from, peer } => unsafe {
+            NcclCall::Send { from, peer } => unsafe {
                 (f.send)(address(from), from.len(), BYTE, peer as c_int, comm, stream)
             },
             // SAFETY: as above.
-            Call::Receive { into, peer } => unsafe {
+            NcclCall::Receive { into, peer } => unsafe {
                 (f.recv)(address(into), into.len(), BYTE, peer as c_int, comm, stream)
             },
         };
@@ -319,7 +321,7 @@ impl NcclComm {
     fn with_op(
         &self,
         comm: RawComm,
-        element: Element,
+        element: DataType,
         reduction: Reduction<'_>,
         call: impl FnOnce(c_int) -> Code,
     ) -> Result<Code, NcclError> {
@@ -419,4 +421,4 @@ const SUCCESS: Code = 0;
 const IN_PROGRESS: Code = 7;
 
 /// `ncclUint8`: what is only moved goes as bytes.
-const BYTE: c_int = Element::U8 as c_int;
+const BYTE: c_int = DataType::U8 as c_int;

@@ -9,5 +9,5 @@ mod config;
 mod functions;
 mod library;
 
-pub use communicator::{Call, Element, Factor, NcclComm, Progress, Reduction, UniqueId};
+pub use communicator::{DataType, Factor, NcclCall, NcclComm, Progress, Reduction, UniqueId};
 pub use library::{Feature, Nccl, NcclError, Vendor, Version};

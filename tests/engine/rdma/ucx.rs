@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use ncclx_rs::rdma::{Memory, RdmaError, Transport};
+use ncclx_rs::rdma::{MemoryRegion, RdmaError, Transport};
 
 use crate::lacking::lacks;
 
@@ -82,7 +82,7 @@ fn bytes_go_through_what_the_environment_says() {
     }
     // Of more pieces than one.
     let len = (9 << 20) + 3;
-    let (memory, sent, local) = (Memory::new(lent(vec![0; len])), numbers(3, len), lent(vec![0; len]));
+    let (memory, sent, local) = (MemoryRegion::new(lent(vec![0; len])), numbers(3, len), lent(vec![0; len]));
     let remote = memory.remote_buffer(0, len).expect("inside");
     write(&one, &lent(sent.clone()), remote).expect("written");
     assert!(arrived(memory.bytes()) == sent);
