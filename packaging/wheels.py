@@ -203,12 +203,20 @@ def _symbols(nm: str, library: Path, which: str) -> list[str]:
 
 
 def repair(wheel: Path, machine: str, out: Path) -> Path:
-    """Gives the wheel its platform's tag, if auditwheel finds that it keeps the rules; returns the wheel in ``out``."""
+    """Gives the wheel its platform's tag, if auditwheel finds that it keeps the rules; returns the wheel in ``out``.
+
+    Raises:
+        SystemExit: the wheel needs another platform than it is to have.
+    """
     excluded = [f"--exclude={library}" for library in TORCH_LIBRARIES]
     platform = f"{PLATFORM}_{machine}"
-    command = (sys.executable, "-m", "auditwheel", "repair", "--plat", platform, "--only-plat", *excluded)
+    # It takes the names of this machine's platforms alone. For another processor it finds the oldest that the wheel fits.
+    asked = platform if machine == os.uname().machine else "auto"
+    command = (sys.executable, "-m", "auditwheel", "repair", "--plat", asked, "--only-plat", *excluded)
     subprocess.run((*command, "--wheel-dir", out, wheel), check=True)
-    (repaired,) = out.glob(f"*{platform}.whl")
+    (repaired,) = out.glob(f"*{machine}.whl")
+    if not repaired.name.endswith(f"{platform}.whl"):
+        raise SystemExit(f"expected a wheel for {platform}, got {repaired.name}")
     return repaired
 
 
