@@ -217,8 +217,10 @@ def other_tags(rank: int, size: int) -> None:
     if rank > 1:
         return
     tensor = torch.full((3,), float(rank), device="cuda")
+    # Longer than all cells of a ring: a send that fits in them may end before the receiver calls.
+    long = torch.zeros(12 << 20, device="cuda")
     with pytest.raises(RuntimeError, match=r"tag"):
-        work = dist.isend(tensor, 1, tag=4) if rank == 0 else dist.irecv(tensor, 0, tag=5)
+        work = dist.isend(long, 1, tag=4) if rank == 0 else dist.irecv(long, 0, tag=5)
         assert work is not None
         work.wait(datetime.timedelta(seconds=30))
     torch.cuda.synchronize()
