@@ -7,10 +7,11 @@ fn lines_of(example: &str, arguments: &[&str]) -> Vec<String> {
     let run = ["run", "--quiet", "--locked", "--profile", "test", "--example", example, "--"];
     let mut cargo = Command::new(env!("CARGO"));
     // Cargo tells tests of their package, and builds ring anew, and all that needs it, whenever it is told another one.
-    for (name, _) in std::env::vars_os() {
-        if name.to_str().is_some_and(|name| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")) {
-            cargo.env_remove(name);
-        }
+    let is_of_package = |name: &str| {
+        name == "OUT_DIR" || ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|prefix| name.starts_with(prefix))
+    };
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_of_package)) {
+        cargo.env_remove(name);
     }
     let output = cargo.args(run).args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).output().expect("cargo");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
