@@ -210,7 +210,7 @@ def repair(wheel: Path, machine: str, out: Path) -> Path:
     """
     excluded = [f"--exclude={library}" for library in TORCH_LIBRARIES]
     platform = f"{PLATFORM}_{machine}"
-    # It takes the names of this machine's platforms alone. For another processor it finds the oldest that the wheel fits.
+    # It takes names of this machine's platforms alone. For another processor it finds the oldest that the wheel fits.
     asked = platform if machine == os.uname().machine else "auto"
     command = (sys.executable, "-m", "auditwheel", "repair", "--plat", asked, "--only-plat", *excluded)
     subprocess.run((*command, "--wheel-dir", out, wheel), check=True)

@@ -2,7 +2,7 @@
 //! never linked.
 //!
 //! What a library can do is known by its version and its functions together. Source: nccl.h of NCCL 2.27 to 2.32. A
-//! [`NcclComm`] is a communicator of such a library that blocks nobody: its [calls](Call) are data.
+//! [`NcclComm`] is a communicator of such a library that blocks nobody: its [calls](NcclCall) are data.
 
 mod communicator;
 mod config;
