@@ -234,11 +234,12 @@ impl Endpoints {
 
     /// Arms the stream from `peer`. False: there is something to read now.
     fn silence(&mut self, peer: Rank) -> bool {
-        if self.inbox(peer).is_some_and(|inbox| !inbox.arm()) {
+        let is_armed = self.inbox(peer).map(|inbox| inbox.arm());
+        if is_armed == Some(false) {
             return false;
         }
         self.agenda.remove(List::Reading, peer);
-        if self.inbox(peer).is_some() {
+        if is_armed.is_some() {
             self.agenda.insert(List::Silent, peer);
         }
         true

@@ -411,14 +411,21 @@ mod tests {
         assert_eq!((receive.result(), words.get()), (Some(Ok(())), [7].as_slice()));
     }
 
-    #[test]
-    fn bytes_without_room_cost_a_turn_nothing_until_there_is_some() {
-        let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
+    /// Rank 0, which sends and finds no room, and has armed the stream.
+    fn blocked_send(words: &mut Words) -> (Harness, Work) {
+        let mut harness = Harness::new();
         harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
         harness.wire().patience = Some(8);
         harness.wire().full = true;
-        let send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        let send = harness.start(Direction::Send(Rank(1)), words, Duration::from_secs(60));
         turns(&mut harness, 20);
+        (harness, send)
+    }
+
+    #[test]
+    fn bytes_without_room_cost_a_turn_nothing_until_there_is_some() {
+        let mut words = Words::new(vec![7]);
+        let (mut harness, send) = blocked_send(&mut words);
         assert_eq!(looks(&mut harness, |harness| turns(harness, 100)), (0, 0));
         let mut others = Words::new(vec![8]);
         let second = harness.start(Direction::Send(Rank(1)), &mut others, Duration::from_secs(60));
@@ -431,12 +438,8 @@ mod tests {
 
     #[test]
     fn bytes_that_are_taken_back_leave_nothing_armed() {
-        let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
-        harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
-        harness.wire().patience = Some(8);
-        harness.wire().full = true;
-        let send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
-        turns(&mut harness, 20);
+        let mut words = Words::new(vec![7]);
+        let (mut harness, send) = blocked_send(&mut words);
         assert!(harness.engine.is_busy() && harness.wire().is_armed);
         harness.engine.expire(Instant::now() + Duration::from_secs(61));
         assert!(send.is_done() && !harness.engine.is_busy() && !harness.wire().is_armed);

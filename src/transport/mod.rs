@@ -225,3 +225,32 @@ pub trait Transport: Send {
     /// When [`Transport::accept`] must be called at the latest, because a connection is in its handshake; none if none is.
     fn accepting_until(&self) -> Option<Instant>;
 }
+
+/// What the tests of each transport begin with.
+#[cfg(test)]
+mod testing {
+    use super::*;
+
+    /// The ends of a stream from the rank of `opener` to rank 1, which is that of `acceptor`.
+    pub(super) fn opened(
+        opener: &mut dyn Transport,
+        acceptor: &mut dyn Transport,
+        detour: Detour,
+    ) -> (Box<dyn SendStream>, Box<dyn RecvStream>) {
+        let mut send_stream = opener.open(Rank(1), &acceptor.address(), detour).unwrap();
+        let mut accepted = Vec::new();
+        while accepted.is_empty() || !send_stream.is_open() {
+            send_stream.write(&[], &[]).unwrap();
+            accepted.extend(acceptor.accept());
+        }
+        let (_, recv_stream) = accepted.pop().unwrap();
+        (send_stream, recv_stream)
+    }
+
+    /// The streams that are ready now.
+    pub(super) fn names(poller: &Poller) -> Vec<StreamName> {
+        let mut named = Vec::new();
+        poller.look(&mut named).unwrap();
+        named
+    }
+}

@@ -2,18 +2,12 @@
 
 use std::time::Duration;
 
-use ncclx_rs::{Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
+use ncclx_rs::{OpKind, Rank, ReduceOp, Source, Tag};
 
-use crate::world::{Wire, buffer, op, run, world_hinted};
+use crate::messages::start;
+use crate::world::{Wire, buffer, run, world_hinted};
 
 const RANKS: usize = 36;
-
-/// Starts to send to or receive from a rank.
-fn message(kind: OpKind, data: &mut [i32]) -> Op {
-    let memory = vec![buffer(data)];
-    let (inputs, outputs) = if matches!(kind, OpKind::Send { .. }) { (memory, vec![]) } else { (vec![], memory) };
-    Op { mode: Mode::Async, ..op(kind, inputs, outputs) }
-}
 
 #[test]
 fn every_message_comes_also_in_a_stream_that_has_long_brought_nothing() {
@@ -34,9 +28,9 @@ fn every_message_comes_also_in_a_stream_that_has_long_brought_nothing() {
                     let (mut out, mut back) = (vec![me as i32; count], vec![-1; count]);
                     let tag = Tag((pass * RANKS + distance) as u32);
                     let source = if pass == 3 { Source::Any } else { Source::Rank(Rank::from(from)) };
-                    let sent = comm.submit(message(OpKind::Send { to: Rank::from(to), tag }, &mut out)).expect("send");
+                    let sent = comm.submit(start(OpKind::Send { to: Rank::from(to), tag }, &mut out)).expect("send");
                     let kind = OpKind::Recv { from: source, tag };
-                    comm.submit(message(kind, &mut back)).expect("recv").wait(None).expect("recv");
+                    comm.submit(start(kind, &mut back)).expect("recv").wait(None).expect("recv");
                     sent.wait(None).expect("send");
                     assert!(back.iter().all(|value| *value == from as i32), "pass {pass}, distance {distance}");
                 }

@@ -19,7 +19,8 @@ fn recv(from: usize, tag: u32) -> OpKind {
     OpKind::Recv { from: Source::Rank(Rank::from(from)), tag: Tag(tag) }
 }
 
-fn start(kind: OpKind, data: &mut [i32]) -> Op {
+/// Starts to send to or receive from a rank.
+pub(crate) fn start(kind: OpKind, data: &mut [i32]) -> Op {
     let memory = vec![buffer(data)];
     let (inputs, outputs) = if matches!(kind, OpKind::Send { .. }) { (memory, vec![]) } else { (vec![], memory) };
     Op { mode: Mode::Async, ..op(kind, inputs, outputs) }

@@ -6,6 +6,7 @@ use super::*;
 use crate::error::Down;
 use crate::sys::socket::connect_unix;
 use crate::transport::auth::Secret;
+use crate::transport::testing::{names, opened};
 use crate::transport::{MemoryAddress, RecvStream};
 
 /// Any that is not this process's.
@@ -68,15 +69,9 @@ fn a_ring_that_the_peer_cannot_map_leaves_shared_memory_and_takes_no_bytes() {
 #[test]
 fn what_was_sent_before_the_end_is_shown_until_it_is_consumed() {
     let (mut opener, mut acceptor) = (transport(0), transport(1));
-    let mut send_stream = opener.open(Rank(1), &acceptor.address(), Detour::Possible).unwrap();
-    let mut accepted = Vec::new();
-    while accepted.is_empty() || !send_stream.is_open() {
-        send_stream.write(&[], &[]).unwrap();
-        accepted.extend(acceptor.accept());
-    }
+    let (mut send_stream, mut recv_stream) = opened(&mut opener, &mut acceptor, Detour::Possible);
     assert_eq!(send_stream.write(b"onetwo", &[]).unwrap(), 6);
     drop(send_stream);
-    let (_, recv_stream) = &mut accepted[0];
     while recv_stream.end().is_none() {
         assert!(recv_stream.arm(), "there are bytes");
         recv_stream.disarm();
@@ -93,20 +88,8 @@ fn what_was_sent_before_the_end_is_shown_until_it_is_consumed() {
 /// A stream from rank 0 to rank 1 through a ring of a page, and the poller of each.
 fn stream() -> ([Poller; 2], Box<dyn SendStream>, Box<dyn RecvStream>) {
     let (mut opener, mut acceptor) = (transport(0), transport(1));
-    let mut send_stream = opener.open(Rank(1), &acceptor.address(), Detour::Possible).unwrap();
-    let mut accepted = Vec::new();
-    while accepted.is_empty() || !send_stream.is_open() {
-        send_stream.write(&[], &[]).unwrap();
-        accepted.extend(acceptor.accept());
-    }
-    let (_, recv_stream) = accepted.pop().unwrap();
+    let (send_stream, recv_stream) = opened(&mut opener, &mut acceptor, Detour::Possible);
     ([opener.poller, acceptor.poller], send_stream, recv_stream)
-}
-
-fn names(poller: &Poller) -> Vec<StreamName> {
-    let mut named = Vec::new();
-    poller.look(&mut named).unwrap();
-    named
 }
 
 #[test]

@@ -10,6 +10,7 @@ use crate::config::Config;
 use crate::sys::poller::{Poller, StreamName};
 use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::{Identity, Secret};
+use crate::transport::testing::{names, opened};
 use crate::transport::tls::Tls;
 use crate::transport::{Detour, RecvStream, SendStream, Transport};
 use crate::types::Rank;
@@ -104,20 +105,8 @@ fn a_listener_on_the_wire_reads_messages_without_tls_alone() {
 fn stream(tls: &str) -> ([TcpTransport; 2], Box<dyn SendStream>, Box<dyn RecvStream>) {
     let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
     let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
-    let mut send_stream = sender.open(Rank(1), &receiver.address(), Detour::Impossible).unwrap();
-    let mut accepted = Vec::new();
-    while accepted.is_empty() || !send_stream.is_open() {
-        send_stream.write(&[], &[]).unwrap();
-        accepted.extend(receiver.accept());
-    }
-    let (_, recv_stream) = accepted.pop().unwrap();
+    let (send_stream, recv_stream) = opened(&mut sender, &mut receiver, Detour::Impossible);
     ([sender, receiver], send_stream, recv_stream)
-}
-
-fn names(transport: &TcpTransport) -> Vec<StreamName> {
-    let mut named = Vec::new();
-    transport.poller.look(&mut named).unwrap();
-    named
 }
 
 #[test]
@@ -126,18 +115,18 @@ fn an_armed_stream_is_named_once_bytes_have_come_or_its_end() {
         let ([_sender, receiver], mut send_stream, mut recv_stream) = stream(tls);
         for letter in [b"a", b"b"] {
             // TLS may have something to say of its own first.
-            while !names(&receiver).is_empty() || recv_stream.arm() {
+            while !names(&receiver.poller).is_empty() || recv_stream.arm() {
                 assert!(recv_stream.peek().unwrap().is_empty());
             }
             assert_eq!(send_stream.write(letter, &[]).unwrap(), 1);
-            while names(&receiver) != [StreamName::From(Rank(0))] {}
+            while names(&receiver.poller) != [StreamName::From(Rank(0))] {}
             recv_stream.disarm();
             while recv_stream.peek().unwrap().is_empty() {}
             assert_eq!(recv_stream.peek().unwrap(), letter);
             recv_stream.consume(1);
         }
         drop(send_stream);
-        while names(&receiver) != [StreamName::From(Rank(0))] {}
+        while names(&receiver.poller) != [StreamName::From(Rank(0))] {}
         while recv_stream.peek().is_ok() {}
     }
 }
@@ -165,17 +154,17 @@ fn a_stream_that_was_armed_without_room_is_named_once_there_is_some() {
             }
         }
         assert!(!send_stream.arm());
-        assert_eq!(names(&sender), [], "TLS {tls}: nobody has read");
+        assert_eq!(names(&sender.poller), [], "TLS {tls}: nobody has read");
         assert_eq!(sender.holds_bytes(), tls == "on");
         let mut received = 0;
-        while names(&sender) != [StreamName::To(Rank(1))] {
+        while names(&sender.poller) != [StreamName::To(Rank(1))] {
             received += recv_stream.read(&mut piece).unwrap();
         }
         while send_stream.flushed() != Ok(true) || received < sent {
             received += recv_stream.read(&mut piece).unwrap();
         }
         send_stream.disarm();
-        assert_eq!((names(&sender), sender.holds_bytes()), (vec![], false), "TLS {tls}: nothing waits any more");
+        assert_eq!((names(&sender.poller), sender.holds_bytes()), (vec![], false), "TLS {tls}: nothing waits any more");
         assert!(send_stream.write(&[], &[IoSlice::new(&payload)]).unwrap() > 0);
     }
 }
