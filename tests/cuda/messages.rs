@@ -306,8 +306,9 @@ pub(crate) fn disagree(rank: OnDevice) {
             _ => rank.receives(2, round, 1),
         };
         if rank.me() == 2 {
-            let send = rank.sends(2, round, 1);
-            assert_eq!(outcome(rank.batch(&[send, item])), Ok(()), "it is not concerned");
+            let items = [rank.sends(2, round, 1), item];
+            assert_eq!(outcome(rank.batch(&items)), Ok(()), "it is not concerned");
+            kept.extend(items);
         } else {
             if (rank.me(), round) == (1, 2) {
                 item.kind = recv(0, 7);
