@@ -121,7 +121,7 @@ pub(crate) fn watch(test: &str) {
     let test = test.to_owned();
     std::thread::spawn(move || {
         // Several times as long as the longest takes on a busy machine.
-        std::thread::sleep(Duration::from_secs(900));
+        std::thread::sleep(Duration::from_secs(300));
         eprintln!("{test} does not end");
         std::process::abort();
     });

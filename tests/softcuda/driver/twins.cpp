@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -37,9 +38,49 @@ const std::vector<void*>& libraries() {
   return *libraries;
 }
 
+using Bytes = std::vector<char>;
+
+// Buffers of what has run on this thread before: fresh memory for each launch would take longer than the copies.
+class Spares {
+ public:
+  // One with room for so many bytes, if there is one; else one without memory.
+  Bytes take(size_t bytes) {
+    const auto found = spares_.lower_bound(bytes);
+    if (found == spares_.end()) return {};
+    Bytes spare = std::move(found->second);
+    kept_ -= found->first;
+    spares_.erase(found);
+    return spare;
+  }
+
+  void give_back(Bytes bytes) {
+    const size_t room = bytes.capacity();
+    if (kept_ + room > MOST) return;
+    kept_ += room;
+    spares_.emplace(room, std::move(bytes));
+  }
+
+ private:
+  static constexpr size_t MOST = size_t{96} << 20;
+  std::multimap<size_t, Bytes> spares_;
+  size_t kept_ = 0;
+};
+
+thread_local Spares spares;
+
 // A weak machine's kernel works on a copy: what it changed there becomes the stream's held stores.
 class Copies {
  public:
+  Copies() = default;
+  Copies(const Copies&) = delete;
+  Copies& operator=(const Copies&) = delete;
+  ~Copies() {
+    for (auto& entry : copies_) {
+      spares.give_back(std::move(entry.second.before));
+      spares.give_back(std::move(entry.second.now));
+    }
+  }
+
   // Where a copy has the byte of an address; null for what is not device memory.
   char* place(CUdeviceptr address) {
     Lock lock(state());
@@ -51,6 +92,8 @@ class Copies {
       Progress& progress = *running().progress;
       const char* source = reach(start, bytes, progress.device, "read");
       if (!source) return nullptr;
+      copy.before = spares.take(bytes);
+      copy.now = spares.take(bytes);
       copy.before.assign(source, source + bytes);
       copy.now = copy.before;
     }
@@ -60,20 +103,30 @@ class Copies {
   void hold_changes(Stores& stores) const {
     for (const auto& [start, copy] : copies_) {
       const size_t size = copy.now.size();
-      for (size_t i = 0; i < size;) {
-        size_t end = i;
-        while (end < size && copy.now[end] != copy.before[end]) ++end;
-        if (end > i) stores.hold(start + i, {copy.now.begin() + ptrdiff_t(i), copy.now.begin() + ptrdiff_t(end)});
-        i = end + 1;
+      for (size_t i = 0; i < size; i += BLOCK) {
+        const size_t end = std::min(size, i + BLOCK);
+        if (memcmp(&copy.now[i], &copy.before[i], end - i)) hold_changes(stores, start, copy, i, end);
       }
     }
   }
 
  private:
   struct Copy {
-    std::vector<char> before;
-    std::vector<char> now;
+    Bytes before;
+    Bytes now;
   };
+  // What has not changed is found to be so by as many bytes at once.
+  static constexpr size_t BLOCK = 4096;
+
+  static void hold_changes(Stores& stores, CUdeviceptr start, const Copy& copy, size_t i, size_t last) {
+    while (i < last) {
+      size_t end = i;
+      while (end < last && copy.now[end] != copy.before[end]) ++end;
+      if (end > i) stores.hold(start + i, {copy.now.begin() + ptrdiff_t(i), copy.now.begin() + ptrdiff_t(end)});
+      i = end + 1;
+    }
+  }
+
   std::map<CUdeviceptr, Copy> copies_;
 };
 
