@@ -365,16 +365,15 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 
 .PHONY: compat
 compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
-# The wheel for the PyTorch that `test-tch` takes.
-.PHONY: compat-wheel
-compat-wheel: $(call installed,$(TCH_TORCH))
 
-# For scripts: what `compat` covers, and which of these `test` uses.
-.PHONY: versions torch-version
-versions:
-	@echo $(COMPAT)
+# For scripts: the versions that `test` and `test-tch` use, and what `compat` covers beside these.
+.PHONY: torch-version tch-version other-versions
 torch-version:
 	@echo $(TORCH)
+tch-version:
+	@echo $(TCH_TORCH)
+other-versions:
+	@echo $(filter-out $(TORCH) $(TCH_TORCH),$(COMPAT))
 
 .PHONY: clean
 clean: ## Removes environments and builds
@@ -386,7 +385,8 @@ target_of = target/$(if $(filter $(TORCH),$(1)),torch$(1),compat)
 
 # Everything for one torch version: its environment, its build of the wheel, its smoke tests.
 define for_torch
-.PHONY: compat-$(1)
+.PHONY: wheel-$(1) compat-$(1)
+wheel-$(1): $(call installed,$(1))
 compat-$(1): $(call installed,$(1))
 	$$(call in_venv,$(call venv_of,$(1))) python -m pytest tests/python -m smoke
 
