@@ -10,10 +10,12 @@
 
 use half::{bf16, f16};
 
-use crate::sys::simd::{Kernel, widest};
+use crate::sys::simd::{Halves, Kernel, widest};
 use crate::types::{DType, ReduceOp};
 
-use element::{Accumulators, Element, Float, Job, STRETCH, Truth, accumulate, each, undefined};
+use element::{
+    Accumulators, Element, Float, Half, Job, STRETCH, Truth, combine_each, load_each, store_each, undefined,
+};
 
 pub use average::{average, divide, widen};
 pub use element::Operands;
@@ -76,8 +78,8 @@ struct Combine<'a> {
 
 impl Job for Combine<'_> {
     #[inline(always)]
-    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy) {
-        each(E::split_mut(self.into), E::split(self.from), |into, from| E::store(op(E::load(into), E::load(from))));
+    fn run<E: Element>(self, means: E::Means, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy) {
+        combine_each::<E>(means, E::split_mut(self.into), E::split(self.from), op);
     }
 }
 
@@ -89,16 +91,20 @@ struct Fold<'a> {
 
 impl<'a> Job for Fold<'a> {
     #[inline(always)]
-    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy) {
+    fn run<E: Element>(self, means: E::Means, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy) {
         // A stretch of wide accumulators at a time: rounded once, and each block is read in runs.
         let mut wide = Accumulators([E::Wide::default(); STRETCH]);
         for (index, into) in E::split_mut(self.into).chunks_mut(STRETCH).enumerate() {
             let (start, len) = (index * STRETCH, into.len());
             let stretches =
                 |blocks: &'a [&'a [u8]]| blocks.iter().map(move |block| &E::split(block)[start..start + len]);
-            let blocks = stretches(self.before).chain([&*into]).chain(stretches(self.after));
-            accumulate(&mut wide.0[..len], blocks, E::load, op);
-            each(into, &wide.0[..len], |_, wide| E::store(wide));
+            let wide = &mut wide.0[..len];
+            let mut blocks = stretches(self.before).chain([&*into]).chain(stretches(self.after));
+            load_each::<E, _>(means, wide, blocks.next().unwrap_or_default(), |_, element| element);
+            for block in blocks {
+                load_each::<E, _>(means, wide, block, op);
+            }
+            store_each::<E, _>(means, into, wide, |wide| wide);
         }
     }
 }
@@ -111,37 +117,45 @@ struct Dispatch<J> {
 
 impl<J: Job> Kernel for Dispatch<J> {
     #[inline(always)]
-    fn run(self) {
+    fn run(self, halves: Option<Halves>) {
         match self.operands {
-            Operands::Elements(op, dtype) => dispatch(op, dtype, self.job),
+            Operands::Elements(op, dtype) => dispatch(op, dtype, halves, self.job),
             Operands::Sums(dtype) => average::add(dtype, self.job),
         }
     }
 }
 
 #[inline(always)]
-fn dispatch(op: ReduceOp, dtype: DType, job: impl Job) {
+fn dispatch(op: ReduceOp, dtype: DType, halves: Option<Halves>, job: impl Job) {
     macro_rules! integer {
         ($t:ty) => {
             match op {
-                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => job.run::<$t>(|a, b| a.wrapping_add(b)),
-                ReduceOp::Product => job.run::<$t>(|a, b| a.wrapping_mul(b)),
-                ReduceOp::Min => job.run::<$t>(|a, b| a.min(b)),
-                ReduceOp::Max => job.run::<$t>(|a, b| a.max(b)),
-                ReduceOp::BitAnd => job.run::<$t>(|a, b| a & b),
-                ReduceOp::BitOr => job.run::<$t>(|a, b| a | b),
-                ReduceOp::BitXor => job.run::<$t>(|a, b| a ^ b),
+                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => job.run::<$t>((), |a, b| a.wrapping_add(b)),
+                ReduceOp::Product => job.run::<$t>((), |a, b| a.wrapping_mul(b)),
+                ReduceOp::Min => job.run::<$t>((), |a, b| a.min(b)),
+                ReduceOp::Max => job.run::<$t>((), |a, b| a.max(b)),
+                ReduceOp::BitAnd => job.run::<$t>((), |a, b| a & b),
+                ReduceOp::BitOr => job.run::<$t>((), |a, b| a | b),
+                ReduceOp::BitXor => job.run::<$t>((), |a, b| a ^ b),
             }
         };
     }
     macro_rules! float {
-        ($t:ty) => {
+        ($t:ty, $means:expr) => {
             match op {
-                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => job.run::<$t>(|a, b| a + b),
-                ReduceOp::Product => job.run::<$t>(|a, b| a * b),
-                ReduceOp::Min => job.run::<$t>(Float::least),
-                ReduceOp::Max => job.run::<$t>(Float::greatest),
+                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => job.run::<$t>($means, |a, b| a + b),
+                ReduceOp::Product => job.run::<$t>($means, |a, b| a * b),
+                ReduceOp::Min => job.run::<$t>($means, Float::least),
+                ReduceOp::Max => job.run::<$t>($means, Float::greatest),
                 ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => undefined(op, dtype),
+            }
+        };
+    }
+    macro_rules! half {
+        () => {
+            match halves {
+                Some(halves) => float!(Half, halves),
+                None => float!(f16, ()),
             }
         };
     }
@@ -154,17 +168,17 @@ fn dispatch(op: ReduceOp, dtype: DType, job: impl Job) {
         DType::I32 => integer!(i32),
         DType::U64 => integer!(u64),
         DType::I64 => integer!(i64),
-        DType::F16 => float!(f16),
-        DType::BF16 => float!(bf16),
-        DType::F32 => float!(f32),
-        DType::F64 => float!(f64),
-        DType::C32 if is_sum(op) => float!(f16),
-        DType::C64 if is_sum(op) => float!(f32),
-        DType::C128 if is_sum(op) => float!(f64),
+        DType::F16 => half!(),
+        DType::BF16 => float!(bf16, ()),
+        DType::F32 => float!(f32, ()),
+        DType::F64 => float!(f64, ()),
+        DType::C32 if is_sum(op) => half!(),
+        DType::C64 if is_sum(op) => float!(f32, ()),
+        DType::C128 if is_sum(op) => float!(f64, ()),
         DType::Bool => match op {
-            ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => job.run::<Truth>(|a, b| a | b),
-            ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => job.run::<Truth>(|a, b| a & b),
-            ReduceOp::BitXor => job.run::<Truth>(|a, b| a ^ b),
+            ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => job.run::<Truth>((), |a, b| a | b),
+            ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => job.run::<Truth>((), |a, b| a & b),
+            ReduceOp::BitXor => job.run::<Truth>((), |a, b| a ^ b),
             ReduceOp::Avg | ReduceOp::PreMulSum(_) => undefined(op, dtype),
         },
         _ => undefined(op, dtype),

@@ -5,8 +5,8 @@
 
 use half::{bf16, f16};
 
-use super::element::{Accumulators, Element, Job, Operands, STRETCH, accumulate, each, undefined};
-use crate::sys::simd::{Kernel, widest};
+use super::element::{Accumulators, Element, Half, Job, Operands, STRETCH, load_each, store_each, undefined};
+use crate::sys::simd::{Halves, Kernel, widest};
 use crate::types::{DType, ReduceOp};
 
 /// `into = from`, elements turned into sums of one.
@@ -40,20 +40,21 @@ pub fn divide(dtype: DType, world: usize, data: &mut [u8]) {
 /// As [`widen`].
 pub(super) fn sum_size(dtype: DType) -> usize {
     let mut size = 0;
-    summed(dtype, Size { element: dtype.size(), sum: &mut size });
+    summed(dtype, None, Size { element: dtype.size(), sum: &mut size });
     size
 }
 
 /// Does a job with sums.
 #[inline(always)]
 pub(super) fn add(dtype: DType, job: impl Job) {
-    summed(dtype, Add(job));
+    // The sums of half precision are of single precision.
+    summed(dtype, None, Add(job));
 }
 
 /// An element that can be averaged.
 trait Summed: Element {
     /// What its sums are computed in: wide enough for those of more ranks than there can be.
-    type Sum: Element<Wide = Self::Sum> + Default;
+    type Sum: Element<Wide = Self::Sum, Means = ()> + Default;
     fn widened(wide: Self::Wide) -> Self::Sum;
     fn add(one: Self::Sum, other: Self::Sum) -> Self::Sum;
     fn divided(sum: Self::Sum, count: usize) -> Self::Wide;
@@ -92,6 +93,7 @@ summed! {
     u64, i128;
     i64, i128;
     f16, f32;
+    Half, f32;
     bf16, f32;
     f32, f32;
     f64, f64;
@@ -99,24 +101,27 @@ summed! {
 
 /// Something to be done with elements of one type or their sums.
 trait SumJob {
-    fn run<E: Summed>(self);
+    fn run<E: Summed>(self, means: E::Means);
 }
 
 #[inline(always)]
-fn summed(dtype: DType, job: impl SumJob) {
+fn summed(dtype: DType, halves: Option<Halves>, job: impl SumJob) {
     match dtype {
-        DType::U8 => job.run::<u8>(),
-        DType::I8 => job.run::<i8>(),
-        DType::U16 => job.run::<u16>(),
-        DType::I16 => job.run::<i16>(),
-        DType::U32 => job.run::<u32>(),
-        DType::I32 => job.run::<i32>(),
-        DType::U64 => job.run::<u64>(),
-        DType::I64 => job.run::<i64>(),
-        DType::F16 | DType::C32 => job.run::<f16>(),
-        DType::BF16 => job.run::<bf16>(),
-        DType::F32 | DType::C64 => job.run::<f32>(),
-        DType::F64 | DType::C128 => job.run::<f64>(),
+        DType::U8 => job.run::<u8>(()),
+        DType::I8 => job.run::<i8>(()),
+        DType::U16 => job.run::<u16>(()),
+        DType::I16 => job.run::<i16>(()),
+        DType::U32 => job.run::<u32>(()),
+        DType::I32 => job.run::<i32>(()),
+        DType::U64 => job.run::<u64>(()),
+        DType::I64 => job.run::<i64>(()),
+        DType::F16 | DType::C32 => match halves {
+            Some(halves) => job.run::<Half>(halves),
+            None => job.run::<f16>(()),
+        },
+        DType::BF16 => job.run::<bf16>(()),
+        DType::F32 | DType::C64 => job.run::<f32>(()),
+        DType::F64 | DType::C128 => job.run::<f64>(()),
         _ => undefined(ReduceOp::Avg, dtype),
     }
 }
@@ -129,8 +134,8 @@ struct Summing<J> {
 
 impl<J: SumJob> Kernel for Summing<J> {
     #[inline(always)]
-    fn run(self) {
-        summed(self.dtype, self.job);
+    fn run(self, halves: Option<Halves>) {
+        summed(self.dtype, halves, self.job);
     }
 }
 
@@ -140,9 +145,9 @@ struct Size<'a> {
 }
 
 impl SumJob for Size<'_> {
-    fn run<E: Summed>(self) {
+    fn run<E: Summed>(self, _: E::Means) {
         // A complex number is as many elements as its sum.
-        *self.sum = self.element / size_of::<E>() * size_of::<E::Sum>();
+        *self.sum = self.element / size_of::<E::Bytes>() * size_of::<E::Sum>();
     }
 }
 
@@ -150,8 +155,8 @@ struct Add<J>(J);
 
 impl<J: Job> SumJob for Add<J> {
     #[inline(always)]
-    fn run<E: Summed>(self) {
-        self.0.run::<E::Sum>(E::add);
+    fn run<E: Summed>(self, _: E::Means) {
+        self.0.run::<E::Sum>((), E::add);
     }
 }
 
@@ -162,8 +167,9 @@ struct Widen<'a> {
 
 impl SumJob for Widen<'_> {
     #[inline(always)]
-    fn run<E: Summed>(self) {
-        each(E::Sum::split_mut(self.into), E::split(self.from), |_, from| E::Sum::store(E::widened(E::load(from))));
+    fn run<E: Summed>(self, means: E::Means) {
+        let (into, from) = (E::Sum::split_mut(self.into), E::split(self.from));
+        load_each::<E, _>(means, into, from, |_, element| E::Sum::store(E::widened(element)));
     }
 }
 
@@ -174,7 +180,7 @@ struct Divide<'a> {
 
 impl SumJob for Divide<'_> {
     #[inline(always)]
-    fn run<E: Summed>(self) {
+    fn run<E: Summed>(self, _: E::Means) {
         for bytes in E::split_mut(self.data) {
             *bytes = E::store(E::divided(E::widened(E::load(*bytes)), self.world));
         }
@@ -190,10 +196,10 @@ struct Average<'a> {
 
 impl SumJob for Average<'_> {
     #[inline(always)]
-    fn run<E: Summed>(self) {
+    fn run<E: Summed>(self, means: E::Means) {
         match self.of {
-            Operands::Elements(..) => self.run_on::<E, E>(|bytes| E::widened(E::load(bytes))),
-            Operands::Sums(_) => self.run_on::<E, E::Sum>(E::Sum::load),
+            Operands::Elements(..) => self.run_on::<E, E>(means, means, E::widened),
+            Operands::Sums(_) => self.run_on::<E, E::Sum>(means, (), |sum| sum),
         }
     }
 }
@@ -201,16 +207,25 @@ impl SumJob for Average<'_> {
 impl Average<'_> {
     /// Averages blocks of elements or sums, `B`.
     #[inline(always)]
-    fn run_on<E: Summed, B: Element>(self, load: impl Fn(B::Bytes) -> E::Sum + Copy) {
+    fn run_on<E: Summed, B: Element>(
+        self,
+        means: E::Means,
+        block_means: B::Means,
+        widened: impl Fn(B::Wide) -> E::Sum + Copy,
+    ) {
         let into = E::split_mut(self.into);
-        let whole = into.len() * size_of::<B>();
+        let whole = into.len() * size_of::<B::Bytes>();
         assert!(self.blocks.iter().all(|block| block.len() == whole), "blocks as long as their average");
         let mut sums = Accumulators([E::Sum::default(); STRETCH]);
         for (index, into) in into.chunks_mut(STRETCH).enumerate() {
             let (start, len) = (index * STRETCH, into.len());
-            let blocks = self.blocks.iter().map(|block| &B::split(block)[start..start + len]);
-            accumulate(&mut sums.0[..len], blocks, load, E::add);
-            each(into, &sums.0[..len], |_, sum| E::store(E::divided(sum, self.world)));
+            let sums = &mut sums.0[..len];
+            let mut blocks = self.blocks.iter().map(|block| &B::split(block)[start..start + len]);
+            load_each::<B, _>(block_means, sums, blocks.next().unwrap_or_default(), |_, element| widened(element));
+            for block in blocks {
+                load_each::<B, _>(block_means, sums, block, |sum, element| E::add(sum, widened(element)));
+            }
+            store_each::<E, _>(means, into, sums, |sum| E::divided(sum, self.world));
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use crate::sys::simd::{EIGHT, Halves};
 use crate::types::{DType, ReduceOp};
 
 /// What is combined, and how.
@@ -17,11 +18,28 @@ pub enum Operands {
 pub(super) trait Element: Copy {
     type Wide: Copy + Default;
     /// An array.
-    type Bytes: Copy;
+    type Bytes: Copy + Default;
+    /// By what eight are converted at a time; nothing where the compiler does that as well.
+    type Means: Copy;
+    const BY_EIGHTS: bool = false;
     fn split(bytes: &[u8]) -> &[Self::Bytes];
     fn split_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
     fn load(bytes: Self::Bytes) -> Self::Wide;
     fn store(wide: Self::Wide) -> Self::Bytes;
+
+    #[inline(always)]
+    fn load_eight(_: Self::Means, bytes: [Self::Bytes; EIGHT]) -> [Self::Wide; EIGHT] {
+        let mut wide = [Self::Wide::default(); EIGHT];
+        each(&mut wide, &bytes, |_, bytes| Self::load(bytes));
+        wide
+    }
+
+    #[inline(always)]
+    fn store_eight(_: Self::Means, wide: [Self::Wide; EIGHT]) -> [Self::Bytes; EIGHT] {
+        let mut bytes = [Self::Bytes::default(); EIGHT];
+        each(&mut bytes, &wide, |_, wide| Self::store(wide));
+        bytes
+    }
 }
 
 macro_rules! element {
@@ -29,6 +47,7 @@ macro_rules! element {
         impl Element for $t {
             type Wide = $wide;
             type Bytes = [u8; size_of::<$t>()];
+            type Means = ();
             #[inline(always)]
             fn split(bytes: &[u8]) -> &[Self::Bytes] {
                 bytes.as_chunks().0
@@ -78,6 +97,50 @@ impl Truth {
 
     fn to_ne_bytes(self) -> [u8; 1] {
         [self.0]
+    }
+}
+
+/// Half precision where the processor converts it: [`f16`] in all else.
+#[derive(Clone, Copy)]
+pub(super) struct Half;
+
+impl Element for Half {
+    type Wide = f32;
+    type Bytes = [u8; 2];
+    type Means = Halves;
+    const BY_EIGHTS: bool = true;
+
+    #[inline(always)]
+    fn split(bytes: &[u8]) -> &[[u8; 2]] {
+        f16::split(bytes)
+    }
+
+    #[inline(always)]
+    fn split_mut(bytes: &mut [u8]) -> &mut [[u8; 2]] {
+        f16::split_mut(bytes)
+    }
+
+    #[inline(always)]
+    fn load(bytes: [u8; 2]) -> f32 {
+        <f16 as Element>::load(bytes)
+    }
+
+    #[inline(always)]
+    fn store(wide: f32) -> [u8; 2] {
+        <f16 as Element>::store(wide)
+    }
+
+    #[inline(always)]
+    fn load_eight(halves: Halves, bytes: [[u8; 2]; EIGHT]) -> [f32; EIGHT] {
+        halves.widen(bytes)
+    }
+
+    #[inline(always)]
+    fn store_eight(halves: Halves, mut wide: [f32; EIGHT]) -> [[u8; 2]; EIGHT] {
+        for wide in &mut wide {
+            *wide = canonical_f32(*wide);
+        }
+        halves.narrow(wide)
     }
 }
 
@@ -174,21 +237,60 @@ float!(f32, f64);
 
 /// Something to be done with elements of one type under one binary operation.
 pub(super) trait Job {
-    fn run<E: Element>(self, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy);
+    fn run<E: Element>(self, means: E::Means, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy);
 }
 
-/// `wide = block₀ ⊕ block₁ ⊕ …`.
+/// `into = into ⊕ from`.
 #[inline(always)]
-pub(super) fn accumulate<'a, B: Copy + 'a, W: Copy>(
-    wide: &mut [W],
-    mut blocks: impl Iterator<Item = &'a [B]>,
-    load: impl Fn(B) -> W,
-    op: impl Fn(W, W) -> W,
+pub(super) fn combine_each<E: Element>(
+    means: E::Means,
+    into: &mut [E::Bytes],
+    from: &[E::Bytes],
+    op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy,
 ) {
-    each(wide, blocks.next().unwrap_or_default(), |_, bytes| load(bytes));
-    for block in blocks {
-        each(wide, block, |wide, bytes| op(wide, load(bytes)));
-    }
+    let in_eights = if E::BY_EIGHTS { into.len() / EIGHT * EIGHT } else { 0 };
+    let ((eights, rest), (from_eights, from_rest)) = (into.split_at_mut(in_eights), from.split_at(in_eights));
+    each(eights.as_chunks_mut().0, from_eights.as_chunks().0, |into, from| {
+        let mut wide = E::load_eight(means, into);
+        each(&mut wide, &E::load_eight(means, from), op);
+        E::store_eight(means, wide)
+    });
+    each(rest, from_rest, |into, from| E::store(op(E::load(into), E::load(from))));
+}
+
+/// `wide = f(wide, from)`.
+#[inline(always)]
+pub(super) fn load_each<E: Element, W: Copy>(
+    means: E::Means,
+    wide: &mut [W],
+    from: &[E::Bytes],
+    f: impl Fn(W, E::Wide) -> W + Copy,
+) {
+    let in_eights = if E::BY_EIGHTS { wide.len() / EIGHT * EIGHT } else { 0 };
+    let ((eights, rest), (from_eights, from_rest)) = (wide.split_at_mut(in_eights), from.split_at(in_eights));
+    each(eights.as_chunks_mut().0, from_eights.as_chunks().0, |mut wide: [W; EIGHT], from| {
+        each(&mut wide, &E::load_eight(means, from), f);
+        wide
+    });
+    each(rest, from_rest, |wide, from| f(wide, E::load(from)));
+}
+
+/// `into = f(wide)`.
+#[inline(always)]
+pub(super) fn store_each<E: Element, W: Copy>(
+    means: E::Means,
+    into: &mut [E::Bytes],
+    wide: &[W],
+    f: impl Fn(W) -> E::Wide + Copy,
+) {
+    let in_eights = if E::BY_EIGHTS { into.len() / EIGHT * EIGHT } else { 0 };
+    let ((eights, rest), (wide_eights, wide_rest)) = (into.split_at_mut(in_eights), wide.split_at(in_eights));
+    each(eights.as_chunks_mut().0, wide_eights.as_chunks().0, |_, wide: [W; EIGHT]| {
+        let mut narrow = [E::Wide::default(); EIGHT];
+        each(&mut narrow, &wide, |_, wide| f(wide));
+        E::store_eight(means, narrow)
+    });
+    each(rest, wide_rest, |_, wide| E::store(f(wide)));
 }
 
 /// `into = f(into, from)`, element by element.

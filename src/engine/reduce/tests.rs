@@ -326,3 +326,27 @@ fn half_precision_is_converted_as_ieee_754_says() {
         }
     }
 }
+
+#[test]
+fn half_precision_is_converted_alike_by_eights_and_one_by_one() {
+    let sums = Operands::Sums(DType::F16);
+    let halves: Vec<u16> = (0..=u16::MAX).collect();
+    let mut widened = vec![0; 4 * halves.len()];
+    widen(DType::F16, &mut widened, &halves.iter().flat_map(|half| half.to_ne_bytes()).collect::<Vec<_>>());
+    for (bits, got) in halves.iter().zip(widened.as_chunks::<4>().0) {
+        let expected = widen_f16(f16::from_bits(*bits));
+        let expected = if expected.is_nan() { 0x7fc0_0000 } else { expected.to_bits() };
+        assert_eq!(u32::from_ne_bytes(*got), expected, "half {bits:#x}");
+    }
+    let lows = [0, 1, 0x7ff, 0x800, 0xfff];
+    for high in (0..1u32 << 20).step_by(1 << 10) {
+        let singles: Vec<u32> = (high..high + (1 << 10)).flat_map(|high| lows.map(|low| high << 12 | low)).collect();
+        let bytes: Vec<u8> = singles.iter().flat_map(|single| single.to_ne_bytes()).collect();
+        let mut narrowed = vec![0; 2 * singles.len()];
+        average(sums, 1, &mut narrowed, &[&bytes]);
+        for (bits, got) in singles.iter().zip(narrowed.as_chunks::<2>().0) {
+            let expected = narrow_f16(f32::from_bits(*bits)).to_bits();
+            assert_eq!(u16::from_ne_bytes(*got), expected, "single {bits:#x}");
+        }
+    }
+}
