@@ -417,4 +417,19 @@ mod tests {
         let work = in_flight(message(&mut harness, receive, &mut words));
         assert_eq!((work.source(), words.get()), (Some(Rank(1)), [7].as_slice()), "it had come before");
     }
+
+    #[test]
+    fn a_frame_that_was_left_to_the_loop_is_not_slept_through() {
+        let (mut harness, mut words) = (harness(), Words::new(vec![0]));
+        let frames = [4, 3].map(|tag| [&*message_header(Tag(tag), 8).encode(), &7u64.to_ne_bytes()].concat());
+        harness.wire().to_engine.extend(frames.concat());
+        let work = in_flight(message(&mut harness, Direction::Receive(Source::Rank(Rank(1))), &mut words));
+        // Another thread makes progress, and would sleep before the one that has called takes its turn.
+        assert!(harness.engine.arm(), "what has been seen is to be read");
+        harness.engine.disarm();
+        harness.settle();
+        assert_eq!((work.result(), words.get()), (Some(Ok(())), [7].as_slice()));
+        assert!(!harness.engine.arm(), "now it may sleep");
+        harness.engine.disarm();
+    }
 }

@@ -27,12 +27,15 @@ pub(crate) struct Inbox {
     /// Whether the next bytes are to be taken by the loop: those of a frame that has begun, or of a stream that is armed.
     is_for_loop: bool,
     is_armed: bool,
+    /// Bytes have been seen and left to the loop. A stream may have them already, so that no poller tells of them.
+    is_unread: bool,
     vain: VainLooks,
 }
 
 impl Inbox {
     pub(crate) fn new(recv_stream: Box<dyn RecvStream>) -> Self {
-        Inbox { recv_stream, body: None, is_for_loop: false, is_armed: false, vain: VainLooks::default() }
+        let vain = VainLooks::default();
+        Inbox { recv_stream, body: None, is_for_loop: false, is_armed: false, is_unread: false, vain }
     }
 
     /// Moves bytes until a frame is complete, and returns its header and what took its payload; nothing when the bytes run
@@ -42,6 +45,7 @@ impl Inbox {
         moved: &mut bool,
         begin: impl FnOnce(Header) -> Sink,
     ) -> Result<Option<(Header, Sink)>, LinkDown> {
+        self.is_unread = false;
         if self.body.is_none() {
             let bytes = self.recv_stream.peek()?;
             let Some(header) = Header::decode(bytes)? else {
@@ -99,7 +103,10 @@ impl Inbox {
         if bytes.is_empty() {
             return Next::Nothing;
         }
-        let Some(behind) = bytes.strip_prefix(&**head) else { return Next::Other };
+        let Some(behind) = bytes.strip_prefix(&**head) else {
+            self.is_unread = true;
+            return Next::Other;
+        };
         let payload = header.payload();
         if let Some(whole) = behind.get(..payload) {
             buffer().take(whole);
@@ -170,7 +177,7 @@ impl Inbox {
 
     /// Asks to be woken when bytes come. False: it is not armed, since there are some now.
     pub(crate) fn arm(&mut self) -> bool {
-        self.is_armed = !self.recv_stream.arm();
+        self.is_armed = !self.is_unread && !self.recv_stream.arm();
         if !self.is_armed {
             self.recv_stream.disarm();
         }
