@@ -192,6 +192,14 @@ impl Collectives {
         self.active.is_none() && self.queue.is_empty()
     }
 
+    /// Whether a turn would go on with a collective, which waits for nothing.
+    pub(crate) fn is_ready(&self) -> bool {
+        match &self.active {
+            Some(active) => active.left == 0 || !active.ready.is_empty(),
+            None => !self.queue.is_empty(),
+        }
+    }
+
     /// Whether nothing has come of collectives that this rank has not called.
     pub(crate) fn has_no_unexpected(&self) -> bool {
         self.unexpected.is_empty() && self.failed.is_empty()

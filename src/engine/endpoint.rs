@@ -217,14 +217,23 @@ impl Endpoints {
         gone
     }
 
-    /// Has each turn read the stream from `peer`, and so the thread that sleeps.
+    /// Has each turn read the stream from `peer`, from which something comes, and so the thread that sleeps.
     fn read_again(&mut self, peer: Rank) {
+        if self.agenda.has(List::Silent, peer)
+            && let Some(inbox) = self.inbox(peer)
+        {
+            inbox.expect_more();
+        }
+        self.read_on(peer);
+    }
+
+    /// The same, for as long as it would have been looked at before it was armed.
+    fn read_on(&mut self, peer: Rank) {
         // Without its inbox, which is being emptied, it stays where it is.
         let is_armed = self.agenda.has(List::Silent, peer);
         let Some(inbox) = self.inbox(peer) else { return };
         if is_armed {
             inbox.disarm();
-            inbox.expect_more();
             self.agenda.remove(List::Silent, peer);
         }
         if self.agenda.insert(List::Reading, peer) {
@@ -604,7 +613,7 @@ impl Endpoints {
         for (list, peer) in dozing.drain(..) {
             match list {
                 _ if !self.agenda.has(list, peer) => {}
-                List::Silent => self.read_again(peer),
+                List::Silent => self.read_on(peer),
                 _ => self.write_again(peer),
             }
         }

@@ -527,6 +527,24 @@ mod tests {
     }
 
     #[test]
+    fn streams_that_brought_nothing_through_some_sleeps_cost_the_next_ones_nothing() {
+        let (mut harness, mut words) = (Harness::of(52), Words::new(vec![7]));
+        harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
+        (harness.wire().crowd, harness.wire().patience) = (50, Some(8192));
+        for to in 1..52 {
+            harness.start(Direction::Send(Rank(to)), &mut words, Duration::from_secs(60));
+        }
+        let sleep = |harness: &mut Harness| {
+            assert!(!harness.engine.arm());
+            harness.engine.disarm();
+            harness.engine.progress(true);
+        };
+        assert!(looks(&mut harness, sleep).1 > 50, "they are looked at for a while");
+        (0..10).for_each(|_| sleep(&mut harness));
+        assert_eq!(looks(&mut harness, sleep), (0, 0));
+    }
+
+    #[test]
     fn what_is_taken_back_before_it_was_sent_leaves_its_credit() {
         let mut harness = Harness::new();
         let mut words = Words::new(vec![0; 512]);

@@ -279,7 +279,8 @@ impl Engine {
 
     /// Asks every stream to wake the poller. True: there is something to do now. Ended by [`Engine::disarm`].
     pub(crate) fn arm(&mut self) -> bool {
-        let is_ready = self.can_read_now() || self.buffered_sends.is_copying();
+        // Another thread's turn may have made ready what that thread does not wait for.
+        let is_ready = self.can_read_now() || self.buffered_sends.is_copying() || self.collectives.is_ready();
         !self.context.endpoints.arm() || is_ready
     }
 
