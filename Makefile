@@ -121,11 +121,12 @@ miri: nightly-toolchain ## Looks for undefined behaviour in what Miri can run
 
 # One test at a time, and the ranks of each in threads: they are slow enough as it is. Skipped is what has no threads and
 # takes many minutes, what has cargo build examples, which would get no standard library with the sanitizer, and what has NVRTC
-# load a library of its own, which the system looks for beside whoever loads it: that is the sanitizer then.
-TSAN_SKIPS := schedules::every_algorithm_is_right_in_larger_worlds examples:: nvrtc::
+# load a library of its own, which the system looks for beside whoever loads it: that is the sanitizer then. System calls go through libc, where it sees
+# them: it would take memory that is mapped anew for what lay there before.
+TSAN_SKIPS := schedules::every_algorithm_is_right_in_larger_worlds programs::programs_of examples:: nvrtc::
 .PHONY: tsan
 tsan: nightly-toolchain ## Looks for data races with ThreadSanitizer
-	PROPTEST_CASES=8 RUSTFLAGS=-Zsanitizer=thread CARGO_TARGET_DIR=target/tsan \
+	PROPTEST_CASES=8 RUSTFLAGS="-Zsanitizer=thread --cfg rustix_use_libc" CARGO_TARGET_DIR=target/tsan \
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/tsan.supp" \
 		$(NIGHTLY_CARGO) test --locked -Zbuild-std --target x86_64-unknown-linux-gnu --package ncclx_rs \
 		--lib --test engine -- --test-threads 1 $(TSAN_SKIPS:%=--skip %)
