@@ -6,7 +6,7 @@ use crate::signature::Signature;
 use crate::sync::{AtomicU64, Ordering};
 use crate::types::Rank;
 
-/// A call, as far as all ranks must make the same.
+/// The part of a call that must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LoggedCall {
     signature: Signature,
@@ -17,33 +17,31 @@ pub(crate) struct LoggedCall {
 /// Whether a call is recorded in a CUDA graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Capture {
-    /// It runs.
+    /// The call runs at once.
     Eager,
-    /// It runs when the graph does.
+    /// The call runs when the graph does.
     Captured,
 }
 
 /// Another rank has made another call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Disagreement {
-    /// The other rank.
     pub(crate) rank: Rank,
-    /// What differs.
     pub(crate) what: Difference,
 }
 
 /// What differs between the calls of two ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Difference {
-    /// What all ranks must call alike: this is what the other one has called.
+    /// The calls themselves: this is the other rank's.
     Call(LoggedCall),
     /// The elements of a block, in an all_to_all.
     Block {
-        /// Whose it is.
+        /// The rank that sends it.
         sender: Rank,
         /// How many it sends.
         sent: u64,
-        /// Whose it becomes.
+        /// The rank that receives it.
         receiver: Rank,
         /// How many it expects.
         expected: u64,
@@ -58,7 +56,7 @@ pub(crate) struct Blocks<'a> {
 }
 
 impl Disagreement {
-    /// The same with other names of the ranks.
+    /// The same disagreement, with other names of the ranks.
     pub(crate) fn named(self, name: impl Fn(Rank) -> Rank) -> Disagreement {
         let what = match self.what {
             Difference::Call(call) => Difference::Call(call),
@@ -76,7 +74,6 @@ impl LoggedCall {
         LoggedCall { signature, segments, capture }
     }
 
-    /// What is called.
     pub(crate) fn signature(&self) -> Signature {
         self.signature
     }

@@ -1,8 +1,8 @@
 //! The control segment: where the ranks of a host see how far each other's streams and processes are.
 //!
-//! One rank makes it, the others map it, and streams write it, too. Everything in it has one writer, or grows, or may be
-//! overwritten only in a lane that has failed. There are no locks in it, so that a process may die at any point; and what another
-//! process has written is believed to be anything, never to be a valid index, length or text.
+//! One rank makes the segment, the others map it, and streams write to it, too. Every word has one writer, or only grows, or
+//! may be overwritten only in a lane that has failed. The segment has no locks, so a process may die at any point. A rank never
+//! trusts what another process has written to be a valid index, length or text.
 
 use smallvec::SmallVec;
 
@@ -20,25 +20,23 @@ use crate::types::Rank;
 pub(crate) struct Control {
     words: Arc<SharedWords>,
     layout: ControlLayout,
-    /// Its place among the ranks of the host, by which all of them are known here.
+    /// This rank's place among the ranks of its host. Ranks are places here, unless a comment says names.
     me: Rank,
     width: Width,
-    /// The communicator's numbers of the ranks, by which others know them.
+    /// By place, the name of each rank: its number in the communicator.
     names: Vec<Rank>,
     /// How many ranks the communicator has.
     size: usize,
-    /// Held while this rank's failures are written, which several threads may have.
+    /// Held while this rank writes a failure, which several of its threads may do.
     failing: Mutex<()>,
 }
 
-/// What has failed on a lane of a rank.
+/// A failure that a rank reports on one lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// The lane.
     pub(crate) lane: usize,
     /// The first operation of the lane that it may have spoiled.
     pub(crate) number: u64,
-    /// The cause.
     pub(crate) kind: FailureKind,
     /// The rank at fault, by its name.
     pub(crate) rank: Rank,
@@ -51,11 +49,11 @@ pub(crate) struct Failure {
 pub(crate) enum FailureKind {
     /// Ranks have called different operations.
     Mismatch,
-    /// A limit has passed.
+    /// A time limit has passed.
     Timeout,
     /// A rank has died.
     PeerLost,
-    /// The rank has left.
+    /// The rank that reports it has left.
     Left,
     /// A call of the driver has failed.
     Driver,
@@ -65,15 +63,15 @@ impl FailureKind {
     const ALL: [FailureKind; 5] =
         [FailureKind::Mismatch, FailureKind::Timeout, FailureKind::PeerLost, FailureKind::Left, FailureKind::Driver];
 
-    /// The kind of this number.
+    /// The kind of this number; `Driver` for an unknown one.
     pub(crate) fn numbered(number: u32) -> FailureKind {
         FailureKind::ALL.get(number as usize).copied().unwrap_or(FailureKind::Driver)
     }
 }
 
 impl Control {
-    /// The segment of so many words, which are zero at first, as rank `me` sees it. Streams look at and write so much of a word on
-    /// every rank.
+    /// The segment in these words, which are zero at first, as rank `me` sees it. `width` says how much of a word the streams
+    /// of all ranks look at and write.
     ///
     /// # Panics
     /// When there are fewer words than the layout has, or no such rank.
@@ -83,7 +81,7 @@ impl Control {
         Control { words, layout, me, width, size: names.len(), names, failing: Mutex::new(()) }
     }
 
-    /// The segment of some ranks of a communicator of `size`, which have these names there.
+    /// The segment of some of a communicator's `size` ranks, which have these names there.
     ///
     /// # Panics
     /// When there is not a name for each.
@@ -92,27 +90,27 @@ impl Control {
         Control { names, size, ..self }
     }
 
-    /// The rank that sees it so, by its place on the host.
+    /// This rank, by its place on the host.
     pub(crate) fn me(&self) -> Rank {
         self.me
     }
 
-    /// Its lines, and which is which.
+    /// The segment's lines, and their layout.
     pub(crate) fn lines(&self) -> (&SharedWords, ControlLayout) {
         (self.words.as_ref(), self.layout)
     }
 
-    /// Whether the rank of this name has called an operation.
+    /// Whether the rank of this name has called an operation; true for a rank of another host.
     pub(crate) fn has_called(&self, rank: Rank, lane: usize, number: u64) -> bool {
         self.local(rank).is_none_or(|rank| self.calls_of(rank, lane) >= number)
     }
 
-    /// What the communicator calls a rank.
+    /// The name of a rank.
     pub(crate) fn name(&self, rank: Rank) -> Rank {
         self.names[rank.index()]
     }
 
-    /// The rank of this name.
+    /// The rank of this name, if it is on this host.
     pub(crate) fn local(&self, name: Rank) -> Option<Rank> {
         self.names.iter().position(|known| *known == name).map(Rank::from)
     }
@@ -128,33 +126,33 @@ impl Control {
         self.has_reached(self.layout.started(rank, lane, number), number)
     }
 
-    /// Whether a rank's stream is done with an operation of a lane. What it wrote before can then be seen.
+    /// Whether a rank's stream is done with an operation of a lane. What the stream wrote before can then be seen.
     pub(crate) fn has_ended(&self, rank: Rank, lane: usize, number: u64) -> bool {
         self.has_reached(self.layout.done(rank, lane, number), number)
     }
 
-    /// Whether this rank may call an operation: the one whose slots it uses is done here, hence called everywhere.
+    /// Whether this rank may call an operation: the earlier one that used its slots is done here, hence called by all ranks.
     pub(crate) fn has_room(&self, lane: usize, number: u64, has_blocks: bool) -> bool {
         number
             .checked_sub(Control::slots(has_blocks))
             .is_none_or(|earlier| earlier == 0 || self.has_ended(self.me, lane, earlier))
     }
 
-    /// How many operations may be under way, where this one is to have counts or not.
+    /// How many operations may be under way, with counts of blocks or without.
     pub(crate) fn slots(has_blocks: bool) -> u64 {
         if has_blocks { COUNT_SLOTS as u64 } else { SLOTS as u64 }
     }
 
-    /// Numbers of operations in one slot are few laps apart, so 32 bits tell them apart, which is all that some streams write.
+    /// Some streams write only 32 bits. That is enough: the numbers of operations in one slot are few laps apart.
     fn has_reached(&self, index: usize, number: u64) -> bool {
         is_reached(self.words.word(index).load(Ordering::Acquire), number, Width::Bits32)
     }
 
     // ---- the call log ----
 
-    /// Tells the other ranks of a call, the next on its lane, and compares it with theirs. To be done before anything of the
-    /// call is on a stream, and when there [is room](Control::has_room). Numbers count from 1. All ranks must call the same; and
-    /// of an all_to_all, which has blocks, each must send as much as the other expects.
+    /// Tells the other ranks of the next call on a lane, and compares it with theirs. [There must be room](Control::has_room),
+    /// and nothing of the call on a stream yet. Numbers count from 1. All ranks must make the same call. In an all_to_all,
+    /// which has blocks, each rank must send as much as the receiver expects.
     ///
     /// Of two ranks that make different calls, at least one gets the error, also if both make them at once: each publishes its
     /// own call before it looks for the other's, see `record::publish`.
@@ -193,13 +191,13 @@ impl Control {
         blocks: Option<Blocks<'_>>,
     ) -> Result<(), Disagreement> {
         let others = self.ranks().filter(|rank| *rank != self.me);
-        // A rank that uses the slot for a later call is done with this one, which no rank can be before all agree.
+        // A rank that uses the slot for a later call is done with this one, and no rank is done before all agree.
         let mut differences = others
             .filter_map(|rank| Some(Disagreement { rank, what: self.differs(rank, lane, number, call, blocks)? }));
         differences.next().map_or(Ok(()), Err)
     }
 
-    /// Notes that an operation which all ranks have called is not one of a stream.
+    /// Counts an operation that all ranks have called as done, since no stream runs it.
     pub(crate) fn pass(&self, lane: usize, number: u64) {
         for index in [self.layout.started(self.me, lane, number), self.layout.done(self.me, lane, number)] {
             self.words.word(index).store(number, Ordering::Release);
@@ -239,7 +237,7 @@ impl Control {
         [&line[first], &line[first + 1]]
     }
 
-    /// What a rank has called under this number, if it has come there and not 1024 calls beyond.
+    /// What a rank has called under this number; nothing if it has not come there, or is [`SLOTS`] calls beyond.
     pub(crate) fn call_of(&self, rank: Rank, lane: usize, number: u64) -> Option<LoggedCall> {
         LoggedCall::read(self.words.line(self.layout.call(rank, lane, number)), number, || ()).map(|(call, ())| call)
     }
@@ -253,8 +251,8 @@ impl Control {
 
     /// Tells the other ranks of a failure, before anything that it spoils can reach them.
     ///
-    /// The first failure of a lane stays until the lane is [reset](Control::reset). A later one of an earlier operation only makes
-    /// its number smaller, and says what kind of end that is: after a disagreement the ranks might go on, after others not.
+    /// The first failure of a lane stays until the lane is [reset](Control::reset). A later failure of an earlier operation
+    /// replaces only its number and its kind: ranks might go on after a disagreement, but not after other kinds.
     pub(crate) fn fail(&self, failure: &Failure) {
         let _failing = lock(&self.failing);
         let place = self.words.line(self.layout.failure(self.me, failure.lane));
@@ -263,10 +261,10 @@ impl Control {
         if mark.load(Ordering::Relaxed) == epoch {
             if failure.number < number.load(Ordering::Relaxed) {
                 kind.store(failure.kind as u64, Ordering::Relaxed);
-                // Release: who reads the number finds the kind, by the Acquire in `failure_of`.
+                // Release: a rank that reads the number finds the kind, by the Acquire in `failure_of`.
                 number.store(failure.number, Ordering::Release);
             }
-            // Before what the caller does next, as `publish` has it.
+            // Orders this before what the caller does next, as `record::publish` does.
             fence(Ordering::SeqCst);
             return;
         }
@@ -306,11 +304,11 @@ impl Control {
         })
     }
 
-    /// The failure that may have spoiled an operation, if any has, and the name of the rank that tells of it; of several that of
-    /// the smallest number.
+    /// The failure that may have spoiled an operation, if there is one, and the name of the rank that reports it. Of several
+    /// failures it is the one with the smallest number.
     ///
-    /// An operation has succeeded if it has [ended](Control::has_ended) here, and *then* there is none: a rank tells of its
-    /// failure before it [releases](Control::release) its stream, so before that writes anything wrong.
+    /// An operation has succeeded if it has [ended](Control::has_ended) here and there is no failure *after that*: a rank
+    /// reports its failure before it [releases](Control::release) its stream, so before the stream writes anything wrong.
     pub(crate) fn first_failure(&self, lane: usize, number: u64) -> Option<(Rank, Failure)> {
         let failures = self.ranks().filter_map(|rank| Some((rank, self.failure_of(rank, lane)?)));
         let first = failures.filter(|(_, failure)| failure.number <= number).min_by_key(|(_, failure)| failure.number);
@@ -352,7 +350,7 @@ impl Control {
         self.words.word(word).store(number, Ordering::Release);
     }
 
-    /// Counts in a word of a lane, in place of the stream of another rank.
+    /// Writes a count to a word of a lane, in place of another rank's stream.
     pub(crate) fn count(&self, lane: usize, word: Word, number: u64) {
         let word = self.layout.lane_words().index(lane, word);
         self.words.word(word).store(number, Ordering::Release);
@@ -365,15 +363,15 @@ impl Control {
 
     // ---- the words of lanes ----
 
-    /// The names of the ranks that have not brought words to the values which this rank's stream waits for: of a head, its
-    /// sender has not come so far; of a tail, its receiver is not done.
+    /// The names of the ranks whose streams have not written the values that this rank's stream waits for: the sender of a head
+    /// has not come so far, the receiver of a tail is not done.
     pub(crate) fn behind(&self, lane: usize, expected: impl Iterator<Item = (Word, u64)>) -> Vec<Rank> {
         let words = self.layout.lane_words();
         let is_behind = |word, value| {
             let found = self.words.word(words.index(lane, word)).load(Ordering::Acquire);
             !is_reached(found, value, self.width)
         };
-        // What the host writes waits for other hosts.
+        // Words that the CPU engine writes wait for other hosts.
         let behind = expected.filter(|(word, value)| is_behind(*word, *value)).filter_map(|(word, _)| writer(word));
         let mut behind: SmallVec<[Rank; 8]> = behind.map(|rank| self.name(rank)).collect();
         behind.sort_unstable();
@@ -381,12 +379,12 @@ impl Control {
         behind.into_vec()
     }
 
-    /// Lets this rank's stream pass everything that it waits for: brings words of a lane far beyond the last values that are on
-    /// the stream. [`fail`](Control::fail) comes first. To be repeated until all is done, since another rank's stream may still
+    /// Lets this rank's stream pass all its waits: sets words of a lane far beyond the last values that the stream waits for.
+    /// Call [`fail`](Control::fail) first, and repeat this until all operations are done, since another rank's stream may still
     /// write the words.
     ///
     /// # Panics
-    /// When this rank's stream does not wait for a word.
+    /// When this rank's stream does not wait for one of the words.
     pub(crate) fn release(&self, lane: usize, words: impl Iterator<Item = (Word, u64)>) {
         for (word, last) in words {
             assert_eq!(waiter(word), Some(self.me), "{word:?} is released by who waits for it");
@@ -395,15 +393,15 @@ impl Control {
         }
     }
 
-    /// How often a lane was reset, and one.
+    /// How often a lane was reset, plus one: a mark is not zero.
     fn epoch(&self, lane: usize) -> u64 {
         self.words.word(self.layout.epoch(lane)).load(Ordering::Acquire).wrapping_add(1)
     }
 
-    /// Makes a lane as new: what this rank's stream waits for, its operations and calls. Failures are past.
+    /// Makes this rank's part of a lane as new: what its stream waits for, its operations and calls. Failures are past.
     ///
-    /// Every rank does so once nothing of the lane is on any stream, and no one uses the lane until all have. Hence it stands between two
-    /// barriers.
+    /// Every rank calls it once no stream has anything of the lane, and no rank uses the lane until all have called it. Hence
+    /// it stands between two barriers.
     pub(crate) fn reset(&self, lane: usize) {
         let (me, layout) = (self.me, self.layout);
         let peers = self
@@ -424,7 +422,7 @@ impl Control {
     }
 }
 
-/// Whether a word that only grows has come to `value`; of 32 bits, which go round, if it is the nearer way.
+/// Whether a word that only grows has come to `value`. A word of 32 bits wraps around: there the shorter distance decides.
 pub(crate) fn is_reached(found: u64, value: u64, width: Width) -> bool {
     match width {
         Width::Bits32 => (found as u32).wrapping_sub(value as u32).cast_signed() >= 0,
@@ -432,7 +430,7 @@ pub(crate) fn is_reached(found: u64, value: u64, width: Width) -> bool {
     }
 }
 
-/// A value that is far beyond what any stream waits for, if `last` is the greatest of these.
+/// A value far beyond `last`, the greatest value that a stream waits for.
 pub(crate) fn far(last: u64, width: Width) -> u64 {
     match width {
         Width::Bits32 => u64::from((last as u32).wrapping_add(1 << 30)),
@@ -440,7 +438,7 @@ pub(crate) fn far(last: u64, width: Width) -> u64 {
     }
 }
 
-/// Whose stream writes a word; nothing if none does.
+/// The rank whose stream writes a word; nothing if none does.
 pub(crate) fn writer(word: Word) -> Option<Rank> {
     match word {
         Word::Head { sender, .. } => Some(sender),
@@ -450,7 +448,7 @@ pub(crate) fn writer(word: Word) -> Option<Rank> {
     }
 }
 
-/// Whose stream waits for a word; nothing if none does.
+/// The rank whose stream waits for a word; nothing if none does.
 pub(crate) fn waiter(word: Word) -> Option<Rank> {
     match word {
         Word::Head { receiver, .. } => Some(receiver),

@@ -24,51 +24,51 @@ pub struct Counters {
     last_outbound: [u64; 2],
 }
 
-/// A word that two ranks share, or the stream of a rank and its CPU engine.
+/// A word that two ranks share, or that a rank's stream shares with its CPU engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Word {
     /// How many messages `sender` has published for `receiver`.
     Head {
-        /// Whose stream writes it.
+        /// The rank whose stream writes it.
         sender: Rank,
-        /// Whose stream waits for it.
+        /// The rank whose stream waits for it.
         receiver: Rank,
     },
-    /// With how many of them `receiver` is done.
+    /// How many of these messages `receiver` is done with.
     Tail {
-        /// Whose stream waits for it.
+        /// The rank whose stream waits for it.
         sender: Rank,
-        /// Whose stream writes it.
+        /// The rank whose stream writes it.
         receiver: Rank,
     },
-    /// How many messages to other hosts a rank's stream has made ready. Its CPU engine looks at it.
+    /// How many messages to other hosts a rank's stream has made ready. Its CPU engine looks at the word.
     Outbound {
-        /// Whose.
+        /// The rank.
         of: Rank,
     },
-    /// How many of them its CPU engine has sent. Its stream waits for it.
+    /// How many messages to other hosts a rank's CPU engine has sent. Its stream waits for the word.
     Sent {
-        /// Whose.
+        /// The rank.
         of: Rank,
     },
-    /// How many messages from other hosts its CPU engine has received. Its stream waits for it.
+    /// How many messages from other hosts a rank's CPU engine has received. Its stream waits for the word.
     Inbound {
-        /// Whose.
+        /// The rank.
         of: Rank,
     },
-    /// With how many of them its stream is done. Its CPU engine looks at it.
+    /// How many messages from other hosts a rank's stream is done with. Its CPU engine looks at the word.
     Taken {
-        /// Whose.
+        /// The rank.
         of: Rank,
     },
 }
 
-/// What is done to a word when.
+/// What a stream does to a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WordAccess {
-    /// The stream waits until the word is at least this.
+    /// The stream waits until the word is at least this value.
     Wait(Word, u64),
-    /// The stream writes this.
+    /// The stream writes this value.
     Write(Word, u64),
 }
 
@@ -98,7 +98,7 @@ impl Counters {
         (self.outbound, self.inbound)
     }
 
-    /// The number of the last message to a peer that lay in staging memory: what the stream waits for is never more.
+    /// The number of the last message to a peer that lay in staging memory: the stream waits for no greater value.
     pub fn staged(&self, peer: Rank) -> u64 {
         self.last.iter().map(|half| half[peer.index()]).max().unwrap_or(0)
     }
@@ -144,7 +144,7 @@ impl Numbering {
         self.half
     }
 
-    /// What the stream waits for before the program's operations: for the readers of what lay in this half.
+    /// What the stream waits for before the program's operations: for the readers of the messages that lay in this half.
     pub fn credits(&self) -> &[WordAccess] {
         &self.credits
     }

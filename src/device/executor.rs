@@ -40,12 +40,12 @@ use crate::work::{Entry, Work};
 
 mod capture;
 
-/// What a rank calls.
+/// A collective as one rank calls it.
 pub(crate) struct CollectiveRequest<'a> {
     pub(crate) collective: Collective,
     pub(crate) signature: Signature,
     pub(crate) reduce: Option<ReduceOp>,
-    /// Where the factor of the reduction lies, if it is one with a factor in the device's memory.
+    /// The factor of a premultiplied sum, if it lies in the device's memory.
     pub(crate) factor: Option<Buffer>,
     pub(crate) dtype: DType,
     pub(crate) scaling: Scaling,
@@ -61,7 +61,7 @@ impl<'a> CollectiveRequest<'a> {
         [self.inputs, self.outputs].map(|buffers| buffers.iter().filter_map(Buffer::device_bytes).collect())
     }
 
-    /// The same as calls of a vendor's library by rank `me`.
+    /// The collective as calls of a vendor's library by rank `me`.
     fn calls<'c>(
         &'c self,
         [input, output]: &'c [Stretches<'a>; 2],
@@ -83,18 +83,18 @@ impl<'a> CollectiveRequest<'a> {
     }
 }
 
-/// What a communicator offers to its device.
+/// What the executor asks of its communicator.
 pub(crate) trait Ranks: Presence {
-    /// Notes an operation in the flight recorder, by its place among those on the device.
+    /// Records an operation in the flight recorder under its number among the operations on the device.
     fn begin(&self, signature: Signature, sequence: u64, inputs: &[Buffer], outputs: &[Buffer]) -> Entry;
 
-    /// Tells every rank some bytes, and returns those of all ranks, by rank. It waits for all of them.
+    /// Sends these bytes to every rank and returns the bytes of all ranks, by rank. Waits for all of them.
     fn all_gather(&self, own: Vec<u8>, timeout: Duration) -> Result<Vec<Vec<u8>>, Error>;
 
-    /// Waits until all ranks have called this: the greatest of the numbers that they have.
+    /// Waits until all ranks have called this, and returns the greatest of their numbers.
     fn greatest(&self, own: u64, timeout: Duration) -> Result<u64, Error> {
         let told = self.all_gather(own.to_le_bytes().to_vec(), timeout)?;
-        // What is no number is no rank's number.
+        // Bytes that are no number count as zero.
         let number = |bytes: Vec<u8>| bytes.try_into().map(u64::from_le_bytes).unwrap_or_default();
         Ok(told.into_iter().map(number).fold(own, u64::max))
     }
@@ -108,11 +108,11 @@ pub(crate) struct Executor {
     control: Arc<Control>,
     in_flight: Arc<InFlight>,
     pub(crate) windows: Windows,
-    /// If there are any.
+    /// The exchange with other hosts, if there are any.
     hosts: Option<Arc<dyn Exchange>>,
     /// Why this rank, or else another one, has no compiler of kernels.
     no_compiler: Option<String>,
-    /// Held while something is submitted. The driver's calls queue, they do not wait.
+    /// Locked while an operation is submitted. Calls of the driver queue work and do not wait.
     state: Mutex<Option<State>>,
 }
 
@@ -125,22 +125,22 @@ struct State {
     layout: ControlLayout,
     context: Arc<Context>,
     lane: Lane,
-    /// What no rank knows of all: all_to_alls.
+    /// The lane of all_to_alls, of which no rank knows all blocks.
     rings: RingLane,
     launcher: Launcher,
-    /// Where ranks take it, what runs most collectives.
+    /// The vendor's library that runs most collectives, if the ranks have chosen one.
     vendor: Option<Vendor>,
     plans: Plans,
     scratch: DeviceMemory,
     sums: DeviceMemory,
     /// How many operations came before the ranks last began anew: the greatest number of any rank.
     before: u64,
-    /// The number of the last operation since.
+    /// The number of the last operation since then.
     number: u64,
-    /// The stream of the last operation, and where it ends there. The stream may be gone: its handle may be another one's.
+    /// The id of the last operation's stream, and the event at its end there. Another stream may have the handle by now.
     last: Option<StreamId>,
     end: Event,
-    /// Those in which operations are captured.
+    /// The graphs in which operations are captured.
     graphs: Graphs,
     /// The bytes of half the staging memory.
     half: usize,
@@ -151,38 +151,37 @@ struct State {
 /// The lane of collectives. Its operations use the words of this lane, or those of the rings.
 pub(crate) const LANE: usize = 0;
 const RINGS: usize = 1;
-/// That of accesses to windows, which have words of their own.
+/// The lane of accesses to windows, which have words of their own.
 const WINDOWS: usize = 2;
 
-/// How many lanes there are.
 const LANES: usize = 3;
 
-/// How the words of an executor among so many ranks are laid out, and how many it wants.
+/// The layout of an executor's words on a host with so many ranks, and how many words it needs.
 pub(crate) fn words(ranks: usize) -> (ControlLayout, usize) {
     let layout = ControlLayout::new(ranks, LANES);
     (layout, layout.count() + Windows::words(ranks))
 }
 
-/// The bytes of half of each staging memory that an executor among so many ranks wants, `staging` of which are for what is no
-/// all_to_all.
+/// The bytes of half of each of an executor's staging memories: `staging` for collectives other than all_to_alls, then what
+/// all_to_alls need among so many ranks.
 pub(crate) fn halves(staging: usize, ranks: usize) -> [usize; 2] {
     [staging, RingLane::half(ranks, cell(staging))]
 }
 
-/// The bytes of a ring's cell, where half of a rank's staging memory has so many.
+/// The bytes of a ring's cell, given the bytes of half of a rank's staging memory.
 pub(crate) fn cell(staging: usize) -> usize {
-    // Long enough that a chunk takes longer than what it costs to submit it.
+    // Long enough that copying a chunk takes longer than submitting it.
     (staging / 4).min(1 << 20)
 }
 
 /// How a collective runs.
 enum Prepared {
     Plan(Arc<Plan>),
-    /// An all_to_all: within the host, and between hosts if there are any.
+    /// An all_to_all: rounds within the host, and programs between hosts if there are several.
     Rounds(Rounds, Option<Box<Far>>),
 }
 
-/// What of an all_to_all goes to other hosts and comes from there.
+/// The part of an all_to_all that goes to other hosts and comes from there.
 struct Far {
     segment: Segment,
     programs: Vec<Program>,
@@ -190,13 +189,13 @@ struct Far {
     near: [Counts; 2],
 }
 
-/// What runs it.
+/// What runs a collective: programs, or a vendor's library.
 enum Run<'a> {
     Programs(Prepared),
     Vendor(Arc<VendorComm>, Calls<'a>),
 }
 
-/// A vendor's communicator, which goes with what uses it, and a byte for barriers.
+/// A vendor's communicator, which ends when this is dropped, and a byte for barriers.
 struct Vendor {
     comm: Arc<VendorComm>,
     spare: Arc<DeviceMemory>,
@@ -209,7 +208,7 @@ impl Drop for Vendor {
 }
 
 impl Executor {
-    /// The executor on what the ranks have set up together.
+    /// An executor on what the ranks have set up together.
     pub(crate) fn new(
         comm: String,
         me: Rank,
@@ -237,7 +236,7 @@ impl Executor {
         };
         let (mut launcher, [scratch, sums], end) = memory().map_err(|error| setup_failed(&comm, &error))?;
         watch::begin().map_err(|error| no_threads(&comm, &error))?;
-        // Without one only what reduces is refused.
+        // Without a compiler only reductions are refused.
         let no_compiler = match launcher.find_compiler() {
             Ok(()) => None,
             Err(LaunchError::Driver(error)) => return Err(setup_failed(&comm, &error)),
@@ -246,7 +245,7 @@ impl Executor {
         let own = &members[me.index()];
         let is_beside = |other: &Member| other.device == own.device && other.process == own.process;
         if no_compiler.is_none() && members.iter().filter(|member| is_beside(member)).count() > 1 {
-            // To load kernels waits for the device, which may wait for a rank that is another thread of this process.
+            // Loading kernels waits for the device, which may wait for a rank that is another thread of this process.
             let mut all = Module::all().map(Module::dtype);
             all.try_for_each(|dtype| launcher.prepare(dtype)).map_err(|error| no_kernels(&comm, &error))?;
         }
@@ -312,12 +311,12 @@ impl Executor {
         Ok(Executor { comm, me, device, control, in_flight, windows, hosts, no_compiler, state })
     }
 
-    /// Why this rank has no compiler of kernels, if so.
+    /// Why this rank has no compiler of kernels, if it has none.
     pub(crate) fn no_compiler(&self) -> Option<String> {
         self.no_compiler.clone()
     }
 
-    /// Has every rank refuse alike what the kernels of one of them would have to reduce.
+    /// Refuses reductions by kernels from now on, as every rank does, because `rank` has no compiler.
     pub(crate) fn lacks_compiler(&mut self, rank: Rank, why: &str) {
         self.no_compiler = Some(format!("rank {rank}: {why}"));
     }
@@ -328,10 +327,10 @@ impl Executor {
         Some((self.control.clone(), memory))
     }
 
-    /// Refuses what is not done between hosts, where there are several.
+    /// Refuses an operation that does not work between hosts.
     ///
     /// # Errors
-    /// There are.
+    /// The ranks are on several hosts.
     pub(crate) fn check_one_host(&self, operation: &str, what: &str) -> Result<(), UsageError> {
         if self.hosts.is_none() {
             return Ok(());
@@ -344,7 +343,6 @@ impl Executor {
         })
     }
 
-    /// The number of its device.
     pub(crate) fn device(&self) -> u32 {
         self.device
     }
@@ -352,7 +350,7 @@ impl Executor {
     /// Puts a collective on the caller's stream.
     ///
     /// # Errors
-    /// Nothing has been put there after a usage error. After others no rank succeeds in it.
+    /// After a usage error nothing is on the stream. After any other error the collective succeeds on no rank.
     pub(crate) fn collective(&self, request: &CollectiveRequest<'_>, ranks: &dyn Ranks) -> Result<Work, Error> {
         let operation = || request.signature.to_string();
         let mut state = lock(&self.state);
@@ -360,7 +358,7 @@ impl Executor {
         match self.in_flight.halt() {
             None => {}
             Some(Halt::Mismatch) => {
-                // Half of it would leave ranks that count differently.
+                // If this fails halfway, ranks may count differently, so nothing more is submitted.
                 self.begin_anew(state, ranks, request).inspect_err(|error| self.in_flight.stop(error))?;
             }
             Some(Halt::Failed(error)) => return Err(in_flight::named(error, request.signature)),
@@ -370,7 +368,7 @@ impl Executor {
         }
         let context = state.context.clone();
         let number = state.number + 1;
-        // Whatever the driver refuses here, the other ranks will have called it.
+        // Even if the driver refuses something here, the other ranks call this operation, so they must be told.
         let driver = |error: CudaError| self.broken(number, operation(), &error);
         let current = context.enter().map_err(driver)?;
         let stream = Stream::of_caller(&context, request.stream);
@@ -378,10 +376,10 @@ impl Executor {
         if capture.is_some() {
             self.check_one_host(&operation(), "collectives in CUDA graphs")?;
         }
-        // What is allocated for a capture must not spoil it.
+        // Allocations for a capture must not spoil it.
         let _relaxed = capture.map(|_| Relaxed::enter()).transpose().map_err(driver)?;
         let tensors = request.stretches();
-        // In captures, and for what a library lacks, programs: that is the same on all ranks.
+        // Captures, and operations that the library lacks, run as programs. All ranks choose alike.
         let vendor = state.vendor.as_ref().filter(|_| capture.is_none() && calls::has(request.dtype, request.reduce));
         let vendor = vendor.map(|vendor| (vendor.comm.clone(), vendor.spare.clone()));
         let run = match &vendor {
@@ -406,7 +404,8 @@ impl Executor {
                 LaunchError::Driver(_) | LaunchError::Load(LoadError::Driver { .. }) => {
                     self.broken(number, operation(), &error)
                 }
-                // The others lack it as well, or name this rank when they have waited: what needs no kernels still works.
+                // The other ranks need no word of this: they lack the kernels as well, or their timeout names this rank.
+                // Collectives without kernels still work.
                 error => self.refused(&request.signature, &error),
             })?;
         }
@@ -441,7 +440,7 @@ impl Executor {
             let place = CaptureSite { current: &current, stream: &stream, capture };
             let met = self.in_flight.meet(number, call, blocks, request.timeout);
             let outcome = met.and_then(|()| self.capture(state, place, (number, signature), prepared, request, ranks));
-            // It has ended for who called it: replays tell nobody.
+            // The call ends here for its caller: the host is told of no replay.
             self.in_flight.end(&work, outcome.clone());
             return outcome.map(|()| work);
         }
@@ -458,7 +457,7 @@ impl Executor {
         }
         let submitted = state.submit(&current, &stream, number, &run, request, &self.in_flight);
         if let Err(error) = submitted {
-            // A library's communicator is given up for what has failed in the meantime: the work tells of that.
+            // If the library's communicator was given up meanwhile, the work reports the failure behind that.
             let is_known = matches!(&run, Run::Vendor(comm, _) if comm.is_given_up());
             let error = (!is_known).then(|| self.broken(number, signature.to_string(), &error));
             state.end(&current, &stream, number);
@@ -474,7 +473,7 @@ impl Executor {
         error
     }
 
-    /// After a disagreement: waits until no stream of any rank runs any more, and counts from the beginning.
+    /// After a disagreement: waits until no rank has an operation in flight, and counts from the beginning.
     fn begin_anew(&self, state: &mut State, ranks: &dyn Ranks, request: &CollectiveRequest<'_>) -> Result<(), Error> {
         let timeout = request.timeout;
         let operation = || "the operation after a disagreement".to_owned();
@@ -484,7 +483,7 @@ impl Executor {
             detail: "earlier operations are still in flight on the device".to_owned(),
         };
         self.in_flight.wait_for(u64::MAX, timeout).map_err(in_flight)?;
-        // A rank that does not go on would not come.
+        // A rank that is lost, or has failed for good, would never come to `greatest`.
         let all: Vec<Rank> = (0..state.world).map(Rank::from).collect();
         self.in_flight.obstacle(request.signature, &all).map_or(Ok(()), Err)?;
         state.before = ranks.greatest(state.before + state.number, timeout)?;
@@ -505,7 +504,7 @@ impl Executor {
         ranks.greatest(0, timeout).map(|_| ())
     }
 
-    /// Waits until the log has room for the operation of this number: as a driver's queue that is full.
+    /// Waits until the log has room for the operation of this number, as the driver waits when its queue is full.
     fn make_room(&self, number: u64, timeout: Duration, signature: Signature, has_blocks: bool) -> Result<(), Error> {
         if self.control.has_room(LANE, number, has_blocks) {
             return Ok(());
@@ -522,9 +521,9 @@ impl Executor {
     /// Waits until nothing is in flight, for `limit` at most.
     pub(crate) fn drain(&self, limit: Duration) {
         let begin = Instant::now();
-        // What is left then is given up.
+        // Operations that are left then are given up.
         let _ = self.in_flight.wait_for(u64::MAX, limit);
-        // A thread that submits has it locked, and is not waited for.
+        // A thread that submits holds the lock: this does not wait for it.
         let is_replayed =
             || self.state.try_lock().is_ok_and(|state| state.as_ref().is_some_and(|state| state.graphs.is_busy()));
         while is_replayed() && begin.elapsed() < limit {
@@ -533,17 +532,17 @@ impl Executor {
         self.windows.drain(limit.saturating_sub(begin.elapsed()));
     }
 
-    /// Gives up what is in flight, and what would come next, because this rank leaves. It waits for no thread that submits.
+    /// Gives up operations in flight and later ones, because this rank leaves. Waits for no thread that submits.
     pub(crate) fn leave(&self, error: Error) {
         self.windows.leave(error.clone());
         self.in_flight.leave(error);
     }
 
-    /// Has memory given back once the device does not use it any more. To be called when this rank has left.
+    /// Has the reaper give memory back once the device does not use it any more. This rank must have left before.
     pub(crate) fn close(&self) {
         self.windows.close();
         let Some(state) = lock(&self.state).take() else { return };
-        // Also what a thread has submitted that was still setting up when this rank left.
+        // A thread that was still setting up when this rank left may have submitted operations since.
         self.in_flight.leave(self.closed("an operation in flight".to_owned()));
         watch::reap(self.in_flight.clone(), Box::new(state));
     }
@@ -606,7 +605,7 @@ impl State {
         Ok(Prepared::Rounds(rounds, far.map(Box::new)))
     }
 
-    /// What of an all_to_all goes to other hosts and comes from there.
+    /// The part of an all_to_all that goes to other hosts and comes from there.
     fn far(
         &self,
         collective: &Collective,
@@ -653,11 +652,11 @@ impl State {
         let mut put = |segment, program, edges| {
             let submission = Submission { program, segment, tensors: &tensors, edges };
             let submitted = self.lane.submit(current, stream, &submission, &kernels);
-            // Also if not all of it is on the stream, here and below: what is may wait for words.
+            // Also after an error, here and below: the part that is on the stream may wait for words.
             in_flight.submitted(LANE, self.lane.awaits());
             submitted
         };
-        // Where it begins and where it ends, of so many parts.
+        // The edges of one part, where the operation has `count` parts.
         let edges =
             |index, count| Edges { starts: starts.filter(|_| index == 0), ends: ends.filter(|_| index + 1 == count) };
         match run {
@@ -670,7 +669,7 @@ impl State {
             Run::Programs(Prepared::Rounds(rounds, far)) => {
                 let far = far.iter().flat_map(|far| far.programs.iter().map(|program| (&far.segment, program)));
                 let count = far.clone().count() + 1;
-                // The first one only sends: what is done within the host goes on while that travels.
+                // The first program only sends: rounds within the host go on while its messages travel.
                 let (first, later) = (far.clone().take(1), far.skip(1));
                 for (segment, program) in first.clone() {
                     put(segment, program, edges(0, count))?;
@@ -695,7 +694,7 @@ impl State {
         Ok(())
     }
 
-    /// Puts only the end of an operation on the stream, of which a part is missing there: it says when the stream has run out.
+    /// Puts only the end of an operation on the stream, where a part of it failed: the end says when the stream has run out.
     fn end(&self, current: &Current<'_>, stream: &Stream, number: u64) {
         if let Err(error) = self.lane.write(current, stream, self.layout.done(self.seat, LANE, number), number) {
             log::warn!("nobody will know when device {} ends: {error}", self.context.device().ordinal());
@@ -703,7 +702,7 @@ impl State {
     }
 }
 
-/// What a call on so many ranks launches.
+/// The kernels that a call on so many ranks launches.
 fn kernels<'a>(launcher: &'a Launcher, request: &'a CollectiveRequest<'_>, ranks: usize) -> Launches<'a> {
     let kernels = launcher.kernels(request.dtype, request.reduce, ranks);
     match request.factor.as_ref().and_then(|factor| Some((factor.device_bytes()?, factor.dtype()))) {
@@ -712,7 +711,6 @@ fn kernels<'a>(launcher: &'a Launcher, request: &'a CollectiveRequest<'_>, ranks
     }
 }
 
-/// The shape of a call.
 fn shape(request: &CollectiveRequest<'_>, me: Rank) -> Shape {
     let element = request.dtype.size();
     let is_in_place = shares_own_part(request, me);
@@ -731,7 +729,7 @@ fn same_runs(left: &[Buffer], left_offset: usize, right: &[Buffer], right_offset
     len > 0 && runs(left, left_offset, len).eq(runs(right, right_offset, len))
 }
 
-/// The runs of memory that `len` bytes from `offset` on of buffers end to end lie in.
+/// The runs of memory in which `len` bytes lie, from `offset` on, of buffers that are counted end to end.
 fn runs(buffers: &[Buffer], offset: usize, len: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
     let mut begin = 0;
     buffers.iter().filter_map(move |buffer| {

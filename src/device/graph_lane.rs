@@ -1,7 +1,7 @@
-//! A lane of a CUDA graph: collectives put into a capture, with words and memory that are the graph's.
+//! A lane of a CUDA graph: collectives put into a capture, with words and memory of the graph's own.
 //!
-//! A lane serves one rank's operations of one graph, and lives as long as the graph does and something that was made of it. It
-//! counts by [`tokens`](crate::device::tokens), so that the graph can run again and again.
+//! A lane serves one rank's operations of one graph, and lives as long as the graph or anything made of it. It counts by
+//! [`tokens`](crate::device::tokens), so the graph can run again and again.
 
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,7 @@ impl Purpose {
         }
     }
 
-    /// Whether a lane for this does what another one is wanted for.
+    /// Whether a lane for this purpose also serves `other`.
     pub(crate) fn serves(self, other: Purpose) -> bool {
         match (self, other) {
             (Purpose::Plans { half }, Purpose::Plans { half: wanted }) => half >= wanted,
@@ -55,17 +55,17 @@ impl Purpose {
     }
 }
 
-/// A lane, which the executor uses while the graph is captured, and the watch for as long as it lives.
+/// A graph's lane. The executor uses it while the graph is captured, the watch for as long as the lane lives.
 pub(crate) struct GraphLane {
     purpose: Purpose,
     replay: Replay,
     /// Set when the graph is gone.
     mark: Arc<AtomicBool>,
-    /// Taken by who gives it back.
+    /// Taken out when it is to be given back.
     memory: Mutex<Option<GraphMemory>>,
 }
 
-/// What of a lane must not go while a replay runs.
+/// The part of a lane that must not go while a replay runs.
 struct GraphMemory {
     me: Rank,
     context: Arc<Context>,
@@ -73,7 +73,7 @@ struct GraphMemory {
     counts: LaneWords,
     tokens: LaneWords,
     lanes: Lanes,
-    /// The operations use the last ones, each of which is longer than those before it.
+    /// New operations use the last ones, earlier operations the shorter ones before.
     scratch: Vec<DeviceMemory>,
     sums: Vec<DeviceMemory>,
     _end: Arc<Event>,
@@ -86,7 +86,6 @@ enum Lanes {
 
 /// What is put into a capture, the same on every rank.
 pub(crate) enum CapturedWork<'a> {
-    /// Segments, and the bytes of an element and of a sum.
     Plan {
         /// In their order.
         segments: &'a [(Segment, Arc<Program>)],
@@ -95,7 +94,7 @@ pub(crate) enum CapturedWork<'a> {
         /// The bytes of a sum.
         sum: usize,
     },
-    /// Messages.
+    /// The messages of an all_to_all.
     Rounds(&'a Rounds),
 }
 
@@ -109,9 +108,9 @@ pub(crate) struct Capturing<'a> {
 }
 
 impl GraphLane {
-    /// On what the ranks have set up for it. It can be used once all of them have got here.
+    /// A lane on what the ranks have set up for it. It can be used once all ranks have made theirs.
     ///
-    /// It keeps an event for who captures.
+    /// It keeps `end` alive, the event that orders the streams of the capture.
     pub(crate) fn new(
         comm: String,
         me: Rank,
@@ -144,7 +143,7 @@ impl GraphLane {
         self.purpose
     }
 
-    /// Lives until the graph is gone that a stream is captured for.
+    /// Has the lane live until the graph is gone for which `stream` is being captured.
     pub(crate) fn belong(&self, current: &Current<'_>, stream: &Stream) -> Result<(), CudaError> {
         stream.mark_end_of_graph(current, &self.mark)
     }
@@ -154,7 +153,7 @@ impl GraphLane {
         !self.mark.load(Ordering::Acquire)
     }
 
-    /// Has it go although there is no graph.
+    /// Has the lane given back although there is no graph.
     pub(crate) fn give_up(&self) {
         self.mark.store(true, Ordering::Release);
     }
@@ -189,7 +188,7 @@ impl Replayed for GraphLane {
     }
 
     fn take(&self) -> Option<Left> {
-        // Partner: the driver's thread that sets it.
+        // Partner: the driver's thread that sets the mark.
         if self.lives() {
             return None;
         }
@@ -224,7 +223,7 @@ impl GraphMemory {
         flush(current, stream, &mut begin)?;
         drop(begin);
         let run = self.run(current, stream, operation, kernels);
-        // From here on the stream waits for nothing. What came before may be in the graph also if something has failed.
+        // From here on the stream waits for nothing. The end is captured after errors too: earlier parts may be in the graph.
         let mut end = self.counts.batch(Some((self.layout.busy(self.me), 0)));
         self.add(&mut end, tokens.returns());
         let ended = flush(current, stream, &mut end);
@@ -277,7 +276,7 @@ impl GraphMemory {
         }
     }
 
-    /// Sees to it that there is as much scratch memory as programs use. What earlier operations use stays.
+    /// Makes as much scratch memory as these programs use, if there is less. The memory of earlier operations stays.
     fn make_room(&mut self, segments: &[(Segment, Arc<Program>)], element: usize, sum: usize) -> Result<(), CudaError> {
         let used = |space| segments.iter().map(|(_, program)| used(program, space)).max().unwrap_or(0);
         let (scratch, sums) = (used(Space::Scratch) * element, used(Space::Sums) * sum);

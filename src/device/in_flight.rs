@@ -1,14 +1,14 @@
 //! What a communicator has in flight on its device, and how that ends.
 //!
-//! Streams tell the host how far they are by words: one that says that an operation has begun, one that it is done. Whoever
-//! looks at them ends the works: the thread that waits for one, who asks, and the [`watch`](crate::device::watch). None of
-//! them calls the driver.
+//! Each stream tells the host by words how far it is: one word says that an operation has begun, another that it is done. Every
+//! thread that looks at these words ends works: a thread that waits for a work, one that asks whether it is done, and the
+//! [`watch`](crate::device::watch). None of these threads calls the driver.
 //!
 //! # Release
-//! A stream that waits for a word of a rank that will never write it would wait for ever. When an operation has failed, its
-//! rank first stores the mark of the failure; once those before it have ended, the watch writes the words that its stream waits
-//! for, until its operations have ended. From there on what the stream writes is not the result of the collective, so a work is a success only if no
-//! rank has a mark of a failure of this operation, or of one before it, *after* its stream has finished it.
+//! A stream that waits for a word which no rank will ever write would wait for ever. So when an operation has failed, its rank
+//! first stores the mark of the failure. Once the operations before it have ended, the watch writes the words that the stream
+//! waits for, until all operations have ended. What the stream writes from then on is no result. So a work is a success only
+//! if, *after* its stream has finished it, no rank has a mark of a failure of this operation or of an earlier one.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Display};
@@ -24,12 +24,12 @@ use crate::sys::fork::Origin;
 use crate::types::Rank;
 use crate::work::{Drive, Work};
 
-/// Messages of a batch that are in flight on one lane. What fails them fails the others too, which are on the same stream.
+/// Messages of a batch that are in flight on one lane. They fail together with its others, which are on the same stream.
 pub(crate) trait Part: Display + fmt::Debug + Send + Sync {
     /// The number of the first message. The part has that of the last one.
     fn first(&self) -> u64;
 
-    /// The ranks that its stream waits for in this lane, where it has this number; nothing if another part has more to tell.
+    /// The text of what its stream waits for in this lane, where it has this number; nothing if another part has more to tell.
     fn lateness(&self, lane: usize, number: u64) -> Option<String>;
 
     /// Whether all parts have failed and are released.
@@ -38,10 +38,10 @@ pub(crate) trait Part: Display + fmt::Debug + Send + Sync {
     /// Notes that its stream has reached it.
     fn started(&self, ends: &dyn Ends, now: Instant);
 
-    /// Ends it.
+    /// Ends the part.
     fn ended(&self, ends: &dyn Ends, result: Result<(), Error>);
 
-    /// Gives up all parts, since this one has failed, so that the stream runs out.
+    /// Gives up all parts of the batch, since this one has failed, so that the stream runs out.
     fn fail_all(&self, error: &Error);
 }
 
@@ -67,18 +67,18 @@ impl fmt::Display for Called {
     }
 }
 
-/// A library that runs operations in place of programs whose words can be released.
+/// A library that runs operations in place of programs. Only programs wait for words that can be released.
 pub(crate) trait Runner: Send + Sync {
-    /// Why what it has on streams will not end, if that is so.
+    /// Why its operations on streams will not end, if they will not.
     fn failure(&self) -> Option<String>;
 
-    /// Has what it has on streams end. It waits for nothing, and may be called again.
+    /// Has its operations on streams end. It waits for nothing, and may be called again.
     fn give_up(&self);
 }
 
-/// What the communicator does when operations on its device end.
+/// What a communicator does when operations on its device begin and end.
 pub(crate) trait Ends: Send + Sync {
-    /// The stream of operations was seen to have reached them; perhaps not for the first time. Called under locks of the device.
+    /// The stream has been seen to have reached these operations, perhaps seen before. Called under locks of the device.
     fn started(&self, works: &[Work], now: Instant);
 
     /// An operation has ended: completes its work.
@@ -98,7 +98,7 @@ struct Flight {
     call: Called,
     work: Work,
     limit: Duration,
-    /// When its stream was first seen to have reached it: only from there on its time counts.
+    /// When the watch first saw that the stream had reached it: only from then on its time counts.
     started: Option<Instant>,
     /// Whether other hosts have been told that this rank waits in it.
     is_reported: bool,
@@ -121,7 +121,7 @@ impl Flight {
         }
     }
 
-    /// Notes that its stream has reached it, of which `ends` tells.
+    /// Notes that its stream has reached it, and tells `ends`.
     fn start(&mut self, ends: &dyn Ends, now: Instant) {
         self.started = Some(now);
         match &self.call {
@@ -130,7 +130,7 @@ impl Flight {
         }
     }
 
-    /// Ends it with a result, of which `ends` tells.
+    /// Ends it with a result, and tells `ends`.
     fn end(self, ends: &dyn Ends, result: Result<(), Error>) {
         match self.call {
             Called::Collective(_) => ends.ended(&self.work, result),
@@ -144,7 +144,7 @@ impl Flight {
 pub(crate) enum Halt {
     /// The ranks disagreed. They begin anew at the next operation.
     Mismatch,
-    /// For good.
+    /// An operation has failed for good.
     Failed(Error),
 }
 
@@ -153,70 +153,70 @@ struct State {
     flights: VecDeque<Flight>,
     /// The number of the last operation.
     last: u64,
-    /// How many came before the ranks last began anew.
+    /// How many operations came before the ranks last began anew.
     before: u64,
-    /// The first failure, by which operations end that this rank itself gave up.
+    /// The failure of the earliest operation: that operation and all later ones end with its error.
     failed: Option<(u64, Error)>,
-    /// What has to fail with it, once the lock is free.
+    /// Parts of batches that fail with it, to be told once the lock is free.
     spread: Vec<(Arc<dyn Part>, Error)>,
     halt: Option<Halt>,
-    /// By lane of words, those that the stream waits for, and the greatest values.
+    /// By lane, the words that the stream waits for, and the greatest values.
     awaits: Vec<(usize, Vec<(Word, u64)>)>,
     is_watched: bool,
     is_stuck: bool,
-    /// The last operation whose end somebody wants to be told soon.
+    /// The last operation for which `watch_closely` was called.
     closely: Option<u64>,
-    /// Has whoever watches look at once.
+    /// Has the watch look at once.
     look_soon: Option<fn()>,
-    /// Since when operations are to be released.
+    /// Since when failed operations are to be released.
     failing: Option<Instant>,
-    /// Since when the words are being written that the stream waits for.
+    /// Since when nothing holds up the stream that has been released.
     released: Option<Instant>,
 }
 
-/// What is in flight on one lane.
+/// The operations in flight on one lane.
 pub(crate) struct InFlight {
     comm: String,
     origin: Origin,
     lane: usize,
     control: Arc<Control>,
     ends: Arc<dyn Ends>,
-    /// If there are any.
+    /// The engine that exchanges messages with other hosts, if there are any.
     hosts: Option<Arc<dyn OtherHosts>>,
-    /// Likewise.
+    /// The library that runs operations of this lane, if there is one.
     runner: OnceLock<Arc<dyn Runner>>,
     state: Mutex<State>,
     /// Whether an operation is in flight, to be asked without the lock.
     is_busy: AtomicBool,
-    /// Whether nothing is left that holds up what has failed, likewise.
+    /// Whether failed operations have been released, likewise.
     is_released: AtomicBool,
 }
 
-/// When the watch looks again: what comes later is sooner.
+/// When the watch looks again: a later variant is sooner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Look {
     /// When something is submitted.
     Never,
     /// In a while.
     Later,
-    /// At once: a stream has to be released, or somebody wants to be told of an end.
+    /// At once: a stream has to be released, or a caller wants to learn of an end soon.
     Soon,
 }
 
-/// What is looked at until nothing of it is in flight.
+/// Operations that the watch looks at until none is in flight.
 pub(crate) trait Watched: Send + Sync {
-    /// Looks at everything in flight: at what has ended, what has failed elsewhere and what takes too long.
+    /// Looks at all operations in flight: which have ended, have failed on another rank, or take too long.
     fn tick(&self, now: Instant) -> Look;
 
-    /// Whether the device has not ended something a while after it failed.
+    /// Whether an operation has not ended on the device a while after it failed.
     fn is_stuck(&self) -> bool;
 
-    /// Notes how to have whoever watches look at once.
+    /// Stores the function that has the watch look at once.
     fn is_watched_by(&self, look_soon: fn());
 }
 
 impl InFlight {
-    /// Nothing in flight on this lane.
+    /// A lane with nothing in flight.
     pub(crate) fn new(
         comm: String,
         lane: usize,
@@ -229,28 +229,28 @@ impl InFlight {
         Arc::new(InFlight { comm, origin, lane, control, ends, hosts, runner, state, is_busy, is_released })
     }
 
-    /// Notes what runs operations of this lane beside programs, before there are any.
+    /// Stores the library that runs operations of this lane beside programs, before there are any.
     pub(crate) fn is_run_by(&self, runner: Arc<dyn Runner>) {
         assert!(self.runner.set(runner).is_ok(), "there is one library");
     }
 
-    /// Its lane, and what its ranks see of it.
+    /// The lane's number, and the words of its ranks.
     pub(crate) fn lane(&self) -> (usize, &Control) {
         (self.lane, &self.control)
     }
 
-    /// Whether what has failed is held up by nothing before it.
+    /// Whether failed operations have been released.
     pub(crate) fn is_released(&self) -> bool {
         // Relaxed: only how long a thread waits depends on it.
         self.is_released.load(Ordering::Relaxed)
     }
 
-    /// Notes an operation that is about to be put on a stream. True: somebody has to watch it.
+    /// Notes an operation that is about to be put on a stream. Returns true if the caller must have it watched.
     pub(crate) fn begin(&self, number: u64, call: impl Into<Called>, work: Work, limit: Duration) -> bool {
         let mut state = lock(&self.state);
         state.last = number;
         if state.flights.is_empty() {
-            // What was released before has run out; this has its own time to do so.
+            // Operations released before have run out; this one has its own time to do so.
             (state.failing, state.released) = (None, None);
         }
         state.flights.push_back(Flight { number, call: call.into(), work, limit, started: None, is_reported: false });
@@ -264,12 +264,12 @@ impl InFlight {
         is_first
     }
 
-    /// Ends an operation of which nothing is put on a stream.
+    /// Ends an operation that is not put on any stream.
     pub(crate) fn end(&self, work: &Work, result: Result<(), Error>) {
         self.ends.ended(work, result);
     }
 
-    /// Notes what the stream waits for at most in the words of a lane, after something has been put on it.
+    /// Notes the greatest values of a lane's words that the stream waits for, after something has been put on it.
     pub(crate) fn submitted(&self, lane: usize, words: impl Iterator<Item = (Word, u64)>) {
         let mut state = lock(&self.state);
         let index = state.awaits.iter().position(|(known, _)| *known == lane).unwrap_or_else(|| {
@@ -287,9 +287,9 @@ impl InFlight {
         lock(&self.state).halt.clone()
     }
 
-    /// As [`halt`](InFlight::halt), of operations from the number `first` to `last` that are about to be put on a stream: looks
-    /// too for what has failed on other ranks. What they have given up of these operations fails here as well, and is not
-    /// noted yet. After what they have given up before, which has ended here, this rank goes on as they do.
+    /// As [`halt`](InFlight::halt), for operations `first` to `last` that are about to be put on a stream: looks for failures
+    /// on other ranks, too. If another rank has given up one of these operations, that fails here as well, and is not noted
+    /// yet. If it has given up an earlier one, which has ended here, this rank goes on as that rank does.
     pub(crate) fn halt_before(&self, first: u64, last: u64, call: &impl Display) -> Option<Halt> {
         let known = self.halt();
         if known.is_some() {
@@ -309,7 +309,7 @@ impl InFlight {
         halt
     }
 
-    /// Goes on after a disagreement, once nothing is in flight on any rank. So many operations came before.
+    /// Goes on after a disagreement, once no rank has anything in flight. So many operations came `before`.
     pub(crate) fn resume(&self, before: u64) {
         let mut state = lock(&self.state);
         if matches!(state.halt, Some(Halt::Mismatch)) {
@@ -325,12 +325,12 @@ impl InFlight {
         }
     }
 
-    /// Submits nothing more.
+    /// Has all later calls fail with this error.
     pub(crate) fn stop(&self, error: &Error) {
         lock(&self.state).halt = Some(Halt::Failed(error.clone()));
     }
 
-    /// Waits until the operation of this number has ended, for `limit` at most. The error says how long.
+    /// Waits until the operation of this number has ended, for `limit` at most. The error says how long it has waited.
     pub(crate) fn wait_for(&self, number: u64, limit: Duration) -> Result<(), Duration> {
         let begin = Instant::now();
         while lock(&self.state).flights.front().is_some_and(|flight| flight.number <= number) {
@@ -344,12 +344,11 @@ impl InFlight {
         Ok(())
     }
 
-    /// Whether nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         !self.is_busy.load(Ordering::Relaxed)
     }
 
-    /// Ends what streams have finished.
+    /// Ends the works of operations that streams have finished.
     pub(crate) fn look(&self) {
         if self.is_idle() {
             return;
@@ -363,7 +362,7 @@ impl InFlight {
             while let Some(flight) = state.flights.front()
                 && self.control.has_ended(self.control.me(), self.lane, flight.number)
             {
-                // After the word of its end, as the module's text says.
+                // Looks for marks after the word of its end, as the module's text says.
                 let result = self.outcome(&state, flight);
                 let flight = state.flights.pop_front().expect("looked at above");
                 if let Err(error) = &result {
@@ -379,14 +378,14 @@ impl InFlight {
         }
     }
 
-    /// Has no failure awaited any more of what a library ran and has ended: under the lock, so that it is before what begins next.
+    /// Has the CPU engine wait for no more failures of ended operations of a library. Under the lock: before the next begins.
     fn tell_of_end(&self, ended: &[(Flight, Result<(), Error>)]) {
         if let (Some(_), Some(hosts), Some((last, _))) = (self.runner.get(), &self.hosts, ended.last()) {
             hosts.ended(last.number);
         }
     }
 
-    /// How an operation that its stream has finished has ended.
+    /// The result of an operation that its stream has finished.
     fn outcome(&self, state: &State, flight: &Flight) -> Result<(), Error> {
         if let Some((_, error)) = state.failed.as_ref().filter(|_| !state.is_sound(flight.number)) {
             return Err(named(error.clone(), &flight.call));
@@ -398,14 +397,14 @@ impl InFlight {
         }
     }
 
-    /// Gives up the operation of this number and all later ones. The other ranks are told by the mark in this rank's page.
+    /// Gives up the operation of this number and all later ones. The mark in this rank's page tells the other ranks.
     pub(crate) fn fail(&self, number: u64, kind: FailureKind, culprit: Rank, error: Error) {
         let mut state = lock(&self.state);
         self.give_up(&mut state, number, kind, culprit, error);
         spread(state);
     }
 
-    /// As [`fail`](InFlight::fail), of an operation that fails with another one.
+    /// As [`fail`](InFlight::fail), for an operation that fails with another one.
     pub(crate) fn fail_too(&self, number: u64, error: &Error) {
         let me = self.control.name(self.control.me());
         let (kind, culprit) = match error {
@@ -422,21 +421,21 @@ impl InFlight {
         }
         let failure = Failure { lane: self.lane, number, kind, rank: culprit, text: detail(&error) };
         self.control.fail(&failure);
-        // Before the release: from then on the stream makes messages to other hosts ready that are wrong.
+        // Before the release: a released stream makes wrong messages to other hosts ready.
         if let Some(hosts) = &self.hosts {
             hosts.fail(&failure);
         }
         state.fail(number, error);
     }
 
-    /// Gives up everything in flight, and what would come next, because this rank leaves.
+    /// Gives up all operations in flight and later ones, because this rank leaves.
     pub(crate) fn leave(&self, error: Error) {
         self.give_up_all(FailureKind::Left, self.control.name(self.control.me()), error);
     }
 
-    /// Gives up everything in flight, and what would come next.
+    /// Gives up all operations in flight and later ones.
     pub(crate) fn give_up_all(&self, kind: FailureKind, culprit: Rank, error: Error) {
-        // What the stream has finished is no failure.
+        // An operation that the stream has finished is no failure.
         self.look();
         let mut state = lock(&self.state);
         let number = state.flights.front().map_or(state.last + 1, Flight::first);
@@ -444,7 +443,7 @@ impl InFlight {
         spread(state);
     }
 
-    /// The first operation whose time is over, as the number that fails with it and its error.
+    /// Of the first operation whose time is over: the first number that fails, and the error.
     fn late(&self, state: &State, now: Instant) -> Option<(u64, Error)> {
         let is_late = |flight: &&Flight| flight.started.is_some_and(|started| now - started >= flight.limit);
         state.flights.iter().filter(is_late).find_map(|late| {
@@ -490,7 +489,7 @@ impl Watched for InFlight {
                     let error = Error::Device { operation: call.to_string(), cause };
                     self.give_up(&mut state, from, FailureKind::Driver, self.control.name(me), error);
                 } else if let Some((from, error)) = self.late(&state, now) {
-                    // Also if a later one has failed: that does not end those before it.
+                    // Also if a later operation has failed: that does not end those before it.
                     self.give_up(&mut state, from, FailureKind::Timeout, self.control.name(me), error);
                 }
             }
@@ -504,7 +503,7 @@ impl Watched for InFlight {
                     runner.give_up();
                 }
                 self.is_released.store(true, Ordering::Relaxed);
-                // What the same stream has to do for other lanes may wait for what is sound there.
+                // The same stream may still wait for sound operations of other lanes.
                 if state.flights.front().is_none_or(Flight::is_released) {
                     state.released.get_or_insert(now);
                 }
@@ -547,7 +546,7 @@ impl Watched for InFlight {
     }
 }
 
-/// Has fail what is in flight elsewhere and fails together with what has failed here.
+/// Fails the batches of which a part has failed here, once it has freed the lock.
 fn spread(mut state: MutexGuard<'_, State>) {
     let spread = std::mem::take(&mut state.spread);
     drop(state);
@@ -567,7 +566,7 @@ impl State {
         self.spread_from(number);
     }
 
-    /// Notes what fails together with what is in flight here from this number on.
+    /// Notes the batches that have a part in flight here, from this number on: they fail as a whole.
     fn spread_from(&mut self, number: u64) {
         let Some((_, error)) = &self.failed else { return };
         for flight in self.flights.iter().filter(|flight| flight.number >= number) {
@@ -577,7 +576,7 @@ impl State {
         }
     }
 
-    /// The first failure stays the reason; but what comes beside a disagreement, after which ranks could go on, ends that.
+    /// The first failure stays the reason. But ranks could go on after a disagreement, so any other failure replaces that.
     fn halt_after(&mut self, error: &Error) {
         match (&self.halt, error) {
             (Some(Halt::Failed(_)), _) => {}
@@ -591,12 +590,12 @@ impl State {
         self.failed.as_ref().is_none_or(|(failed, _)| *failed > number)
     }
 
-    /// Whether the stream has been released for long and has not run out.
+    /// Whether the stream was released longer than [`DRAIN_TIMEOUT`] ago and has not run out.
     fn overdue(&self, now: Instant) -> bool {
         self.released.is_some_and(|since| now - since > DRAIN_TIMEOUT)
     }
 
-    /// Ends what the device will not.
+    /// Ends the operations that the device does not end.
     fn abandon(&mut self) -> Vec<(Flight, Result<(), Error>)> {
         let Some((_, error)) = self.failed.clone() else { return Vec::new() };
         let end = |flight: Flight| {
@@ -647,14 +646,14 @@ impl fmt::Debug for InFlight {
     }
 }
 
-/// Ends a work that this process has from its parent, which has the streams.
+/// Ends a work that this process has inherited from its parent: only the parent has the streams.
 pub(crate) fn closed_by_fork(work: &Work, comm: &str) {
     let how = "put on a device by this process's parent, before the fork".to_owned();
     let (operation, comm) = (work.operation().to_owned(), comm.to_owned());
     work.complete(Err(Error::Closed { operation, comm, how }), None);
 }
 
-/// Looks until a work is done or a deadline has passed.
+/// Calls `look` until a work is done or a deadline has passed.
 pub(crate) fn wait_driving(work: &Work, deadline: Option<Instant>, look: impl Fn()) {
     let begin = Instant::now();
     loop {
@@ -670,7 +669,7 @@ pub(crate) fn wait_driving(work: &Work, deadline: Option<Instant>, look: impl Fn
     }
 }
 
-/// An error as that of another operation.
+/// The same error, with `call` as its operation.
 pub(crate) fn named(error: Error, call: impl Display) -> Error {
     let called = call.to_string();
     match error {
@@ -683,7 +682,7 @@ pub(crate) fn named(error: Error, call: impl Display) -> Error {
     }
 }
 
-/// How other ranks are told of what has failed on this one, beside disagreements and its leaving; and the rank at fault.
+/// How this rank reports a failure to the others, except disagreements and its own leaving; and the rank at fault.
 pub(crate) fn blame(error: &Error, me: Rank) -> (FailureKind, Rank) {
     match error {
         Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
@@ -708,7 +707,7 @@ pub(crate) fn reported(reporter: Rank, failure: Failure, call: &impl Display) ->
     }
 }
 
-/// What the other ranks are told of an error.
+/// The text of an error for the other ranks.
 pub(crate) fn detail(error: &Error) -> String {
     match error {
         Error::Mismatch { detail, .. } => detail.clone(),
@@ -718,10 +717,10 @@ pub(crate) fn detail(error: &Error) -> String {
     }
 }
 
-/// How long a waiting thread looks without sleeping.
+/// How long a waiting thread spins before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// The bounds of its naps.
+/// The bounds of a waiting thread's sleeps.
 const NAP_MIN: Duration = Duration::from_micros(20);
 pub(crate) const NAP_MAX: Duration = Duration::from_micros(200);
 

@@ -1,8 +1,9 @@
-//! What ranks of other hosts put into this rank's windows, and take from there.
+//! Accesses of other hosts' ranks to this rank's windows, as this rank carries them out.
 //!
-//! The engine receives what comes into pinned memory and calls no driver, so that nobody who waits for the device holds up the
-//! network. A thread for each communicator puts the copies on a stream of its own, in the order in which the items of each rank
-//! have come, with a word after each that says that it is done. Nothing on that stream waits, so all of it ends.
+//! The CPU engine receives data into pinned memory and calls no driver, so that no thread that waits for the device holds up
+//! the network. One thread for each communicator puts the copies on a stream of its own, in the order in which each rank's
+//! items have come. After each item the stream writes a word which says that it is done. The stream waits for nothing, so
+//! everything on it ends.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Once;
@@ -22,7 +23,7 @@ use crate::sys::exit::at_exit;
 use crate::sys::fork::PerProcess;
 use crate::types::Rank;
 
-/// The thread, as the communicator has it. It goes with this.
+/// A communicator's handle of the thread, which ends when this is dropped.
 pub(crate) struct LandingThread {
     shared: Arc<Shared>,
 }
@@ -39,7 +40,7 @@ struct Shared {
     exposed: Mutex<[Option<Buffer>; SLOTS]>,
     accesses: Arc<Accesses>,
     queue: Mutex<Queue>,
-    /// Something has come, or the thread is to end, or has ended.
+    /// Notified when an item has come, or the thread is to end, or has ended.
     changed: Condvar,
 }
 
@@ -50,7 +51,7 @@ struct Queue {
     has_ended: bool,
 }
 
-/// What it works with.
+/// What the thread works with.
 pub(crate) struct Tools {
     pub(crate) comm: String,
     pub(crate) me: Rank,
@@ -61,7 +62,7 @@ pub(crate) struct Tools {
     pub(crate) accesses: Arc<Accesses>,
 }
 
-/// Why it could not begin.
+/// Why the thread could not begin.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LandingError {
     #[error(transparent)]
@@ -71,7 +72,6 @@ pub(crate) enum LandingError {
 }
 
 impl LandingThread {
-    /// Begins.
     pub(crate) fn begin(tools: Tools) -> Result<LandingThread, LandingError> {
         let Tools { comm, me, context, words, registered, memory, accesses } = tools;
         let stream = Stream::new(&context, 0)?;
@@ -83,17 +83,17 @@ impl LandingThread {
         Ok(LandingThread { shared })
     }
 
-    /// As the engine knows it.
+    /// What the CPU engine hands items to.
     pub(crate) fn lands(&self) -> Arc<dyn Lands> {
         self.shared.clone()
     }
 
-    /// Lends a part of a window to other hosts, before they know of it.
+    /// Lets other hosts access a part of a window, before they know of the window.
     pub(crate) fn expose(&self, slot: usize, part: Buffer) {
         lock(&self.shared.exposed)[slot] = Some(part);
     }
 
-    /// Takes it back: when this returns, the device does nothing to it that other hosts have asked for.
+    /// Takes the part back: when this returns, the device carries out no access of other hosts to it.
     pub(crate) fn conceal(&self, slot: usize) {
         if lock(&self.shared.exposed)[slot].take().is_some()
             && let Err(error) = self.shared.stream.synchronize()
@@ -110,7 +110,7 @@ impl LandingThread {
 }
 
 impl Drop for LandingThread {
-    /// Waits until the thread and its stream have ended, which wait for nothing but the driver.
+    /// Waits until the thread and its stream have ended. Both wait for nothing but the driver.
     fn drop(&mut self) {
         self.end();
         let mut queue = lock(&self.shared.queue);
@@ -133,10 +133,10 @@ impl Lands for Shared {
 
 impl Shared {
     fn run(&self, gate: &Gate) {
-        // What is put on streams here must not spoil what is captured elsewhere.
+        // Calls of the driver here must not spoil a capture of another thread.
         let _relaxed = Relaxed::enter().inspect_err(|error| log::warn!("captures may be spoilt: {error}"));
         while let Some(landing) = self.next() {
-            // The process ends otherwise.
+            // Otherwise the process is ending.
             let Some(_passage) = gate.pass() else { break };
             if let Err(error) = self.put(landing) {
                 let Landing { from, .. } = landing;
@@ -170,7 +170,7 @@ impl Shared {
         let (_, width) = self.words.words();
         let (current, mut batch) = (self.context.enter()?, Batch::new(width));
         let Some(memory) = self.memory.get(&from) else { return Ok(()) };
-        // Held while the copy is put on the stream, so that whoever takes a part back waits for it.
+        // Locked while the copy is put on the stream, so that `conceal` waits for the copy.
         let exposed = lock(&self.exposed);
         let part = |offset: usize, bytes: usize| {
             let part = exposed.get(slot)?.as_ref()?.device_bytes()?;
@@ -201,7 +201,7 @@ impl Shared {
     }
 }
 
-/// Whether threads may call the driver: not while the process ends, when the driver goes.
+/// Lets threads call the driver until the process ends, when the driver goes.
 #[derive(Default)]
 struct Gate {
     state: Mutex<Passages>,
@@ -214,13 +214,13 @@ struct Passages {
     count: usize,
 }
 
-/// A thread that calls the driver.
+/// Held by a thread while it calls the driver.
 struct Passage<'a>(&'a Gate);
 
 static GATE: PerProcess<Gate> = PerProcess::unset();
 
 impl Gate {
-    /// That of this process, which closes when that ends.
+    /// The gate of this process, which closes when the process ends.
     fn of_process() -> std::io::Result<&'static Gate> {
         static AT_EXIT: Once = Once::new();
         let mut registered = Ok(());
@@ -237,7 +237,7 @@ impl Gate {
         Some(Passage(self))
     }
 
-    /// Lets no thread into the driver any more, and waits a while for those that are in it.
+    /// Lets no thread into the driver any more, and waits for those that are in it, for `limit` at most.
     fn close(&self, limit: Duration) {
         let begin = Instant::now();
         let mut state = lock(&self.state);

@@ -15,14 +15,14 @@ use crate::types::Rank;
 
 /// One rank's end of a lane.
 ///
-/// All ranks put the programs of the same segments on it in the same order. If that is not on one stream, the caller has each
-/// wait for the one before.
+/// All ranks put the programs of the same segments on it, in the same order. If these go on several streams, the caller has
+/// each program wait for the one before.
 #[derive(Debug)]
 pub struct Lane {
     me: Rank,
     words: LaneWords,
     staging: Staging,
-    /// Where there are other hosts.
+    /// Only where there are other hosts.
     network: Option<Arc<NetworkMemory>>,
     counters: Counters,
 }
@@ -38,21 +38,21 @@ pub(crate) struct LaneWords {
 }
 
 impl LaneWords {
-    /// What a stream does first, if it tells the host something there.
+    /// A batch that begins with this write of a word, if there is one, by which the stream tells the host something.
     pub(crate) fn batch(&self, first: Option<(usize, u64)>) -> Batch<'_> {
         let mut batch = Batch::new(self.width);
         self.write(&mut batch, first);
         batch
     }
 
-    /// Adds the write of a word by which the stream tells the host something, if it does.
+    /// Adds the write of a word by which the stream tells the host something, if there is one.
     pub(crate) fn write<'a>(&'a self, batch: &mut Batch<'a>, edge: Option<(usize, u64)>) {
         if let Some((word, value)) = edge {
             batch.write(self.registered.word(word), value);
         }
     }
 
-    /// Adds what is done to a word of the lane.
+    /// Adds a wait for a word of the lane, or a write.
     pub(crate) fn add<'a>(&'a self, batch: &mut Batch<'a>, access: WordAccess) {
         let place = |word| self.registered.word(self.layout.index(self.number, word));
         match access {
@@ -88,7 +88,7 @@ pub struct Edges {
     pub ends: Option<(usize, u64)>,
 }
 
-/// What is put on a stream.
+/// A program to be put on a stream.
 #[derive(Clone, Copy, Debug)]
 pub struct Submission<'a> {
     /// The program.
@@ -101,7 +101,7 @@ pub struct Submission<'a> {
     pub edges: Edges,
 }
 
-/// Launches what a program computes.
+/// Launches the kernels of programs.
 pub trait Kernels {
     /// Puts a kernel on a stream, by the addresses that `places` gives.
     fn launch(
@@ -195,7 +195,7 @@ fn total(tensors: &[DeviceBytes<'_>]) -> usize {
 }
 
 impl Lane {
-    /// The lane of this number, on which nothing has happened. Its words and its staging memory are its own.
+    /// The lane of this number, on which nothing has happened. No other lane uses its words and its staging memory.
     pub fn new(
         number: usize,
         me: Rank,
@@ -208,7 +208,7 @@ impl Lane {
         Lane { me, words, staging, network: None, counters: Counters::new(layout.ranks()) }
     }
 
-    /// The same with memory for messages to and from other hosts.
+    /// This lane, with memory for messages to and from other hosts.
     pub fn with_network(self, network: Option<Arc<NetworkMemory>>) -> Lane {
         Lane { network, ..self }
     }
@@ -238,7 +238,7 @@ impl Lane {
         peers.chain(network)
     }
 
-    /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.
+    /// Counts from the beginning. No rank may have anything on the lane, and its words must be zero.
     pub fn reset(&mut self) {
         self.counters = Counters::new(self.ranks());
     }
@@ -288,14 +288,14 @@ impl Lane {
     }
 }
 
-/// Submits what has been collected.
+/// Submits the operations that a batch has collected.
 pub(crate) fn flush(current: &Current<'_>, stream: &Stream, batch: &mut Batch<'_>) -> Result<(), CudaError> {
     stream.submit(current, batch)?;
     batch.clear();
     Ok(())
 }
 
-/// Copies stretches to as many bytes that may be cut elsewhere.
+/// Copies stretches into others of the same length in all, which may be cut elsewhere.
 pub(crate) fn copy(
     current: &Current<'_>,
     stream: &Stream,

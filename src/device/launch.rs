@@ -1,4 +1,4 @@
-//! What computes: the kernels of a program, launched on its stream.
+//! Launches the kernels of a program on its stream.
 
 use std::path::PathBuf;
 
@@ -22,10 +22,10 @@ pub use crate::device::kernels::load::LoadError;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// The driver does not say what is asked of it.
+    /// A query of the driver has failed.
     #[error(transparent)]
     Driver(#[from] CudaError),
-    /// There are no kernels.
+    /// The kernels cannot be compiled or loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
     /// One kernel would have to combine too many blocks.
@@ -36,19 +36,19 @@ pub enum LaunchError {
     },
 }
 
-/// Where a compiler of kernels is, and what it keeps.
+/// Where to look for a compiler of kernels, and its cache.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
     /// Where NVRTC is looked for, before the system's folders.
     pub folders: Vec<PathBuf>,
-    /// What has been compiled before.
+    /// The kernels that have been compiled before.
     pub cache: Option<Cache>,
 }
 
 impl Sources {
     /// The wheels of the CUDA runtime that this process has loaded, and the user's cache.
     pub fn of_process() -> Sources {
-        // Without it, the compiler may still be in the system's folders.
+        // If the file cannot be read, the compiler may still be in the system's folders.
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
         let cache = cache_folder(config::variable).map(|folder| Cache::new(folder, CACHE_BYTES));
         Sources { folders: folders_beside_runtime(&maps), cache }
@@ -85,8 +85,8 @@ struct Ready {
 }
 
 impl Launcher {
-    /// That of a context's device, which `sharing` ranks use. It looks for a compiler in `sources`, or by default where
-    /// [`Sources::of_process`] says, once there is something to compute.
+    /// The launcher of a context's device, which `sharing` ranks use. Once there is something to compute, it looks for a
+    /// compiler in `sources`, or by default where [`Sources::of_process`] says.
     pub fn new(context: &Arc<Context>, sharing: usize, sources: Option<Sources>) -> Result<Launcher, CudaError> {
         let attribute = |attribute| context.device().attribute(attribute);
         let architecture = 10 * attribute(Attribute::CapabilityMajor)? + attribute(Attribute::CapabilityMinor)?;
@@ -106,8 +106,8 @@ impl Launcher {
         Ok(())
     }
 
-    /// Compiles and loads what reduces buffers of `dtype`, unless that is done or nothing computes with these. Before an
-    /// operation is submitted: it may take seconds, and may wait for the device.
+    /// Compiles and loads the kernels for buffers of `dtype`, unless that is done or no kernel takes this type. Call it before
+    /// an operation is submitted: it may take seconds, and may wait for the device.
     pub fn prepare(&mut self, dtype: DType) -> Result<(), LaunchError> {
         let Some(module) = Module::of(dtype) else { return Ok(()) };
         if self.of(dtype).is_some() {
@@ -132,11 +132,11 @@ impl Launcher {
         Ok(())
     }
 
-    /// What the programs of an operation on elements of `dtype` launch, where it reduces them by `reduce`, in a world of so many
+    /// The kernels that the programs of an operation launch: on elements of `dtype`, reduced by `reduce`, in a world of so many
     /// ranks.
     ///
     /// # Panics
-    /// A launch of it does, where `prepare` has not been called with this type or the reduction is not defined on it.
+    /// A launch panics if `prepare` has not been called with this type, or the reduction is not defined on it.
     pub fn kernels(&self, dtype: DType, reduce: Option<ReduceOp>, world: usize) -> Launches<'_> {
         let factor = match reduce {
             Some(ReduceOp::PreMulSum(factor)) => Beside::Factor(factor),
@@ -172,12 +172,12 @@ fn computations() -> impl Iterator<Item = Computation> {
     folds.into_iter().chain(others).chain([Computation::Scale])
 }
 
-/// The same operation for all factors, which is what its kernel is.
+/// The same operation for all factors: one kernel serves them all.
 fn without_factor(op: ReduceOp) -> ReduceOp {
     if matches!(op, ReduceOp::PreMulSum(_)) { ReduceOp::PreMulSum(1.0) } else { op }
 }
 
-/// Whether kernels take all blocks that a program combines. An operation whose program they do not take is refused.
+/// Checks that no kernel of a program would have to combine too many blocks. An operation that fails this is refused.
 pub fn check(program: &Program) -> Result<(), LaunchError> {
     let blocks = |operation: &DriverCall| match operation {
         DriverCall::Kernel(Kernel::Fold { others, .. }) => 1 + others.len(),
@@ -252,7 +252,7 @@ impl<'a> Cursor<'a> {
         Cursor { rest: stretches, at: 0 }
     }
 
-    /// How many bytes lie together.
+    /// How many bytes are left of the first stretch.
     fn left(&self) -> usize {
         self.rest.first().map_or(0, |first| first.len() - self.at)
     }

@@ -1,7 +1,7 @@
-//! Where a rank's messages of one segment lie in its staging memory.
+//! Where a rank's messages of one segment lie: in its staging memory, or in pinned memory for other hosts.
 //!
-//! A message's *cell* follows from the sender's schedule alone. So a receiver, which can plan for every rank, knows where to
-//! read without being told.
+//! In staging memory a message's *cell* follows from the sender's schedule alone. So a receiver, which can plan for every rank,
+//! knows where to read without being told.
 
 use crate::schedule::{Action, Schedule, Slice, Space, StepId};
 use crate::types::Rank;
@@ -12,7 +12,7 @@ pub const ALIGNMENT: usize = 256;
 /// Where one message lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cell {
-    /// The first byte, counted from the beginning of the half of staging memory that the segment uses.
+    /// The first byte, counted from the beginning of the half of memory that the segment uses.
     pub offset: usize,
     /// The number of bytes.
     pub bytes: usize,
@@ -23,7 +23,7 @@ pub struct Cell {
 /// The cells of one rank's messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// By step; nothing for steps that send no data.
+    /// By step; nothing for a step that has no data here.
     cells: Vec<Option<Cell>>,
     bytes: usize,
 }
@@ -52,7 +52,7 @@ impl Layout {
         Layout::of_sends(schedule, element_bytes, |_| true)
     }
 
-    /// The same for the messages to some ranks alone.
+    /// As [`Layout::new`], for the messages to some ranks alone.
     pub fn of_sends(
         schedule: &Schedule,
         element_bytes: impl Fn(Space) -> usize,
@@ -78,7 +78,7 @@ impl Layout {
         layout
     }
 
-    /// The cells of the messages that come from some ranks, each of its own.
+    /// The cells of the messages that come from some ranks, a separate one for each message.
     pub fn of_receives(
         schedule: &Schedule,
         element_bytes: impl Fn(Space) -> usize,
@@ -114,7 +114,7 @@ impl Layout {
         self.cells[step as usize]
     }
 
-    /// How many bytes of staging memory all cells take.
+    /// How many bytes all cells take.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

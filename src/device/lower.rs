@@ -1,23 +1,23 @@
 //! Lowering: one rank's schedule of a segment as the operations that it puts on a stream.
 //!
 //! # Words
-//! Two words belong to each ordered pair of ranks. The *head* counts the messages that the sender has published: its stream
-//! writes it, the receiver's waits for it. The *tail* counts the messages that the receiver is done with: its stream writes
-//! it, the sender's waits for it before it uses their staging memory again. Words only grow, each has one writer, and both
-//! ends count alike, because the k-th send to a peer meets its k-th receive.
+//! Two words belong to each ordered pair of ranks. The *head* counts the messages that the sender has published: the sender's
+//! stream writes it, the receiver's stream waits for it. The *tail* counts the messages that the receiver is done with: the
+//! receiver's stream writes it, and the sender's stream waits for it before it uses their staging memory again. Words only
+//! grow, and each has one writer. Both ends count alike, because the k-th send to a peer meets its k-th receive.
 //!
 //! # Order
-//! Operations are listed in the order of the schedule's steps, which ranks can take one after the other without a send that
-//! waits for its receive. So a program runs to its end on a single queue, whatever the other ranks' order of execution.
+//! Operations are in the order of the schedule's steps. Ranks can take those one after the other, and no send waits for its
+//! receive. So a program runs to its end on a single queue, in whatever order the other ranks run theirs.
 //!
 //! # Other hosts
 //! A message to a rank of another host goes into pinned memory, and one from there comes through such memory; see
-//! [`network`](crate::device::network). So ranks are known by their places among those of their host, but in the
-//! [`Traffic`] with others.
+//! [`network`](crate::device::network). So a program knows ranks by their places on their host, except in the [`Traffic`] with
+//! other hosts.
 //!
 //! # Staging
-//! A segment uses one half of the staging memory, the next segment the other. No send waits inside a segment: what it
-//! waits for before it writes to a half are the readers of the segment before the last.
+//! A segment uses one half of the staging memory, the next segment the other. No send waits inside a segment: before the stream
+//! writes to a half, it waits only for the readers of the segment before the last.
 
 use crate::algo::{self, Chunking, Collective, Scaling, Setting};
 use crate::device::layout::{Cell, Layout};
@@ -72,7 +72,7 @@ pub enum DriverCall {
     Copy {
         /// From where.
         from: Location,
-        /// To where; as long.
+        /// To where; of the same length.
         into: Location,
     },
     /// Launches a kernel.
@@ -84,38 +84,38 @@ pub enum DriverCall {
 pub enum WordOperation {
     /// Waits until this message has been published.
     Await {
-        /// By whom.
+        /// Its sender.
         from: Rank,
         /// Its number.
         number: u32,
     },
     /// Says that the messages up to this one have been published.
     Publish {
-        /// For whom.
+        /// Their receiver.
         to: Rank,
         /// The last one's number.
         number: u32,
     },
     /// Says that this rank is done with the messages up to this one.
     Release {
-        /// Whose.
+        /// Their sender.
         from: Rank,
         /// The last one's number.
         number: u32,
     },
     /// Waits until the messages from other hosts up to this one have come.
     AwaitInbound {
-        /// The last one's number among all from there.
+        /// Its number among all messages from other hosts.
         number: u32,
     },
     /// Says that the messages to other hosts up to this one are ready.
     PublishOutbound {
-        /// The last one's number among all that go there.
+        /// Its number among all messages to other hosts.
         number: u32,
     },
     /// Says that this rank is done with the messages from other hosts up to this one.
     ReleaseInbound {
-        /// The last one's number among all from there.
+        /// Its number among all messages from other hosts.
         number: u32,
     },
 }
@@ -123,11 +123,11 @@ pub enum WordOperation {
 /// Where an operation reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Location {
-    /// This rank's own.
+    /// This rank's own memory.
     Own(Slice),
     /// Staging memory of a rank, in the half that the segment uses.
     Staging {
-        /// Whose.
+        /// The rank.
         of: Rank,
         /// The first byte.
         offset: usize,
@@ -150,18 +150,18 @@ pub enum Location {
     },
 }
 
-/// What is computed.
+/// A computation of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kernel {
-    /// A copy to elements of another type: to sums.
+    /// A copy of elements as sums, which have another type.
     Widen {
         /// The elements.
         from: Slice,
         /// The sums.
         into: Slice,
     },
-    /// `into = block₀ ⊕ block₁ ⊕ …`, rounded once, as [`Action::Fold`]: `into` is the block at `position`, the others are
-    /// these.
+    /// `into = block₀ ⊕ block₁ ⊕ …`, rounded once, as [`Action::Fold`]: `into` is the block at `position`, `others` are the
+    /// other blocks.
     Fold {
         /// One block, and the result.
         into: Slice,
@@ -223,10 +223,10 @@ struct Layouts {
 }
 
 impl Staged {
-    /// Plans `collective` for all ranks by the algorithm of this name; nothing if that does not do it.
+    /// Plans `collective` for all ranks by the algorithm of this name; nothing if the algorithm cannot do it.
     ///
     /// # Panics
-    /// When the collective is an all_to_all of which ranks know only their part.
+    /// When the collective is an all_to_all: no rank knows the blocks of all ranks.
     pub fn plan(
         algorithm: &str,
         collective: &Collective,
@@ -261,12 +261,12 @@ impl Staged {
         staged
     }
 
-    /// How many bytes of staging memory the messages of one rank take: of the one that needs most.
+    /// The bytes of staging memory that one rank's messages take, of the rank that needs most.
     pub fn bytes(&self) -> usize {
         self.layouts.iter().map(|layouts| layouts.staging.bytes()).max().unwrap_or(0)
     }
 
-    /// The same of pinned memory, in each direction.
+    /// The same for pinned memory, in each direction.
     pub fn network_bytes(&self) -> usize {
         let of = |layouts: &Layouts| layouts.outbound.bytes().max(layouts.inbound.bytes());
         self.layouts.iter().map(of).max().unwrap_or(0)
@@ -300,7 +300,7 @@ impl Staged {
     }
 }
 
-/// A received block that stays where its sender has it.
+/// A received block that is not copied, but read where it lies.
 #[derive(Clone, Copy, Debug)]
 struct Alias {
     slice: Slice,
@@ -319,11 +319,11 @@ struct Lowering<'a> {
     cells: Vec<Vec<Option<Cell>>>,
     aliases: Vec<Alias>,
     program: Program,
-    /// The batch that is being collected.
+    /// The operations on words that are being collected.
     words: Vec<WordOperation>,
-    /// Copies of short messages, which go behind the batch that waits for them.
+    /// Copies of short messages, which follow the collected waits for these messages.
     copies: Vec<DriverCall>,
-    /// By sender, up to which message there is something to release.
+    /// By sender, the last message that has to be released.
     consumed: Vec<u32>,
 }
 
@@ -400,7 +400,7 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Copies what is sent to its cell, and publishes it together with what is sent right before and after.
+    /// Copies a message to its cell, and publishes it together with the messages sent right before and after.
     fn send(&mut self, step: StepId, to: Rank, from: Slice) {
         let waits =
             |word: &WordOperation| matches!(word, WordOperation::Await { .. } | WordOperation::AwaitInbound { .. });
@@ -429,7 +429,7 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// The same for another host.
+    /// The same for a receiver on another host.
     fn send_away(&mut self, step: StepId, to: Rank, from: Slice) {
         let cell = self.staged.layouts[self.me.index()].outbound.cell(step);
         let Cell { offset, bytes, is_shared } = cell.unwrap_or(Cell { offset: 0, bytes: 0, is_shared: true });
@@ -445,7 +445,7 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// Waits for the message that `step` receives. Where its data lies, if it has any.
+    /// Waits for the message that `step` receives. Returns where its data lies, if it has any.
     fn receive(&mut self, step: StepId, from: Rank) -> Option<Location> {
         if !self.staged.topo.same_host(self.me, from) {
             let cell = self.staged.layouts[self.me.index()].inbound.cell(step);
@@ -469,7 +469,7 @@ impl<'a> Lowering<'a> {
         Some(Location::Staging { of: from, offset, bytes })
     }
 
-    /// Whether what `step` receives is read once, as a whole block of a reduction, and so need not be copied.
+    /// Whether the message that `step` receives is read once, as a whole block of a reduction, and so need not be copied.
     fn stays_in_staging(&self, step: StepId, into: Slice) -> bool {
         if !matches!(into.space, Space::Scratch | Space::Sums) {
             return false;
@@ -491,7 +491,7 @@ impl<'a> Lowering<'a> {
         let is_written = first.touches().1.is_some_and(|written| written.overlaps(into));
         let is_read_once = match uses.next() {
             None => true,
-            // What comes next into the same memory.
+            // A later message goes into the same memory.
             Some(Action::Recv { into: again, .. }) => again.contains(into),
             Some(_) => false,
         };
@@ -528,7 +528,7 @@ impl<'a> Lowering<'a> {
         self.program.operations.push(operation);
     }
 
-    /// Ends the batch that is being collected, and what waits for it.
+    /// Appends the collected operations on words, and the copies that wait for them.
     fn flush(&mut self) {
         if !self.words.is_empty() {
             self.program.operations.push(DriverCall::Words(std::mem::take(&mut self.words)));

@@ -1,7 +1,7 @@
-//! What ranks tell each other of accesses to windows that have failed.
+//! What ranks tell each other of failed accesses to windows.
 //!
-//! Those of a host see marks of each other in the control segment; those of other hosts tell in messages, which the engine
-//! notes here. A mark either spoils everything, or concerns only who waits for the rank that has left it.
+//! Ranks of one host see each other's marks in the control segment. Ranks of other hosts send messages, which the engine notes
+//! here. A mark either spoils everything, or concerns only ranks that wait for the rank that has left it.
 
 use std::collections::BTreeMap;
 
@@ -15,13 +15,13 @@ pub(crate) struct Marks {
     control: Arc<Control>,
     /// The lane of windows.
     lane: usize,
-    /// By rank of another host, what it has told, or why it is gone.
+    /// By rank of another host, the failure that it has reported, or why it is gone.
     told: Mutex<BTreeMap<Rank, Failure>>,
-    /// Whether there is any, to be asked without the lock.
+    /// Whether any rank of another host has a failure, to be asked without the lock.
     has_told: AtomicBool,
 }
 
-/// The number of a mark that spoils everything, and that of one which concerns only who waits for the rank.
+/// The numbers of marks: one spoils everything, the other concerns only ranks that wait for the rank that has left it.
 pub(crate) const SPOILT: u64 = 0;
 pub(crate) const HARMLESS: u64 = 1;
 
@@ -29,23 +29,22 @@ pub(crate) const HARMLESS: u64 = 1;
 const COLLECTIVES: usize = 0;
 
 impl Marks {
-    /// None yet. Those of ranks of this host are marks of this lane.
+    /// No marks yet. Ranks of this host leave theirs on this lane.
     pub(crate) fn new(control: Arc<Control>, lane: usize) -> Marks {
         Marks { control, lane, told: Mutex::default(), has_told: AtomicBool::new(false) }
     }
 
-    /// Leaves this rank's mark.
     pub(crate) fn leave(&self, failure: &Failure) {
         self.control.fail(failure);
     }
 
-    /// Notes what a rank of another host has told. Of two failures the one that spoils more stays, else the first.
+    /// Notes a failure that a rank of another host has reported. Of two the one that spoils more stays, else the first.
     pub(crate) fn note(&self, reporter: Rank, failure: Failure) {
         let mut told = lock(&self.told);
         if told.get(&reporter).is_none_or(|known| failure.number < known.number) {
             told.insert(reporter, failure);
         }
-        // Release: who finds this finds what was told before it, by the Acquire in `is_reported`.
+        // Release: a thread that finds this set finds the failure, by the Acquire in `is_reported`.
         self.has_told.store(true, Ordering::Release);
     }
 
@@ -53,7 +52,7 @@ impl Marks {
         self.has_told.load(Ordering::Acquire)
     }
 
-    /// What another rank has given up, if it may have spoiled what anybody sees; and which rank.
+    /// A failure of another rank that may have spoiled what any rank sees, and the rank that reports it.
     pub(crate) fn spoilt(&self) -> Option<(Rank, Failure)> {
         let others = self.control.ranks().filter(|rank| *rank != self.control.me());
         self.spoilt_by(others).or_else(|| {
@@ -63,8 +62,8 @@ impl Marks {
         })
     }
 
-    /// Whether no rank of this host has given up what streams here may have gone on with: nothing that they count from there on
-    /// is to leave this host.
+    /// Whether no rank of this host has failed so that streams here may go on with wrong data: nothing that they count from
+    /// then on is to leave this host.
     pub(crate) fn is_sound(&self) -> bool {
         self.spoilt_by(self.control.ranks()).is_none()
     }
@@ -77,7 +76,7 @@ impl Marks {
         })
     }
 
-    /// What a rank has given up, or why it is gone; nothing of this rank itself.
+    /// The failure of a rank, or why it is gone; nothing for this rank itself.
     pub(crate) fn of(&self, rank: Rank) -> Option<Failure> {
         match self.control.local(rank) {
             Some(seat) => self.control.failure_of(seat, self.lane).filter(|_| seat != self.control.me()),

@@ -7,24 +7,24 @@
 //! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
 //! there, [`lower`] turns a schedule into a [`lower::Program`], which [`plans`] keep, and [`counters`] give its words their
 //! values. Messages between two ranks take another way: [`rounds`] turns batches of them into operations, and [`rings`] count
-//! for them. What goes to other hosts and comes from there is [`network`] traffic, which the CPU engine
-//! exchanges for its [`other_hosts`]; [`all_to_all`] has programs of its own for it.
+//! for them. Data to and from other hosts is [`network`] traffic, which the CPU engine exchanges by [`other_hosts`];
+//! [`all_to_all`] has programs of its own for it.
 //!
 //! What acts is the [`setup`], in which ranks map memory of each other by [`descriptors`]: [`words`], which the [`control`]
-//! module reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches
-//! on streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts
-//! on streams. What is captured in a [`graph`] has [lanes](graph_lane) of its own, or [rings](graph_rings) if it is
-//! messages: they count by [`tokens`], and nobody submits their [`replay`]s. The [`executor`] runs a whole call,
-//! [`messages`] between [`pairs`] of ranks, also [far ones](far_pairs); what is [`in_flight`] then is ended by whoever
-//! looks, at the latest by the [`watch`]. Where the ranks take it, a [`vendor`]'s library runs collectives and messages instead of
-//! programs.
+//! module reads and writes on the host, and [`staging`] memory. The [`lane`] and the [`ring_lane`] put programs and batches on
+//! streams. The [`kernels`] compute reductions: one source in CUDA C++, compiled at run time, which the [`launch`]er puts on
+//! streams. Collectives captured in a [`graph`] have [lanes](graph_lane) of their own, and captured messages have
+//! [rings](graph_rings): both count by [`tokens`], and no call submits their [`replay`]s. The [`executor`] runs whole
+//! collectives; [`messages`] go between [`pairs`] of ranks, also [far ones](far_pairs). Any thread that looks at operations
+//! [`in_flight`] ends those that are done, at the latest the [`watch`]. Where the ranks have chosen one, a [`vendor`]'s library
+//! runs collectives and messages instead of programs.
 //!
-//! Besides there are [`windows`], which ranks access on their own: their [`signals`] are words, and their [`accesses`] in flight
-//! end one by one, or fail together by the [`marks`] that ranks leave. In captures they have [`recordings`] of their own, and
-//! their streams [wait](graph_waits) in replays. To [windows of other hosts](far_windows) accesses take [`routes`], and what
-//! comes from there is put into a window by its [`landing`].
+//! Besides there are [`windows`], which ranks access on their own. Their [`signals`] are words. Their [`accesses`] in flight
+//! end one by one, or fail together by the [`marks`] that ranks leave. Captured accesses have [`recordings`] of their own, and
+//! their streams [wait](graph_waits) in replays. Accesses to [windows of other hosts](far_windows) take [`routes`]; the
+//! [`landing`] thread carries out those from other hosts.
 //!
-//! The [`allocator`] is for programs: what it lends can be exposed to other ranks.
+//! The [`allocator`] is for users' programs: its memory can be exposed to other ranks.
 
 pub(crate) mod accesses;
 pub mod all_to_all;

@@ -31,14 +31,14 @@ pub(crate) type Awaited = (usize, Word, u64);
 enum Lateness {
     /// Nothing.
     None,
-    /// That the other rank goes on, which has called it.
+    /// For the other rank, which has called it, to go on.
     NotFinished,
-    /// That it calls it.
+    /// For the other rank to call it.
     NotCalled,
 }
 
 impl BatchPart {
-    /// A part of `batch`, whose messages go this way, which is between this rank and `peer`.
+    /// A part of `batch`: messages that go this way, between this rank and `peer`.
     pub(crate) fn new(text: String, first: u64, (from, to): (Rank, Rank), peer: Rank, batch: Arc<Batch>) -> BatchPart {
         BatchPart { text, first, peer, way: format!("from rank {from} to rank {to}"), batch }
     }
@@ -111,7 +111,7 @@ pub(crate) struct PartInFlight {
 /// What the stream of messages waits for.
 #[derive(Clone, Debug)]
 pub(crate) enum Awaits {
-    /// Words of these.
+    /// These words.
     Words(Vec<Awaited>),
     /// The other rank, as a vendor's library waits for it.
     Library,
@@ -124,7 +124,7 @@ impl PartInFlight {
             |(lane, word, value): &Awaited| !control.behind(*lane, [(*word, *value)].into_iter()).is_empty();
         let is_done = match &self.awaits {
             Awaits::Words(words) => !words.iter().any(is_behind),
-            // Nothing tells how far a library is but the end at the other rank.
+            // Only the end at the other rank tells how far a library is.
             Awaits::Library => control.local(self.peer).is_some_and(|peer| control.has_ended(peer, lane, self.last)),
         };
         match is_done {
@@ -138,10 +138,10 @@ impl PartInFlight {
 /// A batch of messages: one work, which ends when all parts have ended, with the first error of any.
 #[derive(Debug)]
 pub(crate) struct Batch {
-    /// That of the caller first, then those of the other messages.
+    /// The caller's first, then those of the other messages.
     works: Vec<Work>,
     left: Mutex<Left>,
-    /// Set once, before anything of it is in flight.
+    /// Set once, before anything of the batch is in flight.
     places: OnceLock<Vec<PartInFlight>>,
 }
 
@@ -152,18 +152,17 @@ struct Left {
 }
 
 impl Batch {
-    /// The batch of these messages.
     pub(crate) fn new(works: Vec<Work>, parts: usize) -> Arc<Batch> {
         let left = Mutex::new(Left { parts, error: None });
         Arc::new(Batch { works, left, places: OnceLock::new() })
     }
 
-    /// Says where its parts will be in flight.
+    /// Notes where its parts will be in flight.
     pub(crate) fn place(&self, places: Vec<PartInFlight>) {
         self.places.set(places).expect("said once");
     }
 
-    /// Ends a part, and with the last one the works.
+    /// Ends a part. The last one to end also ends the works.
     fn part_ended(&self, ends: &dyn Ends, result: Result<(), Error>) {
         let outcome = {
             let mut left = lock(&self.left);
@@ -193,7 +192,7 @@ impl Batch {
 
     /// Gives up all its parts, since one has failed, so that the stream which they share runs out.
     pub(crate) fn fail(&self, error: &Error) {
-        // The first cause, as that names the message at fault.
+        // Keeps the first cause, which names the message at fault.
         lock(&self.left).error.get_or_insert_with(|| error.clone());
         self.places().iter().for_each(|PartInFlight { in_flight, first, .. }| in_flight.fail_too(*first, error));
     }
@@ -207,7 +206,7 @@ pub(crate) struct Several {
 }
 
 impl Several {
-    /// What is in flight on all of these.
+    /// The operations in flight on all of these.
     pub(crate) fn new(comm: String, all: Vec<Arc<InFlight>>) -> Several {
         Several { comm, origin: Origin::here(), all }
     }

@@ -50,19 +50,18 @@ pub(crate) struct Room {
 pub(crate) struct Plans {
     me: Rank,
     topo: Topology,
-    /// The algorithm of every collective that it can do, if one is set.
+    /// The algorithm that is set, if any, for every collective that it can do.
     algorithm: Option<String>,
     room: Room,
     cached: HashMap<Shape, Arc<Plan>>,
-    /// What the cached plans take.
+    /// The bytes that the cached plans take.
     bytes: usize,
 }
 
-/// What cached plans may take together.
+/// The bytes that cached plans may take together.
 const CACHE_BYTES: usize = 8 << 20;
 
 impl Plans {
-    /// No plans yet.
     pub(crate) fn new(me: Rank, topo: Topology, algorithm: Option<String>, room: Room) -> Plans {
         Plans { me, topo, algorithm, room, cached: HashMap::new(), bytes: 0 }
     }
@@ -108,7 +107,7 @@ impl Plans {
         for from in (0..cut.longest_block().max(1)).step_by(len) {
             let segment = segment(from, len);
             let program = match &last {
-                // All but the last one are alike, and in the last ones blocks may end.
+                // Segments are alike, but for the last ones, in which blocks may end.
                 Some((same, program)) if *same == segment.collective => program.clone(),
                 _ => {
                     let staged = Staged::plan(name, &segment.collective, &self.topo, shape.element, shape.scaling);
@@ -134,7 +133,7 @@ impl Plans {
         set.unwrap_or_else(|| algo::plan(collective, setting)).name
     }
 
-    /// How much of half of the staging memory a segment takes; where other memory does not hold what it needs, too much.
+    /// The bytes of staging memory that a segment takes; more than half of it has, if other memory is too small.
     fn needed(&self, staged: &Staged, shape: &Shape) -> usize {
         let ranks = (0..self.topo.size()).map(|rank| staged.schedule(Rank::from(rank)));
         let bytes = |space, count: usize| count.saturating_mul(shape.scaling.bytes_in(space, shape.element));

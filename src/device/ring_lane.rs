@@ -15,13 +15,13 @@ pub trait RingMemory {
     /// A word of a ring, and how much of it streams look at.
     fn word(&self, word: Word) -> (DeviceWord<'_>, Width);
 
-    /// A word by which a stream tells the host something, in what is shared with a rank.
+    /// A word by which a stream tells the host something, among those shared with a rank.
     fn edge(&self, peer: Rank, number: usize) -> (DeviceWord<'_>, Width);
 
     /// The first bytes of a cell of a ring.
     fn bytes(&self, sender: Rank, receiver: Rank, cell: usize, len: usize) -> DeviceBytes<'_>;
 
-    /// How many bytes the cells of the rings with a rank have.
+    /// The bytes of a cell of the rings with a rank.
     fn cell(&self, peer: Rank) -> usize;
 }
 
@@ -30,9 +30,9 @@ pub trait RingMemory {
 pub struct Edge {
     /// The rank.
     pub peer: Rank,
-    /// The word's number in what is shared with it.
+    /// The word's number among those shared with that rank.
     pub word: usize,
-    /// What is written.
+    /// What the stream writes.
     pub value: u64,
 }
 
@@ -62,10 +62,10 @@ impl RingMemory for Together {
     }
 }
 
-/// One rank's ends of the rings to and from all ranks, itself too.
+/// One rank's ends of the rings to and from all ranks, itself included.
 ///
-/// Both ends of a pair submit its messages in the same order. If that is not on one stream, the caller has a pair's messages
-/// of one direction each wait for the one before; messages of different pairs need not wait for each other.
+/// Both ends of a pair submit its messages in the same order. If the messages of one pair and direction go on several streams,
+/// the caller has each wait for the one before. Messages of different pairs need not wait for each other.
 #[derive(Debug)]
 pub struct RingLane<M = Together> {
     me: Rank,
@@ -74,8 +74,8 @@ pub struct RingLane<M = Together> {
 }
 
 impl RingLane {
-    /// The lane of this number, through which nothing has gone. Its words and its cells are its own: of the halves of staging
-    /// memory each has a cell for every receiver, end to end.
+    /// The lane of this number, through which nothing has gone. No other lane uses its words and cells. Each half of the
+    /// staging memory has a cell for every receiver, end to end.
     pub fn new(
         number: usize,
         me: Rank,
@@ -88,7 +88,7 @@ impl RingLane {
         RingLane::on(Together { words, cells }, me, layout.ranks())
     }
 
-    /// The bytes of half the staging memory that cells of so many bytes for so many ranks take.
+    /// The bytes of half the staging memory for so many ranks, with cells of so many bytes.
     pub fn half(ranks: usize, cell: usize) -> usize {
         ranks * cell
     }
@@ -103,12 +103,12 @@ impl RingLane {
         self.rings.awaits()
     }
 
-    /// Counts from the beginning. Nothing may be on the lane, on any rank, and its words are zero.
+    /// Counts from the beginning. No rank may have anything on the lane, and its words must be zero.
     pub(crate) fn reset(&mut self) {
         self.rings = Rings::new(self.me, self.memory.words.layout.ranks());
     }
 
-    /// Puts a batch on a stream and returns at once. A tensor of the batch is what lies in stretches, end to end.
+    /// Puts a batch on a stream and returns at once. The stretches of a tensor are counted end to end.
     ///
     /// # Errors
     /// A call of the driver has failed. What came before it may be on the stream, so the lane is of no use any more.
@@ -145,8 +145,7 @@ impl<M: RingMemory> RingLane<M> {
         &self.memory
     }
 
-    /// A batch as rounds, which can be submitted next. Of one in which this rank sends itself nothing the rounds are always
-    /// the same.
+    /// The rounds of a batch, which can be submitted next. They are always the same if this rank sends itself nothing in it.
     pub fn plan(&self, messages: &[Message]) -> Result<Rounds, ToSelfError> {
         Rounds::through(self.me, messages, |peer| self.memory.cell(peer), self.rings.ahead())
     }
@@ -156,14 +155,14 @@ impl<M: RingMemory> RingLane<M> {
         self.rings.ahead()
     }
 
-    /// The word that the messages of a ring wait for, and the greatest value, once this batch is submitted; nothing if it has
-    /// none there.
+    /// The word that the messages of a ring wait for, and the greatest value, once this batch is submitted; nothing if the
+    /// batch has no messages there.
     pub(crate) fn awaits_after(&self, rounds: &Rounds, peer: Rank, direction: Direction) -> Option<(Word, u64)> {
         let mut flows = rounds.flows.iter();
         flows.find(|flow| (flow.peer, flow.direction) == (peer, direction)).map(|flow| self.rings.awaits_after(flow))
     }
 
-    /// Has the ring of one direction count from the beginning. Nothing of it may be on any stream, and its words are zero.
+    /// Has the ring of one direction count from the beginning. No stream may have anything of it, and its words must be zero.
     pub(crate) fn reset_ring(&mut self, peer: Rank, direction: Direction) {
         self.rings.reset(peer, direction);
     }
@@ -199,7 +198,7 @@ impl<M: RingMemory> RingLane<M> {
         flush(current, stream, &mut batch)
     }
 
-    /// Has a stream tell the host something.
+    /// Has a stream write words that tell the host something.
     pub(crate) fn write(&self, current: &Current<'_>, stream: &Stream, edges: &[Edge]) -> Result<(), CudaError> {
         let mut batch = Batch::new(Width::default());
         self.tell(&mut batch, edges);

@@ -1,7 +1,7 @@
 //! The values of the words of rings: how many chunks have gone each way, and which cells are free.
 //!
 //! The head of a pair counts chunks and messages without data, its tail only chunks, which take the pair's cells in turn. Both
-//! count for as long as the pair lives. Its ends count alike, because they issue its messages in the same order.
+//! words count for as long as the pair lives. Both ends count alike, because they issue the pair's messages in the same order.
 
 use smallvec::SmallVec;
 
@@ -47,7 +47,7 @@ impl Rings {
         self.sent[me].published.wrapping_sub(self.received[me].published) as i64
     }
 
-    /// The words that what has been taken up waits for, and the greatest values.
+    /// The words that the batches taken up so far wait for, and the greatest values.
     pub(crate) fn awaits(&self) -> impl Iterator<Item = (Word, u64)> + '_ {
         let nothing = |peer: usize, direction| Flow { peer: Rank::from(peer), direction, published: 0, chunks: 0 };
         let flows = (0..self.sent.len())
@@ -55,7 +55,7 @@ impl Rings {
         flows.map(|flow| self.awaits_after(&flow))
     }
 
-    /// The word that a ring's messages wait for, and the greatest value, once these are taken up.
+    /// The word that a ring's messages wait for, and the greatest value, once this flow is taken up.
     pub(crate) fn awaits_after(&self, flow: &Flow) -> (Word, u64) {
         let (me, peer) = (self.me, flow.peer);
         match flow.direction {
@@ -64,7 +64,7 @@ impl Rings {
                 (head, self.received[peer.index()].published + flow.published)
             }
             Direction::Send => {
-                // The credit of the last one's cell.
+                // The last chunk waits for the one that lay in its cell.
                 let chunks = self.sent[peer.index()].chunks + flow.chunks;
                 (Word::Tail { sender: me, receiver: peer }, chunks.saturating_sub(CELLS as u64))
             }
@@ -101,7 +101,7 @@ impl RingNumbering {
         let me = self.me;
         match word {
             RingWord::Credit { to, chunk } => {
-                // The chunks before the first of those that may lie in the ring together with this one.
+                // All chunks up to this one but the last `CELLS`, which may lie in the ring together.
                 let done = (self.sent[to.index()].chunks + chunk + 1).saturating_sub(CELLS as u64);
                 (done > 0).then_some(WordAccess::Wait(Word::Tail { sender: me, receiver: to }, done))
             }

@@ -4,16 +4,15 @@
 //! Each ordered pair of ranks has a ring of [`CELLS`] cells in the sender's memory. A message is cut into chunks as long as a
 //! cell, and the chunks of a pair's messages take its cells in turn for as long as the pair lives. Two words belong to the
 //! ring: the *head* counts what has been published, chunks and messages without data alike, the *tail* the chunks that the
-//! receiver is done with. Before a sender writes to a cell it waits until the chunk that lay there is done with. See
-//! [`rings`](crate::device::rings).
+//! receiver is done with. Before a sender writes to a cell, it waits until the receiver is done with the chunk that lay there.
+//! See [`rings`](crate::device::rings).
 //!
 //! # Order
-//! A batch is a sequence of rounds. Round j takes the j-th chunk of every pair: first it sends, to all ranks, then it
-//! receives, from all ranks. Messages of one pair follow each other in the order in which they were issued. If the messages
-//! of a pair are in one batch at both ends, the round in which a chunk is sent is the one in which it is received, and all a
-//! send waits for are receives of the round [`CELLS`] before: so batches run to their end on a single queue a rank, whatever
-//! their length. What both ends cut into batches differently does so too, as long as no more than [`CELLS`] chunks of a pair
-//! are under way.
+//! A batch is a sequence of rounds. Round j takes the j-th chunk of every pair: first it sends, to all ranks, then it receives,
+//! from all ranks. Messages of one pair follow each other in the order in which they were issued. If the messages of a pair are
+//! in one batch at both ends, a chunk is sent and received in the same round, and a send waits only for receives of the round
+//! [`CELLS`] before. So batches of any length run to their end on a single queue a rank. Messages that both ends cut into
+//! batches differently do so too, as long as no more than [`CELLS`] chunks of a pair are under way.
 
 use crate::counts::Counts;
 use crate::types::Rank;
@@ -26,7 +25,7 @@ pub const CELLS: usize = 2;
 pub struct Rounds {
     /// In the order in which they are submitted. Words that follow each other are one call of the driver.
     pub operations: Vec<StreamOperation>,
-    /// What goes through each ring; a ring that is not used is not there.
+    /// What goes through each ring that is used.
     pub flows: Vec<Flow>,
 }
 
@@ -74,7 +73,7 @@ pub struct TensorPart {
     pub len: usize,
 }
 
-/// What a stream does.
+/// An operation of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamOperation {
     /// Waits for a word or writes one.
@@ -83,38 +82,38 @@ pub enum StreamOperation {
     Copy {
         /// From where.
         from: CopyEnd,
-        /// To where; as long.
+        /// To where; of the same length.
         into: CopyEnd,
     },
 }
 
-/// What is done to a ring's word.
+/// A wait for a ring's word, or a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RingWord {
     /// Waits until the cell of a chunk may be written.
     Credit {
-        /// To whom it goes.
+        /// The chunk's receiver.
         to: Rank,
         /// Its number among the batch's chunks to that rank, from 0.
         chunk: u64,
     },
     /// Says that so many chunks and messages without data have been published.
     Publish {
-        /// For whom.
+        /// Their receiver.
         to: Rank,
         /// The number, from 1.
         number: u64,
     },
-    /// Waits until so many of them have been published.
+    /// Waits until so many chunks and messages without data have been published.
     Await {
-        /// By whom.
+        /// Their sender.
         from: Rank,
         /// The number, from 1.
         number: u64,
     },
     /// Says that this rank is done with a chunk, and all before it.
     Release {
-        /// Whose.
+        /// The chunk's sender.
         from: Rank,
         /// Its number among the batch's chunks from that rank, from 0.
         chunk: u64,
@@ -130,7 +129,7 @@ pub enum CopyEnd {
     Cell {
         /// The rank at the other end of the ring.
         peer: Rank,
-        /// Whether it is this rank's, for a message to the peer, or the peer's.
+        /// Whether the ring is this rank's, for messages to the peer, or the peer's.
         direction: Direction,
         /// The number of the chunk among the batch's chunks of this ring, from 0.
         chunk: u64,
@@ -139,7 +138,7 @@ pub enum CopyEnd {
     },
 }
 
-/// Messages that a rank sends to itself and that could never end, or never rightly.
+/// Messages that a rank sends to itself and that could never end, or differ from their receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ToSelfError {
@@ -180,8 +179,8 @@ impl Rounds {
     /// The rounds of a batch of rank `me`, through cells of so many bytes. Messages of one pair are in the order in which
     /// they were issued.
     ///
-    /// What a rank sends itself is copied at once where the batch also receives it. `ahead` says how many messages to itself it
-    /// has sent through its ring and not received yet; with receives that came first it is negative.
+    /// A message of this rank to itself is copied at once where the batch also receives it. `ahead` says how many messages to
+    /// itself it has sent through its ring and not received yet; it is negative where receives came first.
     ///
     /// # Panics
     /// When a cell has no bytes.
@@ -201,7 +200,7 @@ impl Rounds {
     ) -> Result<Rounds, ToSelfError> {
         let mut lowering = Lowering { me, rounds: Rounds::default() };
         let mut messages = lowering.take_own(messages, &cell, ahead)?;
-        // Every rank begins with another one: what is sent to one rank is spread over the round, and what comes from it.
+        // Every rank begins with another peer, so that the messages to one rank, and those from it, are spread over the round.
         messages.sort_by_key(|Message { peer, direction, .. }| match direction {
             Direction::Send => (Direction::Send, peer.0.wrapping_sub(me.0)),
             Direction::Receive => (Direction::Receive, me.0.wrapping_sub(peer.0)),
@@ -270,7 +269,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// What a round does for one pair and direction.
+/// What a round moves for one pair and direction.
 struct Chunk {
     peer: Rank,
     /// Empty if it is a message without data.
@@ -294,7 +293,7 @@ struct Lowering {
 }
 
 impl Lowering {
-    /// Copies what the batch sends to this rank and receives from it. What goes through a ring.
+    /// Copies messages to this rank itself that the batch also receives. Returns those that go through a ring.
     fn take_own(
         &mut self,
         messages: &[Message],
@@ -305,7 +304,7 @@ impl Lowering {
             messages.iter().partition(|message| message.peer == self.me);
         let (sent, received): (Vec<Message>, Vec<Message>) =
             own.iter().partition(|message| message.direction == Direction::Send);
-        // The oldest meet what came before this batch.
+        // The oldest messages meet those of earlier batches.
         let earlier = |count: i64| usize::try_from(count).unwrap_or(0);
         let (first_sent, first_received) = (earlier(-ahead).min(sent.len()), earlier(ahead).min(received.len()));
         let (early_sent, sent) = sent.split_at(first_sent);
@@ -335,7 +334,7 @@ impl Lowering {
         }
     }
 
-    /// Takes the next chunk of every pair; those that have none left go.
+    /// Takes the next chunk of every pair, and drops the pairs that have none left.
     fn advance(&mut self, pairs: &mut Vec<Pair<'_>>, chunks: &mut Vec<Chunk>) {
         chunks.clear();
         pairs.retain_mut(|pair| {
@@ -347,7 +346,7 @@ impl Lowering {
         });
     }
 
-    /// All credits, all copies, all words: so a round's sends are two calls of the driver beside the copies.
+    /// All credits, then all copies, then all words: so a round's sends are two calls of the driver beside the copies.
     fn send(&mut self, chunks: &[Chunk]) {
         let with_data = || chunks.iter().filter(|chunk| chunk.has_data());
         for chunk in with_data() {
@@ -362,7 +361,7 @@ impl Lowering {
         }
     }
 
-    /// Waits, copies, releases: short chunks together, and long ones each for itself, so that its cell is free early.
+    /// Waits, copies, releases: short chunks together, and long ones each for itself, so that their cells are free early.
     fn receive(&mut self, chunks: &[Chunk]) {
         let mut first = 0;
         for (last, chunk) in chunks.iter().enumerate() {

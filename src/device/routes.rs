@@ -1,18 +1,18 @@
 //! How accesses to the windows of a rank on another host run: what the stream does, and what the engine carries.
 //!
-//! An access becomes *items*, which are numbered for each pair of ranks and done at the other end in their order: pieces that
-//! are put, pieces that are asked for, and signals. The stream counts in one word the items that it has made ready. It puts
-//! pieces into [`CELLS`] cells of pinned memory in turn, and fills a cell again once the other end is done with the item that lay
-//! there. What it gets comes into as many other cells; it asks for a piece once it has taken out what lay in that cell before.
+//! An access becomes *items*: pieces to put, pieces to get, and signals. Items are numbered for each pair of ranks, and the
+//! other end does them in order. The stream counts in one word the items that it has made ready. It puts pieces into [`CELLS`]
+//! cells of pinned memory in turn, and fills a cell again once the other end is done with the item that lay there. Pieces that
+//! it gets come into as many other cells; it asks for a piece once it has emptied that piece's cell.
 //!
 //! Accesses to one rank come one after the other, whatever their streams, so a route needs no more than these counts.
 
 use crate::device::rounds::CELLS;
 
-/// What is done at the other end.
+/// What the other end does for an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Item {
-    /// A window gets what lies in a cell, from an offset on.
+    /// Copies a cell into a window, from an offset on.
     Put {
         /// Where it begins in the window.
         offset: usize,
@@ -21,7 +21,7 @@ pub enum Item {
         /// The cell, here and at the other end.
         cell: usize,
     },
-    /// A cell gets what lies in a window, from an offset on.
+    /// Copies a part of a window, from an offset on, into a cell.
     Get {
         /// Where it begins in the window.
         offset: usize,
@@ -30,7 +30,7 @@ pub enum Item {
         /// The cell, here and at the other end.
         cell: usize,
     },
-    /// A signal comes: so many have come then.
+    /// Counts a signal: so many have come then.
     Signal {
         /// How many.
         count: u64,
@@ -42,7 +42,7 @@ pub enum Item {
 pub enum Action {
     /// It waits until the other end is done with so many items.
     AwaitDone(u64),
-    /// It waits until so many pieces have come that it has asked for.
+    /// It waits until so many pieces that it has asked for have come.
     AwaitAnswer(u64),
     /// It copies bytes of the caller's, from an offset on, into a cell.
     Fill {
@@ -90,10 +90,10 @@ pub struct Route {
 }
 
 impl Route {
-    /// One with cells of so many bytes.
+    /// A route with cells of so many bytes.
     ///
     /// # Panics
-    /// When they are empty.
+    /// When a cell has no bytes.
     pub fn new(cell: usize) -> Route {
         assert!(cell > 0, "a cell without bytes");
         Route { cell, items: 0, pieces: 0, last: [0; CELLS], answers: 0 }
@@ -162,13 +162,13 @@ impl Route {
     }
 }
 
-/// What an item waits for: that the one is done that lay in its cell, and that no more than some are under way.
+/// What an item waits for: the other end is done with the item that lay in its cell, and at most [`UNDER_WAY`] are under way.
 fn credit(item: u64, emptied: u64) -> Option<Action> {
     let done = emptied.max(item.saturating_sub(UNDER_WAY));
     (done > 0).then_some(Action::AwaitDone(done))
 }
 
-/// How many items can be on their way to a rank: what its engine keeps of them is bounded so.
+/// How many items can be on their way to a rank. This bounds what an engine keeps of them.
 pub const UNDER_WAY: u64 = 1024;
 
 #[cfg(test)]

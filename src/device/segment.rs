@@ -1,8 +1,8 @@
 //! A long collective is a sequence of shorter ones, each of which fits into staging memory.
 //!
-//! A segment is the same stretch of every block: of each rank's, or of the whole data where there is one block, as in a broadcast.
-//! An all_reduce by a ring has its stripes as blocks, so that each element is combined in the order in which it would be if the
-//! collective were not cut.
+//! A segment is the same stretch of every block: of each rank's block, or of the whole data where that is the only block, as in
+//! a broadcast. The blocks of an all_reduce by a ring are its stripes, so each element is combined in the order in which it
+//! would be if the collective were not cut.
 
 use smallvec::SmallVec;
 
@@ -16,7 +16,7 @@ use crate::types::Rank;
 /// A collective over a stretch of another one's blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// What is run.
+    /// The collective over the stretch.
     pub collective: Collective,
     /// Where the elements of its input lie in the whole input.
     pub input: Extent,
@@ -24,13 +24,13 @@ pub struct Segment {
     pub output: Extent,
 }
 
-/// Where elements that a schedule takes to lie end to end are in a tensor.
+/// Where the elements that a schedule counts end to end lie in a tensor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
     runs: SmallVec<[Run; 1]>,
 }
 
-/// Elements that lie together in both.
+/// Elements that lie together in segment and tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// The first one's number in the segment.
@@ -89,7 +89,7 @@ impl Segment {
         self.collective.bytes() + self.input.bytes() + self.output.bytes()
     }
 
-    /// All of an operation whose programs take its elements where they are, so many of its input and of its output.
+    /// A whole operation, whose programs take elements where they are: so many of its input and of its output.
     pub(crate) fn whole(collective: Collective, input: usize, output: usize) -> Segment {
         Segment { collective, input: Extent::of([(0, input)]), output: Extent::of([(0, output)]) }
     }
@@ -182,8 +182,8 @@ impl<'a> Cut<'a> {
         }
     }
 
-    /// How many elements of every block a segment has, at most, so that `bytes` of it are no more than `half`. The same on every
-    /// rank, as these are.
+    /// How many elements of every block a segment has at most, so that `bytes` of it are no more than `half`. The same on every
+    /// rank, as the arguments are.
     pub fn longest(&self, half: usize, mut bytes: impl FnMut(usize) -> usize) -> Result<usize, StagingTooSmall> {
         let mut len = self.longest_block().max(1);
         loop {

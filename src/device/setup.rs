@@ -1,7 +1,8 @@
 //! What the ranks of a communicator do together before the first operation on their devices.
 //!
-//! Each tells the others what it runs on. All [`decide`] the same from that, make their memory, hand it to each other and map
-//! it. What fails on one rank is told to all, so that each gets the same error, and everything that was made is given back.
+//! Each rank tells the others what it runs on. All ranks [`decide`] the same from that, make their memory, hand it to each
+//! other and map it. A rank on which something fails tells all others, so that each gets the same error and gives back what it
+//! has made.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -33,37 +34,37 @@ pub struct Wanted<'a> {
     pub comm: &'a str,
     /// This rank among those that set up.
     pub me: Rank,
-    /// What the communicator calls those, for errors.
+    /// The communicator's numbers of these ranks, for errors.
     pub names: &'a [Rank],
     /// The number of its device in this process.
     pub device: u32,
     /// The identity of its host.
     pub host: &'a str,
-    /// The bytes of half of each of a rank's staging memories, as this rank is set; rank 0's hold.
+    /// The bytes of half of each of a rank's staging memories, by this rank's settings; those of rank 0 apply.
     pub halves: &'a [usize],
     /// Whether a rank that is alone on its host has staging memory, too.
     pub stages_alone: bool,
     /// How many words the ranks of its host share: the same number on each of them.
     pub words: usize,
-    /// The version of what lies in them.
+    /// The version of the layout of these words.
     pub layout: u32,
-    /// How long to wait for the file descriptors of others that have come.
+    /// How long to wait for the file descriptors of other ranks that have come.
     pub timeout: Duration,
 }
 
-/// Tells every rank some bytes, and returns those of all ranks, by rank. It waits for all of them.
+/// Sends these bytes to every rank and returns the bytes of all ranks, by rank. Waits for all of them.
 pub type AllGather<'a> = dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>, Error> + 'a;
 
 /// What the setup has made: everything that programs need, of all ranks of the host.
 #[derive(Debug)]
 pub struct Parts {
-    /// The own device's.
+    /// The context of this rank's device.
     pub context: Arc<Context>,
     /// The words of all ranks of the host.
     pub words: Arc<SharedWords>,
-    /// The same, as the own device reaches them.
+    /// The same words, as this rank's device reaches them.
     pub registered: RegisteredWords,
-    /// The staging memories of all ranks of the host, by their places there, mapped, in the order in which they were wanted.
+    /// The staging memories, in the order of [`Wanted::halves`]. Each maps the memory of all ranks of the host, by place.
     pub staging: Vec<Staging>,
     /// Where there are other hosts: the memory for messages to and from there.
     pub network: Option<NetworkMemory>,
@@ -71,7 +72,7 @@ pub struct Parts {
     pub width: Width,
     /// Which ranks share a host.
     pub topo: Topology,
-    /// What each rank has told, by rank.
+    /// What each rank runs on, by rank.
     pub members: Vec<Member>,
 }
 
@@ -80,7 +81,7 @@ pub struct Parts {
 pub struct Member {
     /// The identity of its host.
     pub host: String,
-    /// Its process; ranks may be threads of one.
+    /// Its process. Ranks may be threads of one process.
     pub process: ProcessId,
     /// Its device.
     pub device: DeviceUuid,
@@ -96,9 +97,9 @@ pub struct Member {
     pub compute_mode: u32,
     /// Other devices that its process sees and its device reaches.
     pub reaches: Vec<DeviceUuid>,
-    /// The bytes of half of each of its staging memories, as it is set.
+    /// The bytes of half of each of its staging memories, by its settings.
     pub halves: Vec<usize>,
-    /// The version of what lies in the words.
+    /// The version of the layout of the shared words.
     pub layout: u32,
 }
 
@@ -115,7 +116,7 @@ pub struct Decision {
     pub halves: Vec<usize>,
 }
 
-/// What ranks on these members do. `comm` is the communicator's name, `names` are those of its ranks that set up.
+/// Decides what ranks on these members do. `comm` is the communicator's name, `names` are those of its ranks that set up.
 ///
 /// # Errors
 /// They cannot work together: the text says which ranks stand in the way, and what to do.
@@ -161,7 +162,7 @@ pub fn decide(comm: &str, names: &[Rank], members: &[Member]) -> Result<Decision
     })
 }
 
-/// Why devices of a host cannot copy from each other's memory, if so.
+/// Why devices of one host cannot copy from each other's memory, if they cannot.
 fn obstacle(names: &[Rank], members: &[Member]) -> Option<String> {
     let is_alone = |member: &Member| members.iter().filter(|other| other.host == member.host).count() == 1;
     let closed = ranks_where(members, |member| !member.exports_memory && !is_alone(member));
@@ -181,10 +182,10 @@ fn obstacle(names: &[Rank], members: &[Member]) -> Option<String> {
 /// Sets up, with all ranks. Before it returns every rank has mapped everything.
 ///
 /// It calls `all_gather` as often on every rank, until one of them fails, as it does once not all ranks `are_there`. The device
-/// may be waited for.
+/// may wait for the device.
 ///
 /// # Errors
-/// Those of [`decide`]; that something failed on a rank, which is named: the same on all; and those of `all_gather`.
+/// Those of [`decide`] and of `all_gather`; and what failed on a rank, which the error names: the same on all ranks.
 pub fn set_up(
     wanted: &Wanted<'_>,
     all_gather: &mut AllGather<'_>,
@@ -211,24 +212,24 @@ pub fn set_up(
     Ok(Parts { context, words, registered, staging, network, width: decision.width, topo, members })
 }
 
-/// The ranks of a host.
+/// The ranks of this rank's host.
 #[derive(Clone, Copy)]
 struct Neighbours<'a> {
-    /// This one's place among them.
+    /// This rank's place among them.
     seat: Rank,
-    /// What the communicator calls them, by place.
+    /// By place, their numbers in the communicator.
     names: &'a [Rank],
-    /// Whether there are ranks elsewhere.
+    /// Whether there are other hosts.
     has_others: bool,
 }
 
-/// What a communicator says of its ranks.
+/// What a communicator knows of its ranks.
 pub(crate) trait Presence {
     /// Whether no rank is lost, and this one has not left.
     fn are_there(&self) -> bool;
 }
 
-/// What did not work on a rank, for the others.
+/// What failed on a rank, as it tells the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SetupFailure {
     pub(crate) what: String,
@@ -241,7 +242,7 @@ impl SetupFailure {
         SetupFailure { what: what.to_string(), cause: cause.to_string() }
     }
 
-    /// What this rank tells instead of what the others expect, when it does not go on.
+    /// What this rank sends instead of what the others expect, when it does not go on.
     pub(crate) fn told(self) -> Vec<u8> {
         serde_json::to_vec(&Err::<(), SetupFailure>(self)).expect("plain data")
     }
@@ -251,7 +252,8 @@ pub(crate) fn failed<E: Display>(what: impl Display) -> impl FnOnce(E) -> SetupF
     move |cause| SetupFailure { what: what.to_string(), cause: cause.to_string() }
 }
 
-/// Tells the others what this rank has, or what failed on it. What all have, or the first failure, the same on every rank.
+/// Tells the other ranks what this rank has, or what failed on it. Returns what all ranks have, or the first failure, the same
+/// on every rank.
 pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     comm: &str,
     names: &[Rank],
@@ -271,8 +273,8 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     Ok(parsed.collect::<Result<Vec<T>, InitError>>()?)
 }
 
-/// What this rank has made, if every rank has made its own; else the first failure, the same on every rank, and what was made
-/// here is given up.
+/// Returns what this rank has made, if every rank has made its own. Else gives it up and returns the first failure, the same on
+/// every rank.
 pub(crate) fn agree<T, E: Display>(
     comm: &str,
     names: &[Rank],
@@ -289,7 +291,7 @@ pub(crate) fn agree<T, E: Display>(
     Ok(kept.expect("no rank has told a failure"))
 }
 
-/// What stays here, and what is told.
+/// What stays on this rank, and what the others are told.
 pub(crate) fn split<A, B>(result: Result<(A, B), SetupFailure>) -> (Option<A>, Result<B, SetupFailure>) {
     match result {
         Ok((kept, told)) => (Some(kept), Ok(told)),
@@ -297,7 +299,7 @@ pub(crate) fn split<A, B>(result: Result<(A, B), SetupFailure>) -> (Option<A>, R
     }
 }
 
-/// What this rank runs on. It makes no context.
+/// What this rank runs on. Makes no context.
 fn probe(wanted: &Wanted<'_>) -> Result<Member, SetupFailure> {
     let probe = || -> Result<Member, CudaError> {
         let driver = driver_version()?;
@@ -330,15 +332,15 @@ fn probe(wanted: &Wanted<'_>) -> Result<Member, SetupFailure> {
 /// What a rank has made, and is about to hand over.
 struct Own {
     context: Arc<Context>,
-    /// The first rank's of a host.
+    /// Only on the first rank of a host.
     words: Option<SharedWords>,
-    /// With a descriptor for the others.
+    /// With a file descriptor for the other ranks.
     staging: Vec<(Staging, OwnedFd)>,
     network: Option<NetworkMemory>,
     post: Post,
 }
 
-/// What the others have to know of it.
+/// What the other ranks have to know of [`Own`].
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
     address: Address,
@@ -391,7 +393,7 @@ impl Own {
         Ok((Own { context, words, staging, network, post }, offer))
     }
 
-    /// Hands own memory to all ranks of the host, and maps theirs.
+    /// Hands this rank's memory to all ranks of the host, and maps theirs.
     fn share(
         self,
         wanted: &Wanted<'_>,
@@ -401,7 +403,7 @@ impl Own {
     ) -> Result<Mapped, SetupFailure> {
         let Own { context, words, staging, network, post } = self;
         let (mut staging, own_fds): (Vec<Staging>, Vec<OwnedFd>) = staging.into_iter().unzip();
-        // Staging memory first.
+        // Staging memory first, then words, as the receivers take them.
         let own: Vec<BorrowedFd<'_>> = own_fds.iter().map(AsFd::as_fd).chain(words.as_ref().map(AsFd::as_fd)).collect();
         let addresses: Vec<Address> = offers.iter().map(|offer| offer.address.clone()).collect();
         let deadline = deadline_after(Instant::now(), wanted.timeout);
@@ -437,13 +439,13 @@ impl Own {
 const EXCHANGE: &str = "the exchange of file descriptors";
 const NONE_FROM: &str = "a rank has handed too few over";
 
-/// The first that has the operations on words of which programs are made.
+/// The first version of CUDA whose drivers have the operations on words that programs use.
 const OLDEST_DRIVER: DriverVersion = DriverVersion { major: 12, minor: 0 };
 
 /// `CU_COMPUTEMODE_EXCLUSIVE`, which old drivers had, and `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
 const EXCLUSIVE: [u32; 2] = [1, 3];
 
-/// Which ranks are alike, by what.
+/// The ranks that have the same value of `key`, by value.
 fn groups<K: Ord>(members: &[Member], key: impl Fn(&Member) -> &K) -> BTreeMap<&K, Vec<usize>> {
     let mut groups: BTreeMap<&K, Vec<usize>> = BTreeMap::new();
     for (rank, member) in members.iter().enumerate() {
@@ -464,7 +466,7 @@ pub(crate) fn named(names: &[Rank], ranks: &[usize]) -> String {
     }
 }
 
-/// As nvidia-smi writes it.
+/// A device's UUID, as nvidia-smi writes it.
 fn text(device: DeviceUuid) -> String {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let [a, b, c, d, e] = [0..4, 4..6, 6..8, 8..10, 10..16].map(|range| hex(&device.0[range]));
@@ -493,7 +495,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// What `size` ranks decide after a change of some.
+    /// What `size` ranks decide after `change` has been applied to each.
     fn decision(size: u8, change: impl Fn(u8, &mut Member)) -> Result<Decision, String> {
         let mut members: Vec<Member> = (0..size).map(member).collect();
         members.iter_mut().zip(0..).for_each(|(member, rank)| change(rank, member));

@@ -72,7 +72,7 @@ impl Staging {
         self.kind
     }
 
-    /// Own memory for the others, with its length there.
+    /// A file descriptor of this rank's memory for the others, and its length.
     pub fn export(&self) -> Result<(OwnedFd, usize), HostMemoryError> {
         let own = self.memory[self.me.index()].as_ref().expect("own memory is there from the start");
         let named = |cause: io::Error| HostMemoryError::Os { what: "a copy of a descriptor", cause };
@@ -83,7 +83,7 @@ impl Staging {
         Ok((fd, own.bytes().len()))
     }
 
-    /// Maps what another rank has exported; once, however often it is called.
+    /// Maps the memory that another rank has exported, unless it is mapped already.
     pub fn import(&mut self, of: Rank, fd: BorrowedFd<'_>, len: usize) -> Result<(), HostMemoryError> {
         let place = &mut self.memory[of.index()];
         if place.is_none() {

@@ -1,9 +1,10 @@
-//! The threads of a process that see to its devices: one watches what is in flight, one gives memory back.
+//! The threads of a process that see to its devices: the watch looks at operations in flight, the reaper gives memory back.
 //!
-//! While something is in flight the first looks ten times a second; else it sleeps. It never calls the driver. What communicators
-//! have left is given back by the other, once nothing is in flight: calls that free memory wait for the device, and so
-//! perhaps for an operation that is put on it meanwhile, which only the watch can end if it fails. Both are there from the
-//! first setup on, so that nothing that is in flight, and no memory, is ever without them.
+//! While something is in flight the watch looks ten times a second, and every millisecond while a stream has to be released or
+//! a caller wants to learn of an end soon; else it sleeps. It never calls the driver. The reaper gives back what communicators
+//! have left, once nothing is in flight. Calls that free memory wait for the device, and so perhaps for an operation that is
+//! put on it meanwhile: if that fails, only the watch can end it. Both threads run from the first setup on, before anything is
+//! in flight.
 
 use std::any::Any;
 use std::sync::Once;
@@ -18,9 +19,9 @@ use crate::sys::fork::PerProcess;
 #[derive(Default)]
 struct Watch {
     state: Mutex<State>,
-    /// Something is watched, or has been left.
+    /// Notified when something is to be watched, or has been left.
     changed: Condvar,
-    /// Something can be given back, or has been.
+    /// Notified when something can be given back, or has been.
     turned: Condvar,
 }
 
@@ -37,7 +38,7 @@ struct State {
     has_reaper: bool,
 }
 
-/// What runs without being submitted: a part of a graph.
+/// A part of a graph, which runs without being submitted.
 pub(crate) trait Replayed: Send + Sync {
     /// Looks how far it is.
     fn tick(&self, now: Instant) -> Look;
@@ -45,7 +46,7 @@ pub(crate) trait Replayed: Send + Sync {
     /// Whether it runs.
     fn is_busy(&self) -> bool;
 
-    /// What is to be given back, once, when it will not run any more.
+    /// What is to be given back once it will not run any more; returned only once.
     fn take(&self) -> Option<Left>;
 }
 
@@ -56,7 +57,7 @@ pub(crate) struct Left {
 }
 
 impl Left {
-    /// Gives it back, if the device does not use it any more.
+    /// Gives the memory back, unless an operation that has not ended may use it.
     fn give_back(self) {
         if self.in_flight.iter().any(|in_flight| in_flight.is_stuck()) {
             log::warn!("an operation on a device has not ended: its memory is not given back");
@@ -70,9 +71,9 @@ static WATCH: PerProcess<Arc<Watch>> = PerProcess::unset();
 /// Begins the threads, if they are not there yet.
 ///
 /// # Errors
-/// The system has no thread.
+/// The system cannot start a thread.
 pub(crate) fn begin() -> std::io::Result<()> {
-    // In a forked child it is there from its parent, and does no harm.
+    // A forked child inherits the registration from its parent, which does no harm.
     static AT_EXIT: Once = Once::new();
     WATCH.get().begin()?;
     let mut registered = Ok(());
@@ -80,16 +81,16 @@ pub(crate) fn begin() -> std::io::Result<()> {
     registered
 }
 
-/// Watches what is in flight until nothing is. The threads have [begun](begin).
+/// Watches operations until none is in flight. The threads have [begun](begin).
 pub(crate) fn watch(in_flight: Arc<dyn Watched>) {
     in_flight.is_watched_by(look_soon);
     WATCH.get().watch(in_flight);
 }
 
-/// Looks at everything at once, and then as often as what is in flight asks for.
+/// Has the watch look at once, and then as often as the operations in flight ask for.
 fn look_soon() {
     let watch = WATCH.get();
-    // Under the lock, so that the thread is either waiting or yet to look.
+    // Under the lock, so that the watch is either waiting or yet to look.
     let state = lock(&watch.state);
     watch.changed.notify_one();
     drop(state);
@@ -100,13 +101,13 @@ pub(crate) fn watch_graph(graph: Arc<dyn Replayed>) {
     WATCH.get().watch_graph(graph);
 }
 
-/// Drops what holds memory of a device, once nothing is in flight in this process. Where an operation has not ended although
-/// it failed long ago, the memory stays. The threads have [begun](begin).
+/// Has the reaper drop what holds memory of a device, once nothing is in flight in this process. Where an operation has not
+/// ended although it failed long ago, the memory stays. The threads have [begun](begin).
 pub(crate) fn reap(in_flight: Arc<dyn Watched>, memory: Box<dyn Any + Send>) {
     reap_all(vec![in_flight], memory);
 }
 
-/// As [`reap`], of what several lanes use.
+/// As [`reap`], for memory that several lanes use.
 pub(crate) fn reap_all(in_flight: Vec<Arc<dyn Watched>>, memory: Box<dyn Any + Send>) {
     WATCH.get().reap(Left { in_flight, memory });
 }
@@ -188,9 +189,9 @@ impl Watch {
         }
     }
 
-    /// The reaper.
+    /// Runs the reaper.
     fn give_back(&self) {
-        // What is freed here must not spoil what is captured elsewhere.
+        // Calls that free memory here must not spoil a capture of another thread.
         let _relaxed = Relaxed::enter().inspect_err(|error| log::warn!("captures may be spoilt: {error}"));
         let mut state = lock(&self.state);
         loop {
@@ -212,8 +213,8 @@ impl Watch {
         }
     }
 
-    /// Has the reaper begin nothing more, and waits until it is not in the driver, for `limit` at most: it may wait for a
-    /// device that does not end.
+    /// Has the reaper begin nothing more, and waits until it has left the driver, for `limit` at most: the reaper may wait for
+    /// a device that never ends.
     fn end(&self, limit: Duration) {
         let begin = Instant::now();
         let mut state = lock(&self.state);
@@ -230,12 +231,12 @@ fn wait<'a>(changed: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, S
     changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Waits, but not for the whole time if something comes.
+/// Waits until something comes, for `time` at most.
 fn wait_for<'a>(changed: &Condvar, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
     changed.wait_timeout(state, time).unwrap_or_else(std::sync::PoisonError::into_inner).0
 }
 
-/// How long the watch sleeps at most until it looks again, if it does so without being told.
+/// How long the watch sleeps until it looks again; nothing if it looks only when notified.
 fn pause(look: Look) -> Option<Duration> {
     match look {
         Look::Never => None,
@@ -244,10 +245,10 @@ fn pause(look: Look) -> Option<Duration> {
     }
 }
 
-/// How often it looks while something is in flight.
+/// How often the watch looks while something is in flight.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// How often it looks while a stream is released.
+/// How often it looks while a stream is released, or a caller wants to learn of an end.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(1);
 
 /// How long the end of the process waits for the driver.

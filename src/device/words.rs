@@ -57,7 +57,7 @@ impl WordLayout {
         self.first + ((lane * self.ranks + waits.index()) * 2 + kind) * self.ranks + writes.index()
     }
 
-    /// Behind the words of pairs.
+    /// The number of a word for other hosts: these lie behind the words of pairs.
     fn network(self, lane: usize, of: Rank, kind: usize) -> usize {
         assert!(lane < self.lanes && self.has(of), "no words of rank {of} on lane {lane} of {self:?}");
         self.first + 2 * self.lanes * self.ranks * self.ranks + (lane * self.ranks + of.index()) * NETWORK_WORDS + kind
@@ -127,7 +127,7 @@ impl ControlLayout {
         WordLayout { first: self.lanes, ranks: self.ranks, lanes: self.lanes }
     }
 
-    /// The word that a rank's stream sets to an operation's number when it comes to it. A later one uses it again.
+    /// The word that a rank's stream sets to an operation's number when it reaches that. A later operation uses it again.
     ///
     /// # Panics
     /// When there is no such rank or lane, here and below.
@@ -135,28 +135,28 @@ impl ControlLayout {
         self.page(rank, lane) + STARTED + slot(number)
     }
 
-    /// The word that a rank's stream sets to an operation's number when that is done. A later one uses it again.
+    /// The word that a rank's stream sets to an operation's number when the operation is done. A later operation uses it again.
     pub fn done(self, rank: Rank, lane: usize, number: u64) -> usize {
         self.page(rank, lane) + DONE + slot(number)
     }
 
-    /// How often a lane has been reset.
+    /// The word that counts how often a lane has been reset.
     pub(crate) fn epoch(self, lane: usize) -> usize {
         assert!(lane < self.lanes, "no lane {lane} of {self:?}");
         lane
     }
 
-    /// What a rank has called.
+    /// The line of a rank's call of this number.
     pub(crate) fn call(self, rank: Rank, lane: usize, number: u64) -> usize {
         self.page(rank, lane) + CALLS + slot(number)
     }
 
-    /// The number of a rank's last call.
+    /// The word that has the number of a rank's last call.
     pub(crate) fn last_call(self, rank: Rank, lane: usize) -> usize {
         self.page(rank, lane) + LAST_CALL
     }
 
-    /// How a rank has failed; the lines of the text follow.
+    /// The line of a rank's failure; the lines of its text follow.
     pub(crate) fn failure(self, rank: Rank, lane: usize) -> usize {
         self.page(rank, lane) + FAILURE
     }

@@ -15,7 +15,7 @@ impl Executor {
     /// Puts a collective into a capture. All ranks have called it.
     ///
     /// # Errors
-    /// Nothing has been put there, unless the driver has refused something.
+    /// The capture is as it was, unless the driver has refused something.
     pub(super) fn capture(
         &self,
         state: &mut State,
@@ -25,12 +25,12 @@ impl Executor {
         request: &CollectiveRequest<'_>,
         ranks: &dyn Ranks,
     ) -> Result<(), Error> {
-        // Nothing of it will be on a stream that says when it is done.
+        // No stream will say when this operation is done.
         self.control.pass(LANE, number);
         let purpose = state.purpose(prepared);
         let mut all_gather = |own| ranks.all_gather(own, request.timeout);
         let made = state.graphs.prepare(place, purpose, request.timeout, &mut all_gather, &|| ranks.are_there());
-        // What could not be made is told to all, and each can go on. Else ranks may be at different places.
+        // All ranks are told what could not be made, and can go on. After other errors ranks may be at different places.
         let is_reported = |error: &Error| matches!(error, Error::Init(_));
         made.inspect_err(|error| {
             if !is_reported(error) {
@@ -54,7 +54,7 @@ impl Executor {
 }
 
 impl State {
-    /// What a graph's lane must do for this.
+    /// The purpose of the graph's lane that captures this.
     fn purpose(&self, prepared: &Prepared) -> Purpose {
         match prepared {
             Prepared::Plan(plan) => {

@@ -1,4 +1,4 @@
-//! What calls in the captures of graphs ask, and what replays do: nothing of them is in flight as operations on streams are.
+//! Calls in captures of graphs, and failures of replays: neither is in flight as operations on streams are.
 
 use std::fmt::Display;
 use std::time::{Duration, Instant};
@@ -11,11 +11,11 @@ use crate::sync::lock;
 use crate::types::Rank;
 
 impl InFlight {
-    /// Waits on the host until all ranks have called the operation of this number, none of which puts anything on a stream
-    /// before that, and compares what they have called.
+    /// Blocks until all ranks have called the operation of this number, and compares their calls. No rank puts anything on a
+    /// stream before that.
     ///
     /// # Errors
-    /// They differ, one of them will not come, or not within `limit`. The others have been told.
+    /// The calls differ, or a rank will not make its call, or not within `limit`. The other ranks have been told.
     pub(crate) fn meet(
         &self,
         number: u64,
@@ -28,7 +28,7 @@ impl InFlight {
         loop {
             let is_missing = |rank: &Rank| self.control.call_of(*rank, self.lane, number).is_none();
             let missing: Vec<Rank> = self.control.ranks().filter(is_missing).collect();
-            // Also before all have come: a call that differs puts an end to it.
+            // Before all have come, too: one call that differs is enough to fail.
             if let Err(disagreement) = self.control.compare(self.lane, number, call, blocks) {
                 let detail = call.disagreement(number, self.control.me(), disagreement);
                 let error = Error::Mismatch { operation: signature.to_string(), detail };
@@ -72,13 +72,13 @@ impl InFlight {
         failed.or_else(lost)
     }
 
-    /// Notes operations that both ranks have called and that are in the capture of a graph, up to this number.
+    /// Notes operations `first` to `last`, which both ranks have called and which are in the capture of a graph.
     pub(crate) fn pass(&self, first: u64, last: u64) {
         (first..=last).for_each(|number| self.control.pass(self.lane, number));
         lock(&self.state).last = last;
     }
 
-    /// Gives up what comes next, and tells the other ranks. What is in flight is not concerned.
+    /// Gives up the operations to come, and tells the other ranks. Those in flight are not concerned.
     pub(crate) fn fail_next(&self, error: Error) {
         let (kind, culprit) = self.kind(&error);
         let mut state = lock(&self.state);
@@ -91,7 +91,7 @@ impl InFlight {
         spread(state);
     }
 
-    /// How the others are told of an error.
+    /// How this rank reports an error to the others, and the rank at fault.
     fn kind(&self, error: &Error) -> (FailureKind, Rank) {
         blame(error, self.control.name(self.control.me()))
     }

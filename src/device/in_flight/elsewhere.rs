@@ -1,4 +1,4 @@
-//! What operations in flight have to do with ranks of other hosts, and which ranks they wait for.
+//! Operations in flight and ranks of other hosts: their failures, and which ranks an operation waits for.
 
 use std::time::{Duration, Instant};
 
@@ -8,24 +8,24 @@ use crate::device::other_hosts::Missing;
 use crate::error::{Error, rank_list};
 use crate::types::Rank;
 
-/// How long an operation takes before other hosts are told of it.
+/// How long this rank waits in an operation before it tells other hosts so.
 const WAIT_NOTICE: Duration = Duration::from_millis(500);
 
-/// How long what an operation sends to other hosts may take after a later operation has failed.
+/// How long after a failure the CPU engine may take to send other hosts the messages of earlier operations.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl InFlight {
-    /// A failure that other hosts have told of, or on the way there, if it concerns operations up to this one.
+    /// A failure that a rank of another host has reported, or one of the exchange, if it concerns operations up to `last`.
     pub(super) fn failed_elsewhere(&self, last: u64) -> Option<(Rank, Failure)> {
         let (reporter, mut failure) = self.hosts.as_ref()?.failure()?;
         if failure.kind == FailureKind::Left {
-            // It is another rank than this one that leaves, as those of this host are to be told.
+            // This rank reports it on its host, where `Left` would mean that this rank leaves.
             (failure.kind, failure.rank) = (FailureKind::PeerLost, reporter);
         }
         (failure.number <= last).then_some((reporter, failure))
     }
 
-    /// Tells other hosts of the first operation if it takes long: they learn what this rank has called.
+    /// Tells other hosts of the first operation in flight if it takes long, so that they learn what this rank has called.
     pub(super) fn tell_of_wait(&self, state: &mut State, now: Instant) {
         let Some(hosts) = &self.hosts else { return };
         let Some(first) = state.flights.front_mut().filter(|first| !first.is_reported) else { return };
@@ -40,14 +40,15 @@ impl InFlight {
         }
     }
 
-    /// Whether the stream may be released: what it has made ready for other hosts before the failure has to be sent first.
+    /// Whether the stream may be released: what it made ready for other hosts before the failure must be sent first.
     pub(super) fn is_settled(&self, state: &mut State, now: Instant) -> bool {
         let since = *state.failing.get_or_insert(now);
         let Some(hosts) = &self.hosts else { return true };
         state.released.is_some() || hosts.settle(now.saturating_duration_since(since) < SETTLE_TIMEOUT)
     }
 
-    /// The ranks of this host whose streams have not come to an operation that no words tell more of; else, that have not ended it.
+    /// Where no words tell more of an operation: the ranks of this host whose streams have not come to it; else, those that
+    /// have not ended it.
     fn behind(&self, number: u64) -> Vec<Rank> {
         let ranks = |has_reached: &dyn Fn(Rank) -> bool| -> Vec<Rank> {
             self.control.ranks().filter(|rank| !has_reached(*rank)).map(|rank| self.control.name(rank)).collect()

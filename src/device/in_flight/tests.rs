@@ -6,7 +6,7 @@ use crate::sys::words::SharedWords;
 use crate::types::DType;
 use crate::work::Entry;
 
-/// What a communicator does: it completes works, and a rank may be lost.
+/// A communicator that completes works, and may lose a rank.
 #[derive(Default)]
 pub(crate) struct Completes {
     /// By number in the flight recorder, the operations that streams were seen to have reached, and when.
@@ -34,7 +34,7 @@ impl Ends for Completes {
 
 const BOTH: [Rank; 2] = [Rank(0), Rank(1)];
 
-/// One rank of two, of whose streams the tests write the words.
+/// One rank of two. The tests write the words of its stream.
 struct Side {
     in_flight: Arc<InFlight>,
     control: Arc<Control>,
@@ -260,7 +260,7 @@ fn what_never_ends_is_given_up_in_its_time_though_a_later_one_has_failed() {
         let Err(Error::Timeout { detail, .. }) = first.wait(None) else { panic!("{first:?}") };
         assert!(detail.contains("did not call it"), "{detail}");
         assert!(matches!(second.wait(None), Err(Error::Timeout { .. })), "{second:?}");
-        // Ranks go on after a disagreement, but not after this.
+        // Ranks go on after a disagreement, but not after a timeout.
         assert!(matches!(side.in_flight.halt(), Some(Halt::Failed(Error::Timeout { .. }))));
         let told = other.control.failure_of(Rank(0), LANE).expect("it is told");
         assert_eq!((told.number, told.kind), (1, FailureKind::Timeout));
@@ -275,7 +275,7 @@ fn what_comes_after_a_release_has_its_own_time_to_run_out() {
     assert_eq!(side.in_flight.tick(now), Look::Soon);
     side.stream_ends(1);
     assert_eq!(side.in_flight.tick(now), Look::Never);
-    // Its caller has looked for failures before that one, and has prepared kernels since.
+    // The second operation's caller looked for failures before the first one failed, and has prepared kernels since.
     let (second, later) = (side.begin(2, LONG), now + 2 * DRAIN_TIMEOUT);
     assert_eq!(side.in_flight.tick(later), Look::Soon);
     assert!(!second.is_done() && !side.in_flight.is_stuck());
@@ -292,7 +292,7 @@ fn ranks_that_disagreed_do_not_wait_for_one_that_stays_away() {
         side.in_flight.fail(2, FailureKind::Mismatch, culprit, disagreed());
     }
     assert_eq!((side.in_flight.obstacle(call(), &BOTH), other.in_flight.obstacle(call(), &BOTH)), (None, None));
-    // For one of them an operation before that one has failed, too.
+    // On one of them an earlier operation has failed, too.
     other.break_at(1);
     assert!(matches!(side.in_flight.obstacle(call(), &BOTH), Some(Error::Remote { rank: 1, .. })));
 }
