@@ -43,14 +43,13 @@ pub(super) struct DeviceSide {
     staging_bytes: usize,
     libraries: Libraries,
     executor: OnceLock<Arc<Executor>>,
-    /// Held while the ranks set up; why they cannot.
+    /// Held while the ranks set up: why they never can.
     setup: Mutex<Option<Error>>,
     /// Sends and receives, which need no setup of all ranks.
     messages: OnceLock<Messages>,
 }
 
 impl DeviceSide {
-    /// Nothing yet.
     pub(super) fn new(config: &Config, host: &str) -> DeviceSide {
         let (algorithm, staging_bytes) = (config.algorithm.clone(), config.device_staging.get());
         let libraries = Libraries {
@@ -92,7 +91,7 @@ impl DeviceSide {
         }
     }
 
-    /// Gives back what the communicator has on the device. The engine is closed, so that no thread waits in here for ranks.
+    /// Gives back what the communicator has on the device. The engine is closed by then, so no thread waits in here for ranks.
     pub(super) fn close(&self) {
         if let Some(executor) = self.executor.get() {
             executor.close();
@@ -112,7 +111,7 @@ enum Refusal {
 }
 
 impl Refusal {
-    /// That of this error of a step in which each rank tells all what it has made: it is the same one on all of them.
+    /// The refusal of a step in which each rank tells all what it has made: `error` is the same on all of them.
     fn of(error: Error) -> Refusal {
         match error {
             Error::Init(InitError::Os { .. }) => Refusal::ForNow(error),
@@ -247,13 +246,13 @@ impl DeviceSide {
     }
 
     fn set_up(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<Executor, Refusal> {
-        // The setup allocates, which spoils captures otherwise. Where there is no driver, it says so itself.
+        // The setup allocates, which spoils captures otherwise. Where there is no driver, the setup says so.
         let _relaxed = Relaxed::enter();
         let RankAndSize { me, size } = group.place();
         let names: Vec<Rank> = (0..size).map(Rank::from).collect();
         let topo = group.driver().with_engine(|engine| engine.context.topo.clone());
         let here = topo.hosts()[topo.host_of(me)].len();
-        // As many on every host, as rank 0's hold for all.
+        // The same halves on every host, since rank 0's hold for all.
         let most = topo.hosts().iter().map(Vec::len).max().expect("this rank's, at least");
         let wanted = Wanted {
             comm: group.name(),
@@ -274,7 +273,8 @@ impl DeviceSide {
         let hosts = Arc::new(ThroughEngine(group.driver().clone()));
         let hosts = (hosts.clone() as Arc<dyn Exchange>, hosts as Arc<dyn FarWindows>);
         let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, vendor, ends, hosts);
-        // What fails on one rank fails on all. And what may wait for a device is over before anything is put on one.
+        // A failure on one rank is an error on all. On all ranks, what may wait for a device is over before any puts something
+        // on a stream.
         let own = own.map(|executor| {
             let lacks = executor.no_compiler();
             (executor, lacks)
@@ -295,7 +295,7 @@ impl DeviceSide {
 }
 
 impl DeviceSide {
-    /// The vendor's library that all ranks take, if they do.
+    /// The communicator of a vendor's library, if all ranks use one.
     fn vendor(
         &self,
         group: &impl Group,
@@ -324,7 +324,7 @@ fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
     driver.with_engine(|engine| engine.check_open(operation))
 }
 
-/// A message as it is called, if it can be.
+/// The message that an operation calls, if it is valid.
 fn message(op: &Op, RankAndSize { me, size }: RankAndSize) -> Result<Message<'_>, UsageError> {
     check::memory(op)?;
     match op.kind {
@@ -335,7 +335,7 @@ fn message(op: &Op, RankAndSize { me, size }: RankAndSize) -> Result<Message<'_>
         OpKind::Recv { from, tag } => {
             let peer = match from {
                 Source::Rank(from) => from,
-                // There is only one that it can be, but for this rank itself.
+                // This can only be the other rank.
                 Source::Any if size == 2 => Rank::from(1 - me.index()),
                 Source::Any => return Err(check::any_source_on_device(op)),
             };
@@ -360,7 +360,7 @@ fn own_device(own: u32, operation: &str, device: u32) -> Result<(), Error> {
     .into())
 }
 
-/// Tells every rank some bytes, in messages that programs cannot send. What all have told, by rank.
+/// Sends every rank bytes, in messages that programs cannot send. Returns what all have sent, by rank.
 pub(super) fn all_gather(group: &impl Group, own: Vec<u8>, timeout: Duration) -> Result<Vec<Vec<u8>>, Error> {
     let RankAndSize { me, size } = group.place();
     let others = || (0..size).map(Rank::from).filter(|rank| *rank != me);
@@ -376,14 +376,14 @@ pub(super) fn all_gather(group: &impl Group, own: Vec<u8>, timeout: Duration) ->
     Ok(all)
 }
 
-/// Tells a rank some bytes, in a message of a tag that programs cannot use.
+/// Sends a rank bytes, in a message of a tag that programs cannot use.
 pub(super) fn tell(group: &impl Group, to: Rank, tag: Tag, told: Vec<u8>) -> Result<(), Error> {
     let length = u32::try_from(told.len()).expect("some bytes a rank").to_le_bytes();
     group.send_bytes(length.to_vec(), to, tag)?;
     group.send_bytes(told, to, tag)
 }
 
-/// Waits for what a rank tells.
+/// Waits for bytes that a rank sends by [`tell`].
 pub(super) fn hear(group: &impl Group, from: Rank, tag: Tag, timeout: Duration) -> Result<Vec<u8>, Error> {
     let until = deadline_after(Instant::now(), timeout);
     let mut length = [0; 4];

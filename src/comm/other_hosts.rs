@@ -1,4 +1,4 @@
-//! The CPU engine as what exchanges the messages of operations on a device with other hosts.
+//! The CPU engine, which exchanges the messages of operations on a device with other hosts.
 
 use std::time::Instant;
 
@@ -19,7 +19,6 @@ use crate::signature::Signature;
 use crate::sync::Arc;
 use crate::types::Rank;
 
-/// The engine of a communicator.
 pub(super) struct ThroughEngine(pub(super) Arc<Driver>);
 
 impl ThroughEngine {
@@ -35,7 +34,7 @@ impl ThroughEngine {
         self.0.with_engine(|engine| f(&mut engine.device_accesses, &mut engine.context))
     }
 
-    /// Has what was queued go on, whoever else waits.
+    /// Has what was queued go on even if no thread waits.
     fn go_on(&self) {
         if let Err(error) = self.0.wake_progress_thread() {
             log::error!("the progress thread could not be started: {error}");
@@ -180,13 +179,13 @@ impl OtherHosts for FarLane {
         self.engine.with_messages(|messages, ctx| messages.settle(ctx, self.peer, self.lane, has_time))
     }
 
-    /// What the other rank has told is in the control segment, and so is its loss after this.
+    /// What the other rank has told is in the control segment. After this call its loss is there too.
     fn failure(&self) -> Option<(Rank, Failure)> {
         self.engine.with_messages(|messages, ctx| messages.check(ctx, Instant::now()));
         None
     }
 
-    /// What it has called is in the control segment.
+    /// What the other rank has called is in the control segment.
     fn missing(&self, _: u64) -> Missing {
         Missing::default()
     }
@@ -196,7 +195,7 @@ impl OtherHosts for FarLane {
         self.engine.go_on();
     }
 
-    /// What the engine carries keeps it at work by itself.
+    /// For what a library carries: what the engine carries keeps it at work by itself.
     fn ended(&self, number: u64) {
         self.engine.with_messages(|messages, _| messages.ended(self.peer, self.lane, number));
     }

@@ -1,9 +1,10 @@
 //! Accesses to windows that are in flight on a device, and how they end.
 //!
-//! Each rank numbers its own, and they end in any order, as their streams come to them. Only one that waits for a signal can
-//! take longer than what it copies. What is said of the [release](crate::device::in_flight) of a stream holds here too: a rank
-//! that gives up first leaves a mark, and nothing that any stream does after that counts. A rank that leaves with nothing in
-//! flight, and in no replay, has spoiled nothing: its mark concerns only who waits for it. Ranks of other hosts are told.
+//! Each rank numbers its own accesses, which end in any order, as their streams come to them. Only an access that waits for a
+//! signal or another host can take longer than its copies. Streams are [released](crate::device::in_flight) as for collectives:
+//! a rank that gives up first leaves a mark, and nothing that any stream does after that counts. A rank that leaves with
+//! nothing in flight, and in no replay, has spoiled nothing: its mark concerns only ranks that wait for it. Ranks of other
+//! hosts are told.
 
 use std::time::{Duration, Instant};
 
@@ -36,22 +37,21 @@ pub(crate) struct Flight {
     pub(crate) window: WindowId,
     pub(crate) work: Work,
     pub(crate) limit: Duration,
-    /// What its stream waits for, of each word the greatest value.
+    /// The words that its stream waits for, with the greatest value of each.
     pub(crate) awaits: SmallVec<[Awaited; 2]>,
-    /// When its stream was first seen to have reached it: only from there on its time counts.
+    /// When its stream was first seen to have reached it. Its time limit counts from then.
     pub(crate) started: Option<Instant>,
-    /// Whether somebody wants to be told of its end soon.
+    /// Whether a caller wants to hear of its end soon.
     pub(crate) is_close: bool,
 }
 
-/// What a stream waits for that another rank does.
+/// What a stream waits for from another rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Awaited {
-    /// That rank.
     from: Rank,
     words: Arc<SharedWords>,
     width: Width,
-    /// The number of the word, and what it says then.
+    /// The number of the word, and the value that the stream waits for.
     word: usize,
     value: u64,
     /// What the rank has not done, for the error of a time limit.
@@ -61,7 +61,7 @@ pub(crate) struct Awaited {
 }
 
 impl Awaited {
-    /// So many signals of a rank of this host.
+    /// `count` signals of a rank of this host.
     pub(crate) fn signal(signals: &Signals, line: Line, count: u64, from: Rank) -> Awaited {
         let (words, width) = signals.words();
         let word = signals.index(line, Told::Count);
@@ -69,7 +69,7 @@ impl Awaited {
         Awaited { from, words: words.clone(), width, word, value: count, missing: SIGNAL, in_graph }
     }
 
-    /// What a word of a rank of another host says then.
+    /// A value of a word for a rank of another host.
     pub(crate) fn far(far: &FarWords, word: FarWord, value: u64) -> Awaited {
         let (words, width) = far.words();
         let (from, missing) = match word {
@@ -86,7 +86,7 @@ impl Awaited {
         is_reached(self.words.word(self.word).load(Ordering::Acquire), self.value, self.width)
     }
 
-    /// Lets the stream pass. To be repeated, as for [`Control`].
+    /// Lets the stream pass. To be repeated, as [`Control::release`].
     fn release(&self) {
         self.words.word(self.word).store(far(self.value, self.width), Ordering::Release);
     }
@@ -107,13 +107,13 @@ const SIGNAL: &str = "did not signal";
 #[derive(Debug, Default)]
 struct State {
     flights: Vec<Flight>,
-    /// The first failure: nothing more succeeds.
+    /// The first failure: no access succeeds after it.
     failed: Option<Error>,
     is_watched: bool,
     is_stuck: bool,
-    /// Has whoever watches look at once.
+    /// Has the watch look at once.
     look_soon: Option<fn()>,
-    /// Since when the words are being written that streams wait for.
+    /// Since when the watch has been releasing streams.
     released: Option<Instant>,
 }
 
@@ -127,12 +127,12 @@ pub(crate) struct Accesses {
     control: Arc<Control>,
     marks: Arc<Marks>,
     ends: Arc<dyn Ends>,
-    /// The communicator's collectives, which fail with it: what they move may have come through a window.
+    /// The communicator's collectives, which fail too: what they move may have come through a window.
     collectives: Arc<InFlight>,
-    /// If there are any.
+    /// If there are other hosts.
     hosts: Option<Arc<dyn FarWindows>>,
     state: Mutex<State>,
-    /// Whether one is in flight, to be asked without the lock.
+    /// Whether an access is in flight; read without the lock.
     is_busy: AtomicBool,
 }
 
@@ -162,7 +162,7 @@ impl Accesses {
         self.failure().or_else(|| self.failure_of_collectives())
     }
 
-    /// What has failed here.
+    /// Why accesses have failed.
     pub(crate) fn failure(&self) -> Option<Error> {
         self.look();
         lock(&self.state).failed.clone()
@@ -175,7 +175,7 @@ impl Accesses {
         }
     }
 
-    /// Notes an access that is about to be put on a stream. True: somebody has to watch it.
+    /// Notes an access that is about to be put on a stream. True: the caller has it watched.
     pub(crate) fn begin(&self, flight: Flight) -> bool {
         let mut state = lock(&self.state);
         state.flights.push(flight);
@@ -184,7 +184,7 @@ impl Accesses {
         !std::mem::replace(&mut state.is_watched, true)
     }
 
-    /// Ends an access of which nothing is in flight: it is in a graph, of whose replays nobody is told.
+    /// Ends an access that was captured: nothing of it is in flight, and nobody is told of replays.
     pub(crate) fn end(&self, number: u64, work: &Work, result: Result<(), Error>) {
         self.control.pass(self.lane, number);
         self.ends.ended(work, result);
@@ -195,7 +195,7 @@ impl Accesses {
         self.control.has_room(self.lane, number, false)
     }
 
-    /// Waits until this holds, for `limit` at most. The error says how long.
+    /// Waits until `is_so`, for `limit` at most. The error is the time waited.
     pub(crate) fn wait_until(&self, limit: Duration, is_so: impl Fn(&Accesses) -> bool) -> Result<(), Duration> {
         let begin = Instant::now();
         loop {
@@ -211,7 +211,6 @@ impl Accesses {
         }
     }
 
-    /// Whether nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         !self.is_busy.load(Ordering::Relaxed)
     }
@@ -221,7 +220,7 @@ impl Accesses {
         lock(&self.state).flights.iter().any(|flight| flight.window == window)
     }
 
-    /// Gives everything up. The other ranks are told by the mark in this rank's page.
+    /// Gives everything up, and tells the other ranks.
     pub(crate) fn fail(&self, kind: FailureKind, culprit: Rank, error: Error) {
         self.look();
         let mut state = lock(&self.state);
@@ -240,15 +239,15 @@ impl Accesses {
     fn mark(&self, number: u64, kind: FailureKind, rank: Rank, error: &Error) {
         let failure = Failure { lane: self.lane, number, kind, rank, text: detail(error) };
         self.marks.leave(&failure);
-        // Before the release: from then on the stream makes ready for other hosts what is wrong.
+        // Before the release: from then on the stream makes wrong data ready for other hosts.
         if let Some(hosts) = &self.hosts {
             hosts.fail(&failure);
         }
     }
 
-    /// Gives up everything in flight, and what would come next, because this rank leaves: in a replay, perhaps.
+    /// Gives up everything in flight, and what would come next, because this rank leaves: in a replay, if `is_replayed`.
     pub(crate) fn leave(&self, error: Error, is_replayed: bool) {
-        // What streams have finished is no failure.
+        // Accesses that streams have finished do not fail.
         self.look();
         let mut state = lock(&self.state);
         if state.failed.is_some() {
@@ -260,7 +259,7 @@ impl Accesses {
         state.failed = Some(error);
     }
 
-    /// Ends what streams have finished.
+    /// Ends the accesses that streams have finished.
     pub(crate) fn look(&self) {
         if self.is_idle() {
             return;
@@ -268,7 +267,7 @@ impl Accesses {
         let ended = {
             let mut state = lock(&self.state);
             let me = self.control.me();
-            // After the words of their ends, as the module's text says.
+            // Ends are read before marks, as the module's text asks.
             let is_over = |flight: &mut Flight| self.control.has_ended(me, self.lane, flight.number);
             let over: Vec<Flight> = state.flights.extract_if(.., is_over).collect();
             self.is_busy.store(!state.flights.is_empty(), Ordering::Relaxed);
@@ -283,7 +282,7 @@ impl Accesses {
         }
     }
 
-    /// How an access that its stream has finished has ended.
+    /// The result of an access that its stream has finished.
     fn outcome(&self, state: &State, call: &str) -> Result<(), Error> {
         if let Some(error) = &state.failed {
             return Err(named(error.clone(), call));
@@ -291,7 +290,7 @@ impl Accesses {
         self.spoilt().map_or(Ok(()), |(reporter, failure)| Err(reported(reporter, failure, &call)))
     }
 
-    /// What another rank has given up, if it may have spoiled what anybody sees.
+    /// Another rank's failure, if it may have spoiled what any rank sees.
     fn spoilt(&self) -> Option<(Rank, Failure)> {
         let collectives = || self.hosts.as_ref()?.failure().filter(|(_, failure)| concerns_all(failure));
         self.marks.spoilt().or_else(collectives)
@@ -305,7 +304,7 @@ impl Accesses {
         Error::Timeout { operation: late.call.clone(), waited, detail }
     }
 
-    /// What ends everything in flight, if something does: found by whom is responsible, or heard from another rank.
+    /// Gives up everything in flight if this rank finds a failure, or another rank has told of one.
     fn find_failure(&self, state: &mut State, halt: Option<Error>, now: Instant) {
         let Some(first) = state.flights.first() else { return };
         let (call, me) = (first.call.clone(), self.me);
@@ -318,7 +317,7 @@ impl Accesses {
         }
         if let Some((reporter, failure)) = self.spoilt() {
             let error = reported(reporter, failure, &call);
-            // Who hears of it from this rank blames the same one.
+            // A rank that hears of it from this one blames the same culprit.
             let (kind, culprit) = blame(&error, reporter);
             return self.give_up(state, kind, culprit, error);
         }
@@ -351,7 +350,8 @@ impl Home for Accesses {
     fn fail(&self, error: Error) {
         let (kind, culprit) = blame(&error, self.me);
         Accesses::fail(self, kind, culprit, error.clone());
-        // Also if it had failed before: what the replay does from now on spoils what others see, if this rank's leaving did not.
+        // Even if accesses had failed before: from now on the replay spoils what others see, which this rank's leaving may not
+        // have.
         self.mark(SPOILT, kind, culprit, &error);
     }
 

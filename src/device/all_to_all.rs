@@ -1,15 +1,15 @@
 //! All_to_all between hosts: the blocks to and from ranks of other hosts, as programs.
 //!
-//! Blocks between ranks of one host go through [rings](crate::device::rings). The others are cut into pieces of one length, which
-//! lie in pinned memory side by side, and are [`network`](crate::device::network) traffic as that of other collectives is. No
-//! rank knows which blocks the others have, and none needs to: both ends of a block cut it alike. The last piece of a block
-//! is shorter than a piece can be, perhaps empty. So every rank hears of every other one what that calls, and two that disagree on
-//! a block's length find a piece of another length.
+//! Blocks between ranks of one host go through [rings](crate::device::rings). Blocks between hosts are cut into pieces of one
+//! length, which lie in pinned memory side by side, and are [`network`](crate::device::network) traffic like that of other
+//! collectives. No rank needs to know other ranks' blocks, since both ends of a block cut it alike. The last piece of a block
+//! is shorter than a whole one, perhaps empty. So every rank hears from every other one what that rank calls, and two ranks
+//! that disagree on a block's length find a piece of another length.
 //!
 //! # Order
-//! Program t sends the t-th piece of every block, and then receives the pieces before. What it sends waits for the network to be
-//! done with the pieces of program t − 2, what it receives for what other ranks send in their programs t − 1. So programs
-//! run to their end on a single queue a rank, by induction over t, and while pieces travel the next ones are copied.
+//! Program t sends the t-th piece of every block, and then receives the pieces t − 1. Its sends wait until the network is done
+//! with the pieces of program t − 2, its receives for what other ranks send in their programs t − 1. So, by induction over t,
+//! programs run to their end on a single queue a rank, and the next pieces are copied while others travel.
 
 use crate::counts::Counts;
 use crate::device::layout::ALIGNMENT;
@@ -33,8 +33,8 @@ pub struct Blocks<'a> {
 
 /// What rank `me` does for its blocks to and from other hosts, with `half` bytes of pinned memory each way for a program.
 ///
-/// The first program sends and waits for nothing else, so that what is done within the host can follow it at once. There is an even
-/// number of programs, so that the next operation finds all ranks at the same half of their memory.
+/// The first program sends and waits for nothing else, so that what is done within the host can follow it at once. There is an
+/// even number of programs, so that the next operation finds all ranks at the same half of their memory.
 ///
 /// ```
 /// use ncclx_rs::device::all_to_all::{Blocks, programs};
@@ -51,7 +51,7 @@ pub struct Blocks<'a> {
 /// Pinned memory does not hold an element for every rank.
 pub fn programs(topo: &Topology, me: Rank, blocks: Blocks<'_>, half: usize) -> Result<Vec<Program>, StagingTooSmall> {
     let Blocks { sent, received, element } = blocks;
-    // The same for all pairs of ranks, however many others each has elsewhere.
+    // The same for all ranks, however many ranks of other hosts each has.
     let room = half / topo.size();
     let room = if room > ALIGNMENT { room - room % ALIGNMENT } else { room };
     let piece = room / element;
@@ -70,7 +70,7 @@ pub fn programs(topo: &Topology, me: Rank, blocks: Blocks<'_>, half: usize) -> R
     };
     let (sent, received) = (far(sent), far(received));
     let pieces = sent.iter().chain(&received).map(Block::pieces).max().unwrap_or(0);
-    // One more for what the last ones receive.
+    // One more program, which receives the last pieces.
     let count = (pieces + usize::from(pieces > 0)).next_multiple_of(2);
     let program = |number: usize| {
         let mut lowering = Lowering { element, room, program: Lowering::nothing(seats) };
@@ -83,7 +83,7 @@ pub fn programs(topo: &Topology, me: Rank, blocks: Blocks<'_>, half: usize) -> R
     Ok((0..count).map(program).collect())
 }
 
-/// What goes to a rank of another host, or comes from there.
+/// A block to or from a rank of another host.
 #[derive(Clone, Copy, Debug)]
 struct Block {
     peer: Rank,
@@ -95,12 +95,12 @@ struct Block {
 }
 
 impl Block {
-    /// As many as are whole, and a shorter one.
+    /// The whole pieces, and a shorter one.
     fn pieces(&self) -> usize {
         self.len / self.piece + 1
     }
 
-    /// The elements of the piece of this number, perhaps none, if there is one.
+    /// The elements of piece `number`, perhaps none, if the block has that piece.
     fn piece(&self, number: usize, space: Space) -> Option<Slice> {
         let before = number * self.piece;
         (number < self.pieces()).then(|| Slice::new(space, self.offset + before, self.piece.min(self.len - before)))
@@ -110,7 +110,7 @@ impl Block {
 /// A program being written.
 struct Lowering {
     element: usize,
-    /// The bytes between the pieces of two ranks.
+    /// The bytes from one rank's piece to the next one's.
     room: usize,
     program: Program,
 }
@@ -126,7 +126,7 @@ impl Lowering {
         }
     }
 
-    /// All copies, and one word for all.
+    /// Copies all, and counts them with one word.
     fn send(&mut self, blocks: &[Block], number: usize) {
         for (place, block) in blocks.iter().enumerate() {
             let Some(slice) = block.piece(number, Space::Input) else { continue };
@@ -143,7 +143,7 @@ impl Lowering {
         }
     }
 
-    /// Each piece when it is there, and one word for all.
+    /// Copies each when it is there, and counts all with one word.
     fn receive(&mut self, blocks: &[Block], number: usize) {
         for (place, block) in blocks.iter().enumerate() {
             let Some(slice) = block.piece(number, Space::Output) else { continue };
@@ -188,7 +188,7 @@ mod tests {
             for (from, to) in (0..size).flat_map(|from| (0..size).map(move |to| (from, to))) {
                 let sent = all[from].iter().map(|program| pieces(&program.traffic.outbound, to));
                 let received = all[to].iter().map(|program| pieces(&program.traffic.inbound, from));
-                // One program later, as the order of the module's text has it.
+                // Pieces are received one program later than they are sent.
                 let (sent, received): (Vec<_>, Vec<_>) = (sent.collect(), received.skip(1).collect());
                 let together = sent.len().min(received.len());
                 prop_assert_eq!(&sent[..together], &received[..together]);

@@ -1,7 +1,7 @@
 //! Device memory for an allocator such as PyTorch's, which other processes can map.
 //!
-//! It belongs to no communicator. [`allocate`] and [`free`] are called while the caller holds locks of his own, so they write
-//! no log, which may wait for locks too. What a parent has allocated a forked child can neither use nor give back.
+//! The memory belongs to no communicator. Callers of [`allocate`] and [`free`] hold locks of their own, so neither writes a
+//! log, which may wait for locks too. A forked child can neither use nor give back what its parent has allocated.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ struct Allocated {
 
 static ALLOCATED: PerProcess<Mutex<Allocated>> = PerProcess::unset();
 
-/// The address of at least so many bytes on the device of this number, with anything in them.
+/// Allocates at least `bytes` bytes, with any content, on this device. Returns their address.
 pub fn allocate(bytes: usize, device: u32) -> Result<u64, CudaError> {
     let context = {
         let mut allocated = lock(ALLOCATED.get());
@@ -38,7 +38,7 @@ pub fn allocate(bytes: usize, device: u32) -> Result<u64, CudaError> {
     Ok(address)
 }
 
-/// Gives back what [`allocate`] has returned. It waits for what streams do with it.
+/// Gives back what [`allocate`] has returned. Waits for what streams do with it.
 ///
 /// # Errors
 /// The driver refused it, and the memory stays; or this process has not allocated it.

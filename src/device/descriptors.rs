@@ -1,8 +1,8 @@
 //! File descriptors from every rank of a host to every other one.
 //!
-//! Each rank opens a [`Post`] and tells the others its address, on a way that nobody else hears or writes. Then each calls
-//! every other one and hands its descriptors over. A caller must be of this user and know the address's nonce; what others
-//! send is dropped. No thread takes part, and nothing waits longer than the deadline.
+//! Each rank opens a [`Post`] and tells the others its address, on a channel that nobody else can read or write. Then each rank
+//! connects to every other one and sends its descriptors. A caller must be of this user and know the address's nonce; other
+//! callers are dropped. No thread is begun, and nothing waits longer than the deadline.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -31,7 +31,7 @@ pub enum HandoverError {
         /// Which ones.
         unreached: Vec<u32>,
     },
-    /// A rank has left, this one or another: what it was to bring will not come.
+    /// This rank or another one has left: its descriptors will not come.
     #[error("a rank has left")]
     Left,
     /// A rank is gone, or cannot be reached.
@@ -53,7 +53,7 @@ pub enum HandoverError {
 }
 
 impl HandoverError {
-    /// The error with the names of the ranks, which are numbered in it.
+    /// The error with the ranks' names in place of their numbers.
     #[must_use]
     pub fn naming(self, names: &[Rank]) -> HandoverError {
         let name = |rank: u32| names.get(rank as usize).map_or(rank, |name| name.0);
@@ -94,13 +94,13 @@ impl Post {
         Ok(Post { listener, address: Address { name, nonce } })
     }
 
-    /// What every other rank has to be told, and nobody else.
+    /// Every other rank has to be told this, and nobody else.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Hands `own` to every rank whose address is in `ranks`, and takes theirs: by rank, with copies of the own ones at the
-    /// own place. It asks now and then whether all ranks are there.
+    /// Hands `own` to every rank whose address is in `ranks`. Returns theirs by rank, with copies of `own` at this rank's
+    /// place. Asks `are_there` now and then.
     ///
     /// # Panics
     /// When there is no rank `me`, or when there are more than 255 descriptors.
@@ -179,9 +179,9 @@ impl Post {
         }
     }
 
-    /// Takes the connections that wait.
+    /// Accepts the connections that wait.
     fn admit(&self, callers: &mut Vec<Caller>, ranks: usize) -> Result<(), HandoverError> {
-        // Strangers may call any number of times: the ones that have waited longest go.
+        // Strangers may call any number of times, so callers that have sent no greeting go first.
         let most = 2 * ranks + UNAUTHENTICATED_MAX;
         loop {
             let caller = socket::admit(self.listener.accept(), |(stream, _)| {
@@ -202,7 +202,7 @@ impl Post {
         }
     }
 
-    /// Until somebody calls or sends, or this time has passed.
+    /// Sleeps until a caller connects or sends, or `at_most` has passed.
     fn sleep(&self, callers: &[Caller], at_most: Duration) -> Result<(), HandoverError> {
         let streams = callers.iter().map(|caller| caller.stream.as_fd());
         let mut watched: Vec<PollFd<'_>> = std::iter::once(self.listener.as_fd())
@@ -246,18 +246,18 @@ impl Greeting {
     }
 }
 
-/// Own descriptors on their way to a rank.
+/// This rank's descriptors on their way to another one.
 struct Call<'a> {
     rank: Rank,
     to: &'a Address,
     greeting: [u8; Greeting::BYTES],
     stream: Option<UnixStream>,
-    /// Bytes of the greeting, then descriptors.
+    /// How many bytes of the greeting, then descriptors.
     sent: usize,
 }
 
 impl Call<'_> {
-    /// Goes on without blocking; true once everything is sent. It stays there also when this end has closed.
+    /// Goes on without blocking. True once everything is sent; the other rank can read it even when this end has closed.
     fn drive(&mut self, own: &[BorrowedFd<'_>]) -> Result<bool, HandoverError> {
         match self.advance(own) {
             Ok(()) => Ok(true),
@@ -282,7 +282,7 @@ impl Call<'_> {
     }
 }
 
-/// Somebody who has called, and what has come of him.
+/// A connection to this rank, and what has come through it.
 struct Caller {
     stream: UnixStream,
     bytes: [u8; Greeting::BYTES],
@@ -296,7 +296,7 @@ impl Caller {
         Caller { stream, bytes: [0; Greeting::BYTES], received: 0, greeting: None, fds: vec![] }
     }
 
-    /// Goes on without blocking. Once all is there, who it was and what he has brought.
+    /// Goes on without blocking. Once all has come, returns the caller's rank and descriptors.
     fn drive(&mut self, nonce: &[u8; NONCE]) -> io::Result<Option<(Rank, Vec<OwnedFd>)>> {
         match self.advance(nonce) {
             Ok(rank) => Ok(Some((rank, std::mem::take(&mut self.fds)))),
@@ -334,7 +334,7 @@ const UNAUTHENTICATED_MAX: usize = 16;
 /// How often it asks whether all ranks are there.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// A full queue of another rank cannot be waited for, only tried again.
+/// How often to try a full queue of another rank again, which cannot be waited for.
 const AGAIN: Duration = Duration::from_millis(5);
 
 #[cfg(test)]
@@ -415,7 +415,7 @@ mod tests {
     #[test]
     fn nobody_waits_for_a_rank_that_has_left() {
         let (mut posts, addresses) = open(2);
-        // It listens, and will never call.
+        // The other rank listens, and will never call.
         let asked = std::cell::Cell::new(0);
         let are_there = || asked.replace(asked.get() + 1) < 2;
         let end = posts.remove(0).exchange(Rank(0), &addresses, &[], soon(), &are_there);
@@ -426,7 +426,7 @@ mod tests {
     #[test]
     fn who_does_not_know_the_nonce_hands_nothing_over() {
         let (posts, addresses) = open(3);
-        // More than are kept: one says nothing, the others are somebody else's.
+        // More than are kept: one sends nothing, the others a wrong nonce.
         let strangers: Vec<UnixStream> = (0..3 * UNAUTHENTICATED_MAX)
             .map(|number| {
                 let mut stream = socket::connect_unix(&addresses[0].name).expect("room");

@@ -1,4 +1,4 @@
-//! Pairs of ranks on different hosts: what the engine needs that carries their messages, and what it does for them.
+//! Pairs of ranks on different hosts: what the engine needs to carry their messages, and what it does for them.
 
 use crate::device::control::Control;
 use crate::device::counters::Word;
@@ -9,17 +9,17 @@ use crate::device::rounds::Direction;
 use crate::sync::Arc;
 use crate::types::Rank;
 
-/// What this rank has of a pair with a rank of another host: words and cells that the other one has as well.
+/// This rank's side of a pair with a rank of another host: words and cells, of which the other rank has its own copy.
 #[derive(Debug)]
 pub(crate) struct FarPair {
-    /// The words as this rank sees them, and as the other one would within a host.
+    /// The words as this rank sees them, and as the other rank would see them within a host.
     pub(crate) own: Arc<Control>,
     pub(crate) other: Control,
     /// The cells of both rings.
     pub(crate) memory: Arc<NetworkMemory>,
     /// The bytes of a cell.
     pub(crate) cell: usize,
-    /// The lane of what goes, and that of what comes.
+    /// The lane of messages to the other rank, and of those from it.
     pub(crate) lanes: [usize; 2],
     /// Head and tail of the ring to the other rank, and of that from it.
     pub(crate) words: [Word; 4],
@@ -36,13 +36,13 @@ pub(crate) enum Carrier {
 
 /// The engine that carries messages between devices of different hosts.
 pub(crate) trait FarPairs: Send + Sync {
-    /// Begins with a rank.
+    /// Begins to carry messages with a rank.
     fn open(&self, peer: Rank, pair: FarPair);
 
     /// Gives up what was begun with a rank: the setup has failed.
     fn forget(&self, peer: Rank);
 
-    /// What one lane in flight asks of it.
+    /// The engine, as one lane of a pair uses it.
     fn lane(&self, peer: Rank, lane: usize) -> Arc<dyn OtherHosts>;
 
     /// Takes up messages to a rank, or from it, of which the first has this number.

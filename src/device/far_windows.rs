@@ -1,8 +1,8 @@
-//! Windows of ranks on other hosts: what the engine needs that carries accesses to them, and what it does for them.
+//! Windows of ranks on other hosts: what the engine needs to carry accesses to them, and what it does for them.
 //!
-//! Two ranks of different hosts have each pinned memory and words for what one does to the other's windows
-//! ([`routes`](crate::device::routes)). The engine sends what a stream has made ready, and has what comes put into windows by
-//! whoever [`Lands`] it, since it calls no driver itself.
+//! Two ranks of different hosts each have pinned memory and words for what one does to the other's windows
+//! ([`routes`](crate::device::routes)). The engine sends what a stream has made ready. It calls no driver, so it hands what
+//! comes to [`Lands`], which puts it into windows.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::sys::cuda::Width;
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
 
-/// The words by which streams of one rank, its engine and what lands tell each other how far they are.
+/// The words by which a rank's streams, its engine and its landing thread tell each other how far they are.
 #[derive(Clone, Debug)]
 pub(crate) struct FarWords {
     words: Arc<SharedWords>,
@@ -24,20 +24,19 @@ pub(crate) struct FarWords {
     width: Width,
 }
 
-/// One of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FarWord {
     /// How many items for a rank this rank's streams have made ready. The engine looks at it.
     Ready(Rank),
-    /// With how many of them that rank is done. The engine writes it, streams wait for it.
+    /// How many of them that rank is done with. The engine writes it, streams wait for it.
     Done(Rank),
-    /// How many pieces have come that were asked for. The engine writes it, streams wait for it.
+    /// How many of the pieces that this rank asked for have come. The engine writes it, streams wait for it.
     Answered(Rank),
-    /// How many items of a rank are done here. What lands writes it, the engine looks at it.
+    /// How many items of a rank are done here. The landing thread's stream writes it, the engine looks at it.
     Landed(Rank),
-    /// How many signals of a rank have come through the window that has a slot. What lands writes it, streams wait for it.
+    /// How many signals of a rank have come through the window in `slot`. The landing thread's stream writes it, streams wait.
     Signals {
-        /// Whose.
+        /// The sender.
         from: Rank,
         slot: usize,
     },
@@ -52,21 +51,20 @@ impl FarWords {
         ranks * (COUNTS + SLOTS)
     }
 
-    /// Those of a communicator of so many ranks.
+    /// The words of a communicator of `ranks` ranks.
     ///
     /// # Panics
-    /// When there are fewer.
+    /// When `words` has fewer.
     pub(crate) fn new(words: Arc<SharedWords>, ranks: usize, width: Width) -> FarWords {
         assert!(FarWords::count(ranks) <= words.count(), "{} words", words.count());
         FarWords { words, ranks, width }
     }
 
-    /// The words, and how much of them streams look at.
+    /// The words, and how many bits of a word streams look at.
     pub(crate) fn words(&self) -> (&Arc<SharedWords>, Width) {
         (&self.words, self.width)
     }
 
-    /// The number of a word.
     pub(crate) fn index(&self, word: FarWord) -> usize {
         let (rank, place) = match word {
             FarWord::Ready(rank) => (rank, 0),
@@ -84,7 +82,7 @@ impl FarWords {
         is_reached(self.words.word(self.index(word)).load(Ordering::Acquire), number, self.width)
     }
 
-    /// Tells streams a number.
+    /// Writes what streams wait for.
     pub(crate) fn tell(&self, word: FarWord, number: u64) {
         self.words.word(self.index(word)).store(number, Ordering::Release);
     }
@@ -93,9 +91,9 @@ impl FarWords {
 /// The pinned memory for what this rank and one of another host do to each other's windows.
 #[derive(Clone, Debug)]
 pub(crate) struct FarMemory {
-    /// The cells of what is put: there, and here.
+    /// The cells of puts: outbound to the other rank's windows, inbound to this rank's.
     pub(crate) puts: Arc<NetworkMemory>,
-    /// The cells of what is got: that of this rank's windows goes, and what this rank asks for comes.
+    /// The cells of gets: outbound what the other rank asks for, inbound what this rank asks for.
     pub(crate) gets: Arc<NetworkMemory>,
 }
 
@@ -110,9 +108,9 @@ pub(crate) struct Landing {
     pub(crate) item: Item,
 }
 
-/// What does to this rank's windows what other hosts ask for.
+/// Does to this rank's windows what ranks of other hosts ask for.
 pub(crate) trait Lands: Send + Sync {
-    /// Has an item done after those that came before, and counted then. It waits for nothing and calls no driver.
+    /// Has an item done after those that came before, and then counted. Waits for nothing and calls no driver.
     fn land(&self, landing: Landing);
 }
 
@@ -132,8 +130,8 @@ pub(crate) trait FarWindows: Send + Sync {
     /// Begins, before any rank of another host knows of a window here.
     fn open(&self, port: Port);
 
-    /// Takes up items for a rank, in the order in which streams make them ready, for the window of a slot. Also if there are
-    /// none, this rank hears from now on of that rank's end.
+    /// Takes up items for the window in `slot` of a rank, in the order in which streams make them ready. Even if there are
+    /// none, this rank hears of the peer's end from now on.
     fn submit(&self, peer: Rank, slot: usize, items: &[Item]) -> std::io::Result<()>;
 
     /// Whether everything that was taken up for windows of this slot is done at the other ends, or will never be.
@@ -142,7 +140,7 @@ pub(crate) trait FarWindows: Send + Sync {
     /// Carries nothing any more, and tells the ranks of other hosts why.
     fn fail(&self, failure: &Failure);
 
-    /// What has failed in collectives, if that is known here, and who has told of it. What is known of lost ranks is noted in the
+    /// The failure of collectives that is known here, if one is, and the rank that has told of it. Lost ranks are noted in the
     /// marks.
     fn failure(&self) -> Option<(Rank, Failure)>;
 }

@@ -1,8 +1,8 @@
 //! The captures of graphs in which a communicator takes part.
 //!
-//! What a graph does must not use what eager operations use, since it may run beside them. So each graph has [lanes](GraphLane)
-//! of its own, which the ranks set up together at the first operation in a capture that needs one; calls in a capture block the
-//! host until all ranks have made them. The operations of one capture come one after the other, as eager ones do.
+//! A graph may run beside eager operations, so it must not use what they use. Each graph has [lanes](GraphLane) of its own,
+//! which the ranks set up together at the first operation in a capture that needs one; calls in a capture block the host until
+//! all ranks have made them. The operations of one capture come one after the other, as eager ones do.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::sync::{Arc, Weak};
 use crate::sys::cuda::{Capture, Context, CudaError, Current, Event, Stream, StreamId};
 use crate::types::Rank;
 
-/// What a communicator's captures need of it.
+/// What captures need of their communicator.
 pub(crate) struct Home {
     pub(crate) comm: String,
     pub(crate) me: Rank,
@@ -28,19 +28,17 @@ pub(crate) struct Home {
     pub(crate) in_flight: Arc<InFlight>,
 }
 
-/// The captures of one communicator.
 pub(crate) struct Graphs {
     home: Home,
     captures: Vec<Recording>,
 }
 
-/// A capture.
 struct Recording {
     id: u64,
     lanes: Vec<Arc<GraphLane>>,
-    /// The stream of its last operation, and where it ends there.
+    /// The stream of its last operation.
     last: Option<StreamId>,
-    /// Its lanes keep it.
+    /// Its end, which the lanes keep.
     end: Weak<Event>,
 }
 
@@ -63,10 +61,10 @@ impl Graphs {
         self.captures.iter().flat_map(|capture| &capture.lanes).any(|lane| watch::Replayed::is_busy(&**lane))
     }
 
-    /// Sees to it that there is a lane for the next operation of a capture. All ranks call it, in the same order.
+    /// Sets up a lane for the next operation of a capture, if there is none. All ranks call it, in the same order.
     ///
     /// # Errors
-    /// It could not be made: the same on all ranks; or ranks are gone.
+    /// The lane could not be made: the same on all ranks; or ranks are gone.
     pub(crate) fn prepare(
         &mut self,
         CaptureSite { current, stream, capture: id }: CaptureSite<'_>,
@@ -143,7 +141,7 @@ impl Graphs {
         Ok(())
     }
 
-    /// The smallest lane of a capture that does it.
+    /// The smallest lane of a capture that serves `purpose`.
     fn lane(&self, id: u64, purpose: Purpose) -> Option<&Arc<GraphLane>> {
         let capture = self.captures.iter().find(|capture| capture.id == id)?;
         let lanes = capture.lanes.iter().filter(|lane| lane.purpose().serves(purpose));
@@ -154,7 +152,7 @@ impl Graphs {
 /// The number of the capture that a stream takes part in, if it does.
 ///
 /// # Errors
-/// The capture has failed. The operation is for the error.
+/// The capture has failed. The error names `operation`.
 pub(crate) fn number_of(capture: Capture, operation: impl FnOnce() -> String) -> Result<Option<u64>, UsageError> {
     match capture {
         Capture::Off => Ok(None),
@@ -168,5 +166,5 @@ pub(crate) fn number_of(capture: Capture, operation: impl FnOnce() -> String) ->
     }
 }
 
-/// The version of what lies in the words of a graph's lane, apart from those of the communicator's.
+/// The version of the layout of words in a graph's lane, apart from those of the communicator's.
 const VERSION: u32 = 1 << 16;

@@ -1,9 +1,9 @@
 //! Rings of two ranks of one host for their messages in CUDA graphs.
 //!
-//! They are set up at the first message between the two in a capture, and are those of all their graphs. Each operation
-//! counts from zero, and a [token](crate::device::tokens) a direction says when the words of the one before can begin anew.
-//! Nothing there counts operations or replays, so it does not matter which graph an operation is in, as long as those of one
-//! direction run one after the other, in the same order at both ends, and are cut into calls alike.
+//! Two ranks set them up at the first message between them in a capture, and use them in all their graphs. Each operation
+//! counts from zero, and each direction has a [token](crate::device::tokens) that says when the words of the operation before
+//! can begin anew. Nothing there counts operations or replays, so it does not matter which graph an operation is in, as long as
+//! both ends run those of a direction one after the other, in one order, cut into calls alike.
 
 use std::time::Instant;
 
@@ -25,7 +25,7 @@ use crate::sys::cuda::{Batch, DeviceBytes, DeviceWord, RegisteredWords, Width};
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
 
-/// What the two ranks share. A graph keeps it for as long as it is there.
+/// What the two ranks share. A graph keeps it alive.
 #[derive(Clone, Debug)]
 pub(crate) struct GraphRings {
     words: Arc<SharedWords>,
@@ -33,15 +33,15 @@ pub(crate) struct GraphRings {
     staging: Arc<Staging>,
     width: Width,
     layout: WordLayout,
-    /// This rank in the pair.
+    /// This rank's place in the pair.
     me: Rank,
 }
 
-/// The version of what lies in the words, apart from those of other lanes.
+/// The version of the layout of words, apart from those of other lanes.
 const VERSION: u32 = 1 << 17;
 
 impl GraphRings {
-    /// Sets them up, with the other rank. `names` are both, in order.
+    /// Sets the rings up with the other rank. `names` are both ranks, in order.
     ///
     /// # Errors
     /// Those of [`setup::set_up`].
@@ -75,28 +75,28 @@ impl GraphRings {
         setup::agree(&own.comm, &names, "rings for graphs", Ok::<_, Error>(rings), |_| {}, all_gather)
     }
 
-    /// The words, and how much of them streams look at.
+    /// The words, and how many bits of a word streams look at.
     pub(crate) fn words(&self) -> (&Arc<SharedWords>, Width) {
         (&self.words, self.width)
     }
 
-    /// The number of a head or tail, of ranks by their places in the pair.
+    /// The number of the word of a head or tail. Ranks are places in the pair.
     pub(crate) fn count(&self, word: Word) -> usize {
         self.layout.index(COUNTS, word)
     }
 
-    /// That of the token of the direction which this tail belongs to.
+    /// The number of the word of the token of `tail`'s direction.
     pub(crate) fn token(&self, tail: Word) -> usize {
         self.layout.index(TOKENS, tail)
     }
 
-    /// That of the word by which this rank's stream says that it is in an operation with messages of a lane.
+    /// The number of the word by which this rank's stream says that it is in an operation of `lane`.
     pub(crate) fn busy(&self, lane: usize) -> usize {
         assert!(lane < LANES, "no lane {lane}");
         self.layout.count() + self.me.index() * LANES + lane
     }
 
-    /// Has a stream do something to a word.
+    /// Has a stream wait for a word, or write it.
     pub(crate) fn add<'a>(&'a self, batch: &mut Batch<'a>, step: Step) {
         batch.set_width(self.width);
         match step {
@@ -130,7 +130,7 @@ impl<'a> InGraphs<'a> {
         }
     }
 
-    /// Has a stream do to a word what tokens ask for.
+    /// Has a stream take a step of tokens.
     pub(crate) fn add(&self, batch: &mut Batch<'a>, step: tokens::Step) {
         let (tokens::Step::Count(access) | tokens::Step::Token(access)) = step;
         let (WordAccess::Wait(word, _) | WordAccess::Write(word, _)) = access;
@@ -148,7 +148,7 @@ impl<'a> InGraphs<'a> {
         );
     }
 
-    /// The rings that a word belongs to, and the word as they have it.
+    /// The rings of a word, and the word with the pair's numbers of ranks.
     pub(crate) fn local(&self, word: Word) -> (&'a GraphRings, Word) {
         let (Word::Head { sender, receiver } | Word::Tail { sender, receiver }) = word else {
             unreachable!("{word:?} is no word of a ring")

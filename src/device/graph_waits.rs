@@ -1,8 +1,8 @@
-//! Waits in CUDA graphs, as the host sees them: how those end in a replay that cannot go on.
+//! Waits in CUDA graphs, as the host sees them, and how the watch ends those that cannot go on.
 //!
-//! A stream says by a word that it is in an operation of a graph, and in which. The watch marks what it finds there, so that it
-//! tells a wait from the same one in a later replay. If what is waited for will never come, or not in time, it lets the stream
-//! pass, now and in all later replays of the graph; what these compute is no result.
+//! A stream says by a word in which operation of a graph it is. The watch marks the value that it finds there, so that it tells
+//! a wait from the same wait in a later replay. If the other rank will never do its part, or not in time, the watch lets the
+//! stream pass, now and in all later replays of the graph; what these compute is no result.
 
 use std::any::Any;
 use std::time::{Duration, Instant};
@@ -16,9 +16,9 @@ use crate::sys::cuda::{CudaError, Current, Stream, Width};
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
 
-/// To whom a wait belongs: what fails it, and what fails with it.
+/// What a wait belongs to: accesses to windows, or messages. Each fails with the other.
 pub(crate) trait Home: Send + Sync {
-    /// Why a rank will do nothing more for an operation in a graph, or why this rank itself does nothing more.
+    /// Why `peer` will do nothing more for an operation in a graph, or why this rank itself does nothing more.
     fn obstacle(&self, call: &str, peer: Rank) -> Option<Error>;
 
     /// Lets nothing more succeed, and tells the other ranks.
@@ -58,20 +58,19 @@ pub(crate) struct GraphWaits {
 #[derive(Default)]
 struct State {
     waits: Vec<GraphWait>,
-    /// By wait, since when its stream was found in it.
+    /// By wait, since when the watch has found its stream in it.
     found: Vec<Option<Instant>>,
     is_broken: bool,
-    /// What must not go while a replay runs, by the place that it belongs to, if it belongs to one.
+    /// What must stay while a replay runs, with the place that it belongs to, if it belongs to one.
     kept: Vec<(Option<usize>, Box<dyn Any + Send>)>,
 }
 
 impl GraphWaits {
-    /// None yet.
     pub(crate) fn new(comm: String) -> Arc<GraphWaits> {
         Arc::new(GraphWaits { comm, mark: Arc::default(), state: Mutex::default() })
     }
 
-    /// Lives until the graph is gone that a stream is captured for.
+    /// Has the mark set once the graph is gone that `stream` is captured for.
     pub(crate) fn belong(&self, current: &Current<'_>, stream: &Stream) -> Result<(), CudaError> {
         stream.mark_end_of_graph(current, &self.mark)
     }
@@ -94,14 +93,14 @@ impl GraphWaits {
         lock(&self.state).kept.push((None, Box::new(kept)));
     }
 
-    /// The same, of a place of which it keeps nothing yet.
+    /// Keeps something of a place, if nothing of that place is kept.
     pub(crate) fn keep_for<T: Any + Send>(&self, place: usize, kept: impl FnOnce() -> T) {
         if !self.keeps(place) {
             lock(&self.state).kept.push((Some(place), Box::new(kept())));
         }
     }
 
-    /// Whether it keeps something of a place.
+    /// Whether the graph is there and something of a place kept.
     pub(crate) fn keeps(&self, place: usize) -> bool {
         self.lives() && lock(&self.state).kept.iter().any(|(of, _)| *of == Some(place))
     }
@@ -112,19 +111,19 @@ impl GraphWait {
         self.words.word(index)
     }
 
-    /// Whether its stream is in it.
+    /// Whether its stream is in the operation.
     fn is_on(&self) -> bool {
         self.word(self.busy).load(Ordering::Acquire) & !SEEN == self.operation
     }
 
-    /// Whether something has not come yet.
+    /// Whether a word has not come to its value yet.
     fn is_behind(&self) -> bool {
         let has_come =
             |(word, value): &(usize, u64)| is_reached(self.word(*word).load(Ordering::Acquire), *value, self.width);
         !self.awaits.iter().all(has_come)
     }
 
-    /// Since when its stream has been seen waiting, if it waits; marks it.
+    /// Since when the watch has seen its stream wait here, if it waits. Marks the stream's word.
     fn seen(&self, before: Option<Instant>, now: Instant) -> Option<Instant> {
         let (busy, seen) = (self.word(self.busy), self.operation | SEEN);
         let mark = || busy.compare_exchange(self.operation, seen, Ordering::AcqRel, Ordering::Acquire);
@@ -133,7 +132,7 @@ impl GraphWait {
             Err(found) if found == seen => before.unwrap_or(now),
             Err(_) => return None,
         };
-        // Streams take back what they have waited for, so this holds only if it is still in there.
+        // Streams reset the words that they have waited for, so this holds only if the stream is still in there.
         (self.is_behind() && busy.load(Ordering::Acquire) == seen).then_some(since)
     }
 
@@ -142,7 +141,7 @@ impl GraphWait {
         Error::Timeout { operation: self.call.clone(), waited, detail }
     }
 
-    /// Why it will not end, if so.
+    /// Why the wait will not end, if so.
     fn obstacle(&self, waited: Duration) -> Option<Error> {
         let late = || (waited >= self.limit).then(|| self.timeout(waited));
         let error = self.home.obstacle(&self.call, self.peer).or_else(late)?;
@@ -150,7 +149,7 @@ impl GraphWait {
         self.is_behind().then_some(error)
     }
 
-    /// Lets its stream pass. To be repeated, as for [`Control`](crate::device::control::Control).
+    /// Lets its stream pass. To be repeated, as [`Control::release`](crate::device::control::Control::release).
     fn release(&self) {
         for (word, value) in &self.awaits {
             self.word(*word).store(far(*value, self.width), Ordering::Release);
@@ -172,7 +171,7 @@ impl Replayed for GraphWaits {
                 "communicator `{}`: a CUDA graph's replay cannot go on, and what it computes is undefined, now and later: {error}",
                 self.comm
             );
-            // All that the graph tells others of, before anything wrong reaches one of them.
+            // Fails every home of the graph's waits, before anything wrong reaches another rank.
             waits.iter().for_each(|wait| wait.home.fail(error.clone()));
             *is_broken = true;
         }
@@ -197,7 +196,7 @@ impl Replayed for GraphWaits {
     }
 }
 
-/// What the watch adds to a stream's word.
+/// The bit by which the watch marks a stream's word.
 const SEEN: u64 = 1 << 31;
 
 /// The numbers of operations in graphs.
@@ -205,7 +204,7 @@ const SEEN: u64 = 1 << 31;
 pub(crate) struct Numbers(u64);
 
 impl Numbers {
-    /// The next one. They begin anew after more than a graph can have.
+    /// The next one. Numbers begin anew after more than a graph can have.
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0 % (SEEN - 1) + 1;
         self.0

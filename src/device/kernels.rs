@@ -1,7 +1,7 @@
 //! The kernels of `kernels.cu`: what they are called, and what they are launched with.
 //!
-//! The source has one module for each type of elements, so that a program compiles and loads those that it uses. Complex
-//! numbers are taken as twice as many parts.
+//! The source has one module for each type of elements, so that a program compiles and loads only those that it uses. A complex
+//! number counts as two elements.
 
 pub mod cache;
 pub mod compile;
@@ -23,13 +23,13 @@ pub struct Module(DType);
 pub enum Computation {
     /// `into = block₀ ⊕ block₁ ⊕ …`; a block may be `into`.
     Fold(ReduceOp),
-    /// The same, adding blocks of sums.
+    /// As `Fold`, of blocks of sums.
     FoldSums,
-    /// Elements become sums of one.
+    /// Each element becomes a sum of one.
     Widen,
     /// `into = (block₀ + block₁ + …) / world`, of blocks of elements; a block may be `into`.
     Average,
-    /// The same of blocks of sums, apart from `into`.
+    /// As `Average`, of blocks of sums; no block is `into`.
     AverageSums,
     /// `into = from × factor`; `from` may be `into`.
     Scale,
@@ -38,22 +38,22 @@ pub enum Computation {
 /// A kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Function {
-    /// Where it is.
+    /// The module that has it.
     pub module: Module,
     /// Its name there.
     pub name: String,
-    /// How many of its elements, or of their sums, one of the buffer's consists of.
+    /// How many elements of the kernel, or sums, make one of the buffer: two for complex numbers.
     pub parts: usize,
 }
 
 impl Module {
-    /// The modules.
+    /// All modules.
     pub fn all() -> impl Iterator<Item = Module> {
         let own = |dtype: &DType| Module::of(*dtype).filter(|module| module.0 == *dtype);
         DType::ALL.iter().filter_map(own)
     }
 
-    /// That for buffers of `dtype`, if anything computes with these.
+    /// The module for buffers of `dtype`, if there are kernels for it.
     pub fn of(dtype: DType) -> Option<Module> {
         match dtype {
             DType::C32 => Some(Module(DType::F16)),
@@ -86,7 +86,7 @@ impl Module {
         self.0.name()
     }
 
-    /// The definition that leaves this module of the source.
+    /// The definition that selects this module of the source.
     pub fn definition(self) -> String {
         let kernels = match self.0.arithmetic() {
             Arithmetic::Bool => "TRUTHS",

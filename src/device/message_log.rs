@@ -7,16 +7,16 @@ use crate::device::words::SLOTS;
 use crate::sync::Ordering;
 use crate::types::{Rank, Tag};
 
-/// A message, as far as both ends must call the same.
+/// What the two ends of a message must agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LoggedMessage {
     pub(crate) bytes: u64,
     pub(crate) tag: Tag,
-    /// If it is in a graph's capture: where in its call. In graphs both ends must cut messages into calls alike.
+    /// Its place in its call, if it is in a graph's capture: there both ends must cut messages into calls alike.
     pub(crate) captured: Option<PlaceInCall>,
 }
 
-/// The place of a message among those of its direction that one call has, from 1 on, and how many these are.
+/// A message's place, from 1 on, among the messages of its direction in one call, and how many there are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PlaceInCall {
     pub(crate) place: u32,
@@ -72,20 +72,20 @@ impl Control {
     /// Of two ranks that call different messages, at least one gets the error: see `record::publish`.
     ///
     /// # Errors
-    /// The other rank has called this.
+    /// The other rank's call, if it differs.
     pub(crate) fn enter_message(&self, lane: usize, number: u64, message: LoggedMessage) -> Result<(), LoggedMessage> {
         let theirs = self.compare_message(lane, number, message);
-        // Only now: the other rank may then put a later message in the place of the one that was compared.
+        // Only now: the other rank may then overwrite the message that was compared with a later one.
         let (words, layout) = self.lines();
         words.word(layout.last_call(self.me(), lane)).store(number, Ordering::Release);
         theirs
     }
 
-    /// The same for a rank of another host, of which this process has heard what it calls. It may hear of a message after a later
+    /// [`enter_message`](Control::enter_message) for a rank of another host. This process may hear of its message after a later
     /// one.
     ///
     /// # Errors
-    /// The rank of this host has called this.
+    /// The call of the rank of this host, if it differs.
     pub(crate) fn hear_message(&self, lane: usize, number: u64, message: LoggedMessage) -> Result<(), LoggedMessage> {
         let ours = self.compare_message(lane, number, message);
         self.note_called(lane, number);

@@ -1,11 +1,11 @@
 //! The executor of messages on a device: puts sends and receives, and batches of them, on the caller's stream.
 //!
-//! Two ranks set up what they share at the first message between them, and wait for each other there. From then on a call
-//! returns at once. The messages of a batch are one work on one stream, so they fail together: whatever fails one of them is
-//! told to all ranks that have a message in it. Those in the captures of graphs go through rings of their own.
+//! Two ranks wait for each other at the first message between them, and set up what they share; later calls return at once. The
+//! messages of a batch are one work on one stream and fail together: each rank with a message in the batch is told of the
+//! failure. Messages in captures of graphs go through rings of their own.
 //!
-//! Where a [library](crate::device::vendor) carries the messages of a pair, its calls stand in place of the rings' programs,
-//! those of a batch as one group. All else is the same: log, words that tell of beginning and end, and what fails together.
+//! Where a [library](crate::device::vendor) carries the messages of a pair, its calls replace the rings' programs; those of a
+//! batch are one group. The log, the words of beginning and end, and what fails together are the same.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -46,12 +46,11 @@ pub(crate) struct Message<'a> {
     pub(crate) peer: Rank,
     pub(crate) direction: Direction,
     pub(crate) tag: Tag,
-    /// What is sent, or where it goes, end to end.
+    /// The memory that is sent, or received into, end to end.
     pub(crate) buffers: &'a [Buffer],
 }
 
 impl Message<'_> {
-    /// Its bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.buffers.iter().map(|buffer| buffer.bytes()).sum()
     }
@@ -69,14 +68,14 @@ impl Message<'_> {
     }
 }
 
-/// The call in words, as the CPU's engine has it.
+/// The call in words, as the CPU engine writes it.
 impl Display for Message<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&called(self.direction, self.peer, self.eager()))
     }
 }
 
-/// What a rank calls: messages that go on together.
+/// One call: messages that go on the stream together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BatchRequest<'a> {
     pub(crate) messages: &'a [Message<'a>],
@@ -85,13 +84,12 @@ pub(crate) struct BatchRequest<'a> {
 }
 
 impl BatchRequest<'_> {
-    /// By message, its memory.
     fn tensors(&self) -> Vec<SmallVec<[DeviceBytes<'_>; 2]>> {
         let messages = self.messages.iter();
         messages.map(|message| message.buffers.iter().filter_map(Buffer::device_bytes).collect()).collect()
     }
 
-    /// The call with messages of one direction to or from a rank, for errors.
+    /// The call of a stretch in words, for errors.
     fn text(&self, stretch: &Stretch) -> String {
         let message = &self.messages[stretch.messages[0]];
         match self.messages.len() {
@@ -106,10 +104,10 @@ pub(crate) trait Peers: Presence + Sync {
     /// Notes a message in the flight recorder.
     fn begin(&self, message: &Message<'_>, number: u64) -> Entry;
 
-    /// Tells a rank something, in the background.
+    /// Sends a rank bytes, in the background.
     fn tell(&self, peer: Rank, tag: Tag, told: Vec<u8>) -> Result<(), Error>;
 
-    /// Waits for what a rank tells.
+    /// Waits for the bytes that a rank sends by `tell`.
     fn hear(&self, peer: Rank, tag: Tag, timeout: Duration) -> Result<Vec<u8>, Error>;
 }
 
@@ -117,25 +115,25 @@ pub(crate) trait Peers: Presence + Sync {
 pub(crate) struct Messages {
     own: PairSetup,
     ends: Arc<dyn Ends>,
-    /// What carries messages to other hosts and from there.
+    /// Carries messages to and from other hosts.
     far: Arc<dyn FarPairs>,
-    /// Held while something is submitted. The driver's calls queue, they do not wait.
+    /// Held while a call submits. The driver's calls queue and do not wait.
     state: Mutex<Option<State>>,
-    /// What is there without that lock.
+    /// Used without the lock of `state`.
     links: Mutex<Links>,
-    /// By peer and lane, held while ranks wait for each other: why they have not come together, if one of them gave up.
+    /// By peer and lane: held while this rank waits for the peer. It holds why this rank gave up the setup, if it did.
     meetings: Vec<[Mutex<Option<Error>>; LANES]>,
 }
 
 struct State {
     rings: RingLane<Pairs>,
-    /// What this rank has sent itself and not received, or the other way round.
+    /// What this rank has sent itself and not yet received, or the other way round.
     unmet: VecDeque<LoggedMessage>,
-    /// By peer, what messages in graphs go through.
+    /// By peer, the rings of messages in graphs.
     graph_rings: Vec<Option<GraphRings>>,
     /// Captures, in which the messages of a channel follow each other.
     recordings: Recordings<Channel>,
-    /// Those of operations in graphs.
+    /// The numbers of operations in graphs.
     numbers: Numbers,
 }
 
@@ -149,12 +147,11 @@ struct Links {
 /// The messages of a call between two ranks in one direction.
 struct Stretch {
     channel: Channel,
-    /// Their places in the call.
+    /// The messages' places in the call.
     messages: SmallVec<[usize; 2]>,
 }
 
 impl Messages {
-    /// Nothing is set up yet.
     pub(crate) fn new(own: PairSetup, ends: Arc<dyn Ends>, far: Arc<dyn FarPairs>) -> Messages {
         let rings = RingLane::on(Pairs::new(own.me, own.size), own.me, own.size);
         let graph_rings = (0..own.size).map(|_| None).collect();
@@ -164,7 +161,6 @@ impl Messages {
         Messages { own, ends, far, state, links: Mutex::default(), meetings }
     }
 
-    /// The number of its device.
     pub(crate) fn device(&self) -> u32 {
         self.own.device
     }
@@ -172,7 +168,7 @@ impl Messages {
     /// Puts messages on the caller's stream.
     ///
     /// # Errors
-    /// Nothing has been put there after a usage error. After others none of the messages succeeds.
+    /// After a usage error nothing is on the stream. After any other error none of the messages succeeds.
     pub(crate) fn submit(&self, request: &BatchRequest<'_>, peers: &dyn Peers) -> Result<Work, Error> {
         let stretches = stretches(request.messages);
         self.check(request, &stretches)?;
@@ -204,7 +200,7 @@ impl Messages {
         }
     }
 
-    /// Whether the stream is being captured. If the driver does not say, the other ranks are told in the setup.
+    /// Asks the driver whether the stream is being captured. If that fails, the setup tells the other ranks.
     fn ask(&self, request: &BatchRequest<'_>) -> Result<Capture, CudaError> {
         let context = Context::primary(Device::new(self.own.device)?)?;
         let current = context.enter()?;
@@ -224,7 +220,7 @@ impl Messages {
 
     // ---- submission ----
 
-    /// Puts messages on the stream; nothing if this rank has to meet another one first.
+    /// Puts messages on the stream. `None`: this rank has to meet another one first.
     fn submit_to(
         &self,
         state: &mut State,
@@ -245,7 +241,7 @@ impl Messages {
             }
         }
         let context = state.pairs().pair(first.peer).context.clone();
-        // Whatever the driver refuses here, the other ranks will have called it.
+        // The other ranks call their ends whatever the driver refuses here, so they are told.
         let broken = |error: &dyn Display| Error::Device { operation: first.to_string(), cause: error.to_string() };
         let entered = || -> Result<(Current<'_>, Stream, Capture), CudaError> {
             let current = context.enter()?;
@@ -281,7 +277,7 @@ impl Messages {
         let put =
             |()| state.put(&current, &stream, stretches, &rounds, request, &batch).map_err(|error| broken(&error));
         if let Err(error) = carried.and_then(put) {
-            // A library's communicator is given up for what has failed in the meantime: the work tells of that.
+            // A library's communicator that has been given up meanwhile has a known failure, which the work reports.
             let mut libraries = stretches.iter().filter_map(|stretch| state.pairs().library(stretch.channel));
             let is_known = libraries.any(|library| library.comm.is_given_up());
             if !is_known {
@@ -295,8 +291,8 @@ impl Messages {
         Ok(Some(batch.work().clone()))
     }
 
-    /// Refuses messages in several pieces where a library carries them: it knows nothing of pieces, and the other rank may have
-    /// others.
+    /// Refuses a message in several tensors where a library carries it, which takes one: the other rank may cut the message
+    /// otherwise.
     fn check_pieces(&self, state: &State, request: &BatchRequest<'_>) -> Result<(), UsageError> {
         let pieces = |message: &Message<'_>| message.buffers.iter().filter(|buffer| buffer.bytes() > 0).count();
         let mut carried = request.messages.iter().filter(|message| state.pairs().library(message.channel()).is_some());
@@ -309,7 +305,7 @@ impl Messages {
         })
     }
 
-    /// Has messages to other hosts and from there carried, or what is to be known of them.
+    /// Has the engine carry messages to and from other hosts, or only tell the ranks of them where a library carries them.
     fn carry(
         &self,
         state: &State,
@@ -328,7 +324,7 @@ impl Messages {
         Ok(())
     }
 
-    /// What this rank has sent itself and not received once these messages are submitted.
+    /// What `unmet` will hold once these messages are submitted.
     fn unmet_after(&self, state: &State, request: &BatchRequest<'_>) -> Result<VecDeque<LoggedMessage>, Error> {
         let own = |direction| {
             let own = request.messages.iter().filter(move |message| message.channel() == (self.own.me, direction));
@@ -351,7 +347,7 @@ impl Messages {
         Ok(sent.into_iter().skip(met).chain(received.into_iter().skip(met)).collect())
     }
 
-    /// Waits until the log has room for messages: as a driver's queue that is full.
+    /// Waits until the log has room for messages, as for a full queue of the driver.
     fn make_room(&self, state: &State, stretch: &Stretch, request: &BatchRequest<'_>) -> Result<(), Error> {
         let (peer, direction) = stretch.channel;
         let (lane, link) = (lane(self.own.me, peer, direction), &state.pairs().pair(peer).link);
@@ -360,7 +356,7 @@ impl Messages {
         let begin = Instant::now();
         let waited_for = link.in_flight[lane].wait_for(earlier, request.timeout);
         let is_in_time = waited_for.is_ok() && {
-            // The other rank reads the log as it calls, and looks at nothing of ours while it waits.
+            // The other rank makes room only by its own calls, and wakes nobody.
             while !link.control.has_room_for_message(lane, last) && begin.elapsed() < request.timeout {
                 std::thread::sleep(Duration::from_micros(200));
             }
@@ -376,7 +372,7 @@ impl Messages {
         })
     }
 
-    /// Makes a batch of messages, of which the other ranks are told.
+    /// Makes a batch of messages, and tells the other ranks of them.
     fn enter(
         &self,
         state: &State,
@@ -401,7 +397,7 @@ impl Messages {
         Ok(batch)
     }
 
-    /// Tells the other ranks of the messages, and compares them with what those have called. Returns the works, by message.
+    /// Tells the other ranks of the messages, and compares them with what these ranks have called. Returns one work a message.
     fn announce(
         &self,
         state: &State,
@@ -466,7 +462,7 @@ impl Messages {
         }
     }
 
-    /// Tells all ranks of these messages that they have failed, but those with which nothing is set up.
+    /// Tells every rank of these messages that they have failed, if a pair with it is set up.
     fn give_up(&self, state: &State, stretches: &[Stretch], error: &Error) {
         for Stretch { channel: channel @ (peer, _), .. } in stretches {
             if state.pairs().by_peer[peer.index()].is_some() {
@@ -483,11 +479,11 @@ impl Messages {
         let until = deadline_after(Instant::now(), limit);
         for link in self.links().all.clone() {
             for in_flight in &link.in_flight {
-                // What is left then is given up.
+                // `leave` gives up what is left then.
                 let _ = in_flight.wait_for(u64::MAX, until.saturating_duration_since(Instant::now()));
             }
         }
-        // A thread that submits is not waited for.
+        // `drain` does not wait for a thread that submits, which holds this lock.
         let is_replayed =
             || self.state.try_lock().is_ok_and(|state| state.as_ref().is_some_and(|state| state.recordings.is_busy()));
         while is_replayed() && Instant::now() < until {
@@ -504,7 +500,7 @@ impl Messages {
         all.iter().flat_map(|link| &link.in_flight).for_each(|in_flight| in_flight.leave(error.clone()));
     }
 
-    /// Has memory given back once the device does not use it any more. To be called when this rank has left.
+    /// Has the reaper give memory back once the device no longer uses it, after [`leave`](Messages::leave).
     pub(crate) fn close(&self) {
         let Some(state) = lock(&self.state).take() else { return };
         let in_flight = |link: &Arc<Link>| link.in_flight.clone();
@@ -537,7 +533,6 @@ impl State {
         self.rings.memory()
     }
 
-    /// Puts all of a batch on the stream.
     fn put(
         &mut self,
         current: &Current<'_>,
@@ -566,10 +561,10 @@ impl State {
                 .write(current, stream, &starts)
                 .map_err(SubmitError::from)
                 .and_then(|()| self.put_by_library(current, stream, stretches, &tensors));
-            // What this rank sends itself.
+            // What this rank sends itself, by its ring.
             by_library.and_then(|()| Ok(self.rings.put(current, stream, rounds, &tensors, &[], &ends)?))
         };
-        // Also if not all of it is on the stream: what is may wait for words.
+        // Even if a part is missing on the stream: the rest may wait for words.
         for PartInFlight { in_flight, awaits, .. } in batch.places() {
             let Awaits::Words(words) = awaits else { continue };
             for (lane, word, value) in words {
@@ -585,8 +580,9 @@ impl State {
         Ok(())
     }
 
-    /// Puts what a library carries on the stream, as one group. Each direction of a pair has a communicator of its own, whose
-    /// calls go on a stream of their own but for the first: so they go on together, and the caller's stream waits for all.
+    /// Puts what a library carries on the stream, as one group. Each direction of a pair has a communicator. The first one's
+    /// calls go on the caller's stream, the others' on their own streams, so that all run together; the caller's stream waits
+    /// for all.
     fn put_by_library(
         &self,
         current: &Current<'_>,
@@ -600,7 +596,7 @@ impl State {
             .filter_map(|stretch| {
                 let library = self.pairs().library(stretch.channel)?;
                 let bytes = stretch.messages.iter().flat_map(|message| tensors[*message]);
-                // What is empty needs no call, nor the other rank.
+                // An empty message needs neither a call nor the other rank.
                 let calls: Vec<NcclCall<'_>> =
                     bytes.filter(|bytes| !bytes.is_empty()).map(|bytes| library.call(*bytes)).collect();
                 let (peer, direction) = stretch.channel;
@@ -608,8 +604,8 @@ impl State {
                 (!calls.is_empty()).then_some((order, library, calls))
             })
             .collect();
-        // All ranks put them there in one order, so that streams which share a queue of a device never wait for each other in a
-        // circle: of all that wait, the first in this order is the next at both of its ends.
+        // All ranks put calls on streams in one order, so that streams which share a queue of a device never wait in a circle:
+        // of all calls that wait, the first in this order is next at both of its ends.
         parts.sort_unstable_by_key(|(order, ..)| *order);
         let Some(((_, first, _), others)) = parts.split_first() else { return Ok(()) };
         let begun = &first.joined;
@@ -625,7 +621,7 @@ impl State {
         });
         let group: Vec<_> = group.collect();
         let submitted = VendorComm::submit_together(current, &group);
-        // Also if not all of it is there.
+        // Even if a part of the group is missing.
         for (_, library, _) in others {
             library.joined.record(current, &library.stream)?;
             stream.wait(current, &library.joined)?;
@@ -633,7 +629,7 @@ impl State {
         Ok(submitted?)
     }
 
-    /// Puts only the end of messages on the stream, of which a part is missing there: it says when the stream has run out.
+    /// Puts the words of the end on a stream that lacks a part of these messages: they say when the stream has run out.
     fn end(&self, current: &Current<'_>, stream: &Stream, stretches: &[Stretch]) {
         let [_, ends] = self.edges(stretches);
         if let Err(error) = self.rings.write(current, stream, &ends) {
@@ -653,7 +649,7 @@ impl State {
     }
 }
 
-/// The messages of a call by where they go or come from.
+/// Groups the messages of a call by peer and direction.
 fn stretches(messages: &[Message<'_>]) -> Vec<Stretch> {
     let mut stretches: Vec<Stretch> = Vec::new();
     for (index, message) in messages.iter().enumerate() {

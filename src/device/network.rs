@@ -91,12 +91,12 @@ pub struct NetworkMemory {
 }
 
 impl NetworkMemory {
-    /// The bytes of a half where half the staging memory has so many.
+    /// The bytes of a half, where half the staging memory has `staging` bytes.
     pub fn half_beside(staging: usize) -> usize {
         staging.min(HALF_MAX)
     }
 
-    /// Four times so many bytes.
+    /// Allocates four halves of `half` bytes.
     pub fn new(context: &Arc<Context>, half: usize) -> Result<NetworkMemory, HostMemoryError> {
         Ok(NetworkMemory { half, memory: SharedHostMemory::new(context, 4 * half)? })
     }
@@ -106,13 +106,13 @@ impl NetworkMemory {
         self.half
     }
 
-    /// Where a half for messages to other hosts lies in this process, and its bytes.
+    /// The address in this process of a half for messages to other hosts, and its length.
     pub(crate) fn outbound_address(&self, half: usize) -> (*mut u8, usize) {
         assert!(half < 2, "half {half}");
         (self.memory.address().wrapping_add(half * self.half), self.half)
     }
 
-    /// The same of messages from other hosts.
+    /// The address of a half for messages from other hosts, and its length.
     pub(crate) fn inbound_address(&self, half: usize) -> (*mut u8, usize) {
         assert!(half < 2, "half {half}");
         (self.memory.address().wrapping_add((2 + half) * self.half), self.half)

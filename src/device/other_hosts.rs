@@ -7,16 +7,16 @@ use crate::types::Rank;
 
 /// The engine that sends and receives what operations on a device exchange with other hosts.
 pub(crate) trait OtherHosts: Send + Sync {
-    /// Gives up the operation of a failure and all later ones, and tells all other ranks, unless they know.
+    /// Gives up the failed operation and all later ones, and tells all other ranks, unless they know.
     fn fail(&self, failure: &Failure);
 
-    /// The same, when the reporter tells the others.
+    /// As [`fail`](OtherHosts::fail), but `reporter` tells the other ranks.
     fn give_up(&self, reporter: Rank, failure: &Failure);
 
-    /// Whether all has been sent that stays to be sent after a failure. Where there is no time for it, it is given up as well.
+    /// Whether everything has been sent that was ready before a failure. If there is no time for that, gives it up as well.
     fn settle(&self, has_time: bool) -> bool;
 
-    /// A failure that is known, if there is one, and who has told of it.
+    /// The failure that is known, if there is one, and the rank that has told of it.
     fn failure(&self) -> Option<(Rank, Failure)>;
 
     /// The ranks of other hosts that keep the operation of this number from its end.
@@ -29,13 +29,13 @@ pub(crate) trait OtherHosts: Send + Sync {
     fn ended(&self, number: u64);
 }
 
-/// The same for collectives.
+/// What collectives ask of it.
 pub(crate) trait Exchange: OtherHosts {
     /// Takes up an operation: what its segments send and receive. Every rank takes up every operation.
     fn submit(&self, number: u64, call: Signature, segments: &mut dyn Iterator<Item = &Traffic>)
     -> std::io::Result<()>;
 
-    /// Takes what other ranks tell until the operation of this number has ended: for one that exchanges nothing by itself.
+    /// Listens to other ranks until the operation of this number has ended: for one that exchanges nothing through the engine.
     fn listen(&self, number: u64) -> std::io::Result<()>;
 
     /// Begins anew after a disagreement, when nothing is on any rank's stream.

@@ -1,9 +1,9 @@
-//! Pairs of ranks: what two ranks share for the messages between their devices, or one for those to itself.
+//! Pairs of ranks: what two ranks share for the messages between their devices, or one rank has for messages to itself.
 //!
 //! A pair is set up at its first message, by its two ranks alone. It has a control segment of its own, with a lane for each
-//! direction, and each rank has the cells of its ring to the other one in staging memory. Where the ranks are set to use a
-//! vendor's library, each direction has a communicator of it as well, so that what waits or fails in one of them leaves the
-//! other alone.
+//! direction, and each rank has the cells of its ring to the other one in staging memory. Where the ranks use a vendor's
+//! library, each direction has a communicator of that library too, so that a wait or failure in one direction leaves the other
+//! alone.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -28,12 +28,11 @@ use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, Regis
 use crate::sys::nccl::NcclCall;
 use crate::types::Rank;
 
-/// What a rank is in its communicator, for the setup of pairs.
+/// What the setup of pairs needs to know of this rank.
 #[derive(Clone, Debug)]
 pub(crate) struct PairSetup {
     pub(crate) comm: String,
     pub(crate) me: Rank,
-    /// How many ranks the communicator has.
     pub(crate) size: usize,
     pub(crate) device: u32,
     /// The identity of its host.
@@ -47,16 +46,16 @@ pub(crate) struct PairSetup {
 #[derive(Clone, Debug)]
 pub(crate) struct Libraries {
     pub(crate) engine: EngineChoice,
-    /// The files of NCCL and RCCL, where they are named.
+    /// The library files of NCCL and RCCL, where settings name them.
     pub(crate) files: [Option<PathBuf>; 2],
-    /// What their communicators are set to.
+    /// The settings of the library's communicators.
     pub(crate) fields: Arc<NcclFields>,
     /// How long ranks wait for each other when they begin a communicator.
     pub(crate) limit: Duration,
 }
 
 impl Libraries {
-    /// This rank among those of these names, about to decide with them on the library.
+    /// This rank, `me` among `names`, as it decides with them on the library.
     pub(crate) fn candidate<'a>(
         &self,
         comm: &'a str,
@@ -69,14 +68,14 @@ impl Libraries {
     }
 }
 
-/// Whether the driver has said that a rank can set up now.
+/// Whether the driver could say if the caller's stream is being captured.
 pub(crate) type Asked = Result<(), CudaError>;
 
 /// The two directions of a pair.
 pub(crate) const LANES: usize = 2;
 
-/// The lane of the messages of one direction between this rank and a peer. That of the lower rank's is the first one; of
-/// messages to itself that of those which are sent.
+/// The lane of the messages between this rank and a peer in one direction. Lane 0 has what the lower rank sends; of a rank with
+/// itself, what it sends.
 pub(crate) fn lane(me: Rank, peer: Rank, direction: Direction) -> usize {
     match direction {
         Direction::Send => usize::from(me > peer),
@@ -84,10 +83,10 @@ pub(crate) fn lane(me: Rank, peer: Rank, direction: Direction) -> usize {
     }
 }
 
-/// Which messages go with a peer in one direction.
+/// The messages of one direction with a peer.
 pub(crate) type Channel = (Rank, Direction);
 
-/// What is known of a pair without the lock of those who submit.
+/// The part of a pair that needs no lock of the threads that submit.
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) control: Arc<Control>,
@@ -95,7 +94,7 @@ pub(crate) struct Link {
     pub(crate) in_flight: [Arc<InFlight>; LANES],
 }
 
-/// What this rank has of a pair. It goes when nothing is in flight any more.
+/// This rank's side of a pair. It goes once nothing is in flight.
 #[derive(Debug)]
 pub(crate) struct Pair {
     pub(crate) link: Arc<Link>,
@@ -106,27 +105,26 @@ pub(crate) struct Pair {
     registered: Arc<RegisteredWords>,
     width: Width,
     cells: Cells,
-    /// This rank in the pair.
+    /// This rank's place in the pair.
     me: Rank,
     /// By lane.
     pub(crate) ends: [End; LANES],
 }
 
-/// What carries the messages of one direction by a vendor's library.
+/// The vendor's library as it carries messages of one direction.
 #[derive(Debug)]
 pub(crate) struct Library {
     /// Of the two ranks.
     pub(crate) comm: Arc<VendorComm>,
     direction: Direction,
-    /// The other rank's place in it.
+    /// The other rank's place in the communicator.
     peer: u32,
-    /// Where its calls go that are in a group with those of others, and where they end there.
+    /// The stream of its calls in a group with other lanes' calls, and the event that joins it with the caller's stream.
     pub(crate) stream: Stream,
     pub(crate) joined: Event,
 }
 
 impl Library {
-    /// The call for bytes of a message.
     pub(crate) fn call<'a>(&self, bytes: DeviceBytes<'a>) -> NcclCall<'a> {
         match self.direction {
             Direction::Send => NcclCall::Send { from: bytes, peer: self.peer },
@@ -144,9 +142,9 @@ impl Drop for Library {
 /// The cells of a pair's rings.
 #[derive(Debug)]
 enum Cells {
-    /// Of two ranks of one host, which each map those of the other, or of this rank alone.
+    /// Of two ranks of one host, each of which maps the other's cells, or of this rank alone.
     Near(Staging),
-    /// Of ranks of different hosts: both rings' in memory of this rank.
+    /// Of ranks of different hosts: this rank's memory has the cells of both rings.
     Far(Arc<NetworkMemory>),
 }
 
@@ -155,7 +153,7 @@ enum Cells {
 pub(crate) struct End {
     /// The number of the last message.
     pub(crate) number: u64,
-    /// The stream of the last message, and where it ends there.
+    /// The stream of the last message, and the event at that message's end.
     pub(crate) last: Option<u64>,
     pub(crate) end: Event,
 }
@@ -164,7 +162,7 @@ impl Pair {
     /// Sets the pair up, with the other rank if there is one.
     ///
     /// # Errors
-    /// Those of [`setup::set_up`]; and what the driver has answered instead.
+    /// Those of [`setup::set_up`], and the driver's error in `asked`.
     pub(crate) fn set_up(
         own: &PairSetup,
         peer: Rank,
@@ -198,7 +196,7 @@ impl Pair {
         };
         let Parts { context, words, registered, mut staging, network, width, members, .. } =
             setup::set_up(&wanted, all_gather, are_there)?;
-        // What a rank sends itself no library has to carry.
+        // No library carries what a rank sends itself.
         let library = match names.len() {
             1 => None,
             _ => library(own, peer, (place, &names), (&context, &members), wanted.timeout, all_gather)?,
@@ -232,7 +230,7 @@ impl Pair {
                 Cells::Far(memory)
             }
         };
-        // What may wait for a device is over before anything is put on one.
+        // On both ranks, what may wait for a device is over before either puts anything on a stream.
         setup::tell(comm, &names, all_gather, told).inspect_err(|_| far.forget(peer))?;
         let events = events.expect("no rank has told a failure");
         let hosts = |lane| matches!(cells, Cells::Far(_)).then(|| far.lane(peer, lane));
@@ -249,12 +247,11 @@ impl Pair {
         Ok(Pair { link, context, library, layout, registered, width, cells, me: place, ends })
     }
 
-    /// Whether its other rank is on another host.
+    /// Whether the other rank is on another host.
     pub(crate) fn is_far(&self) -> bool {
         matches!(self.cells, Cells::Far(_))
     }
 
-    /// A rank's place in the pair.
     pub(crate) fn place(&self, rank: Rank) -> Rank {
         self.link.control.local(rank).expect("one of the pair")
     }
@@ -291,7 +288,7 @@ fn library(
     Ok(Some(lanes))
 }
 
-/// The memory of the pairs of a rank, by peer.
+/// The pairs of a rank, by peer.
 #[derive(Debug)]
 pub(crate) struct Pairs {
     me: Rank,
@@ -299,17 +296,15 @@ pub(crate) struct Pairs {
 }
 
 impl Pairs {
-    /// None of so many is set up.
     pub(crate) fn new(me: Rank, size: usize) -> Pairs {
         Pairs { me, by_peer: (0..size).map(|_| None).collect() }
     }
 
-    /// This rank.
     pub(crate) fn me(&self) -> Rank {
         self.me
     }
 
-    /// What is shared with a rank.
+    /// The pair with a peer.
     ///
     /// # Panics
     /// When the pair is not set up.
@@ -322,12 +317,12 @@ impl Pairs {
         self.pair(peer).library.as_ref().map(|library| &library[lane(self.me, peer, direction)])
     }
 
-    /// What is in flight of some messages.
+    /// What is in flight of a channel.
     pub(crate) fn in_flight(&self, (peer, direction): Channel) -> &Arc<InFlight> {
         &self.pair(peer).link.in_flight[lane(self.me, peer, direction)]
     }
 
-    /// This rank's end of some messages.
+    /// This rank's end of a channel.
     pub(crate) fn end(&self, (peer, direction): Channel) -> &End {
         &self.pair(peer).ends[lane(self.me, peer, direction)]
     }
@@ -338,13 +333,13 @@ impl Pairs {
         &mut pair.ends[lane]
     }
 
-    /// A word that this rank waits for as its control segment has it: on which lane, and which value.
+    /// A word that this rank waits for, as the pair's control segment has it, with lane and value.
     pub(crate) fn awaited(&self, word: Word, value: u64) -> Awaited {
         let (_, lane, word) = self.local(word);
         (lane, word, value)
     }
 
-    /// The number of the word by which a stream says that it has come to a message, or that it is done with it.
+    /// The number of the word by which a stream says that it has come to a message, or is done with it.
     pub(crate) fn edge_of(&self, (peer, direction): Channel, number: u64, is_end: bool) -> usize {
         let (pair, lane) = (self.pair(peer), lane(self.me, peer, direction));
         match is_end {
@@ -353,7 +348,7 @@ impl Pairs {
         }
     }
 
-    /// A ring's pair, the lane of its words there, and a word as that has it.
+    /// The pair of a ring's word, its lane there, and the word with the pair's numbers of ranks.
     pub(crate) fn local(&self, word: Word) -> (&Pair, usize, Word) {
         let (sender, receiver, is_head) = match word {
             Word::Head { sender, receiver } => (sender, receiver, true),
@@ -386,7 +381,7 @@ impl RingMemory for Pairs {
     fn bytes(&self, sender: Rank, receiver: Rank, cell: usize, len: usize) -> DeviceBytes<'_> {
         let pair = self.pair(self.peer(sender, receiver));
         match &pair.cells {
-            // A rank has in a pair's memory only what it sends to the other one.
+            // Each rank's staging memory has only the ring by which it sends.
             Cells::Near(staging) => staging.bytes(pair.place(sender), cell, 0, len),
             Cells::Far(memory) if sender == self.me => memory.outbound(cell).part(0, len),
             Cells::Far(memory) => memory.inbound(cell).part(0, len),

@@ -1,6 +1,6 @@
-//! The captures in which a communicator's accesses to windows take part, or its messages.
+//! The captures that have accesses to a communicator's windows, or messages of it.
 //!
-//! Within a capture what belongs together comes one after the other, whatever the streams, by events of the capture's own.
+//! Within a capture the operations of one key come one after the other, whatever their streams, by events of the capture's own.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -10,19 +10,18 @@ use crate::device::watch::{self, Replayed};
 use crate::sync::{Arc, Weak};
 use crate::sys::cuda::{Context, CudaError, Current, Event, Stream, StreamId};
 
-/// The captures. What follows each other has a key.
+/// The captures. Operations of one key follow each other.
 pub(crate) struct Recordings<K> {
     all: Vec<Recording<K>>,
 }
 
-/// One of them.
 pub(crate) struct Recording<K> {
     id: u64,
     waits: Arc<GraphWaits>,
     chains: HashMap<K, Chain>,
 }
 
-/// The stream of the last operation of a key, and where it ends there.
+/// The stream of the last operation of a key, and the event at its end.
 struct Chain {
     last: StreamId,
     /// The graph keeps it.
@@ -30,7 +29,6 @@ struct Chain {
 }
 
 impl<K: Copy + Eq + Hash> Recordings<K> {
-    /// None yet.
     pub(crate) fn new() -> Recordings<K> {
         Recordings { all: Vec::new() }
     }

@@ -1,9 +1,9 @@
-//! What the host sees of a graph's replays, of which nobody tells it: how far they are, and how those end that cannot go on.
+//! What the host sees of a graph's replays: how far they are, and how the watch ends those that cannot go on.
 //!
-//! Streams say by a word that they are in an operation, and in which. The watch marks what it finds there, so that it tells an
-//! operation that goes on from the same one in a later replay. It finds which ranks have not done their part by the words
-//! that the operation waits for. If one of them never will, or not in time, it lets the stream pass; this and later
-//! replays compute nothing then, but each ends.
+//! Nobody tells the host of a replay. A stream says by a word in which operation it is. The watch marks what it finds there, so
+//! that it tells an operation that goes on from the same one in a later replay. The words that the operation waits for say
+//! which ranks have not done their part. If one of them never will, or not in time, the watch lets the stream pass; this and
+//! later replays compute nothing then, but each ends.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ pub(crate) struct TokenLayout {
 
 /// The words of heads and tails, as a lane.
 pub(crate) const COUNTS: usize = 0;
-/// Those of tokens: of each pair the tail, as another one.
+/// The lane of tokens: each pair's token is the tail.
 pub(crate) const TOKENS: usize = 1;
 
 impl TokenLayout {
@@ -44,13 +44,12 @@ impl TokenLayout {
         self.words.count() + rank.index()
     }
 
-    /// How many words there are.
     pub(crate) fn count(self) -> usize {
         self.words.count() + self.words.ranks()
     }
 }
 
-/// Where a stream is, in its word. It is zero when it is in no operation.
+/// Where a stream is, by its word, which is zero in no operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Busy {
     /// It waits for the tokens of the operation of this number.
@@ -73,7 +72,7 @@ impl Busy {
     }
 }
 
-/// What the watch adds to a stream's word.
+/// The bit by which the watch marks a stream's word.
 const SEEN: u64 = 1 << 31;
 
 /// An operation of a graph.
@@ -101,13 +100,13 @@ pub(crate) struct Replay {
 #[derive(Default)]
 struct State {
     operations: Vec<Captured>,
-    /// What the stream was last found in, and since when.
+    /// The value last found in the stream's word, and since when.
     found: Option<(u64, Instant)>,
     is_broken: bool,
 }
 
 impl Replay {
-    /// On these words, all zero. Every rank makes its own, and uses the lane when all have.
+    /// On these words, all zero. Every rank makes its own; none uses the lane before all have.
     pub(crate) fn new(
         comm: String,
         me: Rank,
@@ -121,17 +120,15 @@ impl Replay {
         replay
     }
 
-    /// The number of the next operation.
     pub(crate) fn next(&self) -> usize {
         lock(&self.state).operations.len()
     }
 
-    /// Notes the next operation.
     pub(crate) fn note(&self, operation: Captured) {
         lock(&self.state).operations.push(operation);
     }
 
-    /// What has been in flight on this communicator.
+    /// The communicator's operations outside of graphs.
     pub(crate) fn in_flight(&self) -> &Arc<InFlight> {
         &self.in_flight
     }
@@ -161,10 +158,11 @@ impl Replay {
         Look::Soon
     }
 
-    /// Whether the operation that the stream is in cannot go on, or takes too long. Others and the log are told.
+    /// Whether the operation that the stream is in cannot go on, or takes too long. If so, tells other ranks and the log.
     fn breaks(&self, state: &mut State, busy: u64, now: Instant) -> bool {
         let seen = busy | SEEN;
-        // Partner: none, it only tells one replay's operation from the next one's. What the stream writes meanwhile stays.
+        // Partner: none, the mark only tells one replay's operation from the next one's. What the stream writes meanwhile
+        // stays.
         if busy != seen && self.busy().compare_exchange(busy, seen, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return false;
         }
@@ -176,7 +174,7 @@ impl Replay {
         let Some(place) = Busy::from_word(seen) else { return false };
         let Some(operation) = state.operations.get(place.operation()) else { return false };
         let missing = self.missing(place, operation);
-        // At its end the stream makes words zero, so what was found holds only if it is still in there.
+        // At its end the stream makes words zero, so what was found holds only if the stream is still in there.
         if missing.is_empty() || self.busy().load(Ordering::Acquire) != seen {
             return false;
         }
@@ -187,7 +185,7 @@ impl Replay {
             }
             let mut detail =
                 format!("in a replay of a graph: rank(s) {} did not finish their part", rank_list(&missing));
-            // They may wait for others themselves.
+            // These ranks may wait for others themselves.
             let elsewhere = self.elsewhere(place.operation());
             if !elsewhere.is_empty() {
                 detail += &format!("; rank(s) {} are not in this operation", rank_list(&elsewhere));
@@ -224,7 +222,7 @@ impl Replay {
         missing
     }
 
-    /// The ranks whose streams are not in an operation.
+    /// The ranks whose streams are not in this operation.
     fn elsewhere(&self, operation: usize) -> Vec<Rank> {
         let is_elsewhere = |rank: &Rank| {
             let busy = self.words.word(self.layout.busy(*rank)).load(Ordering::Acquire);
@@ -233,7 +231,7 @@ impl Replay {
         (0..self.layout.words().ranks()).map(Rank::from).filter(is_elsewhere).collect()
     }
 
-    /// The tokens that this rank waits for.
+    /// The tokens that this rank may wait for.
     fn tokens(&self) -> impl Iterator<Item = Word> + use<> {
         let me = self.me;
         (0..self.layout.words().ranks()).map(move |peer| Word::Tail { sender: me, receiver: Rank::from(peer) })

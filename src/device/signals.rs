@@ -1,17 +1,16 @@
 //! The words of windows, by which ranks signal each other.
 //!
-//! They lie in the control segment, behind all else. A window has a slot of them while it is registered, the same on every
-//! rank. Outside of graphs a signal is a count: the sender's stream writes it, the receiver's waits for it, and it only grows
-//! until the slot is another window's.
+//! The words lie at the end of the control segment. A window has a slot of them while it is registered, the same on every rank.
+//! Outside of graphs a signal is a count: the sender's stream writes it, the receiver's waits for it. It only grows until
+//! another window gets the slot.
 //!
 //! # In graphs
-//! Values are fixed in a graph. So its signals are not counted: one is *ready* or not, and the sender is *free* to send the next
-//! one or not. At first it is free. The sender's stream waits until it is free, takes that back, and then makes the signal ready;
-//! the receiver's waits until it is ready, takes that back, and then sets the sender free. So of the two words each is written
-//! by one of the two ranks at a time, and what one of them has made one, only the other one makes zero. As long as the signals
-//! of a rank to another one through a window come one after the other, and so do the waits for them, no signal is lost or
-//! taken twice, however often graphs run and however far apart the ranks are. One signal can be on its way; the next one waits
-//! until it is taken.
+//! Values are fixed in a graph, so two flags replace the count: a signal is *ready* or not, and the sender is *free* to send
+//! the next one or not. At first the sender is free. Its stream waits for *free*, clears it, and then sets *ready*; the
+//! receiver's stream waits for *ready*, clears it, and then sets *free*. So one of the two ranks at a time writes each word,
+//! and a flag that one rank has set only the other one clears. As long as the signals of a rank to another one through a window
+//! come one after the other, and so do the waits for them, no signal is lost or taken twice, however often graphs run and
+//! however far apart the ranks are. One signal can be on its way; the next one waits until it is taken.
 
 use crate::sync::{Arc, Ordering};
 use crate::sys::cuda::Width;
@@ -28,7 +27,7 @@ pub(crate) struct Signals {
     width: Width,
 }
 
-/// Signals from one rank to another, of the window that has a slot.
+/// Signals from one rank to another through the window in `slot`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Line {
     pub(crate) slot: usize,
@@ -43,11 +42,11 @@ pub(crate) enum Told {
     Count,
     /// A signal of a graph is there.
     Ready,
-    /// The next one may be sent.
+    /// The next signal of a graph may be sent.
     Free,
     /// In which operation of a graph the receiver's stream is; zero if in none.
     Waiting,
-    /// In which one the sender's is.
+    /// In which operation the sender's stream is.
     Signalling,
 }
 
@@ -64,16 +63,16 @@ pub(crate) enum Step {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct InGraph {
     pub(crate) steps: [Step; 5],
-    /// The word by which its stream says that it is in it.
+    /// The word by which its stream says that it is in the operation.
     pub(crate) busy: usize,
-    /// The word that it waits for to be one.
+    /// The word that its stream waits for to be one.
     pub(crate) awaited: usize,
 }
 
 /// How many windows can be registered at once.
 pub(crate) const SLOTS: usize = 64;
 
-/// The words of a line.
+/// How many words a line has.
 const TOLD: usize = 5;
 
 /// How many words so many ranks need.
@@ -82,16 +81,15 @@ pub(crate) fn count(ranks: usize) -> usize {
 }
 
 impl Signals {
-    /// Those of so many ranks, from this word on.
+    /// The words of `ranks` ranks, from the word `first` on.
     ///
     /// # Panics
-    /// When there are fewer.
+    /// When `words` has fewer.
     pub(crate) fn new(words: Arc<SharedWords>, first: usize, ranks: usize, width: Width) -> Signals {
         assert!(first + count(ranks) <= words.count(), "{} words", words.count());
         Signals { words, first, ranks, width }
     }
 
-    /// The number of a word.
     pub(crate) fn index(&self, line: Line, told: Told) -> usize {
         let Line { slot, receiver, sender } = line;
         let (to, from) = (receiver.index(), sender.index());
@@ -99,7 +97,7 @@ impl Signals {
         self.first + ((slot * self.ranks + to) * self.ranks + from) * TOLD + told as usize
     }
 
-    /// The words, and how much of them streams look at.
+    /// The words, and how many bits of a word streams look at.
     pub(crate) fn words(&self) -> (&Arc<SharedWords>, Width) {
         (&self.words, self.width)
     }
@@ -109,7 +107,7 @@ impl Signals {
         self.in_graph(line, operation, Told::Signalling, Told::Free, Told::Ready)
     }
 
-    /// What the receiver's does, which takes it.
+    /// What the receiver's stream does to take it.
     pub(crate) fn wait_in_graph(&self, line: Line, operation: u64) -> InGraph {
         self.in_graph(line, operation, Told::Waiting, Told::Ready, Told::Free)
     }
@@ -126,7 +124,7 @@ impl Signals {
         InGraph { steps, busy, awaited }
     }
 
-    /// Makes what this rank's streams wait for as new. No rank may use the slot.
+    /// Resets the words by which this rank's streams wait or say where they are. No rank may use the slot.
     pub(crate) fn reset(&self, slot: usize, me: Rank) {
         for peer in (0..self.ranks).map(Rank::from) {
             let (to_me, from_me) =
@@ -165,7 +163,7 @@ mod tests {
         }
     }
 
-    /// Does what a stream does until it has to wait; what is left.
+    /// Does what a stream does until it has to wait. Returns the steps left.
     fn run<'a>(signals: &Signals, steps: &'a [Step]) -> &'a [Step] {
         for (done, step) in steps.iter().enumerate() {
             match *step {

@@ -1,19 +1,19 @@
 //! Tokens: what lets an operation of a CUDA graph run again and again with the same values.
 //!
 //! The values of words are fixed in a graph, so heads and tails cannot count for ever. In a graph each operation counts from
-//! zero, and between operations the words of a pair are made zero again by the one of the two that waits for them, at a moment
-//! at which the other one writes them no more. A *token* a pair says when that is: the sender takes it before it sends
-//! anything, and the receiver puts it back when it has read everything. At first it is there.
+//! zero. Between operations, the rank that waits for a word makes it zero again, when the other rank no longer writes it. Each
+//! pair has a *token* that says when that is: the sender takes it before it sends anything, and the receiver puts it back when
+//! it has read everything. At first it is there.
 //!
 //! # Proof
 //! Both ends have the same messages of a pair in an operation. The receiver waits for every one of them, hence for the greatest
-//! value of its head, before it makes the head zero and puts the token back. So the sender, which takes the token, writes the head after that, and counts from zero. All that
-//! the receiver writes to the tail comes before the token too, so the sender that has taken it makes the tail zero for good,
-//! and the receiver writes it only after messages that are sent later. Where memory is shared by all messages of an operation,
-//! the sender waits for the tokens of all ranks before it writes there: none of them still reads what lay there before.
-//! Nothing of this counts replays or operations, so it holds between replays as between operations of one. An operation waits
-//! for what others do in it, and for the ends of those before it: so if all ranks take the operations in one order, and each of
-//! them ends when all have come to it, all do.
+//! value of its head, before it makes the head zero and puts the token back. The sender takes the token after that, so it then
+//! writes the head, and counts from zero. All that the receiver writes to the tail comes before the token too. So the sender
+//! that has taken the token makes the tail zero for good: the receiver writes it only after messages that are sent later. Where
+//! all messages of an operation share memory, the sender waits for the tokens of all ranks before it writes there, so no rank
+//! still reads what lay there before. Nothing of this counts replays or operations, so it holds between replays as between
+//! operations of one. An operation waits for what other ranks do in it, and for the ends of the operations before it. So if all
+//! ranks take the operations in one order, and each operation ends when all ranks have come to it, all end.
 
 use crate::device::counters::{Word, WordAccess};
 use crate::device::lower::Program;
@@ -24,9 +24,9 @@ use crate::types::Rank;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tokens {
     me: Rank,
-    /// By peer, whether it is sent something.
+    /// By peer, whether this rank sends it something.
     sends: Vec<bool>,
-    /// By peer, whether something comes from it.
+    /// By peer, whether this rank receives something from it.
     receives: Vec<bool>,
     /// Whether messages share memory that any rank may still read.
     shares: bool,
@@ -42,10 +42,10 @@ pub enum Step {
 }
 
 impl Tokens {
-    /// Those of an operation that consists of these programs, one after the other.
+    /// The tokens of an operation that consists of these programs, one after the other.
     ///
     /// # Panics
-    /// When there are none.
+    /// When there are no programs.
     pub fn of_programs<'a>(me: Rank, programs: impl IntoIterator<Item = &'a Program>) -> Tokens {
         let mut tokens = Tokens { me, sends: vec![], receives: vec![], shares: false };
         for program in programs {
@@ -60,7 +60,7 @@ impl Tokens {
         tokens
     }
 
-    /// Those of a batch among so many ranks. Each pair has memory of its own.
+    /// The tokens of a batch among `size` ranks, where each pair has memory of its own.
     pub fn of_rounds(me: Rank, size: usize, rounds: &Rounds) -> Tokens {
         let mut tokens = Tokens { me, sends: vec![false; size], receives: vec![false; size], shares: false };
         for flow in &rounds.flows {
@@ -72,7 +72,7 @@ impl Tokens {
         tokens
     }
 
-    /// The ranks whose tokens are waited for.
+    /// The ranks whose tokens this rank waits for.
     pub fn awaited(&self) -> impl Iterator<Item = Rank> + '_ {
         let is_awaited = |peer: &Rank| self.sends[peer.index()] || self.shares && *peer != self.me;
         (0..self.sends.len()).map(Rank::from).filter(is_awaited)
@@ -83,7 +83,7 @@ impl Tokens {
         self.awaited().map(|peer| Step::Token(WordAccess::Wait(self.outward(peer), 1)))
     }
 
-    /// What follows: takes those of the ranks to which something goes, and lets their tails begin at zero.
+    /// What follows: takes the tokens of the ranks to which this rank sends, and makes their tails zero.
     pub fn takes(&self) -> impl Iterator<Item = Step> + '_ {
         ranks(&self.sends).flat_map(|peer| {
             let tail = self.outward(peer);
@@ -91,8 +91,7 @@ impl Tokens {
         })
     }
 
-    /// What comes after everything else: lets the heads of the ranks from which something has come begin at zero, and puts their
-    /// tokens back.
+    /// What comes last: resets the heads of the ranks from which this rank receives to zero, and puts their tokens back.
     pub fn returns(&self) -> impl Iterator<Item = Step> + '_ {
         ranks(&self.receives).flat_map(|peer| {
             let head = Word::Head { sender: peer, receiver: self.me };
@@ -106,7 +105,7 @@ impl Tokens {
     }
 }
 
-/// The ranks for which it is so.
+/// The ranks whose flag is set.
 fn ranks(flags: &[bool]) -> impl Iterator<Item = Rank> + '_ {
     flags.iter().enumerate().filter(|(_, flag)| **flag).map(|(rank, _)| Rank::from(rank))
 }

@@ -1,9 +1,9 @@
 //! Windows in the memory of devices: each rank maps the others' parts, and accesses are copies and words on its stream.
 //!
-//! At the registration, which all ranks take part in, each hands its memory over as file descriptors. From then on a put is a
-//! copy into what is mapped, a signal the write of a word, and a rank that waits for a signal puts a wait for that word on its
-//! stream. Nobody of the other rank takes part. A graph does the same with words of its own, whenever it runs. What goes to ranks of
-//! other hosts takes [another way](far).
+//! All ranks take part in a registration, where each hands its memory over as file descriptors. From then on a put is a copy
+//! into mapped memory, a signal the write of a word, and a rank that waits for a signal puts a wait for that word on its
+//! stream. Nothing of the other rank takes part. A graph does the same with words of its own, whenever it runs. Accesses to
+//! ranks of other hosts take [another way](far).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
@@ -42,13 +42,13 @@ mod registration;
 /// What is done to a peer's part of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// It gets the buffers' bytes, from an offset on.
+    /// The window gets the buffers' bytes, from this offset on.
     Put(usize),
-    /// The buffers get its bytes, from an offset on.
+    /// The buffers get the window's bytes, from this offset on.
     Get(usize),
     /// The peer gets a signal.
     Signal,
-    /// A signal of the peer is taken.
+    /// This rank takes a signal of the peer.
     WaitSignal,
 }
 
@@ -57,7 +57,7 @@ pub(crate) struct AccessRequest<'a> {
     pub(crate) window: WindowId,
     pub(crate) peer: Rank,
     pub(crate) access: Access,
-    /// What is written to the peer, or filled from there.
+    /// What is written to the peer's memory, or filled from it.
     pub(crate) buffers: &'a [Buffer],
     pub(crate) stream: StreamHandle,
     pub(crate) timeout: Duration,
@@ -66,8 +66,7 @@ pub(crate) struct AccessRequest<'a> {
 }
 
 impl AccessRequest<'_> {
-    /// Whether it comes in the order of the calls to its peer, whatever the streams, as what is done to one rank's memory and told
-    /// of it does.
+    /// Whether it runs in the order of the calls to its peer, whatever the streams: puts, gets and signals do, waits do not.
     fn is_chained(&self) -> bool {
         self.access != Access::WaitSignal
     }
@@ -76,7 +75,7 @@ impl AccessRequest<'_> {
 /// What windows need of a communicator's device.
 pub(crate) struct Wanted {
     pub(crate) comm: String,
-    /// The lane whose numbers and marks are theirs.
+    /// The lane of their numbers and marks.
     pub(crate) lane: usize,
     pub(crate) layout: ControlLayout,
     pub(crate) context: Arc<Context>,
@@ -87,9 +86,9 @@ pub(crate) struct Wanted {
     pub(crate) obstacle: Option<&'static str>,
     /// How many ranks there are on all hosts.
     pub(crate) world: usize,
-    /// If there are several, what carries accesses to others.
+    /// Carries accesses to other hosts, if there are several hosts.
     pub(crate) hosts: Option<Arc<dyn FarWindows>>,
-    /// The bytes of a cell for these.
+    /// The bytes of a cell for accesses to other hosts.
     pub(crate) cell: usize,
 }
 
@@ -107,7 +106,7 @@ pub(crate) struct Windows {
     hosts: Option<OtherHosts>,
     signals: Signals,
     accesses: Arc<Accesses>,
-    /// Held while something is submitted. The driver's calls queue, they do not wait.
+    /// Held while a call submits. The driver's calls queue and do not wait.
     state: Mutex<Option<State>>,
 }
 
@@ -122,25 +121,25 @@ struct State {
     /// The slots of words that windows use, a bit each.
     slots: u64,
     exposed: HashMap<WindowId, Exposed>,
-    /// Captures. In them what is done to a peer's memory and told of it comes one after the other, and so do the waits for its
-    /// signals of a slot.
+    /// Captures. In each, puts, gets and signals to a peer come one after the other, and so do the waits for its signals in a
+    /// slot.
     recordings: Recordings<(Rank, Option<usize>)>,
-    /// Those of operations in graphs.
+    /// The numbers of operations in graphs.
     numbers: Numbers,
     /// What accesses to other hosts need, from the first window on.
     far: Option<FarSide>,
 }
 
-/// What carries accesses to other hosts.
+/// The engine that carries accesses to other hosts.
 struct OtherHosts {
     engine: Arc<dyn FarWindows>,
     /// The bytes of a cell.
     cell: usize,
 }
 
-/// What this rank has for accesses to other hosts, and from there.
+/// What this rank has for accesses to and from other hosts.
 struct FarSide {
-    /// Before the memory that it uses.
+    /// First, so that it is dropped before the memory that it uses.
     landing: LandingThread,
     words: FarWords,
     registered: Arc<RegisteredWords>,
@@ -148,13 +147,12 @@ struct FarSide {
     routes: BTreeMap<Rank, Route>,
 }
 
-/// The stream of the last access to a rank's memory, and where it ends there.
+/// The stream of the last access to a rank's memory, and the event at that access's end.
 struct Chain {
     last: Option<StreamId>,
     end: Event,
 }
 
-/// A registered window.
 struct Exposed {
     slot: usize,
     /// By rank. Graphs keep them too.
@@ -190,7 +188,6 @@ impl Part {
 }
 
 impl Windows {
-    /// No window yet.
     pub(crate) fn new(
         wanted: Wanted,
         control: &Arc<Control>,
@@ -212,12 +209,12 @@ impl Windows {
         Ok(Windows { comm, lane, me, seat, layout, obstacle, control, world, hosts, signals, accesses, state })
     }
 
-    /// How many words beside those of a layout its ranks need.
+    /// How many words windows need beside those of a control layout.
     pub(crate) fn words(ranks: usize) -> usize {
         signals::count(ranks)
     }
 
-    /// Why nothing that comes after what has failed can be submitted.
+    /// The failure after which nothing can be submitted, if there is one.
     pub(crate) fn failure(&self) -> Option<Error> {
         self.accesses.failure()
     }
@@ -227,7 +224,7 @@ impl Windows {
     /// Puts an access on the caller's stream, or into its capture. `begin` notes it in the flight recorder, under its number.
     ///
     /// # Errors
-    /// Nothing has been put there after a usage error. After others nothing of the communicator succeeds on the device.
+    /// After a failure of the driver nothing of the communicator succeeds on the device. After others nothing is on the stream.
     pub(crate) fn submit(&self, request: &AccessRequest<'_>, begin: impl FnOnce(u64) -> Entry) -> Result<Work, Error> {
         let mut state = lock(&self.state);
         let Some(state) = state.as_mut() else { return Err(self.closed(&request.call)) };
@@ -256,7 +253,7 @@ impl Windows {
         let work = Work::new(self.accesses.clone(), begin(number));
         if let Some(capture) = capture {
             let captured = self.capture(state, &current, &stream, capture, request).map_err(driver);
-            // It has ended for who called it: replays tell nobody.
+            // The caller's work ends here, since nobody is told of replays.
             self.accesses.end(number, &work, captured.clone());
             return captured.map(|()| work);
         }
@@ -289,7 +286,6 @@ impl Windows {
         Ok(work)
     }
 
-    /// What an access becomes.
     fn plan(&self, state: &mut State, request: &AccessRequest<'_>, number: u64) -> Plan {
         let (seat, lane) = (self.seat, self.lane);
         let before = Step::Write(self.layout.started(seat, lane, number), number);
@@ -316,7 +312,6 @@ impl Windows {
         Plan { before, after: told.into_iter().chain([done]).collect(), far: None, awaits }
     }
 
-    /// Puts all of an access on the stream.
     fn run(
         &self,
         state: &mut State,
@@ -355,7 +350,7 @@ impl Windows {
         capture: u64,
         request: &AccessRequest<'_>,
     ) -> Result<(), CudaError> {
-        // What is made for a capture must not spoil it.
+        // Without this, calls that allocate spoil the capture.
         let _relaxed = Relaxed::enter()?;
         let (me, peer, slot) = (self.seat, request.peer, state.exposed[&request.window].slot);
         let at = self.control.local(peer).expect("graphs have no accesses to other hosts");
@@ -372,7 +367,7 @@ impl Windows {
                 Some((self.signals.wait_in_graph(line, operation), "did not signal in a graph"))
             }
         };
-        // Before it can run.
+        // Before the graph can run: what it keeps, and what the watch looks for.
         let exposed = &state.exposed[&request.window];
         recording.waits().keep_for(slot, || (exposed.parts.clone(), state.registered.clone()));
         if let Some((InGraph { busy, awaited, .. }, missing)) = told {
@@ -421,7 +416,7 @@ impl Windows {
 
     // ---- the end ----
 
-    /// Whether a stream waits in a replay. A thread that submits is not waited for.
+    /// Whether a stream is in a replay. False while another thread submits.
     fn is_replayed(&self) -> bool {
         let state = self.state.try_lock();
         state.is_ok_and(|state| state.as_ref().is_some_and(|state| state.recordings.is_busy()))
@@ -429,7 +424,7 @@ impl Windows {
 
     /// Waits until nothing is in flight, for `limit` at most.
     pub(crate) fn drain(&self, limit: Duration) {
-        // What is left then is given up.
+        // `leave` gives up what is left then.
         let _ = self.accesses.wait_until(limit, |accesses| {
             accesses.is_idle() && !self.is_replayed() && (0..SLOTS).all(|slot| self.is_settled_far(slot))
         });
@@ -440,7 +435,7 @@ impl Windows {
         self.accesses.leave(error, self.is_replayed());
     }
 
-    /// Has memory given back once the device does not use it any more. To be called when this rank has left.
+    /// Has the reaper give memory back once the device no longer uses it, after [`leave`](Windows::leave).
     pub(crate) fn close(&self) {
         let Some(state) = lock(&self.state).take() else { return };
         if let Some(far) = &state.far {
@@ -487,13 +482,13 @@ impl State {
 }
 
 impl Exposed {
-    /// How many signals a rank has been sent, with this one.
+    /// Counts a signal to a rank. Returns how many it has been sent.
     fn send_signal(&mut self, to: Rank) -> u64 {
         self.sent[to.index()] += 1;
         self.sent[to.index()]
     }
 
-    /// How many signals of a rank have been waited for, with this one.
+    /// Counts a wait for a signal of a rank. Returns how many there have been.
     fn take_signal(&mut self, from: Rank) -> u64 {
         self.taken[from.index()] += 1;
         self.taken[from.index()]
@@ -502,9 +497,9 @@ impl Exposed {
 
 /// What an access becomes on a stream.
 struct Plan {
-    /// What says that it has begun.
+    /// Says that the access has begun.
     before: Step,
-    /// What comes after its copies, at last that it is done.
+    /// What follows the copies; the last step says that the access is done.
     after: SmallVec<[Step; 2]>,
     /// What is done instead of copies, if the peer is on another host.
     far: Option<Steps>,

@@ -1,11 +1,11 @@
 //! Accesses to windows of devices on other hosts: what streams have made ready for them, and what comes from there.
 //!
-//! When a stream has counted an item, this sends it: a piece that is put with its data out of a cell, the others alone. The other
-//! end's engine receives into the cell of the same number, and hands the items over in their order to what
-//! [lands](crate::device::far_windows::Lands) them. When that has counted them, the sender is told, and what it asked for is sent to it,
-//! where its engine counts it for the stream that waits. No call of the driver is made here.
+//! When a stream has counted an item, its engine sends it: a put's piece with data out of a cell, other items alone. The other
+//! rank's engine receives into the cell of the same number, and hands items over in their order to
+//! [`Lands`](crate::device::far_windows::Lands). Once an item has landed, that engine tells the sender, and sends it what it
+//! asked for; the sender's engine counts that for the stream that waits. No call of the driver is made here.
 //!
-//! Once a rank of this host has given accesses up, nothing that streams count any more leaves it.
+//! Once a rank of this host has given accesses up, the engine sends nothing that streams count after that.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -28,7 +28,7 @@ use crate::engine::region::Region;
 use crate::signature::Signature;
 use crate::types::Rank;
 
-/// Things that are begun in order and end in any: how far they are.
+/// Things that begin in order and end in any order: how far they are.
 struct Order<T> {
     /// The number of the first one, from 1.
     first: u64,
@@ -41,7 +41,6 @@ impl<T> Order<T> {
         Order { first: 1, things: VecDeque::new() }
     }
 
-    /// The number of the next one.
     fn next(&self) -> u64 {
         self.first + self.things.len() as u64
     }
@@ -57,12 +56,11 @@ impl<T> Order<T> {
         }
     }
 
-    /// The first one, if it has ended.
+    /// The first thing, if it has ended.
     fn front(&self) -> Option<&T> {
         self.things.front().filter(|(_, has_ended)| *has_ended).map(|(thing, _)| thing)
     }
 
-    /// Takes the first one away.
     fn pop(&mut self) {
         if self.things.pop_front().is_some() {
             self.first += 1;
@@ -75,7 +73,7 @@ impl<T> Order<T> {
     }
 }
 
-/// A piece of a window here that another rank asks for.
+/// A piece that a get asks for.
 #[derive(Clone, Copy)]
 struct Answer {
     cell: usize,
@@ -86,26 +84,26 @@ struct Answer {
 struct Pair {
     memory: FarMemory,
     // ---- what this rank does to the other's windows ----
-    /// Items that the other end is not known to be done with, with their windows; they end when they have left.
+    /// Items, with their slots, that the other rank is not known to be done with. One ends when it has left.
     sent: Order<(usize, Item)>,
-    /// How many of all have begun to leave, and with how many the other end is done.
+    /// How many items have begun to leave, and how many the other rank is done with.
     begun: u64,
     done: u64,
-    /// Pieces that were asked for, which end when they have come; and how many of them have begun to come.
+    /// Pieces that this rank has asked for; one ends when it has come. And how many have begun to come.
     asked: Order<Answer>,
     coming: u64,
     // ---- what the other rank does to this one's windows ----
-    /// Items that have begun to come, with their windows; they end when they are there, and go when they are handed over.
+    /// Items, with their slots, that have begun to come. One ends when it is there, and goes when it is handed over.
     come: Order<(usize, Item)>,
     /// Items that are handed over and not known to be done: their numbers, and the pieces that they ask for.
     landing: VecDeque<(u64, Option<Answer>)>,
     landed: u64,
     /// By cell, the number of the last item that has come into it.
     last: [u64; CELLS],
-    /// How many pieces have begun to come, and how many are asked for by what was handed over.
+    /// How many pieces of puts have begun to come, and how many pieces the items handed over ask for.
     pieces: u64,
     answers: u64,
-    /// Pieces that are sent, which end when they have left.
+    /// Answers that are sent; one ends when it has left.
     answered: Order<()>,
     /// Nothing more goes or comes.
     is_over: bool,
@@ -146,7 +144,6 @@ impl DeviceAccesses {
 
     // ---- steps ----
 
-    /// Takes up items for a window of a rank.
     pub(crate) fn submit(&mut self, ctx: &mut OpContext, peer: Rank, slot: usize, items: &[Item]) {
         let Some(pair) = self.pairs.get_mut(&peer).filter(|pair| !pair.is_over) else { return };
         items.iter().for_each(|item| pair.sent.push((slot, *item)));
@@ -228,7 +225,7 @@ impl DeviceAccesses {
         buffer
     }
 
-    /// A rank tells with how many items it is done.
+    /// A rank tells how many items it is done with.
     pub(crate) fn notice_arrives(&mut self, from: Rank, header: Header) {
         if let (Some(port), Some(pair)) = (&self.port, self.pairs.get_mut(&from)) {
             pair.done = header.key.clamp(pair.done, pair.begun);
@@ -262,7 +259,8 @@ impl DeviceAccesses {
         }
     }
 
-    /// Notes why ranks are gone that have been unreachable for a while: that is told soon, perhaps because of another one.
+    /// Marks ranks as gone that have been unreachable for a while: in that time the engine may hear why, perhaps of another
+    /// rank.
     pub(crate) fn check(&mut self, ctx: &mut OpContext, now: Instant) {
         let Some(port) = &self.port else { return };
         let mut due = Vec::new();
@@ -360,7 +358,7 @@ impl Pair {
         }
     }
 
-    /// Tells streams with how many items the other end is done, of those that have left.
+    /// Tells streams how many items have left and are done at the other rank.
     fn count_done(&mut self, port: &Port, peer: Rank) {
         if self.is_over {
             return;
@@ -371,7 +369,7 @@ impl Pair {
         port.words.tell(FarWord::Done(peer), self.sent.ended());
     }
 
-    /// Where a piece goes that was asked for.
+    /// The buffer of a piece that this rank has asked for.
     fn answer_buffer(&mut self, from: Rank, header: Header) -> Option<RecvBuffer> {
         let number = self.coming + 1;
         let index = usize::try_from(number.checked_sub(self.asked.first)?).ok()?;
@@ -402,7 +400,7 @@ impl Pair {
 
     // ---- what the other rank does to this one's windows ----
 
-    /// Where an item's data goes, if it is the next one and there is room for it.
+    /// The buffer of an item's data, if the item is the next one and there is room for it.
     fn item_buffer(&mut self, port: &Port, from: Rank, header: Header, slot: usize, item: Item) -> Option<RecvBuffer> {
         let number = self.come.next();
         if header.key != number || number > self.landed + UNDER_WAY || slot >= SLOTS {
@@ -425,12 +423,12 @@ impl Pair {
         Some(store(region, from, AccessTransfer::ItemReceived, number))
     }
 
-    /// Hands over what is there, in its order. True: there was something.
+    /// Hands over the items that are there, in their order. True: there were some.
     fn hand_over(&mut self, port: &Port, from: Rank) -> bool {
         let mut moved = false;
         while let Some((slot, item)) = self.come.front().copied() {
             let (item, answer) = match item {
-                // What lay in the cell before has not left yet.
+                // The answer that lies in the cell has not left yet.
                 Item::Get { .. } if self.answers >= self.answered.ended() + CELLS as u64 => break,
                 Item::Get { offset, bytes, .. } => {
                     let cell = (self.answers % CELLS as u64) as usize;
@@ -547,7 +545,7 @@ impl Wire {
         Header { signature, index: slot as u32, ..control }
     }
 
-    /// What a header says; nothing if no rank sends such.
+    /// What a header says; `None` if no rank sends such a header.
     fn of(header: Header) -> Option<Wire> {
         let Signature { operation, root, count, .. } = header.signature;
         let (slot, len) = (header.index as usize, usize::try_from(header.len).ok()?);
@@ -600,7 +598,7 @@ mod tests {
             order.pop();
         }
         assert_eq!((order.ended(), order.first, order.next()), (2, 3, 4));
-        // What is not known any more.
+        // Numbers that are not known.
         order.end(1);
         order.end(9);
         assert_eq!(order.front(), None);

@@ -1,17 +1,17 @@
 //! Messages between devices of different hosts: the pieces that streams put into the cells of rings.
 //!
-//! Two ranks of one host share a ring's words and its cells. Two of different hosts have each its own, and this keeps them alike.
-//! When the sender's stream has counted a piece in its head, this sends the piece; the other end's engine puts it into the cell of
-//! the same number and counts it in the head there. When the receiver's stream has counted a piece in its tail, the sender is
-//! told, and its engine counts in the tail there. So streams run the same programs as within a host, and since a sender's
-//! stream never has more pieces under way than there are cells, there is room for whatever comes. No call of the driver is made
-//! here.
+//! Two ranks of one host share a ring's words and cells. Two ranks of different hosts each have a copy, and their engines keep
+//! both alike. When the sender's stream has counted a piece in the head, its engine sends the piece; the receiver's engine puts
+//! it into the cell of the same number and counts it in the head there. When the receiver's stream has counted a piece in the
+//! tail, its engine tells the sender's, which counts in the tail there. So streams run the same programs as within a host. A
+//! sender's stream never has more pieces under way than there are cells, so there is room for whatever comes. No call of the
+//! driver is made here.
 //!
-//! Where a vendor's library carries the data, there are no pieces: each rank tells the other one what it calls, and listens until
-//! that has ended.
+//! Where a vendor's library carries the data, there are no pieces: each rank tells the other one what it calls, and listens
+//! until the call has ended.
 //!
-//! What the other rank has called, and how it has failed, this writes into the own control segment as that rank would within a
-//! host. So whoever compares calls or looks for failures finds both there.
+//! The engine writes the other rank's calls and failures into this rank's control segment, as that rank would within a host. So
+//! code that compares calls or looks for failures finds both there.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -34,12 +34,12 @@ use crate::engine::region::Region;
 use crate::signature::Signature;
 use crate::types::{Rank, Tag};
 
-/// A piece of a message that goes.
+/// A piece of an outbound message.
 struct Piece {
     /// The message's number, and what was called.
     message: u64,
     logged: LoggedMessage,
-    /// Its number among those with data, from 0; it has data if it has one.
+    /// Its number, from 0, among the pieces with data; `None` if it has no data.
     chunk: Option<u64>,
     bytes: usize,
     is_done: bool,
@@ -50,19 +50,19 @@ struct Outbound {
     lane: usize,
     head: Word,
     tail: Word,
-    /// What is added to numbers on the way: it grows when the ranks begin anew.
+    /// Added to numbers on the wire. It grows when the ranks begin anew.
     base: u64,
     /// In the order in which the stream counts them.
     pieces: VecDeque<Piece>,
     /// The number of the first one.
     first: u64,
-    /// How many of them have begun.
+    /// How many of the pieces have begun.
     begun: usize,
-    /// How many with data have been submitted, have left, and are taken out of the other end's cells.
+    /// How many pieces with data have been submitted, have left, and have been taken out of the receiver's cells.
     chunks: u64,
     left: u64,
     taken: u64,
-    /// The last message.
+    /// The last message called.
     called: Option<(u64, LoggedMessage)>,
 }
 
@@ -72,22 +72,23 @@ struct Inbound {
     head: Word,
     tail: Word,
     base: u64,
-    /// By piece that has begun to come, in order, whether it is there; and the number of the first one.
+    /// Whether each piece that has begun to come is there, in order; and the number of the first one.
     coming: VecDeque<bool>,
     first: u64,
-    /// How many pieces with data have begun to come, and of how many the other rank knows that they are taken.
+    /// How many pieces with data have begun to come, and how many the sender knows to be taken.
     chunks: u64,
     told: u64,
-    /// The message whose pieces come, what was called, and how much of it is still to come.
+    /// The message whose pieces come, what its sender has called, and how much of it is still to come.
     message: u64,
     logged: LoggedMessage,
     rest: u64,
-    /// How many pieces this rank has called, and how many with data; the last message, and up to which the other rank knows that.
+    /// How many pieces this rank has called, and how many with data; the last message, and the last that the sender was told
+    /// of.
     pieces: u64,
     wanted: u64,
     called: Option<(u64, LoggedMessage)>,
     told_called: u64,
-    /// The first message of which nothing more is taken.
+    /// From this message on nothing is taken.
     failed: u64,
 }
 
@@ -97,7 +98,6 @@ impl Outbound {
         Outbound { lane, head, tail, base, pieces, first: 1, begun: 0, chunks: 0, left: 0, taken: 0, called: None }
     }
 
-    /// Takes up a message.
     fn submit(&mut self, message: u64, logged: LoggedMessage, cell: usize) {
         let mut rest = logged.bytes;
         loop {
@@ -126,7 +126,7 @@ impl Outbound {
         }
     }
 
-    /// Drops the pieces of this message and of later ones. The numbers of those that had begun.
+    /// Drops the pieces of this message and of later ones. Returns the numbers of those that had begun.
     fn drop_from(&mut self, message: u64) -> Vec<u64> {
         let kept = self.pieces.partition_point(|piece| piece.message < message);
         let begun = (kept..self.begun).map(|index| self.first + index as u64).collect();
@@ -158,7 +158,7 @@ impl Inbound {
         }
     }
 
-    /// Notes that a piece is there. The number of the last one up to which all are, if it has grown.
+    /// Notes that a piece is there. Returns the number up to which all are there, if it has grown.
     fn done(&mut self, number: u64) -> Option<u64> {
         let index = usize::try_from(number.checked_sub(self.first)?).ok()?;
         *self.coming.get_mut(index)? = true;
@@ -191,7 +191,7 @@ pub(crate) struct DeviceMessages {
 }
 
 impl DeviceMessages {
-    /// Begins with a rank, once the two have set up; before it sends anything.
+    /// Begins with a rank once the two have set up, before the other rank sends anything.
     pub(crate) fn open(&mut self, peer: Rank, far: FarPair) {
         let (outbound, inbound) = (Outbound::new(&far, 0), Inbound::new(&far, 0));
         self.pairs.insert(peer, Pair { far, outbound, inbound, by_library: [None; 2] });
@@ -240,8 +240,8 @@ impl DeviceMessages {
         self.progress(ctx);
     }
 
-    /// Takes up messages with a rank that a vendor's library carries, of which the first has this number: tells the rank of them,
-    /// and hears what it tells until they have ended.
+    /// Takes up messages with a rank that a vendor's library carries, the first of this number: tells that rank of them, and
+    /// listens to it until they have ended.
     pub(crate) fn listen(
         &mut self,
         ctx: &mut OpContext,
@@ -277,7 +277,7 @@ impl DeviceMessages {
         *last = last.filter(|last| *last > number);
     }
 
-    /// Has a stream to a rank tell of its end.
+    /// Connects to a rank: the end of the stream tells of the rank's end.
     fn reach(&mut self, ctx: &mut OpContext, peer: Rank) {
         ctx.endpoints.connect(peer);
         if let Some(cause) = ctx.lost(peer) {
@@ -365,15 +365,15 @@ impl DeviceMessages {
         }
     }
 
-    /// The same, when the other rank knows.
+    /// As [`fail`](DeviceMessages::fail), when the other rank knows.
     pub(crate) fn give_up(&mut self, ctx: &mut OpContext, peer: Rank, lane: usize, number: u64) {
         if let Some(pair) = self.pairs.get_mut(&peer) {
             pair.drop_from(ctx, peer, lane, number);
         }
     }
 
-    /// Whether what was ready before a failure has been sent, so that the stream may use its memory for anything. If there is no
-    /// time for that, it is given up too.
+    /// Whether everything ready before a failure has been sent, so that the stream may use its memory. If there is no time for
+    /// that, gives it up too.
     pub(crate) fn settle(&mut self, ctx: &mut OpContext, peer: Rank, lane: usize, has_time: bool) -> bool {
         let Some(pair) = self.pairs.get_mut(&peer).filter(|pair| pair.outbound.lane == lane) else { return true };
         let Some(front) = pair.outbound.pieces.front() else { return true };
@@ -385,15 +385,15 @@ impl DeviceMessages {
         pair.outbound.pieces.is_empty()
     }
 
-    /// Tells the other rank what this one has called, which waits in it.
+    /// Tells the other rank which call this rank waits in.
     pub(crate) fn tell_of_wait(&mut self, ctx: &mut OpContext, peer: Rank, lane: usize) {
         if let Some(pair) = self.pairs.get_mut(&peer) {
             pair.tell_call(ctx, peer, lane);
         }
     }
 
-    /// Has ranks fail that have been unreachable for a while, if something waits for them: why is told soon, perhaps because of
-    /// another one.
+    /// Fails messages with ranks that have been unreachable for a while: in that time the engine may hear why, perhaps because
+    /// of another rank.
     pub(crate) fn check(&mut self, ctx: &mut OpContext, now: Instant) {
         let mut due = Vec::new();
         self.suspects.retain(|suspect| {
@@ -458,12 +458,12 @@ impl Pair {
         self.outbound.pieces.is_empty() && (has_come || failed < u64::MAX) && is_carried
     }
 
-    /// The place of a lane's direction: outbound, then inbound.
+    /// The place of a lane's direction: 0 for outbound, 1 for inbound.
     fn side(&self, lane: usize) -> usize {
         usize::from(lane == self.inbound.lane)
     }
 
-    /// What is added to the numbers of a lane on the way.
+    /// Added to the numbers of a lane on the wire.
     fn base(&self, lane: usize) -> Option<u64> {
         match lane {
             lane if lane == self.outbound.lane => Some(self.outbound.base),
@@ -498,13 +498,13 @@ impl Pair {
         }
     }
 
-    /// Tells the own stream which cells it may use again: what was in them has left, and is taken at the other end.
+    /// Tells this rank's stream which cells it may use again: their pieces have left, and the receiver has taken them.
     fn count_tail(&self) {
         let Outbound { lane, tail, left, taken, .. } = self.outbound;
         self.far.own.count(lane, tail, left.min(taken));
     }
 
-    /// Tells the other rank how many pieces the own stream has taken, and what is called. True: there was something.
+    /// Tells the sender how many pieces this rank's stream has taken, and the last call. True: there was something to tell.
     fn tell_taken(&mut self, ctx: &mut OpContext, peer: Rank) -> bool {
         let Inbound { lane, tail, told, .. } = self.inbound;
         let mut taken = told;
@@ -560,11 +560,11 @@ impl Pair {
         self.far.other.note_called(lane, called);
     }
 
-    /// Where a piece goes that comes; nothing if nobody wants it any more.
+    /// The buffer of an inbound piece; `None` if nothing waits for the piece any more.
     fn buffer(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Option<RecvBuffer> {
         let inbound = &mut self.inbound;
         let number = header.key.checked_sub(inbound.base)?;
-        // In the order in which they were sent.
+        // Pieces come in the order in which they were sent.
         if number != inbound.first + inbound.coming.len() as u64 {
             log::debug!("piece {number} from rank {from} is of earlier messages");
             return None;
@@ -584,7 +584,7 @@ impl Pair {
         if is_first && !self.hear(ctx, from, lane, message, logged) || message >= self.inbound.failed {
             return None;
         }
-        // What lay there is taken, unless the other rank does not keep to what it was told.
+        // The stream has taken what lay there, unless the sender does not keep to what it was told.
         let free = (chunk + 1).saturating_sub(CELLS as u64);
         if len > 0 && !self.far.own.has_counted(lane, self.inbound.tail, free) {
             log::warn!("rank {from} sends more than there is room for");
@@ -595,7 +595,7 @@ impl Pair {
         Some(RecvBuffer { region, action: RecvAction::Store, completion, received: 0 })
     }
 
-    /// Notes what another rank has called, and compares it with what this one has. False: they differ.
+    /// Notes what another rank has called, and compares it with this rank's call. False: they differ.
     fn hear(&mut self, ctx: &mut OpContext, from: Rank, lane: usize, number: u64, theirs: LoggedMessage) -> bool {
         let Err(ours) = self.far.other.hear_message(lane, number, theirs) else { return true };
         let direction = if lane == self.outbound.lane { Direction::Send } else { Direction::Receive };
@@ -618,7 +618,7 @@ impl Pair {
         self.drop_from(ctx, peer, lane, number);
     }
 
-    /// Drops what is to go of this message and of later ones, and takes nothing of them any more.
+    /// Drops what is to be sent of this message and of later ones, and takes nothing more of them.
     fn drop_from(&mut self, ctx: &mut OpContext, peer: Rank, lane: usize, message: u64) {
         if lane == self.outbound.lane {
             for number in self.outbound.drop_from(message) {
@@ -641,7 +641,7 @@ impl Pair {
     /// The first message of a lane of which not everything has gone or come.
     fn first_unfinished(&self, lane: usize) -> u64 {
         match lane {
-            // Of those that a library carries this knows nothing; what has ended well stays so.
+            // The engine sees nothing of what a library carries, so all fails; what has ended well stays so.
             lane if self.by_library[self.side(lane)].is_some() => 1,
             lane if lane == self.outbound.lane => {
                 let next = self.outbound.called.map_or(1, |(number, _)| number + 1);
@@ -652,7 +652,7 @@ impl Pair {
     }
 }
 
-/// What is called, as the header of a piece has it.
+/// A call, as the header of a piece has it.
 fn of_message(LoggedMessage { bytes, tag, .. }: LoggedMessage) -> Signature {
     Signature { count: bytes, root: tag.0, ..Signature::default() }
 }

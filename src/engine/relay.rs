@@ -1,9 +1,9 @@
 //! What collectives on devices send to other hosts and receive from there.
 //!
-//! A stream copies what is to go into pinned memory and counts it in a word; this sends it and counts in another word, for which
-//! the stream waits before it uses the memory again. The other way, this receives into pinned memory once the stream is done
-//! with what lay there, and counts; the stream waits for that. Both ends count the messages in the order of the schedules, so no call
-//! of the driver is needed here, and none is made.
+//! A stream copies a message into pinned memory and counts it in a word; the relay sends it and counts in another word, for
+//! which the stream waits before it uses the memory again. The other way, the relay receives into pinned memory once the stream
+//! is done with what lay there, and counts; the stream waits for that. Both ends count the messages in the order of the
+//! schedules, so no call of the driver is needed here, and none is made.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -34,13 +34,12 @@ pub(crate) struct Pier {
     pub(crate) memory: Arc<NetworkMemory>,
 }
 
-/// A failure, and which rank has told of it.
+/// The rank that has told of a failure, and the failure.
 type Reported = (Rank, Failure);
 
-/// A message that goes or comes.
 struct Message {
     peer: Rank,
-    /// The operation, and which of its messages between the two ranks in this direction.
+    /// The operation, and the message's index among those between the two ranks in this direction.
     sequence: u64,
     index: u32,
     signature: Signature,
@@ -48,7 +47,7 @@ struct Message {
     half: usize,
     offset: usize,
     bytes: usize,
-    /// Of one that comes: with how many before the stream must be done.
+    /// Of an inbound message: how many the stream must be done with before it.
     taken: u64,
     is_done: bool,
 }
@@ -58,7 +57,7 @@ struct Queue {
     /// The number of the first one.
     first: u64,
     messages: VecDeque<Message>,
-    /// How many of them have begun.
+    /// How many of the messages have begun.
     begun: usize,
 }
 
@@ -76,7 +75,7 @@ impl Queue {
         self.messages.get(usize::try_from(number.checked_sub(self.first)?).ok()?)
     }
 
-    /// Notes that a message is done. The number of the last one up to which all are, if it has grown.
+    /// Notes that a message is done. Returns the number up to which all are done, if it has grown.
     fn done(&mut self, number: u64) -> Option<u64> {
         let index = usize::try_from(number.checked_sub(self.first)?).ok()?;
         self.messages.get_mut(index)?.is_done = true;
@@ -89,7 +88,7 @@ impl Queue {
         (self.first > before).then_some(self.first - 1)
     }
 
-    /// Drops the messages of this operation and of later ones. The numbers of those that had begun.
+    /// Drops the messages of this operation and of later ones. Returns the numbers of those that had begun.
     fn drop_from(&mut self, sequence: u64) -> Vec<u64> {
         let kept = self.messages.partition_point(|message| message.sequence < sequence);
         let begun = (kept..self.begun).map(|index| self.first + index as u64).collect();
@@ -99,7 +98,7 @@ impl Queue {
     }
 }
 
-/// A message that came before it was asked for.
+/// A message that came before its receive.
 enum Unexpected {
     Whole(Vec<u8>),
     Rts(RtsInfo),
@@ -119,19 +118,19 @@ type Key = (Rank, u64, u32);
 /// The messages of one communicator's device to and from other hosts.
 pub(crate) struct Relay {
     pier: Option<Pier>,
-    /// What is added to an operation's number: it grows when ranks begin anew.
+    /// Added to an operation's number on the wire. It grows when ranks begin anew.
     base: u64,
     ledger: Ledger,
     outbound: Queue,
     inbound: Queue,
-    /// Receives that have begun, by number.
+    /// Receives that have begun and wait for their message: their numbers.
     posted: FxHashMap<Key, u64>,
     unexpected: FxHashMap<Key, (Signature, Unexpected)>,
-    /// What this rank has called last.
+    /// The last calls of this rank.
     calls: VecDeque<Call>,
     /// By rank, the last operation that it is known to have called.
     heard: PerRank<u64>,
-    /// The last operation during which this listens to other ranks, and the last one that has ended.
+    /// The last operation for which the relay listens to other ranks, and the last that has ended.
     listening: u64,
     over: u64,
     failure: Option<Reported>,
@@ -142,7 +141,6 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// Of a communicator of so many ranks.
     pub(crate) fn new(size: usize) -> Relay {
         Relay {
             pier: None,
@@ -172,12 +170,12 @@ impl Relay {
         self.outbound.messages.is_empty() && self.inbound.messages.is_empty()
     }
 
-    /// Whether other ranks may tell of what concerns an operation that exchanges nothing here.
+    /// Whether the relay listens to other ranks for an operation that exchanges nothing here.
     pub(crate) fn is_listening(&self) -> bool {
         self.listening > self.over
     }
 
-    /// Has that be so until the operation of this number has ended.
+    /// Listens to other ranks until the operation of this number has ended.
     pub(crate) fn listen(&mut self, number: u64) {
         self.listening = self.listening.max(self.base + number);
     }
@@ -267,8 +265,8 @@ impl Relay {
         let (Some((number, message)), Some(Pier { control, lane, .. })) = (self.outbound.next(), &self.pier) else {
             return false;
         };
-        // A rank of this host tells of a failure before its stream writes anything wrong, and so before any other stream can
-        // have counted what follows from that.
+        // A rank of this host tells of a failure before its stream writes anything wrong, and so before any stream can have
+        // counted a message that is wrong because of it.
         control.is_outbound_ready(*lane, number) && control.first_failure(*lane, message.sequence - self.base).is_none()
     }
 
@@ -323,7 +321,7 @@ impl Relay {
         }
     }
 
-    /// The place of a message that comes, if it is of the length that arrives; else the operation fails.
+    /// The buffer of message `number`, if its length is the one that arrives; else the operation fails.
     fn buffer(&mut self, ctx: &mut OpContext, number: u64, from: Rank, len: u64) -> Option<RecvBuffer> {
         let (message, pier) = (self.inbound.get(number)?, self.pier.as_ref()?);
         let expected = message.bytes;
@@ -358,7 +356,7 @@ impl Relay {
 
     // ---- arrivals ----
 
-    /// The receive that waits for what comes with `header`; an error if nothing will.
+    /// The receive that waits for the message of `header`; an error if no receive ever will.
     fn wanted(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Result<Option<u64>, Stale> {
         let sequence = header.key;
         if sequence < self.base {
@@ -413,7 +411,7 @@ impl Relay {
         self.unexpected.insert((from, header.key, header.index), (header.signature, what));
     }
 
-    /// Message `token` of `from` must be asked for.
+    /// Invalidates the address of message `token` of `from`, which must be asked for.
     pub(crate) fn clear_address(&mut self, from: Rank, token: u64) {
         for ((sender, ..), (_, unexpected)) in &mut self.unexpected {
             if let Unexpected::Rts(rts) = unexpected
@@ -440,7 +438,7 @@ impl Relay {
         self.failure.as_ref().is_none_or(|(_, failure)| self.base + failure.number > sequence)
     }
 
-    /// Compares what another rank has called with what this rank has, as far as it is known. False: they differ.
+    /// Compares another rank's call with this rank's, if this rank has made it. False: they differ.
     fn agrees(&mut self, ctx: &mut OpContext, from: Rank, (sequence, index): (u64, u32), theirs: Signature) -> bool {
         let Some(call) = self.calls.iter().rev().find(|call| call.sequence == sequence) else { return true };
         let (ours, number) = (call.signature, sequence - self.base);
@@ -485,7 +483,7 @@ impl Relay {
         self.fail_from(ctx, (ctx.me, failure));
     }
 
-    /// The same, when the others know.
+    /// As [`fail`](Relay::fail), when the other ranks know.
     pub(crate) fn fail_from(&mut self, ctx: &mut OpContext, reported: Reported) {
         let sequence = self.base + reported.1.number;
         if self.is_sound(sequence) {
@@ -506,8 +504,8 @@ impl Relay {
         self.unexpected.retain(|(_, key, _), _| *key < sequence);
     }
 
-    /// Whether what operations send that came before a failure has been sent, so that the stream may use its memory for
-    /// anything. If there is no time for that, they are given up too.
+    /// Whether the messages of operations before a failure have been sent, so that the stream may use their memory. If there is
+    /// no time for that, gives these operations up too.
     pub(crate) fn settle(&mut self, ctx: &mut OpContext, has_time: bool) -> bool {
         let Some(first) = self.outbound.messages.front() else { return true };
         if !has_time {
@@ -536,7 +534,7 @@ impl Relay {
         self.failure.clone()
     }
 
-    /// Notes that a rank without which something cannot end is gone: why is told soon, perhaps because of another one.
+    /// Notes that a rank is gone without which something cannot end. The engine hears why soon; another rank may be the cause.
     fn suspect(&mut self, rank: Rank, cause: String) {
         self.suspect.get_or_insert_with(|| Suspect::new(rank, cause));
     }
@@ -590,7 +588,7 @@ impl Relay {
     }
 }
 
-/// Whether every message of this operation says how much its sender expects from the receiver, in place of a number of
+/// Whether every message of this operation tells how many bytes its sender expects from the receiver, in place of a number of
 /// elements that all ranks have.
 fn tells_sizes(signature: &Signature) -> bool {
     CollectiveKind::numbered(signature.operation) == Some(CollectiveKind::AllToAll)
@@ -608,7 +606,7 @@ fn others(ctx: &OpContext) -> impl Iterator<Item = Rank> + '_ {
     (0..ctx.size()).map(Rank::from).filter(|rank| !ctx.topo.same_host(ctx.me, *rank))
 }
 
-/// Nothing waits for the message.
+/// No receive waits for the message.
 struct Stale;
 
 /// The index of a message that only tells that its sender waits.

@@ -30,7 +30,7 @@ impl DeviceSide {
         device: u32,
         timeout: Duration,
     ) -> Result<(), Error> {
-        // To map memory spoils captures otherwise. Where there is no driver, the setup says so.
+        // Mapping memory spoils captures otherwise. Where there is no driver, the setup says so.
         let _relaxed = Relaxed::enter();
         let executor = self.executor(group, "window_register", device, timeout)?;
         let are_there = || group.driver().with_engine(|engine| engine.is_whole());

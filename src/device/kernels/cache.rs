@@ -27,16 +27,16 @@ pub struct Cache {
 pub struct Key(String);
 
 const SUFFIX: &str = "cubin";
-/// How long a writer may take before what it has left counts as litter.
+/// How old an unfinished entry must be to count as left by a killed writer.
 const LITTER_AGE: Duration = Duration::from_secs(3600);
 const HASH_BYTES: usize = 32;
 
 impl Key {
-    /// The key of what these texts lead to.
+    /// The key of an entry that depends on these texts.
     pub fn new<'a>(texts: impl IntoIterator<Item = &'a str>) -> Key {
         let mut hash = Sha256::new();
         for text in texts {
-            // Lengths apart, so that no two lists make one text.
+            // Lengths first, so that no two lists give one hash.
             hash.update((text.len() as u64).to_le_bytes());
             hash.update(text);
         }
@@ -65,7 +65,7 @@ impl Cache {
             Ok(mut file) => {
                 self.check_owner()?;
                 file.read_to_end(&mut entry)?;
-                // Entries that are in use go last.
+                // Entries that are in use are removed last.
                 let _ = file.set_modified(SystemTime::now());
             }
         }
@@ -74,7 +74,7 @@ impl Cache {
         Ok(whole.then(|| entry.split_off(HASH_BYTES)))
     }
 
-    /// Stores an entry, and removes the oldest ones if they are too many.
+    /// Stores an entry, and removes the oldest ones if all take too many bytes.
     pub fn store(&self, key: &Key, cubin: &[u8]) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
         self.check_owner()?;
@@ -103,7 +103,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Removes what is over the bound, oldest first, but for the newest entry; and what killed writers have left.
+    /// Removes entries over the bound, oldest first but never `newest`, and what killed writers have left.
     fn make_room(&self, newest: &Path) -> io::Result<()> {
         let mut entries = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
@@ -122,7 +122,7 @@ impl Cache {
             if total <= self.bytes {
                 break;
             }
-            // Another process may have done so.
+            // Another process may have removed it.
             let _ = fs::remove_file(path);
             total -= bytes;
         }

@@ -33,7 +33,7 @@ pub enum CompileError {
     /// The compiler does not take the source.
     #[error("NVRTC cannot compile the kernels of {module}: {reason}")]
     Source {
-        /// Of these elements.
+        /// The type of their elements.
         module: &'static str,
         /// Why not.
         reason: NvrtcError,
@@ -76,13 +76,13 @@ impl Compiler {
         Ok(cubin)
     }
 
-    /// What it compiles for so that devices of this compute capability run it.
+    /// The architecture whose code devices of this compute capability run.
     pub(crate) fn target(&self, architecture: u32) -> Result<u32, CompileError> {
         let version = self.nvrtc.version();
         fitting(architecture, self.nvrtc.architectures()).ok_or(CompileError::Architecture { architecture, version })
     }
 
-    /// The cache's entry of a module, if there is a cache that it may be in.
+    /// The path of a module's entry in the cache, if there is a cache.
     pub fn entry(&self, module: Module, architecture: u32) -> Option<PathBuf> {
         let known = self.target(architecture).ok()?;
         Some(self.cache.as_ref()?.path(&key(&options(module, known), self.nvrtc.version())))
@@ -106,7 +106,7 @@ fn key(options: &[String], version: (u32, u32)) -> Key {
     Key::new([SOURCE, &version].into_iter().chain(options.iter().map(String::as_str)))
 }
 
-/// Of those that a compiler knows, the nearest whose code runs on the device: of the same generation and not newer.
+/// Of the architectures that a compiler knows, the nearest whose code runs on the device: of the same generation and not newer.
 fn fitting(architecture: u32, known: &[u32]) -> Option<u32> {
     known.iter().copied().filter(|known| *known <= architecture && known / 10 == architecture / 10).max()
 }
@@ -131,7 +131,7 @@ pub fn folders_beside_runtime(maps: &str) -> Vec<PathBuf> {
     folders
 }
 
-/// The user's folder for what has been compiled, by `variable`, which looks up the environment's.
+/// The user's folder for compiled kernels. `variable` looks up an environment variable.
 pub fn cache_folder(variable: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
     let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;

@@ -18,7 +18,7 @@ pub enum LoadError {
     /// The driver does not take them.
     #[error("the kernels of {module} cannot be loaded: {reason}")]
     Driver {
-        /// Of these elements.
+        /// The type of their elements.
         module: &'static str,
         /// Why not.
         reason: CudaError,
@@ -33,7 +33,7 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
-    /// Compiles a module for devices of this compute capability, if nobody has, and loads it.
+    /// Loads a module for devices of this compute capability, compiled now or before.
     pub(crate) fn new(
         context: &Arc<Context>,
         compiler: &Compiler,
@@ -47,7 +47,6 @@ impl Loaded {
         Ok(Loaded { module, code })
     }
 
-    /// Which it is.
     pub(crate) fn module(&self) -> Module {
         self.module
     }

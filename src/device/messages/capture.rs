@@ -17,11 +17,11 @@ use crate::work::Work;
 type Place<'a> = (&'a Current<'a>, &'a Stream, u64);
 
 impl Messages {
-    /// Puts messages into a capture; nothing if this rank has to meet another one first. The other ranks call theirs when they
-    /// capture them.
+    /// Puts messages into a capture. `None`: this rank has to meet another one first. The other ranks call their ends in
+    /// captures of their own.
     ///
     /// # Errors
-    /// Nothing has been put there, unless the driver has refused something.
+    /// Nothing is in the capture, unless the driver has refused a call.
     pub(super) fn capture(
         &self,
         state: &mut State,
@@ -38,7 +38,7 @@ impl Messages {
         }
         let has_rings = |(peer, _): Channel| peer == me || state.graph_rings[peer.index()].is_some();
         if !stretches.iter().all(|stretch| has_rings(stretch.channel)) {
-            // Who has called it otherwise will not come.
+            // A rank that called this outside of a capture will not come to set up rings.
             if stretches.iter().any(|stretch| self.is_eager_elsewhere(state, stretch)) {
                 self.announce(state, stretches, request, true, peers)?;
             }
@@ -54,7 +54,7 @@ impl Messages {
         for stretch in stretches {
             self.make_room(state, stretch, request)?;
         }
-        // What is made for a capture must not spoil it.
+        // Without this, calls that allocate spoil the capture.
         let relaxed = Relaxed::enter().map_err(|error| self.refused(first, &error))?;
         let works = self.announce(state, stretches, request, true, peers)?;
         for Stretch { channel, messages } in stretches {
@@ -70,12 +70,11 @@ impl Messages {
             error
         });
         drop(relaxed);
-        // They have ended for who called them: replays tell nobody.
+        // The caller's works end here, since nobody is told of replays.
         works.iter().for_each(|work| self.ends.ended(work, put.clone()));
         put.map(|()| works.into_iter().next())
     }
 
-    /// Puts all of a batch into a capture.
     fn put_in_graph(
         &self,
         state: &mut State,
@@ -89,7 +88,7 @@ impl Messages {
         let recording = state.recordings.of(&self.own.comm, id, current, stream)?;
         let memory = InGraphs { pairs: state.rings.memory(), rings: &state.graph_rings };
         let mut rings = RingLane::on(memory, me, self.own.size);
-        // Before they can run.
+        // Before the graph can run: the watch looks for them.
         for flow in &rounds.flows {
             recording.waits().keep_for(flow.peer.index(), || memory.rings(flow.peer).clone());
             let stretch = stretches.iter().find(|stretch| stretch.channel == (flow.peer, flow.direction));
@@ -112,7 +111,8 @@ impl Messages {
         let tensors = request.tensors();
         let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
         let put = rings.put(current, stream, rounds, &tensors, &[], &[]);
-        // From here on the stream waits for nothing. What came before may be in the graph also if something has failed.
+        // From here on the stream waits for nothing. These steps follow even if `put` has failed: a part of it may be in the
+        // graph.
         memory.tell(&mut batch, me, rounds, 0);
         tokens.returns().for_each(|step| memory.add(&mut batch, step));
         put.and(flush(current, stream, &mut batch))?;
@@ -128,7 +128,7 @@ impl Messages {
         theirs.is_some_and(|message| message.captured.is_none())
     }
 
-    /// What the stream waits for, for the messages of a ring: the token, if it sends, and then the last of its counts.
+    /// What the stream waits for in a ring: the token if it sends, and then the last of its counts.
     fn waits(
         &self,
         memory: InGraphs<'_>,

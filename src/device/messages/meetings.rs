@@ -15,7 +15,7 @@ use crate::sync::lock;
 use crate::sys::cuda::{CudaError, Relaxed};
 use crate::types::{Rank, Tag};
 
-/// Where two ranks wait for each other before messages between them.
+/// Why this rank waits for another one before a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Meeting {
     SetUp(Rank, Shared),
@@ -26,7 +26,7 @@ pub(super) enum Meeting {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shared {
     Pair,
-    /// Those for messages in graphs.
+    /// The rings for messages in graphs.
     Rings,
 }
 
@@ -57,7 +57,7 @@ impl Messages {
             } else if let Some(Halt::Mismatch) =
                 self.halt(state, *channel, messages.len(), &request.messages[messages[0]])
             {
-                // What a rank sends itself it counts at both ends at once.
+                // A rank that sends itself messages resets both directions at once.
                 add(Meeting::Anew(if *peer == self.own.me { (*peer, Direction::Send) } else { *channel }));
             }
         }
@@ -92,7 +92,7 @@ impl Messages {
             let join = |thread: Result<std::thread::ScopedJoinHandle<'_, _>, Error>| {
                 thread?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
-            // All come to an end before one's error is told.
+            // All meetings end before the error of one is returned.
             let ends: Vec<Result<(), Error>> = threads.into_iter().map(join).collect();
             ends.into_iter().chain([own]).collect()
         })
@@ -108,7 +108,7 @@ impl Messages {
     ) -> Result<(), Error> {
         let (Meeting::SetUp(peer, _) | Meeting::Anew((peer, _))) = meeting;
         let message = request.messages.iter().find(|message| message.peer == peer).expect("it has one");
-        // What is set up in a capture must not spoil it.
+        // Without this, the setup's allocations spoil the capture.
         let relaxed = in_graph.then(Relaxed::enter).transpose();
         let asked = asked.clone().and(relaxed.as_ref().map(|_| ()).map_err(Clone::clone));
         match meeting {
@@ -117,7 +117,7 @@ impl Messages {
         }
     }
 
-    /// Sets something up with another rank, if nobody has.
+    /// Sets up `shared` with a peer, unless another thread has.
     fn set_up(
         &self,
         peer: Rank,
@@ -177,7 +177,7 @@ impl Messages {
                 },
             );
         if let Some(error) = silence {
-            // The other rank finds this in place of what it waits for, if it comes later. So neither waits for ever.
+            // If the other rank comes later, it finds this in place of the setup, and does not wait for ever.
             let told = SetupFailure::new("the setup with another rank", &error).told();
             if let Err(error) = peers.tell(peer, Tag::PAIR, told) {
                 log::debug!("rank {peer} is not told that a setup has ended: {error}");
@@ -203,8 +203,7 @@ impl Messages {
         Ok(())
     }
 
-    /// After a disagreement: waits until no stream of the two ranks has messages of this direction any more, and counts them from
-    /// the beginning.
+    /// After a disagreement: waits until no stream of the two ranks has messages of this direction, and restarts the count.
     fn begin_anew(
         &self,
         channel: Channel,
@@ -255,7 +254,7 @@ impl Messages {
             }
             self.begin_library_anew(channel, message, until, peers)?;
             self.barrier(peer, number, message, until, peers)?;
-            // Only now do other threads of this rank go on with it.
+            // Only now may other threads of this rank use the lane.
             ways.iter().for_each(|way| link.in_flight[lane(me, peer, *way)].resume(0));
             Ok(())
         };
@@ -286,7 +285,6 @@ impl Messages {
         })
     }
 
-    /// Waits until both ranks are there.
     fn barrier(
         &self,
         peer: Rank,
@@ -308,7 +306,7 @@ impl Messages {
     }
 }
 
-/// The error of a rank that another one has not met, with what is known of it.
+/// The error of a meeting to which the other rank has not come. `detail` is for a timeout.
 fn late(error: Error, message: &Message<'_>, waited: Duration, detail: String) -> Error {
     match error {
         Error::Timeout { .. } => Error::Timeout { operation: message.to_string(), waited, detail },

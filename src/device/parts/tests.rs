@@ -10,7 +10,7 @@ use crate::sys::cuda::Width;
 use crate::sys::words::SharedWords;
 use crate::work::Entry;
 
-/// One rank's end of a pair, of whose streams the tests write the words.
+/// One rank's end of a pair. The tests write the words of its streams.
 struct Side {
     lanes: [Arc<InFlight>; 2],
     control: Arc<Control>,
@@ -33,7 +33,7 @@ fn sides() -> [Side; 2] {
 const LONG: Duration = Duration::from_secs(1000);
 
 impl Side {
-    /// A batch of a message each way, of which this rank's stream waits for the other's.
+    /// A batch of one message each way. This rank's stream waits for the other rank's message.
     fn begin(&self, number: u64, limit: Duration) -> Work {
         let me = self.control.me();
         let other = Rank(1 - me.0);
@@ -131,7 +131,7 @@ fn what_another_rank_gave_up_is_told_once_to_who_calls_it_later() {
         let halt = side.lanes[0].halt_before(first, last, &"send");
         assert!(matches!(halt, Some(Halt::Failed(Error::Mismatch { .. }))), "{halt:?}");
     }
-    // This one has called and ended it: it begins anew, as the other rank does at its next call.
+    // This rank has ended message 3: it begins anew, as the other rank does at its next call.
     assert!(matches!(side.lanes[0].halt_before(4, 4, &"send"), Some(Halt::Mismatch)));
     assert!(side.lanes[1].halt_before(4, 4, &"recv").is_none(), "the other direction goes on");
 }

@@ -25,7 +25,7 @@ impl Ends for Nobody {
     }
 }
 
-/// One rank of two, of whose streams the tests write the words.
+/// One rank of two. The tests write the words of its stream.
 struct Side {
     replay: Replay,
     in_flight: Arc<InFlight>,
@@ -118,7 +118,7 @@ fn every_line_of_a_graphs_lane_has_one_use() {
             lines.push(layout.words().index(lane, Word::Tail { sender, receiver }));
         }
     }
-    // Those for other hosts, to which graphs send nothing yet.
+    // The words for other hosts, to which graphs send nothing.
     for (lane, of) in [COUNTS, TOKENS].into_iter().flat_map(|lane| ranks().map(move |of| (lane, of))) {
         let words = [Word::Outbound { of }, Word::Sent { of }, Word::Inbound { of }, Word::Taken { of }];
         lines.extend(words.map(|word| layout.words().index(lane, word)));
@@ -134,7 +134,7 @@ fn a_limit_counts_within_one_replay_and_names_who_is_missing() {
     assert_eq!(side.replay.tick(now), Look::Later);
     side.stream_is(Some(Busy::Runs(0)));
     assert_eq!(side.replay.tick(now), Look::Later);
-    // The next replay is there, before anybody looks.
+    // The next replay begins before the watch looks.
     side.stream_is(None);
     side.stream_is(Some(Busy::Runs(0)));
     assert_eq!(side.replay.tick(now + LIMIT), Look::Later, "this one has just begun");

@@ -1,7 +1,7 @@
-//! A collective as calls of a vendor's library: what it has as a function, and what is made of several.
+//! A collective as calls of a vendor's library: of one function if the library has it, else of several.
 //!
-//! All ranks make the same of the same call, whatever their tensors: what a rank alone knows is in [`Calls::pieces`], which ranks
-//! compare before they put anything on a stream.
+//! All ranks turn one call into the same calls of the library. What depends on a rank's own tensors is in [`Calls::pieces`],
+//! which ranks compare before they put anything on a stream.
 
 use half::{bf16, f16};
 
@@ -12,7 +12,6 @@ use crate::sys::cuda::DeviceBytes;
 use crate::sys::nccl::{DataType, Factor, NcclCall, Reduction};
 use crate::types::{Arithmetic, DType, Rank, ReduceOp};
 
-/// What a rank calls.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Called<'a> {
     pub(crate) collective: &'a Collective,
@@ -33,32 +32,32 @@ pub(crate) struct Called<'a> {
 #[derive(Debug)]
 pub(crate) struct Calls<'a> {
     pub(crate) calls: Vec<NcclCall<'a>>,
-    /// Into how many parts the tensors cut what all ranks must cut alike.
+    /// Into how many parts tensors cut the collective; 2 stands for one call a rank.
     pub(crate) pieces: u32,
 }
 
-/// Why a rank's tensors cannot be called with.
+/// Why a library cannot take a rank's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Unfit {
-    /// A block is cut by the ends of tensors.
+    /// A block lies in several tensors.
     #[error("the block of rank {0} lies in several tensors, and a vendor's library takes it in one")]
     Block(Rank),
-    /// Input and output are cut otherwise.
+    /// Input and output tensors are of other lengths.
     #[error("input and output are tensors of other lengths, and a vendor's library takes them alike")]
     Lengths,
-    /// The factor is of another type.
+    /// The factor is not of the tensors' type.
     #[error("its factor in the device's memory is {0}, and a vendor's library takes one of the tensors' type")]
     Factor(DType),
 }
 
-/// Whether a library reduces elements of a type in a way, with the bits that this engine promises for whole numbers.
+/// Whether a library has a reduction of a type, with the bits that this engine promises for whole numbers.
 pub(crate) fn has(dtype: DType, reduce: Option<ReduceOp>) -> bool {
     let Some(reduce) = reduce else { return true };
     let is_float = dtype.arithmetic() == Arithmetic::Float;
     element(dtype).is_some()
         && match reduce {
             ReduceOp::Sum | ReduceOp::Product | ReduceOp::Min | ReduceOp::Max => true,
-            // The sum of whole numbers may overflow there.
+            // A library's sum of whole numbers may overflow.
             ReduceOp::Avg | ReduceOp::PreMulSum(_) => is_float,
             ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => false,
         }
@@ -145,7 +144,7 @@ impl<'a> Making<'a, '_> {
         Ok(())
     }
 
-    /// In one call where blocks are as long and each side is one tensor, else as a broadcast by each rank.
+    /// One call where all blocks have one length and each side is one tensor, else a broadcast by each rank.
     fn all_gather(&mut self, counts: &Counts) -> Result<(), Unfit> {
         let Called { me, world, input, output, .. } = *self.called;
         if let (true, [from], [into]) = (counts.are_equal(), &whole(input)[..], &whole(output)[..]) {
@@ -162,7 +161,7 @@ impl<'a> Making<'a, '_> {
         Ok(())
     }
 
-    /// Likewise; else as a reduction to each rank.
+    /// One call in the cases of `all_gather`, else a reduction to each rank.
     fn reduce_scatter(&mut self, counts: &Counts) -> Result<(), Unfit> {
         let Called { me, world, input, output, .. } = *self.called;
         let (element, reduction) = self.reduction()?;
@@ -180,7 +179,7 @@ impl<'a> Making<'a, '_> {
         Ok(())
     }
 
-    /// The root's own block needs no library where it lies there already.
+    /// The root's own block needs no call where it lies in place already.
     fn exchange(&mut self, from: Option<DeviceBytes<'a>>, into: Option<DeviceBytes<'a>>, peer: Rank) {
         if peer != self.called.me {
             return self.receive(into, peer);
@@ -199,7 +198,7 @@ impl<'a> Making<'a, '_> {
         self.calls.extend(into.map(|into| NcclCall::Receive { into, peer: peer.0 }));
     }
 
-    /// Input tensors, each with the output of its place.
+    /// Each input tensor with the output tensor of its place.
     fn pairs(&mut self) -> Result<Vec<(DeviceBytes<'a>, DeviceBytes<'a>)>, Unfit> {
         let (input, output) = (whole(self.called.input), whole(self.called.output));
         let is_alike = input.len() == output.len() && input.iter().zip(&output).all(|(a, b)| a.len() == b.len());
@@ -210,7 +209,7 @@ impl<'a> Making<'a, '_> {
         Ok(input.into_iter().zip(output).collect())
     }
 
-    /// Tensors of a rank that gets nothing, or has nothing.
+    /// The input tensors of a rank that gets nothing.
     fn sources(&mut self) -> Vec<(DeviceBytes<'a>, DeviceBytes<'a>)> {
         self.alone(self.called.input)
     }
@@ -231,7 +230,7 @@ impl<'a> Making<'a, '_> {
         self.block(tensors, before, counts[rank.index()], rank)
     }
 
-    /// So many elements from the `offset`-th on; nothing if they are none.
+    /// `count` elements from the `offset`-th on; `None` if `count` is zero.
     fn block(
         &self,
         tensors: &[DeviceBytes<'a>],

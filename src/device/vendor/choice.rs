@@ -1,4 +1,4 @@
-//! Whether ranks use a vendor's library: each tells what it has, and all decide the same.
+//! Whether ranks use a vendor's library: each rank tells what it has, and all decide the same.
 
 use std::path::Path;
 
@@ -15,16 +15,15 @@ use crate::types::Rank;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Offer {
     pub(crate) choice: EngineChoice,
-    /// Its `NCCL_VERSION_CODE`; or why there is none. Nothing where nobody asks for one.
+    /// The library's `NCCL_VERSION_CODE`, or why there is none. `None` where nobody asks for one.
     pub(crate) library: Option<Result<u32, String>>,
 }
 
-/// What ranks decide.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
     /// The vendor's library.
     Vendor,
-    /// Programs of their own.
+    /// The engine's own programs.
     Streams,
 }
 
@@ -50,10 +49,10 @@ pub(crate) fn offer(choice: EngineChoice, files: [Option<&Path>; 2]) -> (Offer, 
     }
 }
 
-/// What ranks with these offers on these members do: the same on each.
+/// What ranks with these offers decide: the same on each.
 ///
 /// # Errors
-/// They are set to use a library, or differently, and cannot: what stands in the way, and on which ranks.
+/// Settings differ, or ranks cannot use the library that they are set to use: what stands in the way, and on which ranks.
 pub(crate) fn decide(comm: &str, names: &[Rank], offers: &[Offer], members: &[Member]) -> Result<Decision, InitError> {
     let error = |text: String| Err(InitError::Config(format!("communicator `{comm}`: {text}")));
     let choice = offers[0].choice;

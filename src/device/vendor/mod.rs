@@ -1,10 +1,10 @@
-//! A vendor's library as what runs collectives and carries messages: [`choice`] says whether ranks use it, [`calls`] what a
-//! collective calls of it.
+//! A vendor's library that runs collectives and carries messages: [`choice`] decides whether ranks use it, [`calls`] turns a
+//! collective into its calls.
 //!
-//! Its operations stand between the same words, in the same log and in the same order as the programs of the [`executor`](super::executor), which
-//! also runs what the library does not have. Nothing of it blocks: a communicator is begun and its calls are put on streams by
-//! threads of the library, which are waited for here; what goes wrong on a stream is [asked for](Runner) by whoever looks at what
-//! is in flight.
+//! The library's operations stand between the same words, in the same log and in the same order as the programs of the
+//! [`executor`](super::executor), which also runs what the library does not have. No call of the library blocks: its own
+//! threads begin communicators and put calls on streams, and this module waits for them. Threads that look at what is in flight
+//! [ask](Runner) for failures.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ pub(crate) mod choice;
 
 use choice::{Decision, Offer, decide};
 
-/// A communicator of a library, and how another one is made when it had to be given up.
+/// A communicator of a library, and what begins another one once it was given up.
 #[derive(Debug)]
 pub(crate) struct VendorComm {
     chosen: Chosen,
@@ -54,7 +54,7 @@ enum Beginning {
 }
 
 impl Candidate<'_> {
-    /// Decides with all ranks: what they begin communicators of the library with, where they take one.
+    /// Decides with all ranks. Returns what they begin communicators of the library with, if they use one.
     ///
     /// # Errors
     /// Those of [`decide`] and of `all_gather`. The same on all ranks.
@@ -76,13 +76,13 @@ pub(crate) struct Chosen {
     comm: String,
     me: Rank,
     names: Vec<Rank>,
-    /// How long to wait for the others when one begins.
+    /// How long to wait for the other ranks when one begins.
     limit: Duration,
     fields: Arc<NcclFields>,
 }
 
 impl Chosen {
-    /// In words.
+    /// Its name and version.
     pub(crate) fn library(&self) -> String {
         format!("{} {}", self.library.name(), self.library.version())
     }
@@ -101,7 +101,6 @@ impl Chosen {
     }
 }
 
-/// Begins a communicator with all ranks.
 fn begin(chosen: &Chosen, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<NcclComm, Error> {
     let Chosen { library, comm, me, names, limit, fields } = chosen;
     let own = if me.index() == 0 { library.unique_id().map(|id| id.0.to_vec()) } else { Ok(Vec::new()) };
@@ -129,7 +128,7 @@ fn begin(chosen: &Chosen, current: &Current<'_>, all_gather: &mut AllGather<'_>)
     }
 }
 
-/// What has kept a communicator from its beginning, if something has: what has failed, rather than who has waited for it.
+/// Why a communicator has not begun, if it has not: a rank's failure, rather than the ranks that waited for it.
 fn problem(names: &[Rank], told: &[Beginning], limit: Duration) -> Option<String> {
     let failed = told.iter().zip(names).find_map(|(beginning, rank)| match beginning {
         Beginning::Failed(cause) => Some(format!("rank {rank}: {cause}")),
@@ -157,7 +156,7 @@ fn wait(raw: &NcclComm, limit: Duration) -> Result<Progress, NcclError> {
     }
 }
 
-/// Longer after a longer wait.
+/// Sleeps longer after a longer wait.
 fn nap(waited: Duration) {
     std::thread::sleep((waited / 8).clamp(Duration::from_micros(5), Duration::from_millis(1)));
 }
@@ -171,7 +170,7 @@ pub(crate) enum SubmitError {
     Vendor(#[from] NcclError),
 }
 
-/// Gives a communicator up on a thread of its own, since that waits for the device.
+/// Gives a communicator up on a thread of its own, since the abort waits for the device.
 fn abort_aside(raw: Arc<NcclComm>) {
     if let Err(error) = sync::spawn("ncclx_rs vendor", move || raw.abort()) {
         log::warn!("a communicator of the vendor's library stays: there is no thread to give it up: {error}");
@@ -205,19 +204,19 @@ impl VendorComm {
         NcclComm::submit_together(current, &calls)?;
         let begin = Instant::now();
         let waits = raws.iter().map(|raw| {
-            // The watch gives it up when the time of what is in flight is over: that ends this.
+            // This ends: the watch gives the communicator up once the time of what is in flight is over.
             while raw.progress()? == Progress::Going {
                 nap(begin.elapsed());
             }
             Ok(())
         });
-        // All come to an end before one's failure is told: the library has them on streams together.
+        // All waits end before the failure of one is returned: the library puts the group on streams together.
         waits.collect::<Vec<_>>().into_iter().collect()
     }
 
-    /// After a disagreement, when nothing is on any rank's stream: begins another one with all ranks.
+    /// Begins another communicator with all ranks after a disagreement, when nothing is on any rank's stream.
     pub(crate) fn begin_anew(&self, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<(), Error> {
-        // What else this rank has on its device may wait for a rank that waits for this one here.
+        // On a thread of its own: the device may wait for a rank that waits for this rank here.
         abort_aside(lock(&self.raw).clone());
         let raw = begin(&self.chosen, current, all_gather)?;
         *lock(&self.raw) = Arc::new(raw);
@@ -232,7 +231,7 @@ impl VendorComm {
         self.is_given_up.load(Ordering::Relaxed)
     }
 
-    /// Gives it back. Nothing of it is on a stream.
+    /// Gives the communicator back. Nothing of it is on a stream.
     pub(crate) fn end(&self) {
         lock(&self.raw).abort();
     }
@@ -244,7 +243,7 @@ impl Runner for VendorComm {
     }
 
     fn give_up(&self) {
-        // Relaxed: it only keeps a second thread from being begun for the same.
+        // Relaxed: it only keeps a second thread from aborting the same communicator.
         if !self.is_given_up.swap(true, Ordering::Relaxed) {
             abort_aside(lock(&self.raw).clone());
         }

@@ -15,7 +15,7 @@ use crate::sys::words::SharedWords;
 use crate::types::Rank;
 use crate::work::{Entry, Work};
 
-/// A communicator of one rank, of whose stream the tests write the words.
+/// A communicator of one rank. The tests write the words of its stream.
 struct Side {
     in_flight: Arc<InFlight>,
     control: Arc<Control>,
@@ -55,7 +55,7 @@ struct Memory(Sender<Option<String>>);
 impl Drop for Memory {
     fn drop(&mut self) {
         let thread = std::thread::current().name().map(str::to_owned);
-        // Nobody may listen any more.
+        // The test may have ended.
         let _ = self.0.send(thread);
     }
 }
@@ -97,7 +97,7 @@ fn memory_is_given_back_by_the_reaper_once_nothing_is_in_flight() {
     let work = busy.begin(&watch, 1);
     let (memory, given_back) = memory();
     watch.reap(Left { in_flight: vec![left.in_flight.clone()], memory });
-    // Its turn has passed when a later one's end has been noticed.
+    // Once the watch has noticed a later operation's end, it has also looked at this memory.
     let later = left.begin(&watch, 1);
     left.stream_ends(1);
     until(|| later.is_done());
@@ -107,8 +107,8 @@ fn memory_is_given_back_by_the_reaper_once_nothing_is_in_flight() {
     assert!(work.is_done());
 }
 
-/// How long after `begin` the words are written that a stream waits for, by a watch that has looked at `begin` and which nobody
-/// tells anything. It goes by the pauses that the watch makes and reads no clock, so that a busy machine changes nothing.
+/// How long after `begin` the watch writes the words that a stream waits for, if the watch has looked at `begin` and nobody
+/// wakes it. Adds up the watch's pauses and reads no clock, so that a busy machine changes nothing.
 fn time_until_release(side: &Side, begin: Instant) -> Duration {
     let awaited = [(Word::Head { sender: Rank(0), receiver: Rank(0) }, 1)];
     side.in_flight.submitted(0, awaited.into_iter());
@@ -120,12 +120,12 @@ fn time_until_release(side: &Side, begin: Instant) -> Duration {
     now - begin
 }
 
-/// As programs are told. On top comes how late the system wakes the watch.
+/// As docs/cuda.md says. How late the system wakes the watch comes on top.
 const RELEASED_WITHIN: Duration = Duration::from_secs(1);
 
 #[test]
 fn a_stream_is_released_within_a_second_of_its_limit() {
-    // Whenever between two looks it is over.
+    // Wherever between two looks the limit falls.
     for number in 0..40 {
         let (side, limit, begin) = (Side::new(), Duration::from_millis(30_001 + 97 * number), Instant::now());
         let entry = Entry { operation: "barrier", sequence: 1, number: 1, began: begin };
@@ -173,7 +173,7 @@ fn memory_of_an_operation_that_never_ends_stays() {
 #[test]
 #[cfg_attr(miri, ignore = "its threads stay")]
 fn at_the_end_of_the_process_the_reaper_is_awaited_and_begins_nothing_more() {
-    /// Memory that takes until it is told.
+    /// Memory that takes until the test goes on.
     struct Slow(Sender<()>, Receiver<()>);
     impl Drop for Slow {
         fn drop(&mut self) {
@@ -187,7 +187,7 @@ fn at_the_end_of_the_process_the_reaper_is_awaited_and_begins_nothing_more() {
     watch.reap(Left { in_flight: vec![side.in_flight.clone()], memory: Box::new(Slow(begun, may_go_on)) });
     has_begun.recv().expect("it is being given back");
     watch.reap(Left { in_flight: vec![side.in_flight.clone()], memory });
-    // What hangs in the driver holds the process up for a while only.
+    // A reaper that hangs in the driver holds the process up for a while only.
     watch.end(Duration::ZERO);
     assert!(lock(&watch.state).is_giving_back);
     go_on.send(()).expect("the reaper listens");

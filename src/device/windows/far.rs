@@ -1,8 +1,8 @@
 //! Accesses to windows of ranks on other hosts.
 //!
-//! The stream copies what it puts into pinned memory, from where the engine sends it, and takes what it gets from there; the rest
-//! is for the engine and what [lands](crate::device::landing) at the other end. A put ends on the stream once all of it is in
-//! pinned memory.
+//! The stream copies what it puts into pinned memory, from where the engine sends it, and copies what it gets out of there. The
+//! engine and the other rank's [landing thread](crate::device::landing) do the rest. A put ends on the stream once all of it is
+//! in pinned memory.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ use crate::sys::words::SharedWords;
 use crate::types::Rank;
 
 impl Windows {
-    /// Makes what accesses to other hosts need, if there are any, before the first window is registered.
+    /// Makes what accesses to other hosts need, if there are other hosts, before the first window is registered.
     pub(super) fn begin_far(&self, context: &Arc<Context>) -> Result<(), SetupFailure> {
         let Some(OtherHosts { engine, cell }) = &self.hosts else { return Ok(()) };
         let closed = || failed("its windows")("the communicator is closed");
@@ -64,7 +64,7 @@ impl Windows {
         Ok(())
     }
 
-    /// Lends this rank's part of the window that has a slot to other hosts, as new.
+    /// Exposes this rank's part of the window in `slot` to other hosts, with no signals yet.
     pub(super) fn expose_far(&self, slot: usize, part: Buffer) {
         let state = lock(&self.state);
         let Some(far) = state.as_ref().and_then(|state| state.far.as_ref()) else { return };
@@ -72,19 +72,19 @@ impl Windows {
         far.landing.expose(slot, part);
     }
 
-    /// Takes it back.
+    /// Ends [`expose_far`](Windows::expose_far).
     pub(super) fn conceal_far(&self, slot: usize) {
         if let Some(far) = lock(&self.state).as_ref().and_then(|state| state.far.as_ref()) {
             far.landing.conceal(slot);
         }
     }
 
-    /// Whether nothing that this rank has done to other hosts' parts of the window that has a slot is on its way.
+    /// Whether no access of this rank to other hosts' parts of the window in `slot` is on its way.
     pub(super) fn is_settled_far(&self, slot: usize) -> bool {
         self.hosts.as_ref().is_none_or(|hosts| hosts.engine.is_settled(slot))
     }
 
-    /// Has the engine carry what an access becomes.
+    /// Hands the engine the items of an access.
     pub(super) fn take_up(&self, state: &State, request: &AccessRequest<'_>, plan: &Plan) -> std::io::Result<()> {
         let Some(OtherHosts { engine, .. }) = &self.hosts else { return Ok(()) };
         let items = plan.far.as_ref().map_or(&[][..], |steps| &steps.items);

@@ -24,16 +24,16 @@ struct Offer {
     address: Address,
     /// The slots of words that are free here, a bit each.
     free: u64,
-    /// The lengths of the pieces, where its memory begins in them, and its length.
+    /// The lengths of its pieces, where the window begins in them, and the window's length.
     pieces: Vec<usize>,
     offset: usize,
     len: usize,
 }
 
 impl Windows {
-    /// Maps the memory that all ranks expose. They call it together; what fails on one fails on all.
+    /// Maps the memory that all ranks expose. All ranks call it; a failure on one is an error on all.
     ///
-    /// It calls `all_gather` as often on every rank, until one of them fails, and asks now and then whether all ranks are there.
+    /// Calls `all_gather` equally often on every rank, until one of them fails, and asks `are_there` now and then.
     pub(crate) fn register(
         &self,
         window: WindowId,
@@ -91,7 +91,7 @@ impl Windows {
         Ok((Own { post, exported: exported.pieces, context: context.clone() }, offer))
     }
 
-    /// Hands own memory to all ranks, and maps theirs. The words are those of the slot that it returns.
+    /// Exchanges memory with the other ranks, and maps theirs. Returns the window's slot of words, and the parts.
     fn share(
         &self,
         own: Option<Own>,
@@ -108,7 +108,7 @@ impl Windows {
         match (tell(&self.comm, &names, all_gather, told), parts) {
             (Ok(_), parts) => Ok(parts.expect("no rank has told a failure")),
             (Err(error), parts) => {
-                // What is mapped goes when the device does nothing.
+                // The reaper unmaps them once nothing is in flight.
                 if let Some((slot, parts)) = parts {
                     self.conceal_far(slot);
                     self.reap(Arc::new(parts));
@@ -133,7 +133,7 @@ impl Windows {
                 format!("{SLOTS} windows are registered, or CUDA graphs have accesses to them, which is the most");
             return Err(SetupFailure { what: "its window".to_owned(), cause });
         }
-        // No rank uses it before all have told that they are through.
+        // No rank uses the slot before all have told that they are done.
         self.signals.reset(slot, self.seat);
         let here: Vec<Rank> = self.control.ranks().map(|seat| self.control.name(seat)).collect();
         let addresses: Vec<Address> = here.iter().map(|rank| offers[rank.index()].address.clone()).collect();
@@ -179,7 +179,7 @@ impl Windows {
         })
     }
 
-    /// Forgets a window, which no rank accesses any more. What is mapped goes when the device does nothing.
+    /// Forgets a window, which no rank accesses any more. The reaper unmaps it once nothing is in flight.
     pub(crate) fn conceal(&self, window: WindowId) {
         let mut state = lock(&self.state);
         let Some(state) = state.as_mut() else { return };
@@ -187,7 +187,7 @@ impl Windows {
         if let Some(far) = &state.far {
             far.landing.conceal(exposed.slot);
         }
-        // Where an access is still in flight its word is, too.
+        // While an access is in flight, its word is too: the slot stays taken.
         if !self.accesses.uses(window) && self.is_settled_far(exposed.slot) {
             state.slots &= !(1 << exposed.slot);
         }
