@@ -17,6 +17,7 @@ pub mod error;
 pub mod fuzz;
 #[cfg(any(test, fuzzing))]
 mod fuzz_input;
+pub mod link;
 pub mod op;
 pub mod rdma;
 pub mod schedule;

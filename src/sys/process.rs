@@ -55,6 +55,16 @@ pub fn current_cpu() -> u32 {
     rustix::thread::sched_getcpu() as u32
 }
 
+/// Has this thread run on one CPU alone.
+pub fn bind_to_cpu(cpu: u32) -> io::Result<()> {
+    if cpu as usize >= CpuSet::MAX_CPU {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let mut alone = CpuSet::new();
+    alone.set(cpu as usize);
+    Ok(rustix::thread::sched_setaffinity(None, &alone)?)
+}
+
 /// The numbers of the CPUs that this thread may run on, and how many the system lets it use at a time, if fewer.
 pub fn own_cpus() -> (Vec<u32>, Option<u32>) {
     let usable = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

@@ -12,7 +12,7 @@ use imports::Imports;
 const LAYERS: &[&[&str]] = &[
     &["sync", "error", "types", "counts", "config", "deadline", "fuzz_input"],
     &["sys", "buffer"],
-    &["op", "topo", "schedule", "window", "work"],
+    &["link", "op", "topo", "schedule", "window", "work"],
     &["algo", "signature"],
     &["device"],
     &["transport"],

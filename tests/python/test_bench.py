@@ -318,6 +318,35 @@ def test_json_without_a_file_is_all_that_is_printed(
     assert told["case"]["operation"] == "barrier"
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_a_link_between_two_cores_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert command_line.main(["--link", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    figures = {name: found[name] for name in found if name not in ("schema", "cpus", "page")}
+    assert found["cpus"] == cores[:2] and len(figures) == 6
+    assert all(figure > 0 for figure in figures.values()) and (found["page"] is None or found["page"] > 0)
+    file = tmp_path / "link.json"
+    assert command_line.main(["--link", f"{cores[1]},{cores[0]}", "--json", str(file)]) == 0
+    assert f"from core {cores[1]} to core {cores[0]}" in capsys.readouterr().out
+    assert json.loads(file.read_text())["cpus"] == [cores[1], cores[0]]
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--link", "1"], "expected the numbers of two cores such as 0,1, got '1'"),
+        (["--link", "0,0"], "--link: measure_link: two cores are expected, got 0 twice"),
+        (["--link", "0,99999"], "this process may not run on core 99999"),
+    ],
+)
+def test_a_link_needs_two_cores(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(words)
+    assert told in capsys.readouterr().err
+
+
 def test_sizes_have_units() -> None:
     assert [command_line.parse_size(text) for text in ("8", "64k", "1M", "2G")] == [8, 1 << 16, 1 << 20, 2 << 30]
     assert [report.size_text(size) for size in (8, 1 << 16, 3 << 20, 1000)] == ["8", "64K", "3M", "1000"]

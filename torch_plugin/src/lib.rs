@@ -42,6 +42,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
     module.add_function(wrap_pyfunction!(vendor::vendor_library, module)?)?;
     module.add_function(wrap_pyfunction!(cuda_devices, module)?)?;
+    module.add_function(wrap_pyfunction!(measure_link, module)?)?;
     module.add_class::<store::SecretStore>()?;
     library::register(module)?;
     rdma::register(module)
@@ -117,6 +118,22 @@ fn cuda_devices() -> PyResult<(String, Vec<String>)> {
         Ok((format!("a driver of CUDA {version}"), names))
     });
     found.map_err(|error| PyOSError::new_err(error.to_string()))
+}
+
+/// Measures what two cores of this host can exchange through memory: figures by name.
+#[pyfunction]
+fn measure_link(py: Python<'_>, writer: u32, reader: u32) -> PyResult<Vec<(&'static str, Option<f64>)>> {
+    let link = py.detach(|| ncclx_rs::link::measure([writer, reader]));
+    let link = link.map_err(|error| PyOSError::new_err(format!("measure_link: {error}")))?;
+    Ok(vec![
+        ("round_trip", Some(link.round_trip)),
+        ("write_shared", Some(link.write_shared)),
+        ("write_owned", Some(link.write_owned)),
+        ("read", Some(link.read)),
+        ("read_owning", Some(link.read_owning)),
+        ("page", link.page),
+        ("memcpy", Some(link.memcpy)),
+    ])
 }
 
 /// Writes the flight recorders of this process's communicators to a folder; returns the files' names.

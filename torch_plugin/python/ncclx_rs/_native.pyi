@@ -55,6 +55,16 @@ def descriptors_of(ranks: int) -> int:
 def cuda_devices() -> tuple[str, list[str]]:
     """The version of CUDA that the driver serves, and the devices' names. OSError: there is no driver."""
 
+def measure_link(writer: int, reader: int) -> list[tuple[str, float | None]]:
+    """Measures what two cores of this host can exchange through memory, in about a second: figures by name.
+
+    `round_trip` of a line of cache in nanoseconds; `write_shared`, `write_owned`, `read`, `read_owning` and `memcpy` in
+    GB/s; `page` in nanoseconds, None where a process may not read another one's memory.
+
+    Raises:
+        OSError: the cores are one, or this process may not run on one of them.
+    """
+
 def vendor_library(name: str, packages: list[str]) -> tuple[pathlib.Path, str, list[str]]:
     """Loads the library `nccl`, `rccl` or `ucx`: its file, version, and what it lacks. OSError: none can be used."""
 

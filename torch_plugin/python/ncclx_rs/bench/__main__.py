@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
-from ncclx_rs.bench import launch, measure, plot, report
+from ncclx_rs.bench import launch, link, measure, plot, report
 from ncclx_rs.bench.measure import DTYPES, MODES, Plan, Row
 from ncclx_rs.bench.operations import OPERATIONS
 
@@ -105,6 +106,15 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--modes", type=names_of(MODES), default="sync", help="sync, async (sync)")
     what.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are: cpu, cuda (cpu)")
     what.add_argument("--ranks", type=rank_list, help="the sizes of the worlds to start, as in 2,4,8 (2)")
+    what.add_argument(
+        "--link",
+        nargs="?",
+        const="",
+        type=link.cores,
+        default=False,
+        metavar="A,B",
+        help="what two cores can exchange through memory, instead of any operation; goes with --json alone (the first two)",
+    )
     how = made.add_argument_group("how long")
     how.add_argument("--rounds", type=above(int, 1), default=15, help="rounds of a row (15)")
     how.add_argument("--round-ms", type=above(float, 0.001), default=10.0, help="milliseconds of a backend's turn (10)")
@@ -228,6 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     """Runs the benchmark of these options; returns the exit code."""
+    if options.link is not False:
+        return _link(options, made)
     if options.min > options.max:
         made.error(f"--min: expected at most --max, which is {options.max}, got {options.min}")
     known = [backend for backend in dist.Backend.backend_list if backend != dist.Backend.UNDEFINED]
@@ -257,6 +269,17 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
         worlds = options.ranks or (2,)
         rows = _rows(plan, worlds)
     return _report(plan, worlds, rows, options, sys.argv)
+
+
+def _link(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
+    try:
+        found = link.measure(options.link)
+    except OSError as error:
+        made.error(f"--link: {error}")
+    print(json.dumps(found) if options.json == "-" else link.table(found))
+    if options.json not in (None, "-"):
+        Path(options.json).write_text(json.dumps(found) + "\n")
+    return 0
 
 
 def _report(
