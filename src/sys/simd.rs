@@ -83,8 +83,9 @@ mod x86 {
     pub(super) fn widen(halves: [[u8; 2]; EIGHT]) -> [f32; EIGHT] {
         // SAFETY: as many bytes, and any are a vector.
         let halves = unsafe { transmute::<[[u8; 2]; EIGHT], __m128i>(halves) };
+        let singles = _mm256_cvtph_ps(halves);
         // SAFETY: a vector of eight numbers.
-        unsafe { transmute::<__m256, [f32; EIGHT]>(_mm256_cvtph_ps(halves)) }
+        unsafe { transmute::<__m256, [f32; EIGHT]>(singles) }
     }
 
     #[inline]

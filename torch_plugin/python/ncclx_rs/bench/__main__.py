@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
         type=link.cores,
         default=False,
         metavar="A,B",
-        help="what two cores can exchange through memory, instead of any operation; goes with --json alone (the first two)",
+        help="measure what two cores exchange through memory instead; goes with --json alone (the first two cores)",
     )
     how = made.add_argument_group("how long")
     how.add_argument("--rounds", type=above(int, 1), default=15, help="rounds of a row (15)")

@@ -65,6 +65,6 @@ def table(link: dict[str, Any]) -> str:
         lines.append("this process may not read another one's memory; ncclx-rs doctor says why")
     else:
         rate = _PAGE_BYTES / page
-        lines.append(f"{'read a page of another process':36} {rate:8.2f} GB/s {rate / memcpy:7.2f}   {page:.0f} ns a page")
+        text = "read a page of another process"
+        lines.append(f"{text:36} {rate:8.2f} GB/s {rate / memcpy:7.2f}   {page:.0f} ns a page")
     return "\n".join(lines)
-
