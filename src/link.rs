@@ -12,17 +12,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cma::PeerMemory;
 use crate::sys::process::{bind_to_cpu, own_cpus};
 
-/// A line of cache.
-#[repr(align(64))]
-#[derive(Default)]
-struct Line([AtomicU64; WORDS]);
-
-const WORDS: usize = 8;
-const LINE_BYTES: usize = 8 * WORDS;
+/// The bytes of a line of cache.
+const LINE_BYTES: usize = 64;
 
 /// As much as lies in a ring: it fits into the cores' own caches.
 const LINES: usize = 4096;
@@ -72,7 +67,7 @@ pub fn measure(cpus: [u32; 2]) -> io::Result<Link> {
         let reason = format!("this process may not run on core {cpu}");
         return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     }
-    let lines: Vec<Line> = (0..LINES).map(|_| Line::default()).collect();
+    let lines = Mutex::new(vec![[0; LINE_BYTES]; LINES]);
     let round_trip = both(cpus, |turn| turn.go_and_come(true), |turn| turn.go_and_come(false))?.0;
     let handed_over = |is_owned| both(cpus, |turn| turn.write(&lines), |turn| turn.read(&lines, is_owned));
     let (write_shared, read) = handed_over(false)?;
@@ -83,18 +78,15 @@ pub fn measure(cpus: [u32; 2]) -> io::Result<Link> {
     Ok(Link { cpus, round_trip, write_shared, write_owned, read, read_owning, page, memcpy })
 }
 
-/// Whose turn it is: the writer's if the number is even.
+/// Whose turn it is, in a line of its own: the writer's if the number is even.
 #[derive(Default)]
-struct Turn(Line);
+#[repr(align(64))]
+struct Turn(AtomicU64);
 
 impl Turn {
-    fn number(&self) -> &AtomicU64 {
-        &self.0.0[0]
-    }
-
     fn wait_for(&self, number: u64) {
         let mut looks = 0;
-        while self.number().load(Ordering::Acquire) != number {
+        while self.0.load(Ordering::Acquire) != number {
             looks += 1;
             if looks % LOOKS == 0 {
                 std::thread::yield_now();
@@ -104,7 +96,7 @@ impl Turn {
     }
 
     fn end(&self, number: u64) {
-        self.number().store(number + 1, Ordering::Release);
+        self.0.store(number + 1, Ordering::Release);
     }
 
     /// Nanoseconds a round trip.
@@ -122,15 +114,11 @@ impl Turn {
     }
 
     /// The rate at which lines are written that the reader has read.
-    fn write(&self, lines: &[Line]) -> f64 {
-        let mut number = 0;
+    fn write(&self, lines: &Lines) -> f64 {
+        let (from, mut number) = (vec![[1; LINE_BYTES]; LINES], 0);
         median(|| {
             self.wait_for(number);
-            let rate = rate(LINE_BYTES * lines.len(), || {
-                for line in lines {
-                    line.0.iter().for_each(|word| word.store(number, Ordering::Relaxed));
-                }
-            });
+            let rate = rate(LINE_BYTES * LINES, || lock(lines).copy_from_slice(&from));
             self.end(number);
             number += 2;
             rate
@@ -138,19 +126,17 @@ impl Turn {
     }
 
     /// The rate at which lines are read that the writer has written, and owned if they are to be.
-    fn read(&self, lines: &[Line], is_owned: bool) -> f64 {
-        let mut number = 1;
+    fn read(&self, lines: &Lines, is_owned: bool) -> f64 {
+        let (mut into, mut number) = (vec![[0; LINE_BYTES]; LINES], 1);
         median(|| {
             self.wait_for(number);
-            let rate = rate(LINE_BYTES * lines.len(), || {
-                let mut sum = 0u64;
-                for line in lines {
-                    sum = line.0.iter().fold(sum, |sum, word| sum.wrapping_add(word.load(Ordering::Relaxed)));
-                    if is_owned {
-                        line.0[0].store(number, Ordering::Relaxed);
-                    }
+            let rate = rate(LINE_BYTES * LINES, || {
+                let mut lines = lock(lines);
+                into.copy_from_slice(&lines);
+                black_box(&mut into);
+                if is_owned {
+                    lines.iter_mut().for_each(|line| line[0] = 0);
                 }
-                black_box(sum);
             });
             self.end(number);
             number += 2;
@@ -158,6 +144,9 @@ impl Turn {
         })
     }
 }
+
+/// What is handed over. Its lock is free whenever somebody's turn comes.
+type Lines = Mutex<Vec<[u8; LINE_BYTES]>>;
 
 /// Runs something on both cores at once.
 fn both<W: Send, R: Send>(
