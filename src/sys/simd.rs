@@ -30,7 +30,7 @@ impl Halves {
         // SAFETY: the processor has the instructions.
         return unsafe { x86::widen(halves) };
         #[cfg(not(target_arch = "x86_64"))]
-        match self.0 {}
+        match (self.0, halves).0 {}
     }
 
     /// Numbers of single precision, rounded to nearest, ties to even. A NaN keeps what it has room for.
@@ -40,7 +40,7 @@ impl Halves {
         // SAFETY: the processor has the instructions.
         return unsafe { x86::narrow(singles) };
         #[cfg(not(target_arch = "x86_64"))]
-        match self.0 {}
+        match (self.0, singles).0 {}
     }
 }
 
