@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from ncclx_rs import _native
+from ncclx_rs._native import measure_link
 
 # The version of the JSON, raised when a reader would have to change.
 SCHEMA = 1
@@ -48,7 +48,7 @@ def measure(cpus: tuple[int, int] | None) -> dict[str, Any]:
         if len(usable) < 2:
             raise OSError(f"this process may run on one core alone, {usable[0]}")
         cpus = usable[0], usable[1]
-    return {"schema": SCHEMA, "cpus": list(cpus), **dict(_native.measure_link(*cpus))}
+    return {"schema": SCHEMA, "cpus": list(cpus), **dict(measure_link(*cpus))}
 
 
 def table(link: dict[str, Any]) -> str:
