@@ -72,7 +72,8 @@ pub fn measure(cpus: [u32; 2]) -> io::Result<Link> {
     let handed_over = |is_owned| both(cpus, |turn| turn.write(&lines), |turn| turn.read(&lines, is_owned));
     let (write_shared, read) = handed_over(false)?;
     let (write_owned, read_owning) = handed_over(true)?;
-    let pages = vec![0u8; PAGES * PAGE_BYTES];
+    // Written, since pages that nobody has written to are all one.
+    let pages = vec![1u8; PAGES * PAGE_BYTES];
     let page = both(cpus, |_| (), |_| read_pages(&pages))?.1;
     let memcpy = both(cpus, |_| (), |_| copy())?.1;
     Ok(Link { cpus, round_trip, write_shared, write_owned, read, read_owning, page, memcpy })
