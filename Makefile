@@ -122,8 +122,8 @@ miri: nightly-toolchain ## Looks for undefined behaviour in what Miri can run
 
 # One test at a time, and the ranks of each in threads: they are slow enough as it is. Skipped is what has no threads and
 # takes many minutes, what has cargo build examples, which would get no standard library with the sanitizer, and what has NVRTC
-# load a library of its own, which the system looks for beside whoever loads it: that is the sanitizer then. System calls go through libc, where it sees
-# them: it would take memory that is mapped anew for what lay there before.
+# load a library of its own, which the system looks for beside whoever loads it: that is the sanitizer then. System calls go
+# through libc, where the sanitizer sees them: it would take memory that is mapped anew for what lay there before.
 TSAN_SKIPS := schedules::every_algorithm_is_right_in_larger_worlds programs::programs_of examples:: nvrtc::
 .PHONY: tsan
 tsan: nightly-toolchain ## Looks for data races with ThreadSanitizer

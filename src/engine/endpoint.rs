@@ -217,11 +217,9 @@ impl Endpoints {
         gone
     }
 
-    /// Has each turn read the stream from `peer`, from which something comes, and so the thread that sleeps.
+    /// Has each turn read the armed stream from `peer`, from which something comes, and so the thread that sleeps.
     fn read_again(&mut self, peer: Rank) {
-        if self.agenda.has(List::Silent, peer)
-            && let Some(inbox) = self.inbox(peer)
-        {
+        if let Some(inbox) = self.inbox(peer) {
             inbox.expect_more();
         }
         self.read_on(peer);
@@ -230,12 +228,9 @@ impl Endpoints {
     /// The same, for as long as it would have been looked at before it was armed.
     fn read_on(&mut self, peer: Rank) {
         // Without its inbox, which is being emptied, it stays where it is.
-        let is_armed = self.agenda.has(List::Silent, peer);
         let Some(inbox) = self.inbox(peer) else { return };
-        if is_armed {
-            inbox.disarm();
-            self.agenda.remove(List::Silent, peer);
-        }
+        inbox.disarm();
+        self.agenda.remove(List::Silent, peer);
         if self.agenda.insert(List::Reading, peer) {
             self.disturb();
         }

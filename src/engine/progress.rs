@@ -245,9 +245,7 @@ impl Engine {
         moved |= self.progress_recvs();
         moved |= self.progress_sends();
         moved |= self.collectives.progress(&mut self.context);
-        moved |= self.relay.progress(&mut self.context);
-        moved |= self.device_messages.progress(&mut self.context);
-        moved |= self.device_accesses.progress(&mut self.context);
+        moved |= self.progress_device();
         if self.context.rndv.has_reads() {
             // What others wait for goes first: reading may take long.
             moved |= self.progress_sends();
@@ -261,6 +259,14 @@ impl Engine {
         self.write_due_dump();
         // What follows an operation that has run out of time starts in the next turn, which must not be slept through.
         moved || self.context.finished.len() > ended
+    }
+
+    /// Moves what operations on the device exchange with other hosts. True: something moved.
+    pub(crate) fn progress_device(&mut self) -> bool {
+        let mut moved = self.relay.progress(&mut self.context);
+        moved |= self.device_messages.progress(&mut self.context);
+        moved |= self.device_accesses.progress(&mut self.context);
+        moved
     }
 
     /// Counts a turn. True: the slow path is due with it.

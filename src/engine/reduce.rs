@@ -14,7 +14,7 @@ use crate::sys::simd::{Halves, Kernel, widest};
 use crate::types::{DType, ReduceOp};
 
 use element::{
-    Accumulators, Element, Float, Half, Job, STRETCH, Truth, combine_each, load_each, store_each, undefined,
+    Accumulators, Element, Float, Half, Job, STRETCH, Truth, accumulate, combine_each, store_each, undefined,
 };
 
 pub use average::{average, divide, widen};
@@ -99,11 +99,8 @@ impl<'a> Job for Fold<'a> {
             let stretches =
                 |blocks: &'a [&'a [u8]]| blocks.iter().map(move |block| &E::split(block)[start..start + len]);
             let wide = &mut wide.0[..len];
-            let mut blocks = stretches(self.before).chain([&*into]).chain(stretches(self.after));
-            load_each::<E, _>(means, wide, blocks.next().unwrap_or_default(), |_, element| element);
-            for block in blocks {
-                load_each::<E, _>(means, wide, block, op);
-            }
+            let blocks = stretches(self.before).chain([&*into]).chain(stretches(self.after));
+            accumulate::<E, _>(means, wide, blocks, |element| element, op);
             store_each::<E, _>(means, into, wide, |wide| wide);
         }
     }

@@ -183,9 +183,7 @@ impl Engine {
             return;
         }
         // What is done for this rank may still be on its way from the device to other hosts.
-        self.relay.progress(&mut self.context);
-        self.device_messages.progress(&mut self.context);
-        self.device_accesses.progress(&mut self.context);
+        self.progress_device();
         self.announce_failure();
         self.context.closed = Some(how.to_owned());
         let comm = self.name().to_owned();

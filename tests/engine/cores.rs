@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use ncclx_rs::comm::store::MemoryStore;
+use ncclx_rs::sys::process::bind_to_cpu;
 use ncclx_rs::{CommOptions, Communicator, Rank};
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::lacking::lacks;
 use crate::log_capture;
@@ -14,9 +15,7 @@ fn found(name: &str, cores: &[usize]) -> Vec<String> {
     log_capture::start();
     let store = Arc::new(MemoryStore::default());
     let join = |rank: usize| {
-        let mut alone = CpuSet::new();
-        alone.set(cores[rank]);
-        sched_setaffinity(None, &alone).expect("a core that this thread may be on");
+        bind_to_cpu(cores[rank] as u32).expect("a core that this thread may be on");
         let (name, rank, size, store) = (name.to_owned(), Rank::from(rank), cores.len(), store.clone());
         let options = CommOptions { name, rank, size, store, timeout: None, hints: vec![] };
         Communicator::new(options).expect("the world forms").shutdown().expect("shutdown");

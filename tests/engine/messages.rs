@@ -4,8 +4,9 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
+use ncclx_rs::sys::process::{bind_to_cpu, current_cpu};
 use ncclx_rs::{CommOptions, Communicator, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
-use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
+use rustix::thread::sched_getaffinity;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::lacking::lacks;
@@ -235,7 +236,7 @@ fn short_messages_go_before_they_are_asked_for_also_after_many_windows_were_read
 
 /// The processor time of a rank that sends messages to and fro with another on the same CPU, both of which never sleep.
 fn time_on_one_cpu(transport: &str) -> Duration {
-    let (store, cpu) = (Arc::new(MemoryStore::default()), sched_getcpu());
+    let (store, cpu) = (Arc::new(MemoryStore::default()), current_cpu());
     let run = |rank: usize| {
         let hints = [("transport", transport), ("spin_microseconds", "10000000")];
         let comm = Communicator::new(CommOptions {
@@ -247,9 +248,7 @@ fn time_on_one_cpu(transport: &str) -> Duration {
             hints: hints.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
         })
         .expect("the world forms");
-        let mut alone = CpuSet::new();
-        alone.set(cpu);
-        sched_setaffinity(None, &alone).expect("a CPU that this thread was on");
+        bind_to_cpu(cpu).expect("a CPU that this thread was on");
         let (peer, mut data) = (Rank::from(1 - rank), [0_u8; 8]);
         let mut to_and_fro = || {
             if rank == 0 {

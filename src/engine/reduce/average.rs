@@ -5,7 +5,9 @@
 
 use half::{bf16, f16};
 
-use super::element::{Accumulators, Element, Half, Job, Operands, STRETCH, load_each, store_each, undefined};
+use super::element::{
+    Accumulators, Element, Half, Job, Operands, STRETCH, accumulate, load_each, store_each, undefined,
+};
 use crate::sys::simd::{Halves, Kernel, widest};
 use crate::types::{DType, ReduceOp};
 
@@ -220,11 +222,8 @@ impl Average<'_> {
         for (index, into) in into.chunks_mut(STRETCH).enumerate() {
             let (start, len) = (index * STRETCH, into.len());
             let sums = &mut sums.0[..len];
-            let mut blocks = self.blocks.iter().map(|block| &B::split(block)[start..start + len]);
-            load_each::<B, _>(block_means, sums, blocks.next().unwrap_or_default(), |_, element| widened(element));
-            for block in blocks {
-                load_each::<B, _>(block_means, sums, block, |sum, element| E::add(sum, widened(element)));
-            }
+            let blocks = self.blocks.iter().map(|block| &B::split(block)[start..start + len]);
+            accumulate::<B, _>(block_means, sums, blocks, widened, E::add);
             store_each::<E, _>(means, into, sums, |sum| E::divided(sum, self.world));
         }
     }

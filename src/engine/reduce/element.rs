@@ -240,6 +240,12 @@ pub(super) trait Job {
     fn run<E: Element>(self, means: E::Means, op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy);
 }
 
+/// How many of so many elements are converted by eights; the rest are, one by one.
+#[inline(always)]
+fn in_eights<E: Element>(len: usize) -> usize {
+    if E::BY_EIGHTS { len / EIGHT * EIGHT } else { 0 }
+}
+
 /// `into = into ⊕ from`.
 #[inline(always)]
 pub(super) fn combine_each<E: Element>(
@@ -248,7 +254,7 @@ pub(super) fn combine_each<E: Element>(
     from: &[E::Bytes],
     op: impl Fn(E::Wide, E::Wide) -> E::Wide + Copy,
 ) {
-    let in_eights = if E::BY_EIGHTS { into.len() / EIGHT * EIGHT } else { 0 };
+    let in_eights = in_eights::<E>(into.len());
     let ((eights, rest), (from_eights, from_rest)) = (into.split_at_mut(in_eights), from.split_at(in_eights));
     each(eights.as_chunks_mut().0, from_eights.as_chunks().0, |into, from| {
         let mut wide = E::load_eight(means, into);
@@ -266,13 +272,30 @@ pub(super) fn load_each<E: Element, W: Copy>(
     from: &[E::Bytes],
     f: impl Fn(W, E::Wide) -> W + Copy,
 ) {
-    let in_eights = if E::BY_EIGHTS { wide.len() / EIGHT * EIGHT } else { 0 };
+    let in_eights = in_eights::<E>(wide.len());
     let ((eights, rest), (from_eights, from_rest)) = (wide.split_at_mut(in_eights), from.split_at(in_eights));
     each(eights.as_chunks_mut().0, from_eights.as_chunks().0, |mut wide: [W; EIGHT], from| {
         each(&mut wide, &E::load_eight(means, from), f);
         wide
     });
     each(rest, from_rest, |wide, from| f(wide, E::load(from)));
+}
+
+/// `wide = block₀ ⊕ block₁ ⊕ …`, of elements that are `widened`.
+#[inline(always)]
+pub(super) fn accumulate<'a, E: Element, W: Copy>(
+    means: E::Means,
+    wide: &mut [W],
+    mut blocks: impl Iterator<Item = &'a [E::Bytes]>,
+    widened: impl Fn(E::Wide) -> W + Copy,
+    op: impl Fn(W, W) -> W + Copy,
+) where
+    E::Bytes: 'a,
+{
+    load_each::<E, W>(means, wide, blocks.next().unwrap_or_default(), |_, element| widened(element));
+    for block in blocks {
+        load_each::<E, W>(means, wide, block, |wide, element| op(wide, widened(element)));
+    }
 }
 
 /// `into = f(wide)`.
@@ -283,7 +306,7 @@ pub(super) fn store_each<E: Element, W: Copy>(
     wide: &[W],
     f: impl Fn(W) -> E::Wide + Copy,
 ) {
-    let in_eights = if E::BY_EIGHTS { into.len() / EIGHT * EIGHT } else { 0 };
+    let in_eights = in_eights::<E>(into.len());
     let ((eights, rest), (wide_eights, wide_rest)) = (into.split_at_mut(in_eights), wide.split_at(in_eights));
     each(eights.as_chunks_mut().0, wide_eights.as_chunks().0, |_, wide: [W; EIGHT]| {
         let mut narrow = [E::Wide::default(); EIGHT];
