@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib.util
 import json
 import os
@@ -449,8 +450,13 @@ def test_a_stopped_writer_does_not_delay_the_end_of_its_access(fresh_world: Worl
     fresh_world.run(a_stopped_writer_does_not_delay_the_end_of_its_access, hints)
 
 
+MALLOPT_PERTURB = -6  # M_PERTURB of malloc.h: new memory's bytes are the complement
+
+
 def through(rank: int, size: int, hints: dict[str, str], tls: str, body: Callable[..., None]) -> None:
     os.environ["UCX_TLS"] = tls  # before UCX is loaded
+    # New memory is full of a byte that UCX has no use for, where its own may be anything.
+    assert ctypes.CDLL(None).mallopt(MALLOPT_PERTURB, 0xA5) == 1
     body(rank, size, hints)
 
 

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 
 use super::functions::{
-    ContextAttributes, FEATURE_RMA, FEATURE_WAKEUP, MemoryParams, PARAM_FEATURES, PARAM_MT_WORKERS_SHARED, Params,
-    RawContext, RawMemory, THREAD_MODE_MULTI,
+    ContextAttributes, FEATURE_RMA, FEATURE_WAKEUP, MemoryParams, PARAM_FEATURES, PARAM_MT_WORKERS_SHARED,
+    PARAM_REQUEST_INIT, Params, RawContext, RawMemory, THREAD_MODE_MULTI,
 };
 use super::library::{Ucx, UcxError};
-use crate::sync::{Arc, Mutex, OnceLock, lock};
+use crate::sync::{Arc, AtomicUsize, Mutex, OnceLock, Ordering, lock};
 use crate::sys::fork::{Origin, PerProcess};
 use crate::sys::lent_bytes::LentBytes;
 
@@ -63,8 +63,9 @@ impl Context {
             ucx.check("ucp_config_modify", status)?;
         }
         let params = Params {
-            field_mask: PARAM_FEATURES | PARAM_MT_WORKERS_SHARED,
+            field_mask: PARAM_FEATURES | PARAM_REQUEST_INIT | PARAM_MT_WORKERS_SHARED,
             features: FEATURE_RMA | FEATURE_WAKEUP,
+            request_init: Some(zero_request),
             mt_workers_shared: 1,
             ..Params::default()
         };
@@ -75,13 +76,15 @@ impl Context {
         unsafe { (functions.config_release)(config) };
         ucx.check("ucp_init", status)?;
         let context = Context { ucx, raw };
-        let mut attributes = ContextAttributes::thread_mode();
+        let mut attributes = ContextAttributes::asked();
         // SAFETY: the context lives, and the structure says what is asked for.
         let status = unsafe { (context.ucx.functions().context_query)(raw, &raw mut attributes) };
         context.ucx.check("ucp_context_query", status)?;
         if attributes.thread_mode != THREAD_MODE_MULTI {
             return Err(UcxError::OneThread { path: context.ucx.path().to_owned() });
         }
+        // Relaxed: what makes requests is made after this, of this context.
+        REQUEST_BYTES.store(attributes.request_size, Ordering::Relaxed);
         Ok(context)
     }
 
@@ -100,6 +103,24 @@ impl Drop for Context {
         // SAFETY: made in `new`; whatever is of it keeps it alive.
         unsafe { (self.ucx.functions().cleanup)(self.raw) };
     }
+}
+
+/// The size of the library's own part of a request: 0 before it is known.
+static REQUEST_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// Zeros the memory of a new request. Where an endpoint closes before a peer has taken the answer to its read, the library
+/// frees what the answer's data type has, which it never set (`ucp_request_send_state_ff`, from 1.12 to 1.22 at least): memory
+/// with the wrong bits ends the process. Zeros are the type that has nothing.
+///
+/// # Safety
+/// `request` is the library's pointer to a request that nothing uses yet.
+unsafe extern "C" fn zero_request(request: *mut c_void) {
+    let bytes = REQUEST_BYTES.load(Ordering::Relaxed);
+    // SAFETY: the library's part lies before the pointer and is as long as the library says, as in the requests that its
+    // users may allocate themselves (`UCP_ATTR_FIELD_REQUEST_SIZE`).
+    let part = unsafe { request.cast::<u8>().sub(bytes) };
+    // SAFETY: as above. Of it, only a number has been set, to zero (`UCS_PTR_MAP_KEY_INVALID`).
+    unsafe { part.write_bytes(0, bytes) };
 }
 
 /// Memory that the devices of a context may access, and the peers read that have its key.

@@ -34,6 +34,9 @@ pub(super) fn status_of(pointer: StatusPtr) -> Result<Status, *mut c_void> {
     if number == 0 || (LAST..0).contains(&number) { Ok(number as Status) } else { Err(pointer) }
 }
 
+/// `ucp_request_init_callback_t`.
+pub(super) type RequestInit = unsafe extern "C" fn(*mut c_void);
+
 /// `ucp_params_t`.
 #[repr(C)]
 #[derive(Default)]
@@ -41,7 +44,7 @@ pub(super) struct Params {
     pub(super) field_mask: u64,
     pub(super) features: u64,
     pub(super) request_size: usize,
-    pub(super) request_init: usize,
+    pub(super) request_init: Option<RequestInit>,
     pub(super) request_cleanup: usize,
     pub(super) tag_sender_mask: u64,
     pub(super) mt_workers_shared: c_int,
@@ -53,6 +56,8 @@ pub(super) struct Params {
 
 /// `UCP_PARAM_FIELD_FEATURES`.
 pub(super) const PARAM_FEATURES: u64 = 1;
+/// `UCP_PARAM_FIELD_REQUEST_INIT`.
+pub(super) const PARAM_REQUEST_INIT: u64 = 1 << 2;
 /// `UCP_PARAM_FIELD_MT_WORKERS_SHARED`.
 pub(super) const PARAM_MT_WORKERS_SHARED: u64 = 1 << 5;
 /// `UCP_FEATURE_RMA`.
@@ -71,9 +76,9 @@ pub(super) struct ContextAttributes {
 }
 
 impl ContextAttributes {
-    /// Asks for the thread mode.
-    pub(super) fn thread_mode() -> ContextAttributes {
-        let asked = 1 << 1; // UCP_ATTR_FIELD_THREAD_MODE
+    /// Asks for the size of a request and the thread mode.
+    pub(super) fn asked() -> ContextAttributes {
+        let asked = 0b11; // UCP_ATTR_FIELD_REQUEST_SIZE, _THREAD_MODE
         ContextAttributes { field_mask: asked, request_size: 0, thread_mode: 0, rest: [0; 16] }
     }
 }
