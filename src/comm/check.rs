@@ -110,10 +110,8 @@ impl Checker<'_> {
     }
 
     fn rank(&self, argument: &'static str, rank: Rank) -> Result<Rank, UsageError> {
-        if rank.index() < self.place.size {
-            return Ok(rank);
-        }
-        Err(self.error(argument, format!("a rank in [0, {})", self.place.size), rank.to_string()))
+        peer(self.op, argument, rank, self.place.size)?;
+        Ok(rank)
     }
 
     /// The number of elements, which must be that of inputs and of outputs.
@@ -199,18 +197,21 @@ impl Checker<'_> {
 }
 
 /// Refuses a peer that is no rank of the communicator.
+#[inline]
 pub(crate) fn peer(op: &Op, argument: &'static str, rank: Rank, size: usize) -> Result<(), UsageError> {
-    one_of(op.kind.name(), argument, rank, size)
+    if rank.index() < size { Ok(()) } else { Err(no_rank(op.kind.name(), argument, rank, size)) }
 }
 
 /// As [`peer`], for a call that is no operation.
 #[inline]
 pub(crate) fn one_of(operation: &str, argument: &'static str, rank: Rank, size: usize) -> Result<(), UsageError> {
-    if rank.index() < size {
-        return Ok(());
-    }
+    if rank.index() < size { Ok(()) } else { Err(no_rank(operation, argument, rank, size)) }
+}
+
+#[cold]
+fn no_rank(operation: &str, argument: &'static str, rank: Rank, size: usize) -> UsageError {
     let expected = format!("a rank in [0, {size})");
-    Err(UsageError { operation: operation.to_owned(), argument, expected, got: rank.to_string() })
+    UsageError { operation: operation.to_owned(), argument, expected, got: rank.to_string() }
 }
 
 /// Refuses buffers that do not lie in the memory where the operation runs.
@@ -321,9 +322,17 @@ pub(crate) fn addends(op: &Op) -> Result<DType, UsageError> {
 }
 
 /// Refuses memory of more than [`BYTES_MAX`] bytes, so that computations with its lengths do not overflow.
+#[inline]
 pub(crate) fn memory(op: &Op) -> Result<(), UsageError> {
-    lengths(op.kind.name(), "input", &op.inputs)?;
-    lengths(op.kind.name(), "output", &op.outputs)
+    let fits = |buffers: &[Buffer]| buffer::bytes(buffers).is_some();
+    if fits(&op.inputs) && fits(&op.outputs) { Ok(()) } else { Err(too_long(op)) }
+}
+
+#[cold]
+fn too_long(op: &Op) -> UsageError {
+    let name = op.kind.name();
+    let checked = lengths(name, "input", &op.inputs).and_then(|()| lengths(name, "output", &op.outputs));
+    checked.expect_err("one of the two is too long")
 }
 
 /// As [`memory`], of the buffers of one argument.

@@ -337,13 +337,13 @@ impl Collectives {
         ctx: &mut OpContext,
         sequence: u64,
         mut request: Request,
-        taken: Executed,
+        mut taken: Executed,
         work: Work,
         now: Instant,
     ) {
-        let plan = self.prepare(ctx, &mut request);
+        let plan = taken.plan.take().unwrap_or_else(|| self.prepare(ctx, &mut request));
         let (mut blocked, mut ready) = std::mem::take(&mut self.spare);
-        plan.after(taken, &mut blocked, &mut ready);
+        plan.after(&taken, &mut blocked, &mut ready);
         ctx.recorder.started(work.number(), now);
         let deadline = now.checked_add(request.timeout);
         let pulse = Pulse::new(now, request.timeout);
@@ -361,12 +361,12 @@ impl Collectives {
 
     /// Compares what came early with what this rank called.
     fn check_unexpected_signatures(&mut self, ctx: &mut OpContext, sequence: u64) {
-        let early = self.unexpected.iter().filter(|((_, key, _), _)| *key == sequence);
-        let early: Vec<(Rank, Signature)> = early.map(|((from, ..), (signature, _))| (*from, *signature)).collect();
-        for (from, signature) in early {
-            if !self.check_signature(ctx, from, signature) {
-                return;
-            }
+        let Some(ours) = self.active.as_ref().map(|active| active.request.signature) else { return };
+        let disagrees =
+            |((_, key, _), (theirs, _)): &(&Key, &(Signature, Unexpected))| *key == sequence && *theirs != ours;
+        if let Some(((from, ..), (theirs, _))) = self.unexpected.iter().find(disagrees) {
+            let (from, theirs) = (*from, *theirs);
+            self.check_signature(ctx, from, theirs);
         }
     }
 

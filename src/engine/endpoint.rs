@@ -23,6 +23,15 @@ use crate::sys::tcp_info::TcpStats;
 use crate::transport::{RingStats, Transport, Watcher};
 use crate::types::Rank;
 
+/// What a look has found.
+pub(crate) struct Looked {
+    pub(crate) is_stream_ready: bool,
+    /// A listener, or a connection in its handshake.
+    pub(crate) is_other_ready: bool,
+    /// The peers that have nothing more to say, as of [`Endpoints::check`].
+    pub(crate) gone: Vec<(Rank, LinkDown)>,
+}
+
 /// The connections of one communicator.
 pub(crate) struct Endpoints {
     me: Rank,
@@ -197,11 +206,11 @@ impl Endpoints {
         self.agenda.has_armed().then(|| if self.agenda.is_empty() { 1 } else { LOOK_INTERVAL })
     }
 
-    /// Puts the streams on the agenda that are ready. Returns the peers that have nothing more to say, as [`Endpoints::check`]
-    /// does.
-    pub(crate) fn look(&mut self) -> Vec<(Rank, LinkDown)> {
+    /// Puts the streams on the agenda that are ready.
+    pub(crate) fn look(&mut self) -> Looked {
         let (mut named, mut gone) = (std::mem::take(&mut self.named), Vec::new());
-        self.watcher.look(&mut named);
+        let is_other_ready = self.watcher.look(&mut named);
+        let is_stream_ready = !named.is_empty();
         for name in named.drain(..) {
             match name {
                 StreamName::From(peer) if self.agenda.has(List::Silent, peer) => self.read_again(peer),
@@ -214,7 +223,7 @@ impl Endpoints {
             }
         }
         self.named = named;
-        gone
+        Looked { is_stream_ready, is_other_ready, gone }
     }
 
     /// Has each turn read the armed stream from `peer`, from which something comes, and so the thread that sleeps.

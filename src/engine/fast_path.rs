@@ -15,7 +15,7 @@ use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::Header;
 use crate::engine::inbox::Next;
 use crate::engine::message::{Direction, MessageRequest, message_header};
-use crate::engine::plan::Executed;
+use crate::engine::plan::{Executed, Plan};
 use crate::engine::progress::Engine;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer};
 use crate::engine::region::Region;
@@ -106,7 +106,7 @@ impl Engine {
     fn can_take_fast_path(&mut self) -> bool {
         if self.slow_path_due() {
             // Whatever else comes must not wait for ever.
-            self.progress(true);
+            self.turn(true, false);
             return false;
         }
         self.is_settled()
@@ -119,6 +119,18 @@ impl Engine {
     /// leaves first, since another rank waits for it.
     fn execute(&mut self, request: &mut Request, executed: &mut Executed, recorded: &mut Option<Entry>) -> bool {
         let plan = self.collectives.prepare(&self.context, request);
+        let has_ended = self.execute_steps(&plan, request, executed, recorded);
+        executed.plan = (!has_ended).then_some(plan);
+        has_ended
+    }
+
+    fn execute_steps(
+        &mut self,
+        plan: &Plan,
+        request: &Request,
+        executed: &mut Executed,
+        recorded: &mut Option<Entry>,
+    ) -> bool {
         let sequence = self.collectives.next_sequence();
         while let Some(step) = plan.schedule.steps.get(executed.steps) {
             let message = plan.message[executed.steps];

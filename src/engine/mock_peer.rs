@@ -40,6 +40,9 @@ pub(crate) struct MockWire {
     /// How often rank 0 has looked at a stream of any rank, and how often a thread of its that sleeps was woken.
     pub(crate) looks: usize,
     pub(crate) wakes: usize,
+    /// How often rank 0 has asked its listener, and whether somebody connects to that.
+    pub(crate) accepts: usize,
+    pub(crate) has_caller: bool,
     /// So many ranks, from rank 2 on, have opened streams to rank 0 in which nothing comes.
     pub(crate) crowd: usize,
     /// Rank 1's memory from address 1 on, as far as it can be read.
@@ -162,7 +165,7 @@ impl Drive for NoProgress {
 struct MockWatcher(Arc<Mutex<MockWire>>);
 
 impl Watcher for MockWatcher {
-    fn look(&mut self, named: &mut Vec<StreamName>) {
+    fn look(&mut self, named: &mut Vec<StreamName>) -> bool {
         let wire = lock(&self.0);
         if wire.ended || !wire.to_engine.is_empty() {
             named.push(StreamName::From(Rank(1)));
@@ -170,6 +173,8 @@ impl Watcher for MockWatcher {
         if wire.broken || (wire.is_armed && !wire.full) {
             named.push(StreamName::To(Rank(1)));
         }
+        // At first rank 1 does.
+        wire.has_caller || wire.accepts == 0
     }
 
     fn wake(&self) {
@@ -199,6 +204,7 @@ impl Transport for MockTransport {
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
+        lock(&self.wire).accepts += 1;
         if std::mem::replace(&mut self.accepted, true) {
             return Vec::new();
         }
@@ -524,6 +530,26 @@ mod tests {
         };
         assert_eq!(looks(3_000), looks(10));
         assert_eq!(looks(3_000).0, (0, 0));
+    }
+
+    #[test]
+    fn a_thread_that_a_stream_has_woken_asks_no_listener() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![0]));
+        harness.settle();
+        let accepts = |harness: &mut Harness| {
+            let before = harness.wire().accepts;
+            harness.engine.progress(true);
+            harness.wire().accepts - before
+        };
+        assert_eq!(accepts(&mut harness), 1, "a connection may have to be given up");
+        let receive = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
+        let message = [&*message_header(Tag(0), 8).encode(), &7u64.to_ne_bytes()].concat();
+        harness.wire().to_engine.extend_from_slice(&message);
+        assert_eq!(accepts(&mut harness), 0);
+        assert_eq!(receive.result(), Some(Ok(())));
+        harness.wire().to_engine.extend_from_slice(&message);
+        harness.wire().has_caller = true;
+        assert_eq!(accepts(&mut harness), 1);
     }
 
     #[test]

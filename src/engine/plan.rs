@@ -35,12 +35,14 @@ pub(crate) struct Plan {
 }
 
 /// How far a collective has come before its state is kept.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Executed {
     /// The first so many steps of the schedule are done.
     pub(crate) steps: usize,
     /// The next one has begun.
     pub(crate) next_has_begun: bool,
+    /// The plan, for which the request has been prepared; None if nothing was tried.
+    pub(crate) plan: Option<Arc<Plan>>,
 }
 
 impl Plan {
@@ -90,7 +92,7 @@ impl Plan {
     }
 
     /// Sets, for a collective that has come so far, how many others each step still waits for, and which wait for none.
-    pub(crate) fn after(&self, taken: Executed, blocked: &mut Vec<u32>, ready: &mut VecDeque<StepId>) {
+    pub(crate) fn after(&self, taken: &Executed, blocked: &mut Vec<u32>, ready: &mut VecDeque<StepId>) {
         blocked.clone_from(&self.blocked);
         ready.clear();
         if taken.steps == 0 && !taken.next_has_begun {

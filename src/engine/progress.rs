@@ -227,19 +227,29 @@ impl Engine {
         is_idle && is_device_idle && self.context.rndv.is_idle()
     }
 
-    /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that the rarer
+    /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that most of the rarer
     /// checks are due. True: something moved.
     pub(crate) fn progress(&mut self, woke: bool) -> bool {
-        let is_slow_path = self.slow_path_due() || woke;
+        let is_slow_path_due = self.slow_path_due();
+        self.turn(is_slow_path_due, woke)
+    }
+
+    /// The same; `accepts` says that all of the rarer checks are due.
+    pub(crate) fn turn(&mut self, mut accepts: bool, woke: bool) -> bool {
+        let is_slow_path = accepts || woke;
         let ended = self.context.finished.len();
         let mut moved = false;
-        if is_slow_path {
-            self.context.endpoints.accept();
-            let gone = self.context.endpoints.check();
-            self.end_connections(gone);
-        }
         if is_slow_path || self.look_due() {
-            let gone = self.context.endpoints.look();
+            let looked = self.context.endpoints.look();
+            self.end_connections(looked.gone);
+            // What has woken a thread and is no stream may be a rank that connects, or a time that is over.
+            accepts |= looked.is_other_ready || (woke && !looked.is_stream_ready);
+        }
+        if accepts {
+            self.context.endpoints.accept();
+        }
+        if is_slow_path {
+            let gone = self.context.endpoints.check();
             self.end_connections(gone);
         }
         moved |= self.progress_recvs();

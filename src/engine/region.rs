@@ -60,6 +60,7 @@ impl Default for Region {
 
 impl Region {
     /// All bytes of `buffers`, end to end.
+    #[inline]
     pub(crate) fn of(buffers: &[Buffer]) -> Region {
         let piece = |buffer: &Buffer| Piece { ptr: buffer.ptr(), len: buffer.bytes() };
         match buffers {
@@ -82,6 +83,7 @@ impl Region {
     }
 
     /// All bytes of `pieces`, end to end.
+    #[inline(never)]
     fn joined(pieces: impl Iterator<Item = Piece>) -> Region {
         let pieces: Vec<Piece> = pieces.filter(|piece| piece.len > 0).collect();
         let len = pieces.iter().map(|piece| piece.len).sum();
@@ -119,21 +121,26 @@ impl Region {
     ///
     /// # Panics
     /// When they are not inside the region: a schedule that does not fit its tensors.
+    #[inline]
     pub(crate) fn part(&self, offset: usize, len: usize) -> Region {
         match self {
             Region::Run(piece) => Region::Run(piece.part(offset, len)),
-            Region::Runs(pieces, whole) => {
-                let is_inside = offset.checked_add(len).is_some_and(|end| end <= *whole);
-                assert!(is_inside, "{len} bytes at {offset} of a region of {whole}");
-                let (mut skip, mut left) = (offset, len);
-                Region::joined(pieces.iter().map(|piece| {
-                    let from = skip.min(piece.len);
-                    let take = left.min(piece.len - from);
-                    (skip, left) = (skip - from, left - take);
-                    piece.part(from, take)
-                }))
-            }
+            Region::Runs(pieces, whole) => Region::part_of_runs(pieces, *whole, offset, len),
         }
+    }
+
+    // Apart from the usual case, which takes few instructions.
+    #[inline(never)]
+    fn part_of_runs(pieces: &[Piece], whole: usize, offset: usize, len: usize) -> Region {
+        let is_inside = offset.checked_add(len).is_some_and(|end| end <= whole);
+        assert!(is_inside, "{len} bytes at {offset} of a region of {whole}");
+        let (mut skip, mut left) = (offset, len);
+        Region::joined(pieces.iter().map(|piece| {
+            let from = skip.min(piece.len);
+            let take = left.min(piece.len - from);
+            (skip, left) = (skip - from, left - take);
+            piece.part(from, take)
+        }))
     }
 
     /// The bytes of the run that contains `offset`, from there on, to be read.

@@ -123,10 +123,15 @@ impl Poller {
         Ok(())
     }
 
-    /// Appends the streams that are ready now to `named`, some at most; the next look begins with the others. It does not
-    /// sleep, and leaves a call of [`Poller::wake`] to the thread that does.
-    pub fn look(&self, named: &mut Vec<StreamName>) -> io::Result<()> {
-        self.collect(Some(&Timespec { tv_sec: 0, tv_nsec: 0 }), |data| named.extend(StreamName::of(data)))
+    /// Appends the streams that are ready now to `named`, some at most; the next look begins with the others. True: a descriptor
+    /// is ready that has no name. It does not sleep, and leaves a call of [`Poller::wake`] to the thread that does.
+    pub fn look(&self, named: &mut Vec<StreamName>) -> io::Result<bool> {
+        let mut has_unnamed = false;
+        self.collect(Some(&Timespec { tv_sec: 0, tv_nsec: 0 }), |data| {
+            named.extend(StreamName::of(data));
+            has_unnamed |= data == UNNAMED;
+        })?;
+        Ok(has_unnamed)
     }
 
     /// Waits for events and tells what they carry.
@@ -234,23 +239,23 @@ mod tests {
         let (mut near, far) = UnixStream::pair().expect("a pair");
         let look = || {
             let mut named = Vec::new();
-            poller.look(&mut named).expect("a look");
-            named
+            let has_unnamed = poller.look(&mut named).expect("a look");
+            (named, has_unnamed)
         };
         let mut registration = poller.add(far.as_fd(), Interest::Read).expect("a registration");
         near.write_all(b"x").expect("a byte");
-        assert_eq!(look(), [], "it is no stream's yet");
+        assert_eq!(look(), (vec![], true), "it is no stream's yet");
         for name in [StreamName::From(Rank(0)), StreamName::To(Rank(u32::MAX))] {
             registration.name(name).expect("a name");
             poller.wake();
             for _ in 0..2 {
-                assert_eq!(look(), [name], "the byte is still there");
+                assert_eq!(look(), (vec![name], false), "the byte is still there");
             }
         }
         (&far).read_exact(&mut [0]).expect("the byte");
-        assert_eq!(look(), []);
+        assert_eq!(look(), (vec![], false));
         registration.set(Interest::Write).expect("another interest");
-        assert_eq!(look(), [StreamName::To(Rank(u32::MAX))], "it keeps its name");
+        assert_eq!(look(), (vec![StreamName::To(Rank(u32::MAX))], false), "it keeps its name");
         drop(registration);
         poller.wait(None).expect("the wake");
     }
@@ -266,7 +271,7 @@ mod tests {
         };
         let _registrations: Vec<_> = copies.iter().enumerate().map(add).collect();
         let mut named = Vec::new();
-        (0..200usize.div_ceil(EVENTS_MAX)).for_each(|_| poller.look(&mut named).expect("a look"));
+        (0..200usize.div_ceil(EVENTS_MAX)).for_each(|_| assert!(!poller.look(&mut named).expect("a look")));
         let mut ranks: Vec<u32> = named
             .iter()
             .map(|name| match name {

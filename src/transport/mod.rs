@@ -164,20 +164,22 @@ pub(crate) const PATIENCE_WITH_CALLS: u32 = 64;
 
 /// Tells which streams of a communicator are ready. All its transports have the same.
 pub trait Watcher: Send {
-    /// Appends the streams that are ready now to `named`, some at most; the next look begins with the others. Does not sleep.
-    fn look(&mut self, named: &mut Vec<StreamName>);
+    /// Appends the streams that are ready now to `named`, some at most; the next look begins with the others. True: something
+    /// is ready that is no stream, as a listener. Does not sleep.
+    fn look(&mut self, named: &mut Vec<StreamName>) -> bool;
 
     /// Ends the sleep of the thread that sleeps until a stream is ready, or its next one.
     fn wake(&self);
 }
 
 impl Watcher for Poller {
-    fn look(&mut self, named: &mut Vec<StreamName>) {
-        if let Err(error) = Poller::look(self, named) {
+    fn look(&mut self, named: &mut Vec<StreamName>) -> bool {
+        Poller::look(self, named).unwrap_or_else(|error| {
             // Logged once: the next turn would log it again.
             static LOGGED: std::sync::Once = std::sync::Once::new();
             LOGGED.call_once(|| log::error!("looking for streams that are ready fails: {error}"));
-        }
+            true
+        })
     }
 
     fn wake(&self) {
