@@ -296,10 +296,12 @@ impl Endpoints {
             let is_opened = peer.connector.due().is_some() || peer.outbox.is_opening();
             peer.lost.is_none() && (peer.ending.is_some() || is_opened)
         });
-        if !is_unsettled {
-            self.agenda.remove(List::Unsettled, peer);
-        } else if self.agenda.insert(List::Unsettled, peer) {
+        if is_unsettled {
+            self.agenda.insert(List::Unsettled, peer);
+            // Also if it was there: it may be due sooner than before.
             self.disturb();
+        } else {
+            self.agenda.remove(List::Unsettled, peer);
         }
     }
 

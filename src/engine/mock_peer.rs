@@ -473,6 +473,20 @@ mod tests {
     }
 
     #[test]
+    fn what_is_due_sooner_than_a_sleeping_thread_knows_wakes_it() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
+        harness.wire().is_opening = true;
+        let _send = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        harness.settle();
+        assert!(!harness.engine.arm());
+        let wakes = harness.wire().wakes;
+        // Another thread notices that the stream to rank 1 is down: what is left to read is to be read soon.
+        harness.wire().broken = true;
+        harness.engine.progress(true);
+        assert_eq!(harness.wire().wakes, wakes + 1);
+    }
+
+    #[test]
     fn a_turn_in_a_large_world_looks_at_those_that_were_talked_to() {
         let looks = |size| {
             let (mut harness, mut words) = (Harness::of(size), Words::new(vec![7]));
