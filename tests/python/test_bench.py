@@ -19,7 +19,7 @@ import torch.distributed as dist
 from harness import BACKEND, World, fresh_store, needs
 from ncclx_rs.__main__ import COMMANDS
 from ncclx_rs.bench import __main__ as command_line
-from ncclx_rs.bench import measure, plot, report
+from ncclx_rs.bench import link, measure, plot, report
 from ncclx_rs.bench.measure import Case, Plan, Ratio, Result, Row, compare, percentile
 from ncclx_rs.bench.operations import OPERATIONS, Job, Place
 
@@ -333,10 +333,28 @@ def test_a_link_between_two_cores_is_measured(tmp_path: Path, capsys: pytest.Cap
     assert sorted(os.sched_getaffinity(0)) == cores
 
 
+def test_a_link_on_one_core_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["--link"])
+    assert "--link: this process may run on one core alone, 3" in capsys.readouterr().err
+
+
+def test_the_figures_of_a_link_are_shares_of_a_copy() -> None:
+    rates = {"write_shared": 1.0, "write_owned": 2.0, "read": 3.0, "read_owning": 6.0, "memcpy": 4.0}
+    found = {"cpus": [5, 7], "round_trip": 120.0, **rates, "page": 2048.0}
+    heading, *lines = link.table(found).splitlines()
+    assert "from core 5 to core 7" in heading
+    assert [line.split()[-1] for line in lines[1:6]] == ["0.25", "0.50", "0.75", "1.50", "1.00"]
+    assert lines[0].split()[-2:] == ["120", "ns"] and lines[-1].split()[-7:] == "2.00 GB/s 0.50 2048 ns a page".split()
+    assert link.table({**found, "page": None}).splitlines()[-1].startswith("this process may not read another one's")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--link", "1"], "expected the numbers of two cores such as 0,1, got '1'"),
+        (["--link", "0,4294967296"], "expected the numbers of two cores such as 0,1, got '0,4294967296'"),
         (["--link", "0,0"], "--link: measure_link: two cores are expected, got 0 twice"),
         (["--link", "0,99999"], "this process may not run on core 99999"),
     ],
@@ -345,6 +363,27 @@ def test_a_link_needs_two_cores(words: list[str], told: str, capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         command_line.main(words)
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--ops", "barrier"], "--ops"),
+        (["--ranks", "2"], "--ranks"),
+        (["--round-ms", "5"], "--round-ms"),
+        (["--no-check"], "--no-check"),
+        (["--plot", "link.svg"], "--plot"),
+    ],
+)
+def test_a_link_goes_with_no_option_of_collectives(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "measure", lambda _: pytest.fail("nothing is to be measured"))
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="ncclx-rs")
+    for run in (command_line.main, lambda words: sys.exit(script.load()(["bench", *words]))):
+        with pytest.raises(SystemExit, match="2"):
+            run(["--link", "--json", *words])
+        assert f"{named}: does not go with --link" in capsys.readouterr().err
 
 
 def test_sizes_have_units() -> None:

@@ -272,6 +272,9 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
 
 
 def _link(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
+    for name, value in vars(made.parse_args([])).items():
+        if name not in ("link", "json") and getattr(options, name) != value:
+            made.error(f"--{name.replace('_', '-')}: does not go with --link, which measures no collectives")
     try:
         found = link.measure(options.link)
     except OSError as error:

@@ -11,6 +11,9 @@ from ncclx_rs._native import measure_link
 # The version of the JSON, raised when a reader would have to change.
 SCHEMA = 1
 
+# Numbers of cores are below this one.
+_CORES_MAX = 1 << 32
+
 # Pages of memory are of this size.
 _PAGE_BYTES = 4096
 
@@ -32,7 +35,7 @@ def cores(text: str) -> tuple[int, int] | None:
     if not text:
         return None
     parts = text.split(",")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) < _CORES_MAX for part in parts):
         raise argparse.ArgumentTypeError(f"expected the numbers of two cores such as 0,1, got {text!r}")
     return int(parts[0]), int(parts[1])
 
