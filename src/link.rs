@@ -221,9 +221,38 @@ mod tests {
             return;
         };
         let link = measure([one, two]).expect("a link");
-        let figures = [link.round_trip, link.write_shared, link.write_owned, link.read, link.read_owning, link.memcpy];
-        assert!(figures.iter().chain(&link.page).all(|figure| figure.is_finite() && *figure > 0.0), "{link:?}");
+        let page = link.page.expect("a process may read its own memory");
+        let rates = [link.write_shared, link.write_owned, link.read, link.read_owning, link.memcpy];
+        let mut figures = [&[link.round_trip, page], &rates[..]].concat().into_iter();
+        assert!(figures.all(|figure| figure.is_finite() && figure > 0.0), "{link:?}");
         assert_eq!(own_cpus().0, cpus, "this thread stays where it may run");
+    }
+
+    #[test]
+    fn each_side_runs_on_its_own_core() {
+        let (cpus, _) = own_cpus();
+        let [one, two, ..] = cpus[..] else {
+            eprintln!("not run: there is one core");
+            return;
+        };
+        let found = both([two, one], |_| own_cpus().0, |_| own_cpus().0).expect("both are bound");
+        assert_eq!(found, (vec![two], vec![one]));
+        let result = both([one, 100_000], |_| panic!("the other one would never come"), |_| ());
+        assert!(result.is_err(), "there is no such core");
+    }
+
+    #[test]
+    fn a_reader_that_owns_lines_has_stored_into_each_of_them() {
+        let (cpus, _) = own_cpus();
+        // They take turns, also on one core.
+        let cpus = [cpus[0], cpus[cpus.len() - 1]];
+        for (is_owned, first) in [(false, 1), (true, 0)] {
+            let lines = Mutex::new(vec![[7; LINE_BYTES]; LINES]);
+            both(cpus, |turn| turn.write(&lines), |turn| turn.read(&lines, is_owned)).expect("both are bound");
+            let mut expected = [1; LINE_BYTES];
+            expected[0] = first;
+            assert!(lock(&lines).iter().all(|line| *line == expected), "owned: {is_owned}");
+        }
     }
 
     #[test]
