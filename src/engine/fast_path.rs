@@ -431,6 +431,23 @@ mod tests {
     }
 
     #[test]
+    fn a_message_ends_at_once_also_after_its_stream_was_armed() {
+        let (mut harness, mut words) = (harness(), Words::new(vec![0]));
+        harness.wire().patience = Some(8);
+        (0..20).for_each(|_| _ = harness.engine.progress(false));
+        let frame = [&*message_header(Tag(3), 8).encode(), &7u64.to_ne_bytes()].concat();
+        harness.wire().to_engine.extend_from_slice(&frame);
+        let receive = Direction::Receive(Source::Rank(Rank(1)));
+        let work = in_flight(message(&mut harness, receive, &mut words));
+        harness.settle();
+        assert_eq!((work.result(), words.get()), (Some(Ok(())), [7].as_slice()), "the loop disarms the stream");
+        words = Words::new(vec![0]);
+        harness.wire().to_engine.extend_from_slice(&frame);
+        assert!(matches!(message(&mut harness, receive, &mut words), Submitted::Completed(_, Some(Rank(1)))));
+        assert_eq!(words.get(), [7]);
+    }
+
+    #[test]
     fn a_frame_that_was_left_to_the_loop_is_not_slept_through() {
         let (mut harness, mut words) = (harness(), Words::new(vec![0]));
         let frames = [4, 3].map(|tag| [&*message_header(Tag(tag), 8).encode(), &7u64.to_ne_bytes()].concat());

@@ -407,6 +407,8 @@ mod tests {
         let (mut harness, mut words) = (Harness::new(), Words::new(vec![0]));
         harness.wire().patience = Some(8);
         harness.settle();
+        turns(&mut harness, 20);
+        assert_eq!(looks(&mut harness, |harness| turns(harness, 100)), (0, 0), "nothing is expected");
         let receive = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
         assert!(looks(&mut harness, |harness| turns(harness, 4)).1 >= 4, "it may come soon");
         turns(&mut harness, 8);
@@ -449,6 +451,41 @@ mod tests {
         assert!(harness.engine.is_busy() && harness.wire().is_armed);
         harness.engine.expire(Instant::now() + Duration::from_secs(61));
         assert!(send.is_done() && !harness.engine.is_busy() && !harness.wire().is_armed);
+        let next = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        harness.wire().full = false;
+        turns(&mut harness, 1);
+        assert_eq!(next.result(), Some(Ok(())), "what comes later is written in each turn");
+    }
+
+    #[test]
+    fn a_stream_that_is_accepted_while_a_thread_sleeps_wakes_it() {
+        let mut harness = Harness::new();
+        assert!(!harness.engine.arm());
+        // Another thread's turn.
+        harness.engine.progress(true);
+        assert_eq!(harness.wire().wakes, 1, "the one that sleeps has not armed that stream");
+    }
+
+    #[test]
+    fn what_is_expected_while_a_thread_sleeps_is_for_the_poller_to_tell() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![0]));
+        harness.settle();
+        assert!(!harness.engine.arm());
+        let _work = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
+        assert_eq!(harness.wire().wakes, 0, "the stream is armed");
+    }
+
+    #[test]
+    fn what_a_rank_says_of_a_failure_goes_out_at_its_end_where_there_is_room_again() {
+        let (mut words, mut more) = (Words::new(vec![7]), Words::new(vec![8]));
+        let (mut harness, failed) = blocked_send(&mut words);
+        let waits = harness.start(Direction::Send(Rank(1)), &mut more, Duration::from_secs(3600));
+        harness.engine.expire(Instant::now() + Duration::from_secs(61));
+        assert!(failed.is_done() && !waits.is_done() && harness.wire().is_armed);
+        harness.wire().full = false;
+        harness.engine.close("aborted: for a test");
+        let told = Header::decode(&harness.wire().from_engine).expect("a header").expect("a whole one");
+        assert_eq!(told.kind, FrameKind::Fail);
     }
 
     #[test]
@@ -579,7 +616,9 @@ mod tests {
             harness.engine.disarm();
             harness.engine.progress(true);
         };
-        assert!(looks(&mut harness, sleep).1 > 50, "they are looked at for a while");
+        for _ in 0..2 {
+            assert!(looks(&mut harness, sleep).1 > 50, "they are looked at for a while, also after a sleep");
+        }
         (0..10).for_each(|_| sleep(&mut harness));
         assert_eq!(looks(&mut harness, sleep), (0, 0));
     }

@@ -24,10 +24,16 @@ impl Harness {
     }
 
     fn offer_while(&mut self, is_busy: bool, memory: &[u64], len: usize) {
+        self.announce(is_busy, memory, len);
+        self.settle();
+    }
+
+    /// The same, of which rank 0 has not heard yet.
+    fn announce(&mut self, is_busy: bool, memory: &[u64], len: usize) {
         self.wire().memory = memory.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let announce = Header::control(FrameKind::Rts, MatchSpace::PointToPoint, 0, TOKEN, 8 * len as u64);
         let address = Some(MemoryAddress { address: 1, segment: None });
-        self.send(&Header { address, is_busy, ..announce }.encode());
+        self.wire().to_engine.extend_from_slice(&Header { address, is_busy, ..announce }.encode());
     }
 
     fn tell(&mut self, kind: FrameKind, token: u64, payload: &[u64]) {
@@ -51,6 +57,22 @@ fn a_message_is_read_where_it_lies() {
         assert!(work.is_done() && words.get() == [7, 8, 9]);
         assert_eq!(harness.kinds(), [(FrameKind::Ats, 0)]);
     }
+}
+
+#[test]
+fn a_message_that_takes_several_turns_is_not_slept_on() {
+    let message: Vec<u64> = (0..BYTES_PER_TURN as u64 / 8 + 1).collect();
+    let (mut harness, mut words) = (Harness::new(), Words::new(vec![0; message.len()]));
+    let work = harness.receive(&mut words);
+    harness.announce(true, &message, message.len());
+    // A turn of a thread that takes no other one.
+    harness.engine.progress(true);
+    assert!(harness.engine.arm() && !work.is_done());
+    harness.engine.disarm();
+    harness.settle();
+    assert!(work.is_done() && words.get() == message);
+    assert!(!harness.engine.arm(), "now it may sleep");
+    harness.engine.disarm();
 }
 
 #[test]
