@@ -156,7 +156,7 @@ fn both<W: Send, R: Send>(
     read: impl FnOnce(&Turn) -> R + Send,
 ) -> io::Result<(W, R)> {
     let (turn, bound, is_lacking) = (Turn::default(), Barrier::new(2), AtomicBool::new(false));
-    // Neither begins, and would wait for the other, where one could not be bound.
+    // Neither begins, and would wait for the other, where one could not be bound or has no thread.
     let bind = |cpu| {
         let result = bind_to_cpu(cpu);
         is_lacking.fetch_or(result.is_err(), Ordering::Relaxed);
@@ -164,10 +164,15 @@ fn both<W: Send, R: Send>(
         result.map(|()| !is_lacking.load(Ordering::Relaxed))
     };
     let (written, read) = std::thread::scope(|scope| {
-        let writing = scope.spawn(|| bind(cpus[0]).map(|go| go.then(|| write(&turn))));
-        let reading = scope.spawn(|| bind(cpus[1]).map(|go| go.then(|| read(&turn))));
-        (writing.join().expect("no panic"), reading.join().expect("no panic"))
-    });
+        let thread = || std::thread::Builder::new();
+        let writing = thread().spawn_scoped(scope, || bind(cpus[0]).map(|go| go.then(|| write(&turn))))?;
+        let reading = thread().spawn_scoped(scope, || bind(cpus[1]).map(|go| go.then(|| read(&turn))));
+        let reading = reading.inspect_err(|_| {
+            is_lacking.store(true, Ordering::Relaxed);
+            bound.wait();
+        })?;
+        Ok::<_, io::Error>((writing.join().expect("no panic"), reading.join().expect("no panic")))
+    })?;
     let (written, read) = (written?, read?);
     Ok((written.expect("both are bound"), read.expect("both are bound")))
 }

@@ -484,8 +484,10 @@ mod tests {
         assert!(failed.is_done() && !waits.is_done() && harness.wire().is_armed);
         harness.wire().full = false;
         harness.engine.close("aborted: for a test");
-        let told = Header::decode(&harness.wire().from_engine).expect("a header").expect("a whole one");
-        assert_eq!(told.kind, FrameKind::Fail);
+        let wire = harness.wire();
+        let kind = |at: usize| Header::decode(&wire.from_engine[at..]).expect("a header").expect("a whole one").kind;
+        let waited = message_header(Tag(0), 8).encode().len() + 8;
+        assert_eq!((kind(0), kind(waited)), (FrameKind::Eager, FrameKind::Fail));
     }
 
     #[test]

@@ -182,8 +182,16 @@ impl Engine {
         if self.closed().is_some() {
             return;
         }
-        // What is done for this rank may still be on its way from the device to other hosts.
+        let failure = self.context.failures.last_operation.clone();
+        // What is done for this rank may still be on its way from the device to other hosts, and where there was no room there
+        // may be some now.
         self.progress_device();
+        self.context.endpoints.write_all();
+        self.progress_sends();
+        // What has ended well meanwhile does not make up for the failure.
+        if failure.is_some() {
+            self.context.failures.last_operation = failure;
+        }
         self.announce_failure();
         self.context.closed = Some(how.to_owned());
         let comm = self.name().to_owned();
