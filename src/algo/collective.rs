@@ -78,6 +78,25 @@ pub enum Collective {
 }
 
 impl Collective {
+    /// A collective of this kind, with rank 0 as its root: of `count` elements, or of `block` elements on each of `ranks` where
+    /// it is about blocks.
+    pub(crate) fn of_kind(kind: CollectiveKind, count: usize, block: usize, ranks: usize) -> Collective {
+        let (root, counts) = (Rank(0), || Counts::equal(block, ranks));
+        match kind {
+            CollectiveKind::AllReduce => Collective::AllReduce { count },
+            CollectiveKind::Reduce => Collective::Reduce { count, root },
+            CollectiveKind::Broadcast => Collective::Broadcast { count, root },
+            CollectiveKind::AllGather | CollectiveKind::WindowRegister => Collective::AllGather { counts: counts() },
+            CollectiveKind::ReduceScatter => Collective::ReduceScatter { counts: counts() },
+            CollectiveKind::AllToAll => Collective::AllToAll { send: counts(), recv: counts() },
+            CollectiveKind::Gather => Collective::Gather { count: block, root },
+            CollectiveKind::Scatter => Collective::Scatter { count: block, root },
+            CollectiveKind::Barrier | CollectiveKind::WindowDeregister | CollectiveKind::WindowFence => {
+                Collective::Barrier
+            }
+        }
+    }
+
     /// What it is called where it is not a part of a window's registration or its end.
     pub(crate) fn kind(&self) -> CollectiveKind {
         match self {
@@ -154,7 +173,7 @@ impl Scaling {
 impl Setting<'_> {
     /// All ranks, as seen from this one.
     pub fn world(&self) -> Group {
-        Group::new((0..self.topo.size()).map(Rank::from).collect(), self.me)
+        Group::world(self.topo.size(), self.me)
     }
 
     /// How many elements the pieces of messages have in a collective over `total` elements: short enough that

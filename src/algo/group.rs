@@ -5,10 +5,17 @@ use crate::schedule::Slice;
 use crate::types::Rank;
 
 /// An ordered group of ranks and this rank's position in it. Positions, not ranks, are what algorithms compute with.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Group {
-    members: Vec<Rank>,
+    members: Members,
     position: usize,
+}
+
+#[derive(Clone, Debug)]
+enum Members {
+    /// Every rank of a world of this size, in order: no list, so that a plan takes no memory and time for it.
+    All(usize),
+    Listed(Vec<Rank>),
 }
 
 impl Group {
@@ -17,13 +24,27 @@ impl Group {
     /// # Panics
     /// When `me` is not a member.
     pub fn new(members: Vec<Rank>, me: Rank) -> Self {
-        let position = members.iter().position(|member| *member == me).expect("the rank is in its own group");
-        Group { members, position }
+        let mut group = Group { members: Members::Listed(members), position: 0 };
+        group.position = group.position(me);
+        group
+    }
+
+    /// All ranks of a world of `size`, as seen from `me`.
+    ///
+    /// # Panics
+    /// When `me` is not one of them.
+    pub fn world(size: usize, me: Rank) -> Self {
+        let mut group = Group { members: Members::All(size), position: 0 };
+        group.position = group.position(me);
+        group
     }
 
     /// The number of members.
     pub fn size(&self) -> usize {
-        self.members.len()
+        match &self.members {
+            Members::All(size) => *size,
+            Members::Listed(members) => members.len(),
+        }
     }
 
     /// This rank's position.
@@ -33,7 +54,11 @@ impl Group {
 
     /// The rank at `position`, counted around.
     pub fn rank(&self, position: usize) -> Rank {
-        self.members[position % self.members.len()]
+        let position = position % self.size();
+        match &self.members {
+            Members::All(_) => Rank::from(position),
+            Members::Listed(members) => members[position],
+        }
     }
 
     /// The position of `rank`.
@@ -41,7 +66,11 @@ impl Group {
     /// # Panics
     /// When it is not a member.
     pub fn position(&self, rank: Rank) -> usize {
-        self.members.iter().position(|member| *member == rank).expect("the rank is in the group")
+        let found = match &self.members {
+            Members::All(size) => Some(rank.index()).filter(|position| position < size),
+            Members::Listed(members) => members.iter().position(|member| *member == rank),
+        };
+        found.expect("the rank is in the group")
     }
 }
 

@@ -4,7 +4,7 @@
 //! ⌈log₂ n⌉ rounds between ranks whose positions differ in one bit. In a world that is not a power of two, the first
 //! ranks pair up: one of each pair hands its data over before and gets the result after.
 
-use crate::algo::group::{Group, pieces};
+use crate::algo::group::Group;
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 
@@ -31,10 +31,9 @@ pub fn all_reduce_doubling(builder: &mut Builder, group: &Group, data: Slice) {
 /// are gathered the same way back. The least data on the wire in the fewest rounds.
 pub fn all_reduce_halving(builder: &mut Builder, group: &Group, data: Slice) {
     with_power_of_two(builder, group, data, |builder, cube| {
-        let blocks = pieces(data, cube.size);
         let run = |first: usize, count: usize| {
-            let len = blocks[first..first + count].iter().map(|block| block.len).sum();
-            Slice::new(data.space, blocks[first].offset, len)
+            let (begin, last) = (data.piece(first, cube.size), data.piece(first + count - 1, cube.size));
+            Slice::new(data.space, begin.offset, last.offset + last.len - begin.offset)
         };
         let mut half = cube.size / 2;
         while half > 0 {

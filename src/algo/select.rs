@@ -82,7 +82,7 @@ pub fn plan_with(name: &str, collective: &Collective, setting: Setting<'_>) -> O
 }
 
 /// The names of the algorithms that can do this collective, in the order of preference.
-pub(super) fn candidates(collective: &Collective, setting: &Setting<'_>) -> impl Iterator<Item = &'static str> {
+pub(crate) fn candidates(collective: &Collective, setting: &Setting<'_>) -> impl Iterator<Item = &'static str> {
     TABLE.iter().filter(|row| (row.can)(collective, setting)).map(|row| row.name)
 }
 
@@ -120,7 +120,7 @@ fn always(_: &Collective, _: &Setting<'_>) -> bool {
 }
 
 /// The bytes that the collective is about, on one rank. All ranks find the same, an all_to_all of unequal blocks aside.
-pub(super) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
+pub(crate) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
     let count = match collective {
         Collective::AllReduce { count } | Collective::Reduce { count, .. } | Collective::Broadcast { count, .. } => {
             *count

@@ -15,7 +15,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::algo::collective::{Chunking, Collective, Scaling, Setting};
 use crate::algo::select::{bytes, candidates};
-use crate::counts::Counts;
 use crate::op::CollectiveKind;
 use crate::topo::Topology;
 use crate::types::Rank;
@@ -142,22 +141,11 @@ fn in_a_world<R>(
     bytes: usize,
     ask: impl FnOnce(&Collective, &Setting<'_>) -> R,
 ) -> R {
-    let block = (bytes / ranks).max(1);
-    let (count, root, counts) = (bytes.max(1), Rank(0), || Counts::equal(block, ranks));
-    let collective = match kind {
-        CollectiveKind::AllReduce => Collective::AllReduce { count },
-        CollectiveKind::Reduce => Collective::Reduce { count, root },
-        CollectiveKind::Broadcast => Collective::Broadcast { count, root },
-        CollectiveKind::AllGather | CollectiveKind::WindowRegister => Collective::AllGather { counts: counts() },
-        CollectiveKind::ReduceScatter => Collective::ReduceScatter { counts: counts() },
-        CollectiveKind::AllToAll => Collective::AllToAll { send: counts(), recv: counts() },
-        CollectiveKind::Gather => Collective::Gather { count: block, root },
-        CollectiveKind::Scatter => Collective::Scatter { count: block, root },
-        CollectiveKind::Barrier | CollectiveKind::WindowDeregister | CollectiveKind::WindowFence => Collective::Barrier,
-    };
+    let collective = Collective::of_kind(kind, bytes.max(1), (bytes / ranks).max(1), ranks);
     let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
     let topo = Topology::new(&names);
-    let setting = Setting { me: root, topo: &topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
+    let setting =
+        Setting { me: Rank(0), topo: &topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
     ask(&collective, &setting)
 }
 
@@ -169,7 +157,7 @@ fn one() -> usize {
 const VERSION: u32 = 1;
 
 /// More ranks than any world has.
-const MAX_RANKS: usize = 1 << 20;
+pub const MAX_RANKS: usize = 1 << 20;
 
 #[cfg(test)]
 mod tests {
