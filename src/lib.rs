@@ -18,10 +18,12 @@ pub mod fuzz;
 #[cfg(any(test, fuzzing))]
 mod fuzz_input;
 pub mod link;
+pub mod measure;
 pub mod op;
 pub mod rdma;
 pub mod schedule;
 mod signature;
+pub mod simulate;
 pub mod sync;
 pub mod sys;
 pub mod topo;

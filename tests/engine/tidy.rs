@@ -14,11 +14,12 @@ const LAYERS: &[&[&str]] = &[
     &["sys", "buffer"],
     &["link", "op", "topo", "schedule", "window", "work"],
     &["algo", "signature"],
+    &["simulate"],
     &["device"],
     &["transport"],
     &["engine"],
     &["comm"],
-    &["rdma"],
+    &["rdma", "measure"],
     &["fuzz"],
 ];
 
@@ -95,6 +96,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         &[&["build"], &["protocol"], &["context", "roster", "table"], &["reply"], &["joiner", "root"], &["fuzz"]],
     ),
     ("src/comm/failure_detector/", &[&["neighbours", "notice", "gossip"], &["monitor"], &["state"], &["thread"]]),
+    ("src/simulate/", &[&["time", "error"], &["model", "world"], &["interfaces", "program"], &["run"], &["tests"]]),
     ("src/transport/", &[&["auth", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"]]),
     ("src/transport/shm/", &[&["doorbell", "line_ownership"], &["handover"], &["ring_stream"], &["tests"]]),
     ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
