@@ -32,7 +32,7 @@ FLOORS = [
     "_graph as_torchcomms bench.__main__ torchft",
     # Communicators: their operations, their windows, they themselves.
     "_operations bench.tune",
-    "_window",
+    "_window bench.simulate",
     "_comm",
     # What makes them and stands on them.
     "_torchcomms_operators _wrapper hooks._observer hooks.nan_check objcol",

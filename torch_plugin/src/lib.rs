@@ -3,7 +3,8 @@
 //! It serves every Python and PyTorch; what is made for one of them is the C++ shim in csrc/, which implements c10d's
 //! classes. `shim` loads it, and `abi` is the C boundary to it. `allocator` has functions that PyTorch allocates device
 //! memory by. `library` loads backends from shared libraries, `rdma` reads and writes the memory of other processes, `store`
-//! serves the rendezvous of reconfigured communicators, and `logging` passes the engine's records to Python's logging.
+//! serves the rendezvous of reconfigured communicators, `simulate` runs collectives of worlds that are not here, and `logging`
+//! passes the engine's records to Python's logging.
 
 mod abi;
 mod allocator;
@@ -13,6 +14,7 @@ mod logging;
 mod mesh;
 mod rdma;
 mod shim;
+mod simulate;
 mod stack;
 mod store;
 mod vendor;
@@ -44,6 +46,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cuda_devices, module)?)?;
     module.add_function(wrap_pyfunction!(measure_link, module)?)?;
     module.add_class::<store::SecretStore>()?;
+    simulate::register(module)?;
     library::register(module)?;
     rdma::register(module)
 }

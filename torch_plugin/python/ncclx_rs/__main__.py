@@ -15,6 +15,10 @@ COMMANDS = {
     "doctor": ("ncclx_rs.doctor.__main__", "finds what keeps ranks from meeting or slows them down"),
     "bench": ("ncclx_rs.bench.__main__", "measures collectives, alone or against another backend"),
     "tune": ("ncclx_rs.bench.tune", "finds the fastest algorithms on a machine, and writes them to a file"),
+    "simulate": (
+        "ncclx_rs.bench.simulate",
+        "simulates collectives in worlds of any size, by measured or given parameters",
+    ),
     "diagnose": ("ncclx_rs.diagnose.__main__", "says from flight recorders which rank is to blame"),
     "top": ("ncclx_rs.top", "shows what the ranks of this host do: who waits for whom, how fast they are"),
     "completion": ("ncclx_rs.completion", "prints what bash, zsh or fish need to complete commands"),

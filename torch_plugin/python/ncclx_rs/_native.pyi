@@ -65,6 +65,45 @@ def measure_link(writer: int, reader: int) -> list[tuple[str, float | None]]:
         OSError: the cores are one, or this process may not run on one of them.
     """
 
+def check_parameters(parameters: str) -> None:
+    """Checks parameters of the model of `simulate` as JSON. ValueError: which field is wrong."""
+
+def check_world(ranks_per_host: int, hosts: int) -> None:
+    """Checks the size of a world that is to be simulated. ValueError: there are no ranks, or too many."""
+
+def simulate(
+    parameters: str,
+    collective: str,
+    algorithm: str,
+    bytes: int,
+    *,
+    ranks_per_host: int,
+    hosts: int,
+    late: list[tuple[int, float]],
+) -> dict[str, float]:
+    """Simulates one collective in one world.
+
+    Args:
+        parameters: JSON; docs/scale.md has the fields.
+        collective: Its name.
+        algorithm: The name of one that does it in this world.
+        bytes: The size, which is rounded down to whole blocks.
+        ranks_per_host: How many ranks each host has.
+        hosts: How many hosts there are.
+        late: Ranks, and how many seconds after the others each begins.
+
+    Returns:
+        `bytes` after rounding; `seconds`; `late_costs`, in seconds; of what a `rank` sends, and a `host` to others,
+        `_messages_max`, `_messages_mean`, `_bytes_max` and `_bytes_mean`.
+
+    Raises:
+        ValueError: an argument is wrong.
+        RuntimeError: the schedules have too many steps.
+    """
+
+def measure_parameters() -> list[tuple[str, float]]:
+    """Measures the parameters of that model between two ranks of this host: seconds by name."""
+
 def vendor_library(name: str, packages: list[str]) -> tuple[pathlib.Path, str, list[str]]:
     """Loads the library `nccl`, `rccl` or `ucx`: its file, version, and what it lacks. OSError: none can be used."""
 

@@ -1,0 +1,227 @@
+"""The simulation of collectives: its command line, and what it says beside what is measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import BACKEND
+from ncclx_rs._load import native
+from ncclx_rs.bench import launch, measure, simulate
+from ncclx_rs.bench.measure import Plan
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+from spread import spread, summary  # noqa: E402  # tests/bench is no package
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="only the engine's schedules are simulated")
+
+LINKS = {
+    "within_host": {"latency": 5e-7, "overhead": 2e-7, "gap": 1e-7, "gap_per_byte": 1e-10},
+    "between_hosts": {"latency": 2.5e-6, "overhead": 1.5e-6, "gap": 1e-6, "gap_per_byte": 8e-11},
+}
+PARAMETERS = {"version": 1, "note": "a test", "reduce_per_byte": 1e-10, **LINKS}
+
+
+@pytest.fixture
+def parameters(tmp_path: Path) -> Path:
+    file = tmp_path / "parameters.json"
+    file.write_text(json.dumps(PARAMETERS))
+    return file
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert simulate.main([*map(str, words), "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def test_each_algorithm_has_times_and_counts(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(capsys, "--parameters", parameters, "--hosts", "2,4", "--ranks-per-host", 4, "--sizes", "1K,1M")
+    assert told["schema"] == simulate.SCHEMA and told["parameters"] == PARAMETERS
+    seen = {(one["collective"], one["ranks"], one["hosts"], one["bytes"]) for one in told["findings"]}
+    sized = [name for name in simulate.COLLECTIVES if name != "barrier"]
+    expected = {(name, 4 * hosts, hosts, size) for name in sized for hosts in (2, 4) for size in (1024, 1 << 20)}
+    assert seen == expected | {("barrier", 8, 2, 0), ("barrier", 16, 4, 0)}
+    for one in told["findings"]:
+        names = native().algorithms(one["collective"], one["ranks"], one["hosts"])
+        assert list(one["algorithms"]) == names and one["chosen"] in names and not one["refused"]
+        times = {name: each["seconds"] for name, each in one["algorithms"].items()}
+        assert times[one["fastest"]] == min(times.values()) > 0
+        for each in one["algorithms"].values():
+            assert each["rank_messages_max"] >= each["rank_messages_mean"] > 0
+            assert each["host_bytes_max"] <= 4 * each["rank_bytes_max"]
+            assert each["late_costs"] == 0
+
+
+def test_the_table_names_the_fastest(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--parameters", str(parameters), "--collectives", "all_reduce", "--hosts", "1", "--sizes", "64,64M"]
+    assert simulate.main(words) == 0
+    out = capsys.readouterr().out
+    assert "# simulated: all_reduce, 8 ranks, 1 host\n" in out
+    lines = [line.split() for line in out.splitlines() if "fastest" in line]
+    assert [line[0] for line in lines] == ["64", "64M"]
+    assert lines[0][1] == "recursive_doubling"
+
+
+def test_options_stand_for_a_file(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--collectives", "broadcast", "--sizes", "4K"]
+    links = [",".join(map(str, link.values())) for link in LINKS.values()]
+    words = ["--within-host", links[0], "--between-hosts", links[1], "--reduce-per-byte", "1e-10"]
+    by_file, by_words = found(capsys, "--parameters", parameters, *few), found(capsys, *words, *few)
+    assert by_file["findings"] == by_words["findings"]
+    slower = found(capsys, "--parameters", parameters, "--within-host", "1e-3,1e-3,0,0", *few)
+    assert slower["findings"][0]["algorithms"]["binomial"]["seconds"] > 1e-3
+
+
+def test_a_late_rank_costs_what_others_wait_for_it(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--parameters", parameters, "--collectives", "all_reduce", "--sizes", "1K", "--late", "3=0.5"]
+    for each in found(capsys, *words)["findings"][0]["algorithms"].values():
+        # What has come meanwhile is taken in another order, so that it may be a little more than the half second.
+        assert 0.4 < each["late_costs"] < 0.51 and each["seconds"] > 0.5
+
+
+def test_the_fastest_become_a_tuning_file(parameters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tuning.json"
+    words = ["--parameters", parameters, "--collectives", "all_reduce,all_to_all", "--output", file]
+    told = found(capsys, *words, "--sizes", "64,64M", "--hosts", 1)
+    written = json.loads(file.read_text())
+    assert written["rows"] == told["rows"] and written["note"].startswith("simulated")
+    # What has one algorithm has no row.
+    assert {(row["collective"], row["ranks"], row["hosts"]) for row in written["rows"]} == {("all_reduce", 8, 1)}
+    assert written["rows"][0]["algorithm"] == "recursive_doubling" and written["rows"][0]["max_bytes"] == 64
+    from test_tune import open_with
+
+    open_with(file)
+
+
+def test_a_world_that_is_too_large_for_an_algorithm_is_told(
+    parameters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--parameters",
+        str(parameters),
+        "--hosts",
+        "100000",
+        "--ranks-per-host",
+        "1",
+        "--collectives",
+        "all_reduce",
+    ]
+    assert simulate.main([*words, "--algorithms", "ring", "--sizes", "1K"]) == 1
+    assert "at most 33554432 are simulated: take fewer ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--parameters: expected a file, or --within-host"),
+        (["--parameters", "nowhere.json"], "--parameters: nowhere.json cannot be read: "),
+        (["--within-host", "1e-6,2e-7"], "expected seconds L,o,g,G such as"),
+        (["--within-host", "1,1,1,-1"], "--within-host: expected seconds from 0 to 3600.0, got '-1'"),
+        (["--within-host", "1,1,1,nan"], "--within-host: expected seconds from 0 to 3600.0, got 'nan'"),
+        (["--reduce-per-byte", "inf"], "--reduce-per-byte: expected seconds from 0 to 3600.0, got 'inf'"),
+        (["--within-host", "0,0,0,0"], "between_hosts: missing, and the world has 8 hosts"),
+        (["--collectives", "send"], "unknown: send"),
+        (["--within-host", "0,0,0,0", "--algorithms", "fast"], "unknown: fast; expected all, or some of "),
+        (["--hosts", "0"], "expected numbers of ranks such as"),
+        (["--within-host", "0,0,0,0", "--hosts", "1000000"], "ranks: expected from 1 to 1048576, got 8 on each of"),
+        (["--hosts", f"{10**20}"], "--hosts: expected at most 1048576"),
+        (["--sizes", f"{10**20}"], "--sizes: expected at most 64G"),
+        (["--sizes", "0"], "expected a size such as"),
+        (["--late", "3"], "expected RANK=SECONDS such as 3=0.01"),
+        (["--late", f"{10**20}=1"], "expected RANK=SECONDS"),
+        (["--late", "3=-1"], "--late: expected seconds from 0 to 3600.0, got '-1'"),
+        (["--within-host", "0,0,0,0", "--hosts", "1", "--late", "8=1"], "late: expected a rank below 8, got 8"),
+        (["--output", "nowhere/tuning.json"], "--output: expected a path in a folder that exists"),
+        (["--measure", "nowhere/host.json"], "--measure: expected a path in a folder that exists"),
+    ],
+)
+def test_a_bad_command_line_is_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        simulate.main(words)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"version": 2}, "version: expected 1, got 2"),
+        ({"reduce_per_byte": -1}, "reduce_per_byte: expected seconds from 0 to 3600, got -1"),
+        ({"between_hosts": {"latency": 1}}, "between_hosts: missing field `overhead`"),
+        ({"hosts": 2}, "unknown field `hosts`"),
+    ],
+)
+def test_a_bad_file_is_told_with_its_field(
+    change: dict[str, Any], told: str, parameters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parameters.write_text(json.dumps({**PARAMETERS, **change}))
+    with pytest.raises(SystemExit):
+        simulate.main(["--parameters", str(parameters)])
+    assert f"--parameters: {parameters}: {told}" in capsys.readouterr().err
+
+
+# ---- beside what is measured ----
+
+SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+OPERATIONS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "broadcast": "broadcast"}
+# The goal, for the median over collectives and sizes.
+TOLERANCE = 0.25
+# Where rounds of one size differ more than this, from the 10th to the 90th percentile, other work has the cores.
+BUSY = 1.5
+TRIES = 3
+
+
+def growths(times: dict[int, float]) -> list[float]:
+    """How many times as long each size takes as the one before."""
+    ascending = [times[size] for size in sorted(times)]
+    return [after / before for before, after in itertools.pairwise(ascending)]
+
+
+def compared(file: Path, capsys: pytest.CaptureFixture[str]) -> tuple[float, float]:
+    """Measures and simulates collectives of two ranks, and prints both.
+
+    Returns:
+        By which share they differ in how times grow with sizes, and how far measured rounds are apart: medians.
+    """
+    assert simulate.main(["--measure", str(file)]) == 0
+    capsys.readouterr()
+    plan = Plan(operations=tuple(OPERATIONS.values()), sizes=SIZES, rounds=15, round_seconds=0.01, check=False)
+    rows = list(launch.run_world(plan, 2, measure.run))
+    words = ["--parameters", file, "--hosts", 1, "--ranks-per-host", 2, "--sizes", ",".join(map(str, SIZES))]
+    told = found(capsys, *words, "--collectives", ",".join(OPERATIONS))["findings"]
+    factors, apart = [], []
+    with capsys.disabled():
+        for collective, operation in OPERATIONS.items():
+            measured = {row.case.bytes: row.results["ncclx_rs"] for row in rows if row.case.operation == operation}
+            by_size = {one["bytes"]: one for one in told if one["collective"] == collective}
+            expected = {size: one["algorithms"][one["chosen"]]["seconds"] * 1e6 for size, one in by_size.items()}
+            print(f"\n{collective} in microseconds: simulated; measured, as the median [p10, p90] of rounds")
+            for size in SIZES:
+                print(f"{size:>9} {expected[size]:>10.1f}   {spread(measured[size].rounds)}")
+                _, low, high = summary(measured[size].rounds)
+                apart.append(high / low)
+            # The fastest of the rounds, as --measure takes it.
+            here, there = growths(expected), growths({size: min(measured[size].rounds) for size in SIZES})
+            print("  from size to size", [f"{one:.2f}" for one in here], [f"{one:.2f}" for one in there])
+            factors += [max(one / other, other / one) for one, other in zip(here, there, strict=True)]
+        print(f"they differ by {spread([factor - 1 for factor in factors])}, and may by {TOLERANCE}")
+    return statistics.median(factors) - 1, statistics.median(apart)
+
+
+def test_times_of_long_messages_grow_as_those_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = []
+    for _ in range(TRIES):
+        differ, apart = compared(tmp_path / "host.json", capsys)
+        if apart <= BUSY:
+            quiet.append(differ)
+        if quiet and min(quiet) <= TOLERANCE:
+            return
+    if not quiet:
+        pytest.skip(f"other work has the cores: rounds of one size differ more than {BUSY}-fold")
+    pytest.fail(f"simulated and measured times differ by {quiet}")
