@@ -300,12 +300,17 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance acceptance-cuda long-messages nccl-versions chaos chaos-cuda races-cuda samples-cuda soak \
-			soak-cuda miri tsan fuzz SEED=$$seed
+		$(MAKE) --keep-going acceptance acceptance-cuda long-messages simulated-times nccl-versions chaos chaos-cuda \
+			races-cuda samples-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
 
 .PHONY: long-messages
 long-messages: $(call installed,$(TORCH))
 	$(IN_VENV) NCCLX_RS_LARGE=1 python -m pytest tests/python/test_surroundings.py -k four_gib
+
+# What a simulation says beside what is measured, which other work on the machine would change.
+.PHONY: simulated-times
+simulated-times: $(call installed,$(TORCH))
+	$(IN_VENV) NCCLX_RS_QUIET=1 python -m pytest tests/python/test_simulate.py -k as_those_measured
 
 # What is known of the versions of NCCL, which are 200 MB each.
 NCCL_VERSIONS := 2.27.7 2.28.9 2.29.7 2.30.7 2.31.2 2.32.3
