@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -169,13 +170,16 @@ def test_a_bad_file_is_told_with_its_field(
 
 # ---- beside what is measured ----
 
-SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+# Long enough for PyTorch's part of a call, which is not simulated, to count little in unoptimised builds, too.
+SIZES = (1 << 20, 1 << 22, 1 << 24)
 OPERATIONS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "broadcast": "broadcast"}
 # The goal, for the median over collectives and sizes.
 TOLERANCE = 0.25
 # Where rounds of one size differ more than this, from the 10th to the 90th percentile, other work has the cores.
 BUSY = 1.5
-TRIES = 3
+TRIES = 5
+# By operation and size, in microseconds.
+Times = dict[tuple[str, int], float]
 
 
 def growths(times: dict[int, float]) -> list[float]:
@@ -184,15 +188,20 @@ def growths(times: dict[int, float]) -> list[float]:
     return [after / before for before, after in itertools.pairwise(ascending)]
 
 
-def compared(file: Path, capsys: pytest.CaptureFixture[str]) -> tuple[float, float]:
+def compared(file: Path, fastest: Times, capsys: pytest.CaptureFixture[str]) -> tuple[float, float]:
     """Measures and simulates collectives of two ranks, and prints both.
+
+    Args:
+        file: Where parameters go.
+        fastest: The fastest rounds of all tries, which count: other work only adds to them.
+        capsys: What keeps the output.
 
     Returns:
         By which share they differ in how times grow with sizes, and how far measured rounds are apart: medians.
     """
     assert simulate.main(["--measure", str(file)]) == 0
     capsys.readouterr()
-    plan = Plan(operations=tuple(OPERATIONS.values()), sizes=SIZES, rounds=15, round_seconds=0.01, check=False)
+    plan = Plan(operations=tuple(OPERATIONS.values()), sizes=SIZES, rounds=9, round_seconds=0.01, check=False)
     rows = list(launch.run_world(plan, 2, measure.run))
     words = ["--parameters", file, "--hosts", 1, "--ranks-per-host", 2, "--sizes", ",".join(map(str, SIZES))]
     told = found(capsys, *words, "--collectives", ",".join(OPERATIONS))["findings"]
@@ -204,11 +213,12 @@ def compared(file: Path, capsys: pytest.CaptureFixture[str]) -> tuple[float, flo
             expected = {size: one["algorithms"][one["chosen"]]["seconds"] * 1e6 for size, one in by_size.items()}
             print(f"\n{collective} in microseconds: simulated; measured, as the median [p10, p90] of rounds")
             for size in SIZES:
-                print(f"{size:>9} {expected[size]:>10.1f}   {spread(measured[size].rounds)}")
+                print(f"{size:>10} {expected[size]:>10.1f}   {spread(measured[size].rounds)}")
                 _, low, high = summary(measured[size].rounds)
                 apart.append(high / low)
-            # The fastest of the rounds, as --measure takes it.
-            here, there = growths(expected), growths({size: min(measured[size].rounds) for size in SIZES})
+                best = fastest.get((operation, size), math.inf)
+                fastest[operation, size] = min(best, *measured[size].rounds)
+            here, there = growths(expected), growths({size: fastest[operation, size] for size in SIZES})
             print("  from size to size", [f"{one:.2f}" for one in here], [f"{one:.2f}" for one in there])
             factors += [max(one / other, other / one) for one, other in zip(here, there, strict=True)]
         print(f"they differ by {spread([factor - 1 for factor in factors])}, and may by {TOLERANCE}")
@@ -217,13 +227,11 @@ def compared(file: Path, capsys: pytest.CaptureFixture[str]) -> tuple[float, flo
 
 @pytest.mark.skipif("NCCLX_RS_QUIET" not in os.environ, reason="takes an idle machine: `make nightly` runs it")
 def test_times_of_long_messages_grow_as_those_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = []
+    fastest: Times = {}
     for _ in range(TRIES):
-        differ, apart = compared(tmp_path / "host.json", capsys)
-        if apart <= BUSY:
-            quiet.append(differ)
-        if quiet and min(quiet) <= TOLERANCE:
+        differ, apart = compared(tmp_path / "host.json", fastest, capsys)
+        if differ <= TOLERANCE:
             return
-    if not quiet:
-        pytest.skip(f"other work has the cores: rounds of one size differ more than {BUSY}-fold")
-    pytest.fail(f"simulated and measured times differ by {quiet}")
+    if apart > BUSY:
+        pytest.skip(f"other work has the cores: rounds of one size differ {apart:.1f}-fold")
+    pytest.fail(f"simulated and measured times differ by {differ:.2f}")
