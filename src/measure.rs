@@ -4,7 +4,8 @@
 //! told from the rest as in Culler, Liu, Martin and Yoshikawa, "Assessing fast network interfaces", 1996.
 
 use std::hint::black_box;
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
 use crate::comm::store::MemoryStore;
@@ -51,19 +52,20 @@ pub struct Measured {
 /// # Panics
 /// When a rank's thread does.
 pub fn measure() -> Result<Measured, Error> {
-    let (store, turn) = (Arc::new(MemoryStore::default()), Arc::new(Barrier::new(2)));
-    let run = |rank: u32| {
+    let store = Arc::new(MemoryStore::default());
+    let run = |rank: u32, to: Sender<()>, from: Receiver<()>| {
         let store = store.clone();
         let (name, size) = ("measure".to_owned(), 2);
         let comm =
             Communicator::new(CommOptions { name, rank: Rank(rank), size, store, timeout: None, hints: vec![] })?;
-        let found = Side { comm: &comm, peer: Rank(1 - rank), turn: &turn }.measure()?;
+        let found = Side { comm: &comm, peer: Rank(1 - rank), to, from }.measure()?;
         comm.shutdown()?;
         Ok::<_, Error>(found)
     };
+    let ((to_one, from_zero), (to_zero, from_one)) = (channel(), channel());
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| run(1));
-        let (one, other) = (run(0), other.join().expect("a rank does not panic"));
+        let other = scope.spawn(|| run(1, to_zero, from_zero));
+        let (one, other) = (run(0, to_one, from_one), other.join().expect("a rank does not panic"));
         one.and_then(|one| Ok(combined(&one, &other?)))
     })
 }
@@ -97,8 +99,9 @@ fn combined(one: &Seen, other: &Seen) -> Measured {
 struct Side<'a> {
     comm: &'a Communicator,
     peer: Rank,
-    /// Where ranks wait for each other without making progress meanwhile.
-    turn: &'a Barrier,
+    /// By which ranks wait for each other without making progress meanwhile.
+    to: Sender<()>,
+    from: Receiver<()>,
 }
 
 impl Side<'_> {
@@ -110,12 +113,18 @@ impl Side<'_> {
         let lengths = [SHORT_BYTES].into_iter().chain(LONG_BYTES);
         let half_trips = lengths.map(|bytes| Ok((bytes, self.half_trip(bytes)?))).collect::<Result<_, Error>>()?;
         let (overhead, interval) = (self.overhead()?, self.interval()?);
-        self.turn.wait();
+        self.meet();
         let (from, mut into) = (vec![1u8; PIECE_BYTES], vec![0u8; PIECE_BYTES]);
         let operands = Operands::Elements(ReduceOp::Sum, DType::F32);
         let reduce_per_byte = per_byte(|| combine(operands, &mut into, black_box(&from)));
         let copy_per_byte = per_byte(|| black_box(&mut into).copy_from_slice(black_box(&from)));
         Ok(Seen { overhead, half_trips, interval, reduce_per_byte, copy_per_byte })
+    }
+
+    /// Waits for the other rank, unless that has failed, which the next message tells.
+    fn meet(&self) {
+        let _ = self.to.send(());
+        let _ = self.from.recv();
     }
 
     fn send(&self, data: &[u8]) -> Result<(), Error> {
@@ -151,11 +160,11 @@ impl Side<'_> {
         let mut times = Vec::new();
         for _ in 0..ROUNDS {
             let mut turn = |is_own: bool| {
-                self.turn.wait();
+                self.meet();
                 if is_own {
                     times.push(self.seconds(|| self.burst(BURST))? / BURST as f64);
                 }
-                self.turn.wait();
+                self.meet();
                 Ok::<_, Error>(())
             };
             turn(self.is_first())?;
