@@ -96,6 +96,16 @@ def summary(rows: Sequence[Row], backends: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
+def today() -> datetime.date:
+    """The date, by UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).date()
+
+
+def machine_today() -> str:
+    """Where and when something was measured, for the note of a file."""
+    return f"{processor()}, {len(os.sched_getaffinity(0))} cores, {today()}"
+
+
 def document(plan: Plan, rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
     """The content of the JSON: machine, plan and rows, with the fields of `Plan`, `Case`, `Result` and `Ratio`."""
     return {

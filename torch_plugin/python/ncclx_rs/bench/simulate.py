@@ -9,10 +9,8 @@ See docs/scale.md for the model and the file.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -238,7 +236,7 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     if options.json:
         print(json.dumps(_as_json(parameters, options, findings, rows), indent=2))
     elif options.output is not None:
-        print(f"\nwrote {options.output}; NCCLX_RS_TUNING_FILE={options.output} makes programs use it")
+        print(tune.written(options.output))
     return 0
 
 
@@ -358,10 +356,9 @@ def _wanted(options: argparse.Namespace, worlds: Sequence[World]) -> dict[World,
 
 def _measure(file: Path, as_json: bool) -> int:
     found = dict(native().measure_parameters())
-    today = datetime.datetime.now(datetime.timezone.utc).date()
     content = {
         "version": VERSION,
-        "note": f"measured: {report.processor()}, {len(os.sched_getaffinity(0))} cores, {today}",
+        "note": f"measured: {report.machine_today()}",
         "within_host": {name: found[name] for name in _LINK},
         "reduce_per_byte": found["reduce_per_byte"],
         "copy_per_byte": found["copy_per_byte"],
@@ -406,7 +403,7 @@ def _write(file: Path, findings: Sequence[Finding]) -> list[dict[str, Any]]:
     if not left:
         raise ValueError(f"{file}: not written: no collective had all its algorithms simulated, and several of them")
     rows = tune.table(left)
-    tune.write(file, rows, f"simulated, {datetime.datetime.now(datetime.timezone.utc).date()}")
+    tune.write(file, rows, f"simulated, {report.today()}")
     return rows
 
 

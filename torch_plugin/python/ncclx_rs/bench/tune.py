@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import json
 import operator
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -137,6 +135,11 @@ def write(path: Path, rows: Sequence[dict[str, Any]], note: str) -> None:
     path.write_text(f'{{\n "version": {VERSION},\n "note": {json.dumps(note)},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
+def written(path: Path) -> str:
+    """What the command line says of a file that it has written."""
+    return f"\nwrote {path}; NCCLX_RS_TUNING_FILE={path} makes programs use it"
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     made = argparse.ArgumentParser(
@@ -214,17 +217,16 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     if broken or not findings:
         print("\n".join(broken) or "nothing to choose: these worlds have one algorithm a collective", file=sys.stderr)
         return FAILED
-    today = datetime.datetime.now(datetime.timezone.utc).date()
     rows = table(findings)
     try:
-        write(options.file, rows, f"{report.processor()}, {len(os.sched_getaffinity(0))} cores, {today}")
+        write(options.file, rows, report.machine_today())
     except ValueError as error:
         print(error, file=sys.stderr)
         return FAILED
     if options.json:
         print(json.dumps(_as_json(options.file, findings, rows), indent=2))
     else:
-        print(f"\nwrote {options.file}; NCCLX_RS_TUNING_FILE={options.file} makes programs use it")
+        print(written(options.file))
     return 0
 
 
