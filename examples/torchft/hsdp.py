@@ -4,8 +4,8 @@
     python examples/torchft/hsdp.py
 
 Each of the two replicas has two processes, which shard the model. FSDP2 reduces gradients within a replica, and the
-manager averages them between the replicas. One process is killed: its peer in the replica ends too, and the other
-replica continues; see replicas.py.
+manager averages them between the replicas. One process is killed, and its peer in the replica is ended with it, as
+torchrun would; the other replica continues. See replicas.py.
 """
 
 from __future__ import annotations

@@ -162,9 +162,13 @@ class Job:
             self._running[replica, rank], self._reports[replica, rank] = process, ours
 
     def kill(self, replica: int) -> None:
-        """Kills one process of a replica. The replica's other processes cannot continue without it, and exit."""
+        """Kills one process of a replica, and ends the others, which cannot continue without it, as torchrun does.
+
+        One that waits in torchft for the dead one's vote would else look alive to the other replica until its time is over.
+        """
         os.kill(self._running[replica, self._ranks - 1].pid, signal.SIGKILL)
         for rank in range(self._ranks):
+            self._running[replica, rank].terminate()
             self._running[replica, rank].join()
             self._reports.pop((replica, rank)).close()
 
