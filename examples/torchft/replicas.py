@@ -164,7 +164,7 @@ class Job:
     def kill(self, replica: int) -> None:
         """Kills one process of a replica, and ends the others, which cannot continue without it, as torchrun does.
 
-        One that waits in torchft for the dead one's vote would else look alive to the other replica until its time is over.
+        One that waits for the dead one's vote would look alive to the other replica until its time is over.
         """
         os.kill(self._running[replica, self._ranks - 1].pid, signal.SIGKILL)
         for rank in range(self._ranks):
