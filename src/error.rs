@@ -261,6 +261,14 @@ impl Error {
             Error::PeerLost { .. } | Error::Closed { .. } | Error::Device { .. } => ErrorClass::Lost,
         }
     }
+
+    /// The rank that is lost, if that is what it says.
+    pub(crate) fn lost_rank(&self) -> Option<Rank> {
+        match self {
+            Error::PeerLost { rank, .. } => Some(Rank(*rank)),
+            _ => None,
+        }
+    }
 }
 
 /// A broken connection, or one that could not be made, as a transport sees it.

@@ -574,7 +574,7 @@ impl Collectives {
         let sequence = active.sequence;
         let error = error(active.request.signature.to_string());
         let (reason, lost, text) = match &error {
-            Error::PeerLost { rank, .. } => (Reason::Loss, Some(Rank(*rank)), error.to_string()),
+            Error::PeerLost { .. } => (Reason::Loss, error.lost_rank(), error.to_string()),
             Error::Mismatch { detail, .. } => (Reason::Mismatch, None, detail.clone()),
             _ => (Reason::Own, None, error.to_string()),
         };
@@ -619,6 +619,7 @@ impl Collectives {
     fn suspect(&mut self, ctx: &mut OpContext, rank: Rank, cause: String) {
         let Some(active) = &mut self.active else { return };
         if ctx.is_explained(rank) {
+            let (rank, cause) = ctx.endpoints.culprit_behind(rank).unwrap_or((rank, cause));
             return self.fail_active_lost(ctx, rank, cause);
         }
         active.suspect.get_or_insert(Suspect::new(rank, cause));

@@ -73,14 +73,14 @@ impl OpContext {
 
     /// Notes that an operation has ended, of whose memory nothing in the engine knows any more.
     pub(crate) fn ended(&mut self, number: u64, now: Instant, result: &Result<(), Error>, source: Option<Rank>) {
-        let failure = result.as_ref().err().map(Error::to_string);
-        self.recorder.ended(number, now, failure.clone(), source);
+        let failure = result.as_ref().err();
+        self.recorder.ended(number, now, failure.map(Error::to_string), source);
         // Closing is no failure of its own.
         if self.closed.is_none() {
-            if let Some(reason) = &failure {
-                self.dump_due.get_or_insert_with(|| reason.clone());
+            if let Some(reason) = failure {
+                self.dump_due.get_or_insert_with(|| reason.to_string());
             }
-            self.failures.last_operation = failure;
+            self.failures.last_operation = failure.cloned();
         }
     }
 

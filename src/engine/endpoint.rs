@@ -141,9 +141,16 @@ impl Endpoints {
         self.peers.get(peer).and_then(|peer| peer.inbox.as_ref()?.ring_stats())
     }
 
-    /// Keeps what `peer` says of a failure for which it will leave.
-    pub(crate) fn set_reported(&mut self, peer: Rank, text: String) {
-        self.peers.meet(peer).reported = Some(text);
+    /// Keeps what `peer` says of the loss of another rank, for which it will leave.
+    pub(crate) fn set_reported(&mut self, peer: Rank, lost: Option<Rank>, text: String) {
+        self.peers.meet(peer).reported = Some((lost, text));
+    }
+
+    /// The rank to blame for `peer`, which is gone, and why, if `peer` has left for the loss of another one.
+    pub(crate) fn culprit_behind(&self, peer: Rank) -> Option<(Rank, String)> {
+        let (lost, text) = self.peers.get(peer)?.reported.as_ref()?;
+        let lost = lost.filter(|lost| *lost != self.me)?;
+        Some((lost, format!("rank {peer} reported: {text}")))
     }
 
     /// Whether `peer` has said why it will leave.
@@ -701,7 +708,7 @@ impl Endpoints {
         }
         // A rank that leaves because another one was lost is not the culprit.
         let cause = match &entry.reported {
-            Some(report) => format!("{}, after it had reported: {report}", down.cause),
+            Some((_, report)) => format!("{}, after it had reported: {report}", down.cause),
             None => down.cause.clone(),
         };
         log::debug!("communicator `{}` rank {}: the streams of rank {peer} have ended: {cause}", self.name, self.me);

@@ -55,8 +55,8 @@ pub(crate) type OnLoss = Box<dyn FnOnce(Error) + Send>;
 pub(crate) struct Failures {
     /// A failure detector reports ranks that are gone, also those that no operation waits for.
     pub(crate) is_watched: bool,
-    /// Why the operation that ended last failed, if it did.
-    pub(crate) last_operation: Option<String>,
+    /// How the operation that ended last failed, if it did.
+    pub(crate) last_operation: Option<Error>,
     /// The first rank that was lost.
     lost: Option<Lost>,
     /// Of the ranks that left, the one that had gone through the fewest collectives.
@@ -200,7 +200,7 @@ mod tests {
     use crate::engine::call::Call;
     use crate::engine::collective::Request;
     use crate::engine::flight_recorder::Bytes;
-    use crate::engine::frame::{FrameKind, Header};
+    use crate::engine::frame::{Failed, FrameKind, Header, Reason};
     use crate::engine::message::{Direction, message_header};
     use crate::engine::mock_peer::Harness;
     use crate::engine::plan::Executed;
@@ -249,6 +249,31 @@ mod tests {
         assert_eq!(blamed(&work), None, "there may be news");
         harness.engine.departed(&lost(2));
         assert_eq!(blamed(&work), Some(2));
+    }
+
+    #[test]
+    fn whom_a_rank_blames_is_blamed_for_its_end_too() {
+        let blames = [(Some(2), 2), (None, 1), (Some(0), 1)];
+        for (lost, culprit) in blames {
+            let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+            harness.settle();
+            // It is one operation further than this rank.
+            let failed = Failed::Collective { sequence: 1, reason: Reason::Loss, lost: lost.map(Rank) };
+            harness.send(&[&*failed.header(4).encode(), b"text"].concat());
+            let work = deserted(&mut harness, &mut words);
+            assert_eq!(blamed(&work), Some(culprit), "rank 1 has said that {lost:?} is lost");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_leaves_after_it_has_failed_for_a_loss_names_the_lost() {
+        let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+        harness.settle();
+        let work = deserted(&mut harness, &mut words);
+        harness.engine.departed(&lost(2));
+        assert_eq!(blamed(&work), Some(2));
+        let lost = harness.engine.context.failures.last_operation.as_ref().and_then(Error::lost_rank);
+        assert_eq!(lost, Some(Rank(2)), "what it announces at its end");
     }
 
     #[test]

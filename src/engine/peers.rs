@@ -26,8 +26,8 @@ pub(crate) struct Peer {
     pub(crate) lost: Option<String>,
     /// What the kernel knew of the connection to it when it was lost.
     pub(crate) last_tcp_stats: Option<TcpStats>,
-    /// What it said of a failure for which it will leave.
-    pub(crate) reported: Option<String>,
+    /// Which rank it said is lost, for which it will leave, and how that was found out.
+    pub(crate) reported: Option<(Option<Rank>, String)>,
 }
 
 /// The peers of one rank.

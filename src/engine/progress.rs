@@ -515,7 +515,7 @@ impl Engine {
         match header.match_space {
             MatchSpace::Collective => {
                 if header.index == Reason::Loss as u32 {
-                    ctx.endpoints.set_reported(from, text.clone());
+                    ctx.endpoints.set_reported(from, header.culprit(ctx.size()), text.clone());
                 }
                 self.collectives.failed_elsewhere(ctx, from, header, text);
             }

@@ -163,16 +163,13 @@ impl Engine {
     /// do not blame it. They may not have noticed the loss themselves.
     pub(crate) fn announce_failure(&mut self) {
         let failures = &mut self.context.failures;
-        let (failure, lost) = match (failures.last_operation.take(), failures.lost()) {
-            (Some(failure), _) => (failure, None),
-            (None, Some((rank, _))) => (self.loss().map_or_else(String::new, |loss| loss.to_string()), Some(rank)),
-            (None, None) => return,
-        };
+        let Some(failure) = failures.last_operation.take().or_else(|| self.loss()) else { return };
+        let (lost, text) = (failure.lost_rank(), failure.to_string());
         let sequence = self.collectives.next_sequence();
         for peer in self.context.endpoints.known().to_vec() {
             if self.context.endpoints.is_connected(peer) {
                 let failed = Failed::Collective { sequence, reason: Reason::Loss, lost };
-                self.context.endpoints.send_failure(peer, failed, &failure);
+                self.context.endpoints.send_failure(peer, failed, &text);
             }
         }
     }
