@@ -300,8 +300,14 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance acceptance-cuda long-messages simulated-times nccl-versions chaos chaos-cuda \
+		$(MAKE) --keep-going acceptance acceptance-cuda long-messages scale simulated-times nccl-versions chaos chaos-cuda \
 			races-cuda samples-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
+
+# Each rank takes a hundred descriptors, a process has 64 ranks.
+SCALE ?= 256 1024
+.PHONY: scale
+scale: ## Starts worlds of hundreds of ranks on this machine: SCALE lists other sizes
+	NCCLX_RS_SCALE="$(SCALE)" cargo test --locked --package ncclx_rs --test scale -- --nocapture
 
 .PHONY: long-messages
 long-messages: $(call installed,$(TORCH))

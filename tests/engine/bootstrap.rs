@@ -40,7 +40,7 @@ impl CountingStore {
     }
 
     fn port(&self) -> u16 {
-        self.record()["root"]["Listening"]["port"].as_u64().unwrap().try_into().unwrap()
+        self.record()["root"]["Listening"]["place"]["port"].as_u64().unwrap().try_into().unwrap()
     }
 }
 
@@ -90,7 +90,7 @@ fn world(ranks: impl IntoIterator<Item = usize>, size: usize, config: &Config) -
 
 #[test]
 fn all_ranks_get_the_same_table_with_one_store_call_each() {
-    for size in [1, 2, 3, 8, 64] {
+    for size in [1, 2, 3, 8, 64, 65, 200] {
         let store = CountingStore::default();
         let outcomes = meet(&store, &world(0..size, size, &Config::default()));
         let first = outcomes[0].as_ref().unwrap();
@@ -105,6 +105,44 @@ fn all_ranks_get_the_same_table_with_one_store_call_each() {
         }
         assert_eq!(store.calls(), if size == 1 { (0, 0) } else { (1, size - 1) });
     }
+}
+
+/// The settings of a rank whose host has eight, so that a large world has many hosts.
+fn posed(rank: usize, settings: &[(&str, &str)]) -> Config {
+    config(&[settings, &[("host_id", format!("host {}", rank / 8).as_str())]].concat())
+}
+
+#[test]
+fn in_a_large_world_the_table_goes_through_other_ranks() {
+    const SIZE: usize = 72;
+    for settings in [&[] as &[_], &[("tls", "on")], &[("job_secret", "0123456789abcdef")]] {
+        let store = CountingStore::default();
+        let parts: Vec<_> = (0..SIZE).map(|rank| (rank, SIZE, posed(rank, settings))).collect();
+        let outcomes = meet(&store, &parts);
+        let ranks = &outcomes[0].as_ref().unwrap().ranks;
+        assert!(ranks.iter().enumerate().all(|(rank, info)| info.host_id == format!("host {}", rank / 8)));
+        for outcome in &outcomes {
+            assert_eq!(outcome.as_ref().unwrap().ranks, *ranks);
+        }
+        assert_eq!(store.calls(), (1, SIZE - 1));
+    }
+}
+
+#[test]
+fn a_rank_of_a_large_world_that_cannot_take_part_ends_it_for_all() {
+    const SIZE: usize = 72;
+    let store = MemoryStore::default();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let others: Vec<_> =
+            (0..SIZE - 1).map(|rank| scope.spawn(move || join_as(rank, SIZE, store, &posed(rank, &[])))).collect();
+        let refuse = |_: &Keys| Err(InitError::Config("no shared memory".to_string()));
+        join("test", Rank::from(SIZE - 1), SIZE, store, &Config::default(), refuse).unwrap_err();
+        for other in others {
+            let error = other.join().unwrap().unwrap_err().to_string();
+            assert!(error.contains("rank 71 failed: no shared memory"), "{error}");
+        }
+    });
 }
 
 #[test]
@@ -258,8 +296,10 @@ fn a_rank_that_died_while_it_waited_can_come_again() {
         // Joined through a relay that is cut, rank 1 ends, and so does its seat.
         let relay = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut record = store.record();
-        let port =
-            std::mem::replace(&mut record["root"]["Listening"]["port"], relay.local_addr().unwrap().port().into());
+        let port = std::mem::replace(
+            &mut record["root"]["Listening"]["place"]["port"],
+            relay.local_addr().unwrap().port().into(),
+        );
         let detour = MemoryStore::default();
         detour.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
         let first = scope.spawn(move || join_as(1, 3, &detour, &Config::default()));
@@ -328,7 +368,7 @@ fn loopback_is_not_advertised_where_there_is_another_way() {
         outcome.unwrap();
     }
     let record = store.record();
-    let addresses = record["root"]["Listening"]["addresses"].as_array().unwrap();
+    let addresses = record["root"]["Listening"]["place"]["addresses"].as_array().unwrap();
     let loopback = addresses.iter().filter(|address| ["127.0.0.1", "::1"].contains(&address.as_str().unwrap())).count();
     assert!(loopback == 0 || loopback == addresses.len(), "{addresses:?}");
 }
@@ -346,7 +386,7 @@ fn one_machine_poses_as_several_hosts() {
 fn a_root_with_loopback_only_is_refused_from_another_machine() {
     let store = CountingStore::default();
     let mut record = record_of_a_root_that_left(&store, &[("socket_ifname", "lo"), ("host_id", "there")]);
-    record["root"]["Listening"]["host"]["machine"] = "another".into();
+    record["root"]["Listening"]["place"]["host"]["machine"] = "another".into();
     store.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
     let error = join_as(1, 2, &store, &config(&[("host_id", "here")])).unwrap_err().to_string();
     for part in ["`there`", "`here`", "127.0.0.1", "loopback"] {

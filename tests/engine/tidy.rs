@@ -93,7 +93,15 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ("src/comm/store/", &[&["interface"], &["memory", "prefix", "protocol"], &["server"], &["tcp"], &["fuzz"]]),
     (
         "src/comm/bootstrap/",
-        &[&["build"], &["protocol"], &["context", "roster", "table"], &["reply"], &["joiner", "root"], &["fuzz"]],
+        &[
+            &["build", "tree"],
+            &["protocol"],
+            &["context", "roster", "server", "table"],
+            &["reply"],
+            &["relay"],
+            &["joiner", "root"],
+            &["fuzz", "tests"],
+        ],
     ),
     ("src/comm/failure_detector/", &[&["neighbours", "notice", "gossip"], &["monitor"], &["state"], &["thread"]]),
     ("src/simulate/", &[&["time", "error"], &["model", "world"], &["interfaces", "program"], &["run"], &["tests"]]),

@@ -1,12 +1,12 @@
 //! What both sides of the bootstrap start from: one rank's arguments, and the record that rank 0 writes to the store.
 
-use std::net::IpAddr;
+use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::build::Build;
-use super::protocol::Keys;
+use super::protocol::{Host, Keys, Place};
 use crate::algo::Tuning;
 use crate::comm::address;
 use crate::comm::store::Store;
@@ -70,30 +70,13 @@ impl JoinFailure {
 /// Where rank 0 listens, and what a joiner must have in common with it.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct RootAddress {
-    pub(super) host: Host,
-    pub(super) addresses: Vec<IpAddr>,
-    pub(super) port: u16,
+    pub(super) place: Place,
     /// How long rank 0 waits for the other ranks.
     pub(super) timeout: Duration,
     pub(super) keys: Keys,
     /// Whether rank 0 mixes a job secret or group secret into these keys.
     pub(super) uses_job_secret: bool,
     pub(super) protection: Protection,
-}
-
-/// A rank's host: its real machine id, and the id in use, which `host_id` may override.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Host {
-    /// The id in use. It decides everything but loopback: an override cannot make loopback reach another machine.
-    pub(super) id: String,
-    pub(super) machine: String,
-}
-
-impl Host {
-    pub(super) fn here(config: &Config) -> Host {
-        let machine = net::host_identity();
-        Host { id: config.host_id.clone().unwrap_or_else(|| machine.clone()), machine }
-    }
 }
 
 /// The arguments of one rank's [`join`](super::join).
@@ -120,11 +103,14 @@ impl JoinContext<'_> {
             .map_err(|cause| self.config_error(format!("tuning_file `{path}`: {cause}")))
     }
 
-    /// The addresses of this host to advertise to other hosts.
-    pub(super) fn advertised(&self) -> Result<Vec<IpAddr>, InitError> {
+    /// Listens for joiners. Returns also where other ranks find it.
+    pub(super) fn listen(&self) -> Result<(TcpListener, Place), InitError> {
+        let listener = net::listen_anywhere().map_err(|error| self.os_error("a listening socket", &error))?;
+        let port = listener.local_addr().map_err(|error| self.os_error("the listener's port", &error))?.port();
         let interfaces = net::interfaces().map_err(|error| self.os_error("the list of network interfaces", &error))?;
         let routed = self.store.rendezvous_host().and_then(|host| net::source_toward(&host));
-        address::advertised(&interfaces, self.config.socket_interfaces.as_deref(), routed)
+        let addresses = address::advertised(&interfaces, self.config.socket_interfaces.as_deref(), routed)?;
+        Ok((listener, Place { host: self.host.clone(), addresses, port }))
     }
 
     pub(super) fn os_error(&self, what: &str, error: &std::io::Error) -> InitError {

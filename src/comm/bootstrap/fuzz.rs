@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::build::Build;
-use super::context::{Host, JoinContext};
+use super::context::JoinContext;
 use super::joiner;
 use super::protocol::{
-    INFO_BYTES_MAX, JoinerState, Keys, NONCE_BYTES, Next, PROOF_BYTES, RankInfo, RootState, Secret, TABLE_BYTES_MAX,
-    frame_length,
+    Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, NONCE_BYTES, Next, PROOF_BYTES,
+    RankInfo, Secret, TABLE_BYTES_MAX, frame_length,
 };
 use super::reply::{JoinReply, World};
 use super::roster::Roster;
@@ -29,7 +29,7 @@ const UNBOUND: Binding = [0; 32];
 pub(crate) fn bootstrap(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     match input.byte() % 5 {
-        0 => assert!(receive(RootState::new(), input).is_none(), "an unauthenticated peer was let in"),
+        0 => assert!(receive(ListenerState::new(), input).is_none(), "an unauthenticated peer was let in"),
         1 => describe(input),
         2 => {
             let joiner_state = JoinerState::new(Rank(1)).expect("random bytes");
@@ -44,13 +44,13 @@ pub(crate) fn bootstrap(bytes: &[u8]) {
     }
 }
 
-/// Drives rank 0's side until the stream or the protocol ends. Returns the joiner's request.
-fn receive(mut root_state: RootState, input: Input<'_>) -> Option<(Rank, Result<RankInfo, String>)> {
+/// Drives the listener's side until the stream or the protocol ends. Returns the joiner's request.
+fn receive(mut listener_state: ListenerState, input: Input<'_>) -> Option<(Rank, JoinRequest)> {
     let (mut wire, mut buffer) = (Wire::new(input), ReadBuffer::default());
-    while let Some(expected) = root_state.expected() {
+    while let Some(expected) = listener_state.expected() {
         assert!(expected <= INFO_BYTES_MAX);
         while !buffer.fill(&mut wire, expected).ok()? {}
-        if let Next::Joined(rank, request) = root_state.receive(&keys(), UNBOUND, &buffer.take()).ok()? {
+        if let Next::Joined(rank, request) = listener_state.receive(&keys(), UNBOUND, &buffer.take()).ok()? {
             return Some((rank, *request));
         }
     }
@@ -59,17 +59,17 @@ fn receive(mut root_state: RootState, input: Input<'_>) -> Option<(Rank, Result<
 
 /// The description of an authenticated rank.
 fn describe(mut input: Input<'_>) {
-    let (joiner_state, mut root_state) = (JoinerState::new(Rank(2)).expect("random bytes"), RootState::new());
-    let Ok(Next::Write(challenge)) = root_state.receive(&keys(), UNBOUND, &joiner_state.hello()) else {
+    let (joiner_state, mut listener_state) = (JoinerState::new(Rank(2)).expect("random bytes"), ListenerState::new());
+    let Ok(Next::Write(challenge)) = listener_state.receive(&keys(), UNBOUND, &joiner_state.hello()) else {
         panic!("no challenge")
     };
     let challenge = challenge[..].try_into().expect("a nonce and a proof");
     let proof = joiner_state.answer(&keys(), UNBOUND, challenge).expect("rank 0 knows the secret");
-    assert!(matches!(root_state.receive(&keys(), UNBOUND, &proof), Ok(Next::Read)));
+    assert!(matches!(listener_state.receive(&keys(), UNBOUND, &proof), Ok(Next::Read)));
     let mut roster = Roster::new(info(0));
     let others = input.byte();
     (1..WORLD).filter(|rank| others >> rank & 1 == 1).for_each(|rank| roster.add(info(rank)).expect("a free entry"));
-    if let Some((rank, Ok(request))) = receive(root_state, input) {
+    if let Some((rank, Ok(Joiner { info: request, .. }))) = receive(listener_state, input) {
         assert_eq!((rank, request.rank), (Rank(2), Rank(2)), "one rank spoke for another");
         let free = roster.missing().contains(&2);
         assert!(roster.add(request).is_err() || free);
@@ -120,7 +120,7 @@ fn store_record(bytes: &[u8]) {
     let context =
         JoinContext { name: "fuzz", rank: Rank(1), size: 2, store: &store, config: &config, host: &host, deadline };
     match joiner::find(&context) {
-        Ok((_, root)) => _ = joiner::routes(&root, &host).map(|routes| assert!(!routes.is_empty())),
+        Ok((_, root)) => _ = joiner::routes(&root.place, &host).map(|routes| assert!(!routes.is_empty())),
         Err(error) => assert!(!error.to_string().is_empty()),
     }
 }

@@ -1,18 +1,21 @@
-//! The joiner's side of the bootstrap: finds rank 0, proves itself, and waits for the table of all ranks.
+//! The joiner's side of the bootstrap: finds rank 0, proves itself, and waits for the table of all ranks, which it may have to get
+//! from another rank.
 
 use std::io::{self, ErrorKind, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
 use super::build::Build;
-use super::context::{Host, JoinContext, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
+use super::context::{JoinContext, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
 use super::protocol::{
-    INFO_BYTES_MAX, JoinRequest, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, RankInfo, TABLE_BYTES_MAX, frame,
-    frame_length, shared_secret,
+    Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, Place, RankInfo,
+    TABLE_BYTES_MAX, frame, frame_length, shared_secret,
 };
-use super::reply::{JoinReply, World};
+use super::relay;
+use super::reply::{JoinReply, REPLY_TIMEOUT, World};
+use super::tree::STAR_RANKS;
 use crate::comm::framing::{read, write};
 use crate::deadline::deadline_after;
 use crate::error::InitError;
@@ -24,9 +27,6 @@ use crate::types::Rank;
 
 /// How long one address may take to answer while others are left to try.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How much longer than rank 0 to wait, since rank 0 announces the outcome when its own time is over.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long the store may take to tell why rank 0 waits no longer.
 const STORE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -57,40 +57,59 @@ fn join_at(
     (build, root): (Build, RootAddress),
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
-    let routes = routes(&root, context.host).map_err(|cause| context.unreachable(Rank(0), cause))?;
     let (keys, prepared) = prepare_join(context, &build, &root, describe);
     // Without TLS, a rank that cannot join can still tell rank 0 why.
     let (tls, described) = match prepared {
-        Ok((tls, info)) => (tls, Ok(info)),
+        Ok(Prepared { tls, joiner, listener }) => (tls, Ok((joiner, listener))),
         Err(error) => (None, Err(error)),
     };
-    let request: JoinRequest = described.clone().map_err(|error| error.to_string());
+    let request: JoinRequest = described.as_ref().map(|(joiner, _)| joiner.clone()).map_err(InitError::to_string);
     let request = frame(&request, INFO_BYTES_MAX).map_err(|cause| context.config_error(cause))?;
-    let connected = connect_any(context, &keys, tls.as_ref(), &routes);
-    if let Err(error) = described {
-        // Best effort: the other ranks learn of it now, or when their time is over.
-        if let Err(unsent) = connected.map(|mut stream| stream.write_all(&request)) {
-            let (name, rank) = (context.name, context.rank);
-            log::warn!("communicator `{name}`: rank 0 could not be told that rank {rank} failed: {unsent}");
-        }
-        return Err(error);
-    }
-    if let (Err(error), true) = (&connected, tls.is_some()) {
-        report_tls_failure(context, &keys, &routes, error);
-    }
-    let timeout = root.timeout.saturating_add(REPLY_TIMEOUT);
-    let reply = connected.and_then(|mut stream| {
-        exchange(&mut stream, &request, context.size, deadline_after(Instant::now(), timeout)).map_err(|error| {
-            match error.kind() {
-                ErrorKind::TimedOut => context.missing(vec![0], timeout),
-                ErrorKind::UnexpectedEof => context.unreachable(Rank(0), "it hung up before all ranks had joined"),
-                _ => context.unreachable(Rank(0), error.to_string()),
+    let find = |rank: Rank, place: &Place, deadline| {
+        let routes = routes(place, context.host).map_err(|cause| context.unreachable(rank, cause))?;
+        connect_any(context, &keys, tls.as_ref(), rank, &routes, deadline)
+    };
+    let connected = find(Rank(0), &root.place, context.deadline);
+    let listener = match described {
+        Ok((_, listener)) => listener,
+        Err(error) => {
+            // Best effort: the other ranks learn of it now, or when their time is over.
+            if let Err(unsent) = connected.map(|mut stream| stream.write_all(&request)) {
+                let (name, rank) = (context.name, context.rank);
+                log::warn!("communicator `{name}`: rank 0 could not be told that rank {rank} failed: {unsent}");
             }
+            return Err(error);
+        }
+    };
+    if let (Err(error), true) = (&connected, tls.is_some()) {
+        report_tls_failure(context, &keys, &root.place, error);
+    }
+    let hear = |rank: Rank, mut stream: Stream, timeout: Duration| {
+        let deadline = deadline_after(Instant::now(), timeout);
+        exchange(&mut stream, &request, context.size, deadline).map_err(|error| match error.kind() {
+            ErrorKind::TimedOut => context.missing(vec![rank.0], timeout),
+            ErrorKind::UnexpectedEof => context.unreachable(rank, "it hung up before all ranks had joined"),
+            _ => context.unreachable(rank, error.to_string()),
         })
-    });
-    match reply.map_err(|error| failure_in_store(context).unwrap_or(error))? {
-        JoinReply::Complete(world) => Ok((keys, world)),
-        JoinReply::Failed(failure) => Err(failure.into_error(context)),
+    };
+    // Rank 0 announces the outcome when its own time is over.
+    let reply = connected.and_then(|stream| hear(Rank(0), stream, root.timeout.saturating_add(REPLY_TIMEOUT)));
+    let mut reply = reply.map_err(|error| failure_in_store(context).unwrap_or(error))?;
+    if let (JoinReply::Ask { rank, place }, _) = &reply {
+        let stream = find(*rank, place, Instant::now() + REPLY_TIMEOUT)?;
+        reply = hear(*rank, stream, REPLY_TIMEOUT)?;
+    }
+    match reply {
+        (JoinReply::Complete(world), message) => {
+            if let Some(listener) = listener {
+                relay::pass_on(context, &keys, tls.as_ref(), listener, &world, message)?;
+            }
+            Ok((keys, world))
+        }
+        (JoinReply::Ask { rank, .. }, _) => {
+            Err(context.config_error(format!("the rank that should have the table of ranks asks rank {rank} for it")))
+        }
+        (JoinReply::Failed(failure), _) => Err(failure.into_error(context)),
     }
 }
 
@@ -106,13 +125,21 @@ fn failure_in_store(context: &JoinContext<'_>) -> Option<InitError> {
     }
 }
 
-/// The keys to join with; and this rank's side of TLS with its description, or how it does not fit to rank 0.
+/// What a rank needs before it can join.
+struct Prepared {
+    tls: Option<Tls>,
+    joiner: Joiner,
+    /// In a large world, for those that it passes the table on to.
+    listener: Option<TcpListener>,
+}
+
+/// The keys to join with; and what else it takes, or how this rank does not fit to rank 0.
 fn prepare_join(
     context: &JoinContext<'_>,
     build: &Build,
     root: &RootAddress,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
-) -> (Keys, Result<(Option<Tls>, RankInfo), InitError>) {
+) -> (Keys, Result<Prepared, InitError>) {
     let shared = match shared_secret(context.config) {
         Ok(shared) => shared,
         Err(error) => return (root.keys.clone(), Err(error)),
@@ -135,15 +162,18 @@ fn prepare_join(
         if own != root.protection {
             return differ("tls", &own.to_string(), &root.protection.to_string());
         }
-        Ok((Tls::new(context.config, &keys.secret)?, describe(&keys)?))
+        let tls = Tls::new(context.config, &keys.secret)?;
+        let (listener, place) = (context.size > STAR_RANKS).then(|| context.listen()).transpose()?.unzip();
+        Ok(Prepared { tls, joiner: Joiner { info: describe(&keys)?, place }, listener })
     };
     let fitting = fit();
     (keys, fitting)
 }
 
 /// Tells rank 0, without TLS, why this rank cannot connect with TLS. If that fails too, rank 0 waits for its timeout.
-fn report_tls_failure(context: &JoinContext<'_>, keys: &Keys, routes: &[SocketAddr], error: &InitError) {
+fn report_tls_failure(context: &JoinContext<'_>, keys: &Keys, root: &Place, error: &InitError) {
     let request: JoinRequest = Err(error.to_string());
+    let routes = routes(root, context.host).unwrap_or_default();
     let Ok(request) = frame(&request, INFO_BYTES_MAX) else { return };
     let timeout = context.deadline.saturating_duration_since(Instant::now()).min(CONNECT_TIMEOUT);
     let reported = routes.iter().any(|route| {
@@ -184,27 +214,27 @@ pub(super) fn find(context: &JoinContext<'_>) -> Result<(Build, RootAddress), In
     }
 }
 
-/// The addresses at which to try rank 0, the most likely first. The error says why there are none.
-pub(super) fn routes(root: &RootAddress, here: &Host) -> Result<Vec<SocketAddr>, String> {
+/// The addresses at which to try a rank, the most likely first. The error says why there are none.
+pub(super) fn routes(place: &Place, here: &Host) -> Result<Vec<SocketAddr>, String> {
     let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
-    let same_host = root.host.id == here.id && root.host.machine == here.machine;
+    let same_host = place.host.id == here.id && place.host.machine == here.machine;
     let mut addresses = if same_host { loopback.to_vec() } else { Vec::new() };
-    // From another machine, a loopback address leads to this machine and not to rank 0's.
-    let leads_there = |address: &IpAddr| root.host.machine == here.machine || !address.is_loopback();
-    addresses.extend(root.addresses.iter().filter(|address| leads_there(address)));
+    // From another machine, a loopback address leads to this machine and not to that rank's.
+    let leads_there = |address: &IpAddr| place.host.machine == here.machine || !address.is_loopback();
+    addresses.extend(place.addresses.iter().filter(|address| leads_there(address)));
     if addresses.is_empty() {
         return Err(format!(
             "it runs on host `{}` and this rank on host `{}`, but it has loopback addresses only: {:?}; \
              see the option socket_ifname",
-            root.host.id, here.id, root.addresses
+            place.host.id, here.id, place.addresses
         ));
     }
-    Ok(addresses.into_iter().map(|address| SocketAddr::new(address, root.port)).collect())
+    Ok(addresses.into_iter().map(|address| SocketAddr::new(address, place.port)).collect())
 }
 
-/// Why one address did not lead to rank 0.
+/// Why one address did not lead to a rank.
 enum ConnectError {
-    /// Nothing listens there, or something that is not rank 0.
+    /// Nothing listens there, or something that is not that rank.
     Fatal(String),
     /// Another attempt may succeed.
     Retry(String),
@@ -212,12 +242,14 @@ enum ConnectError {
     Shortage(io::Error),
 }
 
-/// Connects to rank 0 by the first of `routes` that leads there. Tries again until the deadline.
-fn connect_any(
+/// Connects to `rank` by the first of `routes` that leads there. Tries again until the deadline.
+pub(super) fn connect_any(
     context: &JoinContext<'_>,
     keys: &Keys,
     tls: Option<&Tls>,
+    rank: Rank,
     routes: &[SocketAddr],
+    deadline: Instant,
 ) -> Result<Stream, InitError> {
     let mut refusals = 0;
     let mut pause = FIRST_PAUSE;
@@ -225,7 +257,7 @@ fn connect_any(
         let mut causes = Vec::with_capacity(routes.len());
         let (mut all_fatal, mut lack) = (true, None);
         for route in routes {
-            let left = context.deadline.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             match connect(*route, keys, tls, context.rank, left.min(CONNECT_TIMEOUT)) {
                 Ok(stream) => return Ok(stream),
                 Err(ConnectError::Fatal(cause)) => causes.push(format!("{route}: {cause}")),
@@ -240,13 +272,15 @@ fn connect_any(
             }
         }
         refusals += u32::from(all_fatal);
-        if refusals >= REFUSALS_MAX || Instant::now() + pause >= context.deadline {
+        if refusals >= REFUSALS_MAX || Instant::now() + pause >= deadline {
             if let Some(error) = lack {
                 let cause = shortage::describe(&error, context.size);
-                return Err(context.os_error("a connection to rank 0", &io::Error::new(error.kind(), cause)));
+                let what = format!("a connection to rank {rank}");
+                return Err(context.os_error(&what, &io::Error::new(error.kind(), cause)));
             }
-            let hint = if all_fatal { " (either rank 0 has ended, or a firewall stands between)" } else { "" };
-            return Err(context.unreachable(Rank(0), format!("{}{hint}", causes.join("; "))));
+            let hint = format!(" (either rank {rank} has ended, or a firewall stands between)");
+            let hint = if all_fatal { &hint } else { "" };
+            return Err(context.unreachable(rank, format!("{}{hint}", causes.join("; "))));
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);
@@ -289,36 +323,35 @@ fn connect(
     Ok(stream)
 }
 
-fn exchange(stream: &mut Stream, request: &[u8], size: usize, deadline: Instant) -> io::Result<JoinReply> {
+/// Sends the request. Returns the answer, and its bytes without the length.
+pub(super) fn exchange(
+    stream: &mut Stream,
+    request: &[u8],
+    size: usize,
+    deadline: Instant,
+) -> io::Result<(JoinReply, Vec<u8>)> {
     write(stream, request, deadline)?;
     let length = read(stream, size_of::<u32>(), deadline)?;
     let length = frame_length(&length, TABLE_BYTES_MAX).map_err(io::Error::other)?;
-    JoinReply::parse(&read(stream, length, deadline)?, size).map_err(io::Error::other)
+    let message = read(stream, length, deadline)?;
+    Ok((JoinReply::parse(&message, size).map_err(io::Error::other)?, message))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::bootstrap::protocol::Secret;
 
     fn host(id: &str, machine: &str) -> Host {
         Host { id: id.to_string(), machine: machine.to_string() }
     }
 
-    fn root(addresses: &[&str]) -> RootAddress {
-        RootAddress {
-            host: host("a", "m"),
-            addresses: addresses.iter().map(|address| address.parse().unwrap()).collect(),
-            port: 7,
-            timeout: Duration::from_secs(1),
-            keys: Keys { comm_id: [0; 16], secret: Secret::new([0; 32]) },
-            uses_job_secret: false,
-            protection: Protection::None,
-        }
+    fn place(addresses: &[&str]) -> Place {
+        let addresses = addresses.iter().map(|address| address.parse().unwrap()).collect();
+        Place { host: host("a", "m"), addresses, port: 7 }
     }
 
     fn way(addresses: &[&str], here: &Host) -> Vec<String> {
-        routes(&root(addresses), here).unwrap().iter().map(ToString::to_string).collect()
+        routes(&place(addresses), here).unwrap().iter().map(ToString::to_string).collect()
     }
 
     #[test]
@@ -331,7 +364,7 @@ mod tests {
 
     #[test]
     fn loopback_leads_nowhere_on_another_machine() {
-        let error = routes(&root(&["127.0.0.1", "::1"]), &host("b", "n")).unwrap_err();
+        let error = routes(&place(&["127.0.0.1", "::1"]), &host("b", "n")).unwrap_err();
         assert!(error.contains("`a`") && error.contains("`b`") && error.contains("127.0.0.1, ::1"), "{error}");
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Rank 0 is the root. It listens and publishes its address, with the communicator's secret, in one `set`. Every other
 //! rank is a joiner: it reads the address in one `get`, connects, proves that it knows the secret and describes itself.
-//! Once all ranks have joined, the root sends each of them the table of all ranks.
+//! Once all ranks have joined, the root sends each of them the table of all ranks. In a large world it sends the table to a few,
+//! which pass it on, and tells each other rank whom to ask for it.
 //!
 //! ```
 //! use std::collections::BTreeMap;
@@ -23,17 +24,23 @@ mod context;
 pub(crate) mod fuzz;
 mod joiner;
 mod protocol;
+mod relay;
 mod reply;
 mod root;
 mod roster;
+mod server;
 mod table;
+#[cfg(test)]
+mod tests;
+mod tree;
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 pub use build::Build;
+use context::JoinContext;
 pub use context::ROOT_KEY;
-use context::{Host, JoinContext};
+use protocol::Host;
 pub use protocol::{Keys, RankInfo, Secret, shared_secret};
 use reply::World;
 

@@ -1,20 +1,23 @@
 //! The messages of the bootstrap: a mutual proof that both sides know the secret, then bounded frames.
 //!
 //! ```text
-//! joiner                                   rank 0
+//! joiner                                   listener
 //!   HELLO  rank  nonce          ───────►
-//!                               ◄───────   nonce  HMAC("rank 0", …)
+//!                               ◄───────   nonce  HMAC("listener", …)
 //!   HMAC("joiner", …)           ───────►
 //!   length  JSON JoinRequest    ───────►
 //!                               ◄───────   length  JoinReply
 //! ```
 //!
 //! Both proofs cover both nonces, the communicator's id, the joiner's rank and the TLS session's binding. No proof can
-//! therefore be used twice, sent back or passed on. Until it has checked the joiner's proof, rank 0 reads messages of
+//! therefore be used twice, sent back or passed on. Until it has checked the joiner's proof, the listener reads messages of
 //! fixed length only. All messages go through TLS if rank 0 uses it; a joiner that cannot use TLS says why without it.
+//!
+//! The listener is rank 0, or a rank that passes on what rank 0 has told it.
 
 use std::collections::BTreeMap;
 use std::io;
+use std::net::IpAddr;
 
 use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize};
@@ -23,6 +26,7 @@ use sha2::Sha256;
 use super::build::Build;
 use crate::config::Config;
 use crate::error::InitError;
+use crate::sys::net;
 use crate::sys::process::ProcessId;
 use crate::sys::random;
 use crate::topo::Cpus;
@@ -112,22 +116,53 @@ pub struct RankInfo {
     pub algorithm: Option<String>,
 }
 
-mod rank_number {
+pub(super) mod rank_number {
     use serde::{Deserialize, Deserializer, Serializer};
 
     use crate::types::Rank;
 
-    pub(super) fn serialize<S: Serializer>(rank: &Rank, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(rank: &Rank, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_u32(rank.0)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Rank, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Rank, D::Error> {
         u32::deserialize(deserializer).map(Rank)
     }
 }
 
-/// The joiner's message after its proof: its description, or why it cannot join.
-pub(super) type JoinRequest = Result<RankInfo, String>;
+/// The joiner's message after its proof: who it is, or why it cannot join.
+pub(super) type JoinRequest = Result<Joiner, String>;
+
+/// A rank that joins.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Joiner {
+    pub(super) info: RankInfo,
+    /// Where it listens, in a world so large that it may have to pass the table on.
+    pub(super) place: Option<Place>,
+}
+
+/// Where a rank listens for joiners.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Place {
+    pub(super) host: Host,
+    pub(super) addresses: Vec<IpAddr>,
+    pub(super) port: u16,
+}
+
+/// A rank's host: its real machine id, and the id in use, which `host_id` may override.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Host {
+    /// The id in use. It decides everything but loopback: an override cannot make loopback reach another machine.
+    pub(super) id: String,
+    pub(super) machine: String,
+}
+
+impl Host {
+    pub(super) fn here(config: &Config) -> Host {
+        let machine = net::host_identity();
+        Host { id: config.host_id.clone().unwrap_or_else(|| machine.clone()), machine }
+    }
+}
 
 #[derive(Clone, Debug)]
 struct Nonces {
@@ -151,7 +186,7 @@ impl JoinerState {
         [HELLO.as_slice(), &self.rank.0.to_le_bytes(), &self.nonce].concat()
     }
 
-    /// The joiner's proof in answer to rank 0's challenge; none if the proof in the challenge is false.
+    /// The joiner's proof in answer to the listener's challenge; none if the proof in the challenge is false.
     pub(super) fn answer(
         &self,
         keys: &Keys,
@@ -160,13 +195,13 @@ impl JoinerState {
     ) -> Option<Vec<u8>> {
         let (root, proof) = challenge.split_first_chunk().expect("a challenge begins with a nonce");
         let nonces = Nonces { joiner: self.nonce, root: *root, binding };
-        keys.mac("rank 0", self.rank, &nonces).verify_slice(proof).ok()?;
+        keys.mac("listener", self.rank, &nonces).verify_slice(proof).ok()?;
         Some(keys.mac("joiner", self.rank, &nonces).finalize().into_bytes().to_vec())
     }
 }
 
-/// Rank 0's half of the proof, up to the joiner's description. The caller moves the bytes.
-pub(super) struct RootState {
+/// The listener's half of the proof, up to the joiner's request. The caller moves the bytes.
+pub(super) struct ListenerState {
     stage: Stage,
 }
 
@@ -178,7 +213,7 @@ enum Stage {
     Done,
 }
 
-/// What rank 0 does after a message.
+/// What the listener does after a message.
 pub(super) enum Next {
     /// Reads the next message.
     Read,
@@ -188,9 +223,9 @@ pub(super) enum Next {
     Joined(Rank, Box<JoinRequest>),
 }
 
-impl RootState {
+impl ListenerState {
     pub(super) fn new() -> Self {
-        RootState { stage: Stage::Hello }
+        ListenerState { stage: Stage::Hello }
     }
 
     /// The length of the next message; none after the last.
@@ -222,7 +257,9 @@ impl RootState {
             Stage::Info(rank, _) => {
                 let request: JoinRequest = serde_json::from_slice(message).map_err(|error| error.to_string())?;
                 match &request {
-                    Ok(info) if info.rank != rank => Err(format!("it is rank {rank} and rank {} at once", info.rank)),
+                    Ok(Joiner { info, .. }) if info.rank != rank => {
+                        Err(format!("it is rank {rank} and rank {} at once", info.rank))
+                    }
                     _ => Ok(Next::Joined(rank, Box::new(request))),
                 }
             }
@@ -237,7 +274,7 @@ impl RootState {
         };
         let (rank, joiner) = fields().ok_or("it does not speak this protocol")?;
         let nonces = Nonces { joiner, root: random::bytes().map_err(|error| error.to_string())?, binding };
-        let proof = keys.mac("rank 0", rank, &nonces).finalize().into_bytes();
+        let proof = keys.mac("listener", rank, &nonces).finalize().into_bytes();
         let challenge = [nonces.root.as_slice(), &proof].concat();
         self.stage = Stage::Proof(rank, nonces);
         Ok(Next::Write(challenge))
@@ -273,13 +310,13 @@ mod tests {
 
     fn talk(joiner: &Keys, root: &Keys) -> Result<(), String> {
         let joiner_state = JoinerState::new(Rank(3)).unwrap();
-        let mut root_state = RootState::new();
-        let Next::Write(challenge) = root_state.receive(root, PLAIN, &joiner_state.hello())? else {
+        let mut listener_state = ListenerState::new();
+        let Next::Write(challenge) = listener_state.receive(root, PLAIN, &joiner_state.hello())? else {
             panic!("no challenge")
         };
         let challenge = challenge.as_slice().try_into().unwrap();
         let proof = joiner_state.answer(joiner, PLAIN, challenge).ok_or("rank 0 does not know the secret")?;
-        root_state.receive(root, PLAIN, &proof).map(|_| ())
+        listener_state.receive(root, PLAIN, &proof).map(|_| ())
     }
 
     #[test]
@@ -298,10 +335,10 @@ mod tests {
     #[test]
     fn a_proof_cannot_be_sent_back() {
         let keys = Keys::random().unwrap();
-        let mut root_state = RootState::new();
+        let mut listener_state = ListenerState::new();
         let hello = JoinerState::new(Rank(1)).unwrap().hello();
-        let Ok(Next::Write(challenge)) = root_state.receive(&keys, PLAIN, &hello) else { panic!("no challenge") };
-        assert!(root_state.receive(&keys, PLAIN, &challenge[NONCE_BYTES..]).is_err());
+        let Ok(Next::Write(challenge)) = listener_state.receive(&keys, PLAIN, &hello) else { panic!("no challenge") };
+        assert!(listener_state.receive(&keys, PLAIN, &challenge[NONCE_BYTES..]).is_err());
     }
 
     #[test]
@@ -328,21 +365,21 @@ mod tests {
         let keys = Keys::random().unwrap();
         let joiner_state = JoinerState::new(Rank(1)).unwrap();
         let mut proof = None;
-        for root_state in [&mut RootState::new(), &mut RootState::new()] {
-            let Ok(Next::Write(challenge)) = root_state.receive(&keys, PLAIN, &joiner_state.hello()) else {
+        for listener_state in [&mut ListenerState::new(), &mut ListenerState::new()] {
+            let Ok(Next::Write(challenge)) = listener_state.receive(&keys, PLAIN, &joiner_state.hello()) else {
                 panic!("no challenge")
             };
             let challenge = challenge.as_slice().try_into().unwrap();
             let again = proof.is_some();
             let proof = proof.get_or_insert_with(|| joiner_state.answer(&keys, PLAIN, challenge).unwrap());
-            assert_eq!(root_state.receive(&keys, PLAIN, proof).is_err(), again);
+            assert_eq!(listener_state.receive(&keys, PLAIN, proof).is_err(), again);
         }
     }
 
     #[test]
     fn foreign_protocols_and_long_messages_are_refused() {
         let keys = Keys::random().unwrap();
-        assert!(RootState::new().receive(&keys, PLAIN, &[b'G'; HELLO_BYTES]).is_err());
+        assert!(ListenerState::new().receive(&keys, PLAIN, &[b'G'; HELLO_BYTES]).is_err());
         assert!(frame_length(&u32::MAX.to_le_bytes(), INFO_BYTES_MAX).is_err());
         assert!(frame(&vec![0u8; INFO_BYTES_MAX], INFO_BYTES_MAX).is_err());
     }

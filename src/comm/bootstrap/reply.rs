@@ -1,12 +1,18 @@
-//! Rank 0's answer to all that have joined, the last message of the bootstrap: the outcome as JSON with its length in front,
-//! and then the [table](super::table) of ranks if all have come.
+//! The answer to a rank that has joined, the last message of the bootstrap: the outcome as JSON with its length in front, and
+//! then the [table](super::table) of ranks if it is in there.
+
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::context::JoinFailure;
-use super::protocol::{RankInfo, TABLE_BYTES_MAX, frame, frame_length, framed};
+use super::protocol::{Place, RankInfo, TABLE_BYTES_MAX, frame, frame_length, framed, rank_number};
 use super::table;
 use crate::algo::Tuning;
+use crate::types::Rank;
+
+/// How long an answer may take to reach those that wait for it.
+pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What all ranks know once all have joined.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -18,11 +24,17 @@ pub(super) struct World {
     pub(super) tuning: Tuning,
 }
 
-/// Rank 0's answer.
+/// What a rank that has joined is told.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum JoinReply {
     /// All ranks have joined.
     Complete(World),
+    /// All ranks have joined, and this rank tells which they are.
+    Ask {
+        #[serde(with = "rank_number")]
+        rank: Rank,
+        place: Place,
+    },
     /// The communicator has not come about.
     Failed(JoinFailure),
 }

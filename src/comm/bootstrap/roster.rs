@@ -6,6 +6,8 @@ use crate::types::Rank;
 /// The ranks that have joined so far, by number.
 pub(super) struct Roster {
     ranks: Vec<Option<RankInfo>>,
+    /// How many are not there.
+    lacking: usize,
 }
 
 impl Roster {
@@ -13,7 +15,7 @@ impl Roster {
     pub(super) fn new(root: RankInfo) -> Self {
         let mut ranks = vec![None; root.world_size as usize];
         ranks[0] = Some(root);
-        Roster { ranks }
+        Roster { lacking: ranks.len() - 1, ranks }
     }
 
     /// Adds a rank. The error says in what it differs from rank 0.
@@ -43,6 +45,7 @@ impl Roster {
             }
             Some(entry) => {
                 *entry = Some(info);
+                self.lacking -= 1;
                 Ok(())
             }
         }
@@ -50,17 +53,7 @@ impl Roster {
 
     /// Removes a rank whose connection has ended; it may join again.
     pub(super) fn remove(&mut self, rank: Rank) {
-        self.ranks[rank.index()] = None;
-    }
-
-    /// The number of ranks that rank 0 expects.
-    pub(super) fn size(&self) -> usize {
-        self.ranks.len()
-    }
-
-    /// The communicator's name, as rank 0 calls it.
-    pub(super) fn name(&self) -> &str {
-        self.ranks[0].as_ref().map_or("", |root| &root.name)
+        self.lacking += usize::from(self.ranks[rank.index()].take().is_some());
     }
 
     /// The ranks that have not joined.
@@ -71,6 +64,9 @@ impl Roster {
 
     /// The table of all ranks, once all have joined.
     pub(super) fn table(&self) -> Option<Vec<RankInfo>> {
+        if self.lacking > 0 {
+            return None;
+        }
         self.ranks.iter().cloned().collect()
     }
 }

@@ -1,0 +1,53 @@
+//! How the table of all ranks goes down the [tree](super::tree): a rank that has it passes it on.
+
+use std::collections::BTreeSet;
+use std::net::TcpListener;
+use std::time::Instant;
+
+use super::context::JoinContext;
+use super::protocol::{Keys, TABLE_BYTES_MAX, framed};
+use super::reply::{REPLY_TIMEOUT, World};
+use super::server::{Event, Server};
+use super::tree::Tree;
+use crate::error::InitError;
+use crate::sync::Arc;
+use crate::transport::tls::Tls;
+use crate::types::Rank;
+
+/// Answers the ranks below this one, which come to `listener`, with the message that this rank has had.
+///
+/// A rank that does not come in time is left to itself, as rank 0 does: the others may meet nevertheless.
+pub(super) fn pass_on(
+    context: &JoinContext<'_>,
+    keys: &Keys,
+    tls: Option<&Tls>,
+    listener: TcpListener,
+    world: &World,
+    message: Vec<u8>,
+) -> Result<(), InitError> {
+    let children = Tree::over(world.ranks.iter().map(|info| info.host_id.as_str())).children(context.rank);
+    if children.is_empty() {
+        return Ok(());
+    }
+    let failed = |error| context.os_error("the connections of ranks that ask for the table", &error);
+    let message: Arc<[u8]> = framed(&message, TABLE_BYTES_MAX).map_err(|cause| context.config_error(cause))?.into();
+    let mut server = Server::new(context.name, children.len(), keys, tls, listener).map_err(failed)?;
+    let mut waiting: BTreeSet<Rank> = children.into_iter().collect();
+    let deadline = Instant::now() + REPLY_TIMEOUT;
+    while !waiting.is_empty() && Instant::now() < deadline {
+        for event in server.turn(deadline).map_err(failed)? {
+            match event {
+                Event::Joined(_, Ok(_)) => {}
+                Event::Joined(rank, Err(cause)) => {
+                    log::warn!("communicator `{}`: rank {rank} asks for the table of ranks: {cause}", context.name);
+                }
+                Event::Answered(rank) | Event::Left(rank) => _ = waiting.remove(&rank),
+            }
+        }
+        server.answer(|_| message.clone()).map_err(failed)?;
+    }
+    if !waiting.is_empty() {
+        log::warn!("communicator `{}`: ranks {waiting:?} have not come for the table of ranks", context.name);
+    }
+    Ok(())
+}
