@@ -303,7 +303,7 @@ nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, 
 		$(MAKE) --keep-going acceptance acceptance-cuda long-messages scale simulated-times nccl-versions chaos chaos-cuda \
 			races-cuda samples-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
 
-# Each rank takes a hundred descriptors, a process has 64 ranks.
+# Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024
 .PHONY: scale
 scale: ## Starts worlds of hundreds of ranks on this machine: SCALE lists other sizes

@@ -3,7 +3,8 @@
 //! Level triggered: a descriptor that stays ready wakes the next wait at once. Format and semantics: epoll(7), eventfd(2).
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ops::{Deref, DerefMut};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
@@ -88,24 +89,23 @@ impl Poller {
         Ok(Poller { shared: Arc::new(Shared { epoll, wake, _private: private }) })
     }
 
-    /// Watches a copy of `fd` until the registration is dropped. Forked children inherit neither.
-    pub fn add(&self, fd: BorrowedFd<'_>, interest: Interest) -> io::Result<Registration> {
-        self.add_with(fd, interest, UNNAMED)
+    /// Takes a descriptor's owner in, and watches nothing yet.
+    pub fn own<S: AsFd>(&self, owner: S) -> Watched<S> {
+        Watched { owner, poller: self.clone(), entry: None }
+    }
+
+    /// Watches a descriptor until its owner is dropped. Forked children do not inherit it.
+    pub fn watch<S: AsFd>(&self, owner: S, interest: Interest) -> io::Result<Watched<S>> {
+        let mut watched = self.own(owner);
+        watched.watch(interest)?;
+        Ok(watched)
     }
 
     /// The same for a descriptor of a stream, which [`Poller::look`] names.
-    pub fn add_named(&self, fd: BorrowedFd<'_>, interest: Interest, name: StreamName) -> io::Result<Registration> {
-        self.add_with(fd, interest, name.data())
-    }
-
-    fn add_with(&self, fd: BorrowedFd<'_>, interest: Interest, data: u64) -> io::Result<Registration> {
-        let original = Private::new(fd)?;
-        let fd = fd.try_clone_to_owned()?;
-        let private = [original, Private::new(fd.as_fd())?];
-        let registration = Registration { poller: self.clone(), fd, interest, data, _private: private };
-        let data = epoll::EventData::new_u64(data);
-        epoll::add(&self.shared.epoll, &registration.fd, data, interest.flags())?;
-        Ok(registration)
+    pub fn watch_named<S: AsFd>(&self, owner: S, interest: Interest, name: StreamName) -> io::Result<Watched<S>> {
+        let mut watched = self.own(owner);
+        watched.add(interest, name.data())?;
+        Ok(watched)
     }
 
     /// Sleeps until a watched descriptor is ready, [`Poller::wake`] is called, or `timeout` has passed. May return early.
@@ -153,44 +153,93 @@ impl Poller {
     }
 }
 
-/// A watched file descriptor.
+/// The owner of a file descriptor that a poller watches, or may watch: it does not when this is dropped, which closes it.
 #[derive(Debug)]
-pub struct Registration {
+pub struct Watched<S: AsFd> {
+    owner: S,
     poller: Poller,
-    fd: OwnedFd,
+    entry: Option<Entry>,
+}
+
+/// How a descriptor is watched.
+#[derive(Debug)]
+struct Entry {
     interest: Interest,
     /// What its events carry.
     data: u64,
-    _private: [Private; 2],
+    _private: Private,
 }
 
-impl Registration {
+impl<S: AsFd> Watched<S> {
+    /// Whether the poller watches it.
+    pub fn is_watched(&self) -> bool {
+        self.entry.is_some()
+    }
+
+    /// Begins to watch it. It must not be watched.
+    pub fn watch(&mut self, interest: Interest) -> io::Result<()> {
+        self.add(interest, UNNAMED)
+    }
+
+    fn add(&mut self, interest: Interest, data: u64) -> io::Result<()> {
+        let private = Private::new(self.owner.as_fd())?;
+        let event = epoll::EventData::new_u64(data);
+        epoll::add(&self.poller.shared.epoll, &self.owner, event, interest.flags())?;
+        self.entry = Some(Entry { interest, data, _private: private });
+        Ok(())
+    }
+
+    /// Watches it no longer.
+    pub fn leave(&mut self) {
+        if self.entry.take().is_some() {
+            // It fails only if the descriptor is no longer in the set, which is the aim.
+            let _ = epoll::delete(&self.poller.shared.epoll, &self.owner);
+        }
+    }
+
     /// Changes what is watched for.
     pub fn set(&mut self, interest: Interest) -> io::Result<()> {
-        if self.interest != interest {
-            self.modify(interest, self.data)?;
-            self.interest = interest;
-        }
-        Ok(())
+        self.modify(|entry| entry.interest = interest)
     }
 
     /// Has [`Poller::look`] name the stream from now on that the descriptor turned out to be of.
     pub fn name(&mut self, name: StreamName) -> io::Result<()> {
-        self.modify(self.interest, name.data())?;
-        self.data = name.data();
-        Ok(())
+        self.modify(|entry| entry.data = name.data())
     }
 
-    fn modify(&self, interest: Interest, data: u64) -> io::Result<()> {
-        let data = epoll::EventData::new_u64(data);
-        Ok(epoll::modify(&self.poller.shared.epoll, self.fd.as_fd(), data, interest.flags())?)
+    fn modify(&mut self, change: impl FnOnce(&mut Entry)) -> io::Result<()> {
+        let entry = self.entry.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        let (interest, data) = (entry.interest, entry.data);
+        change(entry);
+        if (interest, data) != (entry.interest, entry.data) {
+            let event = epoll::EventData::new_u64(entry.data);
+            let changed = epoll::modify(&self.poller.shared.epoll, &self.owner, event, entry.interest.flags());
+            if let Err(error) = changed {
+                (entry.interest, entry.data) = (interest, data);
+                return Err(error.into());
+            }
+        }
+        Ok(())
     }
 }
 
-impl Drop for Registration {
+impl<S: AsFd> Deref for Watched<S> {
+    type Target = S;
+
+    fn deref(&self) -> &S {
+        &self.owner
+    }
+}
+
+impl<S: AsFd> DerefMut for Watched<S> {
+    fn deref_mut(&mut self) -> &mut S {
+        &mut self.owner
+    }
+}
+
+impl<S: AsFd> Drop for Watched<S> {
     fn drop(&mut self) {
-        // It fails only if the descriptor is no longer in the set, which is the aim.
-        let _ = epoll::delete(&self.poller.shared.epoll, self.fd.as_fd());
+        self.leave();
     }
 }
 
@@ -224,7 +273,7 @@ mod tests {
     fn bytes_wake_a_sleeping_thread() {
         let poller = Poller::new().expect("a poller");
         let (mut near, far) = UnixStream::pair().expect("a pair");
-        let _registration = poller.add(far.as_fd(), Interest::Read).expect("a registration");
+        let _far = poller.watch(far, Interest::Read).expect("a place in the set");
         let sleeper = std::thread::spawn({
             let poller = poller.clone();
             move || poller.wait(None)
@@ -242,21 +291,21 @@ mod tests {
             let has_unnamed = poller.look(&mut named).expect("a look");
             (named, has_unnamed)
         };
-        let mut registration = poller.add(far.as_fd(), Interest::Read).expect("a registration");
+        let mut far = poller.watch(far, Interest::Read).expect("a place in the set");
         near.write_all(b"x").expect("a byte");
         assert_eq!(look(), (vec![], true), "it is no stream's yet");
         for name in [StreamName::From(Rank(0)), StreamName::To(Rank(u32::MAX))] {
-            registration.name(name).expect("a name");
+            far.name(name).expect("a name");
             poller.wake();
             for _ in 0..2 {
                 assert_eq!(look(), (vec![name], false), "the byte is still there");
             }
         }
-        (&far).read_exact(&mut [0]).expect("the byte");
+        far.read_exact(&mut [0]).expect("the byte");
         assert_eq!(look(), (vec![], false));
-        registration.set(Interest::Write).expect("another interest");
+        far.set(Interest::Write).expect("another interest");
         assert_eq!(look(), (vec![StreamName::To(Rank(u32::MAX))], false), "it keeps its name");
-        drop(registration);
+        drop(far);
         poller.wait(None).expect("the wake");
     }
 
@@ -266,10 +315,10 @@ mod tests {
         let (mut near, far) = UnixStream::pair().expect("a pair");
         near.write_all(b"x").expect("a byte");
         let copies: Vec<_> = (0..200).map(|_| far.try_clone().expect("a copy")).collect();
-        let add = |(rank, far): (usize, &UnixStream)| {
-            poller.add_named(far.as_fd(), Interest::Read, StreamName::From(Rank::from(rank))).expect("a registration")
+        let watch = |(rank, far): (usize, UnixStream)| {
+            poller.watch_named(far, Interest::Read, StreamName::From(Rank::from(rank))).expect("a place in the set")
         };
-        let _registrations: Vec<_> = copies.iter().enumerate().map(add).collect();
+        let _watched: Vec<_> = copies.into_iter().enumerate().map(watch).collect();
         let mut named = Vec::new();
         (0..200usize.div_ceil(EVENTS_MAX)).for_each(|_| assert!(!poller.look(&mut named).expect("a look")));
         let mut ranks: Vec<u32> = named

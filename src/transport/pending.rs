@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
 use crate::sys::limits;
-use crate::sys::poller::{Interest, Poller, Registration, StreamName};
+use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT, HANDSHAKE_TIMEOUT_FULL};
@@ -15,29 +15,27 @@ use crate::types::Rank;
 
 /// A connection in its handshake.
 #[derive(Debug)]
-pub(crate) struct Candidate<S> {
-    pub(crate) stream: S,
+pub(crate) struct Candidate<S: AsFd> {
+    /// Not watched while this process has nothing left for it.
+    pub(crate) stream: Watched<S>,
     pub(crate) accepting: Accepting,
     /// Set once the handshake is done and only the transport's own part is missing.
     pub(crate) rank: Option<Rank>,
-    /// None while this process has no descriptor left for it.
-    registration: Option<Registration>,
     since: Instant,
 }
 
 /// A connection that has proved itself.
 #[derive(Debug)]
-pub(crate) struct Proved<S, T> {
+pub(crate) struct Proved<S: AsFd, T> {
     pub(crate) rank: Rank,
-    pub(crate) stream: S,
-    pub(crate) registration: Registration,
+    pub(crate) stream: Watched<S>,
     /// What the transport's own part has received.
     pub(crate) received: T,
 }
 
 /// All connections of one listener that are in their handshake.
 #[derive(Debug)]
-pub(crate) struct Pending<S> {
+pub(crate) struct Pending<S: AsFd> {
     identity: Identity,
     poller: Poller,
     candidates: Vec<Candidate<S>>,
@@ -62,9 +60,9 @@ impl<S: AsFd> Pending<S> {
         self.candidates.len() < CANDIDATES_MAX
     }
 
-    /// Whether this process lacks a descriptor for an accepted connection.
-    fn has_unregistered(&self) -> bool {
-        self.candidates.iter().any(|candidate| candidate.registration.is_none())
+    /// Whether this process lacks something for an accepted connection.
+    fn has_unwatched(&self) -> bool {
+        self.candidates.iter().any(|candidate| !candidate.stream.is_watched())
     }
 
     /// Whether to wait before the system is asked again for what it refused.
@@ -99,7 +97,7 @@ impl<S: AsFd> Pending<S> {
                 Ok(None) => {}
                 // The system refuses a descriptor before it checks whether a connection waits.
                 Err(error) if error.kind() == ErrorKind::WouldBlock || !socket::has_caller(listener) => {
-                    if !self.has_unregistered() {
+                    if !self.has_unwatched() {
                         self.shortage = None;
                     }
                     return;
@@ -110,7 +108,7 @@ impl<S: AsFd> Pending<S> {
     }
 
     /// Stops polling the listener while no further connection can be accepted.
-    pub(crate) fn watch(&self, listener: &mut Registration) {
+    pub(crate) fn watch<L: AsFd>(&self, listener: &mut Watched<L>) {
         let interest = if self.has_room() && self.shortage.is_none() { Interest::Read } else { Interest::Nothing };
         if let Err(error) = listener.set(interest) {
             log::error!("rank {}: watching a listener failed: {error}", self.identity.me);
@@ -119,9 +117,9 @@ impl<S: AsFd> Pending<S> {
 
     /// When the next handshake must be over, or connections may be accepted again; none if no connection is known to wait.
     pub(crate) fn due(&self) -> Option<Instant> {
-        let registered = self.candidates.iter().filter(|candidate| candidate.registration.is_some());
-        let oldest = registered.map(|candidate| candidate.since).min();
-        let shortage = self.shortage.as_ref().filter(|_| self.has_room() || self.has_unregistered());
+        let watched = self.candidates.iter().filter(|candidate| candidate.stream.is_watched());
+        let oldest = watched.map(|candidate| candidate.since).min();
+        let shortage = self.shortage.as_ref().filter(|_| self.has_room() || self.has_unwatched());
         let retry_at = shortage.map(|shortage| shortage.retry_at);
         oldest.map(|oldest| oldest + self.handshake_timeout()).into_iter().chain(retry_at).min()
     }
@@ -133,8 +131,8 @@ impl<S: AsFd> Pending<S> {
     /// Begins the handshake on a connection.
     pub(crate) fn add(&mut self, stream: S) {
         let (accepting, since) = (Accepting::new(self.identity.clone()), Instant::now());
-        let mut candidate = Candidate { stream, accepting, rank: None, registration: None, since };
-        match candidate.register(&self.poller) {
+        let mut candidate = Candidate { stream: self.poller.own(stream), accepting, rank: None, since };
+        match candidate.watch() {
             Ok(()) => {}
             // Kept: to a peer, a dropped connection would mean that this rank has ended.
             Err(error) if limits::is_shortage(&error) => self.pause(shortage::describe(&error, self.identity.size)),
@@ -152,11 +150,11 @@ impl<S: AsFd> Pending<S> {
         let (me, timeout, is_paused) = (self.identity.me, self.handshake_timeout(), self.is_paused());
         let (mut finished, mut refusal) = (Vec::new(), None);
         for mut candidate in std::mem::take(&mut self.candidates) {
-            if candidate.registration.is_none() {
-                let registered = if is_paused { Ok(()) } else { candidate.register(&self.poller) };
-                refusal = registered.err().map(|error| shortage::describe(&error, self.identity.size)).or(refusal);
+            if !candidate.stream.is_watched() {
+                let watched = if is_paused { Ok(()) } else { candidate.watch() };
+                refusal = watched.err().map(|error| shortage::describe(&error, self.identity.size)).or(refusal);
             }
-            if candidate.registration.is_none() {
+            if !candidate.stream.is_watched() {
                 self.candidates.push(candidate);
                 continue;
             }
@@ -178,8 +176,8 @@ impl<S: AsFd> Pending<S> {
                 // What has left is nothing to wait for, although it still shows what it sent before.
                 Err(down) if down.kind == Down::Lacking && !socket::is_hung_up(candidate.stream.as_fd()) => {
                     refusal = Some(down.cause);
-                    // Unregistered, since its unread bytes would wake the poller all the time.
-                    candidate.registration = None;
+                    // Its unread bytes would wake the poller all the time.
+                    candidate.stream.leave();
                     self.candidates.push(candidate);
                 }
                 // The peer has closed it: a rank that leaves, or an unauthenticated peer.
@@ -195,24 +193,24 @@ impl<S: AsFd> Pending<S> {
 }
 
 impl<S: AsFd> Candidate<S> {
-    fn register(&mut self, poller: &Poller) -> io::Result<()> {
-        self.registration = Some(poller.add(self.stream.as_fd(), Interest::Read)?);
-        // Its time begins now: without a registration, this side did not read.
+    fn watch(&mut self) -> io::Result<()> {
+        self.stream.watch(Interest::Read)?;
+        // Its time begins now: before, this side did not read.
         self.since = Instant::now();
         Ok(())
     }
 
     /// The connection, once its rank is known.
     fn prove<T>(self, received: T) -> io::Result<Proved<S, T>> {
-        let Candidate { rank: Some(rank), stream, registration: Some(mut registration), .. } = self else {
+        let Candidate { rank: Some(rank), mut stream, .. } = self else {
             return Err(ErrorKind::NotConnected.into());
         };
-        registration.name(StreamName::From(rank))?;
-        Ok(Proved { rank, stream, registration, received })
+        stream.name(StreamName::From(rank))?;
+        Ok(Proved { rank, stream, received })
     }
 }
 
-/// How many connections may be in their handshake: each takes two file descriptors, of which processes often have 1024.
+/// How many connections may be in their handshake: each takes a file descriptor, of which processes often have 1024.
 const CANDIDATES_MAX: usize = 128;
 
 /// How long to stop accepting after the system refused a resource.
@@ -238,7 +236,7 @@ mod tests {
     }
 
     fn drive(pending: &mut Pending<UnixStream>) -> usize {
-        let none = pending.drive(|candidate| candidate.accepting.drive(&mut candidate.stream));
+        let none = pending.drive(|candidate| candidate.accepting.drive(&mut *candidate.stream));
         assert!(none.is_empty());
         pending.candidates.len()
     }

@@ -28,8 +28,8 @@ pub fn descriptors(size: usize) -> usize {
     OWN_DESCRIPTORS + size.saturating_sub(1) * PEER_DESCRIPTORS
 }
 
-/// For each peer: a stream in each direction, each a socket and the poller's copy of it.
-const PEER_DESCRIPTORS: usize = 4;
+/// For each peer: a stream in each direction, each a socket.
+const PEER_DESCRIPTORS: usize = 2;
 
 /// For the pollers, the listeners, the bootstrap, and the few neighbours of the failure detector.
 const OWN_DESCRIPTORS: usize = 48;

@@ -26,7 +26,7 @@ const LONG: Duration = Duration::from_secs(300);
 
 /// What a rank may hold once it has run short collectives and is in a row and a column: memory in bytes, and descriptors.
 const BYTES_MAX: usize = 4 << 20;
-const DESCRIPTORS_MAX: usize = 300;
+const DESCRIPTORS_MAX: usize = 160;
 
 /// Tells a process which part of a world it is: its number, the size of the world, and the store's address.
 const VARIABLE: &str = "NCCLX_RS_TEST_SCALE";

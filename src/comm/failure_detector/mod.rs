@@ -14,7 +14,6 @@ mod thread;
 
 use std::collections::BTreeSet;
 use std::io;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use crate::comm::bootstrap::RankInfo;
@@ -61,10 +60,7 @@ impl FailureDetector {
             let reindex = |route: Route| Route { transport: used.range(..route.transport).count(), ..route };
             // Looked up before the connection is made: if that succeeds, the process was alive and the number was its own.
             let process = Process::find(&ranks[peer.index()].process).ok();
-            let process = process.and_then(|process| {
-                let registration = thread.poller().add(process.as_fd(), Interest::Read).ok()?;
-                Some((process, registration))
-            });
+            let process = process.and_then(|process| thread.poller().watch(process, Interest::Read).ok());
             let way = Connector::new(routes.into_iter().map(reindex));
             let mut monitor = PeerMonitor::new(peer, ranks.len(), way, process);
             monitor.connect(&mut transports, Instant::now());

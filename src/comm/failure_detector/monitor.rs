@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::comm::failure_detector::notice::Notice;
 use crate::engine::connector::{Connector, OPENING_CHECK};
 use crate::error::LinkDown;
-use crate::sys::poller::Registration;
+use crate::sys::poller::Watched;
 use crate::sys::process::Process;
 use crate::transport::{RecvStream, SendStream, Transport};
 use crate::types::Rank;
@@ -24,7 +24,7 @@ pub(super) struct Observed {
 pub(super) struct PeerMonitor {
     pub(super) peer: Rank,
     size: usize,
-    process: Option<(Process, Registration)>,
+    process: Option<Watched<Process>>,
     connector: Connector,
     send_stream: Option<Box<dyn SendStream>>,
     recv_stream: Option<Box<dyn RecvStream>>,
@@ -37,12 +37,7 @@ pub(super) struct PeerMonitor {
 
 impl PeerMonitor {
     /// A monitor of `peer` without a stream yet.
-    pub(super) fn new(
-        peer: Rank,
-        size: usize,
-        connector: Connector,
-        process: Option<(Process, Registration)>,
-    ) -> PeerMonitor {
+    pub(super) fn new(peer: Rank, size: usize, connector: Connector, process: Option<Watched<Process>>) -> PeerMonitor {
         let (outgoing, incoming) = (Vec::new(), Vec::new());
         PeerMonitor {
             peer,
@@ -98,7 +93,7 @@ impl PeerMonitor {
     /// end is not missed.
     pub(super) fn check(&mut self, now: Instant) -> Observed {
         self.write(now);
-        if self.process.as_ref().is_some_and(|(process, _)| process.has_ended()) {
+        if self.process.as_ref().is_some_and(|process| process.has_ended()) {
             self.process = None;
             self.end = Some(("its process has ended".to_owned(), now));
         }

@@ -4,22 +4,21 @@ use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-use crate::sys::poller::Registration;
+use crate::sys::poller::Watched;
 use crate::sys::socket;
 use crate::transport::handshake::is_passing;
 
 /// The socket beside a ring: a byte wakes the other side, and its end shows that the other process is gone.
 #[derive(Debug)]
 pub(super) struct Doorbell {
-    pub(super) stream: UnixStream,
+    pub(super) stream: Watched<UnixStream>,
     /// The other side has closed the socket.
     pub(super) ended: bool,
-    _registration: Registration,
 }
 
 impl Doorbell {
-    pub(super) fn new(stream: UnixStream, registration: Registration) -> Self {
-        Doorbell { stream, ended: false, _registration: registration }
+    pub(super) fn new(stream: Watched<UnixStream>) -> Self {
+        Doorbell { stream, ended: false }
     }
 
     /// Wakes the other side.

@@ -74,7 +74,7 @@ impl RingHandover {
 /// the communicator.
 pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Result<Option<ShmRing>, LinkDown> {
     if candidate.rank.is_none() {
-        candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
+        candidate.rank = candidate.accepting.drive(&mut *candidate.stream)?;
     }
     if candidate.rank.is_none() {
         return Ok(None);

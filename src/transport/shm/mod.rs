@@ -17,7 +17,7 @@ use crate::config::Switch;
 use crate::error::LinkDown;
 use crate::sys::cma::{self, PeerMemory};
 use crate::sys::limits;
-use crate::sys::poller::{Interest, Poller, Registration, StreamName};
+use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::random;
 use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
@@ -49,8 +49,7 @@ pub struct ShmTransport {
     settings: RingSettings,
     /// What the listener's name is made of.
     token: [u8; 16],
-    listener: UnixListener,
-    registration: Registration,
+    listener: Watched<UnixListener>,
     pending: Pending<UnixStream>,
 }
 
@@ -58,13 +57,12 @@ impl ShmTransport {
     /// Listens under an unguessable name.
     pub fn new(identity: Identity, poller: Poller, settings: RingSettings) -> io::Result<Self> {
         let token = random::bytes()?;
-        let listener = socket::listen_unix(&socket_name(&token))?;
-        let registration = poller.add(listener.as_fd(), Interest::Read)?;
+        let listener = poller.watch(socket::listen_unix(&socket_name(&token))?, Interest::Read)?;
         if settings.peer_can_read {
             cma::allow_readers();
         }
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(ShmTransport { identity, poller, settings, token, listener, registration, pending })
+        Ok(ShmTransport { identity, poller, settings, token, listener, pending })
     }
 }
 
@@ -97,9 +95,8 @@ impl Transport for ShmTransport {
             }
         };
         let (ring, fd) = ShmRing::create(self.settings.bytes).map_err(lacking)?;
-        let registration = self.poller.add_named(stream.as_fd(), Interest::Read, StreamName::To(peer));
-        let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
-        let doorbell = Doorbell::new(stream, registration);
+        let stream = self.poller.watch_named(stream, Interest::Read, StreamName::To(peer));
+        let doorbell = Doorbell::new(stream.map_err(|error| shortage::while_opening(error, size))?);
         let handover = RingHandover::new(self.identity.clone(), peer, fd, detour);
         Ok(Box::new(ShmSendStream::new(ring, doorbell, handover, self.settings.peer_can_read)))
     }
@@ -120,7 +117,7 @@ impl Transport for ShmTransport {
         });
         let size = self.identity.size;
         let accepted = self.pending.drive(|candidate| handover::accept(candidate, size));
-        self.pending.watch(&mut self.registration);
+        self.pending.watch(&mut self.listener);
         let line_ownership = self.settings.line_ownership;
         accepted.into_iter().map(|proved| recv_stream(proved, Chooser::new(line_ownership))).collect()
     }
@@ -142,9 +139,9 @@ fn socket_name(address: &[u8]) -> Vec<u8> {
 
 /// The receiving end of a connection whose ring is mapped here.
 fn recv_stream(proved: Proved<UnixStream, ShmRing>, chooser: Chooser) -> Accepted {
-    let Proved { rank, stream, registration, received: ring } = proved;
+    let Proved { rank, stream, received: ring } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
-    (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream, registration), writer, chooser)))
+    (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream), writer, chooser)))
 }
 
 #[cfg(test)]

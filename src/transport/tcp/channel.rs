@@ -3,7 +3,7 @@
 use std::io::Read;
 
 use crate::error::LinkDown;
-use crate::sys::poller::Registration;
+use crate::sys::poller::Watched;
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
 use crate::transport::{PATIENCE_WITH_CALLS, RecvStream};
@@ -11,8 +11,7 @@ use crate::transport::{PATIENCE_WITH_CALLS, RecvStream};
 /// The receiving end of a connection.
 #[derive(Debug)]
 pub(super) struct TcpRecvStream {
-    stream: Stream,
-    _registration: Registration,
+    stream: Watched<Stream>,
     buffer: Vec<u8>,
     start: usize,
     end: usize,
@@ -24,10 +23,9 @@ pub(super) struct TcpRecvStream {
 }
 
 impl TcpRecvStream {
-    pub(super) fn new(stream: Stream, registration: Registration) -> Self {
+    pub(super) fn new(stream: Watched<Stream>) -> Self {
         TcpRecvStream {
             stream,
-            _registration: registration,
             buffer: vec![0; BUFFER_BYTES],
             start: 0,
             end: 0,

@@ -2,8 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, Write};
-use std::net::{SocketAddr, TcpStream};
-use std::os::fd::AsFd;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -11,7 +10,7 @@ use smallvec::SmallVec;
 use crate::error::{Down, LinkDown};
 use crate::sync::{Arc, AtomicUsize, Ordering};
 use crate::sys::limits;
-use crate::sys::poller::{Interest, Poller, Registration, StreamName};
+use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::sys::tcp_info::{self, TcpStats};
 use crate::transport::auth::Identity;
@@ -42,8 +41,7 @@ pub(super) struct Connection {
     targets: VecDeque<SocketAddr>,
     failures: Failures,
     current: SocketAddr,
-    stream: Stream,
-    registration: Registration,
+    stream: Watched<Stream>,
     stage: Stage,
     timeout: PeerTimeout,
     holding: Holding,
@@ -102,24 +100,11 @@ impl Connection {
         timeout: PeerTimeout,
     ) -> Result<Self, LinkDown> {
         let mut failures = Failures::default();
-        let (current, socket, registration) = next_attempt(&mut targets, &mut failures, poller, peer, identity.size)?;
-        let stream = Stream::open(socket, tls.as_ref());
+        let size = identity.size;
+        let (current, stream) = next_attempt(&mut targets, &mut failures, poller, peer, size, tls.as_ref())?;
         let poller = poller.clone();
         let (stage, holding) = (Stage::Connecting { since: Instant::now() }, Holding::default());
-        Ok(Connection {
-            identity,
-            tls,
-            peer,
-            poller,
-            targets,
-            failures,
-            current,
-            stream,
-            registration,
-            stage,
-            timeout,
-            holding,
-        })
+        Ok(Connection { identity, tls, peer, poller, targets, failures, current, stream, stage, timeout, holding })
     }
 
     /// The same, which counts in `held` while it is open and holds bytes.
@@ -136,7 +121,7 @@ impl Connection {
                 Stage::Connecting { since } => match socket::is_connected(self.stream.socket()) {
                     Ok(true) => {
                         socket::tune_tcp(self.stream.socket(), self.timeout)?;
-                        self.registration.set(Interest::Read)?;
+                        self.stream.set(Interest::Read)?;
                         self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
                     }
                     Ok(false) if since.elapsed() < attempt(self.targets.is_empty(), self.timeout) => return Ok(false),
@@ -146,7 +131,7 @@ impl Connection {
                     }
                     Err(error) => self.try_next(error.into())?,
                 },
-                Stage::Proving(opening) => match opening.drive(&mut self.stream) {
+                Stage::Proving(opening) => match opening.drive(&mut *self.stream) {
                     Ok(true) => self.stage = Stage::Open,
                     Ok(false) => return Ok(false),
                     Err(down) => match opening.classify(down) {
@@ -168,7 +153,7 @@ impl Connection {
         let (is_open, holds) = (matches!(self.stage, Stage::Open), self.stream.holds_bytes());
         self.holding.set(is_open && holds);
         let wanted = if armed || holds { Interest::ReadWrite } else { Interest::Read };
-        if is_open && let Err(error) = self.registration.set(wanted) {
+        if is_open && let Err(error) = self.stream.set(wanted) {
             log::error!("watching a connection failed: {error}");
         }
     }
@@ -177,10 +162,8 @@ impl Connection {
         self.failures.texts.push(format!("{}: {}", self.current, down.cause));
         self.failures.is_refused |= matches!(down.kind, Down::Refused | Down::HungUp);
         let size = self.identity.size;
-        let next = next_attempt(&mut self.targets, &mut self.failures, &self.poller, self.peer, size)?;
-        let (current, socket, registration) = next;
-        (self.current, self.stream, self.registration) =
-            (current, Stream::open(socket, self.tls.as_ref()), registration);
+        let (targets, failures, tls) = (&mut self.targets, &mut self.failures, self.tls.as_ref());
+        (self.current, self.stream) = next_attempt(targets, failures, &self.poller, self.peer, size, tls)?;
         self.stage = Stage::Connecting { since: Instant::now() };
         Ok(())
     }
@@ -192,13 +175,13 @@ fn next_attempt(
     poller: &Poller,
     peer: Rank,
     size: usize,
-) -> Result<(SocketAddr, TcpStream, Registration), LinkDown> {
+    tls: Option<&Tls>,
+) -> Result<(SocketAddr, Watched<Stream>), LinkDown> {
     while let Some(target) = targets.pop_front() {
         match socket::begin_tcp(target) {
-            Ok(stream) => {
-                let registration = poller.add_named(stream.as_fd(), Interest::Write, StreamName::To(peer));
-                let registration = registration.map_err(|error| shortage::while_opening(error, size))?;
-                return Ok((target, stream, registration));
+            Ok(socket) => {
+                let stream = poller.watch_named(Stream::open(socket, tls), Interest::Write, StreamName::To(peer));
+                return Ok((target, stream.map_err(|error| shortage::while_opening(error, size))?));
             }
             Err(error) if limits::is_shortage(&error) => return Err(shortage::while_opening(error, size)),
             Err(error) => failures.texts.push(format!("{target}: {error}")),
@@ -280,7 +263,7 @@ const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
-    use std::net::{Ipv4Addr, TcpListener};
+    use std::net::{Ipv4Addr, TcpListener, TcpStream};
 
     use super::*;
     use crate::transport::auth::Secret;

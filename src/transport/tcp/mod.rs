@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::LinkDown;
 use crate::sys::net;
-use crate::sys::poller::{Interest, Poller, Registration};
+use crate::sys::poller::{Interest, Poller, Watched};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
@@ -38,8 +38,7 @@ pub struct TcpTransport {
     advertise: Vec<IpAddr>,
     port: u16,
     timeout: PeerTimeout,
-    listener: TcpListener,
-    registration: Registration,
+    listener: Watched<TcpListener>,
     pending: Pending<Stream>,
     held: Held,
 }
@@ -55,20 +54,9 @@ impl TcpTransport {
     ) -> io::Result<Self> {
         let listener = net::listen_anywhere()?;
         let port = listener.local_addr()?.port();
-        let registration = poller.add(listener.as_fd(), Interest::Read)?;
+        let listener = poller.watch(listener, Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(TcpTransport {
-            identity,
-            tls,
-            poller,
-            advertise,
-            port,
-            timeout,
-            listener,
-            registration,
-            pending,
-            held: Held::default(),
-        })
+        Ok(TcpTransport { identity, tls, poller, advertise, port, timeout, listener, pending, held: Held::default() })
     }
 }
 
@@ -100,13 +88,12 @@ impl Transport for TcpTransport {
             })
         });
         let accepted = self.pending.drive(|candidate| {
-            candidate.rank = candidate.accepting.drive(&mut candidate.stream)?;
+            candidate.rank = candidate.accepting.drive(&mut *candidate.stream)?;
             Ok(candidate.rank.map(|_| ()))
         });
-        self.pending.watch(&mut self.registration);
-        let recv_stream = |proved: Proved<Stream, ()>| -> Accepted {
-            (proved.rank, Box::new(TcpRecvStream::new(proved.stream, proved.registration)))
-        };
+        self.pending.watch(&mut self.listener);
+        let recv_stream =
+            |proved: Proved<Stream, ()>| -> Accepted { (proved.rank, Box::new(TcpRecvStream::new(proved.stream))) };
         accepted.into_iter().map(recv_stream).collect()
     }
 
