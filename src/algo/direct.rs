@@ -8,13 +8,15 @@ use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 
-fn send_in_chunks(builder: &mut Builder, to: Rank, data: Slice, chunk: usize) {
+/// Sends `data` in pieces of at most `chunk` elements.
+pub(super) fn send_in_chunks(builder: &mut Builder, to: Rank, data: Slice, chunk: usize) {
     for from in chunks(data, chunk) {
         builder.push(Action::Send { to, from });
     }
 }
 
-fn receive_in_chunks(builder: &mut Builder, from: Rank, data: Slice, chunk: usize) {
+/// Receives what [`send_in_chunks`] sends.
+pub(super) fn receive_in_chunks(builder: &mut Builder, from: Rank, data: Slice, chunk: usize) {
     for into in chunks(data, chunk) {
         builder.push(Action::Recv { from, into });
     }

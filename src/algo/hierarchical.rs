@@ -2,12 +2,13 @@
 //!
 //! The idea of leaders is that of Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize
 //! collective operation performance", 2000; the striped all_reduce, in which every local rank is the leader of its
-//! piece, is what NCCL and Horovod call hierarchical all-reduce.
+//! piece, is what NCCL and Horovod call hierarchical all-reduce. An all_gather in which all ranks of a host take a part of what
+//! goes between hosts, and pass it on as it comes, is that of Kandalla et al., "Designing multi-leader-based allgather algorithms
+//! for multi-core clusters", 2009.
 
-use crate::algo::bruck::{self, BRUCK_MAX_BYTES};
 use crate::algo::collective::{DIRECT_MAX_RANKS, Setting};
 use crate::algo::group::{Group, chunks, pieces};
-use crate::algo::{binomial, direct, halving_doubling, ring};
+use crate::algo::{binomial, bruck, direct, halving_doubling, ring};
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 
@@ -22,6 +23,23 @@ impl<'a> Hosts<'a> {
         let host = setting.topo.host_of(setting.me);
         let local = Group::new(setting.topo.hosts()[host].clone(), setting.me);
         Hosts { setting, local }
+    }
+
+    /// The ranks of this rank's host.
+    fn ranks(&self) -> &'a [Rank] {
+        &self.setting.topo.hosts()[self.setting.topo.host_of(self.setting.me)]
+    }
+
+    /// The other hosts' ranks, from the next host on, around.
+    fn after(&self) -> impl Iterator<Item = &'a [Rank]> {
+        let (hosts, home) = (self.setting.topo.hosts(), self.setting.topo.host_of(self.setting.me));
+        (1..hosts.len()).map(move |step| hosts[(home + step) % hosts.len()].as_slice())
+    }
+
+    /// The same from the host before on, backwards.
+    fn before(&self) -> impl Iterator<Item = &'a [Rank]> {
+        let (hosts, home) = (self.setting.topo.hosts(), self.setting.topo.host_of(self.setting.me));
+        (1..hosts.len()).map(move |step| hosts[(home + hosts.len() - step) % hosts.len()].as_slice())
     }
 
     /// The rank of every host at this rank's place there. Each host has as many.
@@ -122,88 +140,140 @@ pub fn reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Sl
     }
 }
 
-/// Spreads `blocks`, one a rank, which follow each other and of which this rank's is in place.
+/// Spreads `blocks`, one a rank, which follow each other and of which this rank's is in place. What decides how is that more
+/// messages between hosts cost time, and fewer leave more to pass on within a host after the last of them has come.
 pub fn all_gather(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Slice]) {
     let hosts = Hosts::new(setting);
-    let leaders = hosts.leaders(Rank(0));
-    let leader = hosts.leader(&leaders);
     let total: usize = blocks.iter().map(|block| block.len).sum();
-    if total.saturating_mul(setting.element) <= BRUCK_MAX_BYTES {
-        return all_gather_together(builder, &hosts, &leaders, blocks, total);
+    let (bytes, count) = (total.saturating_mul(setting.element), setting.topo.hosts().len());
+    let messages = (count - 1).saturating_mul(MESSAGE_BYTES);
+    if bytes / count > messages {
+        return all_gather_by_blocks(builder, &hosts, blocks, setting.chunk(total));
     }
-    let chunk = setting.chunk(total);
-    let of = |ranks: &[Rank]| -> Vec<Slice> { ranks.iter().map(|rank| blocks[rank.index()]).collect() };
-    let home = setting.topo.host_of(setting.me);
-    let local = of(&setting.topo.hosts()[home]);
-    direct::all_gather(builder, &hosts.local, blocks[setting.me.index()], &local, chunk);
-    for step in 1..leaders.len() {
-        if setting.me != leader {
-            break;
-        }
-        let to = leaders[(home + step) % leaders.len()];
-        let from = (home + leaders.len() - step) % leaders.len();
-        for slice in local.iter().flat_map(|block| chunks(*block, chunk)) {
-            builder.push(Action::Send { to, from: slice });
-        }
-        for into in of(&setting.topo.hosts()[from]).into_iter().flat_map(|block| chunks(block, chunk)) {
-            builder.push(Action::Recv { from: leaders[from], into });
-        }
+    let order = HostOrder::begin(builder, &hosts, blocks, total);
+    if bytes.saturating_mul(blocks.len()) / count <= messages {
+        all_gather_by_leaders(builder, &hosts, &order);
+    } else {
+        all_gather_by_hosts(builder, &hosts, &order, setting.chunk(total));
     }
-    for step in 1..leaders.len() {
-        let from = (home + leaders.len() - step) % leaders.len();
-        for block in of(&setting.topo.hosts()[from]) {
-            binomial::broadcast(builder, &hosts.local, leader, block, chunk);
+    order.end(builder, setting.me, blocks);
+}
+
+/// Each block goes by itself to one rank of every other host, at the same place there if there is one, and from that rank to the
+/// other ranks of its host, while others are still on their way.
+fn all_gather_by_blocks(builder: &mut Builder, hosts: &Hosts<'_>, blocks: &[Slice], chunk: usize) {
+    let (setting, me) = (hosts.setting, hosts.local.me());
+    for ranks in hosts.after() {
+        direct::send_in_chunks(builder, ranks[me % ranks.len()], blocks[setting.me.index()], chunk);
+    }
+    let local: Vec<Slice> = hosts.ranks().iter().map(|rank| blocks[rank.index()]).collect();
+    direct::all_gather(builder, &hosts.local, local[me], &local, chunk);
+    for ranks in hosts.before() {
+        // Where steps are taken in order, ranks of a host would otherwise wait for each other before they pass on.
+        for (place, rank) in ranks.iter().enumerate().filter(|(place, _)| place % hosts.local.size() == me) {
+            pass_on(builder, &hosts.local, ranks[place], blocks[rank.index()], chunk);
+        }
+        for (place, rank) in ranks.iter().enumerate().filter(|(place, _)| place % hosts.local.size() != me) {
+            direct::receive_in_chunks(builder, hosts.local.rank(place), blocks[rank.index()], chunk);
         }
     }
 }
 
-/// The same in the fewest messages: each leader gathers the blocks of its host, the leaders exchange what they have, and what
-/// all have goes to the ranks of each host in one piece.
-fn all_gather_together(builder: &mut Builder, hosts: &Hosts<'_>, leaders: &[Rank], blocks: &[Slice], total: usize) {
-    let (topo, me) = (hosts.setting.topo, hosts.setting.me);
-    let leader = hosts.leader(leaders);
-    let order = || topo.hosts().iter().flatten();
-    // Where the ranks of each host follow each other, nothing has to be put in order.
-    let is_ordered = order().is_sorted();
-    let all = if is_ordered {
-        Slice::new(blocks[0].space, blocks[0].offset, total)
-    } else {
-        builder.beside(blocks[0], total)
-    };
-    let mut end = 0;
-    let mut take = |len| {
-        end += len;
-        all.part(end - len, len)
-    };
-    let length = |rank: &Rank| blocks[rank.index()].len;
-    let of_hosts: Vec<Slice> = topo.hosts().iter().map(|ranks| take(ranks.iter().map(length).sum())).collect();
-    let own = of_hosts[topo.host_of(me)];
-    if me != leader {
-        builder.push(Action::Send { to: leader, from: blocks[me.index()] });
+/// All blocks of a host go together to one rank of every other host, which passes them on to the other ranks of its host. The ranks
+/// of a host take turns at it.
+fn all_gather_by_hosts(builder: &mut Builder, hosts: &Hosts<'_>, order: &HostOrder, chunk: usize) {
+    let (topo, me) = (hosts.setting.topo, hosts.local.me());
+    let local: Vec<Slice> = hosts.ranks().iter().map(|rank| order.blocks[rank.index()]).collect();
+    direct::all_gather(builder, &hosts.local, local[me], &local, chunk);
+    let home = topo.host_of(hosts.setting.me);
+    for (turn, ranks) in hosts.after().enumerate().filter(|(turn, _)| turn % hosts.local.size() == me) {
+        direct::send_in_chunks(builder, ranks[turn % ranks.len()], order.of_hosts[home], chunk);
     }
-    if let Some(group) = hosts.leading(leaders) {
-        let mut offset = 0;
-        for rank in &topo.hosts()[topo.host_of(me)] {
-            let into = own.part(offset, length(rank));
-            offset += into.len;
-            match *rank {
-                rank if rank != me => _ = builder.push(Action::Recv { from: rank, into }),
-                _ if is_ordered => {}
-                _ => _ = builder.push(Action::Copy { from: blocks[me.index()], into }),
-            }
+    for (turn, ranks) in hosts.before().enumerate() {
+        let of_host = order.of_hosts[topo.host_of(ranks[0])];
+        if turn % hosts.local.size() == me {
+            pass_on(builder, &hosts.local, ranks[turn % ranks.len()], of_host, chunk);
+        } else {
+            direct::receive_in_chunks(builder, hosts.local.rank(turn), of_host, chunk);
         }
-        bruck::all_gather(builder, &group, own, &of_hosts);
     }
-    binomial::broadcast(builder, &hosts.local, leader, all, total.max(1));
-    if !is_ordered {
-        let mut offset = 0;
-        for rank in order() {
-            let into = blocks[rank.index()];
-            builder.push(Action::Copy { from: all.part(offset, into.len), into });
-            offset += into.len;
+}
+
+/// Receives `data` and sends each piece to the other members of `local` as it comes.
+fn pass_on(builder: &mut Builder, local: &Group, from: Rank, data: Slice, chunk: usize) {
+    for part in chunks(data, chunk) {
+        builder.push(Action::Recv { from, into: part });
+        for step in 1..local.size() {
+            builder.push(Action::Send { to: local.rank(local.me() + step), from: part });
+        }
+    }
+}
+
+/// In the fewest messages: each leader gathers the blocks of its host, the leaders exchange what they have, and what all have
+/// goes to the ranks of each host in one piece.
+fn all_gather_by_leaders(builder: &mut Builder, hosts: &Hosts<'_>, order: &HostOrder) {
+    let me = hosts.setting.me;
+    let leaders = hosts.leaders(Rank(0));
+    let leader = hosts.leader(&leaders);
+    if me != leader {
+        builder.push(Action::Send { to: leader, from: order.blocks[me.index()] });
+    }
+    if let Some(group) = hosts.leading(&leaders) {
+        for &from in hosts.ranks().iter().filter(|rank| **rank != me) {
+            builder.push(Action::Recv { from, into: order.blocks[from.index()] });
+        }
+        bruck::all_gather(builder, &group, order.of_hosts[group.me()], &order.of_hosts);
+    }
+    binomial::broadcast(builder, &hosts.local, leader, order.all, order.all.len.max(1));
+}
+
+/// The blocks of all ranks in the order of the hosts, so that those of a host follow each other.
+struct HostOrder {
+    all: Slice,
+    of_hosts: Vec<Slice>,
+    /// By rank.
+    blocks: Vec<Slice>,
+}
+
+impl HostOrder {
+    /// Where the ranks of each host follow each other, `blocks` are in order; elsewhere they get other memory, with this rank's
+    /// block in place.
+    fn begin(builder: &mut Builder, hosts: &Hosts<'_>, blocks: &[Slice], total: usize) -> HostOrder {
+        let (topo, me) = (hosts.setting.topo, hosts.setting.me.index());
+        let is_ordered = topo.hosts().iter().flatten().is_sorted();
+        let all = if is_ordered {
+            Slice::new(blocks[0].space, blocks[0].offset, total)
+        } else {
+            builder.beside(blocks[0], total)
+        };
+        let mut order = HostOrder { all, of_hosts: Vec::new(), blocks: blocks.to_vec() };
+        let mut end = 0;
+        for ranks in topo.hosts() {
+            let begin = end;
+            for rank in ranks {
+                let len = blocks[rank.index()].len;
+                order.blocks[rank.index()] = all.part(end, len);
+                end += len;
+            }
+            order.of_hosts.push(all.part(begin, end - begin));
+        }
+        if order.blocks[me] != blocks[me] {
+            builder.push(Action::Copy { from: blocks[me], into: order.blocks[me] });
+        }
+        order
+    }
+
+    /// Puts all blocks but this rank's to where they belong.
+    fn end(self, builder: &mut Builder, me: Rank, blocks: &[Slice]) {
+        let others = (0..blocks.len()).filter(|rank| *rank != me.index());
+        for (from, into) in others.map(|rank| (self.blocks[rank], blocks[rank])).filter(|(from, into)| from != into) {
+            builder.push(Action::Copy { from, into });
         }
     }
 }
 
 /// Up to this size, the number of messages between hosts counts more than their length.
 const DOUBLING_MAX_BYTES: usize = 16 * 1024;
+
+/// About as many bytes within a host take as long as a message between hosts.
+const MESSAGE_BYTES: usize = 10 * 1024;

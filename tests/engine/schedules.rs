@@ -342,9 +342,11 @@ fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
     for scaling in if reduces { &SCALINGS[..] } else { &[Scaling::Nothing] } {
         check_scaled(name, case, topo, seed, *scaling, ELEMENT);
     }
-    // Short ones go in another way.
+    // Shorter ones go in other ways.
     if matches!(first, Collective::AllGather { .. }) {
-        check_scaled(name, case, topo, seed, Scaling::Nothing, 1);
+        for element in [1, 512] {
+            check_scaled(name, case, topo, seed, Scaling::Nothing, element);
+        }
     }
 }
 
@@ -545,6 +547,67 @@ fn a_block_of_a_reduce_scatter_goes_once_between_two_hosts() {
         };
         for rank in 0..size {
             assert_eq!(sent_to_other_hosts(Rank::from(rank)), (hosts - 1) * each, "{hosts} hosts of {ranks}");
+        }
+    }
+}
+
+/// The schedules of an all_gather of `each` bytes a rank, which fit together, and what the ranks of a host send to other hosts: the
+/// most messages of a host, and the bytes of all.
+fn all_gather_between_hosts(topo: &Topology, each: usize) -> (usize, usize) {
+    let collective = Collective::AllGather { counts: Counts::equal(each, topo.size()) };
+    let setting = |me| Setting { me, topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
+    let schedules: Vec<Schedule> =
+        (0..topo.size()).map(|rank| algo::plan(&collective, setting(Rank::from(rank)))).collect();
+    assert_eq!(schedule::check(&schedules), Ok(()));
+    let (mut messages, mut bytes) = (vec![0; topo.hosts().len()], 0);
+    for (me, schedule) in schedules.iter().enumerate() {
+        assert_eq!(schedule.name, "hierarchical");
+        for step in &schedule.steps {
+            if let Action::Send { to, from } = step.action
+                && !topo.same_host(Rank::from(me), to)
+            {
+                messages[topo.host_of(Rank::from(me))] += 1;
+                bytes += from.len;
+            }
+        }
+    }
+    (messages.into_iter().max().unwrap_or(0), bytes)
+}
+
+#[test]
+fn a_block_of_an_all_gather_goes_once_to_every_other_host() {
+    for (hosts, ranks, each, messages) in [
+        // The first ranks of the hosts exchange all that they have.
+        (8, 4, 8, 3),
+        (128, 8, 16, 7),
+        // A host's blocks go together,
+        (8, 4, 2048, 7),
+        (128, 8, 1024, 127),
+        // and alone.
+        (2, 8, 65_536, 8),
+        (8, 4, 65_536, 28),
+    ] {
+        let size = hosts * ranks;
+        for host in [|rank, _, ranks| rank / ranks, |rank, hosts, _| rank % hosts] {
+            let host = |rank: usize| -> usize { host(rank, hosts, ranks) };
+            let topo = Topology::new(&(0..size).map(|rank| host(rank).to_string()).collect::<Vec<_>>());
+            let found = all_gather_between_hosts(&topo, each);
+            assert_eq!(found, (messages, (hosts - 1) * size * each), "{each} bytes on {hosts} hosts of {ranks}");
+        }
+    }
+}
+
+#[test]
+fn all_gathers_of_many_ranks_on_uneven_hosts_fit_together() {
+    for (size, hosts) in [(100, 3), (300, 7), (1024, 30)] {
+        let topo = Topology::new(
+            &(0..size).map(|rank| (rank * rank / 7 % (1 + rank % hosts)).to_string()).collect::<Vec<_>>(),
+        );
+        let lengths: Vec<usize> = topo.hosts().iter().map(Vec::len).collect();
+        assert!(lengths.iter().max() > lengths.iter().min(), "{lengths:?}");
+        for each in [1, 3000, 100_000] {
+            let (_, bytes) = all_gather_between_hosts(&topo, each);
+            assert_eq!(bytes, (topo.hosts().len() - 1) * size * each, "{each} bytes on {lengths:?}");
         }
     }
 }
