@@ -52,7 +52,8 @@ impl OpContext {
     /// The rank to blame for one that is gone, and why, once nothing more will be told of it or that has taken too long.
     pub(crate) fn blame(&self, suspect: &Suspect, now: Instant) -> Option<(Rank, String)> {
         let is_due = self.is_explained(suspect.rank) || suspect.until <= now;
-        is_due.then(|| self.failures.lost().unwrap_or_else(|| (suspect.rank, suspect.cause.clone())))
+        let behind = || self.failures.lost().or_else(|| self.endpoints.culprit_behind(suspect.rank));
+        is_due.then(|| behind().unwrap_or_else(|| (suspect.rank, suspect.cause.clone())))
     }
 
     /// Has a buffer for a message whose RTS has come.

@@ -146,11 +146,19 @@ impl Endpoints {
         self.peers.meet(peer).reported = Some((lost, text));
     }
 
-    /// The rank to blame for `peer`, which is gone, and why, if `peer` has left for the loss of another one.
+    /// The rank to blame for `peer`, which is gone, and why, if `peer` has left for the loss of another one. That one may have
+    /// left for the loss of a third.
     pub(crate) fn culprit_behind(&self, peer: Rank) -> Option<(Rank, String)> {
-        let (lost, text) = self.peers.get(peer)?.reported.as_ref()?;
-        let lost = lost.filter(|lost| *lost != self.me)?;
-        Some((lost, format!("rank {peer} reported: {text}")))
+        let mut culprit = None;
+        let (mut last, mut blamed) = (peer, vec![self.me, peer]);
+        while let Some((Some(lost), text)) = self.peers.get(last).and_then(|peer| peer.reported.as_ref())
+            && !blamed.contains(lost)
+        {
+            culprit = Some((*lost, format!("rank {last} reported: {text}")));
+            blamed.push(*lost);
+            last = *lost;
+        }
+        culprit
     }
 
     /// Whether `peer` has said why it will leave.

@@ -266,6 +266,30 @@ mod tests {
     }
 
     #[test]
+    fn who_is_behind_the_end_of_a_rank_is_followed_from_report_to_report() {
+        let reports = [
+            (vec![], None),
+            (vec![(1, 2)], Some(2)),
+            (vec![(1, 2), (2, 3)], Some(3)),
+            (vec![(1, 1)], None),
+            (vec![(1, 2), (2, 1)], Some(2)),
+            (vec![(1, 2), (2, 3), (3, 2)], Some(3)),
+        ];
+        for (reports, culprit) in reports {
+            let mut harness = Harness::of(4);
+            let ctx = &mut harness.engine.context;
+            for (from, lost) in &reports {
+                ctx.endpoints.set_reported(Rank(*from), Some(Rank(*lost)), "text".to_owned());
+            }
+            let behind = ctx.endpoints.culprit_behind(Rank(1)).map(|(rank, _)| rank.0);
+            assert_eq!(behind, culprit, "{reports:?}");
+            let suspect = Suspect::new(Rank(1), "it closed the connection".to_owned());
+            let blamed = ctx.blame(&suspect, suspect.until).map(|(rank, _)| rank.0);
+            assert_eq!(blamed, culprit.or(Some(1)), "{reports:?}");
+        }
+    }
+
+    #[test]
     fn a_rank_that_leaves_after_it_has_failed_for_a_loss_names_the_lost() {
         let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
         harness.settle();

@@ -45,7 +45,9 @@ pub(super) fn join_root(
 ) -> Result<(Keys, World), InitError> {
     loop {
         let outcome = join_at(context, find(context)?, &mut describe);
-        let is_elsewhere = matches!(outcome, Err(InitError::Unreachable { .. })) && context.store.skip_earlier_value();
+        // Where another rank is what cannot be reached, rank 0 was the right one.
+        let is_elsewhere =
+            matches!(outcome, Err(InitError::Unreachable { rank: 0, .. })) && context.store.skip_earlier_value();
         if !is_elsewhere {
             return outcome;
         }
@@ -87,8 +89,14 @@ fn join_at(
     let hear = |rank: Rank, mut stream: Stream, timeout: Duration| {
         let deadline = deadline_after(Instant::now(), timeout);
         exchange(&mut stream, &request, context.size, deadline).map_err(|error| match error.kind() {
-            ErrorKind::TimedOut => context.missing(vec![rank.0], timeout),
-            ErrorKind::UnexpectedEof => context.unreachable(rank, "it hung up before all ranks had joined"),
+            ErrorKind::TimedOut if rank == Rank(0) => context.missing(vec![0], timeout),
+            ErrorKind::TimedOut => context.unreachable(rank, format!("no table of ranks came in {timeout:?}")),
+            ErrorKind::UnexpectedEof if rank == Rank(0) => {
+                context.unreachable(rank, "it hung up before all ranks had joined")
+            }
+            ErrorKind::UnexpectedEof => {
+                context.unreachable(rank, "it hung up before it had passed the table of ranks on")
+            }
             _ => context.unreachable(rank, error.to_string()),
         })
     };

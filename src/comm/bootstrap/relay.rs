@@ -44,6 +44,9 @@ pub(super) fn pass_on(
                 Event::Answered(rank) | Event::Left(rank) => _ = waiting.remove(&rank),
             }
         }
+        // It does not come from a rank of this world: those have told rank 0, and without the protection that rank 0 has,
+        // nobody learns the table, nor takes the place of a rank that is still to come.
+        server.drop_refused();
         server.answer(|_| message.clone()).map_err(failed)?;
     }
     if !waiting.is_empty() {

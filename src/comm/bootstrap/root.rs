@@ -21,16 +21,20 @@ pub(super) fn serve(
     context: &JoinContext<'_>,
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
+    let failed = |error: InitError| {
+        publish(context, RootRecord::Failed { cause: error.to_string() })?;
+        Err(error)
+    };
     let Prepared { keys, tls, own, listener, address, tuning } = match prepare(context, describe) {
         Ok(prepared) => prepared,
-        Err(error) => {
-            publish(context, RootRecord::Failed { cause: error.to_string() })?;
-            return Err(error);
-        }
+        Err(error) => return failed(error),
+    };
+    let listening = |error: std::io::Error| context.os_error("the connections of joining ranks", &error);
+    let mut server = match Server::new(context.name, context.size, &keys, tls.as_ref(), listener) {
+        Ok(server) => server,
+        Err(error) => return failed(listening(error)),
     };
     publish(context, RootRecord::Listening(address))?;
-    let listening = |error: std::io::Error| context.os_error("the connections of joining ranks", &error);
-    let mut server = Server::new(context.name, context.size, &keys, tls.as_ref(), listener).map_err(listening)?;
     let admitted = admit_all(context, &mut server, own).and_then(|(ranks, places)| {
         let world = World { ranks, tuning };
         let answers = answers(&world, &places).map_err(|cause| context.config_error(cause))?;

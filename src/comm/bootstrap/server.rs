@@ -35,6 +35,9 @@ const LISTENER: u64 = u64::MAX;
 /// How many events are taken at a time.
 const EVENTS_MAX: usize = 256;
 
+/// No sleep is longer. Before Linux 5.11, the system takes no more than 24 days.
+const SLEEP_MAX: Duration = Duration::from_secs(86400);
+
 /// What has become of a rank.
 pub(super) enum Event {
     /// It has proved that it knows the secret. The error says why it cannot take part.
@@ -101,12 +104,14 @@ impl<'a> Server<'a> {
         }
         let proof = self.unproved.front().map(|(proof, _)| *proof);
         let until = [proof, self.accept_after].into_iter().flatten().fold(deadline, Instant::min);
+        let ready = self.wait(until.saturating_duration_since(now))?;
         let mut events = Vec::new();
-        for data in self.wait(until.saturating_duration_since(now))? {
-            match data {
-                LISTENER => self.accept()?,
-                number => events.extend(self.advance(number)?),
-            }
+        for number in ready.iter().filter(|number| **number != LISTENER) {
+            events.extend(self.advance(*number)?);
+        }
+        // Last, so that no connection is dropped for new ones while there is something of it to be heard.
+        if ready.contains(&LISTENER) {
+            self.accept()?;
         }
         Ok(events)
     }
@@ -125,13 +130,21 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
+    /// Drops those that have joined and cannot take part, without an answer.
+    pub(super) fn drop_refused(&mut self) {
+        let refused = self.connections.iter().filter(|(_, connection)| connection.is_refused);
+        for number in refused.map(|(number, _)| *number).collect::<Vec<_>>() {
+            self.remove(number);
+        }
+    }
+
     /// Gives all that have joined their answer, and lets nobody else in. Gives up those that do not take it until `deadline`.
     pub(super) fn finish(mut self, answer: impl Fn(Rank) -> Arc<[u8]>, deadline: Instant) -> io::Result<()> {
         self.accept_after = None;
         self.watch_listener(false)?;
-        self.connections.retain(|_, connection| connection.rank.is_some());
-        self.unproved.clear();
-        self.unauthenticated = 0;
+        for (_, number) in std::mem::take(&mut self.unproved) {
+            self.drop_unless_authenticated(number);
+        }
         self.answer(answer)?;
         while !self.connections.is_empty() && Instant::now() < deadline {
             self.turn(deadline)?;
@@ -139,8 +152,9 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// What is ready, after a sleep of at most `limit`. A signal ends the sleep early.
+    /// What is ready, after a sleep of at most `limit`. It may end early, as after a signal.
     fn wait(&self, limit: Duration) -> io::Result<Vec<u64>> {
+        let limit = limit.min(SLEEP_MAX);
         let limit =
             Timespec { tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: limit.subsec_nanos().into() };
         let none = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
@@ -208,9 +222,19 @@ impl<'a> Server<'a> {
 
     fn drop_unless_authenticated(&mut self, number: u64) {
         if self.connections.get(&number).is_some_and(|connection| connection.rank.is_none()) {
-            self.connections.remove(&number);
-            self.unauthenticated -= 1;
+            self.remove(number);
         }
+    }
+
+    /// Ends a connection. Returns the rank that had joined by it.
+    fn remove(&mut self, number: u64) -> Option<Rank> {
+        let connection = self.connections.remove(&number)?;
+        // Where a forked process holds the socket too, it would be watched for as long as that process has it.
+        if let Err(error) = epoll::delete(&self.epoll, connection.stream.socket()) {
+            log::debug!("communicator `{}`: a connection that ends is not watched: {error}", self.name);
+        }
+        self.unauthenticated -= usize::from(connection.rank.is_none());
+        connection.rank
     }
 
     /// Reads and writes what a connection has.
@@ -218,8 +242,7 @@ impl<'a> Server<'a> {
         let Some(connection) = self.connections.get_mut(&number) else { return Ok(None) };
         let event = match connection.advance(self.keys, self.tls) {
             Ok(None) if connection.is_answered && connection.is_flushed() => {
-                let rank = self.connections.remove(&number).and_then(|connection| connection.rank);
-                return Ok(rank.map(Event::Answered));
+                return Ok(self.remove(number).map(Event::Answered));
             }
             Ok(None) => None,
             Ok(Some((rank, request))) => {
@@ -230,19 +253,18 @@ impl<'a> Server<'a> {
                     Ok(_) if lacks_tls => Err(format!("rank {rank} joined without TLS, rank 0 has it")),
                     request => request.map(Box::new).map_err(|cause| format!("rank {rank} failed: {cause}")),
                 };
+                connection.is_refused = request.is_err();
                 Some(Event::Joined(rank, request))
             }
             Err(cause) => {
-                let (from, name, rank) = (connection.from, self.name, connection.rank);
+                let (from, name) = (connection.from, self.name);
                 match connection.is_answered {
                     true => {
                         log::warn!("communicator `{name}`: {from} did not take the outcome of the rendezvous: {cause}")
                     }
                     false => log::warn!("dropped the connection from {from} to communicator `{name}`: {cause}"),
                 }
-                self.connections.remove(&number);
-                self.unauthenticated -= usize::from(rank.is_none());
-                return Ok(rank.map(Event::Left));
+                return Ok(self.remove(number).map(Event::Left));
             }
         };
         watch(&self.epoll, number, connection)?;
@@ -267,6 +289,8 @@ struct Connection {
     outgoing: WriteBuffer,
     /// The rank that has joined by this connection: it has proved that it knows the secret, and has sent its request.
     rank: Option<Rank>,
+    /// That rank cannot take part.
+    is_refused: bool,
     is_answered: bool,
 }
 
@@ -282,6 +306,7 @@ impl Connection {
             incoming: ReadBuffer::default(),
             outgoing: WriteBuffer::default(),
             rank: None,
+            is_refused: false,
             is_answered: false,
         })
     }
@@ -345,5 +370,169 @@ impl Connection {
     fn send(&mut self) -> io::Result<()> {
         self.outgoing.send(&mut self.stream)?;
         self.stream.flush().or_else(|error| if is_passing(&error) { Ok(()) } else { Err(error) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::net::Shutdown;
+
+    use super::super::protocol::{INFO_BYTES_MAX, JoinerState, NONCE_BYTES, PROOF_BYTES, frame};
+    use super::*;
+    use crate::sys::net;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// What a rank says that cannot join, after its proof.
+    fn request() -> Vec<u8> {
+        let request: JoinRequest = Err("it cannot".to_owned());
+        frame(&request, INFO_BYTES_MAX).expect("a short request")
+    }
+
+    /// A server for two ranks.
+    fn serve(test: impl FnOnce(Server<'_>)) {
+        let keys = Keys::random().expect("randomness");
+        let listener = net::listen_anywhere().expect("a port");
+        test(Server::new("test", 2, &keys, None, listener).expect("a server"));
+    }
+
+    fn call(server: &Server<'_>) -> TcpStream {
+        let port = server.listener.local_addr().expect("it is bound").port();
+        TcpStream::connect(("127.0.0.1", port)).expect("it listens")
+    }
+
+    /// Lets the server go on until `is_done`.
+    fn turn_until(server: &mut Server<'_>, is_done: impl Fn(&Server<'_>) -> bool) {
+        let deadline = Instant::now() + LONG;
+        while !is_done(server) {
+            assert!(Instant::now() < deadline, "it has come to a stop");
+            server.turn(deadline).expect("it goes on");
+        }
+    }
+
+    /// A connection of rank 1, up to its proof and request, which are still to be sent.
+    fn begin(server: &mut Server<'_>) -> (TcpStream, Vec<u8>) {
+        let (mut stream, number) = (call(server), server.accepted);
+        let joiner = JoinerState::new(Rank(1)).expect("randomness");
+        stream.write_all(&joiner.hello()).expect("it takes a hello");
+        turn_until(server, |server| {
+            let connection = server.connections.get(&number);
+            connection.is_some_and(|connection| connection.state.expected() == Some(PROOF_BYTES))
+        });
+        let mut challenge = [0; NONCE_BYTES + PROOF_BYTES];
+        stream.read_exact(&mut challenge).expect("a challenge");
+        let proof = joiner.answer(server.keys, [0; 32], &challenge).expect("it knows the secret");
+        (stream, [proof, request()].concat())
+    }
+
+    #[test]
+    fn strangers_are_dropped_when_their_time_is_over_or_they_are_too_many() {
+        serve(|mut server| {
+            let strangers: Vec<_> = (0..3).map(|_| call(&server)).collect();
+            turn_until(&mut server, |server| server.accepted == 3);
+            let (mut joined, rest) = begin(&mut server);
+            joined.write_all(&rest).expect("it takes the rest");
+            turn_until(&mut server, |server| server.unauthenticated == 3);
+            server.drop_expired(Instant::now());
+            assert_eq!((server.connections.len(), server.unauthenticated), (4, 3), "they have time left");
+            server.drop_expired(Instant::now() + PROOF_TIMEOUT);
+            assert_eq!((server.connections.len(), server.unauthenticated), (1, 0), "one has joined");
+            assert!(server.unproved.is_empty());
+            drop(strangers);
+            let most = server.size + UNAUTHENTICATED_MAX;
+            let strangers: Vec<_> = (0..most + 3).map(|_| call(&server)).collect();
+            turn_until(&mut server, |server| server.accepted == 4 + most as u64 + 3);
+            assert_eq!((server.connections.len(), server.unauthenticated), (1 + most, most));
+            drop(strangers);
+            turn_until(&mut server, |server| server.unauthenticated == 0);
+            assert_eq!(server.connections.len(), 1, "and it is not forgotten");
+        });
+    }
+
+    #[test]
+    fn a_rank_is_heard_before_newer_connections_push_it_out() {
+        serve(|mut server| {
+            let (mut stream, rest) = begin(&mut server);
+            // The listener was ready before this rank is.
+            let mut strangers: Vec<_> = (0..10).map(|_| call(&server)).collect();
+            turn_until(&mut server, |server| server.accepted == 11);
+            strangers.extend((0..server.size + UNAUTHENTICATED_MAX).map(|_| call(&server)));
+            stream.write_all(&rest).expect("it takes the rest");
+            let events = server.turn(Instant::now() + LONG).expect("it goes on");
+            assert!(matches!(&events[..], [Event::Joined(Rank(1), Err(_))]), "{} events", events.len());
+        });
+    }
+
+    #[test]
+    fn connections_are_accepted_again_after_a_pause() {
+        serve(|mut server| {
+            server.accept_after = Some(Instant::now());
+            server.watch_listener(false).expect("it is watched");
+            let _stranger = call(&server);
+            turn_until(&mut server, |server| server.accepted == 1);
+        });
+    }
+
+    #[test]
+    fn a_socket_that_a_forked_process_holds_too_is_not_watched_for_ever() {
+        serve(|mut server| {
+            let stranger = call(&server);
+            turn_until(&mut server, |server| server.accepted == 1);
+            let _forked = server.connections[&0].stream.socket().try_clone().expect("a descriptor");
+            drop(stranger);
+            turn_until(&mut server, |server| server.connections.is_empty());
+            assert!(server.wait(Duration::ZERO).expect("it waits").is_empty());
+        });
+    }
+
+    #[test]
+    fn each_rank_gets_one_answer_and_then_the_end() {
+        serve(|mut server| {
+            let (mut stream, rest) = begin(&mut server);
+            stream.write_all(&rest).expect("it takes the rest");
+            turn_until(&mut server, |server| server.unauthenticated == 0);
+            // More than a socket takes at once.
+            let answer: Arc<[u8]> = vec![7; 32 << 20].into();
+            let reader = std::thread::spawn(move || {
+                let mut bytes = Vec::new();
+                stream.read_to_end(&mut bytes).map(|_| bytes)
+            });
+            let deadline = Instant::now() + LONG;
+            let mut answered = Vec::new();
+            while answered.is_empty() {
+                server.answer(|_| answer.clone()).expect("it is watched");
+                answered = server.turn(deadline).expect("it goes on");
+                assert!(Instant::now() < deadline, "it has come to a stop");
+            }
+            assert!(matches!(&answered[..], [Event::Answered(Rank(1))]));
+            assert!(server.connections.is_empty());
+            assert!(reader.join().expect("no panic").expect("an answer") == *answer, "once and whole");
+        });
+    }
+
+    #[test]
+    fn a_rank_that_hangs_up_once_it_has_its_answer_has_not_left() {
+        serve(|mut server| {
+            let (mut stream, rest) = begin(&mut server);
+            stream.write_all(&rest).expect("it takes the rest");
+            turn_until(&mut server, |server| server.unauthenticated == 0);
+            server.answer(|_| vec![7].into()).expect("it is watched");
+            stream.shutdown(Shutdown::Write).expect("it is open");
+            let events = server.turn(Instant::now() + LONG).expect("it goes on");
+            assert!(matches!(&events[..], [Event::Answered(Rank(1))]), "{} events", events.len());
+        });
+    }
+
+    #[test]
+    fn who_cannot_take_part_can_be_dropped_without_an_answer() {
+        serve(|mut server| {
+            let (mut stream, rest) = begin(&mut server);
+            stream.write_all(&rest).expect("it takes the rest");
+            turn_until(&mut server, |server| server.unauthenticated == 0);
+            server.drop_refused();
+            assert!(server.connections.is_empty());
+            assert_eq!(stream.read(&mut [0]).expect("the end"), 0);
+        });
     }
 }
