@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,8 +27,9 @@ BOUNDS = HERE / "instructions.json"
 AIR = 1.08
 # Far below its bound, a path would have room to become slower unnoticed.
 SLACK = 0.85
-# Paths in which ranks wait for each other. Which of them runs first changes how often they look for news: it has taken
-# a quarter off, so these may be far below, and put a tenth on. The middle one of several counts tells more than one.
+# Paths in which ranks wait for each other. Which of them runs first, and what else runs, changes how often they look
+# for news in vain: counts of one build lie a quarter apart, so these may be far below their bound. The least of several
+# counts has the fewest looks in vain: it is what the calls themselves take.
 WAITING = {
     "all_reduce_8_bytes",
     "all_reduce_64_kib",
@@ -39,7 +39,7 @@ WAITING = {
     "reductions_without_lto",
 }
 AIR_WAITING = 1.15
-COUNTS_WAITING = 3
+COUNTS_WAITING = 5
 # Ends the names of paths that are counted in a build without link-time optimisation, as a program in Rust may be built.
 WITHOUT_LTO = "_without_lto"
 # Calls of each path: few, so that all memory is there and all plans are made, and many.
@@ -77,7 +77,7 @@ def measure(program: Path, path: str) -> int:
     call = path.removesuffix(WITHOUT_LTO)
     times = COUNTS_WAITING if path in WAITING else 1
     found = [(count(program, call, many) - count(program, call, few)) / (many - few) for _ in range(times)]
-    return round(statistics.median(found))
+    return round(min(found))
 
 
 def verdicts(found: dict[str, int], bounds: dict[str, int]) -> list[str]:
