@@ -8,7 +8,6 @@ use super::context::JoinContext;
 use super::protocol::{Keys, TABLE_BYTES_MAX, framed};
 use super::reply::{REPLY_TIMEOUT, World};
 use super::server::{Event, Server};
-use super::tree::Tree;
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::transport::tls::Tls;
@@ -25,7 +24,7 @@ pub(super) fn pass_on(
     world: &World,
     message: Vec<u8>,
 ) -> Result<(), InitError> {
-    let children = Tree::over(world.ranks.iter().map(|info| info.host_id.as_str())).children(context.rank);
+    let children = world.tree().children(context.rank);
     if children.is_empty() {
         return Ok(());
     }
@@ -44,8 +43,8 @@ pub(super) fn pass_on(
                 Event::Answered(rank) | Event::Left(rank) => _ = waiting.remove(&rank),
             }
         }
-        // It does not come from a rank of this world: those have told rank 0, and without the protection that rank 0 has,
-        // nobody learns the table, nor takes the place of a rank that is still to come.
+        // Who is refused is no rank of this world, which rank 0 would not have let come about with it. So it neither learns the
+        // table nor takes the place of a rank that is still to come.
         server.drop_refused();
         server.answer(|_| message.clone()).map_err(failed)?;
     }

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::context::JoinFailure;
 use super::protocol::{Place, RankInfo, TABLE_BYTES_MAX, frame, frame_length, framed, rank_number};
 use super::table;
+use super::tree::Tree;
 use crate::algo::Tuning;
 use crate::types::Rank;
 
@@ -22,6 +23,13 @@ pub(super) struct World {
     pub(super) ranks: Vec<RankInfo>,
     /// Rank 0's tuning file, so that all ranks choose the same algorithms.
     pub(super) tuning: Tuning,
+}
+
+impl World {
+    /// From whom each rank gets the table of these ranks.
+    pub(super) fn tree(&self) -> Tree {
+        Tree::over(self.ranks.iter().map(|info| info.host_id.as_str()))
+    }
 }
 
 /// What a rank that has joined is told.

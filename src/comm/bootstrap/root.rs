@@ -9,7 +9,6 @@ use super::protocol::{Joiner, Keys, Place, RankInfo, shared_secret};
 use super::reply::{JoinReply, REPLY_TIMEOUT, World};
 use super::roster::Roster;
 use super::server::{Event, Server};
-use super::tree::Tree;
 use crate::algo::Tuning;
 use crate::error::InitError;
 use crate::sync::Arc;
@@ -54,6 +53,7 @@ pub(super) fn serve(
             (Err(error), vec![failed.into(); context.size])
         }
     };
+    // Where one beyond the world has come, all have failed alike.
     let answer = |rank: Rank| answers[rank.index().min(context.size - 1)].clone();
     server.finish(answer, Instant::now() + REPLY_TIMEOUT).map_err(listening)?;
     Ok((keys, outcome?))
@@ -61,7 +61,7 @@ pub(super) fn serve(
 
 /// What each rank is told: the table, or from which rank to get it.
 fn answers(world: &World, places: &[Option<Place>]) -> Result<Vec<Arc<[u8]>>, String> {
-    let tree = Tree::over(world.ranks.iter().map(|info| info.host_id.as_str()));
+    let tree = world.tree();
     let complete: Arc<[u8]> = JoinReply::Complete(world.clone()).message()?.into();
     let answer = |rank: usize| match tree.parent(Rank::from(rank)) {
         Rank(0) => Ok(complete.clone()),

@@ -154,9 +154,7 @@ impl<'a> Server<'a> {
 
     /// What is ready, after a sleep of at most `limit`. It may end early, as after a signal.
     fn wait(&self, limit: Duration) -> io::Result<Vec<u64>> {
-        let limit = limit.min(SLEEP_MAX);
-        let limit =
-            Timespec { tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: limit.subsec_nanos().into() };
+        let limit = Timespec::try_from(limit.min(SLEEP_MAX)).expect("a day is a time");
         let none = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
         let mut events = [none; EVENTS_MAX];
         match epoll::wait(&self.epoll, &mut events, Some(&limit)) {
@@ -426,14 +424,21 @@ mod tests {
         (stream, [proof, request()].concat())
     }
 
+    /// A connection by which rank 1 has joined.
+    fn join(server: &mut Server<'_>) -> TcpStream {
+        let (mut stream, rest) = begin(server);
+        let others = server.unauthenticated - 1;
+        stream.write_all(&rest).expect("it takes the rest");
+        turn_until(server, |server| server.unauthenticated == others);
+        stream
+    }
+
     #[test]
     fn strangers_are_dropped_when_their_time_is_over_or_they_are_too_many() {
         serve(|mut server| {
             let strangers: Vec<_> = (0..3).map(|_| call(&server)).collect();
             turn_until(&mut server, |server| server.accepted == 3);
-            let (mut joined, rest) = begin(&mut server);
-            joined.write_all(&rest).expect("it takes the rest");
-            turn_until(&mut server, |server| server.unauthenticated == 3);
+            let _joined = join(&mut server);
             server.drop_expired(Instant::now());
             assert_eq!((server.connections.len(), server.unauthenticated), (4, 3), "they have time left");
             server.drop_expired(Instant::now() + PROOF_TIMEOUT);
@@ -489,9 +494,7 @@ mod tests {
     #[test]
     fn each_rank_gets_one_answer_and_then_the_end() {
         serve(|mut server| {
-            let (mut stream, rest) = begin(&mut server);
-            stream.write_all(&rest).expect("it takes the rest");
-            turn_until(&mut server, |server| server.unauthenticated == 0);
+            let mut stream = join(&mut server);
             // More than a socket takes at once.
             let answer: Arc<[u8]> = vec![7; 32 << 20].into();
             let reader = std::thread::spawn(move || {
@@ -514,9 +517,7 @@ mod tests {
     #[test]
     fn a_rank_that_hangs_up_once_it_has_its_answer_has_not_left() {
         serve(|mut server| {
-            let (mut stream, rest) = begin(&mut server);
-            stream.write_all(&rest).expect("it takes the rest");
-            turn_until(&mut server, |server| server.unauthenticated == 0);
+            let stream = join(&mut server);
             server.answer(|_| vec![7].into()).expect("it is watched");
             stream.shutdown(Shutdown::Write).expect("it is open");
             let events = server.turn(Instant::now() + LONG).expect("it goes on");
@@ -527,12 +528,23 @@ mod tests {
     #[test]
     fn who_cannot_take_part_can_be_dropped_without_an_answer() {
         serve(|mut server| {
-            let (mut stream, rest) = begin(&mut server);
-            stream.write_all(&rest).expect("it takes the rest");
-            turn_until(&mut server, |server| server.unauthenticated == 0);
+            let mut stream = join(&mut server);
             server.drop_refused();
             assert!(server.connections.is_empty());
             assert_eq!(stream.read(&mut [0]).expect("the end"), 0);
+        });
+    }
+
+    #[test]
+    fn nobody_is_let_in_at_the_end() {
+        serve(|mut server| {
+            let mut stream = join(&mut server);
+            let mut stranger = call(&server);
+            server.finish(|_| vec![7].into(), Instant::now() + LONG).expect("it goes on");
+            let mut answer = Vec::new();
+            assert_eq!(stream.read_to_end(&mut answer).expect("an answer"), 1);
+            let end = stranger.read(&mut [0]).expect_err("it was not accepted");
+            assert_eq!(end.kind(), ErrorKind::ConnectionReset);
         });
     }
 }
