@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import ncclx_rs
 import pytest
 import torch
-from harness import BACKEND, needs
-from ncclx_rs import _live, _metrics, _rates, completion, top
+from harness import BACKEND, WATCHDOG_SECONDS, needs
+from ncclx_rs import _live, _metrics, _rates, _remote, completion, top
 from ncclx_rs.__main__ import COMMANDS, main
 from ncclx_rs.diagnose import Dump
 from test_diagnose import collective, dump, message, of
@@ -55,6 +58,20 @@ def test_nothing_is_said_of_what_is_not_known_yet() -> None:
     assert waits(8_500_000) == () and waits(8_500_000, idle) == (1,)
     # Its dump was taken before rank 0 called.
     assert waits(8_500_000, replace(idle, time=8_400_000)) == ()
+
+
+def test_clocks_of_other_hosts_are_not_compared() -> None:
+    def waits(submitted: int, heard: int, clock: int) -> tuple[int, ...]:
+        caller = dump(0, 2, collective(0, "running", submitted=submitted), called={1: heard})
+        return _rates.present(of(2, caller, replace(dump(1, 2), host=1, time=clock)))[0].waits_for
+
+    for clock in (1, 20_000_000):
+        assert waits(7_000_000, 0, clock) == (1,)
+        assert waits(8_500_000, 0, clock) == (), "the call may be news there"
+        assert waits(7_000_000, 1, clock) == (), "its view is older than what was heard of it"
+    called = replace(dump(1, 2, collective(0, "running", submitted=1)), host=1)
+    caller = dump(0, 2, collective(0, "running", submitted=7_000_000))
+    assert _rates.present(of(2, caller, called))[0].waits_for == (), "it has called, and that was not heard yet"
 
 
 def test_a_message_waits_for_its_peer_and_a_lost_rank_is_told() -> None:
@@ -144,6 +161,90 @@ def test_a_process_of_another_version_is_told_and_left_out(shown: Path, capsys: 
     told = capsys.readouterr()
     assert "communicator `shown`" in told.out
     assert told.err == "ncclx-rs top: process 7 is left out: not a flight recorder's dump of version 4\n"
+
+
+# A rank on a host of its own, which stays in its second all_reduce until a file tells rank 1 to call it too.
+RANK = """
+import os, pathlib, time
+import torch, ncclx_rs
+
+rank, go = int(os.environ["RANK"]), pathlib.Path(os.environ["GO"])
+with ncclx_rs.new_comm("ncclx", "cpu", "far") as comm:
+    comm.all_reduce(torch.ones(4))
+    pathlib.Path(f"{go}.{rank}").touch()
+    while rank == 1 and not go.exists():
+        time.sleep(0.01)
+    comm.all_reduce(torch.ones(4))
+"""
+# Stands for ssh: a host is a folder here.
+REACH = """
+import os, sys
+folder, host, *command = sys.argv[1:]
+if host == "nowhere":
+    sys.exit("cannot resolve nowhere")
+os.environ["XDG_RUNTIME_DIR"] = os.path.join(folder, host)
+os.execvp(command[0], command)
+"""
+
+
+def test_top_shows_other_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # no rank of the job is on the host of `top`
+    go = tmp_path / "go"
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    job = []
+    for rank in range(2):
+        (tmp_path / f"node{rank}").mkdir()
+        own = {"RANK": str(rank), "XDG_RUNTIME_DIR": str(tmp_path / f"node{rank}"), "NCCLX_RS_HOST_ID": f"node{rank}"}
+        environment = os.environ | meeting | own | {"NCCLX_RS_TOP": "1", "GO": str(go)}
+        job.append(subprocess.Popen([sys.executable, "-c", RANK], env=environment))
+    reach = tmp_path / "reach.py"
+    reach.write_text(REACH)
+    hosts = ["--once", "--json", "--through", f"{sys.executable} {reach} {tmp_path} {{host}}", "--hosts"]
+    try:
+        deadline = time.monotonic() + WATCHDOG_SECONDS
+        while not all(Path(f"{go}.{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline and all(rank.poll() is None for rank in job)
+            time.sleep(0.05)
+        while True:  # until rank 0 knows by the time that has passed that its call is no news to the other host
+            assert main(["top", *hosts, "node0", "node1", "nowhere"]) == 0
+            told = capsys.readouterr()
+            (far,) = json.loads(told.out)["communicators"]
+            if far["ranks"][0]["waits_for"] or time.monotonic() > deadline:
+                break
+        assert [(rank["rank"], rank["waits_for"]) for rank in far["ranks"]] == [(0, [1]), (1, [])]
+        assert [rank["process"] for rank in far["ranks"]] == [rank.pid for rank in job]
+        assert "host nowhere: its `ncclx-rs top` has ended with exit code 1: cannot resolve nowhere" in told.err
+    finally:
+        go.touch()
+        assert [rank.wait(WATCHDOG_SECONDS) for rank in job] == [0, 0]
+
+
+def test_mistakes_with_other_hosts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (("--through", "ssh"), "--through: expected a command with {host} in it, got 'ssh'"),
+        (("--through", "no-such-command {host}"), "--through: .*no-such-command"),
+        (("--dumps",), "--dumps: it prints the recorders of this host alone, without --hosts"),
+    ):
+        assert main(["top", *words, "--hosts", "node1"]) == 2
+        assert re.search(told if ".*" in told else re.escape(told), capsys.readouterr().err)
+
+
+def test_a_host_that_ends_or_falls_silent_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = _remote.Remote("far", ["sh", "-c", "echo one; echo; echo two; echo oops >&2; exec sleep 1000"])
+    with closing(remote):
+        _remote.first_views([remote])
+        while not (told := remote.view(1.0))[1]:
+            time.sleep(0.01)
+        assert told == (["one\n"], ["oops"]), "a view that has not ended is not shown"
+        assert remote.view(1.0) == (["one\n"], []), "what was said is said once"
+        monkeypatch.setattr(_remote, "_LIMIT", -2.0)
+        texts, (sentence,) = remote.view(1.0)
+        assert not texts and sentence.startswith("nothing has come from it for ")
+    while "ended" not in sentence:
+        texts, (sentence,) = remote.view(1.0)
+    assert not texts and "has ended with exit code -15: it did not say why" in sentence
 
 
 def test_nothing_is_shown_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ COMMANDS = {
         "simulates collectives in worlds of any size, by measured or given parameters",
     ),
     "diagnose": ("ncclx_rs.diagnose.__main__", "says from flight recorders which rank is to blame"),
-    "top": ("ncclx_rs.top", "shows what the ranks of this host do: who waits for whom, how fast they are"),
+    "top": ("ncclx_rs.top", "shows what the ranks of a job do: who waits for whom, how fast they are"),
     "completion": ("ncclx_rs.completion", "prints what bash, zsh or fish need to complete commands"),
 }
 

@@ -109,11 +109,13 @@ def _waits_for(dump: Dump, record: Record, others: Communicator) -> tuple[int, .
     waits = []
     for peer in dump.peers:
         other = others.dumps.get(peer.rank)
-        if other is None:
-            late = peer.called <= record.sequence and dump.time - record.submitted >= HEARD_AFTER
-        else:
+        if other is not None and other.host == dump.host:
             # Dumps are taken one after the other: one from before this call tells nothing about it.
             late = other.collectives <= record.sequence and other.time >= record.submitted
+        else:
+            # The clocks of hosts differ: what this rank has heard itself tells that its call is no news there.
+            late = peer.called <= record.sequence and dump.time - record.submitted >= HEARD_AFTER
+            late = late and (other is None or other.collectives <= record.sequence)
         if late:
             waits.append(peer.rank)
     return tuple(waits)

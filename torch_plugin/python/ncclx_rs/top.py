@@ -1,22 +1,27 @@
-"""The command ``ncclx-rs top``: what the ranks of this host do at present.
+"""The command ``ncclx-rs top``: what the ranks of this host do at present, and those of others.
 
     NCCLX_RS_TOP=1 torchrun ... train.py
     ncclx-rs top
+    ncclx-rs top --hosts node1 node2
 
-It asks the processes of this user that were started with `NCCLX_RS_TOP=1` for their flight recorders.
+It asks the processes of this user that were started with `NCCLX_RS_TOP=1` for their flight recorders. On other hosts
+it starts itself, through ssh or another command, and reads what that prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 from ncclx_rs import _live
 from ncclx_rs._rates import Rates, present, slowest
+from ncclx_rs._remote import Remote, first_views
 from ncclx_rs.diagnose import dumps
 from ncclx_rs.diagnose.dumps import Communicator
 
@@ -26,43 +31,81 @@ _CLEAR = "\x1b[H\x1b[2J"
 _EPILOG = f"""\
 exit codes: 0; 1 no process of this user shows its recorder, with --once; 2 the command line is wrong.
 
-Start the job with {_live.VARIABLE}=1. Each host shows its own ranks; --once --json on each of them is for programs.
+Start the job with {_live.VARIABLE}=1. Other hosts have to be reached without a password.
 """
+
+# What is replaced by the name of a host.
+_HOST = "{host}"
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     made = argparse.ArgumentParser(
         prog="ncclx-rs top",
-        description="Shows what the ranks of this host do: who waits for whom, and how fast operations are.",
+        description="Shows what the ranks of this host and others do: who waits for whom, and how fast operations are.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--interval", type=float, default=1.0, help="seconds from one view to the next (1)")
     made.add_argument("--once", action="store_true", help="show one view and end")
-    made.add_argument("--json", action="store_true", help="print JSON, a line for each view")
+    output = made.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON, a line for each view")
+    output.add_argument("--dumps", action="store_true", help="print the flight recorders themselves, for --hosts")
+    made.add_argument("--hosts", nargs="+", default=[], metavar="HOST", help="show the ranks of these hosts too")
+    made.add_argument(
+        "--through",
+        default=f"ssh -o BatchMode=yes {_HOST}",
+        metavar="COMMAND",
+        help="what runs a command on another host, with its name for {host} (%(default)s)",
+    )
+    made.add_argument(
+        "--program",
+        default=f"{sys.executable} -m ncclx_rs",
+        metavar="COMMAND",
+        help="the program ncclx-rs on other hosts (that at the place of this one: %(default)s)",
+    )
     return made
 
 
-def communicators() -> tuple[list[Communicator], list[str]]:
-    """The communicators of the processes that show their recorders, by name.
+# The dumps of a process or a host, each as JSON, with its name in messages.
+Source = tuple[str, Sequence[str]]
+
+
+def of_this_host() -> tuple[list[Source], list[str]]:
+    """The dumps of this host's processes that show their recorders.
 
     Returns:
-        The communicators, and a sentence for each process that does not answer or runs another version.
+        The dumps, and a sentence for each process that does not answer.
 
     Raises:
         PermissionError: another user can enter the folder of the sockets.
     """
-    found: dict[str, Communicator] = {}
+    found: list[Source] = []
     troubles = []
     for path in sorted(_live.own_folder().glob("*.sock")):
         try:
-            shown = [dumps.parse(text) for text in _live.ask(path)]
-        except (OSError, ValueError) as error:
+            found.append((f"process {path.stem}", _live.ask(path)))
+        except OSError as error:
             troubles.append(f"process {path.stem} is left out: {error}")
+    return found, troubles
+
+
+def communicators(sources: Iterable[Source]) -> tuple[list[Communicator], list[str]]:
+    """The communicators that dumps tell of, by name.
+
+    Returns:
+        The communicators, and a sentence for each source that has something else, or dumps of another version.
+    """
+    found: dict[str, Communicator] = {}
+    troubles = []
+    for name, texts in sources:
+        try:
+            shown = [dumps.parse(text) for text in texts]
+        except dumps.MALFORMED as error:
+            troubles.append(f"{name} is left out: {error}")
             continue
         for dump in shown:
-            found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size)).dumps[dump.rank] = dump
+            found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size)).keep(dump)
     return sorted(found.values(), key=lambda communicator: (communicator.name, communicator.id)), troubles
 
 
@@ -108,26 +151,55 @@ def as_json(found: Sequence[Communicator]) -> str:
     return json.dumps({"time": time.time(), "communicators": views})
 
 
+def _reached(options: argparse.Namespace, made: argparse.ArgumentParser, closed: ExitStack) -> list[Remote]:
+    """The hosts of the command line, each with the program started there."""
+    if _HOST not in options.through:
+        made.error(f"--through: expected a command with {_HOST} in it, got {options.through!r}")
+    program = [*shlex.split(options.program), "top", "--dumps", "--interval", f"{options.interval:g}"]
+    try:
+        return [
+            closed.enter_context(closing(Remote(host, [*shlex.split(options.through.replace(_HOST, host)), *program])))
+            for host in options.hosts
+        ]
+    except OSError as error:
+        made.error(f"--through: {error}")
+
+
+def _view(options: argparse.Namespace, remotes: Sequence[Remote]) -> tuple[str, bool, list[str]]:
+    """A view as it is printed, whether it shows anything, and a sentence for each process and host that is left out."""
+    sources, troubles = of_this_host()
+    if options.dumps:
+        texts = [text for _, texts in sources for text in texts]
+        return "".join(f"{text}\n" for text in texts), bool(texts), troubles
+    for remote in remotes:
+        dumped, wrong = remote.view(options.interval)
+        sources.append((f"host {remote.host}", dumped))
+        troubles += [f"host {remote.host}: {sentence}" for sentence in wrong]
+    found, malformed = communicators(sources)
+    nothing = f"no process of this user shows its recorder here; start the job with {_live.VARIABLE}=1"
+    return as_json(found) if options.json else text(found) or nothing, bool(found), troubles + malformed
+
+
 def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     """Shows views until Ctrl-C, or one; returns the exit code."""
     if not options.interval > 0:
         made.error(f"--interval: expected a number of seconds above 0, got {options.interval:g}")
-    clear = _CLEAR if sys.stdout.isatty() and not options.json and not options.once else ""
-    nothing = f"no process of this user shows its recorder here; start the job with {_live.VARIABLE}=1"
+    if options.dumps and options.hosts:
+        made.error("--dumps: it prints the recorders of this host alone, without --hosts")
+    clear = _CLEAR if sys.stdout.isatty() and not (options.json or options.dumps or options.once) else ""
     try:
-        while True:
-            try:
-                found, troubles = communicators()
-            except PermissionError as error:
-                made.error(str(error))
-            if options.json:
-                print(as_json(found), flush=True)
-            else:
-                print(clear + (text(found) or nothing), flush=True)
-            for trouble in troubles:
-                print(f"ncclx-rs top: {trouble}", file=sys.stderr)
-            if options.once:
-                return 0 if found else NOTHING
-            time.sleep(options.interval)
+        with ExitStack() as closed:
+            remotes = _reached(options, made, closed)
+            first_views(remotes)
+            while True:
+                view, shown, troubles = _view(options, remotes)
+                print(clear + view, flush=True)
+                for trouble in troubles:
+                    print(f"ncclx-rs top: {trouble}", file=sys.stderr, flush=True)
+                if options.once:
+                    return 0 if shown else NOTHING
+                time.sleep(options.interval)
+    except PermissionError as error:  # another user can enter the folder of the sockets
+        made.error(str(error))
     except (KeyboardInterrupt, BrokenPipeError):
         return 0

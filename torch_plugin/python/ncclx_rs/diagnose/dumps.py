@@ -14,6 +14,9 @@ T = TypeVar("T")
 
 _types = functools.cache(get_type_hints)
 
+# What `parse` raises for a text that is no dump.
+MALFORMED = (ValueError, KeyError, TypeError, RecursionError)
+
 
 @dataclass(frozen=True)
 class Record:
@@ -150,6 +153,12 @@ class Communicator:
     size: int
     dumps: dict[int, Dump] = field(default_factory=dict)
 
+    def keep(self, dump: Dump) -> None:
+        """Adds a dump. If a rank has several, the newest counts."""
+        other = self.dumps.get(dump.rank)
+        if other is None or other.time < dump.time:
+            self.dumps[dump.rank] = dump
+
 
 @dataclass
 class Folder:
@@ -160,7 +169,7 @@ class Folder:
 
 
 def read(folder: str | Path) -> Folder:
-    """Reads the dumps in a folder. If a rank has several dumps of a communicator, the newest counts.
+    """Reads the dumps in a folder.
 
     Raises:
         OSError: the folder cannot be read.
@@ -170,13 +179,10 @@ def read(folder: str | Path) -> Folder:
     for file in sorted(file for file in Path(folder).iterdir() if file.suffix == ".json"):
         try:
             dump = parse(file.read_text())
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, *MALFORMED) as error:
             unreadable[file] = str(error)
             continue
-        communicator = found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size))
-        other = communicator.dumps.get(dump.rank)
-        if other is None or other.time < dump.time:
-            communicator.dumps[dump.rank] = dump
+        found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size)).keep(dump)
     return Folder(sorted(found.values(), key=lambda communicator: communicator.name), unreadable)
 
 
@@ -184,7 +190,7 @@ def parse(text: str) -> Dump:
     """A dump from its JSON.
 
     Raises:
-        ValueError: the text is no dump, or a dump of another version.
+        ValueError: the text is no dump, or a dump of another version; others of `MALFORMED` too, if a part is missing.
     """
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("version") != _VERSION:
