@@ -41,6 +41,12 @@ pub enum OpKind {
     },
     /// Every rank ends with all ranks' inputs: in one output of `size` equal blocks, or in one output a rank.
     AllGather,
+    /// As [`OpKind::AllGather`], into this rank's part of a window, which is the one output. Ranks of one host whose memory others
+    /// can map write their inputs there themselves.
+    AllGatherPersistent {
+        /// Which window. The parts of all ranks have the same length.
+        window: WindowId,
+    },
     /// Rank r ends with the reduction of all ranks' r-th block: of one input of `size` equal blocks, or of the r-th
     /// input.
     ReduceScatter(ReduceOp),
@@ -137,6 +143,7 @@ impl OpKind {
             OpKind::Reduce { .. } => CollectiveKind::Reduce.name(),
             OpKind::Broadcast { .. } => CollectiveKind::Broadcast.name(),
             OpKind::AllGather => CollectiveKind::AllGather.name(),
+            OpKind::AllGatherPersistent { .. } => CollectiveKind::AllGatherPersistent.name(),
             OpKind::ReduceScatter(_) => CollectiveKind::ReduceScatter.name(),
             OpKind::AllToAll { .. } => CollectiveKind::AllToAll.name(),
             OpKind::Gather { .. } => CollectiveKind::Gather.name(),
@@ -213,6 +220,7 @@ collective_kinds! {
     #[serde(skip)] WindowRegister = 10, "window_register";
     #[serde(skip)] WindowDeregister = 11, "window_deregister";
     #[serde(skip)] WindowFence = 12, "window_fence";
+    #[serde(skip)] AllGatherPersistent = 13, "all_gather_p";
 }
 
 /// An operation: its kind, its memory, and how long it may take.
@@ -239,13 +247,13 @@ mod tests {
         for &kind in CollectiveKind::ALL {
             assert_eq!(CollectiveKind::numbered(kind as u8), Some(kind));
         }
-        assert_eq!((CollectiveKind::numbered(0), CollectiveKind::numbered(13)), (None, None));
+        assert_eq!((CollectiveKind::numbered(0), CollectiveKind::numbered(14)), (None, None));
     }
 
     #[test]
     fn collectives_have_the_same_name_in_files_and_those_of_windows_have_none_there() {
         for &kind in CollectiveKind::ALL {
-            let is_of_windows = kind.name().starts_with("window_");
+            let is_of_windows = kind.name().starts_with("window_") || kind == CollectiveKind::AllGatherPersistent;
             let written = serde_json::to_value(kind).ok();
             assert_eq!(written, (!is_of_windows).then(|| kind.name().into()));
             let read = serde_json::from_value(kind.name().into()).ok();

@@ -1,7 +1,7 @@
 //! Schedules: a collective as data, the steps of one rank and their dependencies.
 //!
 //! Offsets and lengths count elements. The spaces `Input` and `Output` are the operation's tensors laid end to end;
-//! `Scratch` and `Sums` are memory that the engine lends for the operation.
+//! `Scratch` and `Sums` are memory that the engine lends for the operation; `Parts` is memory of all ranks.
 //!
 //! ```
 //! use ncclx_rs::schedule::{Action, Builder, Slice, Space};
@@ -179,7 +179,7 @@ impl Builder {
     pub fn beside(&mut self, like: Slice, len: usize) -> Slice {
         match like.space {
             Space::Sums => self.sums(len),
-            Space::Input | Space::Output | Space::Scratch => self.scratch(len),
+            Space::Input | Space::Output | Space::Scratch | Space::Parts => self.scratch(len),
         }
     }
 
@@ -203,6 +203,17 @@ impl Builder {
             self.uses.add(id, read, write, &mut after);
         }
         self.steps.push(Step { action, after });
+        id
+    }
+
+    /// Appends a step that waits for an earlier one as well, with which it shares no memory of this rank: one that writes what
+    /// another rank has said may be written, or says that it is written.
+    pub fn push_after(&mut self, earlier: StepId, action: Action) -> StepId {
+        let id = self.push(action);
+        let after = &mut self.steps[id as usize].after;
+        if let Err(place) = after.binary_search(&earlier) {
+            after.insert(place, earlier);
+        }
         id
     }
 

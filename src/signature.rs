@@ -17,7 +17,7 @@ pub(crate) struct Signature {
     pub(crate) reduction: u8,
     /// What runs it, once that is chosen: the number of the algorithm.
     pub(crate) algorithm: u8,
-    /// The root; where the ranks' blocks may differ in length, what tells these lengths from others; or zero.
+    /// The root, or the window; where the ranks' blocks may differ in length, what tells these lengths from others; or zero.
     pub(crate) root: u32,
     /// The number of elements, where all ranks must have the same, or zero.
     pub(crate) count: u64,
@@ -99,6 +99,7 @@ impl fmt::Display for Signature {
             Some(Kind::Broadcast | Kind::Gather | Kind::Scatter) => {
                 write!(f, "{operation}({count} × {dtype}, root {root})")
             }
+            Some(Kind::AllGatherPersistent) => write!(f, "{operation}({count} × {dtype}, window {root})"),
             Some(Kind::AllGather) | None => write!(f, "{operation}({count} × {dtype})"),
         }
     }

@@ -22,7 +22,7 @@ fn doubt(collective: &Collective) -> Doubt {
         // Without data nobody needs anybody's.
         Collective::AllReduce { count: 0 } => Doubt::Calls,
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.total() == 0 => Doubt::Calls,
-        Collective::AllReduce { .. } | Collective::Barrier => Doubt::Nothing,
+        Collective::AllReduce { .. } | Collective::AllGatherIntoParts { .. } | Collective::Barrier => Doubt::Nothing,
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.are_equal() => Doubt::Nothing,
         // A rank without elements sends none.
         Collective::AllGather { .. }

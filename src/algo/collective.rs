@@ -13,6 +13,7 @@ use crate::types::Rank;
 /// |---|---|---|
 /// | all_reduce, reduce, broadcast | `count` | `count`; may be the same memory |
 /// | all_gather | `counts[me]` | the sum of `counts`, by rank |
+/// | all_gather into parts | `count` | `count` a rank: this rank's part |
 /// | reduce_scatter | the sum of `counts`, by rank | `counts[me]` |
 /// | all_to_all | the sum of `send`, by rank | the sum of `recv`, by rank |
 /// | gather | `count` | on the root `count` a rank, else nothing |
@@ -46,6 +47,11 @@ pub enum Collective {
     AllGather {
         /// Elements by rank.
         counts: Counts,
+    },
+    /// Everyone writes its block to the parts of a window of all ranks.
+    AllGatherIntoParts {
+        /// Elements a rank.
+        count: usize,
     },
     /// Everyone gets its block of the reduction.
     ReduceScatter {
@@ -86,7 +92,9 @@ impl Collective {
             CollectiveKind::AllReduce => Collective::AllReduce { count },
             CollectiveKind::Reduce => Collective::Reduce { count, root },
             CollectiveKind::Broadcast => Collective::Broadcast { count, root },
-            CollectiveKind::AllGather | CollectiveKind::WindowRegister => Collective::AllGather { counts: counts() },
+            CollectiveKind::AllGather | CollectiveKind::AllGatherPersistent | CollectiveKind::WindowRegister => {
+                Collective::AllGather { counts: counts() }
+            }
             CollectiveKind::ReduceScatter => Collective::ReduceScatter { counts: counts() },
             CollectiveKind::AllToAll => Collective::AllToAll { send: counts(), recv: counts() },
             CollectiveKind::Gather => Collective::Gather { count: block, root },
@@ -104,6 +112,7 @@ impl Collective {
             Collective::Reduce { .. } => CollectiveKind::Reduce,
             Collective::Broadcast { .. } => CollectiveKind::Broadcast,
             Collective::AllGather { .. } => CollectiveKind::AllGather,
+            Collective::AllGatherIntoParts { .. } => CollectiveKind::AllGatherPersistent,
             Collective::ReduceScatter { .. } => CollectiveKind::ReduceScatter,
             Collective::AllToAll { .. } => CollectiveKind::AllToAll,
             Collective::Gather { .. } => CollectiveKind::Gather,

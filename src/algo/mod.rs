@@ -15,6 +15,7 @@ pub mod dissemination;
 pub mod group;
 pub mod halving_doubling;
 pub mod hierarchical;
+pub mod put;
 pub mod ring;
 pub mod select;
 pub mod tuning;

@@ -2,7 +2,7 @@
 
 use crate::algo::collective::{Collective, DIRECT_MAX_RANKS, Scaling, Setting, schedule};
 use crate::algo::group::{blocks, pieces};
-use crate::algo::{agreement, binomial, bruck, direct, dissemination, halving_doubling, hierarchical, ring};
+use crate::algo::{agreement, binomial, bruck, direct, dissemination, halving_doubling, hierarchical, put, ring};
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
 use crate::types::Rank;
@@ -52,6 +52,15 @@ const TABLE: &[Row] = &[
         can: |collective, _| matches!(collective, Collective::Barrier),
         prefer: always,
         build: |builder, _, setting| dissemination::barrier(builder, &setting.world()),
+    },
+    Row {
+        name: put::NAME,
+        can: |collective, _| matches!(collective, Collective::AllGatherIntoParts { .. }),
+        prefer: always,
+        build: |builder, collective, setting| {
+            let Collective::AllGatherIntoParts { count } = *collective else { unreachable!("checked by `can`") };
+            put::all_gather(builder, &setting.world(), input(count));
+        },
     },
 ];
 
@@ -125,9 +134,9 @@ pub(crate) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
         Collective::AllReduce { count } | Collective::Reduce { count, .. } | Collective::Broadcast { count, .. } => {
             *count
         }
-        Collective::Gather { count, .. } | Collective::Scatter { count, .. } => {
-            count.saturating_mul(setting.topo.size())
-        }
+        Collective::AllGatherIntoParts { count }
+        | Collective::Gather { count, .. }
+        | Collective::Scatter { count, .. } => count.saturating_mul(setting.topo.size()),
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.total(),
         Collective::AllToAll { send, .. } => send.total(),
         Collective::Barrier => 0,
@@ -236,6 +245,7 @@ fn local(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) 
             *count
         }
         Collective::AllGather { counts } => counts[0],
+        Collective::AllGatherIntoParts { count } => *count,
         Collective::AllToAll { send, .. } => send[0],
         Collective::Barrier => return,
     };

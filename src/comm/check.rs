@@ -39,7 +39,7 @@ pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: RankAnd
         OpKind::Broadcast { root } => {
             Collective::Broadcast { root: checker.rank("root", *root)?, count: checker.in_place()? }
         }
-        OpKind::AllGather => {
+        OpKind::AllGather | OpKind::AllGatherPersistent { .. } => {
             Collective::AllGather { counts: checker.blocks("output", &op.outputs, "input", &op.inputs)? }
         }
         OpKind::ReduceScatter(_) => {
@@ -297,6 +297,31 @@ pub(crate) fn access(
     checked.map_err(|got| error("offset", format!("a range inside the window of rank {peer}"), got))
 }
 
+/// Refuses an all_gather into something else than this rank's part of a window, of which `own` is the address, or into one whose
+/// parts have different lengths.
+pub(crate) fn persistent(op: &Op, known: &Window, own: u64, place: RankAndSize) -> Result<(), UsageError> {
+    let checker = Checker { op, place };
+    let [output] = op.outputs[..] else {
+        return Err(checker.error("output", "this rank's part of the window", format!("{} tensors", op.outputs.len())));
+    };
+    if output.memory() != known.memory() {
+        let expected = format!("memory of {}, as the window's", known.memory());
+        return Err(checker.error("output", expected, format!("memory of {}", output.memory())));
+    }
+    let bytes = known.bytes(place.me);
+    if (output.ptr() as u64, output.bytes()) != (own, bytes) {
+        let got = format!("{} bytes elsewhere, or a part of it", output.bytes());
+        return Err(checker.error("output", format!("this rank's part of the window, of {bytes} bytes"), got));
+    }
+    match (0..place.size).map(Rank::from).find(|rank| known.bytes(*rank) != bytes) {
+        None => Ok(()),
+        Some(rank) => {
+            let got = format!("a part of {} bytes on rank {rank}", known.bytes(rank));
+            Err(checker.error("window", format!("parts of {bytes} bytes on all ranks"), got))
+        }
+    }
+}
+
 /// Refuses what cannot be done to a window in the memory of a device.
 pub(crate) fn access_on_device(op: &Op) -> Result<(), UsageError> {
     match op.kind {
@@ -357,6 +382,7 @@ fn total(buffers: &[Buffer]) -> usize {
 
 fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, dtype: DType) -> Signature {
     let (root, count) = match collective {
+        Collective::AllGatherIntoParts { .. } => unreachable!("how it runs is chosen later"),
         Collective::AllReduce { count } => (0, *count),
         Collective::Reduce { count, root }
         | Collective::Broadcast { count, root }
@@ -367,8 +393,13 @@ fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, d
         }
         Collective::AllToAll { .. } | Collective::Barrier => (0, 0),
     };
+    let (kind, root) = match op.kind {
+        // Blocks are of one length here. Windows are numbered from zero.
+        OpKind::AllGatherPersistent { window } => (CollectiveKind::AllGatherPersistent, window.0 as u32),
+        _ => (collective.kind(), root),
+    };
     Signature {
-        operation: called.unwrap_or_else(|| collective.kind()) as u8,
+        operation: called.unwrap_or(kind) as u8,
         dtype: dtype as u8,
         reduction: op.kind.reduce_op().map_or(0, |op| op.index() as u8 + 1),
         algorithm: 0,

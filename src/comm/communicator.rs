@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::algo::put;
 use crate::buffer::{Buffer, Memory};
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, RankAndSize};
@@ -22,7 +23,7 @@ use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces};
 use crate::engine::window::{RmaOp, RmaRequest};
-use crate::error::{Error, InitError};
+use crate::error::{Error, InitError, UsageError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::StreamHandle;
@@ -31,6 +32,7 @@ use crate::sys::poller::Poller;
 use crate::topo::{Cpus, Topology};
 use crate::transport::auth::Identity;
 use crate::types::{Frame, Rank, Source};
+use crate::window::WindowId;
 use crate::work::{Submitted, Work};
 
 /// What a communicator is made from.
@@ -90,6 +92,8 @@ pub struct Communicator {
     timeout_millis: AtomicU64,
     configured_timeout: Duration,
     stack_frames: usize,
+    /// Whether this rank may map other ranks' parts of windows.
+    pub(super) maps_windows: bool,
     pub(super) driver: Arc<Driver>,
     pub(super) device: DeviceSide,
     /// None for a world of one, and when this rank has left.
@@ -226,6 +230,7 @@ impl Communicator {
             timeout_millis,
             configured_timeout,
             stack_frames,
+            maps_windows: config.transport.has_shm(),
             driver,
             device,
             detector,
@@ -354,7 +359,7 @@ impl Communicator {
         let checked = check::collective(op, called, self.place)?;
         self.enter(op, |engine, driver| {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
-            let request = Request {
+            let mut request = Request {
                 collective: checked.collective,
                 signature: checked.signature,
                 reduce: op.kind.reduce_op(),
@@ -362,8 +367,35 @@ impl Communicator {
                 spaces: Spaces::new(input, output, checked.dtype.size()),
                 timeout,
             };
+            if let OpKind::AllGatherPersistent { window } = op.kind {
+                self.gather_into_window(engine, op, window, &mut request)?;
+            }
             Ok(engine.start_collective(request, op.mode == Mode::Blocking, driver))
         })
+    }
+
+    /// Checks an all_gather into a window, and has ranks write to each other's parts where that is faster. All decide alike.
+    #[inline(never)]
+    fn gather_into_window(
+        &self,
+        engine: &mut Engine,
+        op: &Op,
+        window: WindowId,
+        request: &mut Request,
+    ) -> Result<(), UsageError> {
+        let name = op.kind.name();
+        let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(name, window))?;
+        check::persistent(op, known, engine.windows.own_address(window).unwrap_or(0), self.place)?;
+        let parts = engine.windows.parts(window);
+        let (named, element) = (engine.collectives.algorithm.as_deref(), request.dtype.size());
+        let is_faster = |count: usize| count.saturating_mul(element) >= put::MIN_BYTES;
+        if let Some(parts) = parts
+            && let Some(put) = put::instead_of(&request.collective, named, is_faster)
+        {
+            request.collective = put;
+            request.spaces.parts = Some(parts);
+        }
+        Ok(())
     }
 
     fn message(
@@ -401,14 +433,31 @@ impl Communicator {
         };
         let name = op.kind.name();
         check::peer(op, argument, peer, self.place.size)?;
-        self.enter(op, |engine, driver| {
+        let mut copies = None;
+        let begun = self.enter(op, |engine, driver| {
             let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(name, window))?;
             check::access(name, known, Memory::Host, peer, access.range())?;
             let entry = engine.begin(access.call(peer, window), access.bytes());
             let work = Work::new(driver.clone(), entry);
-            engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });
+            match (&access, engine.windows.reached(window, peer)) {
+                (RmaOp::Put { .. } | RmaOp::Get { .. }, Some(parts)) => copies = Some((parts, access, work.clone())),
+                _ => engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() }),
+            }
             Ok(Submitted::Pending(work))
-        })
+        })?;
+        if let Some((parts, access, work)) = copies {
+            // Without the engine's lock: it may be long.
+            match access {
+                RmaOp::Put { offset, from } => parts.of(peer.index(), offset, from.len()).copy_from(&from),
+                RmaOp::Get { offset, mut into } => {
+                    let len = into.len();
+                    into.copy_from(&parts.of(peer.index(), offset, len));
+                }
+                _ => unreachable!("only puts and gets are copies"),
+            }
+            self.driver.end(&work, Ok(()));
+        }
+        Ok(begun)
     }
 
     /// Runs `begin` on the open engine. Makes the first progress on an asynchronous operation here, and hands the rest over to

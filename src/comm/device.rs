@@ -163,6 +163,15 @@ impl DeviceSide {
         let checked = check::collective(op, None, group.place())?;
         check_open(group, op.kind.name())?;
         let executor = self.executor(group, op.kind.name(), stream.device(), timeout)?;
+        let window = match op.kind {
+            OpKind::AllGatherPersistent { window } => {
+                let known = group.driver().with_engine(|engine| engine.windows.window(window).cloned());
+                let known = known.ok_or_else(|| check::unknown_window(op.kind.name(), window))?;
+                check::persistent(op, &known, executor.windows.own_address(window).unwrap_or(0), group.place())?;
+                Some(window)
+            }
+            _ => None,
+        };
         let request = CollectiveRequest {
             collective: checked.collective,
             signature: checked.signature,
@@ -172,6 +181,7 @@ impl DeviceSide {
             scaling: collective::scaling(op.kind.reduce_op(), checked.dtype, group.place().size),
             inputs: &op.inputs,
             outputs: &op.outputs,
+            window,
             stream,
             timeout,
         };

@@ -1,5 +1,7 @@
 //! Windows of a communicator: all ranks register and deregister them together; each rank accesses them on its own.
 
+use std::io;
+
 use smallvec::smallvec;
 
 use crate::buffer::{Buffer, Memory};
@@ -43,12 +45,13 @@ impl Communicator {
         }
         let [segment, offset, pid] =
             mappable.map_or([0; 3], |place| [place.id.to_bits(), place.offset, place.pid.unsigned_abs().into()]);
-        let exchanged = self.exchange([id.0, memory.bytes() as u64, place, segment, offset, pid]);
+        let exchanged = self.exchange::<TOLD>([id.0, memory.bytes() as u64, place, segment, offset, pid]);
         let agreed = exchanged.and_then(|answers| self.agree(id, memory, &answers)).and_then(|window| {
             if let Memory::Device(device) = memory.memory() {
                 self.device.register_window(self, id, memory, device, self.timeout())?;
             }
-            self.driver.with_engine(|engine| engine.windows.set_layout(window.clone()));
+            let mapped = self.map_parts(&window)?;
+            self.driver.with_engine(|engine| engine.windows.set_layout(self.rank(), window.clone(), mapped));
             Ok(window)
         });
         if agreed.is_err() {
@@ -62,7 +65,8 @@ impl Communicator {
     /// put that no awaited signal follows may not have arrived.
     ///
     /// Also after an error, no rank accesses this rank's memory any more, unless it is a device's and the error says that
-    /// accesses are still in flight.
+    /// accesses are still in flight, or ranks of the host have mapped it: one that was writing may end that first, which concerns
+    /// no other memory.
     pub fn window_deregister(&self, window: WindowId) -> Result<(), Error> {
         let known = self.driver.with_engine(|engine| match engine.closed() {
             Some(how) => Err(engine.closed_error(DEREGISTER, how)),
@@ -139,6 +143,26 @@ impl Communicator {
         })
     }
 
+    /// Maps the parts of all other ranks; nothing unless all ranks are on one host, all parts lie in shared memory, and every rank
+    /// could map them. The ranks agree on that.
+    fn map_parts(&self, window: &Window) -> Result<Option<Vec<MappedMemory>>, Error> {
+        let (me, ranks) = (self.rank(), (0..self.size()).map(Rank::from));
+        let is_possible = |rank| self.host_of(rank) == self.host_of(me) && window.place(rank).is_some();
+        if self.size() == 1 || !ranks.clone().all(is_possible) {
+            return Ok(None);
+        }
+        let map = |rank| match self.maps_windows {
+            true => window.place(rank).expect("looked at before").map(window.bytes(rank)),
+            false => Err(io::Error::other("the setting `transport` has ranks share no memory")),
+        };
+        let mapped: io::Result<Vec<_>> = ranks.filter(|rank| *rank != me).map(map).collect();
+        if let Err(cause) = &mapped {
+            log::debug!("communicator `{}` rank {me}: window {} cannot be mapped: {cause}", self.name(), window.id());
+        }
+        let told = self.exchange([u64::from(mapped.is_ok())])?;
+        Ok(mapped.ok().filter(|_| told.iter().all(|is_mapped| *is_mapped == 1)))
+    }
+
     /// The window, if it is registered and lies in such memory.
     fn check_window(&self, operation: &'static str, window: WindowId, memory: Memory) -> Result<Window, Error> {
         self.driver.with_engine(|engine| {
@@ -149,9 +173,9 @@ impl Communicator {
         })
     }
 
-    /// Exchanges every rank's id of the new window, its size, whether it is in a device's memory, and where it can be mapped.
-    fn exchange(&self, mine: [u64; TOLD]) -> Result<Vec<u64>, Error> {
-        let (mut mine, mut all) = (Words::new(mine.to_vec()), Words::new(vec![0; TOLD * self.size()]));
+    /// Sends these words to every rank, as a part of a registration, and returns those of all, by rank.
+    fn exchange<const COUNT: usize>(&self, mine: [u64; COUNT]) -> Result<Vec<u64>, Error> {
+        let (mut mine, mut all) = (Words::new(mine.to_vec()), Words::new(vec![0; COUNT * self.size()]));
         let op = Op {
             kind: OpKind::AllGather,
             inputs: smallvec![mine.buffer()],

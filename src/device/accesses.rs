@@ -157,6 +157,11 @@ impl Accesses {
         &self.marks
     }
 
+    /// The communicator's collectives.
+    pub(crate) fn collectives(&self) -> Arc<InFlight> {
+        self.collectives.clone()
+    }
+
     /// Why nothing more can be submitted.
     pub(crate) fn halt(&self) -> Option<Error> {
         self.failure().or_else(|| self.failure_of_collectives())

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use crate::algo::{Collective, Scaling};
+use crate::algo::{Collective, Scaling, put};
 use crate::buffer::Buffer;
 use crate::counts::Counts;
 use crate::device::all_to_all;
@@ -27,7 +27,7 @@ use crate::device::staging::{Staging, StagingKind};
 use crate::device::vendor::calls::{self, Called, Calls, Unfit};
 use crate::device::vendor::{SubmitError, VendorComm};
 use crate::device::watch;
-use crate::device::windows::{self, Windows};
+use crate::device::windows::{self, AllParts, Windows};
 use crate::device::words::ControlLayout;
 use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
@@ -36,6 +36,7 @@ use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{Context, CudaError, Current, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId};
 use crate::topo::Topology;
 use crate::types::{DType, Rank, ReduceOp};
+use crate::window::WindowId;
 use crate::work::{Entry, Work};
 
 mod capture;
@@ -51,6 +52,8 @@ pub(crate) struct CollectiveRequest<'a> {
     pub(crate) scaling: Scaling,
     pub(crate) inputs: &'a [Buffer],
     pub(crate) outputs: &'a [Buffer],
+    /// The window whose part the output is, for an all_gather into one.
+    pub(crate) window: Option<WindowId>,
     pub(crate) stream: StreamHandle,
     pub(crate) timeout: Duration,
 }
@@ -191,7 +194,8 @@ struct Far {
 
 /// What runs a collective: programs, or a vendor's library.
 enum Run<'a> {
-    Programs(Prepared),
+    /// These write to the parts of a window, if any are given.
+    Programs(Prepared, Option<AllParts>),
     Vendor(Arc<VendorComm>, Calls<'a>),
 }
 
@@ -387,16 +391,24 @@ impl Executor {
                 let calls = request.calls(&tensors, spare, (self.me, state.world));
                 Run::Vendor(comm.clone(), calls.map_err(|unfit| self.unfit(operation(), unfit))?)
             }
-            None => Run::Programs(state.prepare(request).map_err(|error| self.refused(&request.signature, &error))?),
+            None => {
+                // In graphs all parts would have to stay mapped.
+                let parts = request.window.filter(|_| capture.is_none()).and_then(|window| self.windows.parts(window));
+                let put = || put::instead_of(&request.collective, state.plans.named(), |_| true);
+                let put = parts.as_ref().and_then(|_| put());
+                let prepared = state.prepare(request, put.as_ref().unwrap_or(&request.collective));
+                let prepared = prepared.map_err(|error| self.refused(&request.signature, &error))?;
+                Run::Programs(prepared, parts.filter(|_| put.is_some()))
+            }
         };
-        if let Run::Programs(Prepared::Plan(plan)) = &run
+        if let Run::Programs(Prepared::Plan(plan), _) = &run
             && state.world > MAX_BLOCKS
         {
             let mut programs = plan.segments.iter().map(|(_, program)| program);
             let checked = programs.try_for_each(|program| launch::check(program));
             checked.map_err(|error| self.refused(&request.signature, &error))?;
         }
-        if request.reduce.is_some() && matches!(run, Run::Programs(_)) {
+        if request.reduce.is_some() && matches!(run, Run::Programs(..)) {
             if let Some(why) = &self.no_compiler {
                 return Err(self.refused(&request.signature, why));
             }
@@ -410,13 +422,13 @@ impl Executor {
             })?;
         }
         let (algorithm, segments) = match &run {
-            Run::Programs(Prepared::Plan(plan)) => (plan.algorithm, plan.segments.len() as u32),
-            Run::Programs(Prepared::Rounds(..)) => (request.signature.algorithm, 1),
+            Run::Programs(Prepared::Plan(plan), _) => (plan.algorithm, plan.segments.len() as u32),
+            Run::Programs(Prepared::Rounds(..), _) => (request.signature.algorithm, 1),
             Run::Vendor(_, calls) => (request.signature.algorithm, calls.pieces),
         };
         let signature = Signature { algorithm, ..request.signature };
         let blocks = match (&request.collective, &run) {
-            (_, Run::Programs(Prepared::Rounds(_, Some(far)))) => {
+            (_, Run::Programs(Prepared::Rounds(_, Some(far)), _)) => {
                 Some(Blocks { sent: &far.near[0], received: &far.near[1] })
             }
             (Collective::AllToAll { send, recv }, _) => Some(Blocks { sent: send, received: recv }),
@@ -436,13 +448,16 @@ impl Executor {
             self.in_flight.end(&work, Err(error.clone()));
             return Err(error);
         }
-        if let (Some(capture), Run::Programs(prepared)) = (capture, &run) {
+        if let (Some(capture), Run::Programs(prepared, _)) = (capture, &run) {
             let place = CaptureSite { current: &current, stream: &stream, capture };
             let met = self.in_flight.meet(number, call, blocks, request.timeout);
             let outcome = met.and_then(|()| self.capture(state, place, (number, signature), prepared, request, ranks));
             // The call ends here for its caller: the host is told of no replay.
             self.in_flight.end(&work, outcome.clone());
             return outcome.map(|()| work);
+        }
+        if let (Some(window), Run::Programs(_, Some(_))) = (request.window, &run) {
+            self.windows.gathers(window, number);
         }
         if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
             watch::watch(self.in_flight.clone());
@@ -451,7 +466,7 @@ impl Executor {
             let taken_up = hosts.submit(number, signature, &mut run.traffic());
             let listens = taken_up.and_then(|()| match &run {
                 Run::Vendor(..) => hosts.listen(number),
-                Run::Programs(_) => Ok(()),
+                Run::Programs(..) => Ok(()),
             });
             listens.map_err(|cause| self.broken(number, signature.to_string(), &cause))?;
         }
@@ -580,22 +595,25 @@ impl Run<'_> {
     /// What it exchanges with other hosts by pinned memory.
     fn traffic(&self) -> Box<dyn Iterator<Item = &Traffic> + '_> {
         match self {
-            Run::Programs(prepared) => prepared.traffic(),
+            Run::Programs(prepared, _) => prepared.traffic(),
             Run::Vendor(..) => Box::new(std::iter::empty()),
         }
     }
 }
 
 impl State {
-    /// How this rank runs a collective.
-    fn prepare(&mut self, request: &CollectiveRequest<'_>) -> Result<Prepared, StagingTooSmall> {
-        let Collective::AllToAll { send, recv } = &request.collective else {
-            return self.plans.plan(&shape(request, self.me)).map(Prepared::Plan);
+    /// How this rank runs a call as a collective, which may be another one than was called.
+    fn prepare(
+        &mut self,
+        request: &CollectiveRequest<'_>,
+        collective: &Collective,
+    ) -> Result<Prepared, StagingTooSmall> {
+        let Collective::AllToAll { send, recv } = collective else {
+            return self.plans.plan(&shape(request, collective, self.me)).map(Prepared::Plan);
         };
         let element = request.dtype.size();
         let mut messages = rounds::all_to_all(send, recv, element);
-        let far =
-            (self.topo.hosts().len() > 1).then(|| self.far(&request.collective, send, recv, element)).transpose()?;
+        let far = (self.topo.hosts().len() > 1).then(|| self.far(collective, send, recv, element)).transpose()?;
         if far.is_some() {
             messages.retain(|message| self.topo.same_host(self.me, message.peer));
             messages.iter_mut().for_each(|message| message.peer = self.topo.seat(message.peer));
@@ -640,11 +658,16 @@ impl State {
         let (layout, seat) = (self.layout, self.seat);
         let starts = Some((layout.started(seat, LANE, number), number));
         let ends = Some((layout.done(seat, LANE, number), number));
+        let parts = match run {
+            Run::Programs(_, Some(parts)) => parts.bytes(),
+            _ => Stretches::new(),
+        };
         let tensors = Tensors {
             input: &inputs,
             output: &outputs,
             scratch: self.scratch.bytes(),
             sums: self.sums.bytes(),
+            parts: &parts,
             element: request.dtype.size(),
             sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
         };
@@ -666,7 +689,7 @@ impl State {
                 comm.submit(current, stream, &calls.calls)?;
                 self.lane.write(current, stream, done, number)?;
             }
-            Run::Programs(Prepared::Rounds(rounds, far)) => {
+            Run::Programs(Prepared::Rounds(rounds, far), _) => {
                 let far = far.iter().flat_map(|far| far.programs.iter().map(|program| (&far.segment, program)));
                 let count = far.clone().count() + 1;
                 // The first program only sends: rounds within the host go on while its messages travel.
@@ -683,7 +706,7 @@ impl State {
                     put(segment, program, edges(index, count))?;
                 }
             }
-            Run::Programs(Prepared::Plan(plan)) => {
+            Run::Programs(Prepared::Plan(plan), _) => {
                 for (index, (segment, program)) in plan.segments.iter().enumerate() {
                     put(segment, program, edges(index, plan.segments.len()))?;
                 }
@@ -711,10 +734,10 @@ fn kernels<'a>(launcher: &'a Launcher, request: &'a CollectiveRequest<'_>, ranks
     }
 }
 
-fn shape(request: &CollectiveRequest<'_>, me: Rank) -> Shape {
+fn shape(request: &CollectiveRequest<'_>, collective: &Collective, me: Rank) -> Shape {
     let element = request.dtype.size();
     let is_in_place = shares_own_part(request, me);
-    Shape { collective: request.collective.clone(), element, scaling: request.scaling, is_in_place }
+    Shape { collective: collective.clone(), element, scaling: request.scaling, is_in_place }
 }
 
 /// Whether this rank's part of the data lies in the same memory in input and output.

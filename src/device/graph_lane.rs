@@ -249,7 +249,7 @@ impl GraphMemory {
             (Lanes::Plans(lane), &CapturedWork::Plan { segments, element, sum }) => {
                 lane.reset();
                 let [scratch, sums] = [&self.scratch, &self.sums].map(|all| all.last().expect("there is room").bytes());
-                let tensors = Tensors { input, output, scratch, sums, element, sum };
+                let tensors = Tensors { input, output, scratch, sums, parts: &[], element, sum };
                 segments.iter().try_for_each(|(segment, program)| {
                     let submission = Submission { program, segment, tensors: &tensors, edges: Edges::default() };
                     lane.submit(current, stream, &submission, kernels)

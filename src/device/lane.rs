@@ -73,6 +73,8 @@ pub struct Tensors<'a> {
     pub scratch: DeviceBytes<'a>,
     /// Memory for sums, enough for a segment.
     pub sums: DeviceBytes<'a>,
+    /// The parts of a window of all ranks, where the operation writes to them.
+    pub parts: &'a [DeviceBytes<'a>],
     /// The bytes of an element.
     pub element: usize,
     /// The bytes of a sum.
@@ -142,7 +144,7 @@ impl<'a> Places<'a> {
     /// # Panics
     /// When the tensors are shorter than what the program touches.
     pub fn of(&self, memory: Location) -> Stretches<'a> {
-        let Tensors { input, output, scratch, sums, element, sum } = *self.tensors;
+        let Tensors { input, output, scratch, sums, parts, element, sum } = *self.tensors;
         match memory {
             Location::Staging { of, offset, bytes } => one(self.staging.bytes(of, self.half, offset, bytes)),
             Location::Outbound { offset, bytes } => one(self.network().outbound(self.half).part(offset, bytes)),
@@ -153,6 +155,11 @@ impl<'a> Places<'a> {
                     Space::Output => (&self.segment.output, output),
                     Space::Scratch => return one(scratch.part(slice.offset * element, slice.len * element)),
                     Space::Sums => return one(sums.part(slice.offset * sum, slice.len * sum)),
+                    Space::Parts => {
+                        let mut stretches = Stretches::new();
+                        cut(parts, slice.offset * element, slice.len * element, &mut stretches);
+                        return stretches;
+                    }
                 };
                 let mut stretches = Stretches::new();
                 for run in extent.parts(slice) {

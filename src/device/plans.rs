@@ -66,6 +66,11 @@ impl Plans {
         Plans { me, topo, algorithm, room, cached: HashMap::new(), bytes: 0 }
     }
 
+    /// The algorithm that is set.
+    pub(crate) fn named(&self) -> Option<&str> {
+        self.algorithm.as_deref()
+    }
+
     /// The plan for a shape, made now if it is new.
     ///
     /// # Errors
@@ -158,6 +163,7 @@ pub(crate) fn own_part(collective: &Collective, me: Rank) -> Option<(InPlace, us
             (0, 0, *count)
         }
         Collective::AllGather { counts } => (0, before(counts), counts[me.index()]),
+        Collective::AllGatherIntoParts { count } => (0, me.index() * count, *count),
         Collective::ReduceScatter { counts } => (before(counts), 0, counts[me.index()]),
         Collective::Gather { count, root } if *root == me => (0, me.index() * count, *count),
         Collective::Scatter { count, root } if *root == me => (me.index() * count, 0, *count),

@@ -162,6 +162,10 @@ impl<'a> Cut<'a> {
             Collective::Scatter { count, root } => {
                 (Collective::Scatter { count: within(count), root }, on_root(root, count), block(count))
             }
+            // Nothing of it is staged, so it is one segment.
+            Collective::AllGatherIntoParts { count } => {
+                (self.whole.clone(), block(count), blocks(&Counts::equal(count, self.size)))
+            }
             Collective::Barrier => (Collective::Barrier, Extent::default(), Extent::default()),
             Collective::AllToAll { .. } => return None,
         };
@@ -173,6 +177,7 @@ impl<'a> Cut<'a> {
         match self.whole {
             Collective::AllReduce { count } if self.has_stripes => count.div_ceil(self.size),
             Collective::AllReduce { count }
+            | Collective::AllGatherIntoParts { count }
             | Collective::Reduce { count, .. }
             | Collective::Broadcast { count, .. }
             | Collective::Gather { count, .. }

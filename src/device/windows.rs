@@ -19,7 +19,7 @@ use crate::device::graph::number_of;
 use crate::device::graph_waits::{GraphWait, Numbers};
 use crate::device::in_flight::{Ends, InFlight, named};
 use crate::device::landing::LandingThread;
-use crate::device::lane::{copy, flush};
+use crate::device::lane::{Stretches, copy, flush};
 use crate::device::recordings::Recordings;
 use crate::device::routes::{Route, Steps};
 use crate::device::signals::{self, InGraph, Line, SLOTS, Signals, Step, Told};
@@ -160,6 +160,8 @@ struct Exposed {
     /// By rank, the signals sent, and those waited for.
     sent: Vec<u64>,
     taken: Vec<u64>,
+    /// The number of the last collective that writes to the parts.
+    gathered: u64,
 }
 
 /// A rank's memory, as this one reaches it.
@@ -173,6 +175,21 @@ enum Part {
     Empty,
     /// On another host.
     Far,
+}
+
+/// All parts of a window, of which each is this rank's own or mapped.
+pub(crate) struct AllParts(Arc<Vec<Part>>);
+
+impl AllParts {
+    /// Each as a whole, by rank.
+    pub(crate) fn bytes(&self) -> Stretches<'_> {
+        let whole = |part: &'_ Part| match part {
+            Part::Own(buffer) => buffer.bytes(),
+            Part::Mapped { len, .. } => *len,
+            Part::Empty | Part::Far => 0,
+        };
+        self.0.iter().filter_map(|part| part.bytes(0, whole(part))).collect()
+    }
 }
 
 impl Part {
@@ -217,6 +234,29 @@ impl Windows {
     /// The failure after which nothing can be submitted, if there is one.
     pub(crate) fn failure(&self) -> Option<Error> {
         self.accesses.failure()
+    }
+
+    /// The address of this rank's part of a window.
+    pub(crate) fn own_address(&self, window: WindowId) -> Option<u64> {
+        let state = lock(&self.state);
+        let parts = state.as_ref()?.exposed.get(&window)?.parts.clone();
+        parts.iter().find_map(|part| if let Part::Own(buffer) = part { Some(buffer.ptr() as u64) } else { None })
+    }
+
+    /// The parts of a window, if this rank maps those of all others.
+    pub(crate) fn parts(&self, window: WindowId) -> Option<AllParts> {
+        let state = lock(&self.state);
+        let parts = state.as_ref()?.exposed.get(&window)?.parts.clone();
+        let is_mapped = |part: &Part| matches!(part, Part::Own(_) | Part::Mapped { .. });
+        parts.iter().all(is_mapped).then_some(AllParts(parts))
+    }
+
+    /// Notes that the collective of this number writes to the parts of a window.
+    pub(crate) fn gathers(&self, window: WindowId, number: u64) {
+        let mut state = lock(&self.state);
+        if let Some(exposed) = state.as_mut().and_then(|state| state.exposed.get_mut(&window)) {
+            exposed.gathered = number;
+        }
     }
 
     // ---- accesses ----

@@ -19,6 +19,8 @@ use smallvec::SmallVec;
 use crate::buffer::Buffer;
 use crate::device::network::NetworkMemory;
 use crate::schedule::{Slice, Space};
+use crate::sync::Arc;
+use crate::sys::segment::MappedMemory;
 use crate::types::DType;
 
 /// Bytes that lie in one run.
@@ -288,6 +290,40 @@ impl Words {
     }
 }
 
+/// The parts of a window, which this process reads and writes: its own, and those of other processes, mapped.
+#[derive(Debug)]
+pub(crate) struct WindowParts {
+    /// By rank.
+    parts: Vec<Region>,
+    /// All, end to end.
+    all: Region,
+    /// Keeps them mapped.
+    _mapped: Vec<MappedMemory>,
+}
+
+// SAFETY: the regions are of memory that is mapped as long as this lives, or of the window's; see the module. Nothing changes
+// them.
+unsafe impl Sync for WindowParts {}
+
+impl WindowParts {
+    /// `mapped` are the parts of the other ranks in order, between which `own` is that of rank `me`.
+    pub(crate) fn new(me: usize, own: &Region, mapped: Vec<MappedMemory>) -> WindowParts {
+        let region = |memory: &MappedMemory| Region::Run(Piece { ptr: memory.as_ptr(), len: memory.len() });
+        let mut parts: Vec<Region> = mapped.iter().map(region).collect();
+        parts.insert(me, own.clone());
+        let all = Region::joined(parts.iter().flat_map(Region::pieces).copied());
+        WindowParts { parts, all, _mapped: mapped }
+    }
+
+    /// `len` bytes of the part of a rank, from `offset` on.
+    ///
+    /// # Panics
+    /// When they are not inside, or there is no such rank.
+    pub(crate) fn of(&self, rank: usize, offset: usize, len: usize) -> Region {
+        self.parts[rank].part(offset, len)
+    }
+}
+
 /// The spaces of a schedule.
 #[derive(Debug)]
 pub(crate) struct Spaces {
@@ -295,6 +331,8 @@ pub(crate) struct Spaces {
     pub(crate) output: Region,
     pub(crate) scratch: Region,
     pub(crate) sums: Region,
+    /// Only of what is done to all parts of a window.
+    pub(crate) parts: Option<Arc<WindowParts>>,
     /// Bytes per element.
     pub(crate) element: usize,
     /// Bytes per sum.
@@ -304,7 +342,8 @@ pub(crate) struct Spaces {
 impl Spaces {
     /// Those of an operation on elements of so many bytes, without scratch memory yet.
     pub(crate) fn new(input: Region, output: Region, element: usize) -> Spaces {
-        Spaces { input, output, scratch: Region::default(), sums: Region::default(), element, sum: element }
+        let (scratch, sums, parts) = (Region::default(), Region::default(), None);
+        Spaces { input, output, scratch, sums, parts, element, sum: element }
     }
 
     /// The number of bytes in `slice`.
@@ -355,6 +394,10 @@ impl Spaces {
             Space::Output => (&self.output, self.element),
             Space::Scratch => (&self.scratch, self.element),
             Space::Sums => (&self.sums, self.sum),
+            Space::Parts => {
+                let parts = self.parts.as_ref().expect("only schedules for parts of windows have that space");
+                (&parts.all, self.element)
+            }
         }
     }
 }

@@ -4,7 +4,9 @@
 //! A put's payload lands in the target's window as it arrives. The stream keeps order, so a signal that follows a put
 //! from the same rank is counted after the put's last byte. Since a long put travels in fragments, between which other
 //! messages get their turn, what this rank sends to one peer after it waits here until it is written ([`PutOrder`]). So the
-//! answer to a flush says that what was put before is there. A target's elements are added to under the engine's lock, so
+//! answer to a flush says that what was put before is there. Where all ranks have mapped all parts of a window, puts and gets
+//! are copies that the caller makes, unless something that travels comes before; see
+//! [`Communicator::access`](crate::comm::communicator). A target's elements are added to under the engine's lock, so
 //! accumulations of several ranks do not lose each other.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -18,9 +20,11 @@ use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::reduce::Operands;
-use crate::engine::region::Region;
+use crate::engine::region::{Region, WindowParts};
 use crate::error::Error;
 use crate::signature::Signature;
+use crate::sync::Arc;
+use crate::sys::segment::MappedMemory;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::window::{Window, WindowId};
 use crate::work::Work;
@@ -104,6 +108,8 @@ struct Exposed {
     region: Region,
     /// Absent until every rank has told its size.
     window: Option<Window>,
+    /// Where all ranks can access all parts themselves.
+    parts: Option<Arc<WindowParts>>,
     /// Signals that no operation has waited for yet, by sender.
     signals: HashMap<Rank, u64>,
     /// Operations that wait for a signal, by sender, the oldest first.
@@ -179,16 +185,33 @@ impl Windows {
     pub(crate) fn expose(&mut self, region: Region) -> WindowId {
         let id = WindowId(self.registered);
         self.registered += 1;
-        let exposed = Exposed { region, window: None, signals: HashMap::new(), waits: HashMap::new() };
+        let exposed = Exposed { region, window: None, parts: None, signals: HashMap::new(), waits: HashMap::new() };
         self.exposed.insert(id, exposed);
         id
     }
 
-    /// Notes what every rank lends: the window can be used.
-    pub(crate) fn set_layout(&mut self, window: Window) {
+    /// Notes what every rank lends: the window can be used. `mapped` are the other ranks' parts, if all ranks have mapped all.
+    pub(crate) fn set_layout(&mut self, me: Rank, window: Window, mapped: Option<Vec<MappedMemory>>) {
         if let Some(exposed) = self.exposed.get_mut(&window.id()) {
+            exposed.parts = mapped.map(|mapped| Arc::new(WindowParts::new(me.index(), &exposed.region, mapped)));
             exposed.window = Some(window);
         }
+    }
+
+    /// The parts of a window, if all ranks access them themselves.
+    pub(crate) fn parts(&self, id: WindowId) -> Option<Arc<WindowParts>> {
+        self.exposed.get(&id)?.parts.clone()
+    }
+
+    /// The address of this rank's part of a window in the host's memory.
+    pub(crate) fn own_address(&self, id: WindowId) -> Option<u64> {
+        self.exposed.get(&id)?.region.address()
+    }
+
+    /// The parts of a window, if this rank may access that of `peer` by itself: nothing that it has put there before is on its way.
+    pub(crate) fn reached(&self, id: WindowId, peer: Rank) -> Option<Arc<WindowParts>> {
+        let is_settled = !self.unflushed.contains_key(&(id, peer)) && !self.flows.contains_key(&peer);
+        self.parts(id).filter(|_| is_settled)
     }
 
     /// The window `id`, if it can be used.

@@ -11,6 +11,9 @@ pub enum Space {
     Scratch,
     /// Like `Scratch`, for sums of an AVG whose elements are too narrow for them: of the type that sums are computed in.
     Sums,
+    /// The parts of a window of all ranks, end to end, of equal length. This rank's own is the operation's output, and is accessed
+    /// as that.
+    Parts,
 }
 
 /// A run of elements in one space.

@@ -17,7 +17,7 @@ pub(super) type After = SmallVec<[StepId; 4]>;
 /// The uses of all memory so far.
 #[derive(Debug, Default)]
 pub(super) struct Uses {
-    spaces: [Runs; 4],
+    spaces: [Runs; 5],
     /// How many runs have been looked at.
     #[cfg(test)]
     pub(super) looks: usize,
@@ -111,6 +111,7 @@ impl Uses {
             Space::Output => 1,
             Space::Scratch => 2,
             Space::Sums => 3,
+            Space::Parts => 4,
         }];
         for at in [slice.offset, slice.end()] {
             let before = runs.range_mut(..at).next_back();

@@ -249,7 +249,7 @@ fn rank(
             let input = list(memory.part(job.input, input * element), element, &mut random);
             let output = list(memory.part(job.output(me), output * element), element, &mut random);
             let (scratch, sums) = (lent.bytes().part(0, 32 * HALF), lent.bytes().part(32 * HALF, 32 * HALF));
-            let tensors = Tensors { input: &input, output: &output, scratch, sums, element, sum };
+            let tensors = Tensors { input: &input, output: &output, scratch, sums, parts: &[], element, sum };
             let kernels = launcher.kernels(*dtype, Some(job.reduction.op), size);
             for from in job.begins(size) {
                 let segment = cut(job, me, size, from);
@@ -338,8 +338,15 @@ fn an_all_reduce_takes_no_more_calls_than_it_must() {
             let (memory, stream) = (DeviceMemory::new(&context, 256 + 1024)?, Stream::new(&context, 0)?);
             let (tensor, scratch) = ([memory.bytes().part(0, 256)], memory.bytes().part(256, 1024));
             let nothing = memory.bytes().part(0, 0);
-            let tensors =
-                Tensors { input: &tensor, output: &tensor, scratch, sums: nothing, element: 4, sum: reduction.sum() };
+            let tensors = Tensors {
+                input: &tensor,
+                output: &tensor,
+                scratch,
+                sums: nothing,
+                parts: &[],
+                element: 4,
+                sum: reduction.sum(),
+            };
             let kernels = launcher.kernels(DType::F32, Some(op), size);
             let current = context.enter()?;
             for round in 0..4 {
@@ -390,8 +397,15 @@ fn a_factor_is_read_from_the_device_once_the_kernel_runs() {
             copy_from_host(&current, &3.0f32.to_ne_bytes(), later.bytes())?;
             stream.copy(&current, later.bytes(), factors)?;
             let nothing = memory.bytes().part(0, 0);
-            let tensors =
-                Tensors { input: &tensor, output: &tensor, scratch: nothing, sums: nothing, element: 4, sum: 4 };
+            let tensors = Tensors {
+                input: &tensor,
+                output: &tensor,
+                scratch: nothing,
+                sums: nothing,
+                parts: &[],
+                element: 4,
+                sum: 4,
+            };
             let kernels = launcher.kernels(DType::I32, Some(ReduceOp::PreMulSum(f64::NAN)), 1);
             let kernels = kernels.with_factor(factors, DType::F32);
             let submission =

@@ -148,6 +148,7 @@ impl Machine<'_, '_> {
             Space::Input | Space::Output => self.part.memory,
             Space::Scratch => &self.scratch,
             Space::Sums => &self.sums,
+            Space::Parts => unreachable!("no collective here is of a window"),
         }
     }
 
@@ -163,6 +164,7 @@ impl Machine<'_, '_> {
             Space::Input | Space::Output => &mut *self.part.memory,
             Space::Scratch => &mut self.scratch,
             Space::Sums => &mut self.sums,
+            Space::Parts => unreachable!("no collective here is of a window"),
         };
         for (at, element) in places.into_iter().zip(bytes.chunks(size)) {
             memory[at..at + size].copy_from_slice(element);

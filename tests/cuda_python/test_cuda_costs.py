@@ -58,7 +58,7 @@ def counted() -> Costs:
     }
 
 
-def collectives(rank: int, size: int, count: int) -> dict[str, Callable[[], object]]:
+def collectives(rank: int, size: int, count: int, window: Window) -> dict[str, Callable[[], object]]:
     """Every collective of so many elements a rank, on tensors that are made before anything is counted."""
     one, other = torch.ones(count, device="cuda"), torch.ones(count, device="cuda")
     many, more = torch.ones(size * count, device="cuda"), torch.ones(size * count, device="cuda")
@@ -68,6 +68,7 @@ def collectives(rank: int, size: int, count: int) -> dict[str, Callable[[], obje
         "reduce": lambda: dist.reduce(one, 0),
         "broadcast": lambda: dist.broadcast(one, 0),
         "all_gather": lambda: dist.all_gather(blocks, one),
+        "all_gather_p": lambda: window.all_gather(one),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(many, one),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(one, many),
         "all_to_all_single": lambda: dist.all_to_all_single(many, more),
@@ -76,10 +77,24 @@ def collectives(rank: int, size: int, count: int) -> dict[str, Callable[[], obje
     }
 
 
+class Window:
+    """A window of the default group, to be gathered into."""
+
+    def __init__(self, length: int) -> None:
+        self.backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool(self.backend.mem_allocator)):
+            self.output = torch.zeros(length, device="cuda")
+        self.number = self.backend._window_register(self.output)
+
+    def all_gather(self, tensor: torch.Tensor) -> None:
+        self.backend._window_all_gather(self.number, self.output, tensor)
+
+
 def costs(rank: int, size: int) -> dict[str, Costs]:
     found = {}
+    windows = {count: Window(size * count) for count in COUNTS}
     for count in COUNTS:
-        for name, call in collectives(rank, size, count).items():
+        for name, call in collectives(rank, size, count, windows[count]).items():
             for _ in range(2):  # what is made once: kernels, plans
                 call()
             torch.cuda.synchronize()
@@ -88,6 +103,8 @@ def costs(rank: int, size: int) -> dict[str, Costs]:
             call()
             found[f"{name} of {count}"] = {what: number - before[what] for what, number in counted().items()}
             torch.cuda.synchronize()
+    for window in windows.values():
+        window.backend._window_deregister(window.number)
     return found
 
 
@@ -102,6 +119,10 @@ def test_an_operation_costs_no_more_than_its_bounds(counted_world: World) -> Non
     if UPDATE:
         BOUNDS.write_text(json.dumps(bounds | found, indent=1) + "\n")
         return
+    # Each rank writes its block once to each rank's memory, and nothing is staged.
+    for count in COUNTS:
+        gathered = found[f"all_gather_p of {count} on {counted_world.size} ranks"]
+        assert gathered["bytes"] == 4 * count * counted_world.size, gathered
     assert all(
         number > 0 for number in found["all_reduce of 1000 on 2 ranks".replace("2", str(counted_world.size))].values()
     )

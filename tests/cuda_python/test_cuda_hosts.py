@@ -14,7 +14,7 @@ from conftest import begin
 from harness import World, joined
 from reference import assert_same, data, reduced
 from test_cuda_collectives import everything
-from test_cuda_windows import c10ds_windows, parts_travel_in_a_ring
+from test_cuda_windows import a_persistent_all_gather_repeats, c10ds_windows, parts_travel_in_a_ring
 
 
 @pytest.fixture(scope="module", params=["", "one-queue"], ids=["queues", "one-queue"])
@@ -176,6 +176,6 @@ def test_ends_on_different_hosts_that_differ_are_told_and_go_on(hosts: World) ->
 
 # Where a device has one queue, a wait for a signal holds up what brings it.
 @pytest.mark.parametrize("hosts", [""], ids=["queues"], indirect=True)
-@pytest.mark.parametrize("what", [parts_travel_in_a_ring, c10ds_windows])
+@pytest.mark.parametrize("what", [parts_travel_in_a_ring, c10ds_windows, a_persistent_all_gather_repeats])
 def test_windows_of_other_hosts(hosts: World, what: Callable[[int, int], None]) -> None:
     hosts.run(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 import ncclx_rs
@@ -60,6 +61,61 @@ def parts_travel_in_a_ring(rank: int, size: int) -> None:
 
 def test_parts_travel_in_a_ring(cuda_world: World) -> None:
     cuda_world.run(parts_travel_in_a_ring)
+
+
+def a_persistent_all_gather_repeats(rank: int, size: int) -> None:
+    comm = comm_of(rank, size)
+    pool, side = pool_of(comm), torch.cuda.Stream()
+    for length in (3, 40_000):
+        output = empty(pool, length * size).fill_(-1)
+        handle = comm.all_gather_p_init(output)
+        for turn in range(8):
+            mine, async_op = data(rank + turn, length).cuda(), turn % 2 == 1
+            with torch.cuda.stream(side if turn % 3 == 2 else torch.cuda.current_stream()):
+                side.wait_stream(torch.cuda.default_stream())
+                work = comm.all_gather_p_exec(handle, mine, async_op)
+                if async_op:
+                    work.wait()
+                got = output.clone()  # before the next one, for which peers write to it
+            torch.cuda.default_stream().wait_stream(side)
+            expected = torch.cat([data(r + turn, length) for r in range(size)])
+            assert_same(got.cpu(), expected, f"{length} elements, turn {turn}")
+        own = output[rank * length : (rank + 1) * length]
+        comm.all_gather_p_exec(handle, own)
+        assert_same(output.cpu(), expected, "in place")
+        comm.all_gather_p_free(handle)
+        with pytest.raises(RuntimeError, match="freed"):
+            comm.all_gather_p_exec(handle, mine)
+        del output, own
+    if size > 1:
+        with pytest.raises(RuntimeError, match=r"CUDA on rank 0: .*allocate from get_mem_allocator\(\)"):
+            comm.all_gather_p_init(torch.empty(4 * size, device="cuda"))
+    comm.finalize()
+
+
+def a_persistent_all_gather_is_captured(rank: int, size: int) -> None:
+    comm = comm_of(rank, size)
+    output, mine = empty(pool_of(comm), 1000 * size), torch.empty(1000, device="cuda")
+    handle = comm.all_gather_p_init(output)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_gather_p_exec(handle, mine)
+    for turn in range(4):
+        mine.copy_(data(rank + turn, 1000))
+        if turn % 2 == 0:
+            graph.replay()
+        else:
+            comm.all_gather_p_exec(handle, mine)
+        expected = torch.cat([data(r + turn, 1000) for r in range(size)])
+        assert_same(output.cpu(), expected, f"turn {turn}")
+    del graph
+    comm.all_gather_p_free(handle)
+    comm.finalize()
+
+
+@pytest.mark.parametrize("what", [a_persistent_all_gather_repeats, a_persistent_all_gather_is_captured])
+def test_persistent_all_gathers(cuda_world: World, what: Callable[[int, int], None]) -> None:
+    cuda_world.run(what)
 
 
 def waits_never_block_the_host(rank: int, size: int) -> None:

@@ -364,6 +364,7 @@ impl Stream<'_> {
             Space::Output => &mut self.output,
             Space::Scratch => &mut self.scratch,
             Space::Sums => &mut self.sums,
+            Space::Parts => unreachable!("no collective here is of a window"),
         }
     }
 
@@ -373,6 +374,7 @@ impl Stream<'_> {
         let extent = match slice.space {
             Space::Input => &segment.input,
             Space::Output => &segment.output,
+            Space::Parts => unreachable!("no collective here is of a window"),
             Space::Scratch | Space::Sums => return (slice.offset..slice.offset + slice.len).collect(),
         };
         let places: Vec<usize> = extent.parts(slice).flat_map(|run| run.offset..run.offset + run.len).collect();

@@ -346,6 +346,123 @@ fn what_cannot_be_added_is_refused_at_its_origin() {
     });
 }
 
+/// A window of every rank's elements, in memory that the other ranks can map, if it is `shared`.
+fn gathered_window(comm: &Communicator, count: usize, shared: bool) -> (Result<SharedMemory<f32>, Vec<f32>>, Window) {
+    let mut memory = match shared {
+        true => Ok(SharedMemory::<f32>::new(count * comm.size()).expect("memory")),
+        false => Err(vec![0.0; count * comm.size()]),
+    };
+    let lent = buffer(memory.as_mut().map_or_else(|vec| &mut vec[..], |shared| &mut shared[..]));
+    let window = comm.window_register(lent).expect("register");
+    (memory, window)
+}
+
+#[test]
+fn a_persistent_all_gather_repeats() {
+    for wire in WIRES {
+        for (size, count, shared) in
+            [(1, 5, true), (2, 3, true), (2, 200_000, true), (3, 50_000, true), (3, 50_000, false)]
+        {
+            world(wire, size, move |comm| {
+                let me = comm.rank().index();
+                let (mut memory, window) = gathered_window(comm, count, shared);
+                let kind = || OpKind::AllGatherPersistent { window: window.id() };
+                for turn in 0..20 {
+                    let all = memory.as_mut().map_or_else(|vec| &mut vec[..], |shared| &mut shared[..]);
+                    let mut input = vec![(me * 100 + turn) as f32; count];
+                    let op = op(kind(), vec![buffer(&mut input)], vec![buffer(all)]);
+                    let mode = if turn % 2 == 0 { Mode::Async } else { Mode::Blocking };
+                    if me == turn % size {
+                        std::thread::sleep(SHORT / 500);
+                    }
+                    comm.submit(Op { mode, ..op }).expect("all_gather_p").wait(None).expect("all_gather_p");
+                    for rank in 0..size {
+                        let block = &all[rank * count..(rank + 1) * count];
+                        assert!(block.iter().all(|value| *value == (rank * 100 + turn) as f32), "turn {turn}, {rank}");
+                    }
+                }
+                comm.window_deregister(window.id()).expect("deregister");
+            });
+        }
+    }
+}
+
+#[test]
+fn accesses_to_mapped_parts_keep_their_order() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            const COUNT: usize = 1 << 19;
+            let (me, peer) = (comm.rank().index(), Rank::from(1 - comm.rank().index()));
+            let mut memory = SharedMemory::<f32>::new(COUNT).expect("memory");
+            let window = comm.window_register(buffer(&mut memory[..])).expect("register");
+            let at = |offset| OpKind::Put { window: window.id(), to: peer, offset };
+            for round in 0..10 {
+                let (mut ones, mut value) = (vec![1.0f32; COUNT], vec![(me * 10 + round) as f32; COUNT]);
+                let mut seen = vec![0.0f32; COUNT];
+                let get = OpKind::Get { window: window.id(), from: peer, offset: 0 };
+                let add = OpKind::Accumulate { window: window.id(), to: peer, offset: 0 };
+                // Each but the accumulation is a copy, unless the accumulation is still on its way.
+                let added = comm.submit(Op { mode: Mode::Async, ..op(add, vec![buffer(&mut ones)], vec![]) });
+                let put = comm.submit(Op { mode: Mode::Async, ..op(at(0), vec![buffer(&mut value)], vec![]) });
+                let got = comm.submit(Op { mode: Mode::Async, ..op(get, vec![], vec![buffer(&mut seen)]) });
+                for work in [added, put, got] {
+                    work.expect("an access").wait(None).expect("it ends");
+                }
+                assert!(seen.iter().all(|seen| *seen == value[0]), "round {round}: a put before a get is there");
+                signal(comm, &window, peer.index()).expect("signal");
+                wait_signal(comm, &window, peer.index()).expect("wait_signal");
+                let expected = (peer.index() * 10 + round) as f32;
+                assert!(memory.iter().all(|value| *value == expected), "round {round}: the put came last");
+                run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+            }
+            comm.window_deregister(window.id()).expect("deregister");
+        });
+    }
+}
+
+#[test]
+fn ranks_that_differ_in_a_persistent_all_gather_are_told() {
+    for wire in WIRES {
+        world(wire, 2, |comm| {
+            const COUNT: usize = 100_000;
+            let me = comm.rank().index();
+            let (first, second) = (gathered_window(comm, COUNT, true), gathered_window(comm, COUNT, true));
+            let gather = |(memory, window): &mut (Result<SharedMemory<f32>, Vec<f32>>, Window), count: usize| {
+                let all = memory.as_mut().expect("shared");
+                let kind = OpKind::AllGatherPersistent { window: window.id() };
+                let mut input = vec![1.0f32; COUNT];
+                run(comm, kind, vec![buffer(&mut input[..count])], vec![buffer(&mut all[..2 * count])])
+            };
+            let mut windows = [first, second];
+            // Each rank into another one.
+            let error = gather(&mut windows[me], COUNT).expect_err("they differ");
+            assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+            assert!(error.to_string().contains(&format!("all_gather_p(200000 × float32, window {me})")), "{error}");
+            let error = gather(&mut windows[0], COUNT - 1).expect_err("a part of the window").to_string();
+            assert!(
+                error.contains("all_gather_p: argument `output`: expected this rank's part of the window"),
+                "{error}"
+            );
+            gather(&mut windows[0], COUNT).expect("they agree");
+            for (_, window) in &windows {
+                comm.window_deregister(window.id()).expect("deregister");
+            }
+            let error = gather(&mut windows[0], COUNT).expect_err("it is gone").to_string();
+            assert!(error.contains("expected a registered window"), "{error}");
+            let mut uneven = vec![0.0f32; 2 * COUNT];
+            let window = comm.window_register(buffer(&mut uneven[..2 * (COUNT - me)])).expect("register");
+            let (kind, mut input) = (OpKind::AllGatherPersistent { window: window.id() }, vec![1.0f32; COUNT - me]);
+            let output = buffer(&mut uneven[..2 * (COUNT - me)]);
+            let error = run(comm, kind, vec![buffer(&mut input)], vec![output]).expect_err("uneven").to_string();
+            assert!(
+                error.contains("argument `window`: expected parts of") && error.contains("on all ranks"),
+                "{error}"
+            );
+            comm.window_deregister(window.id()).expect("deregister");
+        });
+    }
+}
+
 #[test]
 fn a_part_in_shared_memory_is_mapped_by_the_other_ranks() {
     for wire in WIRES {

@@ -198,14 +198,22 @@ def messages_and_batches_go_round_a_ring(rank: int, size: int) -> None:
 
 def persistent_all_gather_repeats(rank: int, size: int) -> None:
     with communicator(rank, size) as comm:
-        output = torch.empty(4 * size)
-        handle = comm.all_gather_p_init(output)
-        for turn in range(3):
-            comm.all_gather_p_exec(handle, data(rank, 4, salt=turn), turn % 2 == 0).wait()
-            assert_same(output, torch.cat([data(r, 4, salt=turn) for r in range(size)]), f"turn {turn}")
-        comm.all_gather_p_free(handle)
-        with pytest.raises(RuntimeError, match="freed"):
-            comm.all_gather_p_exec(handle, data(rank, 4), False)
+        for count, shared in ((4, False), (4, True), (100_000, False), (100_000, True)):
+            output = comm.get_mem_allocator().empty(count * size) if shared else torch.empty(count * size)
+            handle = comm.all_gather_p_init(output)
+            for turn in range(4):
+                own = data(rank, count, salt=turn)
+                comm.all_gather_p_exec(handle, own, turn % 2 == 0).wait()
+                expected = torch.cat([data(r, count, salt=turn) for r in range(size)])
+                assert_same(output, expected, f"{count}, shared {shared}, turn {turn}")
+            # In place: this rank's block of the output is the input.
+            comm.all_gather_p_exec(handle, output[rank * count : (rank + 1) * count])
+            assert_same(output, expected, "in place")
+            with pytest.raises(ValueError, match="all_gather_p_exec: argument `input`: expected .* elements"):
+                comm.all_gather_p_exec(handle, data(rank, count - 1))
+            comm.all_gather_p_free(handle)
+            with pytest.raises(RuntimeError, match="freed"):
+                comm.all_gather_p_exec(handle, data(rank, count), False)
 
 
 def works_can_be_awaited(rank: int, size: int) -> None:

@@ -105,6 +105,7 @@ def windows(rank: int, size: int) -> list[str]:
         "flush": lambda: window.flush(peer),
         "fence": lambda: window.fence(),
         "signal, wait_signal": lambda: (window.signal(peer), window.wait_signal(there)),
+        "all_gather_p": lambda: comm.all_gather_p_exec(comm.all_gather_p_init(torch.empty(size)), torch.ones(1)),
     }
     for call in calls.values():
         call()
@@ -126,7 +127,12 @@ CUDA = {
         "within a host",
         ("test_cuda_messages", "test_cuda_hosts", "test_cuda_graphs"),
     ),
-    "put, get, signal, wait_signal": ("yes", "–", "within a host", ("test_cuda_windows", "test_cuda_graphs")),
+    "put, get, signal, wait_signal, all_gather_p": (
+        "yes",
+        "yes",
+        "within a host",
+        ("test_cuda_windows", "test_cuda_hosts", "test_cuda_graphs"),
+    ),
     "accumulate, flush, fence": ("–", "–", "–", ()),
 }
 

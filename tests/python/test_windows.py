@@ -144,6 +144,26 @@ def a_put_that_fails_takes_the_signal_after_it(rank: int, size: int) -> None:
     backend()._window_deregister(window)
 
 
+def mapped_parts_need_no_target(rank: int, size: int) -> None:
+    memory = native()._shared_memory(4 * LARGE).view(torch.float32)
+    window = backend()._window_register(memory)
+    processes: list[Any] = [None] * size
+    dist.all_gather_object(processes, os.getpid())
+    if rank == 0:
+        os.kill(processes[1], signal.SIGSTOP)
+        try:
+            backend()._window_put(window, torch.full((LARGE,), 3.0), 1, 0, timeout_ms=5000)
+            got = torch.empty(LARGE)
+            backend()._window_get(window, got, 1, 0, timeout_ms=5000)
+            assert torch.equal(got, torch.full((LARGE,), 3.0))
+        finally:
+            os.kill(processes[1], signal.SIGCONT)
+    dist.barrier()
+    if rank == 1:
+        assert torch.equal(memory, torch.full((LARGE,), 3.0))
+    backend()._window_deregister(window)
+
+
 def pytorchs_window_is_one_of_ours(rank: int, size: int) -> None:
     group = dist.group.WORLD
     if not hasattr(group, "new_window"):
@@ -223,6 +243,11 @@ def test_a_rank_that_waits_for_a_dead_rank_is_told(fresh_world: World) -> None:
 @pytest.mark.worlds(sizes=(2,))
 def test_a_put_that_fails_takes_the_signal_after_it(fresh_world: World) -> None:
     fresh_world.run(a_put_that_fails_takes_the_signal_after_it)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_mapped_parts_need_no_target(fresh_world: World) -> None:
+    fresh_world.run(mapped_parts_need_no_target)
 
 
 def test_pytorchs_window_is_one_of_ours(world: World) -> None:

@@ -76,7 +76,7 @@ Tensors& single(std::vector<Tensors>& lists, const char* operation, const char* 
   return lists.front();
 }
 
-bool is_collective(NcclxKind kind) { return kind < NCCLX_SEND; }
+bool is_collective(NcclxKind kind) { return kind < NCCLX_SEND || kind == NCCLX_ALL_GATHER_PERSISTENT; }
 
 [[noreturn]] void refuse_mixed(const char* operation) {
   refuse(operation, "tensor", "tensors on one device in a coalesced block", "some on the CPU and some on a CUDA device");

@@ -178,6 +178,9 @@ class NcclxBackend : public c10d::Backend {
   // A put (reads the tensor), get (fills it), signal or wait_signal (without a tensor); the offset is in bytes.
   WorkPtr access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
                         int64_t offset, bool async, Milliseconds timeout);
+  // An all_gather into this rank's part of a window, which `output` is.
+  WorkPtr gather_into_window(uint64_t window, const at::Tensor& output, const at::Tensor& input, bool async,
+                             int64_t timeout_ms);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   bool supportsReconfigure() const override { return true; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override;

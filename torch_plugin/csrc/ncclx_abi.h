@@ -42,6 +42,7 @@ enum NcclxKind : uint32_t {
   NCCLX_WAIT_SIGNAL = 14,
   NCCLX_ACCUMULATE = 15,
   NCCLX_FLUSH = 16,
+  NCCLX_ALL_GATHER_PERSISTENT = 17,
 };
 
 enum : int32_t { NCCLX_HOST = -1 };

@@ -118,6 +118,9 @@ void define(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("_window_flush", &access_without_tensor<NCCLX_FLUSH>, py::arg("window"), py::arg("dst"),
            py::arg("async_op") = false, py::arg("timeout_ms") = -1, py::call_guard<py::gil_scoped_release>())
+      .def("_window_all_gather", &NcclxBackend::gather_into_window, py::arg("window"), py::arg("output"),
+           py::arg("input"), py::arg("async_op") = false, py::arg("timeout_ms") = -1,
+           py::call_guard<py::gil_scoped_release>())
       .def("_window_fence", &NcclxBackend::fence_window, py::arg("window"), py::call_guard<py::gil_scoped_release>())
       .def("_window_map", &NcclxBackend::map_window, py::arg("window"), py::arg("rank"),
            py::call_guard<py::gil_scoped_release>())

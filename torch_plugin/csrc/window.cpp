@@ -101,6 +101,19 @@ WorkPtr NcclxBackend::access_window(NcclxKind kind, uint64_t window, const std::
   return work;
 }
 
+WorkPtr NcclxBackend::gather_into_window(uint64_t window, const at::Tensor& output, const at::Tensor& input, bool async,
+                                         int64_t timeout_ms) {
+  WorkPtr work = launch({.kind = NCCLX_ALL_GATHER_PERSISTENT, .operation = "all_gather_p", .title = "ncclx_rs:all_gather_p",
+                         .type = OpType::_ALLGATHER_BASE, .timeout = Milliseconds(timeout_ms), .async = async,
+                         .results = {output}, .profiled = {input}, .window = window,
+                         .fill = [&](Operands& o, size_t) {
+                           o.input(input, "input");
+                           o.output(output, "output", own_part(output, input, getRank()));
+                         }});
+  if (!async) work->wait();
+  return work;
+}
+
 #ifdef C10D_BACKEND_HAS_WINDOW
 
 namespace {

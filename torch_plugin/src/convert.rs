@@ -108,6 +108,7 @@ pub(crate) fn kind(numbers: Numbers<'_>) -> Result<OpKind, UsageError> {
         14 => OpKind::WaitSignal { window, from: rank("src")? },
         15 => OpKind::Accumulate { window, to: rank("dst")?, offset },
         16 => OpKind::Flush { window, to: rank("dst")? },
+        17 => OpKind::AllGatherPersistent { window },
         other => return Err(misuse("kind", "a known operation", other)),
     })
 }

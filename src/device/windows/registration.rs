@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Exposed, Part, Windows};
+use super::{Exposed, Part, State, Windows};
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
 use crate::device::descriptors::{Address, Post};
@@ -51,7 +51,7 @@ impl Windows {
             return Err(self.closed("window_register"));
         };
         state.slots |= 1 << slot;
-        state.exposed.insert(window, Exposed { slot, parts, sent: none.clone(), taken: none });
+        state.exposed.insert(window, Exposed { slot, parts, sent: none.clone(), taken: none, gathered: 0 });
         Ok(())
     }
 
@@ -167,11 +167,13 @@ impl Windows {
         Ok((slot, parts))
     }
 
-    /// Waits until no access of this rank to a window is in flight.
+    /// Waits until no access of this rank to a window is in flight, and no collective that writes to its parts.
     pub(crate) fn settle(&self, window: WindowId, timeout: Duration) -> Result<(), Error> {
-        let slot = lock(&self.state).as_ref().and_then(|state| Some(state.exposed.get(&window)?.slot));
+        let of_window = |state: &State| state.exposed.get(&window).map(|exposed| (exposed.slot, exposed.gathered));
+        let (slot, gathered) = lock(&self.state).as_ref().and_then(of_window).unzip();
         let is_settled = || slot.is_none_or(|slot| self.is_settled_far(slot));
         let settled = self.accesses.wait_until(timeout, |accesses| !accesses.uses(window) && is_settled());
+        let settled = settled.and_then(|()| self.accesses.collectives().wait_for(gathered.unwrap_or(0), timeout));
         settled.map_err(|waited| Error::Timeout {
             operation: "window_deregister".to_owned(),
             waited,
@@ -195,7 +197,7 @@ impl Windows {
     }
 
     fn reap(&self, parts: Arc<Vec<Part>>) {
-        watch::reap(self.accesses.clone(), Box::new(parts));
+        watch::reap_all(vec![self.accesses.clone(), self.accesses.collectives()], Box::new(parts));
     }
 }
 

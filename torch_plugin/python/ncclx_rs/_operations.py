@@ -475,8 +475,23 @@ class Operations:
     ) -> AllGatherPHandle:
         """Prepares an all_gather that will run repeatedly into the same ``output``. Called on all ranks.
 
+        The ranks tell each other where their outputs are, once. If all are on one host, in memory of
+        `TorchComm.get_mem_allocator`, each rank writes its input straight to the outputs of the others. The output
+        belongs to the handle until `all_gather_p_free`.
+
+        Args:
+            output: a tensor of as many elements on each rank, which the ranks share equally. On a CUDA device it is
+                memory that other ranks can map, as for windows.
+            hints: settings by name.
+            timeout: not used: to prepare takes the communicator's at most.
+            options: the same in one object.
+
+        Returns:
+            What `all_gather_p_exec` and `all_gather_p_free` take.
+
         Raises:
-            RuntimeError: ``output`` is not contiguous, or its elements cannot be shared equally among the ranks.
+            RuntimeError: ``output`` is not contiguous, its elements cannot be shared equally among the ranks, it cannot
+                be mapped on a CUDA device, or a rank did not call it.
         """
         opts = AllGatherPInitOptions.of("all_gather_p_init", timeout, hints, options)
         self._check_usable("all_gather_p_init")
@@ -484,7 +499,7 @@ class Operations:
         warn_of_hints("all_gather_p_init", opts.hints)
         if output.numel() % self._size:
             raise RuntimeError(f"all_gather_p_init: output of {output.numel()} elements is not shared by {self._size}")
-        return AllGatherPHandle(output)
+        return AllGatherPHandle(output, self._impl)
 
     def all_gather_p_exec(
         self,
@@ -495,16 +510,42 @@ class Operations:
         timeout: timedelta | float | None = None,
         options: AllGatherPExecOptions | None = None,
     ) -> TorchWork:
-        """Gathers every rank's ``input`` into the handle's output."""
+        """Gathers every rank's ``input`` into the handle's output, in order of the ranks. Called on all ranks.
+
+        Args:
+            handle: what `all_gather_p_init` returned.
+            input: a tensor of the output's dtype, with its elements divided by the number of ranks.
+            async_op: whether the call returns before the operation is done.
+            hints: settings by name.
+            timeout: the timeout; the communicator's if not given.
+            options: the same in one object.
+
+        Raises:
+            ValueError: the input has another size or dtype.
+            RuntimeError: the handle was freed, the ranks disagree, an output differs in size, or the operation failed.
+        """
         not_in_graphs("all_gather_p_exec", "the graph does not know the output; all_gather_single can be")
         if handle.output is None:
             raise RuntimeError("all_gather_p_exec: the handle was freed")
         opts = AllGatherPExecOptions.of("all_gather_p_exec", timeout, hints, options)
-        return self._perform(OpName.all_gather_single, opts, handle.output, input, async_op)
+        if handle.window is None:
+            return self._perform(OpName.all_gather_single, opts, handle.output, input, async_op)
+        self._check_usable("all_gather_p_exec")
+        self._check_tensor("all_gather_p_exec", input)
+        warn_of_hints("all_gather_p_exec", opts.hints)
+        limit = round(opts.timeout.total_seconds() * 1000) if opts.timeout else -1
+        try:
+            return TorchWork(handle.gather(input, async_op, limit))
+        except (TypeError, ValueError) as error:
+            raise explained("all_gather_p_exec", (input,), error) from None
 
     def all_gather_p_free(self, handle: AllGatherPHandle) -> None:
-        """Releases a handle of `all_gather_p_init`."""
-        handle.output = None
+        """Releases a handle of `all_gather_p_init`, and its output. Called on all ranks.
+
+        Raises:
+            RuntimeError: a rank did not call it, or the communicator has failed.
+        """
+        handle.free()
 
     # ---- shared by all operations ----
 
@@ -596,10 +637,30 @@ class Operations:
 
 
 class AllGatherPHandle:
-    """A prepared all_gather; see `TorchComm.all_gather_p_init`."""
+    """A prepared all_gather; see `TorchComm.all_gather_p_init`.
 
-    def __init__(self, output: torch.Tensor) -> None:
+    Attributes:
+        output: the output, until the handle is freed.
+        window: the number of the window that the output is a part of; None if the backend has no windows, and each
+            all_gather is an ordinary one.
+    """
+
+    def __init__(self, output: torch.Tensor, impl: Any) -> None:
+        """Registers the output. Programs call `TorchComm.all_gather_p_init` instead."""
         self.output: torch.Tensor | None = output
+        self._c10d: Any = getattr(impl, "c10d", None)
+        has_windows = hasattr(self._c10d, "_window_register")
+        self.window: int | None = self._c10d._window_register(output, True) if has_windows else None
+
+    def gather(self, input: torch.Tensor, async_op: bool, limit: int) -> Any:
+        """Gathers into the window within ``limit`` ms. Programs call `TorchComm.all_gather_p_exec` instead."""
+        return self._c10d._window_all_gather(self.window, self.output, input, async_op, limit)
+
+    def free(self) -> None:
+        """Takes the output back, once on all ranks. Programs call `TorchComm.all_gather_p_free` instead."""
+        window, self.window, self.output = self.window, None, None
+        if window is not None:
+            self._c10d._window_deregister(window)
 
 
 # One count for the process, so that the calls of hooks on several communicators have an order.
