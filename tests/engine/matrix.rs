@@ -5,9 +5,9 @@ use std::cell::Cell;
 use std::time::Duration;
 
 use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
-use ncclx_rs::{Communicator, Counts, Rank, ReduceOp, Topology};
+use ncclx_rs::{Communicator, Counts, OpKind, Rank, ReduceOp, SharedMemory, Topology};
 
-use crate::world::{Wire, host_of, world_hinted};
+use crate::world::{Wire, buffer, host_of, run, world_hinted};
 
 const SIZES: [usize; 5] = [2, 3, 5, 9, 17];
 /// Elements of eight bytes a block: none, one, uneven and tiny, announced; and of the largest, together about 1 MiB.
@@ -103,6 +103,15 @@ impl Part<'_> {
             let mut data = vec![0.0; whole];
             comm.all_gather(&mut data, &own[..block]).expect("all_gather");
             self.compare("all_gather", block, &data, &gathered);
+        }
+        if self.does(Collective::AllGatherIntoParts { count: block }, false) {
+            let mut memory = SharedMemory::<f64>::new(whole).expect("memory");
+            let window = comm.window_register(buffer(&mut memory[..])).expect("register").id();
+            let mut input = own[..block].to_vec();
+            let (inputs, outputs) = (vec![buffer(&mut input)], vec![buffer(&mut memory[..])]);
+            run(comm, OpKind::AllGatherPersistent { window }, inputs, outputs).expect("all_gather_p");
+            comm.window_deregister(window).expect("deregister");
+            self.compare("all_gather_p", block, &memory, &gathered);
         }
         if self.does(Collective::Gather { count: block, root }, false) {
             let mut data = vec![0.0; whole];

@@ -648,9 +648,11 @@ class AllGatherPHandle:
     def __init__(self, output: torch.Tensor, impl: Any) -> None:
         """Registers the output. Programs call `TorchComm.all_gather_p_init` instead."""
         self.output: torch.Tensor | None = output
-        self._c10d: Any = getattr(impl, "c10d", None)
-        has_windows = hasattr(self._c10d, "_window_register")
-        self.window: int | None = self._c10d._window_register(output, True) if has_windows else None
+        self.window: int | None = None
+        self._c10d: Any = None
+        if hasattr(getattr(impl, "c10d", None), "_window_register"):
+            self._c10d = impl.c10d
+            self.window = self._c10d._window_register(output, True)
 
     def gather(self, input: torch.Tensor, async_op: bool, limit: int) -> Any:
         """Gathers into the window within ``limit`` ms. Programs call `TorchComm.all_gather_p_exec` instead."""
