@@ -46,4 +46,4 @@ pub fn all_gather(builder: &mut Builder, world: &Group, own: Slice) {
 pub(super) const NAME: &str = "put";
 
 /// Shorter blocks get there sooner as messages in shared memory, which take one way and not two.
-pub(crate) const MIN_BYTES: usize = 64 * 1024;
+pub(crate) const MIN_BYTES: usize = 256 * 1024;

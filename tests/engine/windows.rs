@@ -361,7 +361,7 @@ fn gathered_window(comm: &Communicator, count: usize, shared: bool) -> (Result<S
 fn a_persistent_all_gather_repeats() {
     for wire in WIRES {
         for (size, count, shared) in
-            [(1, 5, true), (2, 3, true), (2, 200_000, true), (3, 50_000, true), (3, 50_000, false)]
+            [(1, 5, true), (2, 3, true), (2, 200_000, true), (3, 100_000, true), (3, 100_000, false)]
         {
             world(wire, size, move |comm| {
                 let me = comm.rank().index();
