@@ -7,7 +7,8 @@
 //! [`OpKind::Accumulate`](crate::OpKind::Accumulate) adds to it. [`OpKind::Flush`](crate::OpKind::Flush) waits until what was
 //! put before is there, and [`Communicator::window_fence`](crate::Communicator::window_fence) until what all ranks have put is.
 //! Parts that lie in a [`SharedMemory`](crate::SharedMemory) can be mapped by the other ranks of the host
-//! ([`Communicator::window_map`](crate::Communicator::window_map)).
+//! ([`Communicator::window_map`](crate::Communicator::window_map)). Where all do, on one host, puts and gets are copies that the
+//! caller makes. [`OpKind::AllGatherPersistent`](crate::OpKind::AllGatherPersistent) gathers into a window again and again.
 //!
 //! Windows in the memory of CUDA devices are accessed by [`Mode::Stream`](crate::Mode::Stream), in the order of streams: a
 //! signal announces what was put before it on any stream, and what follows a wait on its stream sees it.

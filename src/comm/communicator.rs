@@ -439,7 +439,9 @@ impl Communicator {
             check::access(name, known, Memory::Host, peer, access.range())?;
             let entry = engine.begin(access.call(peer, window), access.bytes());
             let work = Work::new(driver.clone(), entry);
-            match (&access, engine.windows.reached(window, peer)) {
+            // What goes to a rank that is lost fails there.
+            let reached = engine.windows.reached(window, peer).filter(|_| engine.context.lost(peer).is_none());
+            match (&access, reached) {
                 (RmaOp::Put { .. } | RmaOp::Get { .. }, Some(parts)) => copies = Some((parts, access, work.clone())),
                 _ => engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() }),
             }
