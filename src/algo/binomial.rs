@@ -3,7 +3,8 @@
 //! Positions are counted from the root. The parent of v is v without its lowest set bit; its subtree is the run of
 //! positions from v on, as long as that bit.
 
-use crate::algo::group::{Group, chunks};
+use crate::algo::direct;
+use crate::algo::group::{Group, chunks, run_of_pieces};
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
@@ -127,4 +128,16 @@ pub fn scatter(builder: &mut Builder, group: &Group, root: Rank, all: Option<Sli
         builder.push(Action::Send { to: tree.rank(child), from });
     }
     builder.push(Action::Copy { from: held.part(0, count), into: own });
+}
+
+/// Of the `data` of the member at position 0, each member receives the pieces, one a position, of its subtree.
+pub fn scatter_in_place(builder: &mut Builder, group: &Group, data: Slice, chunk: usize) {
+    let tree = Tree::new(group, group.rank(0));
+    let run = |relative| run_of_pieces(data, relative, tree.subtree(relative), group.size());
+    if let Some(parent) = tree.parent() {
+        direct::receive_in_chunks(builder, parent, run(tree.me), chunk);
+    }
+    for child in tree.children() {
+        direct::send_in_chunks(builder, tree.rank(child), run(child), chunk);
+    }
 }

@@ -3,7 +3,8 @@
 //!
 //! ⌈log₂ n⌉ rounds in a world of any size; in each, a rank passes on what it has, so that it has twice as much.
 
-use crate::algo::group::Group;
+use crate::algo::direct;
+use crate::algo::group::{Group, run_of_pieces};
 use crate::schedule::{Action, Builder, Slice};
 
 /// Up to this size of all blocks together, a message costs more than copying them.
@@ -34,5 +35,31 @@ pub fn all_gather(builder: &mut Builder, group: &Group, own: Slice, blocks: &[Sl
     if me > 0 {
         let before = run(size - me, me);
         builder.push(Action::Copy { from: before, into: Slice::new(blocks[0].space, blocks[0].offset, before.len) });
+    }
+}
+
+/// Spreads the pieces of `data`, one a position, where they are: piece `me` is this rank's, the others are received. The member at
+/// position 0 has all of them and receives none.
+pub fn all_gather_in_place(builder: &mut Builder, group: &Group, data: Slice, chunk: usize) {
+    let (size, me) = (group.size(), group.me());
+    // So many pieces from that of position `first` on, around: a run that goes past the end is two.
+    let runs = |first: usize, count: usize| {
+        let first = first % size;
+        let before = count.min(size - first);
+        let run = |first, count| (count > 0).then(|| run_of_pieces(data, first, count, size));
+        [run(first, before), run(0, count - before)].into_iter().flatten()
+    };
+    let mut held = 1;
+    while held < size {
+        let count = held.min(size - held);
+        if me != held {
+            let to = group.rank(me + size - held);
+            runs(me, count).for_each(|run| direct::send_in_chunks(builder, to, run, chunk));
+        }
+        if me != 0 {
+            let from = group.rank(me + held);
+            runs(me + held, count).for_each(|run| direct::receive_in_chunks(builder, from, run, chunk));
+        }
+        held += count;
     }
 }

@@ -39,6 +39,12 @@ impl Group {
         group
     }
 
+    /// The same members, counted from the one at `first` on, around.
+    pub(super) fn starting_at(&self, first: usize) -> Group {
+        let members = (0..self.size()).map(|step| self.rank(first + step)).collect();
+        Group { members: Members::Listed(members), position: (self.me() + self.size() - first) % self.size() }
+    }
+
     /// The number of members.
     pub fn size(&self) -> usize {
         match &self.members {
@@ -88,6 +94,12 @@ pub fn blocks(all: Slice, counts: &Counts) -> Vec<Slice> {
 /// `parts` nearly equal blocks of `all`.
 pub fn pieces(all: Slice, parts: usize) -> Vec<Slice> {
     (0..parts).map(|index| all.piece(index, parts)).collect()
+}
+
+/// `count` of `parts` nearly equal pieces of `all` that follow each other, from the `first` on.
+pub(super) fn run_of_pieces(all: Slice, first: usize, count: usize, parts: usize) -> Slice {
+    let (begin, last) = (all.piece(first, parts), all.piece(first + count - 1, parts));
+    Slice::new(all.space, begin.offset, last.offset + last.len - begin.offset)
 }
 
 /// `slice` cut into pieces of at most `chunk` elements; one empty piece if it is empty.

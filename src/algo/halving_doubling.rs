@@ -4,7 +4,8 @@
 //! ⌈log₂ n⌉ rounds between ranks whose positions differ in one bit. In a world that is not a power of two, the first
 //! ranks pair up: one of each pair hands its data over before and gets the result after.
 
-use crate::algo::group::Group;
+use crate::algo::direct;
+use crate::algo::group::{Group, chunks, run_of_pieces};
 use crate::schedule::{Action, Builder, Slice};
 use crate::types::Rank;
 
@@ -31,10 +32,7 @@ pub fn all_reduce_doubling(builder: &mut Builder, group: &Group, data: Slice) {
 /// are gathered the same way back. The least data on the wire in the fewest rounds.
 pub fn all_reduce_halving(builder: &mut Builder, group: &Group, data: Slice) {
     with_power_of_two(builder, group, data, |builder, cube| {
-        let run = |first: usize, count: usize| {
-            let (begin, last) = (data.piece(first, cube.size), data.piece(first + count - 1, cube.size));
-            Slice::new(data.space, begin.offset, last.offset + last.len - begin.offset)
-        };
+        let run = |first, count| run_of_pieces(data, first, count, cube.size);
         let mut half = cube.size / 2;
         while half > 0 {
             let partner = cube.rank(cube.me ^ half);
@@ -54,6 +52,36 @@ pub fn all_reduce_halving(builder: &mut Builder, group: &Group, data: Slice) {
     });
 }
 
+/// Everyone's `data` is combined into the root's; on other ranks `data` ends undefined. As [`all_reduce_halving`], but the pieces
+/// go to the root alone.
+pub fn reduce_halving(builder: &mut Builder, group: &Group, root: Rank, data: Slice, chunk: usize) {
+    // The last position is never one of a pair, so that the root has its own data to the end.
+    let group = group.starting_at(group.position(root) + 1);
+    let Some(cube) = enter_cube(builder, &group, data, chunk) else { return };
+    let run = |first, count| run_of_pieces(data, first, count, cube.size);
+    let mut half = cube.size / 2;
+    while half > 0 {
+        let partner = cube.rank(cube.me ^ half);
+        let kept = cube.me & !(half - 1);
+        direct::send_in_chunks(builder, partner, run(kept ^ half, half), chunk);
+        for into in chunks(run(kept, half), chunk) {
+            builder.push(Action::RecvReduce { from: partner, into });
+        }
+        half /= 2;
+    }
+    let mut half = 1;
+    while half < cube.size {
+        let partner = cube.rank(cube.me ^ half);
+        let held = cube.me & !(half - 1);
+        // The root is the last: all of its bits are set.
+        if cube.me & half == 0 {
+            return direct::send_in_chunks(builder, partner, run(held, half), chunk);
+        }
+        direct::receive_in_chunks(builder, partner, run(held ^ half, half), chunk);
+        half *= 2;
+    }
+}
+
 /// A power-of-two selection of a group.
 struct Cube<'a> {
     group: &'a Group,
@@ -69,23 +97,36 @@ impl Cube<'_> {
     }
 }
 
-fn with_power_of_two(builder: &mut Builder, group: &Group, data: Slice, exchange: impl FnOnce(&mut Builder, Cube<'_>)) {
+fn with_power_of_two(
+    builder: &mut Builder,
+    group: &Group,
+    data: Slice,
+    exchange: impl FnOnce(&mut Builder, &Cube<'_>),
+) {
+    let Some(cube) = enter_cube(builder, group, data, data.len.max(1)) else {
+        builder.push(Action::Recv { from: group.rank(group.me() + 1), into: data });
+        return;
+    };
+    exchange(builder, &cube);
+    if cube.me < cube.pairs {
+        builder.push(Action::Send { to: group.rank(group.me() - 1), from: data });
+    }
+}
+
+/// The cube as this rank sees it; nothing on a rank that hands its data over and is not in it.
+fn enter_cube<'a>(builder: &mut Builder, group: &'a Group, data: Slice, chunk: usize) -> Option<Cube<'a>> {
     let (size, me) = (group.size(), group.me());
     let cube = 1 << size.ilog2();
     let pairs = size - cube;
     let paired = me < 2 * pairs;
     if paired && me.is_multiple_of(2) {
-        let partner = group.rank(me + 1);
-        builder.push(Action::Send { to: partner, from: data });
-        builder.push(Action::Recv { from: partner, into: data });
-        return;
+        direct::send_in_chunks(builder, group.rank(me + 1), data, chunk);
+        return None;
     }
-    let position = if paired { me / 2 } else { me - pairs };
     if paired {
-        builder.push(Action::RecvReduce { from: group.rank(me - 1), into: data });
+        for into in chunks(data, chunk) {
+            builder.push(Action::RecvReduce { from: group.rank(me - 1), into });
+        }
     }
-    exchange(builder, Cube { group, size: cube, pairs, me: position });
-    if paired {
-        builder.push(Action::Send { to: group.rank(me - 1), from: data });
-    }
+    Some(Cube { group, size: cube, pairs, me: if paired { me / 2 } else { me - pairs } })
 }

@@ -6,10 +6,10 @@
 //! goes between hosts, and pass it on as it comes, is that of Kandalla et al., "Designing multi-leader-based allgather algorithms
 //! for multi-core clusters", 2009.
 
-use crate::algo::collective::{DIRECT_MAX_RANKS, Setting};
+use crate::algo::collective::{Chunking, DIRECT_MAX_RANKS, Setting};
 use crate::algo::group::{Group, chunks, pieces};
-use crate::algo::{binomial, bruck, direct, halving_doubling, ring};
-use crate::schedule::{Action, Builder, Slice};
+use crate::algo::{binomial, bruck, chain, direct, halving_doubling, ring, van_de_geijn};
+use crate::schedule::{Action, Builder, Slice, Space};
 use crate::types::Rank;
 
 /// A rank's view of the hosts.
@@ -48,6 +48,11 @@ impl<'a> Hosts<'a> {
         Group::new(self.setting.topo.hosts().iter().map(|ranks| ranks[place]).collect(), self.setting.me)
     }
 
+    /// Whether every host has as many ranks.
+    fn are_alike(&self) -> bool {
+        self.setting.topo.hosts().iter().all(|ranks| ranks.len() == self.local.size())
+    }
+
     /// One rank of every host: `root` on its own host, the first elsewhere.
     fn leaders(&self, root: Rank) -> Vec<Rank> {
         let topo = self.setting.topo;
@@ -71,7 +76,7 @@ pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
     let hosts = Hosts::new(setting);
     let size = hosts.local.size();
     let chunk = setting.chunk_of(data);
-    if setting.topo.hosts().iter().all(|ranks| ranks.len() == size) {
+    if hosts.are_alike() {
         let me = hosts.local.me();
         let stripes = pieces(data, size);
         direct::reduce_scatter(builder, &hosts.local, &stripes, stripes[me], chunk);
@@ -99,12 +104,75 @@ fn all_reduce_across(builder: &mut Builder, group: &Group, setting: &Setting<'_>
 /// The root's `data` goes to everyone's `data`.
 pub fn broadcast(builder: &mut Builder, setting: &Setting<'_>, root: Rank, data: Slice) {
     let hosts = Hosts::new(setting);
+    let is_long = is_long(setting, data.len);
+    if is_long && hosts.are_alike() {
+        return broadcast_by_stripes(builder, &hosts, root, data);
+    }
     let leaders = hosts.leaders(root);
     let chunk = setting.chunk_of(data);
     if let Some(group) = hosts.leading(&leaders) {
-        binomial::broadcast(builder, &group, root, data, chunk);
+        if is_long {
+            broadcast_across(builder, &group, setting, root, data, data.len);
+        } else {
+            binomial::broadcast(builder, &group, root, data, chunk);
+        }
     }
     binomial::broadcast(builder, &hosts.local, hosts.leader(&leaders), data, chunk);
+}
+
+/// The root gives each other rank of its host a stripe. The ranks with the same stripe pass it on between hosts, and the ranks of
+/// a host give each other theirs as they come. The root sends all data once within its host, hence it has no stripe itself.
+fn broadcast_by_stripes(builder: &mut Builder, hosts: &Hosts<'_>, root: Rank, data: Slice) {
+    let Stripes { home, place, stripes } = Stripes::of(hosts, root, data);
+    let (setting, local) = (hosts.setting, &hosts.local);
+    let (size, me) = (local.size(), local.me());
+    let chunk = setting.chunk_of(data);
+    if setting.me == root {
+        // A piece of each stripe in turn, so that all of them are on their way at the same time. The first stripe is the longest.
+        for index in 0..chunks(stripes[(place + 1) % size], chunk).count() {
+            for to in (1..size).map(|step| (place + step) % size) {
+                if let Some(from) = chunks(stripes[to], chunk).nth(index) {
+                    builder.push(Action::Send { to: local.rank(to), from });
+                }
+            }
+        }
+        return;
+    }
+    if me != place {
+        if setting.topo.same_host(setting.me, root) {
+            direct::receive_in_chunks(builder, root, stripes[me], chunk);
+        }
+        broadcast_across(builder, &hosts.across(), setting, home[me], stripes[me], data.len);
+        for from in chunks(stripes[me], chunk) {
+            for to in (1..size).map(|step| local.rank(me + step)).filter(|to| *to != root) {
+                builder.push(Action::Send { to, from });
+            }
+        }
+    }
+    for from in (1..size).map(|step| (me + size - step) % size).filter(|from| *from != place) {
+        direct::receive_in_chunks(builder, local.rank(from), stripes[from], chunk);
+    }
+}
+
+/// A long `data` goes to one rank of every host, of which others may have other stripes of the `total` elements.
+fn broadcast_across(
+    builder: &mut Builder,
+    group: &Group,
+    setting: &Setting<'_>,
+    root: Rank,
+    data: Slice,
+    total: usize,
+) {
+    if is_longer(setting, total, (group.size() - 1).saturating_mul(CHAIN_BROADCAST_BYTES_A_HOST)) {
+        chain::broadcast(builder, group, root, data, setting.chunk_of(data));
+    } else {
+        van_de_geijn::broadcast(builder, group, root, data, setting.chunk_of(data));
+    }
+}
+
+/// Whether a reduce of so many elements goes by [`reduce_by_stripes`].
+pub fn reduces_by_stripes(setting: &Setting<'_>, count: usize) -> bool {
+    is_long(setting, count) && Hosts::new(setting).are_alike()
 }
 
 /// Everyone's `data` is combined into the root's; on other ranks `data` ends undefined.
@@ -114,7 +182,78 @@ pub fn reduce(builder: &mut Builder, setting: &Setting<'_>, root: Rank, data: Sl
     let chunk = setting.chunk_of(data);
     binomial::reduce(builder, &hosts.local, hosts.leader(&leaders), data, chunk);
     if let Some(group) = hosts.leading(&leaders) {
-        binomial::reduce(builder, &group, root, data, chunk);
+        if is_long(setting, data.len) {
+            reduce_across(builder, &group, setting, root, data, data.len);
+        } else {
+            binomial::reduce(builder, &group, root, data, chunk);
+        }
+    }
+}
+
+/// As [`reduce`], where every host has as many ranks and `data` is the input or what may be overwritten: each host combines every
+/// stripe on one of its ranks, those with the same stripe combine it on the root's host, and the root gathers the stripes. It
+/// receives all data once within its host for that, hence it has no stripe itself.
+pub fn reduce_by_stripes(builder: &mut Builder, setting: &Setting<'_>, root: Rank, data: Slice) {
+    let hosts = Hosts::new(setting);
+    let Stripes { home, place, stripes } = Stripes::of(&hosts, root, data);
+    let (size, me) = (hosts.local.size(), hosts.local.me());
+    let own = match data.space {
+        Space::Input => builder.beside(data, stripes[me].len),
+        _ => stripes[me],
+    };
+    let chunk = setting.chunk_of(data);
+    direct::reduce_scatter(builder, &hosts.local, &stripes, own, chunk);
+    if me != place {
+        reduce_across(builder, &hosts.across(), setting, home[me], own, data.len);
+    }
+    if setting.me == root {
+        for from in (1..size).map(|step| (me + size - step) % size) {
+            direct::receive_in_chunks(builder, hosts.local.rank(from), stripes[from], chunk);
+        }
+    } else if setting.topo.same_host(setting.me, root) {
+        direct::send_in_chunks(builder, root, own, chunk);
+    }
+}
+
+/// As [`broadcast_across`], for a reduce.
+fn reduce_across(builder: &mut Builder, group: &Group, setting: &Setting<'_>, root: Rank, data: Slice, total: usize) {
+    if is_longer(setting, total, (group.size() - 1).saturating_mul(CHAIN_REDUCE_BYTES_A_HOST)) {
+        chain::reduce(builder, group, root, data, setting.chunk_of(data));
+    } else {
+        halving_doubling::reduce_halving(builder, group, root, data, setting.chunk_of(data));
+    }
+}
+
+/// Whether the length of a broadcast or reduce of `count` elements counts more than the number of its rounds. Of two ranks on each
+/// of two hosts nobody sends twice anyway, and what runs a schedule whole cuts the collective itself into what is short.
+fn is_long(setting: &Setting<'_>, count: usize) -> bool {
+    setting.chunking == Chunking::Chunks && setting.topo.size() > 4 && is_longer(setting, count, BINOMIAL_MAX_BYTES)
+}
+
+/// Whether `count` elements have more than `bytes`.
+fn is_longer(setting: &Setting<'_>, count: usize, bytes: usize) -> bool {
+    count.saturating_mul(setting.element) > bytes
+}
+
+/// Stripes of data, one for each place on a host but the root's, where every host has as many ranks.
+struct Stripes<'a> {
+    /// The ranks of the root's host.
+    home: &'a [Rank],
+    /// The root's place there.
+    place: usize,
+    /// By place; that at the root's is empty.
+    stripes: Vec<Slice>,
+}
+
+impl<'a> Stripes<'a> {
+    fn of(hosts: &Hosts<'a>, root: Rank, data: Slice) -> Stripes<'a> {
+        let topo = hosts.setting.topo;
+        let home = &topo.hosts()[topo.host_of(root)];
+        let place = home.iter().position(|rank| *rank == root).expect("the root is on its host");
+        let mut stripes = pieces(data, home.len() - 1);
+        stripes.push(data.part(data.len, 0));
+        stripes.rotate_right(place + 1);
+        Stripes { home, place, stripes }
     }
 }
 
@@ -274,6 +413,14 @@ impl HostOrder {
 
 /// Up to this size, the number of messages between hosts counts more than their length.
 const DOUBLING_MAX_BYTES: usize = 16 * 1024;
+
+/// Up to this size of a broadcast or reduce, the fewest rounds are the fastest.
+const BINOMIAL_MAX_BYTES: usize = 2 * 1024 * 1024;
+
+/// From so much data a host on, the time until the first piece has gone along a chain of hosts is less than what a chain saves
+/// because each host sends all data once.
+const CHAIN_BROADCAST_BYTES_A_HOST: usize = 128 * 1024;
+const CHAIN_REDUCE_BYTES_A_HOST: usize = 1024 * 1024;
 
 /// About as many bytes within a host take as long as a message between hosts.
 const MESSAGE_BYTES: usize = 10 * 1024;

@@ -9,6 +9,7 @@
 mod agreement;
 pub mod binomial;
 pub mod bruck;
+pub mod chain;
 pub mod collective;
 pub mod direct;
 pub mod dissemination;
@@ -19,6 +20,7 @@ pub mod put;
 pub mod ring;
 pub mod select;
 pub mod tuning;
+pub mod van_de_geijn;
 
 pub use collective::{Chunking, Collective, Scaling, Setting};
 pub use select::{names, plan, plan_with};

@@ -1,8 +1,10 @@
 //! The table of algorithms. The first row that can do a collective and is preferred for its size and world is taken.
 
-use crate::algo::collective::{Collective, DIRECT_MAX_RANKS, Scaling, Setting, schedule};
+use crate::algo::collective::{Chunking, Collective, DIRECT_MAX_RANKS, Scaling, Setting, schedule};
 use crate::algo::group::{blocks, pieces};
-use crate::algo::{agreement, binomial, bruck, direct, dissemination, halving_doubling, hierarchical, put, ring};
+use crate::algo::{
+    agreement, binomial, bruck, chain, direct, dissemination, halving_doubling, hierarchical, put, ring, van_de_geijn,
+};
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
 use crate::types::Rank;
@@ -31,13 +33,15 @@ const TABLE: &[Row] = &[
     Row { name: "direct", can: can_direct, prefer: prefer_direct, build: build_direct },
     Row {
         name: "rabenseifner",
-        can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
-        prefer: |collective, setting| bytes(collective, setting) <= HALVING_MAX_BYTES,
-        build: |builder, collective, setting| {
-            all_reduce(builder, collective, setting, |builder, data| {
-                halving_doubling::all_reduce_halving(builder, &setting.world(), data);
-            });
+        can: |collective, _| matches!(collective, Collective::AllReduce { .. } | Collective::Reduce { .. }),
+        prefer: |collective, setting| match collective {
+            // Of three, two would do what one does in a tree.
+            Collective::Reduce { .. } => {
+                is_long(collective, setting, BINOMIAL_REDUCE_MAX_BYTES) && setting.topo.size() > 3
+            }
+            _ => bytes(collective, setting) <= HALVING_MAX_BYTES,
         },
+        build: build_rabenseifner,
     },
     Row {
         name: "bruck",
@@ -45,8 +49,25 @@ const TABLE: &[Row] = &[
         prefer: |collective, setting| bytes(collective, setting) <= bruck::BRUCK_MAX_BYTES,
         build: build_bruck,
     },
+    Row {
+        name: "van_de_geijn",
+        can: |collective, _| matches!(collective, Collective::Broadcast { .. }),
+        prefer: |collective, setting| is_long(collective, setting, BINOMIAL_BROADCAST_MAX_BYTES),
+        build: |builder, collective, setting| {
+            let Collective::Broadcast { count, root } = *collective else { unreachable!("checked by `can`") };
+            broadcast(builder, count, root == setting.me, |builder, data| {
+                van_de_geijn::broadcast(builder, &setting.world(), root, data, setting.chunk(count));
+            });
+        },
+    },
     Row { name: RING, can: can_ring, prefer: always, build: build_ring },
     Row { name: "binomial", can: can_binomial, prefer: always, build: build_binomial },
+    Row {
+        name: "chain",
+        can: |collective, _| matches!(collective, Collective::Broadcast { .. } | Collective::Reduce { .. }),
+        prefer: always,
+        build: build_chain,
+    },
     Row {
         name: "dissemination",
         can: |collective, _| matches!(collective, Collective::Barrier),
@@ -162,6 +183,11 @@ fn load(builder: &mut Builder, setting: &Setting<'_>, from: Slice, into: Slice) 
     }
 }
 
+/// Whether the inputs cannot be combined as they are.
+fn must_load(setting: &Setting<'_>) -> bool {
+    setting.widens() || setting.scaling == Scaling::Inputs
+}
+
 /// Where inputs are combined whose reduction is to be in `result`: there, or where sums have memory of their own.
 fn work(builder: &mut Builder, setting: &Setting<'_>, result: Slice) -> Slice {
     if setting.widens() { builder.sums(result.len) } else { result }
@@ -273,15 +299,13 @@ fn build_hierarchical(builder: &mut Builder, collective: &Collective, setting: &
         Collective::Broadcast { count, root } => broadcast(builder, *count, *root == setting.me, |builder, data| {
             hierarchical::broadcast(builder, setting, *root, data);
         }),
-        Collective::Reduce { count, root } => reduce(builder, setting, *count, *root, |builder, data| {
-            hierarchical::reduce(builder, setting, *root, data);
-        }),
+        Collective::Reduce { count, root } => build_hierarchical_reduce(builder, setting, *count, *root),
         Collective::AllGather { counts } => {
             let all = own_block_in_place(builder, counts, setting.me.index());
             hierarchical::all_gather(builder, setting, &all);
         }
         Collective::ReduceScatter { counts } => {
-            let own = if setting.widens() || setting.scaling == Scaling::Inputs {
+            let own = if must_load(setting) {
                 loaded_blocks(builder, setting, counts)
             } else {
                 blocks(input(counts.total()), counts)
@@ -293,6 +317,17 @@ fn build_hierarchical(builder: &mut Builder, collective: &Collective, setting: &
         }
         _ => unreachable!("checked by `can`"),
     }
+}
+
+fn build_hierarchical_reduce(builder: &mut Builder, setting: &Setting<'_>, count: usize, root: Rank) {
+    let by_stripes = hierarchical::reduces_by_stripes(setting, count);
+    if by_stripes && root != setting.me && !must_load(setting) {
+        return hierarchical::reduce_by_stripes(builder, setting, root, input(count));
+    }
+    reduce(builder, setting, count, root, |builder, data| match by_stripes {
+        true => hierarchical::reduce_by_stripes(builder, setting, root, data),
+        false => hierarchical::reduce(builder, setting, root, data),
+    });
 }
 
 fn can_direct(collective: &Collective, _: &Setting<'_>) -> bool {
@@ -364,6 +399,39 @@ fn direct_reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, own: &[Sl
     match setting.scaling {
         Scaling::Sum { .. } => direct::average_scatter(builder, &setting.world(), own, into, chunk),
         _ => direct::reduce_scatter(builder, &setting.world(), own, into, chunk),
+    }
+}
+
+/// Whether the length of a broadcast or reduce counts more than the number of its rounds. What runs a schedule whole cuts the
+/// collective itself, into pieces for which the fewest rounds are the fastest.
+fn is_long(collective: &Collective, setting: &Setting<'_>, binomial_max_bytes: usize) -> bool {
+    let is_cut_here = setting.chunking == Chunking::Chunks;
+    is_cut_here && setting.topo.size() > 2 && bytes(collective, setting) > binomial_max_bytes
+}
+
+fn build_chain(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
+    let world = setting.world();
+    match *collective {
+        Collective::Broadcast { count, root } => broadcast(builder, count, root == setting.me, |builder, data| {
+            chain::broadcast(builder, &world, root, data, setting.chunk_of(data));
+        }),
+        Collective::Reduce { count, root } => reduce(builder, setting, count, root, |builder, data| {
+            chain::reduce(builder, &world, root, data, setting.chunk_of(data));
+        }),
+        _ => unreachable!("checked by `can`"),
+    }
+}
+
+fn build_rabenseifner(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
+    let world = setting.world();
+    match *collective {
+        Collective::AllReduce { .. } => all_reduce(builder, collective, setting, |builder, data| {
+            halving_doubling::all_reduce_halving(builder, &world, data);
+        }),
+        Collective::Reduce { count, root } => reduce(builder, setting, count, root, |builder, data| {
+            halving_doubling::reduce_halving(builder, &world, root, data, setting.chunk_of(data));
+        }),
+        _ => unreachable!("checked by `can`"),
     }
 }
 
@@ -442,6 +510,10 @@ fn doubling_max_bytes(setting: &Setting<'_>) -> usize {
 
 /// Up to this size, in worlds too large for the direct exchange, fewer rounds beat the ring's pipelining.
 const HALVING_MAX_BYTES: usize = 512 * 1024;
+
+/// Up to these sizes the rounds of a broadcast or reduce count more than that some ranks send or combine all data several times.
+const BINOMIAL_BROADCAST_MAX_BYTES: usize = 64 * 1024;
+const BINOMIAL_REDUCE_MAX_BYTES: usize = 1024 * 1024;
 
 /// Up to this size a root that sends to everyone is done sooner than a tree, also where it shares one network card.
 const DIRECT_BROADCAST_MAX_BYTES: usize = 16 * 1024;

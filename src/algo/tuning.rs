@@ -216,7 +216,9 @@ mod tests {
 
     #[test]
     fn algorithms_are_known_by_the_collectives_name() {
-        assert_eq!(algorithms("broadcast", 4, 2), Some(vec!["hierarchical", "direct", "binomial"]));
+        let of_broadcast = ["hierarchical", "direct", "van_de_geijn", "binomial", "chain"];
+        assert_eq!(algorithms("broadcast", 4, 2), Some(of_broadcast.to_vec()));
+        assert_eq!(algorithms("reduce", 4, 1), Some(vec!["rabenseifner", "binomial", "chain"]));
         assert_eq!(algorithms("barrier", 1, 1), Some(vec!["local", "dissemination"]));
         assert_eq!(algorithms("send", 4, 1), None);
         assert_eq!(algorithms("reduce", 2, 3), None);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use ncclx_rs::types::Arithmetic;
-use ncclx_rs::{DType, OpKind, ReduceOp, algo};
+use ncclx_rs::{DType, OpKind, Rank, ReduceOp, algo};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -289,6 +289,27 @@ fn reduce_any_bits(wire: Wire, size: usize, name: &'static str, len: usize, are_
     }
 }
 
+/// Reduces everything to the last rank, which checks all of it.
+fn reduce_any_bits_to_a_root(wire: Wire, size: usize, name: &'static str, are_wanted: fn(DType) -> bool) {
+    let root = Rank::from(size - 1);
+    world_hinted(wire, size, Duration::from_secs(120), &[("algorithm", name)], move |comm| {
+        for dtype in DType::ALL.iter().copied().filter(|dtype| are_wanted(*dtype)) {
+            let operands: Vec<_> = (0..size).map(|rank| operand(dtype, rank, LONG)).collect();
+            for op in operations(dtype) {
+                let mut data = operands[comm.rank().index()].clone();
+                let memory = buffer_as(&mut data, dtype);
+                run(comm, OpKind::Reduce { op, root }, vec![memory], vec![memory]).expect("reduce");
+                let context = format!("{} of {dtype} by {name}, {size} ranks, {wire:?}", op.name());
+                if comm.rank() == root {
+                    check(dtype, op, &operands, &data, (0, 1), &context);
+                } else {
+                    assert!(data == operands[comm.rank().index()], "{context}: an input was written");
+                }
+            }
+        }
+    });
+}
+
 fn is_reduced(dtype: DType) -> bool {
     dtype.arithmetic() != Arithmetic::None
 }
@@ -313,6 +334,14 @@ fn long_reductions_of_any_bits_end_alike() {
         reduce_any_bits(Wire::Shm, 3, name, LONG, is_reduced);
     }
     reduce_any_bits(Wire::Mixed, 4, "hierarchical", LONG, is_reduced);
+}
+
+#[test]
+fn long_reductions_of_any_bits_to_a_root_are_right() {
+    for name in ["chain", "rabenseifner"] {
+        reduce_any_bits_to_a_root(Wire::Shm, 3, name, is_reduced);
+    }
+    reduce_any_bits_to_a_root(Wire::Mixed, 4, "hierarchical", is_narrow_or_complex);
 }
 
 #[test]

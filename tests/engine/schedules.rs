@@ -553,6 +553,124 @@ fn a_short_all_gather_of_many_ranks_takes_few_messages() {
     }
 }
 
+/// The schedules of all ranks, by what the table takes.
+fn schedules_of(collective: &Collective, topo: &Topology, element: usize, scaling: Scaling) -> Vec<Schedule> {
+    let case = Case::Same(collective.clone());
+    plan(None, &case, topo, scaling, element).expect("every collective has an algorithm")
+}
+
+#[test]
+fn the_length_of_a_broadcast_or_reduce_decides_what_runs_it() {
+    let (kib, mib) = (1 << 10, 1 << 20);
+    let apart = |size: usize| Topology::new(&(0..size).map(|rank| rank.to_string()).collect::<Vec<_>>());
+    let name = |is_broadcast: bool, bytes: usize, topo: &Topology, chunking: Chunking| {
+        let (count, root) = (bytes / 4, Rank(1));
+        let collective =
+            if is_broadcast { Collective::Broadcast { count, root } } else { Collective::Reduce { count, root } };
+        let setting = Setting { me: Rank(0), topo, element: 4, scaling: Scaling::Nothing, chunking };
+        algo::plan(&collective, setting).name
+    };
+    for (topo, bytes, of_broadcast, of_reduce) in [
+        (Topology::single_host(16), 64 * kib, "binomial", "binomial"),
+        (Topology::single_host(16), 65 * kib, "van_de_geijn", "binomial"),
+        (Topology::single_host(16), 2 * mib, "van_de_geijn", "rabenseifner"),
+        (Topology::single_host(1024), 64 * mib, "van_de_geijn", "rabenseifner"),
+        (apart(2), 64 * mib, "binomial", "binomial"),
+        (apart(3), 2 * mib, "van_de_geijn", "binomial"),
+        (apart(4), 2 * mib, "van_de_geijn", "rabenseifner"),
+        (Topology::single_host(8), mib, "direct", "binomial"),
+        (Topology::single_host(8), 64 * mib, "direct", "rabenseifner"),
+    ] {
+        let ranks = topo.size();
+        assert_eq!(name(true, bytes, &topo, Chunking::Chunks), of_broadcast, "{bytes} bytes, {ranks} ranks");
+        assert_eq!(name(false, bytes, &topo, Chunking::Chunks), of_reduce, "{bytes} bytes, {ranks} ranks");
+        // A device cuts them itself, into what is short.
+        let whole = name(false, bytes, &topo, Chunking::Whole);
+        assert_eq!(whole, "binomial", "{bytes} bytes, {ranks} ranks");
+    }
+}
+
+#[test]
+fn long_data_from_a_root_or_to_it_are_sent_and_received_a_few_times_by_each_rank() {
+    let hosts_of = |size: usize, host: &dyn Fn(usize) -> usize| {
+        Topology::new(&(0..size).map(|rank| host(rank).to_string()).collect::<Vec<_>>())
+    };
+    for topo in [
+        Topology::single_host(1024),
+        hosts_of(1024, &|rank| rank),
+        hosts_of(1024, &|rank| rank / 8),
+        hosts_of(1024, &|rank| rank % 8),
+        hosts_of(64, &|rank| rank / 2),
+        Topology::single_host(100),
+        Topology::single_host(9),
+    ] {
+        let (size, hosts) = (topo.size(), topo.hosts().len());
+        for count in [800_001, 10_000_019] {
+            let root = Rank::from(size / 3);
+            for (collective, scaling) in [
+                (Collective::Broadcast { count, root }, Scaling::Nothing),
+                (Collective::Reduce { count, root }, Scaling::Nothing),
+                (Collective::Reduce { count, root }, Scaling::Sum { bytes: 8 }),
+            ] {
+                let schedules = schedules_of(&collective, &topo, 4, scaling);
+                let context = format!("{} for {collective:?} on {size} ranks, {hosts} hosts", schedules[0].name);
+                assert_eq!(schedule::check(&schedules), Ok(()), "{context}");
+                // In a world that is no power of two, a rank hands all its data over before; one that passes a stripe on between
+                // hosts does so within its host, too.
+                let copies = if size.is_power_of_two() && (hosts == 1 || hosts == size) { 2 } else { 3 };
+                // Pieces differ by an element.
+                let most = copies * count + size;
+                for schedule in &schedules {
+                    let (mut sent, mut received) = (0, 0);
+                    for step in &schedule.steps {
+                        match step.action {
+                            Action::Send { from, .. } => sent += from.len,
+                            Action::Recv { into, .. } | Action::RecvReduce { into, .. } => received += into.len,
+                            _ => {}
+                        }
+                    }
+                    assert!(sent < most && received < most, "{context}: {sent} sent, {received} received");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn long_data_goes_once_between_two_hosts() {
+    for (hosts, ranks) in [(2, 2), (2, 4), (3, 2), (5, 4)] {
+        let (size, count) = (hosts * ranks, 300);
+        for root in [0, 1, size - 1].map(Rank::from) {
+            let topo = Topology::new(&(0..size).map(|rank| (rank % hosts).to_string()).collect::<Vec<_>>());
+            for collective in [Collective::Broadcast { count, root }, Collective::Reduce { count, root }] {
+                check(None, &Case::Same(collective.clone()), &topo, size as u64);
+                let schedules = schedules_of(&collective, &topo, ELEMENT, Scaling::Nothing);
+                let sent: usize =
+                    schedules.iter().enumerate().map(|(me, schedule)| sent_to_others(schedule, me, &topo)).sum();
+                assert_eq!(sent, (hosts - 1) * count, "{collective:?} on {hosts} hosts of {ranks}");
+            }
+        }
+    }
+}
+
+#[test]
+fn long_data_of_many_hosts_are_right() {
+    let topo = Topology::new(&(0..64).map(|rank| (rank / 2).to_string()).collect::<Vec<_>>());
+    let (count, root) = (140, Rank(5));
+    for collective in [Collective::Broadcast { count, root }, Collective::Reduce { count, root }] {
+        check(None, &Case::Same(collective), &topo, 7);
+    }
+}
+
+/// The elements that a rank sends to other hosts.
+fn sent_to_others(schedule: &Schedule, me: usize, topo: &Topology) -> usize {
+    let sent = |step: &schedule::Step| match step.action {
+        Action::Send { to, from } if !topo.same_host(Rank::from(me), to) => from.len,
+        _ => 0,
+    };
+    schedule.steps.iter().map(sent).sum()
+}
+
 #[test]
 fn a_block_of_a_reduce_scatter_goes_once_between_two_hosts() {
     for (hosts, ranks) in [(2, 4), (3, 2), (8, 4), (12, 3)] {
