@@ -80,24 +80,27 @@ pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
         let me = hosts.local.me();
         let stripes = pieces(data, size);
         direct::reduce_scatter(builder, &hosts.local, &stripes, stripes[me], chunk);
-        all_reduce_across(builder, &hosts.across(), setting, stripes[me]);
+        all_reduce_across(builder, &hosts.across(), setting, stripes[me], chunk);
         direct::all_gather(builder, &hosts.local, stripes[me], &stripes, chunk);
     } else {
         let leaders = hosts.leaders(Rank(0));
         let leader = hosts.leader(&leaders);
         binomial::reduce(builder, &hosts.local, leader, data, chunk);
         if let Some(group) = hosts.leading(&leaders) {
-            all_reduce_across(builder, &group, setting, data);
+            all_reduce_across(builder, &group, setting, data, chunk);
         }
         binomial::broadcast(builder, &hosts.local, leader, data, chunk);
     }
 }
 
-fn all_reduce_across(builder: &mut Builder, group: &Group, setting: &Setting<'_>, data: Slice) {
-    if data.len * setting.bytes_in(data.space) <= DOUBLING_MAX_BYTES {
-        halving_doubling::all_reduce_doubling(builder, group, data);
-    } else {
-        halving_doubling::all_reduce_halving(builder, group, data);
+/// A piece at a time, so that what comes before and after within each host is done to other pieces meanwhile.
+fn all_reduce_across(builder: &mut Builder, group: &Group, setting: &Setting<'_>, data: Slice, chunk: usize) {
+    for part in chunks(data, chunk) {
+        if part.len * setting.bytes_in(part.space) <= DOUBLING_MAX_BYTES {
+            halving_doubling::all_reduce_doubling(builder, group, part);
+        } else {
+            halving_doubling::all_reduce_halving(builder, group, part);
+        }
     }
 }
 
@@ -264,12 +267,14 @@ pub fn reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Sl
     let (me, home) = (hosts.local.me(), setting.topo.host_of(setting.me));
     let total: usize = blocks.iter().map(|block| block.len).sum();
     let chunk = setting.chunk_of_elements(setting.bytes_in(into.space), total);
-    let mut of_hosts = Vec::new();
-    for (host, ranks) in setting.topo.hosts().iter().enumerate() {
+    let mut of_hosts = vec![into; setting.topo.hosts().len()];
+    // Each host begins with the blocks of the next one, so that not all send to the same host at first.
+    for (host, ranks) in setting.topo.hosts().iter().enumerate().cycle().skip(home + 1).take(of_hosts.len()) {
         let blocks: Vec<Slice> = ranks.iter().map(|rank| blocks[rank.index()]).collect();
-        let into = if host == home { into } else { builder.beside(into, blocks[me].len) };
-        direct::reduce_scatter(builder, &hosts.local, &blocks, into, chunk);
-        of_hosts.push(into);
+        if host != home {
+            of_hosts[host] = builder.beside(into, blocks[me].len);
+        }
+        direct::reduce_scatter(builder, &hosts.local, &blocks, of_hosts[host], chunk);
     }
     let across = hosts.across();
     if across.size() <= DIRECT_MAX_RANKS {

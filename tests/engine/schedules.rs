@@ -662,6 +662,31 @@ fn long_data_of_many_hosts_are_right() {
     }
 }
 
+#[test]
+fn phases_between_and_within_hosts_overlap() {
+    let (hosts, ranks, mib) = (8, 4, 1 << 20);
+    let topo = Topology::new(&(0..hosts * ranks).map(|rank| (rank / ranks).to_string()).collect::<Vec<_>>());
+    let all_reduce = schedules_of(&Collective::AllReduce { count: 4 * mib }, &topo, 4, Scaling::Nothing);
+    for (me, schedule) in all_reduce.iter().enumerate() {
+        for step in &schedule.steps {
+            if let Action::Send { to, from } = step.action
+                && !topo.same_host(Rank::from(me), to)
+            {
+                assert!(4 * from.len <= mib / 8, "rank {me} first waits for more than a piece of its stripe");
+            }
+        }
+    }
+    let counts = Counts::equal(1000, hosts * ranks);
+    let reduce_scatter = schedules_of(&Collective::ReduceScatter { counts }, &topo, 4, Scaling::Nothing);
+    for (me, schedule) in reduce_scatter.iter().enumerate() {
+        let first = schedule.steps.iter().find_map(|step| match step.action {
+            Action::Send { from, .. } => Some(from.offset / 1000 / ranks),
+            _ => None,
+        });
+        assert_eq!(first, Some((me / ranks + 1) % hosts), "rank {me} begins with what is for another host");
+    }
+}
+
 /// The elements that a rank sends to other hosts.
 fn sent_to_others(schedule: &Schedule, me: usize, topo: &Topology) -> usize {
     let sent = |step: &schedule::Step| match step.action {
