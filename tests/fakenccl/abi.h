@@ -28,6 +28,7 @@ struct Config {
   int cga_cluster_size;
   int min_ctas, max_ctas;
   const char* net_name;
+  int split_share;
 };
 
 enum class Type { I8, U8, I32, U32, I64, U64, F16, F32, F64, BF16, F8E4M3, F8E5M2 };

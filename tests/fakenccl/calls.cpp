@@ -35,6 +35,7 @@ int check(Checked& checked, void* handle, void* stream, size_t count, int type, 
   const int state = checked.comm->state;
   if (state == InProgress) return refuse(InvalidArgument, "the communicator is not ready");
   if (state != Success) return refuse(state, checked.comm->failure.c_str());
+  if (checked.comm->is_aborted()) return refuse(InvalidUsage, "what it shares was aborted");
   if (root < 0 || root >= checked.comm->size) return refuse(InvalidArgument, "invalid root");
   if (!size_of(static_cast<Type>(type))) return refuse(InvalidArgument, "invalid type");
   checked.bytes = count * size_of(static_cast<Type>(type));

@@ -67,19 +67,55 @@ std::shared_ptr<Communicator> find(void* handle) {
   return found == living().all.end() ? nullptr : found->second;
 }
 
-Communicator::Communicator(int rank, int size, CUdevice device, bool is_blocking, std::unique_ptr<Shared> shared)
-    : rank(rank), size(size), is_blocking(is_blocking), device_(device), shared_(std::move(shared)) {
+void* publish(std::shared_ptr<Communicator> made) {
+  std::lock_guard<std::mutex> lock(living().mutex);
+  void* const handle = made.get();
+  living().all[handle] = std::move(made);
+  return handle;
+}
+
+Result check(const Config& config) {
+  if (config.magic != 0xcafebeef) return refuse(InvalidArgument, "ncclConfig_t argument not initialized");
+  if (config.size != config_size(settings().version)) {
+    return refuse(InvalidArgument, "ncclConfig_t is " + std::to_string(config.size) + " bytes, as no header of this version");
+  }
+  if (config.min_ctas > config.max_ctas && config.max_ctas != INT_MIN) {
+    return refuse(InvalidArgument, "minCTAs " + std::to_string(config.min_ctas) + " is above maxCTAs " +
+                                       std::to_string(config.max_ctas));
+  }
+  if (config.net_name && strcmp(config.net_name, "Socket")) {
+    return refuse(InvalidArgument, std::string("there is no network ") + config.net_name);
+  }
+  return Success;
+}
+
+Result draw(UniqueId& id) {
+  memset(&id, 0, sizeof id);
+  const int file = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+  const bool is_read = file >= 0 && read(file, id.bytes, 16) == 16;
+  if (file >= 0) close(file);
+  return is_read ? Success : SystemError;
+}
+
+Communicator::Communicator(int rank, int size, CUdevice device, bool is_blocking, std::unique_ptr<Shared> shared,
+                           Family family)
+    : rank(rank),
+      size(size),
+      is_blocking(is_blocking),
+      device_(device),
+      shared_(std::move(shared)),
+      family_(std::move(family)) {
   cuEventCreate(&end_, CU_EVENT_DISABLE_TIMING);
 }
 
 Result Communicator::join() {
   const Fault& fault = settings().fault;
-  if (fault.rank == rank && !fault.launch) {
+  if (fault.rank == rank && fault.when == Fault::When::Init) {
     if (fault.is_error) {
       failure = "no interface was found";
       return SystemError;
     }
-    while (!is_aborted_) usleep(200);
+    while (!is_aborted()) usleep(200);
     return SystemError;
   }
   Card& own = shared_->card(rank);
@@ -88,7 +124,7 @@ Result Communicator::join() {
   own.is_there = 1;
   for (int other = 0; other < size; other++) {
     for (int turn = 0; !shared_->card(other).is_there; turn++) {
-      if (is_aborted_) return SystemError;
+      if (is_aborted()) return SystemError;
       pause(turn);
     }
   }
@@ -114,7 +150,7 @@ void Communicator::connect(int peer, bool is_send) {
 
 bool Communicator::is_connected(int peer, bool is_send) const {
   const Channel& channel = is_send ? shared_->channel(rank, peer) : shared_->channel(peer, rank);
-  return channel.is_connected[!is_send] || is_aborted_;
+  return channel.is_connected[!is_send] || is_aborted();
 }
 
 std::pair<char*, size_t> Transfer::next() const {
@@ -157,7 +193,7 @@ bool Communicator::exchange(std::vector<Transfer>& transfers) {
       }
     }
     if (is_done) return true;
-    if (is_aborted_) return false;
+    if (is_aborted()) return false;
     if (has_moved) turn = 0;
     pause(turn);
   }
@@ -179,22 +215,31 @@ Result Communicator::followed_by_next(CUstream stream) {
 bool Communicator::begin_launch() {
   running_++;
   const Fault& fault = settings().fault;
-  const bool goes_wrong = fault.rank == rank && fault.launch && ++launches_ == fault.launch;
+  const bool goes_wrong = fault.rank == rank && fault.when == Fault::When::Launch && ++launches_ == fault.launch;
   if (goes_wrong && fault.is_error) fail("a connection was lost");
-  while (goes_wrong && !is_aborted_) usleep(200);
-  return !is_aborted_;
+  while (goes_wrong && !is_aborted()) usleep(200);
+  return !is_aborted();
 }
 
 void Communicator::fail(const std::string& why) {
   failure = why;
   state = SystemError;
-  while (!is_aborted_) usleep(200);
+  while (!is_aborted()) usleep(200);
 }
 
 void Communicator::end_launch() { running_--; }
 
 void Communicator::abort() {
+  if (family_) *family_ = true;
+  destroy();
+}
+
+void Communicator::destroy() {
   is_aborted_ = true;
+  {
+    std::lock_guard<std::mutex> lock(making_mutex_);
+    if (making_) making_->is_aborted_ = true;
+  }
   while (running_) usleep(100);
   cuEventDestroy_v2(end_);
 }
@@ -223,38 +268,22 @@ API const char* ncclGetErrorString(int code) {
 API const char* ncclGetLastError(void*) { return last_error().c_str(); }
 
 API int ncclGetUniqueId(UniqueId* id) {
-  memset(id, 0, sizeof *id);
-  const int file = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
-  const bool is_read = file >= 0 && read(file, id->bytes, 16) == 16;
-  if (file >= 0) close(file);
-  return is_read ? Success : SystemError;
+  count("ids");
+  return draw(*id);
 }
 
 API int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, const Config* config) {
   *handle = nullptr;
   if (size < 1 || rank < 0 || rank >= size) return refuse(InvalidArgument, "there is no such rank");
-  if (config->magic != 0xcafebeef) return refuse(InvalidArgument, "ncclConfig_t argument not initialized");
-  if (config->size != config_size(settings().version)) {
-    return refuse(InvalidArgument, "ncclConfig_t is " + std::to_string(config->size) + " bytes, as no header of this version");
-  }
-  if (config->min_ctas > config->max_ctas && config->max_ctas != INT_MIN) {
-    return refuse(InvalidArgument, "minCTAs " + std::to_string(config->min_ctas) + " is above maxCTAs " +
-                                       std::to_string(config->max_ctas));
-  }
-  if (config->net_name && strcmp(config->net_name, "Socket")) {
-    return refuse(InvalidArgument, std::string("there is no network ") + config->net_name);
-  }
+  if (const Result refused = check(*config)) return refused;
   CUcontext context;
   CUdevice device;
   if (cuCtxGetCurrent(&context) || cuCtxGetDevice(&device)) return refuse(UnhandledCudaError, "no context");
   std::unique_ptr<Shared> shared(Shared::open(id, size));
   if (!shared) return refuse(SystemError, "no shared memory");
-  auto made = std::make_shared<Communicator>(rank, size, device, config->blocking != 0, std::move(shared));
-  {
-    std::lock_guard<std::mutex> lock(living().mutex);
-    living().all[made.get()] = made;
-  }
-  *handle = made.get();
+  const auto family = config->split_share == 1 ? std::make_shared<std::atomic<bool>>(false) : nullptr;
+  auto made = std::make_shared<Communicator>(rank, size, device, config->blocking != 0, std::move(shared), family);
+  *handle = publish(made);
   if (made->is_blocking) {
     const Result result = made->join();
     return result ? refuse(result, made->failure) : Success;
@@ -267,10 +296,20 @@ API int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, c
   return InProgress;
 }
 
+namespace {
+
+int refuse_family(int* state) {
+  *state = refuse(InvalidUsage, "a communicator was aborted that this one shares resources with");
+  return Success;
+}
+
+}  // namespace
+
 API int ncclCommGetAsyncError(void* handle, int* state) {
   const auto comm = find(handle);
   if (!comm) return refuse(InvalidArgument, "no communicator");
   *state = comm->state;
+  if (*state == Success && comm->is_aborted()) return refuse_family(state);
   if (*state != Success && *state != InProgress) last_error() = comm->failure;
   return Success;
 }
@@ -289,4 +328,9 @@ API int ncclCommAbort(void* handle) {
   return Success;
 }
 
-API int ncclCommDestroy(void* handle) { return ncclCommAbort(handle); }
+API int ncclCommDestroy(void* handle) {
+  const auto comm = take(handle);
+  if (!comm) return refuse(InvalidArgument, "no communicator");
+  comm->destroy();
+  return Success;
+}

@@ -32,7 +32,10 @@ struct Transfer {
 
 class Communicator {
  public:
-  Communicator(int rank, int size, CUdevice device, bool is_blocking, std::unique_ptr<Shared> shared);
+  // Communicators that share resources are of one family: all end with the first one that is aborted.
+  using Family = std::shared_ptr<std::atomic<bool>>;
+
+  Communicator(int rank, int size, CUdevice device, bool is_blocking, std::unique_ptr<Shared> shared, Family family);
 
   const int rank;
   const int size;
@@ -40,6 +43,15 @@ class Communicator {
 
   // Waits for the other ranks, and refuses what they cannot do together.
   Result join();
+
+  // Whether nothing of it is on a stream.
+  bool is_idle();
+
+  // Finds with all other ranks which of them have the same color. None of a rank that has none: `made` stays null.
+  struct Place {
+    int color, key;
+  };
+  Result split(Place place, bool is_blocking, std::shared_ptr<Communicator>& made);
 
   // Says that this end of a message's channel is there, and whether the other one is, too, or nobody waits for it any more.
   void connect(int peer, bool is_send);
@@ -60,7 +72,7 @@ class Communicator {
   // Between these a thread puts calls on streams, for which an abort waits.
   void begin_putting() { running_++; }
   void end_putting() { running_--; }
-  bool is_aborted() const { return is_aborted_; }
+  bool is_aborted() const { return is_aborted_ || (family_ && *family_); }
 
   // Runs on a stream; counts launches, and has those that are to go wrong do so. False: nothing is to be done.
   bool begin_launch();
@@ -71,6 +83,8 @@ class Communicator {
 
   // Has everything end that is on streams, and waits for it.
   void abort();
+  // As the others' end, who go on.
+  void destroy();
 
   // The operations that a program has made: their factors, or where those lie. None if it is gone.
   struct Factor {
@@ -83,7 +97,13 @@ class Communicator {
  private:
   const CUdevice device_;
   const std::unique_ptr<Shared> shared_;
+  // None where it shares nothing.
+  const Family family_;
   std::atomic<bool> is_aborted_{false};
+  uint32_t splits_ = 0;
+  // What a split is about to make, which ends with this one until then.
+  std::mutex making_mutex_;
+  std::shared_ptr<Communicator> making_;
   std::atomic<int> running_{0};
   std::atomic<unsigned long> launches_{0};
   std::mutex order_;
@@ -91,6 +111,15 @@ class Communicator {
   CUstream last_ = nullptr;
   bool has_last_ = false;
 };
+
+// Has programs find one by its address, which is returned.
+void* publish(std::shared_ptr<Communicator> made);
+
+// What a version refuses in a configuration; null if nothing.
+Result check(const Config& config);
+
+// Bytes that no other id has.
+Result draw(UniqueId& id);
 
 // Those that programs have, which know them by their addresses.
 std::shared_ptr<Communicator> find(void* handle);

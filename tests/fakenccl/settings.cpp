@@ -26,7 +26,8 @@ Fault fault() {
     fprintf(stderr, "fakenccl: FAKENCCL_FAULT=%s is not rank:when:what\n", text);
     abort();
   }
-  fault.launch = strcmp(when, "init") ? strtoul(when, nullptr, 10) : 0;
+  fault.launch = strtoul(when, nullptr, 10);
+  fault.when = !strcmp(when, "init") ? Fault::When::Init : !strcmp(when, "split") ? Fault::When::Split : Fault::When::Launch;
   fault.is_error = !strcmp(what, "error");
   return fault;
 }

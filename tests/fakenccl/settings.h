@@ -4,11 +4,12 @@
 
 namespace fakenccl {
 
-// What goes wrong on one rank: "rank:when:what". `when` is the number of a launch, from 1 on, or "init"; `what` is "hang" or
-// "error".
+// What goes wrong on one rank: "rank:when:what". `when` is the number of a launch, from 1 on, "init" or "split"; `what` is
+// "hang" or "error".
 struct Fault {
+  enum class When { Init, Split, Launch };
   int rank = -1;
-  // 0: when it begins.
+  When when = When::Init;
   unsigned long launch = 0;
   bool is_error = false;
 };

@@ -20,11 +20,16 @@ struct Channel {
   char bytes[ROOM];
 };
 
-// What a rank says of itself when it joins.
+// What a rank says of itself when it joins, and of its place when the communicator is split.
 struct Card {
   std::atomic<uint32_t> is_there;
   int version;
   CUuuid device;
+  // How many splits it has called, and of how many it has read what all ranks say.
+  std::atomic<uint32_t> told, read;
+  int color, key;
+  // Of a communicator that has this rank first.
+  UniqueId id;
 };
 
 class Shared {
