@@ -29,7 +29,7 @@ impl fmt::Display for Rank {
     }
 }
 
-/// The tag of a point-to-point message: a receive matches messages with an equal tag. The five greatest are reserved, for
+/// The tag of a point-to-point message: a receive matches messages with an equal tag. The six greatest are reserved, for
 /// [`Communicator::split`](crate::Communicator::split) and for the first operations on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
@@ -47,6 +47,9 @@ impl Tag {
     /// The tags of the messages by which two ranks begin anew after a disagreement: on messages from the lower rank to the
     /// higher one, and from the higher to the lower.
     pub(crate) const ANEW: [Tag; 2] = [Tag(u32::MAX - 3), Tag(u32::MAX - 4)];
+
+    /// The tag of the messages by which ranks split the communicator of a vendor's library.
+    pub(crate) const PART: Tag = Tag(u32::MAX - 5);
 }
 
 /// A frame of the stack that a call came from.

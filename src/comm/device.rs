@@ -20,6 +20,7 @@ use crate::device::pairs::{Libraries, PairSetup};
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
 use crate::device::vendor::VendorComm;
+use crate::device::vendor::split::Part;
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
 use crate::engine::driver::Driver;
@@ -31,6 +32,7 @@ use crate::sys::cuda::{Relaxed, StreamHandle};
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
 
+mod parts;
 mod windows;
 
 /// What a communicator has on a device.
@@ -47,6 +49,8 @@ pub(super) struct DeviceSide {
     setup: Mutex<Option<Error>>,
     /// Sends and receives, which need no setup of all ranks.
     messages: OnceLock<Messages>,
+    /// A communicator of the library that was split from that of others, until the setup.
+    part: Mutex<Option<Part>>,
 }
 
 impl DeviceSide {
@@ -66,6 +70,7 @@ impl DeviceSide {
             executor: OnceLock::new(),
             setup: Mutex::new(None),
             messages: OnceLock::new(),
+            part: Mutex::new(None),
         }
     }
 
@@ -99,6 +104,7 @@ impl DeviceSide {
         if let Some(messages) = self.messages.get() {
             messages.close();
         }
+        lock(&self.part).take();
     }
 }
 
@@ -315,10 +321,15 @@ impl DeviceSide {
         all_gather: &mut AllGather<'_>,
     ) -> Result<Option<Arc<VendorComm>>, Error> {
         let (comm, me) = (group.name(), group.place().me);
-        let candidate = self.libraries.candidate(comm, (me, names), timeout);
+        let mut candidate = self.libraries.candidate(comm, (me, names), timeout);
+        candidate.part = lock(&self.part).take().filter(|part| part.device() == context.device().ordinal());
         let current = setup::agree(comm, names, "its context", context.enter(), |_| {}, all_gather)?;
-        let Some(chosen) = candidate.choose(members, all_gather)? else { return Ok(None) };
-        let begun = chosen.begin(&current, all_gather)?;
+        let begun = match candidate.choose(members, all_gather)? {
+            None => return Ok(None),
+            Some((chosen, Some(part))) => (chosen.take(part), chosen),
+            Some((chosen, None)) => (chosen.begin(&current, all_gather)?, chosen),
+        };
+        let (begun, chosen) = begun;
         if me.index() == 0 {
             log::info!("communicator `{comm}`: CUDA tensors go by {}", chosen.library());
         }

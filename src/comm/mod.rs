@@ -30,5 +30,6 @@ pub use communicator::{CommOptions, Communicator};
 pub use data::Data;
 pub use launch::Launch;
 pub use registry::{dumps, write_dumps};
+pub use split::LibraryPart;
 
 pub use crate::engine::callbacks::call_elsewhere;

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::bootstrap::ROOT_KEY;
 use super::communicator::Communicator;
 use super::store::Store;
+use crate::device::vendor::split::Part;
 use crate::error::{Error, UsageError};
 use crate::sync::lock;
 use crate::types::{Rank, Source, Tag};
@@ -58,6 +59,45 @@ impl Communicator {
         Ok(part)
     }
 
+    /// As [`split`](Communicator::split), but all ranks call it, so that the parts also take over what this communicator has of
+    /// a vendor's library for tensors on devices. `ranks` is empty on a rank that is in no part. Other ranks give the lists of
+    /// their own parts.
+    ///
+    /// # Errors
+    /// Those of [`part`](Communicator::part) and [`split`](Communicator::split).
+    pub fn split_with_all(&self, ranks: &[Rank], name: &str) -> Result<Option<Communicator>, Error> {
+        let part = self.part(ranks)?;
+        if ranks.is_empty() {
+            return Ok(None);
+        }
+        let made = self.split(ranks, name)?;
+        if let Some(part) = part {
+            made.inherit(part);
+        }
+        Ok(Some(made))
+    }
+
+    /// Splits what this communicator has of a vendor's library (`engine=nccl`) for a communicator of the ranks in `ranks`, in
+    /// their order, or for none if that is empty. All ranks call it, at the same place among their operations on devices; each
+    /// gives its own part. None: no library runs operations on devices here, not yet, or it cannot be split; the parts begin
+    /// with it by themselves then, when they need it.
+    ///
+    /// # Errors
+    /// A rank does not come within the time limit of this communicator, the lists do not go together, or the library fails on a
+    /// rank. This communicator still works, unless ranks are lost or have not told how their libraries have ended.
+    pub fn part(&self, ranks: &[Rank]) -> Result<Option<LibraryPart>, Error> {
+        if !ranks.is_empty() {
+            self.rank_among(ranks)?;
+        }
+        Ok(self.device.part(self, ranks, self.timeout())?.map(LibraryPart))
+    }
+
+    /// Takes over a part that all ranks of this communicator have from [`part`](Communicator::part), before its first operation
+    /// on a device. Where ranks have none, or not of one split, or settings of the library differ, all begin by themselves.
+    pub fn inherit(&self, part: LibraryPart) {
+        self.device.inherit(part.0);
+    }
+
     fn rank_among(&self, ranks: &[Rank]) -> Result<Rank, UsageError> {
         let error = |expected: String, got: String| UsageError {
             operation: "split".to_owned(),
@@ -77,6 +117,10 @@ impl Communicator {
         own.ok_or_else(|| error(format!("a list with the calling rank, {}", self.rank()), format!("{ranks:?}")))
     }
 }
+
+/// What a communicator takes over of a vendor's library from the one that it was split from. Dropped, it is given back.
+#[derive(Debug)]
+pub struct LibraryPart(Part);
 
 /// A store for the bootstrap of the new communicator: its first rank sends what it sets to the other ranks.
 struct Parent<'a> {

@@ -10,6 +10,7 @@ pub struct NcclFields {
     pub min_ctas: Option<i32>,
     pub max_ctas: Option<i32>,
     pub net_name: Option<CString>,
+    pub split_share: Option<i32>,
     pub traffic_class: Option<i32>,
     pub collnet_enable: Option<i32>,
     pub cta_policy: Option<i32>,
@@ -19,8 +20,8 @@ pub struct NcclFields {
 impl NcclFields {
     /// How they are written, in words.
     pub(super) const FORM: &'static str = "a comma list of NAME=VALUE, where names are cgaClusterSize, minCTAs, maxCTAs, \
-                                           netName, trafficClass, collnetEnable, CTAPolicy and nvlsCTAs, and values but \
-                                           netName's whole numbers";
+                                           netName, splitShare, trafficClass, collnetEnable, CTAPolicy and nvlsCTAs, and \
+                                           values but netName's whole numbers";
 
     /// Reads them as they are written.
     pub(super) fn read(text: &str) -> Option<NcclFields> {
@@ -36,6 +37,7 @@ impl NcclFields {
                 "cgaClusterSize" => &mut fields.cga_cluster_size,
                 "minCTAs" => &mut fields.min_ctas,
                 "maxCTAs" => &mut fields.max_ctas,
+                "splitShare" => &mut fields.split_share,
                 "trafficClass" => &mut fields.traffic_class,
                 "collnetEnable" => &mut fields.collnet_enable,
                 "CTAPolicy" => &mut fields.cta_policy,
@@ -54,11 +56,13 @@ mod tests {
 
     #[test]
     fn fields_are_set_by_the_names_of_nccl() {
-        let fields = NcclFields::read("minCTAs=4, maxCTAs=16,netName=IB,CTAPolicy=2,").expect("four fields");
+        let fields =
+            NcclFields::read("minCTAs=4, maxCTAs=16,netName=IB,splitShare=1,CTAPolicy=2,").expect("five fields");
         let expected = NcclFields {
             min_ctas: Some(4),
             max_ctas: Some(16),
             net_name: Some(c"IB".to_owned()),
+            split_share: Some(1),
             cta_policy: Some(2),
             ..NcclFields::default()
         };

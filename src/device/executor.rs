@@ -40,6 +40,7 @@ use crate::window::WindowId;
 use crate::work::{Entry, Work};
 
 mod capture;
+mod part;
 
 /// A collective as one rank calls it.
 pub(crate) struct CollectiveRequest<'a> {

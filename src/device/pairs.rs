@@ -64,7 +64,7 @@ impl Libraries {
     ) -> Candidate<'a> {
         let (offer, library) = offer(self.engine, self.files.each_ref().map(Option::as_deref));
         let (limit, fields) = (timeout.min(self.limit), self.fields.clone());
-        Candidate { comm, me, names, limit, fields, offer, library }
+        Candidate { comm, me, names, limit, fields, offer, library, part: None }
     }
 }
 
@@ -267,7 +267,7 @@ fn library(
     all_gather: &mut AllGather<'_>,
 ) -> Result<Option<[Library; LANES]>, Error> {
     let PairSetup { comm, me, libraries, .. } = own;
-    let Some(chosen) = libraries.candidate(comm, (place, names), timeout).choose(members, all_gather)? else {
+    let Some((chosen, _)) = libraries.candidate(comm, (place, names), timeout).choose(members, all_gather)? else {
         return Ok(None);
     };
     let made = || -> Result<[(Stream, Event); LANES], CudaError> {

@@ -209,7 +209,7 @@ impl Software {
     }
 }
 
-/// How often the fake NCCL has been called for something in this process: `groups`, `sends` or `receives`.
+/// How often the fake NCCL has been called for something in this process: `groups`, `sends`, `receives`, `ids` or `splits`.
 pub(crate) fn calls_of_nccl(what: &str) -> u64 {
     let path = std::env::var("NCCLX_RS_NCCL_LIBRARY").expect("tests/softcuda/run sets it");
     let (path, what) = (CString::new(path).expect("a path"), CString::new(what).expect("a name"));

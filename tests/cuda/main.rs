@@ -30,6 +30,7 @@ mod simulation;
 mod trouble;
 mod vendor;
 mod vendor_messages;
+mod vendor_splits;
 mod window_graphs;
 mod window_hosts;
 mod windows;

@@ -29,7 +29,7 @@ pub(crate) fn library(vendor: Vendor) -> Arc<Nccl> {
 }
 
 /// Each kind of collective, with blocks of as many elements for each rank, or of some that differ.
-fn all_collectives(rank: &OnDevice, len: usize) {
+pub(crate) fn all_collectives(rank: &OnDevice, len: usize) {
     let (me, size) = (rank.me(), rank.comm.size());
     let parts: Vec<Vec<f32>> = (0..size).map(|rank| data(rank, len)).collect();
     let run = |kind: OpKind, inputs: &[&DeviceMemory], outputs: &[&DeviceMemory]| {

@@ -738,16 +738,24 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const std::vector<int>& ranks,
                                                       const c10::intrusive_ptr<Options>& opts) {
+  // Called on all ranks, also on those that are in no group or are given another one's ranks.
+  const auto part = split_calls_.is_first(store) ? this->part(ranks) : nullptr;
   const auto position = std::find(ranks.begin(), ranks.end(), getRank());
   if (position == ranks.end()) return nullptr;
   // Groups of one split may have the same name, and so the same store; their first ranks differ.
   const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(ranks.front()), store);
-  return merge(own, opts, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()));
+  return join(own, opts, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), part.get());
 }
 
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const c10::intrusive_ptr<Options>& opts, const int& rank,
                                                       const int& size) {
+  return join(store, opts, rank, size, nullptr);
+}
+
+c10::intrusive_ptr<c10d::Backend> NcclxBackend::join(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const c10::intrusive_ptr<Options>& opts, int rank, int size,
+                                                     Part* part) {
   const auto* given = dynamic_cast<NcclxOptions*>(opts.get());
   // Always a copy: the caller may use its options for other groups.
   auto options = c10::make_intrusive<NcclxOptions>(given ? *given : *options_);
@@ -761,6 +769,7 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c
   auto made = c10::make_intrusive<NcclxBackend>(engine_, store, rank, size, options->group_name, options);
   made->setBoundDeviceId(getBoundDeviceId());
   made->is_eager_ = is_eager_.load();
+  if (part) made->inherit(*part);
   made->prepare_device();
   return made;
 }

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ncclx_abi.h"
@@ -71,6 +72,40 @@ class Communicator {
   const NcclxEngine* engine_;
   NcclxComm* comm_ = nullptr;
   std::atomic<uint32_t> monitored_barriers_{0};
+};
+
+// What a group takes over of its parent's communicator of a vendor's library, until it does.
+class Part {
+ public:
+  Part(const NcclxEngine* engine, NcclxPart* part) : engine_(engine), part_(part) {}
+  ~Part() {
+    if (part_) engine_->part_free(part_);
+  }
+  Part(const Part&) = delete;
+  Part& operator=(const Part&) = delete;
+
+  NcclxPart* release() { return std::exchange(part_, nullptr); }
+
+ private:
+  const NcclxEngine* engine_;
+  NcclxPart* part_;
+};
+
+// Which calls of `split` are those of one `split_group`. PyTorch makes one for each type of device that a group serves, on some
+// ranks of some versions, and one on others; all with one store.
+class SplitCalls {
+ public:
+  // Whether it is the first with this store.
+  bool is_first(const c10::intrusive_ptr<c10d::Store>& store) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool is_first = !last_ || last_->lock() != store;
+    last_.emplace(store);
+    return is_first;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<c10::weak_intrusive_ptr<c10d::Store>> last_;
 };
 
 struct DirectCall;
@@ -148,6 +183,11 @@ class NcclxBackend : public c10d::Backend {
 
   // ---- for the object API, in every version of torch ----
   int host(int rank) { return engine_->host(comm()->get(), rank); }
+  // Splits what the group has of a vendor's library, with all its ranks: for a group of these ranks, or for none if this rank is
+  // not among them. Null: groups begin with it by themselves.
+  std::shared_ptr<Part> part(const std::vector<int>& ranks);
+  // Before the group's first operation on a device.
+  void inherit(Part& part);
   // Waits for callbacks and hooks, up to a deadline.
   void settle() { group_->settle(); }
   // Ends operations in flight in all groups of the process; waits for callbacks and hooks, up to a deadline.
@@ -226,6 +266,9 @@ class NcclxBackend : public c10d::Backend {
     at::Tensor tensor;
     std::optional<at::Device> device;
   };
+  // A group of some ranks of this one, with this store of their own.
+  c10::intrusive_ptr<Backend> join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
+                                   int rank, int size, Part* part);
   // The timeout of operations, or -1 for the engine's configuration.
   Milliseconds limit() const;
   std::shared_ptr<Communicator> comm_or_none() const;
@@ -247,6 +290,7 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<Batch> exchange_batch(std::shared_ptr<Batch> batch);
   std::mutex batch_mutex_;
   std::shared_ptr<Batch> batch_;
+  SplitCalls split_calls_;
   std::atomic<bool> is_eager_{false};
   // All ranks have used the CUDA device together. Messages are between some.
   std::atomic<bool> has_device_collectives_{false};

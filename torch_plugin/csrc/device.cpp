@@ -25,6 +25,23 @@ void NcclxBackend::eagerConnectSingleDevice(at::Device device) {
   prepare_device();
 }
 
+std::shared_ptr<Part> NcclxBackend::part(const std::vector<int>& ranks) {
+  const auto comm = comm_or_none();
+  if (!comm) return nullptr;
+  const bool is_member = std::find(ranks.begin(), ranks.end(), getRank()) != ranks.end();
+  NcclxError error;
+  NcclxPart* part = nullptr;
+  const int32_t status = engine_->part(comm->get(), ranks.data(), is_member ? ranks.size() : 0, &part, &error);
+  if (status != NCCLX_OK) raise(status, error.text);
+  return part ? std::make_shared<Part>(engine_, part) : nullptr;
+}
+
+void NcclxBackend::inherit(Part& part) {
+  const auto comm = comm_or_none();
+  NcclxPart* const raw = comm ? part.release() : nullptr;
+  if (raw) engine_->inherit(comm->get(), raw);
+}
+
 void NcclxBackend::prepare_device() {
   const auto device = getBoundDeviceId();
   const auto comm = comm_or_none();

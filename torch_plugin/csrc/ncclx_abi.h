@@ -99,6 +99,7 @@ struct NcclxComm;
 struct NcclxHandle;
 struct NcclxMemory;
 struct NcclxMapping;
+struct NcclxPart;
 
 struct NcclxEngine {
   uint32_t size;  // of this struct
@@ -147,6 +148,11 @@ struct NcclxEngine {
   int32_t (*prepare_device)(NcclxComm* comm, int32_t device, NcclxError* error);
   // Whether a CUDA graph captures a stream of this device: 1 or 0; -1 with an error.
   int32_t (*is_captured)(int32_t device, uint64_t stream, NcclxError* error);
+  // What a communicator of these `n` ranks, none on a rank that is in no part, takes over of a vendor's library; null if it begins
+  // by itself. Collective; blocks.
+  int32_t (*part)(NcclxComm* comm, const int32_t* ranks, uint64_t n, NcclxPart** part, NcclxError* error);
+  void (*inherit)(NcclxComm* comm, NcclxPart* part);  // takes the part
+  void (*part_free)(NcclxPart* part);
 };
 
 // What the shim's library exports.
@@ -168,4 +174,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 128);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 248);
+static_assert(sizeof(NcclxEngine) == 272);

@@ -70,6 +70,7 @@ void define(py::module_& m) {
       .def("__deepcopy__", [](const NcclxOptions& self, const py::object&) {
         return c10::make_intrusive<NcclxOptions>(self);
       });
+  py::class_<Part, std::shared_ptr<Part>>(m, "_Part");
   py::class_<NcclxBackend, c10::intrusive_ptr<NcclxBackend>, c10d::Backend>(m, "Backend", py::dynamic_attr())
       .def_property_readonly("options", &NcclxBackend::getBackendOptions)
       .def("_set_default_timeout", &NcclxBackend::setTimeout, py::arg("timeout"),
@@ -99,6 +100,8 @@ void define(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("_set_device", &NcclxBackend::eagerConnectSingleDevice, py::arg("device"),
            py::call_guard<py::gil_scoped_release>())
+      .def("_part", &NcclxBackend::part, py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
+      .def("_inherit", &NcclxBackend::inherit, py::arg("part"), py::call_guard<py::gil_scoped_release>())
       .def("_window_register", &NcclxBackend::register_window, py::arg("tensor"), py::arg("owning") = true,
            py::call_guard<py::gil_scoped_release>())
       .def("_window_deregister", &NcclxBackend::deregister_window, py::arg("window"),

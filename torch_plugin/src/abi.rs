@@ -3,7 +3,7 @@
 //! # Safety
 //! All raw pointers here come from the shim, which this crate's build script compiles from csrc/. The two check each
 //! other's size when the shim is loaded. The shim guarantees the contract of the header: arguments live for the call. A
-//! communicator and a handle are ours; each comes back once, through `destroy` and `release`. The shim's work keeps the
+//! communicator, a handle and a part are ours; each comes back once, through `destroy`, `release` and `inherit` or `part_free`. The shim's work keeps the
 //! memory of buffers until the completion callback, which is the contract of `Buffer::from_raw`. It keeps that of a window
 //! until the window is deregistered.
 //!
@@ -15,9 +15,11 @@ use std::any::Any;
 use std::ffi::{CStr, c_char, c_void};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ncclx_rs::comm::LibraryPart;
 use ncclx_rs::comm::store::Store;
 use ncclx_rs::sys::cuda::Device;
 use ncclx_rs::sys::segment::MappedMemory;
@@ -134,13 +136,16 @@ struct RawEngine {
     submit_batch: extern "C" fn(*const Communicator, *const RawOp, usize, *mut *mut Work, *mut RawError) -> i32,
     prepare_device: extern "C" fn(*const Communicator, i32, *mut RawError) -> i32,
     is_captured: extern "C" fn(i32, u64, *mut RawError) -> i32,
+    part: extern "C" fn(*const Communicator, *const i32, u64, *mut *mut LibraryPart, *mut RawError) -> i32,
+    inherit: extern "C" fn(*const Communicator, *mut LibraryPart),
+    part_free: extern "C" fn(*mut LibraryPart),
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 128);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 248);
+const _: () = assert!(size_of::<RawEngine>() == 272);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -174,6 +179,9 @@ static ENGINE: RawEngine = RawEngine {
     submit_batch,
     prepare_device,
     is_captured,
+    part,
+    inherit,
+    part_free,
 };
 
 /// Loads the shim, which adds the backend's classes to the module.
@@ -640,6 +648,39 @@ extern "C" fn is_captured(device: i32, stream: u64, error: *mut RawError) -> i32
         Ok(())
     });
     if status == Status::Ok as i32 { i32::from(captured) } else { -1 }
+}
+
+extern "C" fn part(
+    comm: *const Communicator,
+    ranks: *const i32,
+    n: u64,
+    part: *mut *mut LibraryPart,
+    error: *mut RawError,
+) -> i32 {
+    without_tensors(error, || {
+        // SAFETY: the shim passes a list that lives for the call.
+        let ranks = unsafe { slice(ranks, n) }.iter().map(|rank| Rank(*rank as u32)).collect::<Vec<_>>();
+        // SAFETY: given out by `create` and not yet given back.
+        let made = unsafe { &*comm }.part(&ranks).map_err(|error| failure(&error))?;
+        let made = made.map_or(ptr::null_mut(), |made| Box::into_raw(Box::new(made)));
+        // SAFETY: the shim passes a place for the result.
+        unsafe { *part = made };
+        Ok(())
+    })
+}
+
+extern "C" fn inherit(comm: *const Communicator, part: *mut LibraryPart) {
+    or_end(|| {
+        // SAFETY: given out by `part`, and the shim gives it back here.
+        let part = unsafe { Box::from_raw(part) };
+        // SAFETY: given out by `create` and not yet given back.
+        unsafe { &*comm }.inherit(*part);
+    });
+}
+
+extern "C" fn part_free(part: *mut LibraryPart) {
+    // SAFETY: given out by `part`, and the shim gives it back here.
+    or_end(|| drop(unsafe { Box::from_raw(part) }));
 }
 
 extern "C" fn window_register(

@@ -1,5 +1,5 @@
 //! A vendor's library that runs collectives and carries messages: [`choice`] decides whether ranks use it, [`calls`] turns a
-//! collective into its calls.
+//! collective into its calls, and by a [`split`] the parts of a communicator get theirs.
 //!
 //! The library's operations stand between the same words, in the same log and in the same order as the programs of the
 //! [`executor`](super::executor), which also runs what the library does not have. No call of the library blocks: its own
@@ -14,15 +14,17 @@ use crate::config::NcclFields;
 use crate::device::in_flight::Runner;
 use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
-use crate::sync::{self, Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::sync::{self, Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::{CudaError, Current, Stream};
 use crate::sys::nccl::{Nccl, NcclCall, NcclComm, NcclError, Progress, UniqueId};
 use crate::types::Rank;
 
 pub(crate) mod calls;
 pub(crate) mod choice;
+pub(crate) mod split;
 
 use choice::{Decision, Offer, decide};
+use split::Part;
 
 /// A communicator of a library, and what begins another one once it was given up.
 #[derive(Debug)]
@@ -30,6 +32,8 @@ pub(crate) struct VendorComm {
     chosen: Chosen,
     raw: Mutex<Arc<NcclComm>>,
     is_given_up: AtomicBool,
+    /// How often it was split.
+    splits: AtomicU64,
 }
 
 /// A rank that is about to decide with all others.
@@ -42,6 +46,8 @@ pub(crate) struct Candidate<'a> {
     pub(crate) fields: Arc<NcclFields>,
     pub(crate) offer: Offer,
     pub(crate) library: Option<Arc<Nccl>>,
+    /// What the ranks need not begin, where it was split from the communicator of others.
+    pub(crate) part: Option<Part>,
 }
 
 /// How a rank's communicator of the library has begun.
@@ -54,18 +60,26 @@ enum Beginning {
 }
 
 impl Candidate<'_> {
-    /// Decides with all ranks. Returns what they begin communicators of the library with, if they use one.
+    /// Decides with all ranks. Returns what they begin communicators of the library with, if they use one,
+    /// and what they need not begin, if all have a part of one split.
     ///
     /// # Errors
     /// Those of [`decide`] and of `all_gather`. The same on all ranks.
-    pub(crate) fn choose(self, members: &[Member], all_gather: &mut AllGather<'_>) -> Result<Option<Chosen>, Error> {
-        let Candidate { comm, me, names, limit, fields, offer, library } = self;
+    pub(crate) fn choose(
+        self,
+        members: &[Member],
+        all_gather: &mut AllGather<'_>,
+    ) -> Result<Option<(Chosen, Option<Part>)>, Error> {
+        let Candidate { comm, me, names, limit, fields, offer, library, part } = self;
+        let part = part.filter(|part| part.fits(library.as_deref(), &fields));
+        let offer = Offer { part: part.as_ref().map(Part::id), ..offer };
         let offers: Vec<Offer> = tell(comm, names, all_gather, Ok(offer))?;
         let library = match decide(comm, names, &offers, members)? {
             Decision::Streams => return Ok(None),
             Decision::Vendor => library.expect("every rank has one, as all have told"),
         };
-        Ok(Some(Chosen { library, comm: comm.to_owned(), me, names: names.to_vec(), limit, fields }))
+        let part = part.filter(|part| offers.iter().all(|offer| offer.part == Some(part.id())));
+        Ok(Some((Chosen { library, comm: comm.to_owned(), me, names: names.to_vec(), limit, fields }, part)))
     }
 }
 
@@ -96,8 +110,17 @@ impl Chosen {
         current: &Current<'_>,
         all_gather: &mut AllGather<'_>,
     ) -> Result<Arc<VendorComm>, Error> {
-        let raw = Mutex::new(Arc::new(begin(self, current, all_gather)?));
-        Ok(Arc::new(VendorComm { chosen: self.clone(), raw, is_given_up: AtomicBool::new(false) }))
+        Ok(self.with(Arc::new(begin(self, current, all_gather)?)))
+    }
+
+    /// Takes a communicator that all ranks have already.
+    pub(crate) fn take(&self, part: Part) -> Arc<VendorComm> {
+        self.with(part.taken())
+    }
+
+    fn with(&self, raw: Arc<NcclComm>) -> Arc<VendorComm> {
+        let (chosen, raw) = (self.clone(), Mutex::new(raw));
+        Arc::new(VendorComm { chosen, raw, is_given_up: AtomicBool::new(false), splits: AtomicU64::new(0) })
     }
 }
 
@@ -233,7 +256,9 @@ impl VendorComm {
 
     /// Gives the communicator back. Nothing of it is on a stream.
     pub(crate) fn end(&self) {
-        lock(&self.raw).abort();
+        let raw = lock(&self.raw);
+        // What communicators share ends with the first of them that is aborted.
+        if self.chosen.fields.split_share == Some(1) { raw.destroy() } else { raw.abort() }
     }
 }
 

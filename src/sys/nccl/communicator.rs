@@ -205,8 +205,7 @@ impl NcclComm {
         // SAFETY: `raw` is a place for the result, and `config` as long as it says; the name that it refers to stays with the
         // communicator.
         let code = unsafe { (library.functions().comm_init)(&raw mut raw, size, RawId(id.0), rank, &raw mut config) };
-        let made = Mutex::new((!raw.is_null()).then_some(Raw(raw)));
-        let comm = NcclComm { library: library.clone(), raw: made, _fields: fields.clone() };
+        let comm = NcclComm::of(library.clone(), raw, fields.clone());
         match code {
             SUCCESS | IN_PROGRESS => Ok(comm),
             code => {
@@ -215,6 +214,16 @@ impl NcclComm {
                 Err(error)
             }
         }
+    }
+
+    /// What the library has begun, and whose configuration refers to these fields.
+    pub(super) fn of(library: Arc<Nccl>, raw: RawComm, fields: Arc<NcclFields>) -> NcclComm {
+        NcclComm { library, raw: Mutex::new((!raw.is_null()).then_some(Raw(raw))), _fields: fields }
+    }
+
+    /// Calls something with it, which returns at once.
+    pub(super) fn with_raw<T>(&self, call: impl FnOnce(RawComm) -> T) -> Result<T, NcclError> {
+        lock(&self.raw).as_ref().map(|raw| call(raw.0)).ok_or(NcclError::Gone)
     }
 
     /// The library.
@@ -416,9 +425,9 @@ fn address(bytes: DeviceBytes<'_>) -> Address {
 }
 
 /// `ncclSuccess`.
-const SUCCESS: Code = 0;
+pub(super) const SUCCESS: Code = 0;
 /// `ncclInProgress`.
-const IN_PROGRESS: Code = 7;
+pub(super) const IN_PROGRESS: Code = 7;
 
 /// `ncclUint8`: what is only moved goes as bytes.
 const BYTE: c_int = DataType::U8 as c_int;

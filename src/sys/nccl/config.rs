@@ -76,7 +76,7 @@ impl Config {
             min_ctas: set(fields.min_ctas),
             max_ctas: set(fields.max_ctas),
             net_name: fields.net_name.as_ref().map_or(0, |name| name.as_ptr().expose_provenance()),
-            split_share: UNDEFINED,
+            split_share: set(fields.split_share),
             traffic_class: set(fields.traffic_class),
             comm_name: 0,
             collnet_enable: set(fields.collnet_enable),

@@ -2,12 +2,15 @@
 //! never linked.
 //!
 //! What a library can do is known by its version and its functions together. Source: nccl.h of NCCL 2.27 to 2.32. A
-//! [`NcclComm`] is a communicator of such a library that blocks nobody: its [calls](NcclCall) are data.
+//! [`NcclComm`] is a communicator of such a library that blocks nobody: its [calls](NcclCall) are data, and so is a
+//! rank's [`Place`] in a [split](NcclComm::split).
 
 mod communicator;
 mod config;
 mod functions;
 mod library;
+mod split;
 
 pub use communicator::{DataType, Factor, NcclCall, NcclComm, Progress, Reduction, UniqueId};
 pub use library::{Feature, Nccl, NcclError, Vendor, Version};
+pub use split::{Place, Splitting};

@@ -44,6 +44,8 @@ class C10dBackend(TorchCommBackend):
         self._timeout = timedelta(0)
         self._device = torch.device("cpu")
         self._failure_hook: Callable[[], None] | None = None
+        # What it takes over of the vendor's library, until it has.
+        self._part: Any = None
 
     def check(self, device: torch.device, hints: Mapping[str, str]) -> None:
         """Raises ValueError if the backend is this package's and does not serve the device, or not with these hints."""
@@ -69,6 +71,9 @@ class C10dBackend(TorchCommBackend):
             options = copy.copy(options)
             options.hints = _vendor.engine_hints(self._library, options.hints)
         made = self._make(options)
+        if self._part is not None:
+            made._inherit(self._part)
+            self._part = None
         if self._device.type == "cuda" and hasattr(made, "_set_device"):
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             try:
@@ -285,8 +290,16 @@ class C10dBackend(TorchCommBackend):
 
     def split(self, ranks: Sequence[int], name: str, options: CommOptions) -> C10dBackend:
         child = C10dBackend(self._backend_name, self._make, self._library)
+        child._part = self._split_library(ranks)
         child.init(self._device, name, options)
         return child
+
+    def split_none(self) -> None:
+        """Takes part in a split as a rank that is in no new communicator."""
+        self._split_library([])
+
+    def _split_library(self, ranks: Sequence[int]) -> Any:
+        return self.c10d._part(list(ranks)) if hasattr(self.c10d, "_part") else None
 
 
 def _lacking_for(device: torch.device) -> str | None:

@@ -229,6 +229,8 @@ class TorchComm(Operations):
     ) -> TorchComm | None:
         """Makes a communicator of some of the ranks. Called on all ranks.
 
+        Where NCCL runs operations on the device, its communicator is split, which waits for all ranks.
+
         Args:
             ranks: the ranks of the caller's new communicator; a rank's position in this list is its new rank. The list
                 is empty for a caller that is in no new communicator. Or a list of such lists, the same on all ranks:
@@ -245,7 +247,7 @@ class TorchComm(Operations):
         Raises:
             TypeError: ``ranks`` is no list of ranks and no list of such lists.
             RuntimeError: a rank is not in this communicator or is repeated, the list lacks the caller, or the backend
-                cannot split.
+                cannot split; with NCCL also, a rank did not call it in time, or the ranks' lists do not go together.
         """
         not_in_graphs("split", "it makes a communicator")
         self._check_usable("split")
@@ -263,7 +265,7 @@ class TorchComm(Operations):
         hook_args = _hooks.SplitPreHookArgs(members, name)
         op_id = next(op_ids)
         self._pre_hooks(OpName.split, op_id, hook_args)
-        child = self._split(members, name, hints, limit) if members else None
+        child = self._split(members, name, hints, limit) if members else self._split_none()
         self._post_hooks(op_id, SplitPostHookArgs(child))
         return child
 
@@ -306,6 +308,10 @@ class TorchComm(Operations):
         if c10d_backend is not None and hasattr(c10d_backend, "_name_ranks"):
             c10d_backend._name_ranks(child._members)
         return child
+
+    def _split_none(self) -> None:
+        if callable(split_none := getattr(self._impl, "split_none", None)):
+            split_none()
 
     # ---- reconfiguration ----
 

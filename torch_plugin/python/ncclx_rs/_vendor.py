@@ -96,8 +96,8 @@ _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "CTAPolicy": ("cta_policy", int),
     "nvlsCTAs": ("nvls_ctas", int),
 }
-# Those that mean nothing to the engine: its communicators never block, are never split, and have names of their own.
-_NOT_THE_ENGINES = {"blocking", "splitShare", "commName"}
+# Those that mean nothing to the engine: its communicators never block, and have names of their own.
+_NOT_THE_ENGINES = {"blocking", "commName"}
 
 
 def engine_hints(library: str, hints: Mapping[str, str]) -> dict[str, str]:
