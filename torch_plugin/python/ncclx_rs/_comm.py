@@ -265,7 +265,11 @@ class TorchComm(Operations):
         hook_args = _hooks.SplitPreHookArgs(members, name)
         op_id = next(op_ids)
         self._pre_hooks(OpName.split, op_id, hook_args)
-        child = self._split(members, name, hints, limit) if members else self._split_none()
+        child = None
+        if members:
+            child = self._split(members, name, hints, limit)
+        elif callable(split_none := getattr(self._impl, "split_none", None)):
+            split_none()
         self._post_hooks(op_id, SplitPostHookArgs(child))
         return child
 
@@ -308,10 +312,6 @@ class TorchComm(Operations):
         if c10d_backend is not None and hasattr(c10d_backend, "_name_ranks"):
             c10d_backend._name_ranks(child._members)
         return child
-
-    def _split_none(self) -> None:
-        if callable(split_none := getattr(self._impl, "split_none", None)):
-            split_none()
 
     # ---- reconfiguration ----
 
