@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together, without_cuda_driver
-from ncclx_rs import OpName, RedOpType, ReduceOp, TorchComm, WorkStatus, objcol
+from ncclx_rs import OpName, RedOpType, ReduceOp, TorchComm, WorkStatus, _backends, objcol
 from reference import SIZES, assert_same, data, reduced
 from test_failures import missing_and_callers
 
@@ -742,6 +742,17 @@ def test_backends_may_be_python_classes() -> None:
     with pytest.raises(RuntimeError, match="broadcast: the backend doubling does not have it"):
         comm.broadcast(tensor, 0, False)
     comm.finalize()
+
+
+def test_names_mean_the_same_before_and_after_pytorch_registers_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def creator(options: object, own_options: object) -> None:
+        raise AssertionError("it is not made here")
+
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "nccl"])
+    monkeypatch.setitem(dist.Backend._plugins, "NCCL", dist.Backend._BackendPlugin(creator, True))
+    assert not _backends.make_backend("nccl").has_allocators, "somebody's own backend has the name"
+    creator.__module__ = "torch.distributed.distributed_c10d"
+    assert _backends.make_backend("nccl").has_allocators, "that of this package"
 
 
 def test_unknown_backends_are_named() -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 
 from ncclx_rs import _backend, _vendor
 from ncclx_rs._backend_class import TorchCommBackend
@@ -391,7 +392,7 @@ def make_backend(name: str) -> TorchCommBackend:
         return C10dBackend("gloo", _make_gloo)
     if name == "fake":  # PyTorch's, which does nothing; for tests of programs. It registers itself at its import
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    if name in dist.Backend.backend_list and name.upper() in dist.Backend._plugins:
+    if _is_plugin(name):
         return C10dBackend(name, functools.partial(_make_plugin, name))
     # Last, so that backends of ncclx_rs win over libraries that torchcomms' variables name, and after the entry points,
     # whose modules may set variables.
@@ -406,6 +407,17 @@ def make_backend(name: str) -> TorchCommBackend:
         "`ncclx_rs.backends` and `torchcomms.backends`, no backend of this torch.distributed, and "
         f"{OWN_VARIABLE}{name.upper()} names no library"
     )
+
+
+def _is_plugin(name: str) -> bool:
+    """Whether torch.distributed has a backend of that name from somebody.
+
+    PyTorch registers its own ``nccl`` once a program makes a group: that must not change what the name means here.
+    """
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None or name not in dist.Backend.backend_list:
+        return False
+    return name not in _vendor.BACKENDS or getattr(plugin.creator_fn, "__module__", "") != distributed_c10d.__name__
 
 
 def _make_ncclx(options: CommOptions) -> Any:
