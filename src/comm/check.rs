@@ -297,6 +297,14 @@ pub(crate) fn access(
     checked.map_err(|got| error("offset", format!("a range inside the window of rank {peer}"), got))
 }
 
+/// As [`collective`], of an all_gather into a window, whose number the ranks must agree on too.
+pub(crate) fn into_window(op: &Op, window: WindowId, place: RankAndSize) -> Result<Checked, UsageError> {
+    let mut checked = collective(op, Some(CollectiveKind::AllGatherPersistent), place)?;
+    // In place of what tells blocks of several lengths apart: these are of one.
+    checked.signature.root = window.0 as u32;
+    Ok(checked)
+}
+
 /// Refuses an all_gather into something else than this rank's part of a window, of which `own` is the address, or into one whose
 /// parts have different lengths.
 pub(crate) fn persistent(op: &Op, known: &Window, own: u64, place: RankAndSize) -> Result<(), UsageError> {
@@ -393,13 +401,8 @@ fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, d
         }
         Collective::AllToAll { .. } | Collective::Barrier => (0, 0),
     };
-    let (kind, root) = match op.kind {
-        // Blocks are of one length here. Windows are numbered from zero.
-        OpKind::AllGatherPersistent { window } => (CollectiveKind::AllGatherPersistent, window.0 as u32),
-        _ => (collective.kind(), root),
-    };
     Signature {
-        operation: called.unwrap_or(kind) as u8,
+        operation: called.unwrap_or_else(|| collective.kind()) as u8,
         dtype: dtype as u8,
         reduction: op.kind.reduce_op().map_or(0, |op| op.index() as u8 + 1),
         algorithm: 0,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::algo::put;
 use crate::buffer::{Buffer, Memory};
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
-use crate::comm::check::{self, RankAndSize};
+use crate::comm::check::{self, Checked, RankAndSize};
 use crate::comm::device::DeviceSide;
 use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, neighbours};
 use crate::comm::registry;
@@ -23,7 +23,7 @@ use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces};
 use crate::engine::window::{RmaOp, RmaRequest};
-use crate::error::{Error, InitError, UsageError};
+use crate::error::{Error, InitError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::StreamHandle;
@@ -330,6 +330,7 @@ impl Communicator {
                 }
                 self.message(op, Direction::Receive(from), tag, Region::of(&op.outputs), timeout)
             }
+            OpKind::AllGatherPersistent { window } => self.gather_into_window(op, window, timeout),
             ref kind if kind.is_access() => self.access(op, timeout),
             _ => self.collective(op, None, timeout),
         }
@@ -358,44 +359,29 @@ impl Communicator {
     ) -> Result<Submitted, Error> {
         let checked = check::collective(op, called, self.place)?;
         self.enter(op, |engine, driver| {
-            let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
-            let mut request = Request {
-                collective: checked.collective,
-                signature: checked.signature,
-                reduce: op.kind.reduce_op(),
-                dtype: checked.dtype,
-                spaces: Spaces::new(input, output, checked.dtype.size()),
-                timeout,
-            };
-            if let OpKind::AllGatherPersistent { window } = op.kind {
-                self.gather_into_window(engine, op, window, &mut request)?;
-            }
-            Ok(engine.start_collective(request, op.mode == Mode::Blocking, driver))
+            Ok(engine.start_collective(request(op, checked, timeout), op.mode == Mode::Blocking, driver))
         })
     }
 
-    /// Checks an all_gather into a window, and has ranks write to each other's parts where that is faster. All decide alike.
+    /// Begins an all_gather into a window, in which ranks write to each other's parts where that is faster. All decide alike.
     #[inline(never)]
-    fn gather_into_window(
-        &self,
-        engine: &mut Engine,
-        op: &Op,
-        window: WindowId,
-        request: &mut Request,
-    ) -> Result<(), UsageError> {
-        let name = op.kind.name();
-        let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(name, window))?;
-        check::persistent(op, known, engine.windows.own_address(window).unwrap_or(0), self.place)?;
-        let parts = engine.windows.parts(window);
-        let (named, element) = (engine.collectives.algorithm.as_deref(), request.dtype.size());
-        let is_faster = |count: usize| count.saturating_mul(element) >= put::MIN_BYTES;
-        if let Some(parts) = parts
-            && let Some(put) = put::instead_of(&request.collective, named, is_faster)
-        {
-            request.collective = put;
-            request.spaces.parts = Some(parts);
-        }
-        Ok(())
+    fn gather_into_window(&self, op: &Op, window: WindowId, timeout: Duration) -> Result<Submitted, Error> {
+        let checked = check::into_window(op, window, self.place)?;
+        self.enter(op, |engine, driver| {
+            let known = engine.windows.window(window);
+            let known = known.ok_or_else(|| check::unknown_window(op.kind.name(), window))?;
+            check::persistent(op, known, engine.windows.own_address(window).unwrap_or(0), self.place)?;
+            let mut request = request(op, checked, timeout);
+            let (named, element) = (engine.collectives.algorithm.as_deref(), request.dtype.size());
+            let is_faster = |count: usize| count.saturating_mul(element) >= put::MIN_BYTES;
+            if let Some(parts) = engine.windows.parts(window)
+                && let Some(put) = put::instead_of(&request.collective, named, is_faster)
+            {
+                request.collective = put;
+                request.spaces.parts = Some(parts);
+            }
+            Ok(engine.start_collective(request, op.mode == Mode::Blocking, driver))
+        })
     }
 
     fn message(
@@ -608,6 +594,14 @@ impl fmt::Debug for Communicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Communicator").field("name", &self.name).field("place", &self.place).finish_non_exhaustive()
     }
+}
+
+/// A checked collective as the engine runs it.
+#[inline]
+fn request(op: &Op, checked: Checked, timeout: Duration) -> Request {
+    let Checked { collective, dtype, signature } = checked;
+    let spaces = Spaces::new(Region::of(&op.inputs), Region::of(&op.outputs), dtype.size());
+    Request { collective, signature, reduce: op.kind.reduce_op(), dtype, spaces, timeout }
 }
 
 /// Passes what the failure detector finds on to the communicator's operations.

@@ -20,7 +20,7 @@ use crate::device::pairs::{Libraries, PairSetup};
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
 use crate::device::vendor::VendorComm;
-use crate::device::vendor::split::Part;
+use crate::device::vendor::part::Part;
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
 use crate::engine::driver::Driver;
@@ -166,7 +166,10 @@ impl DeviceSide {
             ref kind if kind.is_access() => return self.access(group, op, stream, timeout),
             _ => {}
         }
-        let checked = check::collective(op, None, group.place())?;
+        let checked = match op.kind {
+            OpKind::AllGatherPersistent { window } => check::into_window(op, window, group.place())?,
+            _ => check::collective(op, None, group.place())?,
+        };
         check_open(group, op.kind.name())?;
         let executor = self.executor(group, op.kind.name(), stream.device(), timeout)?;
         let window = match op.kind {

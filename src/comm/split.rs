@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::bootstrap::ROOT_KEY;
 use super::communicator::Communicator;
 use super::store::Store;
-use crate::device::vendor::split::Part;
+use crate::device::vendor::part::Part;
 use crate::error::{Error, UsageError};
 use crate::sync::lock;
 use crate::types::{Rank, Source, Tag};

@@ -4,6 +4,7 @@ mod averages;
 mod bits;
 mod blocking;
 mod bootstrap;
+mod cases;
 mod collectives;
 mod cores;
 mod crowds;

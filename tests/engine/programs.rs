@@ -17,7 +17,8 @@ use ncclx_rs::{Counts, Rank, Topology};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::schedules::{Case, ELEMENT, SCALINGS, cases, division, factor, heard_in_order};
+use crate::cases::{Case, ELEMENT, SCALINGS, cases, division, factor};
+use crate::schedules::heard_in_order;
 
 /// Bytes of an element and of half the staging memory: a few elements fit.
 const HALF: usize = 40 * ELEMENT;

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use super::{DeviceSide, Group, hear, tell};
-use crate::device::vendor::split::{Others, Part};
+use crate::device::vendor::part::Part;
+use crate::device::vendor::split::Others;
 use crate::error::Error;
 use crate::sync::lock;
 use crate::types::{Rank, Tag};

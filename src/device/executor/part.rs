@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use super::{Executor, Ranks};
-use crate::device::vendor::split::{Others, Part, Wanted};
+use crate::device::vendor::part::Part;
+use crate::device::vendor::split::{Others, Wanted};
 use crate::error::Error;
 use crate::sync::lock;
 use crate::sys::cuda::Relaxed;

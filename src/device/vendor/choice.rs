@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::EngineChoice;
 use crate::device::setup::{Member, named, ranks_where};
-use crate::device::vendor::split::PartId;
+use crate::device::vendor::part::PartId;
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::sys::nccl::{Nccl, Vendor, Version};

@@ -14,17 +14,18 @@ use crate::config::NcclFields;
 use crate::device::in_flight::Runner;
 use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
-use crate::sync::{self, Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::{CudaError, Current, Stream};
 use crate::sys::nccl::{Nccl, NcclCall, NcclComm, NcclError, Progress, UniqueId};
 use crate::types::Rank;
 
 pub(crate) mod calls;
 pub(crate) mod choice;
+pub(crate) mod part;
 pub(crate) mod split;
 
 use choice::{Decision, Offer, decide};
-use split::Part;
+use part::{Part, abort_aside};
 
 /// A communicator of a library, and what begins another one once it was given up.
 #[derive(Debug)]
@@ -191,13 +192,6 @@ pub(crate) enum SubmitError {
     Driver(#[from] CudaError),
     #[error(transparent)]
     Vendor(#[from] NcclError),
-}
-
-/// Gives a communicator up on a thread of its own, since the abort waits for the device.
-fn abort_aside(raw: Arc<NcclComm>) {
-    if let Err(error) = sync::spawn("ncclx_rs vendor", move || raw.abort()) {
-        log::warn!("a communicator of the vendor's library stays: there is no thread to give it up: {error}");
-    }
 }
 
 impl VendorComm {

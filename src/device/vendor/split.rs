@@ -9,67 +9,16 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Beginning, Chosen, VendorComm, abort_aside, nap, problem, wait};
-use crate::config::NcclFields;
+use super::part::{Part, PartId, abort_aside};
+use super::{Beginning, Chosen, VendorComm, nap, problem, wait};
 use crate::deadline::deadline_after;
 use crate::device::in_flight::Runner;
 use crate::device::setup::{AllGather, named};
 use crate::error::{Error, InitError};
 use crate::sync::{Arc, Ordering, lock};
 use crate::sys::cuda::Current;
-use crate::sys::nccl::{Feature, Nccl, NcclComm, NcclError, Place, Progress, Splitting};
+use crate::sys::nccl::{Feature, NcclComm, NcclError, Place, Progress, Splitting};
 use crate::types::Rank;
-
-/// A communicator of a library for ranks that have none yet, split from that of others.
-///
-/// Dropped, it is given up.
-#[derive(Debug)]
-pub(crate) struct Part {
-    /// None once it is taken.
-    raw: Option<Arc<NcclComm>>,
-    id: PartId,
-    /// The number of its device.
-    device: u32,
-    fields: Arc<NcclFields>,
-}
-
-/// Which split a part is from: the communicator's identity, and how many splits it had before.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct PartId {
-    comm: String,
-    number: u64,
-}
-
-impl Part {
-    pub(crate) fn id(&self) -> PartId {
-        self.id.clone()
-    }
-
-    /// The number of the device that it is on.
-    pub(crate) fn device(&self) -> u32 {
-        self.device
-    }
-
-    /// Whether it is what this library would begin with these fields, and has not failed.
-    pub(super) fn fits(&self, library: Option<&Nccl>, fields: &NcclFields) -> bool {
-        let Some(raw) = &self.raw else { return false };
-        let is_its = library.is_some_and(|library| library.path() == raw.library().path());
-        is_its && *self.fields == *fields && matches!(raw.progress(), Ok(Progress::Done))
-    }
-
-    /// The communicator, for the ranks that have chosen the library.
-    pub(super) fn taken(mut self) -> Arc<NcclComm> {
-        self.raw.take().expect("it is taken once")
-    }
-}
-
-impl Drop for Part {
-    fn drop(&mut self) {
-        if let Some(raw) = self.raw.take() {
-            abort_aside(raw);
-        }
-    }
-}
 
 /// The other ranks of a communicator, as they split it.
 pub(crate) trait Others {
@@ -270,7 +219,7 @@ impl VendorComm {
         let Some(cause) = problem else {
             let id = PartId { comm: wanted.id.to_owned(), number };
             let (device, fields) = (wanted.device, chosen.fields.clone());
-            return Ok(made.map(|made| Part { raw: Some(Arc::new(made)), id, device, fields }));
+            return Ok(made.map(|made| Part::new(Arc::new(made), id, device, fields)));
         };
         made.into_iter().for_each(|made| abort_aside(Arc::new(made)));
         // The library is done for with the one that it could not split.

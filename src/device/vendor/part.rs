@@ -1,0 +1,69 @@
+//! What a split makes: a communicator of a vendor's library, for ranks that have not set up yet.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::NcclFields;
+use crate::sync::{self, Arc};
+use crate::sys::nccl::{Nccl, NcclComm, Progress};
+
+/// A communicator of a library for ranks that have none yet, split from that of others.
+///
+/// Dropped, it is given up.
+#[derive(Debug)]
+pub(crate) struct Part {
+    /// None once it is taken.
+    raw: Option<Arc<NcclComm>>,
+    id: PartId,
+    /// The number of its device.
+    device: u32,
+    fields: Arc<NcclFields>,
+}
+
+/// Which split a part is from: the communicator's identity, and how many splits it had before.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PartId {
+    pub(super) comm: String,
+    pub(super) number: u64,
+}
+
+impl Part {
+    pub(super) fn new(raw: Arc<NcclComm>, id: PartId, device: u32, fields: Arc<NcclFields>) -> Part {
+        Part { raw: Some(raw), id, device, fields }
+    }
+
+    pub(crate) fn id(&self) -> PartId {
+        self.id.clone()
+    }
+
+    /// The number of the device that it is on.
+    pub(crate) fn device(&self) -> u32 {
+        self.device
+    }
+
+    /// Whether it is what this library would begin with these fields, and has not failed.
+    pub(super) fn fits(&self, library: Option<&Nccl>, fields: &NcclFields) -> bool {
+        let Some(raw) = &self.raw else { return false };
+        let is_its = library.is_some_and(|library| library.path() == raw.library().path());
+        is_its && *self.fields == *fields && matches!(raw.progress(), Ok(Progress::Done))
+    }
+
+    /// The communicator, for the ranks that have chosen the library.
+    pub(super) fn taken(mut self) -> Arc<NcclComm> {
+        self.raw.take().expect("it is taken once")
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        if let Some(raw) = self.raw.take() {
+            abort_aside(raw);
+        }
+    }
+}
+
+/// Gives a communicator up on a thread of its own, since the abort waits for the device.
+pub(super) fn abort_aside(raw: Arc<NcclComm>) {
+    if let Err(error) = sync::spawn("ncclx_rs vendor", move || raw.abort()) {
+        log::warn!("a communicator of the vendor's library stays: there is no thread to give it up: {error}");
+    }
+}
