@@ -359,7 +359,16 @@ impl Communicator {
     ) -> Result<Submitted, Error> {
         let checked = check::collective(op, called, self.place)?;
         self.enter(op, |engine, driver| {
-            Ok(engine.start_collective(request(op, checked, timeout), op.mode == Mode::Blocking, driver))
+            let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
+            let request = Request {
+                collective: checked.collective,
+                signature: checked.signature,
+                reduce: op.kind.reduce_op(),
+                dtype: checked.dtype,
+                spaces: Spaces::new(input, output, checked.dtype.size()),
+                timeout,
+            };
+            Ok(engine.start_collective(request, op.mode == Mode::Blocking, driver))
         })
     }
 
@@ -371,15 +380,17 @@ impl Communicator {
             let known = engine.windows.window(window);
             let known = known.ok_or_else(|| check::unknown_window(op.kind.name(), window))?;
             check::persistent(op, known, engine.windows.own_address(window).unwrap_or(0), self.place)?;
-            let mut request = request(op, checked, timeout);
-            let (named, element) = (engine.collectives.algorithm.as_deref(), request.dtype.size());
-            let is_faster = |count: usize| count.saturating_mul(element) >= put::MIN_BYTES;
+            let Checked { mut collective, dtype, signature } = checked;
+            let mut spaces = Spaces::new(Region::of(&op.inputs), Region::of(&op.outputs), dtype.size());
+            let named = engine.collectives.algorithm.as_deref();
+            let is_faster = |count: usize| count.saturating_mul(dtype.size()) >= put::MIN_BYTES;
             if let Some(parts) = engine.windows.parts(window)
-                && let Some(put) = put::instead_of(&request.collective, named, is_faster)
+                && let Some(put) = put::instead_of(&collective, named, is_faster)
             {
-                request.collective = put;
-                request.spaces.parts = Some(parts);
+                collective = put;
+                spaces.parts = Some(parts);
             }
+            let request = Request { collective, signature, reduce: None, dtype, spaces, timeout };
             Ok(engine.start_collective(request, op.mode == Mode::Blocking, driver))
         })
     }
@@ -594,14 +605,6 @@ impl fmt::Debug for Communicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Communicator").field("name", &self.name).field("place", &self.place).finish_non_exhaustive()
     }
-}
-
-/// A checked collective as the engine runs it.
-#[inline]
-fn request(op: &Op, checked: Checked, timeout: Duration) -> Request {
-    let Checked { collective, dtype, signature } = checked;
-    let spaces = Spaces::new(Region::of(&op.inputs), Region::of(&op.outputs), dtype.size());
-    Request { collective, signature, reduce: op.kind.reduce_op(), dtype, spaces, timeout }
 }
 
 /// Passes what the failure detector finds on to the communicator's operations.
