@@ -198,6 +198,18 @@ def messages_and_batches_go_round_a_ring(rank: int, size: int) -> None:
 
 def persistent_all_gather_repeats(rank: int, size: int) -> None:
     with communicator(rank, size) as comm:
+        output = torch.empty(4 * size)
+        handle = comm.all_gather_p_init(output)
+        for turn in range(3):
+            comm.all_gather_p_exec(handle, data(rank, 4, salt=turn), turn % 2 == 0).wait()
+            assert_same(output, torch.cat([data(r, 4, salt=turn) for r in range(size)]), f"turn {turn}")
+        comm.all_gather_p_free(handle)
+        with pytest.raises(RuntimeError, match="freed"):
+            comm.all_gather_p_exec(handle, data(rank, 4), False)
+
+
+def persistent_all_gathers_go_into_windows(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
         for count, shared in ((4, False), (4, True), (100_000, False), (100_000, True)):
             output = comm.get_mem_allocator().empty(count * size) if shared else torch.empty(count * size)
             handle = comm.all_gather_p_init(output)
@@ -866,6 +878,7 @@ CHECKS = [
     all_to_all_exchanges,
     messages_and_batches_go_round_a_ring,
     persistent_all_gather_repeats,
+    persistent_all_gathers_go_into_windows,
     works_can_be_awaited,
     objects_travel,
     objects_of_any_class_need_consent,

@@ -67,13 +67,15 @@ def window(backend):
 
 
 def one_sided(backend):
-    window = backend._window_register(torch.zeros(3).as_subclass(Owned))
+    window_tensor = torch.zeros(3).as_subclass(Owned)
+    window = backend._window_register(window_tensor)
     three = lambda: torch.ones(3).as_subclass(Owned)
     backend._window_put(window, three(), 0, 0)
     backend._window_get(window, three(), 0, 0)
     backend._window_accumulate(window, three(), 0, 0)
     backend._window_flush(window, 0)
     backend._window_fence(window)
+    backend._window_all_gather(window, window_tensor, three())
     backend._window_signal(window, 0)
     backend._window_wait_signal(window, 0)
     backend._window_wait_signal(window, 0, True, 50)  # times out, and its hooks run while nobody waits
@@ -91,6 +93,14 @@ def direct(backend):
             call()  # it reads its arguments first
         except TypeError:
             pass
+
+
+def parts(backend):
+    assert backend._part([0]) is None  # no library runs operations here
+    try:
+        backend._inherit(None)
+    except TypeError:
+        pass
 
 
 def device(backend):
@@ -121,6 +131,7 @@ ENTRIES = {
     "coalesced": coalesced,
     "window": window,
     "one_sided": one_sided,
+    "parts": parts,
     "direct": direct,
     "device": device,
     "barrier": lambda backend: backend._barrier(False, limit * 100),

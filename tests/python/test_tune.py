@@ -103,16 +103,19 @@ def test_the_engine_reads_what_the_command_writes(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     written = json.loads(file.read_text())["rows"]
-    # On one host, a reduce has one algorithm.
+    algorithms = {"all_gather": {"direct", "bruck", "ring"}, "reduce": {"binomial", "rabenseifner", "chain"}}
     assert [(row["collective"], row["ranks"], row["hosts"]) for row in written] == [
-        ("all_gather", 2, 1),
-        ("all_gather", 3, 1),
+        (collective, ranks, 1) for ranks in (2, 3) for collective in algorithms
     ]
-    assert {row["algorithm"] for row in written} <= {"direct", "bruck", "ring"}
+    assert all(row["algorithm"] in algorithms[row["collective"]] for row in written)
     told = json.loads(run.stdout)
     assert (told["file"], told["rows"]) == (str(file), written)
-    assert [(time["ranks"], time["bytes"], set(time["microseconds"])) for time in told["times"]] == [
-        (ranks, size, {"direct", "bruck", "ring"}) for ranks, size in ((2, 1024), (3, 1020))
+    measured = [(time["collective"], time["ranks"], time["bytes"], set(time["microseconds"])) for time in told["times"]]
+    assert measured == [
+        ("all_gather", 2, 1024, algorithms["all_gather"]),
+        ("reduce", 2, 1024, algorithms["reduce"]),
+        ("all_gather", 3, 1020, algorithms["all_gather"]),
+        ("reduce", 3, 1024, algorithms["reduce"]),
     ]
     open_with(file)
     file.write_text(file.read_text().replace('"algorithm": "', '"algorithm": "not_'))
