@@ -1,7 +1,7 @@
 //! The table of algorithms. The first row that can do a collective and is preferred for its size and world is taken.
 
 use crate::algo::collective::{Chunking, Collective, DIRECT_MAX_RANKS, Scaling, Setting, schedule};
-use crate::algo::group::{blocks, pieces};
+use crate::algo::group::{Group, blocks, pieces};
 use crate::algo::{
     agreement, binomial, bruck, chain, direct, dissemination, halving_doubling, hierarchical, put, ring, van_de_geijn,
 };
@@ -55,9 +55,7 @@ const TABLE: &[Row] = &[
         prefer: |collective, setting| is_long(collective, setting, BINOMIAL_BROADCAST_MAX_BYTES),
         build: |builder, collective, setting| {
             let Collective::Broadcast { count, root } = *collective else { unreachable!("checked by `can`") };
-            broadcast(builder, count, root == setting.me, |builder, data| {
-                van_de_geijn::broadcast(builder, &setting.world(), root, data, setting.chunk(count));
-            });
+            broadcast_by(builder, setting, (count, root), van_de_geijn::broadcast);
         },
     },
     Row { name: RING, can: can_ring, prefer: always, build: build_ring },
@@ -249,6 +247,23 @@ fn broadcast(builder: &mut Builder, count: usize, is_root: bool, spread: impl Fn
     spread(builder, output(count));
 }
 
+/// What spreads or combines a root's data: for a group, in pieces of so many elements.
+type Rooted = fn(&mut Builder, &Group, Rank, Slice, usize);
+
+/// A broadcast to all ranks by an algorithm that cuts the data into pieces.
+fn broadcast_by(builder: &mut Builder, setting: &Setting<'_>, (count, root): (usize, Rank), spread: Rooted) {
+    broadcast(builder, count, root == setting.me, |builder, data| {
+        spread(builder, &setting.world(), root, data, setting.chunk_of(data));
+    });
+}
+
+/// The same for a reduce of all ranks.
+fn reduce_by(builder: &mut Builder, setting: &Setting<'_>, (count, root): (usize, Rank), combine: Rooted) {
+    reduce(builder, setting, count, root, |builder, data| {
+        combine(builder, &setting.world(), root, data, setting.chunk_of(data));
+    });
+}
+
 /// The output blocks of an all_gather, this rank's filled.
 fn own_block_in_place(builder: &mut Builder, counts: &Counts, me: usize) -> Vec<Slice> {
     let all = blocks(output(counts.total()), counts);
@@ -380,9 +395,9 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
             // The totals differ between ranks, so each pair of ranks goes by what it exchanges.
             direct::all_to_all(builder, &world, &from, &into, |count| setting.chunk(count));
         }
-        Collective::Broadcast { count, root } => broadcast(builder, *count, *root == setting.me, |builder, data| {
-            direct::broadcast(builder, &world, *root, data, setting.chunk(*count));
-        }),
+        Collective::Broadcast { count, root } => {
+            broadcast_by(builder, setting, (*count, *root), direct::broadcast);
+        }
         Collective::Gather { count, root } => {
             let all = (*root == setting.me).then(|| output(Counts::equal(*count, size).total()));
             direct::gather(builder, &world, *root, input(*count), all, setting.chunk(*count));
@@ -410,27 +425,21 @@ fn is_long(collective: &Collective, setting: &Setting<'_>, binomial_max_bytes: u
 }
 
 fn build_chain(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
-    let world = setting.world();
     match *collective {
-        Collective::Broadcast { count, root } => broadcast(builder, count, root == setting.me, |builder, data| {
-            chain::broadcast(builder, &world, root, data, setting.chunk_of(data));
-        }),
-        Collective::Reduce { count, root } => reduce(builder, setting, count, root, |builder, data| {
-            chain::reduce(builder, &world, root, data, setting.chunk_of(data));
-        }),
+        Collective::Broadcast { count, root } => broadcast_by(builder, setting, (count, root), chain::broadcast),
+        Collective::Reduce { count, root } => reduce_by(builder, setting, (count, root), chain::reduce),
         _ => unreachable!("checked by `can`"),
     }
 }
 
 fn build_rabenseifner(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
-    let world = setting.world();
     match *collective {
         Collective::AllReduce { .. } => all_reduce(builder, collective, setting, |builder, data| {
-            halving_doubling::all_reduce_halving(builder, &world, data);
+            halving_doubling::all_reduce_halving(builder, &setting.world(), data);
         }),
-        Collective::Reduce { count, root } => reduce(builder, setting, count, root, |builder, data| {
-            halving_doubling::reduce_halving(builder, &world, root, data, setting.chunk_of(data));
-        }),
+        Collective::Reduce { count, root } => {
+            reduce_by(builder, setting, (count, root), halving_doubling::reduce_halving);
+        }
         _ => unreachable!("checked by `can`"),
     }
 }
@@ -484,12 +493,8 @@ fn can_binomial(collective: &Collective, _: &Setting<'_>) -> bool {
 fn build_binomial(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
     let world = setting.world();
     match *collective {
-        Collective::Broadcast { count, root } => broadcast(builder, count, root == setting.me, |builder, data| {
-            binomial::broadcast(builder, &world, root, data, setting.chunk(count));
-        }),
-        Collective::Reduce { count, root } => reduce(builder, setting, count, root, |builder, data| {
-            binomial::reduce(builder, &world, root, data, setting.chunk_of(data));
-        }),
+        Collective::Broadcast { count, root } => broadcast_by(builder, setting, (count, root), binomial::broadcast),
+        Collective::Reduce { count, root } => reduce_by(builder, setting, (count, root), binomial::reduce),
         Collective::Gather { count, root } => {
             let all = (root == setting.me).then(|| output(Counts::equal(count, world.size()).total()));
             binomial::gather(builder, &world, root, input(count), all);

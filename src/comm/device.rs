@@ -166,21 +166,17 @@ impl DeviceSide {
             ref kind if kind.is_access() => return self.access(group, op, stream, timeout),
             _ => {}
         }
-        let checked = match op.kind {
-            OpKind::AllGatherPersistent { window } => check::into_window(op, window, group.place())?,
-            _ => check::collective(op, None, group.place())?,
+        let (checked, window) = match op.kind {
+            OpKind::AllGatherPersistent { window } => (check::into_window(op, window, group.place())?, Some(window)),
+            _ => (check::collective(op, None, group.place())?, None),
         };
         check_open(group, op.kind.name())?;
         let executor = self.executor(group, op.kind.name(), stream.device(), timeout)?;
-        let window = match op.kind {
-            OpKind::AllGatherPersistent { window } => {
-                let known = group.driver().with_engine(|engine| engine.windows.window(window).cloned());
-                let known = known.ok_or_else(|| check::unknown_window(op.kind.name(), window))?;
-                check::persistent(op, &known, executor.windows.own_address(window).unwrap_or(0), group.place())?;
-                Some(window)
-            }
-            _ => None,
-        };
+        if let Some(window) = window {
+            let known = group.driver().with_engine(|engine| engine.windows.window(window).cloned());
+            let known = known.ok_or_else(|| check::unknown_window(op.kind.name(), window))?;
+            check::persistent(op, &known, executor.windows.own_address(window).unwrap_or(0), group.place())?;
+        }
         let request = CollectiveRequest {
             collective: checked.collective,
             signature: checked.signature,
@@ -327,12 +323,11 @@ impl DeviceSide {
         let mut candidate = self.libraries.candidate(comm, (me, names), timeout);
         candidate.part = lock(&self.part).take().filter(|part| part.device() == context.device().ordinal());
         let current = setup::agree(comm, names, "its context", context.enter(), |_| {}, all_gather)?;
-        let begun = match candidate.choose(members, all_gather)? {
-            None => return Ok(None),
-            Some((chosen, Some(part))) => (chosen.take(part), chosen),
-            Some((chosen, None)) => (chosen.begin(&current, all_gather)?, chosen),
+        let Some((chosen, part)) = candidate.choose(members, all_gather)? else { return Ok(None) };
+        let begun = match part {
+            Some(part) => chosen.take(part),
+            None => chosen.begin(&current, all_gather)?,
         };
-        let (begun, chosen) = begun;
         if me.index() == 0 {
             log::info!("communicator `{comm}`: CUDA tensors go by {}", chosen.library());
         }

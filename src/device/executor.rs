@@ -395,8 +395,8 @@ impl Executor {
             None => {
                 // In graphs all parts would have to stay mapped.
                 let parts = request.window.filter(|_| capture.is_none()).and_then(|window| self.windows.parts(window));
-                let put = || put::instead_of(&request.collective, state.plans.named(), |_| true);
-                let put = parts.as_ref().and_then(|_| put());
+                let named = state.plans.named();
+                let put = parts.as_ref().and_then(|_| put::instead_of(&request.collective, named, |_| true));
                 let prepared = state.prepare(request, put.as_ref().unwrap_or(&request.collective));
                 let prepared = prepared.map_err(|error| self.refused(&request.signature, &error))?;
                 Run::Programs(prepared, parts.filter(|_| put.is_some()))

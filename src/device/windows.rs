@@ -238,17 +238,21 @@ impl Windows {
 
     /// The address of this rank's part of a window.
     pub(crate) fn own_address(&self, window: WindowId) -> Option<u64> {
-        let state = lock(&self.state);
-        let parts = state.as_ref()?.exposed.get(&window)?.parts.clone();
-        parts.iter().find_map(|part| if let Part::Own(buffer) = part { Some(buffer.ptr() as u64) } else { None })
+        self.reached_parts(window)?
+            .iter()
+            .find_map(|part| if let Part::Own(buffer) = part { Some(buffer.ptr() as u64) } else { None })
     }
 
     /// The parts of a window, if this rank maps those of all others.
     pub(crate) fn parts(&self, window: WindowId) -> Option<AllParts> {
-        let state = lock(&self.state);
-        let parts = state.as_ref()?.exposed.get(&window)?.parts.clone();
+        let parts = self.reached_parts(window)?;
         let is_mapped = |part: &Part| matches!(part, Part::Own(_) | Part::Mapped { .. });
         parts.iter().all(is_mapped).then_some(AllParts(parts))
+    }
+
+    /// The parts of a window, each as this rank reaches it.
+    fn reached_parts(&self, window: WindowId) -> Option<Arc<Vec<Part>>> {
+        Some(lock(&self.state).as_ref()?.exposed.get(&window)?.parts.clone())
     }
 
     /// Notes that the collective of this number writes to the parts of a window.

@@ -108,16 +108,19 @@ Communicator::Communicator(int rank, int size, CUdevice device, bool is_blocking
   cuEventCreate(&end_, CU_EVENT_DISABLE_TIMING);
 }
 
-Result Communicator::join() {
+Result Communicator::fault(Fault::When when, const char* why) {
   const Fault& fault = settings().fault;
-  if (fault.rank == rank && fault.when == Fault::When::Init) {
-    if (fault.is_error) {
-      failure = "no interface was found";
-      return SystemError;
-    }
+  if (fault.rank != rank || fault.when != when) return Success;
+  if (fault.is_error) {
+    failure = why;
+  } else {
     while (!is_aborted()) usleep(200);
-    return SystemError;
   }
+  return SystemError;
+}
+
+Result Communicator::join() {
+  if (const Result failed = fault(Fault::When::Init, "no interface was found")) return failed;
   Card& own = shared_->card(rank);
   own.version = settings().version;
   cuDeviceGetUuid_v2(&own.device, device_);

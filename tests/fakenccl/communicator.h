@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "settings.h"
 #include "shared.h"
 
 namespace fakenccl {
@@ -43,6 +44,9 @@ class Communicator {
 
   // Waits for the other ranks, and refuses what they cannot do together.
   Result join();
+
+  // The fault that is set for this rank and moment: it fails for this reason, or hangs until it is aborted. Success if none is.
+  Result fault(Fault::When when, const char* why);
 
   // Whether nothing of it is on a stream.
   bool is_idle();

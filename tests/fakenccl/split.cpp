@@ -15,14 +15,7 @@ bool Communicator::is_idle() {
 }
 
 Result Communicator::split(Place place, bool is_blocking, std::shared_ptr<Communicator>& made) {
-  const Fault& fault = settings().fault;
-  if (fault.rank == rank && fault.when == Fault::When::Split) {
-    if (fault.is_error) {
-      failure = "no memory for a part";
-      return SystemError;
-    }
-    while (!is_aborted()) usleep(200);
-  }
+  if (const Result failed = fault(Fault::When::Split, "no memory for a part")) return failed;
   const uint32_t number = ++splits_;
   const auto all = [&](auto&& is_there) {
     for (int other = 0; other < size; other++) {

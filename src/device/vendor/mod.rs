@@ -136,7 +136,7 @@ fn begin(chosen: &Chosen, current: &Current<'_>, all_gather: &mut AllGather<'_>)
     let begun = NcclComm::begin(library, current, UniqueId(id), (me.0, names.len() as u32), fields);
     let (raw, beginning) = match begun {
         Err(error) => (None, Beginning::Failed(error.to_string())),
-        Ok(raw) => match wait(&raw, *limit) {
+        Ok(raw) => match wait(|| raw.progress(), *limit, || false) {
             Ok(Progress::Done) => (Some(raw), Beginning::Begun),
             Ok(Progress::Going) => (Some(raw), Beginning::Late),
             Err(error) => (Some(raw), Beginning::Failed(error.to_string())),
@@ -167,13 +167,17 @@ fn problem(names: &[Rank], told: &[Beginning], limit: Duration) -> Option<String
     })
 }
 
-/// Waits until a communicator has done what it was told, or a limit has passed.
-fn wait(raw: &NcclComm, limit: Duration) -> Result<Progress, NcclError> {
+/// Waits until a communicator has done what it was told, a limit has passed, or it is given up.
+fn wait(
+    progress: impl Fn() -> Result<Progress, NcclError>,
+    limit: Duration,
+    is_given_up: impl Fn() -> bool,
+) -> Result<Progress, NcclError> {
     let begin = Instant::now();
     loop {
-        let progress = raw.progress()?;
+        let progress = progress()?;
         let waited = begin.elapsed();
-        if progress == Progress::Done || waited >= limit {
+        if progress == Progress::Done || waited >= limit || is_given_up() {
             return Ok(progress);
         }
         nap(waited);

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::part::{Part, PartId, abort_aside};
-use super::{Beginning, Chosen, VendorComm, nap, problem, wait};
+use super::{Beginning, Chosen, VendorComm, problem, wait};
 use crate::deadline::deadline_after;
 use crate::device::in_flight::Runner;
 use crate::device::setup::{AllGather, named};
 use crate::error::{Error, InitError};
 use crate::sync::{Arc, Ordering, lock};
 use crate::sys::cuda::Current;
-use crate::sys::nccl::{Feature, NcclComm, NcclError, Place, Progress, Splitting};
+use crate::sys::nccl::{Feature, NcclComm, NcclError, Place, Progress};
 use crate::types::Rank;
 
 /// The other ranks of a communicator, as they split it.
@@ -264,7 +264,7 @@ fn split(
         Ok(splitting) => splitting,
         Err(error) => return (None, failed(error)),
     };
-    let progress = wait_there(&splitting, chosen.limit, others);
+    let progress = wait(|| splitting.progress(), chosen.limit, || !others.are_there());
     let made = splitting.finish();
     match (progress, made) {
         (Err(error), made) => (made, failed(error)),
@@ -274,26 +274,13 @@ fn split(
         }
         (Ok(Progress::Done), None) => (None, Beginning::Begun),
         (Ok(Progress::Done), Some(made)) => {
-            let begun = match wait(&made, chosen.limit) {
+            let begun = match wait(|| made.progress(), chosen.limit, || false) {
                 Ok(Progress::Done) => Beginning::Begun,
                 Ok(Progress::Going) => Beginning::Late,
                 Err(error) => failed(error),
             };
             (Some(made), begun)
         }
-    }
-}
-
-/// Waits until a split is done, a limit has passed, or a rank is lost.
-fn wait_there(splitting: &Splitting, limit: Duration, others: &dyn Others) -> Result<Progress, NcclError> {
-    let begin = Instant::now();
-    loop {
-        let progress = splitting.progress()?;
-        let waited = begin.elapsed();
-        if progress == Progress::Done || waited >= limit || !others.are_there() {
-            return Ok(progress);
-        }
-        nap(waited);
     }
 }
 

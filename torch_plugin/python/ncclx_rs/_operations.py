@@ -533,9 +533,8 @@ class Operations:
         self._check_usable("all_gather_p_exec")
         self._check_tensor("all_gather_p_exec", input)
         warn_of_hints("all_gather_p_exec", opts.hints)
-        limit = round(opts.timeout.total_seconds() * 1000) if opts.timeout else -1
         try:
-            return TorchWork(handle.gather(input, async_op, limit))
+            return TorchWork(handle.gather(input, async_op, opts.limit_ms))
         except (TypeError, ValueError) as error:
             raise explained("all_gather_p_exec", (input,), error) from None
 

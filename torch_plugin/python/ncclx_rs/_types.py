@@ -336,6 +336,11 @@ class OpOptions:
             raise TypeError(f"{method}: argument `options`: expected {cls.__name__}, got {type(options).__name__}")
         return cls(options.timeout if limit is None else limit, {**options.hints, **(hints or {})})
 
+    @property
+    def limit_ms(self) -> int:
+        """The timeout as the native module takes it: in milliseconds, negative for the communicator's."""
+        return round(self.timeout.total_seconds() * 1000) if self.timeout else -1
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(timeout={self.timeout}, hints={self.hints})"
 

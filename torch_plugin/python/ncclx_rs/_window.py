@@ -447,10 +447,9 @@ class TorchCommWindow:
         self._registered()
         if options.hints:
             warn_of_hints(operation, options.hints)
-        limit = round(options.timeout.total_seconds() * 1000) if options.timeout else -1
         access = getattr(self._c10d, f"_window_{operation}")
         try:
-            work = TorchWork(access(self._id, *args, limit))
+            work = TorchWork(access(self._id, *args, options.limit_ms))
         except ValueError as error:
             raise explained(operation, args, error) from None
         if not args[-1]:
