@@ -415,6 +415,18 @@ fn accesses_to_mapped_parts_keep_their_order() {
                 assert!(memory.iter().all(|value| *value == expected), "round {round}: the put came last");
                 run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
             }
+            // Nothing travels any more. A part of a part, and what lies around it stays.
+            comm.window_fence(window.id()).expect("fence");
+            let before = memory.to_vec();
+            let (mut value, mut seen) = (vec![-1.0f32 - me as f32; 3], vec![0.0f32; 2]);
+            run(comm, at(40), vec![buffer(&mut value)], vec![]).expect("put");
+            let get = OpKind::Get { window: window.id(), from: peer, offset: 44 };
+            run(comm, get, vec![], vec![buffer(&mut seen)]).expect("get");
+            assert_eq!(seen, value[1..]);
+            signal(comm, &window, peer.index()).expect("signal");
+            wait_signal(comm, &window, peer.index()).expect("wait_signal");
+            assert_eq!(memory[10..13], [-1.0 - peer.0 as f32; 3]);
+            assert!(memory[..10] == before[..10] && memory[13..] == before[13..]);
             comm.window_deregister(window.id()).expect("deregister");
         });
     }
