@@ -124,6 +124,8 @@ pub struct Schedule {
     pub scratch: usize,
     /// Elements of memory for sums needed.
     pub sums: usize,
+    /// The steps before this one only prepare what goes to other hosts: see [`Builder::outward`].
+    pub inward: StepId,
 }
 
 /// Writes a schedule in program order and derives the dependencies from the memory that the steps touch.
@@ -140,6 +142,7 @@ pub struct Builder {
     /// Steps before this one are waited for by every later step.
     fence: Option<StepId>,
     fence_pending: bool,
+    inward: StepId,
 }
 
 impl Builder {
@@ -153,6 +156,7 @@ impl Builder {
             uses: Uses::default(),
             fence: None,
             fence_pending: false,
+            inward: 0,
         }
     }
 
@@ -222,7 +226,15 @@ impl Builder {
         self.fence_pending = !self.steps.is_empty();
     }
 
-    /// Puts steps that need no memory and wait for nothing before all others.
+    /// Says that the steps so far are what the ranks of each host do among themselves, before anything of another host is waited
+    /// for. No message within a host may be sent before and received after. It orders nothing: what runs long collectives in
+    /// segments may do these steps of the next segment first.
+    pub fn outward(&mut self) {
+        self.inward = self.steps.len() as StepId;
+    }
+
+    /// Puts steps that need no memory and wait for nothing before all others. What their messages tell is waited for at the end, so
+    /// the schedule has no [inward](Builder::outward) steps any more.
     pub(crate) fn put_first(&mut self, actions: impl Iterator<Item = Action>) {
         let first: Vec<Step> = actions.map(|action| Step { action, after: SmallVec::new() }).collect();
         let later = first.len() as StepId;
@@ -231,6 +243,7 @@ impl Builder {
         }
         self.uses.shift(later);
         self.steps.splice(..0, first);
+        self.inward = 0;
     }
 
     /// Whether a step so far sends to `rank`.
@@ -249,7 +262,7 @@ impl Builder {
 
     /// The finished schedule.
     pub fn finish(self) -> Schedule {
-        Schedule { name: self.name, steps: self.steps, scratch: self.scratch, sums: self.sums }
+        Schedule { name: self.name, steps: self.steps, scratch: self.scratch, sums: self.sums, inward: self.inward }
     }
 }
 

@@ -80,12 +80,14 @@ pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
         let me = hosts.local.me();
         let stripes = pieces(data, size);
         direct::reduce_scatter(builder, &hosts.local, &stripes, stripes[me], chunk);
+        builder.outward();
         all_reduce_across(builder, &hosts.across(), setting, stripes[me], chunk);
         direct::all_gather(builder, &hosts.local, stripes[me], &stripes, chunk);
     } else {
         let leaders = hosts.leaders(Rank(0));
         let leader = hosts.leader(&leaders);
         binomial::reduce(builder, &hosts.local, leader, data, chunk);
+        builder.outward();
         if let Some(group) = hosts.leading(&leaders) {
             all_reduce_across(builder, &group, setting, data, chunk);
         }
@@ -276,6 +278,7 @@ pub fn reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Sl
         }
         direct::reduce_scatter(builder, &hosts.local, &blocks, of_hosts[host], chunk);
     }
+    builder.outward();
     let across = hosts.across();
     if across.size() <= DIRECT_MAX_RANKS {
         direct::reduce_scatter(builder, &across, &of_hosts, into, chunk);
@@ -312,6 +315,7 @@ fn all_gather_by_blocks(builder: &mut Builder, hosts: &Hosts<'_>, blocks: &[Slic
     }
     let local: Vec<Slice> = hosts.ranks().iter().map(|rank| blocks[rank.index()]).collect();
     direct::all_gather(builder, &hosts.local, local[me], &local, chunk);
+    builder.outward();
     for ranks in hosts.before() {
         // Where steps are taken in order, ranks of a host would otherwise wait for each other before they pass on.
         for (place, rank) in ranks.iter().enumerate().filter(|(place, _)| place % hosts.local.size() == me) {
@@ -329,6 +333,7 @@ fn all_gather_by_hosts(builder: &mut Builder, hosts: &Hosts<'_>, order: &HostOrd
     let (topo, me) = (hosts.setting.topo, hosts.local.me());
     let local: Vec<Slice> = hosts.ranks().iter().map(|rank| order.blocks[rank.index()]).collect();
     direct::all_gather(builder, &hosts.local, local[me], &local, chunk);
+    builder.outward();
     let home = topo.host_of(hosts.setting.me);
     for (turn, ranks) in hosts.after().enumerate().filter(|(turn, _)| turn % hosts.local.size() == me) {
         direct::send_in_chunks(builder, ranks[turn % ranks.len()], order.of_hosts[home], chunk);
@@ -361,11 +366,13 @@ fn all_gather_by_leaders(builder: &mut Builder, hosts: &Hosts<'_>, order: &HostO
     let leader = hosts.leader(&leaders);
     if me != leader {
         builder.push(Action::Send { to: leader, from: order.blocks[me.index()] });
+        builder.outward();
     }
     if let Some(group) = hosts.leading(&leaders) {
         for &from in hosts.ranks().iter().filter(|rank| **rank != me) {
             builder.push(Action::Recv { from, into: order.blocks[from.index()] });
         }
+        builder.outward();
         bruck::all_gather(builder, &group, order.of_hosts[group.me()], &order.of_hosts);
     }
     binomial::broadcast(builder, &hosts.local, leader, order.all, order.all.len.max(1));

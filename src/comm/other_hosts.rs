@@ -77,14 +77,9 @@ impl OtherHosts for ThroughEngine {
 }
 
 impl Exchange for ThroughEngine {
-    fn submit(
-        &self,
-        number: u64,
-        call: Signature,
-        segments: &mut dyn Iterator<Item = &Traffic>,
-    ) -> std::io::Result<()> {
+    fn submit(&self, number: u64, call: Signature, all: &mut dyn Iterator<Item = &Traffic>) -> std::io::Result<()> {
         let is_idle = self.with_relay(|relay, ctx| {
-            relay.submit(ctx, number, call, segments);
+            relay.submit(ctx, number, call, all);
             relay.is_idle()
         });
         if is_idle { Ok(()) } else { self.0.wake_progress_thread() }

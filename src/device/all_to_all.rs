@@ -13,8 +13,8 @@
 
 use crate::counts::Counts;
 use crate::device::layout::ALIGNMENT;
-use crate::device::lower::{DriverCall, Location, Program, Sent, WordOperation};
-use crate::device::network::{Parcel, Traffic};
+use crate::device::lower::{DriverCall, Location, Program, WordOperation};
+use crate::device::network::Parcel;
 use crate::device::segment::StagingTooSmall;
 use crate::schedule::{Slice, Space};
 use crate::topo::Topology;
@@ -73,7 +73,7 @@ pub fn programs(topo: &Topology, me: Rank, blocks: Blocks<'_>, half: usize) -> R
     // One more program, which receives the last pieces.
     let count = (pieces + usize::from(pieces > 0)).next_multiple_of(2);
     let program = |number: usize| {
-        let mut lowering = Lowering { element, room, program: Lowering::nothing(seats) };
+        let mut lowering = Lowering { element, room, program: Program::nothing(seats) };
         lowering.send(&sent, number);
         if let Some(before) = number.checked_sub(1) {
             lowering.receive(&received, before);
@@ -116,22 +116,12 @@ struct Lowering {
 }
 
 impl Lowering {
-    /// A program in which nothing is done within the host.
-    fn nothing(seats: usize) -> Program {
-        Program {
-            operations: Vec::new(),
-            sent: vec![Sent::default(); seats],
-            received: vec![0; seats],
-            traffic: Traffic::default(),
-        }
-    }
-
     /// Copies all, and counts them with one word.
     fn send(&mut self, blocks: &[Block], number: usize) {
         for (place, block) in blocks.iter().enumerate() {
             let Some(slice) = block.piece(number, Space::Input) else { continue };
             let (offset, bytes) = (place * self.room, slice.len * self.element);
-            self.program.traffic.outbound.push(Parcel { peer: block.peer, offset, bytes });
+            self.program.traffic.outbound.push(Parcel { peer: block.peer, offset, bytes, is_led: false });
             if bytes > 0 {
                 let into = Location::Outbound { offset, bytes };
                 self.program.operations.push(DriverCall::Copy { from: Location::Own(slice), into });
@@ -148,7 +138,7 @@ impl Lowering {
         for (place, block) in blocks.iter().enumerate() {
             let Some(slice) = block.piece(number, Space::Output) else { continue };
             let (offset, bytes) = (place * self.room, slice.len * self.element);
-            self.program.traffic.inbound.push(Parcel { peer: block.peer, offset, bytes });
+            self.program.traffic.inbound.push(Parcel { peer: block.peer, offset, bytes, is_led: false });
             let number = self.program.traffic.inbound.len() as u32;
             self.program.operations.push(DriverCall::Words(vec![WordOperation::AwaitInbound { number }]));
             if bytes > 0 {

@@ -4,24 +4,27 @@
 
 use smallvec::SmallVec;
 
+use crate::device::halves::{Halves, Phase};
 use crate::device::lower::{Program, WordOperation};
 use crate::types::Rank;
 
 /// What one rank has counted on one lane.
 #[derive(Clone, Debug)]
 pub struct Counters {
-    /// The half of staging memory that the next segment uses.
-    half: usize,
+    halves: Halves,
     /// By peer, the messages sent and received so far.
     sent: Vec<u64>,
     received: Vec<u64>,
     /// By half and peer, the number of the last message in it; zero if none was.
     last: [Vec<u64>; 2],
+    /// The same, as it was when the segment began that uses the half; zero once the stream waits for it.
+    before: [Vec<u64>; 2],
     /// The messages sent to other hosts and received from there so far.
     outbound: u64,
     inbound: u64,
-    /// By half, the number of the last message to other hosts in it; zero if none was.
+    /// By half, the number of the last message to other hosts in it, and the same as above.
     last_outbound: [u64; 2],
+    before_outbound: [u64; 2],
 }
 
 /// A word that two ranks share, or that a rank's stream shares with its CPU engine.
@@ -89,8 +92,18 @@ impl Counters {
     /// A lane of `size` ranks on which nothing has happened.
     pub fn new(size: usize) -> Counters {
         let zeros = || vec![0; size];
-        let (sent, received, last) = (zeros(), zeros(), [zeros(), zeros()]);
-        Counters { half: 0, sent, received, last, outbound: 0, inbound: 0, last_outbound: [0; 2] }
+        let halves = || [zeros(), zeros()];
+        Counters {
+            halves: Halves::default(),
+            sent: zeros(),
+            received: zeros(),
+            last: halves(),
+            before: halves(),
+            outbound: 0,
+            inbound: 0,
+            last_outbound: [0; 2],
+            before_outbound: [0; 2],
+        }
     }
 
     /// How many messages have been sent to other hosts, and how many received from there.
@@ -108,24 +121,31 @@ impl Counters {
         &self.received
     }
 
-    /// Takes up the program of the next segment.
+    /// Takes up the program of the next segment, or of the next part of one.
     ///
     /// Every rank takes up one for every segment, also a rank that has nothing to do in it.
     pub fn take_up(&mut self, me: Rank, program: &Program) -> Numbering {
-        let half = self.half;
-        let last = &mut self.last[half];
+        let phase = program.traffic.phase;
+        let half = self.halves.take(phase);
+        let (last, before) = (&mut self.last[half], &mut self.before[half]);
+        if phase != Phase::Rest {
+            before.clone_from(last);
+            self.before_outbound[half] = self.last_outbound[half];
+        }
         let writes = program.sent.iter().any(|sent| sent.staged > 0);
-        let readers = last.iter().enumerate().filter(|(_, number)| writes && **number > 0);
-        let credit = |(reader, number): (usize, &u64)| {
-            WordAccess::Wait(Word::Tail { sender: me, receiver: Rank::from(reader) }, *number)
+        let credit = |(reader, number): (usize, &mut u64)| {
+            let tail = Word::Tail { sender: me, receiver: Rank::from(reader) };
+            Some(std::mem::take(number)).filter(|number| *number > 0).map(|number| WordAccess::Wait(tail, number))
         };
-        let mut credits: SmallVec<[WordAccess; 8]> = readers.map(credit).collect();
+        let readers = before.iter_mut().enumerate().filter(|_| writes);
+        let mut credits: SmallVec<[WordAccess; 8]> = readers.filter_map(credit).collect();
         let (outbound, inbound) = (self.outbound, self.inbound);
         self.outbound += program.traffic.outbound.len() as u64;
         self.inbound += program.traffic.inbound.len() as u64;
         if program.traffic.outbound.iter().any(|parcel| parcel.bytes > 0) {
-            let last = std::mem::replace(&mut self.last_outbound[half], self.outbound);
-            credits.extend((last > 0).then_some(WordAccess::Wait(Word::Sent { of: me }, last)));
+            self.last_outbound[half] = self.outbound;
+            let before = std::mem::take(&mut self.before_outbound[half]);
+            credits.extend((before > 0).then_some(WordAccess::Wait(Word::Sent { of: me }, before)));
         }
         let (sent, received) = (SmallVec::from_slice(&self.sent), SmallVec::from_slice(&self.received));
         for (peer, now) in program.sent.iter().enumerate().filter(|(_, now)| now.staged > 0) {
@@ -133,13 +153,12 @@ impl Counters {
         }
         self.sent.iter_mut().zip(&program.sent).for_each(|(sent, now)| *sent += u64::from(now.messages));
         self.received.iter_mut().zip(&program.received).for_each(|(received, now)| *received += u64::from(*now));
-        self.half = 1 - half;
         Numbering { me, half, sent, received, outbound, inbound, credits }
     }
 }
 
 impl Numbering {
-    /// The half of staging memory that the segment uses, on every rank.
+    /// The half of memory that the segment uses, on every rank.
     pub fn half(&self) -> usize {
         self.half
     }

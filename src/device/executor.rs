@@ -33,7 +33,9 @@ use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
-use crate::sys::cuda::{Context, CudaError, Current, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId};
+use crate::sys::cuda::{
+    Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId,
+};
 use crate::topo::Topology;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::window::WindowId;
@@ -226,7 +228,9 @@ impl Executor {
         let Parts { context, words, registered, staging, network, width, topo, members } = parts;
         let [staging, cells] = <[Staging; 2]>::try_from(staging).expect("as many as `halves` wants");
         let (seat, world, half) = (topo.seat(me), members.len(), staging.half());
-        let room = Room { half, scratch: 2 * half, network: NetworkMemory::half_beside(half) };
+        // Where segments are skewed, two use scratch memory at a time.
+        let (scratch_bytes, at_a_time) = (2 * half, if network.is_some() { 2 } else { 1 });
+        let room = Room { half, scratch: scratch_bytes / at_a_time, network: NetworkMemory::half_beside(half) };
         let here = topo.hosts()[topo.host_of(me)].clone();
         let (layout, _) = self::words(here.len());
         let control = Arc::new(Control::new(words.clone(), layout, seat, width).of_some(here, world));
@@ -236,7 +240,7 @@ impl Executor {
         let sharing = members.iter().filter(|member| member.device == members[me.index()].device).count();
         let memory = || -> Result<_, CudaError> {
             let launcher = Launcher::new(&context, sharing, None)?;
-            let scratch = [DeviceMemory::new(&context, room.scratch)?, DeviceMemory::new(&context, room.scratch)?];
+            let scratch = [DeviceMemory::new(&context, scratch_bytes)?, DeviceMemory::new(&context, scratch_bytes)?];
             Ok((launcher, scratch, Event::new(&context)?))
         };
         let (mut launcher, [scratch, sums], end) = memory().map_err(|error| setup_failed(&comm, &error))?;
@@ -405,7 +409,7 @@ impl Executor {
         if let Run::Programs(Prepared::Plan(plan), _) = &run
             && state.world > MAX_BLOCKS
         {
-            let mut programs = plan.segments.iter().map(|(_, program)| program);
+            let mut programs = plan.programs.iter().map(|(_, program)| program);
             let checked = programs.try_for_each(|program| launch::check(program));
             checked.map_err(|error| self.refused(&request.signature, &error))?;
         }
@@ -423,7 +427,7 @@ impl Executor {
             })?;
         }
         let (algorithm, segments) = match &run {
-            Run::Programs(Prepared::Plan(plan), _) => (plan.algorithm, plan.segments.len() as u32),
+            Run::Programs(Prepared::Plan(plan), _) => (plan.algorithm, plan.segments as u32),
             Run::Programs(Prepared::Rounds(..), _) => (request.signature.algorithm, 1),
             Run::Vendor(_, calls) => (request.signature.algorithm, calls.pieces),
         };
@@ -584,7 +588,7 @@ impl Prepared {
     /// What each of its programs exchanges with other hosts.
     fn traffic(&self) -> Box<dyn Iterator<Item = &Traffic> + '_> {
         match self {
-            Prepared::Plan(plan) => Box::new(plan.segments.iter().map(|(_, program)| &program.traffic)),
+            Prepared::Plan(plan) => Box::new(plan.programs.iter().map(|(_, program)| &program.traffic)),
             Prepared::Rounds(_, far) => {
                 Box::new(far.iter().flat_map(|far| &far.programs).map(|program| &program.traffic))
             }
@@ -666,8 +670,8 @@ impl State {
         let tensors = Tensors {
             input: &inputs,
             output: &outputs,
-            scratch: self.scratch.bytes(),
-            sums: self.sums.bytes(),
+            scratch: self.of_halves(&self.scratch),
+            sums: self.of_halves(&self.sums),
             parts: &parts,
             element: request.dtype.size(),
             sum: request.scaling.bytes_in(Space::Sums, request.dtype.size()),
@@ -708,14 +712,24 @@ impl State {
                 }
             }
             Run::Programs(Prepared::Plan(plan), _) => {
-                for (index, (segment, program)) in plan.segments.iter().enumerate() {
-                    put(segment, program, edges(index, plan.segments.len()))?;
+                for (index, (segment, program)) in plan.programs.iter().enumerate() {
+                    put(segment, program, edges(index, plan.programs.len()))?;
                 }
             }
         }
         self.end.record(current, stream)?;
         self.last = Some(id);
         Ok(())
+    }
+
+    /// Scratch memory, for segments that use either half of the staging memory.
+    fn of_halves<'a>(&self, memory: &'a DeviceMemory) -> [DeviceBytes<'a>; 2] {
+        let all = memory.bytes();
+        if self.topo.hosts().len() == 1 {
+            return [all; 2];
+        }
+        let half = all.len() / 2;
+        [all.part(0, half), all.part(half, half)]
     }
 
     /// Puts only the end of an operation on the stream, where a part of it failed: the end says when the stream has run out.

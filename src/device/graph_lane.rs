@@ -88,7 +88,7 @@ enum Lanes {
 pub(crate) enum CapturedWork<'a> {
     Plan {
         /// In their order.
-        segments: &'a [(Segment, Arc<Program>)],
+        programs: &'a [(Arc<Segment>, Arc<Program>)],
         /// The bytes of an element.
         element: usize,
         /// The bytes of a sum.
@@ -208,9 +208,9 @@ impl GraphMemory {
     ) -> Result<(), CudaError> {
         let size = self.layout.words().ranks();
         let tokens = match operation.captured {
-            CapturedWork::Plan { segments, element, sum } => {
-                self.make_room(segments, element, sum)?;
-                Tokens::of_programs(self.me, segments.iter().map(|(_, program)| &**program))
+            CapturedWork::Plan { programs, element, sum } => {
+                self.make_room(programs, element, sum)?;
+                Tokens::of_programs(self.me, programs.iter().map(|(_, program)| &**program))
             }
             CapturedWork::Rounds(rounds) => Tokens::of_rounds(self.me, size, rounds),
         };
@@ -246,11 +246,12 @@ impl GraphMemory {
                 rings.reset();
                 rings.submit(current, stream, rounds, &[input, output], Edges::default())
             }
-            (Lanes::Plans(lane), &CapturedWork::Plan { segments, element, sum }) => {
+            (Lanes::Plans(lane), &CapturedWork::Plan { programs, element, sum }) => {
                 lane.reset();
-                let [scratch, sums] = [&self.scratch, &self.sums].map(|all| all.last().expect("there is room").bytes());
+                let [scratch, sums] =
+                    [&self.scratch, &self.sums].map(|all| [all.last().expect("there is room").bytes(); 2]);
                 let tensors = Tensors { input, output, scratch, sums, parts: &[], element, sum };
-                segments.iter().try_for_each(|(segment, program)| {
+                programs.iter().try_for_each(|(segment, program)| {
                     let submission = Submission { program, segment, tensors: &tensors, edges: Edges::default() };
                     lane.submit(current, stream, &submission, kernels)
                 })
@@ -277,8 +278,13 @@ impl GraphMemory {
     }
 
     /// Makes as much scratch memory as these programs use, if there is less. The memory of earlier operations stays.
-    fn make_room(&mut self, segments: &[(Segment, Arc<Program>)], element: usize, sum: usize) -> Result<(), CudaError> {
-        let used = |space| segments.iter().map(|(_, program)| used(program, space)).max().unwrap_or(0);
+    fn make_room(
+        &mut self,
+        programs: &[(Arc<Segment>, Arc<Program>)],
+        element: usize,
+        sum: usize,
+    ) -> Result<(), CudaError> {
+        let used = |space| programs.iter().map(|(_, program)| used(program, space)).max().unwrap_or(0);
         let (scratch, sums) = (used(Space::Scratch) * element, used(Space::Sums) * sum);
         grow(&self.context, &mut self.scratch, scratch)?;
         grow(&self.context, &mut self.sums, sums)

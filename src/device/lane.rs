@@ -69,10 +69,10 @@ pub struct Tensors<'a> {
     pub input: &'a [DeviceBytes<'a>],
     /// The whole output, likewise.
     pub output: &'a [DeviceBytes<'a>],
-    /// Scratch memory, enough for a segment.
-    pub scratch: DeviceBytes<'a>,
-    /// Memory for sums, enough for a segment.
-    pub sums: DeviceBytes<'a>,
+    /// Scratch memory, enough for a segment, by the half of the staging memory that it uses.
+    pub scratch: [DeviceBytes<'a>; 2],
+    /// Memory for sums, likewise.
+    pub sums: [DeviceBytes<'a>; 2],
     /// The parts of a window of all ranks, where the operation writes to them.
     pub parts: &'a [DeviceBytes<'a>],
     /// The bytes of an element.
@@ -153,8 +153,8 @@ impl<'a> Places<'a> {
                 let (extent, whole) = match slice.space {
                     Space::Input => (&self.segment.input, input),
                     Space::Output => (&self.segment.output, output),
-                    Space::Scratch => return one(scratch.part(slice.offset * element, slice.len * element)),
-                    Space::Sums => return one(sums.part(slice.offset * sum, slice.len * sum)),
+                    Space::Scratch => return one(scratch[self.half].part(slice.offset * element, slice.len * element)),
+                    Space::Sums => return one(sums[self.half].part(slice.offset * sum, slice.len * sum)),
                     Space::Parts => {
                         let mut stretches = Stretches::new();
                         cut(parts, slice.offset * element, slice.len * element, &mut stretches);

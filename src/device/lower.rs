@@ -1,4 +1,5 @@
-//! Lowering: one rank's schedule of a segment as the operations that it puts on a stream.
+//! Lowering: one rank's schedule of a segment as the operations that it puts on a stream, in one program or in
+//! [two](crate::device::halves).
 //!
 //! # Words
 //! Two words belong to each ordered pair of ranks. The *head* counts the messages that the sender has published: the sender's
@@ -19,15 +20,18 @@
 //! A segment uses one half of the staging memory, the next segment the other. No send waits inside a segment: before the stream
 //! writes to a half, it waits only for the readers of the segment before the last.
 
+use std::ops::Range;
+
 use crate::algo::{self, Chunking, Collective, Scaling, Setting};
+use crate::device::halves::Phase;
 use crate::device::layout::{Cell, Layout};
 use crate::device::network::{Parcel, Traffic};
-use crate::schedule::{Action, Schedule, Slice, Space, StepId};
+use crate::schedule::{Action, Schedule, Slice, Space, Step, StepId};
 use crate::topo::Topology;
 use crate::types::Rank;
 
-/// What a stream does for one segment of a collective. Values of words are counted from the segment's beginning; see
-/// [`counters`](crate::device::counters).
+/// What a stream does for one segment of a collective, or for a part of one. Values of words are counted from its beginning;
+/// see [`counters`](crate::device::counters).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
     /// In the order in which they are submitted.
@@ -41,6 +45,12 @@ pub struct Program {
 }
 
 impl Program {
+    /// One that does nothing, on a host of so many ranks.
+    pub(crate) fn nothing(ranks: usize) -> Program {
+        let (sent, received) = (vec![Sent::default(); ranks], vec![0; ranks]);
+        Program { operations: Vec::new(), sent, received, traffic: Traffic::default() }
+    }
+
     /// How much memory it takes.
     pub(crate) fn bytes(&self) -> usize {
         let of = |operation: &DriverCall| match operation {
@@ -79,7 +89,7 @@ pub enum DriverCall {
     Kernel(Kernel),
 }
 
-/// What is done to a word. Numbers count the messages of the pair in this segment, from 1.
+/// What is done to a word. Numbers count the messages of the pair in this program, from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WordOperation {
     /// Waits until this message has been published.
@@ -209,6 +219,8 @@ pub struct Staged {
     topo: Topology,
     schedules: Vec<Schedule>,
     layouts: Vec<Layouts>,
+    /// By rank, how many steps its lead has.
+    leads: Vec<usize>,
 }
 
 /// Where the messages of one rank lie.
@@ -247,7 +259,8 @@ impl Staged {
     }
 
     fn of_hosts(topo: Topology, schedules: Vec<Schedule>, element: usize, scaling: Scaling) -> Staged {
-        let mut staged = Staged { element, scaling, topo, schedules, layouts: Vec::new() };
+        let mut staged = Staged { element, scaling, topo, schedules, layouts: Vec::new(), leads: Vec::new() };
+        staged.leads = (0..staged.schedules.len()).map(|rank| staged.lead(Rank::from(rank))).collect();
         let layouts = |(me, schedule): (usize, &Schedule)| {
             let bytes = |space| staged.element_bytes(space);
             let is_local = |peer| staged.topo.same_host(Rank::from(me), peer);
@@ -279,12 +292,50 @@ impl Staged {
 
     /// The program of rank `me`, whose operation may be in place.
     pub fn program(&self, me: Rank, in_place: Option<InPlace>) -> Program {
-        let schedule = &self.schedules[me.index()];
         let mut lowering = Lowering::new(self, me, in_place);
-        for (step, action) in schedule.steps.iter().map(|step| step.action).enumerate() {
-            lowering.take(step as StepId, action);
-        }
+        lowering.take_all(0..self.schedules[me.index()].steps.len());
         lowering.finish()
+    }
+
+    /// The same as two programs: the segment's lead and its rest.
+    ///
+    /// # Panics
+    /// When the leads of two ranks of a host do not fit together.
+    pub fn parts(&self, me: Rank, in_place: Option<InPlace>) -> [Program; 2] {
+        let (lead, all) = (self.leads[me.index()], self.schedules[me.index()].steps.len());
+        let mut lowering = Lowering::new(self, me, in_place);
+        lowering.led = self
+            .schedules
+            .iter()
+            .zip(&self.leads)
+            .map(|(schedule, lead)| messages(&schedule.steps[..*lead], me))
+            .collect();
+        lowering.begin(Phase::Lead);
+        lowering.take_all(0..lead);
+        let first = lowering.cut();
+        let here = &self.topo.hosts()[self.topo.host_of(me)];
+        assert!(
+            here.iter().zip(&first.received).all(|(peer, received)| *received == lowering.led[peer.index()]),
+            "a message to rank {me} within its host is sent in the lead of `{}`, and received later, or the other way",
+            lowering.schedule.name
+        );
+        lowering.begin(Phase::Rest);
+        lowering.take_all(lead..all);
+        [first, lowering.finish()]
+    }
+
+    /// How many steps the lead of a rank has: its inward steps, and what follows up to the first that receives anything, or that
+    /// sends to a rank of its host, which may receive it in its rest.
+    fn lead(&self, me: Rank) -> usize {
+        let Schedule { steps, inward, .. } = &self.schedules[me.index()];
+        let inward = *inward as usize;
+        let ends = |action: Action| match action {
+            Action::Send { to, .. } => self.topo.same_host(me, to),
+            Action::Recv { .. } | Action::RecvReduce { .. } => true,
+            _ => false,
+        };
+        let more = steps[inward..].iter().position(|step| ends(step.action));
+        more.map_or(steps.len(), |more| inward + more)
     }
 
     fn element_bytes(&self, space: Space) -> usize {
@@ -298,6 +349,12 @@ impl Staged {
         let to_receiver = |action| matches!(action, Action::Send { to, .. } if to == receiver);
         sends.filter(|(_, step)| to_receiver(step.action)).map(|(id, _)| layout.cell(id as StepId)).collect()
     }
+}
+
+/// How many of the steps send to `to`.
+fn messages(steps: &[Step], to: Rank) -> u32 {
+    let sends = |step: &&Step| matches!(step.action, Action::Send { to: peer, .. } if peer == to);
+    steps.iter().filter(sends).count() as u32
 }
 
 /// A received block that is not copied, but read where it lies.
@@ -315,8 +372,10 @@ struct Lowering<'a> {
     seat: Rank,
     in_place: Option<InPlace>,
     schedule: &'a Schedule,
-    /// By sender of this host, the cells of its messages to this rank.
-    cells: Vec<Vec<Option<Cell>>>,
+    /// By sender of this host, the cells of its messages to this rank that are to come.
+    cells: Vec<std::vec::IntoIter<Option<Cell>>>,
+    /// By sender, how many of its messages to this rank are sent in a lead and are to come.
+    led: Vec<u32>,
     aliases: Vec<Alias>,
     program: Program,
     /// The operations on words that are being collected.
@@ -337,17 +396,24 @@ impl<'a> Lowering<'a> {
             seat: staged.topo.seat(me),
             in_place,
             schedule: &staged.schedules[me.index()],
-            cells: here.iter().map(|sender| staged.cells(*sender, me)).collect(),
+            cells: here.iter().map(|sender| staged.cells(*sender, me).into_iter()).collect(),
+            led: vec![0; staged.schedules.len()],
             aliases: Vec::new(),
-            program: Program {
-                operations: Vec::new(),
-                sent: vec![Sent::default(); size],
-                received: vec![0; size],
-                traffic: Traffic::default(),
-            },
+            program: Program::nothing(size),
             words: Vec::new(),
             copies: Vec::new(),
             consumed: vec![0; size],
+        }
+    }
+
+    /// Begins with a part of the segment.
+    fn begin(&mut self, phase: Phase) {
+        self.program.traffic.phase = phase;
+    }
+
+    fn take_all(&mut self, steps: Range<usize>) {
+        for step in steps {
+            self.take(step as StepId, self.schedule.steps[step].action);
         }
     }
 
@@ -433,7 +499,8 @@ impl<'a> Lowering<'a> {
     fn send_away(&mut self, step: StepId, to: Rank, from: Slice) {
         let cell = self.staged.layouts[self.me.index()].outbound.cell(step);
         let Cell { offset, bytes, is_shared } = cell.unwrap_or(Cell { offset: 0, bytes: 0, is_shared: true });
-        self.program.traffic.outbound.push(Parcel { peer: to, offset, bytes });
+        let is_led = self.program.traffic.phase == Phase::Lead;
+        self.program.traffic.outbound.push(Parcel { peer: to, offset, bytes, is_led });
         let number = self.program.traffic.outbound.len() as u32;
         if !is_shared {
             self.push(DriverCall::Copy { from: Location::Own(from), into: Location::Outbound { offset, bytes } });
@@ -450,7 +517,9 @@ impl<'a> Lowering<'a> {
         if !self.staged.topo.same_host(self.me, from) {
             let cell = self.staged.layouts[self.me.index()].inbound.cell(step);
             let (offset, bytes) = cell.map_or((0, 0), |cell| (cell.offset, cell.bytes));
-            self.program.traffic.inbound.push(Parcel { peer: from, offset, bytes });
+            let is_led = self.led[from.index()] > 0;
+            self.led[from.index()] -= u32::from(is_led);
+            self.program.traffic.inbound.push(Parcel { peer: from, offset, bytes, is_led });
             let number = self.program.traffic.inbound.len() as u32;
             match self.words.last_mut() {
                 Some(WordOperation::AwaitInbound { number: last }) => *last = number,
@@ -460,7 +529,7 @@ impl<'a> Lowering<'a> {
         }
         let from = self.staged.topo.seat(from);
         let received = &mut self.program.received[from.index()];
-        let cell = self.cells[from.index()][*received as usize];
+        let cell = self.cells[from.index()].next().expect("a send for every receive");
         *received += 1;
         let number = *received;
         self.words.push(WordOperation::Await { from, number });
@@ -499,10 +568,14 @@ impl<'a> Lowering<'a> {
     }
 
     /// The blocks of `len` elements that `from` consists of, and where they are.
-    fn blocks(&self, from: Slice, len: usize) -> Vec<Location> {
+    fn blocks(&mut self, from: Slice, len: usize) -> Vec<Location> {
         let blocks = (0..from.len.checked_div(len).unwrap_or(0)).map(|index| from.part(index * len, len));
-        let find = |block: Slice| self.aliases.iter().rev().find(|alias| alias.slice == block);
-        blocks.map(|block| find(block).map_or(Location::Own(block), |alias| alias.cell)).collect()
+        // Each is read once.
+        let mut find = |block: Slice| {
+            let place = self.aliases.iter().rposition(|alias| alias.slice == block)?;
+            Some(self.aliases.remove(place).cell)
+        };
+        blocks.map(|block| find(block).unwrap_or(Location::Own(block))).collect()
     }
 
     fn compute(&mut self, kernel: Kernel) {
@@ -538,16 +611,30 @@ impl<'a> Lowering<'a> {
         }
     }
 
+    /// Ends the program so far: nothing that follows reads what its messages have brought.
+    fn cut(&mut self) -> Program {
+        self.flush();
+        for Alias { slice, cell } in std::mem::take(&mut self.aliases) {
+            self.push(DriverCall::Copy { from: cell, into: Location::Own(slice) });
+        }
+        self.end()
+    }
+
     fn finish(mut self) -> Program {
         self.flush();
-        let releases = self.consumed.iter().enumerate().filter(|(_, number)| **number > 0);
-        let releases =
-            releases.map(|(from, number)| WordOperation::Release { from: Rank::from(from), number: *number });
+        self.end()
+    }
+
+    /// Gives back what the program's messages lie in, and takes the program away.
+    fn end(&mut self) -> Program {
+        let releases = self.consumed.iter_mut().map(std::mem::take).enumerate().filter(|(_, number)| *number > 0);
+        let releases = releases.map(|(from, number)| WordOperation::Release { from: Rank::from(from), number });
         let inbound = self.program.traffic.inbound.len() as u32;
         self.words =
             releases.chain((inbound > 0).then_some(WordOperation::ReleaseInbound { number: inbound })).collect();
         self.flush();
-        self.program
+        let size = self.consumed.len();
+        std::mem::replace(&mut self.program, Program::nothing(size))
     }
 }
 

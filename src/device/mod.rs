@@ -5,8 +5,8 @@
 //! takes part once they are submitted.
 //!
 //! What decides is pure: [`segment`] cuts a collective to what fits into staging memory, [`layout`] says where its messages lie
-//! there, [`lower`] turns a schedule into a [`lower::Program`], which [`plans`] keep, and [`counters`] give its words their
-//! values. Messages between two ranks take another way: [`rounds`] turns batches of them into operations, and [`rings`] count
+//! there, [`lower`] turns a schedule into a [`lower::Program`], or into two that take their turns by [`halves`], which [`plans`]
+//! keep, and [`counters`] give its words their values. Messages between two ranks take another way: [`rounds`] turns batches of them into operations, and [`rings`] count
 //! for them. Data to and from other hosts is [`network`] traffic, which the CPU engine exchanges by [`other_hosts`];
 //! [`all_to_all`] has programs of its own for it.
 //!
@@ -40,6 +40,7 @@ pub(crate) mod graph;
 pub(crate) mod graph_lane;
 pub(crate) mod graph_rings;
 pub(crate) mod graph_waits;
+pub mod halves;
 pub(crate) mod in_flight;
 pub mod kernels;
 pub(crate) mod landing;

@@ -2,9 +2,10 @@
 //!
 //! A rank has two halves of memory for what it sends to other hosts, and two for what comes from there: a segment uses one of
 //! each, the next segment the others. Four words say how far the rank's stream and its CPU engine are, by counting messages
-//! in the order of the schedules: how many the stream has made ready, how many of these have been sent, how many have come, and
+//! in the order of the stream's programs: how many the stream has made ready, how many of these have been sent, how many have come, and
 //! with how many of these the stream is done.
 
+use crate::device::halves::{Halves, Phase};
 use crate::sync::Arc;
 use crate::sys::cuda::{Context, DeviceBytes, HostMemoryError, SharedHostMemory};
 use crate::types::Rank;
@@ -18,11 +19,15 @@ pub struct Parcel {
     pub offset: usize,
     /// Its bytes, perhaps none.
     pub bytes: usize,
+    /// Whether its sender sends it in the lead of a segment.
+    pub is_led: bool,
 }
 
-/// What one rank exchanges with other hosts in a segment.
+/// What one rank exchanges with other hosts in a segment, or in a part of one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
+    /// In which part.
+    pub phase: Phase,
     /// What it sends, in the order in which its stream makes it ready.
     pub outbound: Vec<Parcel>,
     /// What it receives, in the order in which its stream waits for it.
@@ -39,46 +44,50 @@ impl Traffic {
 /// How the CPU engine counts the messages of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
-    half: usize,
+    halves: Halves,
     sent: u64,
     received: u64,
     /// By half, the number of the last message that has come into it; zero if none has.
     last: [u64; 2],
+    /// The same, as it was when the segment began that uses the half.
+    before: [u64; 2],
 }
 
-/// When the messages of a segment may go and come.
+/// When the messages of a segment, or of a part of one, may go and come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
     /// The half of memory.
     pub half: usize,
-    /// The messages sent before: the first one of the segment may go when one more is ready.
+    /// The messages sent before: the first one may go when one more is ready.
     pub sent: u64,
     /// The messages received before.
     pub received: u64,
-    /// The messages of the segment may come when the stream is done with so many.
+    /// The messages may come when the stream is done with so many.
     pub taken: u64,
 }
 
 impl Ledger {
-    /// Takes up the next segment.
+    /// Takes up the next segment, or the next part of one.
     ///
     /// ```
     /// use ncclx_rs::Rank;
     /// use ncclx_rs::device::network::{Ledger, Parcel, Traffic};
-    /// let inbound = vec![Parcel { peer: Rank(1), offset: 0, bytes: 8 }; 2];
-    /// let (mut ledger, traffic) = (Ledger::default(), Traffic { outbound: vec![], inbound });
+    /// let inbound = vec![Parcel { peer: Rank(1), offset: 0, bytes: 8, is_led: false }; 2];
+    /// let (mut ledger, traffic) = (Ledger::default(), Traffic { inbound, ..Traffic::default() });
     /// let taken: Vec<_> = (0..4).map(|_| ledger.take_up(&traffic).taken).collect();
     /// assert_eq!(taken, [0, 0, 2, 4]); // the third segment uses the memory of the first
     /// ```
     pub fn take_up(&mut self, traffic: &Traffic) -> Turn {
-        let Ledger { half, sent, received, last } = *self;
+        let (half, sent, received) = (self.halves.take(traffic.phase), self.sent, self.received);
+        if traffic.phase != Phase::Rest {
+            self.before[half] = self.last[half];
+        }
         self.sent += traffic.outbound.len() as u64;
         self.received += traffic.inbound.len() as u64;
         if traffic.inbound.iter().any(|parcel| parcel.bytes > 0) {
             self.last[half] = self.received;
         }
-        self.half = 1 - half;
-        Turn { half, sent, received, taken: last[half] }
+        Turn { half, sent, received, taken: self.before[half] }
     }
 }
 

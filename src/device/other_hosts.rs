@@ -31,9 +31,8 @@ pub(crate) trait OtherHosts: Send + Sync {
 
 /// What collectives ask of it.
 pub(crate) trait Exchange: OtherHosts {
-    /// Takes up an operation: what its segments send and receive. Every rank takes up every operation.
-    fn submit(&self, number: u64, call: Signature, segments: &mut dyn Iterator<Item = &Traffic>)
-    -> std::io::Result<()>;
+    /// Takes up an operation: what its programs send and receive. Every rank takes up every operation.
+    fn submit(&self, number: u64, call: Signature, all: &mut dyn Iterator<Item = &Traffic>) -> std::io::Result<()>;
 
     /// Listens to other ranks until the operation of this number has ended: for one that exchanges nothing through the engine.
     fn listen(&self, number: u64) -> std::io::Result<()>;

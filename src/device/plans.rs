@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use crate::algo::{self, Chunking, Collective, Scaling, Setting, select};
 use crate::counts::Counts;
+use crate::device::halves::{Phase, skewed};
 use crate::device::lower::{InPlace, Program, Staged};
 use crate::device::segment::{Cut, Segment, StagingTooSmall};
 use crate::schedule::Space;
@@ -27,11 +28,45 @@ pub(crate) struct Shape {
 pub(crate) struct Plan {
     /// The number of the algorithm.
     pub(crate) algorithm: u8,
-    /// In their order.
-    pub(crate) segments: Vec<(Segment, Arc<Program>)>,
+    pub(crate) segments: usize,
+    /// The programs of the segments or of their parts, in the order in which they are put on a stream.
+    pub(crate) programs: Vec<(Arc<Segment>, Arc<Program>)>,
     /// The bytes of half of the staging memory that it uses.
     pub(crate) staging: usize,
     bytes: usize,
+}
+
+/// What runs a segment.
+#[derive(Clone, Debug)]
+enum Programs {
+    Whole(Arc<Program>),
+    /// Its lead and its rest.
+    Parts([Arc<Program>; 2]),
+}
+
+impl Programs {
+    fn of(staged: &Staged, me: Rank, in_place: Option<InPlace>, is_skewed: bool) -> Programs {
+        match is_skewed {
+            true => Programs::Parts(staged.parts(me, in_place).map(Arc::new)),
+            false => Programs::Whole(Arc::new(staged.program(me, in_place))),
+        }
+    }
+
+    fn of_phase(&self, phase: Phase) -> Arc<Program> {
+        match (self, phase) {
+            (Programs::Whole(program), Phase::Whole)
+            | (Programs::Parts([program, _]), Phase::Lead)
+            | (Programs::Parts([_, program]), Phase::Rest) => program.clone(),
+            _ => unreachable!("all segments of a plan are cut alike"),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Programs::Whole(program) => program.bytes(),
+            Programs::Parts(parts) => parts.iter().map(|program| program.bytes()).sum(),
+        }
+    }
 }
 
 /// The memory that plans may use.
@@ -39,7 +74,7 @@ pub(crate) struct Plan {
 pub(crate) struct Room {
     /// Bytes of half of the staging memory.
     pub(crate) half: usize,
-    /// Bytes of scratch memory, and as many for sums.
+    /// Bytes of scratch memory that a segment may use, and as many for sums.
     pub(crate) scratch: usize,
     /// Bytes of half of the memory for messages to other hosts, and as many for messages from there.
     pub(crate) network: usize,
@@ -107,26 +142,35 @@ impl Plans {
             staging = self.needed(&stage(len), shape);
             staging
         })?;
-        let mut plan = Plan { algorithm: select::number(name), segments: Vec::new(), staging, bytes: 0 };
-        let mut last: Option<(Collective, Arc<Program>)> = None;
-        for from in (0..cut.longest_block().max(1)).step_by(len) {
-            let segment = segment(from, len);
-            let program = match &last {
+        let begins = (0..cut.longest_block().max(1)).step_by(len);
+        let count = begins.len();
+        // One segment alone has nothing to go before, and within a host nothing is worth it.
+        let is_skewed = count > 1 && self.topo.hosts().len() > 1;
+        let mut plan =
+            Plan { algorithm: select::number(name), segments: count, programs: Vec::new(), staging, bytes: 0 };
+        let mut segments: Vec<(Arc<Segment>, Programs)> = Vec::with_capacity(count);
+        for from in begins {
+            let segment = Arc::new(segment(from, len));
+            let programs = match segments.last() {
                 // Segments are alike, but for the last ones, in which blocks may end.
-                Some((same, program)) if *same == segment.collective => program.clone(),
+                Some((last, programs)) if last.collective == segment.collective => programs.clone(),
                 _ => {
                     let staged = Staged::plan(name, &segment.collective, &self.topo, shape.element, shape.scaling);
                     let staged = staged.expect("as for the first segment");
                     let own = own_part(&segment.collective, self.me).filter(|_| shape.is_in_place);
-                    let program = Arc::new(staged.program(self.me, own.map(|(in_place, _)| in_place)));
-                    plan.bytes += program.bytes();
-                    program
+                    let programs = Programs::of(&staged, self.me, own.map(|(in_place, _)| in_place), is_skewed);
+                    plan.bytes += programs.bytes();
+                    programs
                 }
             };
-            last = Some((segment.collective.clone(), program.clone()));
-            plan.bytes += size_of::<(Segment, Arc<Program>)>() + segment.bytes();
-            plan.segments.push((segment, program));
+            plan.bytes += size_of::<Segment>() + segment.bytes();
+            segments.push((segment, programs));
         }
+        let whole = (0..count).map(|segment| (segment, Phase::Whole));
+        let order: Vec<(usize, Phase)> = if is_skewed { skewed(count).collect() } else { whole.collect() };
+        plan.bytes += order.len() * size_of::<(Arc<Segment>, Arc<Program>)>();
+        let program = |(index, phase): (usize, Phase)| (segments[index].0.clone(), segments[index].1.of_phase(phase));
+        plan.programs = order.into_iter().map(program).collect();
         Ok(plan)
     }
 
@@ -170,4 +214,28 @@ pub(crate) fn own_part(collective: &Collective, me: Rank) -> Option<(InPlace, us
         _ => return None,
     };
     Some((InPlace { input, output }, len))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_are_skewed_where_there_are_other_hosts() {
+        let phases = |hosts: &[&str], count| {
+            let room = Room { half: 4096, scratch: 4096, network: 4096 };
+            let mut plans = Plans::new(Rank(0), Topology::new(hosts), None, room);
+            let collective = Collective::AllReduce { count };
+            let shape = Shape { collective, element: 4, scaling: Scaling::Nothing, is_in_place: true };
+            let plan = plans.plan(&shape).expect("it fits");
+            let phases: Vec<Phase> = plan.programs.iter().map(|(_, program)| program.traffic.phase).collect();
+            (plan.segments, phases)
+        };
+        let (segments, skewed) = phases(&["a", "a", "b", "b"], 10_000);
+        assert!(segments > 2 && skewed.len() == 2 * segments, "{segments}, {skewed:?}");
+        assert_eq!(skewed[..4], [Phase::Lead, Phase::Lead, Phase::Rest, Phase::Lead]);
+        assert_eq!(phases(&["a", "a", "b", "b"], 10), (1, vec![Phase::Whole]));
+        let (segments, whole) = phases(&["a", "a", "a", "a"], 10_000);
+        assert_eq!(whole, vec![Phase::Whole; segments]);
+    }
 }

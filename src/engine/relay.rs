@@ -39,7 +39,9 @@ type Reported = (Rank, Failure);
 
 struct Message {
     peer: Rank,
-    /// The operation, and the message's index among those between the two ranks in this direction.
+    /// The operation, and the message's index: twice its number among those between the two ranks in this direction that are not
+    /// sent in leads, or one more than twice that among those that are. Of these two kinds each comes in the same order at both
+    /// ends, and not both together.
     sequence: u64,
     index: u32,
     signature: Signature,
@@ -111,6 +113,9 @@ struct Call {
     /// Of an all_to_all, the bytes of the blocks that it sends to ranks of other hosts.
     blocks: FxHashMap<Rank, u64>,
 }
+
+/// By other end, and by whether they are sent in leads, how many messages there are.
+type Counts = FxHashMap<(Rank, bool), u32>;
 
 /// A message's place among all: sender, operation, position between the two ranks.
 type Key = (Rank, u64, u32);
@@ -193,20 +198,20 @@ impl Relay {
 
     // ---- steps ----
 
-    /// Takes up an operation on the device: what its segments send and receive.
+    /// Takes up an operation on the device: what its programs send and receive.
     pub(crate) fn submit<'a>(
         &mut self,
         ctx: &mut OpContext,
         number: u64,
         signature: Signature,
-        segments: impl Iterator<Item = &'a Traffic>,
+        all: impl Iterator<Item = &'a Traffic>,
     ) {
         let sequence = self.base + number;
-        let (mut sent, mut received): (FxHashMap<Rank, u32>, FxHashMap<Rank, u32>) = Default::default();
+        let (mut sent, mut received): (Counts, Counts) = Default::default();
         let is_sound = self.is_sound(sequence);
         let (before, tells_sizes) = (self.outbound.messages.len(), tells_sizes(&signature));
         let (mut blocks, mut expected): (FxHashMap<Rank, u64>, FxHashMap<Rank, u64>) = Default::default();
-        for traffic in segments {
+        for traffic in all {
             let turn = self.ledger.take_up(traffic);
             if tells_sizes {
                 count_bytes(&traffic.outbound, &mut blocks);
@@ -215,11 +220,11 @@ impl Relay {
             if !is_sound {
                 continue;
             }
-            let message = |parcel: &Parcel, counts: &mut FxHashMap<Rank, u32>, taken| {
-                let count = counts.entry(parcel.peer).or_default();
+            let message = |parcel: &Parcel, counts: &mut Counts, taken| {
+                let Parcel { peer, offset, bytes, is_led } = *parcel;
+                let count = counts.entry((peer, is_led)).or_default();
+                let index = 2 * *count + u32::from(is_led);
                 *count += 1;
-                let Parcel { peer, offset, bytes } = *parcel;
-                let index = *count - 1;
                 Message { peer, sequence, index, signature, half: turn.half, offset, bytes, taken, is_done: false }
             };
             self.outbound.messages.extend(traffic.outbound.iter().map(|parcel| message(parcel, &mut sent, 0)));

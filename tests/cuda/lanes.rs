@@ -154,7 +154,15 @@ fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut i
     let current = context.enter()?;
     for job in jobs.iter().cycle().take(3 * jobs.len()) {
         let (input, output) = (&[job.input.bytes()][..], &job.tensors()[..]);
-        let tensors = Tensors { input, output, scratch, sums, parts: &[], element: ELEMENT, sum: ELEMENT };
+        let tensors = Tensors {
+            input,
+            output,
+            scratch: [scratch; 2],
+            sums: [sums; 2],
+            parts: &[],
+            element: ELEMENT,
+            sum: ELEMENT,
+        };
         for from in (0..Cut::new(job.name, &job.whole, size).longest_block().max(1)).step_by(job.segment) {
             let segment =
                 Cut::new(job.name, &job.whole, size).segment(Rank::from(me), from, job.segment).expect("no all_to_all");
@@ -248,7 +256,15 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
             let (input, output) = (&[memory.bytes().part(0, 32)][..], &[memory.bytes().part(32, 128)][..]);
             let nothing = memory.bytes().part(0, 0);
             let (scratch, sums) = (nothing, nothing);
-            let tensors = Tensors { input, output, scratch, sums, parts: &[], element: ELEMENT, sum: ELEMENT };
+            let tensors = Tensors {
+                input,
+                output,
+                scratch: [scratch; 2],
+                sums: [sums; 2],
+                parts: &[],
+                element: ELEMENT,
+                sum: ELEMENT,
+            };
             let current = context.enter()?;
             for round in 0..4 {
                 let count = |call| software.uses(call);
@@ -290,8 +306,8 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
     let tensors = Tensors {
         input: &[input.bytes()],
         output: &[output.bytes()],
-        scratch,
-        sums,
+        scratch: [scratch; 2],
+        sums: [sums; 2],
         parts: &[],
         element: ELEMENT,
         sum: ELEMENT,

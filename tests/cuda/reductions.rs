@@ -249,7 +249,15 @@ fn rank(
             let input = list(memory.part(job.input, input * element), element, &mut random);
             let output = list(memory.part(job.output(me), output * element), element, &mut random);
             let (scratch, sums) = (lent.bytes().part(0, 32 * HALF), lent.bytes().part(32 * HALF, 32 * HALF));
-            let tensors = Tensors { input: &input, output: &output, scratch, sums, parts: &[], element, sum };
+            let tensors = Tensors {
+                input: &input,
+                output: &output,
+                scratch: [scratch; 2],
+                sums: [sums; 2],
+                parts: &[],
+                element,
+                sum,
+            };
             let kernels = launcher.kernels(*dtype, Some(job.reduction.op), size);
             for from in job.begins(size) {
                 let segment = cut(job, me, size, from);
@@ -341,8 +349,8 @@ fn an_all_reduce_takes_no_more_calls_than_it_must() {
             let tensors = Tensors {
                 input: &tensor,
                 output: &tensor,
-                scratch,
-                sums: nothing,
+                scratch: [scratch; 2],
+                sums: [nothing; 2],
                 parts: &[],
                 element: 4,
                 sum: reduction.sum(),
@@ -400,8 +408,8 @@ fn a_factor_is_read_from_the_device_once_the_kernel_runs() {
             let tensors = Tensors {
                 input: &tensor,
                 output: &tensor,
-                scratch: nothing,
-                sums: nothing,
+                scratch: [nothing; 2],
+                sums: [nothing; 2],
                 parts: &[],
                 element: 4,
                 sum: 4,

@@ -18,6 +18,7 @@ mod kernels;
 mod lacking;
 mod launch;
 mod log_capture;
+mod lowering;
 mod matrix;
 mod memory;
 mod messages;

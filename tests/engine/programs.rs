@@ -6,10 +6,11 @@
 
 use std::collections::HashMap;
 
-use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
+use ncclx_rs::algo::{self, Collective, Scaling};
 use ncclx_rs::device::counters::{Counters, Numbering, Word, WordAccess};
-use ncclx_rs::device::lower::{DriverCall, InPlace, Kernel, Location, Program, Staged, WordOperation};
-use ncclx_rs::device::network::{Ledger, Traffic, Turn};
+use ncclx_rs::device::halves::{Phase, skewed};
+use ncclx_rs::device::lower::{DriverCall, Kernel, Location, Program, Staged};
+use ncclx_rs::device::network::{Ledger, Turn};
 use ncclx_rs::device::segment::{Cut, Segment};
 use ncclx_rs::device::tokens::{Step, Tokens};
 use ncclx_rs::schedule::{Action, Builder, Slice, Space};
@@ -18,14 +19,16 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::cases::{Case, ELEMENT, SCALINGS, cases, division, factor};
-use crate::schedules::heard_in_order;
 
 /// Bytes of an element and of half the staging memory: a few elements fit.
 const HALF: usize = 40 * ELEMENT;
 
-/// A segment's program on one rank, with what its numbers mean, and what is done to words before and after it.
+/// The program of a segment, or of a part of one, on one rank, with what its numbers mean, and what is done to words before and
+/// after it.
 struct Submitted<'a> {
     program: &'a Program,
+    /// The segment's number among all of all operations.
+    number: usize,
     numbering: Numbering,
     segment: &'a Segment,
     before: Vec<Step>,
@@ -57,8 +60,9 @@ struct Stream<'a> {
     word: usize,
     input: Vec<u64>,
     output: Vec<u64>,
-    scratch: Vec<u64>,
-    sums: Vec<u64>,
+    /// By half.
+    scratch: [Vec<u64>; 2],
+    sums: [Vec<u64>; 2],
 }
 
 /// What all ranks see.
@@ -68,7 +72,7 @@ struct Shared {
     words: HashMap<(usize, Word), u64>,
     tokens: HashMap<Word, u64>,
     telling: Telling,
-    /// By rank and half, the elements in staging memory, by their byte, and which of its programs has put them there.
+    /// By rank and half, the elements in staging memory, by their byte, and of which segment they are.
     staging: Vec<[Cells; 2]>,
     /// The same of the memory for messages to other hosts, and of that for messages from there.
     outbound: Vec<[Cells; 2]>,
@@ -87,6 +91,8 @@ struct Letter {
     segment: usize,
     offset: usize,
     bytes: usize,
+    /// Whether it is sent in a lead.
+    is_led: bool,
     is_done: bool,
 }
 
@@ -101,10 +107,10 @@ impl Network {
         let mut network = Network { outbound: vec![], inbound: vec![] };
         for stream in streams {
             let (mut ledger, mut outbound, mut inbound) = (Ledger::default(), vec![], vec![]);
-            for (segment, submitted) in stream.queue.iter().enumerate() {
+            for submitted in &stream.queue {
                 let traffic = &submitted.program.traffic;
                 let turn = ledger.take_up(traffic);
-                if *traffic == Traffic::default() {
+                if traffic.outbound.is_empty() && traffic.inbound.is_empty() {
                     continue;
                 }
                 assert_eq!(turn.half, submitted.numbering.half());
@@ -113,7 +119,8 @@ impl Network {
                 {
                     letters.extend(parcels.iter().zip(before + 1..).map(|(parcel, number)| {
                         let (peer, offset, bytes) = (parcel.peer.index(), parcel.offset, parcel.bytes);
-                        Letter { peer, number, turn, segment, offset, bytes, is_done: false }
+                        let (segment, is_led) = (submitted.number, parcel.is_led);
+                        Letter { peer, number, turn, segment, offset, bytes, is_led, is_done: false }
                     }));
                 }
             }
@@ -132,9 +139,11 @@ impl Network {
             if letter.is_done || letter.number > ready {
                 continue;
             }
-            // The k-th message to a peer meets the peer's k-th from this rank.
-            let nth = self.outbound[from][..index].iter().filter(|earlier| earlier.peer == to).count();
-            let mut its = self.inbound[to].iter_mut().filter(|other| other.peer == from);
+            // The k-th message to a peer meets the peer's k-th from this rank, of those in leads and of the others.
+            let is_led = letter.is_led;
+            let alike = |other: &Letter, peer| (other.peer, other.is_led) == (peer, is_led);
+            let nth = self.outbound[from][..index].iter().filter(|earlier| alike(earlier, to)).count();
+            let mut its = self.inbound[to].iter_mut().filter(|other| alike(other, from));
             let other = its.nth(nth).expect("a receive for every send");
             if shared.word(to, |of| Word::Taken { of }) < other.turn.taken {
                 continue;
@@ -162,6 +171,13 @@ impl Network {
 }
 
 impl Shared {
+    fn new(topo: &Topology, telling: Telling, scaling: Scaling) -> Shared {
+        let memory = || vec![Default::default(); topo.size()];
+        let (staging, outbound, inbound) = (memory(), memory(), memory());
+        let (topo, words, tokens) = (topo.clone(), HashMap::new(), HashMap::new());
+        Shared { topo, words, tokens, telling, staging, outbound, inbound, scaling }
+    }
+
     fn of_rank(&self, rank: usize, word: fn(Rank) -> Word) -> (usize, Word) {
         let rank = Rank::from(rank);
         (self.topo.host_of(rank), word(self.topo.seat(rank)))
@@ -308,7 +324,7 @@ impl Stream<'_> {
 
     /// Elements of a space's type.
     fn read(&mut self, memory: Location, space: Space, shared: &Shared) -> Vec<u64> {
-        let half = self.queue[self.at.0].numbering.half();
+        let (half, number) = (self.half(), self.queue[self.at.0].number);
         match memory {
             Location::Outbound { .. } => unreachable!("what goes away is not read"),
             Location::Staging { offset, bytes, .. } | Location::Inbound { offset, bytes } => {
@@ -318,9 +334,9 @@ impl Stream<'_> {
                     _ => &shared.inbound[self.me][half],
                 };
                 let value = |at| {
-                    let (value, program) =
+                    let (value, segment) =
                         *cells.get(&at).unwrap_or_else(|| panic!("nothing at byte {at} of {memory:?}"));
-                    assert_eq!(program, self.at.0, "what {memory:?} has at byte {at} is of another segment");
+                    assert_eq!(segment, number, "what {memory:?} has at byte {at} is of another segment");
                     value
                 };
                 (offset..offset + bytes).step_by(element).map(value).collect()
@@ -330,7 +346,7 @@ impl Stream<'_> {
     }
 
     fn write(&mut self, memory: Location, space: Space, values: &[u64], shared: &mut Shared) {
-        let half = self.queue[self.at.0].numbering.half();
+        let (half, number) = (self.half(), self.queue[self.at.0].number);
         match memory {
             Location::Inbound { .. } => unreachable!("a stream writes where messages come"),
             Location::Staging { offset, bytes, .. } | Location::Outbound { offset, bytes } => {
@@ -347,7 +363,7 @@ impl Stream<'_> {
                 // Elements that were longer or shorter began elsewhere.
                 cells.retain(|at, _| !(offset..offset + bytes).contains(at));
                 for (index, value) in values.iter().enumerate() {
-                    cells.insert(offset + index * element, (*value, self.at.0));
+                    cells.insert(offset + index * element, (*value, number));
                 }
             }
             Location::Own(slice) => {
@@ -359,12 +375,17 @@ impl Stream<'_> {
         }
     }
 
+    fn half(&self) -> usize {
+        self.queue[self.at.0].numbering.half()
+    }
+
     fn memory(&mut self, space: Space) -> &mut Vec<u64> {
+        let half = self.half();
         match space {
             Space::Input => &mut self.input,
             Space::Output => &mut self.output,
-            Space::Scratch => &mut self.scratch,
-            Space::Sums => &mut self.sums,
+            Space::Scratch => &mut self.scratch[half],
+            Space::Sums => &mut self.sums[half],
             Space::Parts => unreachable!("no collective here is of a window"),
         }
     }
@@ -392,9 +413,11 @@ enum Order {
     Random(u64),
 }
 
-/// What all ranks submit: by segment, the part of each rank.
+/// What all ranks submit.
 struct Job {
-    programs: Vec<Vec<Program>>,
+    /// In the order of submission: the segment, and the program of each rank.
+    programs: Vec<(usize, Vec<Program>)>,
+    /// By segment and rank.
     segments: Vec<Vec<Segment>>,
     scratch: usize,
     sums: usize,
@@ -411,16 +434,29 @@ fn job(name: &str, case: &Case, topo: &Topology, scaling: Scaling) -> Option<Job
     let longest = blocks.longest(HALF, |len| bytes(stage(0, len).expect("as with one element")));
     let longest = longest.unwrap_or_else(|error| panic!("{name} for {whole:?}: {error}"));
     let mut job = Job { programs: vec![], segments: vec![], scratch: 0, sums: 0 };
+    let mut all = vec![];
     for from in (0..blocks.longest_block().max(1)).step_by(longest) {
         let staged = stage(from, longest).expect("as the first segment");
         assert!(staged.bytes() <= HALF && staged.network_bytes() <= HALF);
-        job.programs.push((0..size).map(|rank| staged.program(Rank::from(rank), None)).collect());
         job.segments.push((0..size).map(|rank| cut(rank, from, longest)).collect());
         for rank in 0..size {
             let scratch = staged.schedule(Rank::from(rank));
             (job.scratch, job.sums) = (job.scratch.max(scratch.scratch), job.sums.max(scratch.sums));
         }
+        all.push(staged);
     }
+    let programs = |index: usize, phase| {
+        let of_rank = |rank| match phase {
+            Phase::Whole => all[index].program(rank, None),
+            Phase::Lead => all[index].parts(rank, None)[0].clone(),
+            Phase::Rest => all[index].parts(rank, None)[1].clone(),
+        };
+        (index, (0..size).map(Rank::from).map(of_rank).collect())
+    };
+    let whole = (0..all.len()).map(|index| (index, Phase::Whole));
+    // As `Plans` does it, and one segment alone as well.
+    let order: Vec<_> = if topo.hosts().len() > 1 { skewed(all.len()).collect() } else { whole.collect() };
+    job.programs = order.into_iter().map(|(index, phase)| programs(index, phase)).collect();
     Some(job)
 }
 
@@ -433,22 +469,19 @@ fn edges(telling: Telling, me: Rank, programs: &[&Program]) -> (Vec<Step>, Vec<S
     (waits.chain(tokens.takes()).collect(), returns.collect())
 }
 
-/// Runs a job several times over on one lane and compares the results.
-fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, order): (Telling, Order), context: &str) {
-    let size = topo.size();
-    let data: Vec<_> = (0..size).map(|rank| case.data(rank, size, scaling)).collect();
-    let memory = || vec![Default::default(); size];
-    let (staging, outbound, inbound) = (memory(), memory(), memory());
-    let (topo_here, words, tokens) = (topo.clone(), HashMap::new(), HashMap::new());
-    let mut shared = Shared { topo: topo_here, words, tokens, telling, staging, outbound, inbound, scaling };
-    let mut streams: Vec<Stream<'_>> = data
-        .iter()
-        .enumerate()
-        .map(|(me, (input, output, _))| {
+/// The streams of all ranks, which have the input and the output of `data`, with a job submitted to them several times over.
+fn streams<'a>(
+    job: &'a Job,
+    data: impl Iterator<Item = (&'a [u64], usize)>,
+    topo: &Topology,
+    telling: Telling,
+) -> Vec<Stream<'a>> {
+    data.enumerate()
+        .map(|(me, (input, output))| {
             let (host, seat) = (topo.host_of(Rank::from(me)), topo.seat(Rank::from(me)));
             let here = topo.hosts()[host].len();
             let mut counters = Counters::new(here);
-            let programs: Vec<&Program> = job.programs.iter().map(|programs| &programs[me]).collect();
+            let programs: Vec<&Program> = job.programs.iter().map(|(_, programs)| &programs[me]).collect();
             let (begin, end) = match telling {
                 Telling::Counting => (vec![], vec![]),
                 _ => edges(telling, seat, &programs),
@@ -462,7 +495,8 @@ fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, orde
                 Submitted {
                     program: programs[index],
                     numbering: counters.take_up(seat, programs[index]),
-                    segment: &job.segments[index][me],
+                    number: number / count * job.segments.len() + job.programs[index].0,
+                    segment: &job.segments[job.programs[index].0][me],
                     before: if index == 0 { begin.clone() } else { vec![] },
                     after: if index == last { end.clone() } else { vec![] },
                 }
@@ -473,13 +507,21 @@ fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, orde
                 queue: submit.collect(),
                 at: (0, 0),
                 word: 0,
-                input: input.clone(),
-                output: vec![0xbeef; *output],
-                scratch: vec![0xdead; job.scratch],
-                sums: vec![0xfade; job.sums],
+                input: input.to_vec(),
+                output: vec![0xbeef; output],
+                scratch: [0; 2].map(|_| vec![0xdead; job.scratch]),
+                sums: [0; 2].map(|_| vec![0xfade; job.sums]),
             }
         })
-        .collect();
+        .collect()
+}
+
+/// Runs a job several times over on one lane and compares the results.
+fn run(job: &Job, case: &Case, topo: &Topology, scaling: Scaling, (telling, order): (Telling, Order), context: &str) {
+    let size = topo.size();
+    let data: Vec<_> = (0..size).map(|rank| case.data(rank, size, scaling)).collect();
+    let mut shared = Shared::new(topo, telling, scaling);
+    let mut streams = streams(job, data.iter().map(|(input, output, _)| (&**input, *output)), topo, telling);
     let mut network = Network::new(&streams);
     let mut random = StdRng::seed_from_u64(if let Order::Random(seed) = order { seed } else { 0 });
     loop {
@@ -523,6 +565,32 @@ fn programs_of_ranks_on_several_hosts_run_to_their_end_and_are_right() {
     for hosts in ["ab", "aabb", "aaab", "aabbcc", "abab", "abc", "aaabb"] {
         let hosts: Vec<&str> = hosts.split("").filter(|host| !host.is_empty()).collect();
         run_all(&Topology::new(&hosts), &[Telling::Counting]);
+    }
+}
+
+#[test]
+fn the_lead_of_a_segment_is_sent_while_the_one_before_waits_for_other_hosts() {
+    let topo = Topology::new(&["a", "a", "b", "b"]);
+    let (count, equal) = (100, Counts::equal(100, 4));
+    for whole in [
+        Collective::AllReduce { count },
+        Collective::ReduceScatter { counts: equal.clone() },
+        Collective::AllGather { counts: equal },
+    ] {
+        let (case, scaling) = (Case::Same(whole), Scaling::Nothing);
+        let job = job("hierarchical", &case, &topo, scaling).expect("it does this collective");
+        assert!(job.segments.len() > 2, "{case:?} in {} segments", job.segments.len());
+        let data: Vec<_> = (0..4).map(|rank| case.data(rank, 4, scaling)).collect();
+        let mut shared = Shared::new(&topo, Telling::Counting, scaling);
+        let mut streams =
+            streams(&job, data.iter().map(|(input, output, _)| (&**input, *output)), &topo, Telling::Counting);
+        // Nothing is carried between hosts.
+        while streams.iter_mut().any(|stream| stream.turn(&mut shared)) {}
+        for (rank, stream) in streams.iter().enumerate() {
+            let ready = shared.word(rank, |of| Word::Outbound { of });
+            let of_two: usize = stream.queue[..2].iter().map(|lead| lead.program.traffic.outbound.len()).sum();
+            assert!(of_two >= 2 && ready == of_two as u64, "{case:?}: rank {rank} has {ready} of {of_two} ready");
+        }
     }
 }
 
@@ -609,171 +677,4 @@ fn replays_need_tokens_and_zeros() {
     assert!(!shows(Telling::Tokens));
     assert!(shows(Telling::WithoutWaits), "a replay used memory that the one before was using");
     assert!(shows(Telling::WithoutZeros), "a replay took messages of the one before for its own");
-}
-
-/// The program of an all_reduce of so many elements on four ranks, as rank 1 has it.
-fn example(count: usize, in_place: Option<InPlace>) -> Program {
-    let topo = Topology::single_host(4);
-    let staged = Staged::plan("direct", &Collective::AllReduce { count }, &topo, 4, Scaling::Nothing);
-    staged.expect("direct does an all_reduce").program(Rank(1), in_place)
-}
-
-#[test]
-fn an_all_reduce_takes_no_more_calls_than_it_must() {
-    let program = example(1 << 20, Some(InPlace { input: 0, output: 0 }));
-    let count =
-        |wanted: fn(&DriverCall) -> bool| program.operations.iter().filter(|operation| wanted(operation)).count();
-    let words = program.operations.iter().filter_map(|operation| match operation {
-        DriverCall::Words(words) => Some(words),
-        _ => None,
-    });
-    let waits = words.flatten().filter(|word| matches!(word, WordOperation::Await { .. })).count();
-    let batches = count(|operation| matches!(operation, DriverCall::Words(_)));
-    let copies = count(|operation| matches!(operation, DriverCall::Copy { .. }));
-    let kernels = count(|operation| matches!(operation, DriverCall::Kernel(_)));
-    // Its two stripes that lie together are one copy, and each copy of a result follows its own wait.
-    assert_eq!((batches, waits, copies, kernels), (5, 6, 6, 1), "{program:#?}");
-    assert!(matches!(
-        &program.operations[..],
-        [
-            DriverCall::Copy { .. },
-            DriverCall::Copy { .. },
-            DriverCall::Words(_),
-            DriverCall::Kernel(Kernel::Fold { position: 1, .. }),
-            ..
-        ]
-    ));
-}
-
-#[test]
-fn a_reduction_reads_blocks_where_their_senders_have_them() {
-    let program = example(64, None);
-    let folds = program.operations.iter().filter_map(|operation| match operation {
-        DriverCall::Kernel(Kernel::Fold { others, .. }) => Some(others),
-        _ => None,
-    });
-    let senders: Vec<Rank> = folds
-        .flatten()
-        .map(|memory| match memory {
-            Location::Staging { of, .. } => *of,
-            memory => panic!("{memory:?} was copied"),
-        })
-        .collect();
-    assert_eq!(senders, [Rank(0), Rank(2), Rank(3)]);
-}
-
-#[test]
-fn what_is_used_twice_is_copied_out_of_staging_memory() {
-    let (here, there) = (Slice::new(Space::Scratch, 0, 4), Slice::new(Space::Output, 0, 4));
-    let mut sender = Builder::new("example");
-    sender.push(Action::Send { to: Rank(1), from: here });
-    let send = sender.finish();
-    let copies = |uses: &dyn Fn(&mut Builder)| {
-        let mut receiver = Builder::new("example");
-        receiver.push(Action::Recv { from: Rank(0), into: here });
-        uses(&mut receiver);
-        let staged = Staged::new(vec![send.clone(), receiver.finish()], 4, Scaling::Nothing);
-        let program = staged.program(Rank(1), None);
-        program.operations.iter().filter(|operation| matches!(operation, DriverCall::Copy { .. })).count()
-    };
-    let reduce = |builder: &mut Builder| _ = builder.push(Action::Reduce { from: here, into: there });
-    assert_eq!(copies(&reduce), 0);
-    assert_eq!(copies(&|builder| (0..2).for_each(|_| reduce(builder))), 1, "it is read again");
-    assert_eq!(copies(&|builder| _ = builder.push(Action::Scale { slice: here })), 1, "it is changed");
-    let half = Action::Reduce { from: here.part(0, 2), into: there.part(0, 2) };
-    assert_eq!(copies(&|builder| _ = builder.push(half)), 1, "it is no whole block");
-}
-
-#[test]
-fn a_sender_waits_for_the_readers_of_the_segment_before_the_last() {
-    let program = example(64, None);
-    let mut counters = Counters::new(4);
-    let mut credits = || {
-        let numbering = counters.take_up(Rank(1), &program);
-        let wait = |access: &WordAccess| match access {
-            WordAccess::Wait(Word::Tail { receiver, .. }, number) => (receiver.0, *number),
-            _ => panic!("{access:?} is no credit"),
-        };
-        (numbering.half(), numbering.credits().iter().map(wait).collect::<Vec<_>>())
-    };
-    assert_eq!(credits(), (0, vec![]));
-    assert_eq!(credits(), (1, vec![]));
-    assert_eq!(credits(), (0, vec![(0, 2), (2, 2), (3, 2)]));
-    assert_eq!(credits(), (1, vec![(0, 4), (2, 4), (3, 4)]));
-}
-
-#[test]
-fn whole_messages_are_legal_in_the_order_of_the_schedules() {
-    let mut random = StdRng::seed_from_u64(3);
-    for size in 2..=9 {
-        let topo = Topology::single_host(size);
-        for case in cases(size, &mut random) {
-            for name in algo::names() {
-                let plan = |rank: usize| {
-                    let me = Rank::from(rank);
-                    let (scaling, chunking) = (Scaling::Nothing, Chunking::Whole);
-                    algo::plan_with(
-                        name,
-                        &case.of(rank),
-                        Setting { me, topo: &topo, element: ELEMENT, scaling, chunking },
-                    )
-                };
-                let Some(schedules) = (0..size).map(plan).collect::<Option<Vec<_>>>() else { continue };
-                assert!(heard_in_order(&schedules).is_some(), "{name} for {case:?} on {size} ranks");
-            }
-        }
-    }
-}
-
-#[test]
-fn segments_cover_every_element_once() {
-    let size = 3;
-    let uneven = || Counts::from(vec![5, 0, 9]);
-    let collectives = [
-        Collective::AllReduce { count: 11 },
-        Collective::AllGather { counts: uneven() },
-        Collective::ReduceScatter { counts: uneven() },
-        Collective::Gather { count: 7, root: Rank(2) },
-        Collective::Scatter { count: 7, root: Rank(0) },
-    ];
-    let sizes = |collective: &Collective, me: usize| match collective {
-        Collective::AllGather { counts } => (counts[me], counts.total()),
-        Collective::ReduceScatter { counts } => (counts.total(), counts[me]),
-        Collective::Gather { count, root } => (*count, if root.index() == me { size * count } else { 0 }),
-        Collective::Scatter { count, root } => (if root.index() == me { size * count } else { 0 }, *count),
-        Collective::AllReduce { count } => (*count, *count),
-        _ => unreachable!(),
-    };
-    for (collective, name) in collectives.iter().flat_map(|collective| [(collective, "direct"), (collective, "ring")]) {
-        let cut = Cut::new(name, collective, size);
-        for me in 0..size {
-            let (mut input, mut output) = (vec![], vec![]);
-            for from in (0..cut.longest_block()).step_by(4) {
-                let segment = cut.segment(Rank::from(me), from, 4).expect("no all_to_all");
-                let (read, written) = sizes(&segment.collective, me);
-                for (space, len, extent, all) in [
-                    (Space::Input, read, &segment.input, &mut input),
-                    (Space::Output, written, &segment.output, &mut output),
-                ] {
-                    all.extend(
-                        extent.parts(Slice::new(space, 0, len)).flat_map(|run| run.offset..run.offset + run.len),
-                    );
-                }
-            }
-            let (read, written) = sizes(collective, me);
-            for (mut found, expected) in [(input, read), (output, written)] {
-                found.sort_unstable();
-                assert_eq!(found, (0..expected).collect::<Vec<_>>(), "{collective:?} on rank {me}");
-            }
-        }
-    }
-}
-
-#[test]
-fn a_segment_that_cannot_fit_is_an_error_that_says_how_much_it_takes() {
-    let whole = Collective::AllReduce { count: 100 };
-    let cut = Cut::new("direct", &whole, 2);
-    let needed = cut.longest(10, |len| 100 * len).unwrap_err();
-    assert_eq!((needed.needed, needed.half), (100, 10));
-    assert_eq!(cut.longest(1000, |len| 100 * len), Ok(7));
 }

@@ -42,7 +42,7 @@ impl Executor {
         let captured = match prepared {
             Prepared::Plan(plan) => {
                 let sum = request.scaling.bytes_in(Space::Sums, element);
-                CapturedWork::Plan { segments: &plan.segments, element, sum }
+                CapturedWork::Plan { programs: &plan.programs, element, sum }
             }
             Prepared::Rounds(rounds, _) => CapturedWork::Rounds(rounds),
         };
