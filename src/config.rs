@@ -114,8 +114,9 @@ options! {
         "Whether this rank, as it reads a shared memory ring, takes the cache lines for itself, so that their writer gets \
          them back faster; auto measures for each ring which way is cheaper.";
     device_staging: StagingBytes, "device_staging_bytes", "16777216", &[],
-        "CUDA: half the memory of its device through which a rank's messages go, for each communicator. Rank 0's holds for \
-         all ranks.";
+        "CUDA: half the device memory for a rank's messages, for each communicator; rank 0's holds for all ranks.";
+    device_timing: bool, "device_timing", "false", &["TORCH_NCCL_ENABLE_TIMING"],
+        "CUDA: whether the flight recorder tells how long collectives took by their device's clock.";
     engine: EngineChoice, "engine", "auto", &[],
         "CUDA: what runs collectives and messages of tensors of devices: streams (the engine's own programs), or a vendor's \
          library, nccl or rccl, for what it has; auto takes streams. The same on all ranks.";

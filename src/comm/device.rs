@@ -37,8 +37,7 @@ mod windows;
 
 /// What a communicator has on a device.
 pub(super) struct DeviceSide {
-    /// The algorithm that is set for all ranks, if one is.
-    algorithm: Option<String>,
+    options: executor::Options,
     /// The identity of this rank's host.
     host: String,
     /// The bytes of half of a rank's staging memory.
@@ -55,7 +54,7 @@ pub(super) struct DeviceSide {
 
 impl DeviceSide {
     pub(super) fn new(config: &Config, host: &str) -> DeviceSide {
-        let (algorithm, staging_bytes) = (config.algorithm.clone(), config.device_staging.get());
+        let options = executor::Options { algorithm: config.algorithm.clone(), is_timed: config.device_timing };
         let libraries = Libraries {
             engine: config.engine,
             files: [&config.nccl_library, &config.rccl_library].map(|file| file.as_ref().map(PathBuf::from)),
@@ -63,9 +62,9 @@ impl DeviceSide {
             limit: config.connect_timeout,
         };
         DeviceSide {
-            algorithm,
+            options,
             host: host.to_owned(),
-            staging_bytes,
+            staging_bytes: config.device_staging.get(),
             libraries,
             executor: OnceLock::new(),
             setup: Mutex::new(None),
@@ -227,6 +226,13 @@ impl DeviceSide {
         executor.submit(&BatchRequest { messages: &messages, stream, timeout }, group)
     }
 
+    /// Has the flight recorder know how long operations took that have ended.
+    pub(super) fn read_times(&self) {
+        if let Some(executor) = self.executor.get() {
+            executor.read_times();
+        }
+    }
+
     /// The executor for this device, which the ranks set up at the first call.
     fn executor(
         &self,
@@ -287,7 +293,7 @@ impl DeviceSide {
         let ends = Arc::new(Reports(group.driver().clone()));
         let hosts = Arc::new(ThroughEngine(group.driver().clone()));
         let hosts = (hosts.clone() as Arc<dyn Exchange>, hosts as Arc<dyn FarWindows>);
-        let own = Executor::new(group.name().to_owned(), me, self.algorithm.clone(), parts, vendor, ends, hosts);
+        let own = Executor::new(group.name().to_owned(), me, self.options.clone(), parts, vendor, ends, hosts);
         // A failure on one rank is an error on all. On all ranks, what may wait for a device is over before any puts something
         // on a stream.
         let own = own.map(|executor| {
@@ -430,6 +436,10 @@ impl Ends for Reports {
 
     fn ended(&self, work: &Work, result: Result<(), Error>) {
         self.0.end(work, result);
+    }
+
+    fn took(&self, work: &Work, time: Duration) {
+        self.0.with_engine(|engine| engine.took_on_device(work, time));
     }
 
     fn loss(&self, operation: &str) -> Option<Error> {

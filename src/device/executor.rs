@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use crate::algo::{Collective, Scaling, put};
+use crate::algo::{Collective, put};
 use crate::buffer::Buffer;
 use crate::counts::Counts;
 use crate::device::all_to_all;
@@ -15,16 +15,17 @@ use crate::device::in_flight::{self, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
 use crate::device::launch::{self, LaunchError, Launcher, Launches, LoadError};
-use crate::device::lower::{InPlace, Program};
+use crate::device::lower::Program;
 use crate::device::network::{NetworkMemory, Traffic};
 use crate::device::other_hosts::{Exchange, OtherHosts};
-use crate::device::plans::{self, Plan, Plans, Room, Shape};
+use crate::device::plans::{Plan, Plans, Room};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
 use crate::device::segment::{Segment, StagingTooSmall};
 use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
-use crate::device::vendor::calls::{self, Called, Calls, Unfit};
+use crate::device::timer::{self, Timer};
+use crate::device::vendor::calls::{self, Calls, Unfit};
 use crate::device::vendor::{SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::windows::{self, AllParts, Windows};
@@ -33,61 +34,16 @@ use crate::error::{Error, InitError, UsageError};
 use crate::schedule::Space;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
-use crate::sys::cuda::{
-    Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Relaxed, Stream, StreamHandle, StreamId,
-};
+use crate::sys::cuda::{Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Relaxed, Stream, StreamId};
 use crate::topo::Topology;
-use crate::types::{DType, Rank, ReduceOp};
-use crate::window::WindowId;
+use crate::types::Rank;
 use crate::work::{Entry, Work};
 
 mod capture;
 mod part;
+mod request;
 
-/// A collective as one rank calls it.
-pub(crate) struct CollectiveRequest<'a> {
-    pub(crate) collective: Collective,
-    pub(crate) signature: Signature,
-    pub(crate) reduce: Option<ReduceOp>,
-    /// The factor of a premultiplied sum, if it lies in the device's memory.
-    pub(crate) factor: Option<Buffer>,
-    pub(crate) dtype: DType,
-    pub(crate) scaling: Scaling,
-    pub(crate) inputs: &'a [Buffer],
-    pub(crate) outputs: &'a [Buffer],
-    /// The window whose part the output is, for an all_gather into one.
-    pub(crate) window: Option<WindowId>,
-    pub(crate) stream: StreamHandle,
-    pub(crate) timeout: Duration,
-}
-
-impl<'a> CollectiveRequest<'a> {
-    /// The device memory of its inputs and its outputs.
-    fn stretches(&self) -> [Stretches<'a>; 2] {
-        [self.inputs, self.outputs].map(|buffers| buffers.iter().filter_map(Buffer::device_bytes).collect())
-    }
-
-    /// The collective as calls of a vendor's library by rank `me`.
-    fn calls<'c>(
-        &'c self,
-        [input, output]: &'c [Stretches<'a>; 2],
-        spare: &'c DeviceMemory,
-        (me, world): (Rank, usize),
-    ) -> Result<Calls<'c>, Unfit> {
-        let factor = self.factor.as_ref().and_then(|factor| Some((factor.device_bytes()?, factor.dtype())));
-        calls::calls(&Called {
-            collective: &self.collective,
-            reduce: self.reduce,
-            factor,
-            dtype: self.dtype,
-            input,
-            output,
-            spare: spare.bytes(),
-            me,
-            world,
-        })
-    }
-}
+pub(crate) use request::CollectiveRequest;
 
 /// What the executor asks of its communicator.
 pub(crate) trait Ranks: Presence {
@@ -104,6 +60,15 @@ pub(crate) trait Ranks: Presence {
         let number = |bytes: Vec<u8>| bytes.try_into().map(u64::from_le_bytes).unwrap_or_default();
         Ok(told.into_iter().map(number).fold(own, u64::max))
     }
+}
+
+/// The settings that it takes.
+#[derive(Clone, Debug)]
+pub(crate) struct Options {
+    /// The algorithm that is set for all ranks, if one is.
+    pub(crate) algorithm: Option<String>,
+    /// Whether it measures how long operations take.
+    pub(crate) is_timed: bool,
 }
 
 /// A communicator's executor for one device.
@@ -137,6 +102,7 @@ struct State {
     /// The vendor's library that runs most collectives, if the ranks have chosen one.
     vendor: Option<Vendor>,
     plans: Plans,
+    timer: Timer,
     scratch: DeviceMemory,
     sums: DeviceMemory,
     /// How many operations came before the ranks last began anew: the greatest number of any rank.
@@ -219,7 +185,7 @@ impl Executor {
     pub(crate) fn new(
         comm: String,
         me: Rank,
-        algorithm: Option<String>,
+        Options { algorithm, is_timed }: Options,
         parts: Parts,
         vendor: Option<Arc<VendorComm>>,
         ends: Arc<dyn Ends>,
@@ -238,12 +204,13 @@ impl Executor {
         let obstacle =
             (staging.kind() == StagingKind::Host).then_some("the ranks' devices do not reach each other's memory");
         let sharing = members.iter().filter(|member| member.device == members[me.index()].device).count();
+        let laps = if is_timed { timer::OPERATIONS } else { 0 };
         let memory = || -> Result<_, CudaError> {
             let launcher = Launcher::new(&context, sharing, None)?;
             let scratch = [DeviceMemory::new(&context, scratch_bytes)?, DeviceMemory::new(&context, scratch_bytes)?];
-            Ok((launcher, scratch, Event::new(&context)?))
+            Ok((launcher, scratch, Event::new(&context)?, Timer::new(&context, ends.clone(), laps)?))
         };
-        let (mut launcher, [scratch, sums], end) = memory().map_err(|error| setup_failed(&comm, &error))?;
+        let (mut launcher, [scratch, sums], end, timer) = memory().map_err(|error| setup_failed(&comm, &error))?;
         watch::begin().map_err(|error| no_threads(&comm, &error))?;
         // Without a compiler only reductions are refused.
         let no_compiler = match launcher.find_compiler() {
@@ -294,6 +261,7 @@ impl Executor {
             plans,
             scratch,
             sums,
+            timer,
             before: 0,
             number: 0,
             last: None,
@@ -475,7 +443,7 @@ impl Executor {
             });
             listens.map_err(|cause| self.broken(number, signature.to_string(), &cause))?;
         }
-        let submitted = state.submit(&current, &stream, number, &run, request, &self.in_flight);
+        let submitted = state.submit(&current, &stream, (number, &work), &run, request, &self.in_flight);
         if let Err(error) = submitted {
             // If the library's communicator was given up meanwhile, the work reports the failure behind that.
             let is_known = matches!(&run, Run::Vendor(comm, _) if comm.is_given_up());
@@ -536,6 +504,15 @@ impl Executor {
             waited,
             detail: format!("{slots} operations are in flight on the device"),
         })
+    }
+
+    /// Tells how long operations took that have ended, unless a thread submits one just now.
+    pub(crate) fn read_times(&self) {
+        let Ok(mut state) = self.state.try_lock() else { return };
+        let Some(State { timer, context, .. }) = state.as_mut().filter(|state| !state.timer.is_idle()) else { return };
+        if let Err(error) = context.enter().and_then(|current| timer.read(&current)) {
+            log::warn!("communicator `{}`: how long operations took is not known: {error}", self.comm);
+        }
     }
 
     /// Waits until nothing is in flight, for `limit` at most.
@@ -614,7 +591,7 @@ impl State {
         collective: &Collective,
     ) -> Result<Prepared, StagingTooSmall> {
         let Collective::AllToAll { send, recv } = collective else {
-            return self.plans.plan(&shape(request, collective, self.me)).map(Prepared::Plan);
+            return self.plans.plan(&request.shape(collective, self.me)).map(Prepared::Plan);
         };
         let element = request.dtype.size();
         let mut messages = rounds::all_to_all(send, recv, element);
@@ -649,7 +626,7 @@ impl State {
         &mut self,
         current: &Current<'_>,
         stream: &Stream,
-        number: u64,
+        (number, work): (u64, &Work),
         run: &Run<'_>,
         request: &CollectiveRequest<'_>,
         in_flight: &InFlight,
@@ -659,6 +636,7 @@ impl State {
         if self.last.is_some_and(|last| last != id) {
             stream.wait(current, &self.end)?;
         }
+        let lap = self.timer.begin(current, stream)?;
         let [inputs, outputs] = request.stretches();
         let (layout, seat) = (self.layout, self.seat);
         let starts = Some((layout.started(seat, LANE, number), number));
@@ -717,6 +695,7 @@ impl State {
                 }
             }
         }
+        self.timer.end(current, stream, lap, work)?;
         self.end.record(current, stream)?;
         self.last = Some(id);
         Ok(())
@@ -747,35 +726,6 @@ fn kernels<'a>(launcher: &'a Launcher, request: &'a CollectiveRequest<'_>, ranks
         Some((at, dtype)) => kernels.with_factor(at, dtype),
         None => kernels,
     }
-}
-
-fn shape(request: &CollectiveRequest<'_>, collective: &Collective, me: Rank) -> Shape {
-    let element = request.dtype.size();
-    let is_in_place = shares_own_part(request, me);
-    Shape { collective: collective.clone(), element, scaling: request.scaling, is_in_place }
-}
-
-/// Whether this rank's part of the data lies in the same memory in input and output.
-fn shares_own_part(request: &CollectiveRequest<'_>, me: Rank) -> bool {
-    let Some((InPlace { input, output }, len)) = plans::own_part(&request.collective, me) else { return false };
-    let element = request.dtype.size();
-    same_runs(request.inputs, input * element, request.outputs, output * element, len * element)
-}
-
-/// Whether `len` bytes at these offsets are the same memory.
-fn same_runs(left: &[Buffer], left_offset: usize, right: &[Buffer], right_offset: usize, len: usize) -> bool {
-    len > 0 && runs(left, left_offset, len).eq(runs(right, right_offset, len))
-}
-
-/// The runs of memory in which `len` bytes lie, from `offset` on, of buffers that are counted end to end.
-fn runs(buffers: &[Buffer], offset: usize, len: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
-    let mut begin = 0;
-    buffers.iter().filter_map(move |buffer| {
-        let (from, until) = (begin.max(offset), (begin + buffer.bytes()).min(offset + len));
-        let run = (from < until).then(|| (buffer.ptr().addr() + (from - begin), until - from));
-        begin += buffer.bytes();
-        run
-    })
 }
 
 fn no_kernels(comm: &str, error: &LaunchError) -> Error {

@@ -84,6 +84,9 @@ pub(crate) trait Ends: Send + Sync {
     /// An operation has ended: completes its work.
     fn ended(&self, work: &Work, result: Result<(), Error>);
 
+    /// An operation took so long by the device's clock. It may have ended long ago.
+    fn took(&self, work: &Work, time: Duration);
+
     /// The lost rank, if there is one, as the error of an operation.
     fn loss(&self, operation: &str) -> Option<Error>;
 

@@ -16,7 +16,7 @@
 //! streams. Collectives captured in a [`graph`] have [lanes](graph_lane) of their own, and captured messages have
 //! [rings](graph_rings): both count by [`tokens`], and no call submits their [`replay`]s. The [`executor`] runs whole
 //! collectives; [`messages`] go between [`pairs`] of ranks, also [far ones](far_pairs). Any thread that looks at operations
-//! [`in_flight`] ends those that are done, at the latest the [`watch`]. Where the ranks have chosen one, a [`vendor`]'s library
+//! [`in_flight`] ends those that are done, at the latest the [`watch`]; a [`timer`] may measure how long they take. Where the ranks have chosen one, a [`vendor`]'s library
 //! runs collectives and messages instead of programs.
 //!
 //! Besides there are [`windows`], which ranks access on their own. Their [`signals`] are words. Their [`accesses`] in flight
@@ -67,6 +67,7 @@ pub mod segment;
 pub mod setup;
 pub(crate) mod signals;
 pub mod staging;
+pub(crate) mod timer;
 pub mod tokens;
 pub(crate) mod vendor;
 pub(crate) mod watch;

@@ -15,7 +15,7 @@ use crate::transport::RingStats;
 use crate::types::{DType, Frame, Rank};
 
 /// The version of the format. Readers refuse others.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// Everything that a dump tells. Times are microseconds of Unix time by this host's clock.
 #[derive(Serialize)]
@@ -79,6 +79,8 @@ struct Entry<'a> {
     submitted: u64,
     started: Option<u64>,
     ended: Option<u64>,
+    /// Of an operation on a device, how many microseconds it took by that one's clock, where that is measured and known.
+    device_microseconds: Option<f64>,
     failure: Option<&'a str>,
     /// Where the program called it, the innermost frame first.
     stack: &'a [Frame],
@@ -128,6 +130,7 @@ impl<'a> Entry<'a> {
             submitted: clock.micros(record.submitted),
             started: record.started.map(|at| clock.micros(at)),
             ended: record.ended.map(|at| clock.micros(at)),
+            device_microseconds: record.took().map(|time| time.as_secs_f64() * 1e6),
             failure: record.failure(),
             stack: record.stack(),
         }

@@ -1,6 +1,6 @@
 //! The flight recorder: the last operations of a communicator, in a fixed amount of memory.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::engine::call::Call;
 use crate::types::{Frame, Rank, Source};
@@ -30,12 +30,18 @@ pub(crate) struct Record {
 struct Rest {
     failure: Option<String>,
     stack: Vec<Frame>,
+    took: Option<Duration>,
 }
 
 impl Record {
     /// Why it failed.
     pub(crate) fn failure(&self) -> Option<&str> {
         self.rest.as_ref()?.failure.as_deref()
+    }
+
+    /// How long it took by the clock of its device, where that is measured and known.
+    pub(crate) fn took(&self) -> Option<Duration> {
+        self.rest.as_ref()?.took
     }
 
     /// Where the program called it, the innermost frame first, if the program has told.
@@ -125,6 +131,13 @@ impl Recorder {
     pub(crate) fn is_on_device(&mut self, number: u64) {
         if let Some(record) = self.find(number) {
             record.is_on_device = true;
+        }
+    }
+
+    /// Notes how long an operation took by the clock of its device.
+    pub(crate) fn took(&mut self, number: u64, time: Duration) {
+        if let Some(record) = self.find(number) {
+            record.rest.get_or_insert_default().took = Some(time);
         }
     }
 

@@ -4,7 +4,7 @@
 //! passes it on to the protocol that it is for.
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::engine::buffered_send::BufferedSends;
 use crate::engine::call::Call;
@@ -167,6 +167,11 @@ impl Engine {
     /// Notes that streams have reached operations on a device.
     pub(crate) fn started_on_device(&mut self, works: &[Work], now: Instant) {
         works.iter().for_each(|work| self.context.recorder.reached(work.number(), now));
+    }
+
+    /// Notes how long an operation took by the clock of its device.
+    pub(crate) fn took_on_device(&mut self, work: &Work, time: Duration) {
+        self.context.recorder.took(work.number(), time);
     }
 
     /// Ends an operation that the engine makes no progress on: one of a device.

@@ -224,6 +224,50 @@ fn a_dump_tells_operations_on_a_device_from_those_on_the_cpu() {
     });
 }
 
+/// By sequence, how many microseconds each collective took by the device's clock, as a dump tells it.
+fn device_times(rank: &OnDevice) -> Vec<Option<f64>> {
+    let dump: serde_json::Value = serde_json::from_str(&rank.comm.dump("asked")).expect("JSON");
+    let records = dump["records"].as_array().expect("a list").iter();
+    records.filter(|record| record["device"] == true).map(|record| record["device_microseconds"].as_f64()).collect()
+}
+
+#[test]
+fn a_dump_tells_how_long_collectives_took_by_the_devices_clock() {
+    alone("trouble::a_dump_tells_how_long_collectives_took_by_the_devices_clock", &[&[]], || {
+        world(2, &[("device_timing", "true")], |rank| {
+            let memory = rank.memory(&[1.0]);
+            let sum = || rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory]).expect("a work");
+            let late = Duration::from_millis(500);
+            // The setup, too.
+            rank.sum(&memory).expect("a sum");
+            rank.comm.barrier().expect("both are there");
+            if rank.me() == 1 {
+                std::thread::sleep(late);
+            }
+            // More than are timed at a time, since none of them ends on rank 0 before rank 1 comes.
+            let works: Vec<_> = (0..300).map(|_| sum()).collect();
+            works.iter().for_each(|work| work.wait(None).expect("a sum"));
+            rank.stream.synchronize().expect("a stream that ends");
+            let times = device_times(&rank);
+            assert!(times.len() == 301 && times[1].is_some(), "{times:?}");
+            if rank.me() == 0 {
+                assert!(times[1].expect("it was timed") >= 0.8 * late.as_secs_f64() * 1e6, "{times:?}");
+                assert_eq!(times.iter().position(Option::is_none), Some(257));
+            }
+            rank.sum(&memory).expect("a sum");
+            let last = device_times(&rank)[301].expect("there are spare events again");
+            assert!(last > 0.0, "{last}");
+            rank.leave(memory);
+        });
+        world(2, &[], |rank| {
+            let memory = rank.memory(&[1.0]);
+            rank.sum(&memory).expect("a sum");
+            assert_eq!(device_times(&rank), [None]);
+            rank.leave(memory);
+        });
+    });
+}
+
 #[test]
 fn a_dump_tells_when_a_stream_has_reached_an_operation() {
     alone("trouble::a_dump_tells_when_a_stream_has_reached_an_operation", &[&[]], || {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import World, fresh_store, joined
+from ncclx_rs._load import native
 from reference import assert_same, data, reduced
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -249,3 +251,19 @@ def left_behind(rank: int, size: int) -> None:
 
 def test_a_group_may_end_with_operations_in_flight(cuda_world: World) -> None:
     cuda_world.run(left_behind, join=False)
+
+
+def times_of_the_devices_clock(rank: int, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_NCCL_ENABLE_TIMING", "1")
+        with joined():
+            warm()
+            dist.all_reduce(torch.zeros(1000, device="cuda"))
+            records = [record for text in native().dumps("a test") for record in json.loads(text)["records"]]
+            # The first one had ended when the second one was submitted.
+            times = [record["device_microseconds"] for record in records if record["device_microseconds"] is not None]
+            assert len(times) == 1 and times[0] > 0, records
+
+
+def test_the_devices_clock_times_operations_if_asked(cuda_world: World) -> None:
+    cuda_world.run(times_of_the_devices_clock, join=False)

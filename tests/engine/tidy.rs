@@ -112,7 +112,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/device/",
         &[
             // Data.
-            &["allocator", "descriptors", "kernels", "layout", "network", "record", "segment", "staging"],
+            &["allocator", "descriptors", "halves", "kernels", "layout", "network", "record", "segment", "staging"],
             // What is decided.
             &["call_log", "lower", "setup"],
             &["all_to_all", "counters", "plans", "rounds"],
@@ -120,7 +120,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // What acts on streams and on words.
             &["control", "lane", "other_hosts"],
             &["in_flight", "launch", "marks", "message_log", "ring_lane", "signals"],
-            &["far_pairs", "far_windows", "parts", "replay", "vendor"],
+            &["far_pairs", "far_windows", "parts", "replay", "timer", "vendor"],
             &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
@@ -135,6 +135,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
 
 /// What a file uses of its own floor.
 const BESIDE: &[(&str, &[&str])] = &[
+    ("src/device/network", &["halves"]),
     ("src/device/other_hosts", &["control"]),
     ("src/engine/body", &["region"]),
     ("src/engine/flight_recorder", &["call"]),

@@ -44,7 +44,8 @@ def collective(sequence: int, state: str = "completed", call: str = CALL, **more
         "device": False,
     }
     values |= {"call": call, "peer": None, "tag": None, "dtype": "float32", "read": 4, "written": 4, "state": state}
-    values |= {"submitted": 1000 * sequence, "started": None, "ended": None, "failure": None, "stack": []}
+    values |= {"submitted": 1000 * sequence, "started": None, "ended": None}
+    values |= {"device_microseconds": None, "failure": None, "stack": []}
     return Record(**(values | more))
 
 
@@ -131,6 +132,17 @@ def test_collectives_on_a_device_are_counted_apart() -> None:
     content = trace([waiting])
     listed = [(entry["process_group"][0], entry["collective_seq_id"]) for entry in content["entries"]]
     assert sorted(listed) == [("main-00ff", 3), ("main-00ff-cuda", 1), ("main-00ff-cuda", 2)]
+
+
+def test_what_a_device_has_measured_is_the_duration(tmp_path: Path) -> None:
+    times = {"started": 1000, "ended": 5000, "device": True}
+    measured = collective(1, device_microseconds=1234.5, **times)
+    records = dump(0, 2, collective(0, **times), measured)
+    assert [entry["duration_ms"] for entry in trace([records])["entries"]] == [4, 1.2345]
+    path = tmp_path / "trace.json"
+    perfetto.write([of(2, records)], path)
+    about = [event["args"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert "device_us" not in about[0] and about[1]["device_us"] == 1234.5
 
 
 def test_a_rank_that_is_known_to_have_called_is_not_to_blame() -> None:
@@ -239,14 +251,14 @@ def test_stragglers_are_measured_where_all_completed() -> None:
 
 def save(folder: Path, *dumps: Dump) -> None:
     for dump in dumps:
-        content = {"version": 4} | asdict(dump)
+        content = {"version": 5} | asdict(dump)
         (folder / f"{dump.rank}-{dump.time}.json").write_text(json.dumps(content))
 
 
 def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == UNUSABLE and "no dump in" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == UNUSABLE and "nowhere" in capsys.readouterr().err
-    bad = {"cut": '{"version": 4, "id"', "old": '{"version": 1}', "list": "[]", "bare": '{"version": 3}'}
+    bad = {"cut": '{"version": 5, "id"', "old": '{"version": 1}', "list": "[]", "bare": '{"version": 3}'}
     for name, content in bad.items():
         (tmp_path / f"{name}.json").write_text(content)
     (tmp_path / "note.txt").write_text("not looked at")
@@ -254,7 +266,7 @@ def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.Cap
     strange = {"foreign": replace(fine, records=[message("send", 9)]), "few": replace(fine, members=[])}
     strange["path"] = replace(fine, members=["/../0"])  # type: ignore[list-item]
     for name, wrong in strange.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"version": 4} | asdict(wrong)))
+        (tmp_path / f"{name}.json").write_text(json.dumps({"version": 5} | asdict(wrong)))
     save(tmp_path, fine)
     assert main([str(tmp_path), "--pytorch", str(tmp_path / "traces")]) == FINE
     out, err = capsys.readouterr()

@@ -160,7 +160,7 @@ def test_a_process_of_another_version_is_told_and_left_out(shown: Path, capsys: 
         other.join()
     told = capsys.readouterr()
     assert "communicator `shown`" in told.out
-    assert told.err == "ncclx-rs top: process 7 is left out: not a flight recorder's dump of version 4\n"
+    assert told.err == "ncclx-rs top: process 7 is left out: not a flight recorder's dump of version 5\n"
 
 
 # A rank on a host of its own, which stays in its second all_reduce until a file tells rank 1 to call it too.

@@ -23,6 +23,8 @@ impl Ends for Completes {
         work.complete(result, None);
     }
 
+    fn took(&self, _: &Work, _: Duration) {}
+
     fn loss(&self, _: &str) -> Option<Error> {
         lock(&self.lost).clone()
     }

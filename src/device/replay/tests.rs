@@ -16,6 +16,8 @@ impl Ends for Nobody {
 
     fn ended(&self, _: &Work, _: Result<(), Error>) {}
 
+    fn took(&self, _: &Work, _: Duration) {}
+
     fn loss(&self, _: &str) -> Option<Error> {
         lock(&self.lost).clone()
     }

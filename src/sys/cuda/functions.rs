@@ -97,6 +97,7 @@ functions! {
     cuEventCreate(*mut CUevent, c_uint);
     cuEventDestroy_v2(CUevent);
     cuEventRecord(CUevent, CUstream);
+    cuEventElapsedTime(*mut f32, CUevent, CUevent);
     cuModuleLoadData(*mut CUmodule, *const c_void);
     cuModuleUnload(CUmodule);
     cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char);

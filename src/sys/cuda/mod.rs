@@ -27,5 +27,5 @@ pub use host_memory::{HostMemoryError, SharedHostMemory};
 pub use memory::{DeviceBytes, DeviceMemory, DevicePtr, PointerInfo, copy_from_host, copy_to_host};
 pub use module::{Function, Module};
 pub use shared_memory::{ExportError, Exported, ImportedMemory, SharedDeviceMemory, export};
-pub use stream::{Capture, Event, Stream, StreamHandle, StreamId};
+pub use stream::{Capture, Event, Moment, Stream, StreamHandle, StreamId};
 pub use words::{Batch, DeviceWord, RegisteredWords, Width};

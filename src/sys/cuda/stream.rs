@@ -1,10 +1,12 @@
 //! Streams, events, and what is put on a stream.
 #![allow(unsafe_code, reason = "calls the driver")]
 
+use std::time::Duration;
+
 use cudarc::driver::sys::{CUevent, CUstream};
 
 use super::context::{Context, Current};
-use super::error::CudaError;
+use super::error::{Code, CudaError};
 use super::functions::call;
 use super::memory::DeviceBytes;
 use super::words::Batch;
@@ -177,10 +179,14 @@ unsafe impl Sync for Event {}
 impl Event {
     /// An event that is nowhere yet: who waits for it goes on.
     pub fn new(context: &Arc<Context>) -> Result<Event, CudaError> {
+        Event::with_flags(context, WITHOUT_TIMES)
+    }
+
+    fn with_flags(context: &Arc<Context>, flags: u32) -> Result<Event, CudaError> {
         let mut raw = std::ptr::null_mut();
         let _current = context.enter()?;
         // SAFETY: `raw` is a place for the result.
-        unsafe { call!(cuEventCreate(&raw mut raw, WITHOUT_TIMES)) }?;
+        unsafe { call!(cuEventCreate(&raw mut raw, flags)) }?;
         Ok(Event { raw, context: context.clone() })
     }
 
@@ -195,6 +201,34 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: made in `new`; the driver keeps what still waits for it.
         self.context.give_back(|| unsafe { call!(cuEventDestroy_v2(self.raw)) });
+    }
+}
+
+/// A moment of the device's clock: when a stream reaches a place.
+#[derive(Debug)]
+pub struct Moment(Event);
+
+impl Moment {
+    /// A moment of no stream yet.
+    pub fn new(context: &Arc<Context>) -> Result<Moment, CudaError> {
+        Event::with_flags(context, 0).map(Moment)
+    }
+
+    /// Takes the moment at which everything that is on a stream is done.
+    pub fn record(&self, current: &Current<'_>, stream: &Stream) -> Result<(), CudaError> {
+        self.0.record(current, stream)
+    }
+
+    /// How long before it `earlier` was; nothing if it is still to come. Both have been recorded, the earlier one first on the
+    /// same stream. To half a microsecond.
+    pub fn since(&self, _: &Current<'_>, earlier: &Moment) -> Result<Option<Duration>, CudaError> {
+        let mut milliseconds = 0.0;
+        // SAFETY: both live, and `milliseconds` is a place for the result.
+        let result = unsafe { call!(cuEventElapsedTime(&raw mut milliseconds, earlier.0.raw, self.0.raw)) };
+        match result {
+            Err(error) if error.code() == Some(Code::NotReady) => Ok(None),
+            result => result.map(|()| Some(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))),
+        }
     }
 }
 

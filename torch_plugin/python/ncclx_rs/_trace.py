@@ -60,6 +60,7 @@ class Entry:
         created: the time of the call.
         started: the time when it began.
         ended: the time when it ended.
+        took: how many nanoseconds it took, if its device's clock has told.
         state: scheduled, started or completed.
         thread: the calling thread's number and name, if known.
         frames: the stack of the call, the innermost frame first, each with name, filename and line.
@@ -76,6 +77,7 @@ class Entry:
     created: int
     started: int | None
     ended: int | None = None
+    took: float | None = None
     state: str = "started"
     thread: tuple[int, str] | None = None
     frames: list[dict[str, Any]] = field(default_factory=list)
@@ -101,7 +103,7 @@ class Entry:
             name += f" {sender}->{receiver}" if self.name == "send" else f" {receiver}<-{sender}"
         known: dict[str, Any] = {}
         if self.state == "completed" and self.started is not None and self.ended is not None:
-            known["duration_ms"] = (self.ended - self.started) / 1e6
+            known["duration_ms"] = (self.ended - self.started if self.took is None else self.took) / 1e6
         if self.group.timeout_ms is not None:
             known["timeout_ms"] = self.group.timeout_ms
         if self.thread is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-_VERSION = 4
+_VERSION = 5
 
 T = TypeVar("T")
 
@@ -30,6 +30,7 @@ class Record:
         read: how many elements of the caller's memory it reads, or how many bytes if there is no `dtype`.
         written: how many it writes.
         state: queued, running, completed or failed.
+        device_microseconds: how long it took by the clock of its device, if that was measured (`device_timing`).
         stack: the stack of the call, the innermost frame first, each with name, filename and line.
     """
 
@@ -48,6 +49,7 @@ class Record:
     submitted: int
     started: int | None
     ended: int | None
+    device_microseconds: float | None
     failure: str | None
     stack: list[dict[str, Any]]
 

@@ -49,6 +49,8 @@ def _event(record: Record, dump: Dump, process: int, row: int, end: int) -> dict
     about = {"call": record.call, "state": record.state, "place": record.place, "host": dump.host}
     if record.started is not None:
         about["waited_us"] = record.started - record.submitted
+    if record.device_microseconds is not None:
+        about["device_us"] = record.device_microseconds
     if record.failure:
         about["failure"] = record.failure
     if record.stack:

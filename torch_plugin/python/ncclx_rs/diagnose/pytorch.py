@@ -114,6 +114,7 @@ def _entry(number: int, record: Record, group: _trace.Group, dump: Dump) -> _tra
         created=1000 * record.submitted,
         started=None if record.started is None else 1000 * record.started,
         ended=None if record.ended is None else 1000 * record.ended,
+        took=None if record.device_microseconds is None else 1000 * record.device_microseconds,
         state=_STATES[record.state],
         frames=record.stack,
     )
