@@ -5,6 +5,7 @@
 mod communicators;
 mod faults;
 mod fence;
+mod footprint;
 mod graphs;
 mod harness;
 mod hosts;
