@@ -209,12 +209,10 @@ CUDA_INSTALLED := softcuda $(KERNEL_TWINS) $(call installed,$(TORCH))
 python-test-cuda: $(CUDA_INSTALLED) $(PROGRAMS)
 	$(PYTHON_CUDA) tests/cuda_python
 
-# PyTorch's own tests of CUDA tensors: a sample of them in `test-cuda`.
-.PHONY: acceptance-cuda acceptance-cuda-sample
-test-cuda: acceptance-cuda-sample
-acceptance-cuda: export SAMPLE := 0
-acceptance-cuda-sample: export SAMPLE := 1
-acceptance-cuda acceptance-cuda-sample: $(CUDA_INSTALLED)
+# PyTorch's own tests of CUDA tensors.
+.PHONY: acceptance-cuda
+test-cuda: acceptance-cuda
+acceptance-cuda: $(CUDA_INSTALLED)
 	BACKEND=ncclx_rs WORLD_SIZE=2 SOFTCUDA_DEVICES=2 $(PYTHON_CUDA) --quiet --timeout 300 tests/acceptance
 
 # Long versions of two tests.
@@ -300,7 +298,7 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance acceptance-cuda long-messages scale simulated-times nccl-versions chaos chaos-cuda \
+		$(MAKE) --keep-going acceptance long-messages scale simulated-times nccl-versions chaos chaos-cuda \
 			races-cuda samples-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.

@@ -1,7 +1,7 @@
 """On the software CUDA, the tests that run are those that cuda.txt names.
 
-Its lines are the name of a test, and `sample` if `make test-cuda` runs it too, or `fails:` and why. What is named there
-has to end as it says. `EVERY=1` runs all tests, for a new list.
+Its lines are the name of a test, and perhaps `fails:` and why. What is named there has to end as it says. `EVERY=1`
+runs all tests, for a new list.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = names.keys() - {item.name for item in items}
     if gone and not config.option.keyword:
         raise pytest.UsageError(f"{LIST.name} names tests that PyTorch does not have: {sorted(gone)}")
-    only_sample = os.environ.get("SAMPLE") == "1"
-    chosen = [item for item in items if item.name in names and (not only_sample or names[item.name] == "sample")]
+    chosen = [item for item in items if item.name in names]
     for item in chosen:
         if names[item.name].startswith("fails:"):
             item.add_marker(pytest.mark.xfail(reason=names[item.name], strict=True))
