@@ -153,12 +153,11 @@ quick: $(call ready,$(TORCH)) ## Runs the smoke tests on an unoptimised build
 		-k "not beats_gloo"
 
 # CUDA without a GPU: tests/softcuda/README.md.
-SOFTCUDA := $(CURDIR)/target/softcuda/$(TORCH)
+softcuda_of = $(CURDIR)/target/softcuda/$(1)
+SOFTCUDA := $(call softcuda_of,$(TORCH))
 IN_SOFTCUDA = $(IN_VENV) SOFTCUDA_HOME="$(SOFTCUDA)" tests/softcuda/run
 .PHONY: softcuda test-cuda
-softcuda: $(call ready,$(TORCH)) ## Builds the software CUDA for tests
-	$(MAKE) --silent -C tests/softcuda PYTHON="$(CURDIR)/$(VENV)/bin/python" OUT="$(SOFTCUDA)"
-	$(MAKE) --silent -C tests/fakenccl PYTHON="$(CURDIR)/$(VENV)/bin/python" SOFTCUDA="$(SOFTCUDA)"
+softcuda: softcuda-$(TORCH) ## Builds the software CUDA for tests
 
 test-cuda: softcuda ## Runs the tests of CUDA tensors, on a software CUDA
 	$(IN_SOFTCUDA) python -m pytest tests/softcuda/tests
@@ -174,17 +173,18 @@ $(ACCEPTANCE_SIZES:%=acceptance-%): acceptance-%: $(call installed,$(TORCH))
 CUDA_TWINS = $(SOFTCUDA)/twins.so
 KERNEL_TWINS = $(SOFTCUDA)/kernels.so
 AS_TWINS = $(CXX) -x c++ -std=c++17 -O1 -ffp-contract=off -shared -fPIC -Itests/softcuda/include
-$(KERNEL_TWINS): src/device/kernels.cu $(wildcard tests/softcuda/include/*.h) | softcuda
+$(call softcuda_of,%)/kernels.so: src/device/kernels.cu $(wildcard tests/softcuda/include/*.h) | softcuda-%
+	mkdir -p $(@D)
 	$(AS_TWINS) $< -o $@
 $(CUDA_TWINS): tests/softcuda/tests/sample.cu $(wildcard tests/softcuda/include/*.h) | softcuda
 	$(AS_TWINS) $< -o $@
 .PHONY: rust-test-cuda
 test-cuda: rust-test-cuda
 # The compiler of kernels lies in a folder that PyTorch's wheel brings, which a program without PyTorch has to be told.
+FOR_RUST_CUDA = LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib)" \
+	SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1
 rust-test-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS)
-	LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib)" \
-		SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1 \
-		cargo test --locked --test cuda \
+	$(FOR_RUST_CUDA) cargo test --locked --test cuda \
 		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'" -- $(CUDA_TEST_NAMES)
 
 # Its races, under many seeds.
@@ -396,16 +396,28 @@ clean: ## Removes environments and builds
 QUICK := CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16
 target_of = target/$(if $(filter $(TORCH),$(1)),torch$(1),compat)
 
-# Everything for one torch version: its environment, its build of the wheel, its smoke tests.
+# Everything for one torch version: its environment, its build of the wheel, its software CUDA, its smoke tests.
 define for_torch
 .PHONY: wheel-$(1) compat-$(1)
 wheel-$(1): $(call installed,$(1))
-compat-$(1): $(call installed,$(1))
+compat-$(1): $(call installed,$(1)) $(call softcuda_of,$(1))/kernels.so
 	$$(call in_venv,$(call venv_of,$(1))) python -m pytest tests/python -m smoke
+	if [[ -e $(call softcuda_of,$(1))/libcuda.so.1 ]]; then \
+		$$(call in_venv,$(call venv_of,$(1))) SOFTCUDA_HOME="$(call softcuda_of,$(1))" \
+			SOFTCUDA_TWINS="$(call softcuda_of,$(1))/kernels.so" tests/softcuda/run python -m pytest tests/cuda_python -m smoke; \
+	else \
+		echo "not tested: CUDA tensors, since this PyTorch $(1) is not for CUDA 13"; \
+	fi
+
+# The software CUDA is made for what this version's libraries import.
+.PHONY: softcuda-$(1)
+softcuda-$(1): $(call ready,$(1))
+	$(MAKE) --silent -C tests/softcuda PYTHON="$(CURDIR)/$(call venv_of,$(1))/bin/python" OUT="$(call softcuda_of,$(1))"
+	$(MAKE) --silent -C tests/fakenccl PYTHON="$(CURDIR)/$(call venv_of,$(1))/bin/python" SOFTCUDA="$(call softcuda_of,$(1))"
 
 .PHONY: drop-$(1)
 drop-$(1):
-	rm -rf $(call venv_of,$(1)) $(if $(filter $(TORCH),$(1)),target/torch$(1)) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
+	rm -rf $(call venv_of,$(1)) $(call softcuda_of,$(1)) $(if $(filter $(TORCH),$(1)),target/torch$(1)) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
 
 $(call ready,$(1)): requirements-dev.txt
 	test -x $$(@D)/bin/python || $(PYTHON) -m venv $$(@D)
