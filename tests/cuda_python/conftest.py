@@ -40,7 +40,7 @@ ONLY_SOFTWARE = {
 # The number of ranks, and how many devices they share.
 WORLDS = ((2, 1), (3, 3))
 
-# What every supported PyTorch must pass, which `make compat` runs: what differs between versions, or might, in one small world.
+# What every supported PyTorch must pass, which `make compat` runs: something of each subject, in one small world.
 SMOKE_WORLD = "2-on-1"
 SMOKE = {
     "test_cuda_collectives": ("test_every_collective_is_right", "test_coalesced_collectives_are_right"),
@@ -56,6 +56,7 @@ SMOKE = {
         "test_batches_exchange_messages_of_any_length",
         "test_objects_travel_as_tensors_of_the_device",
     ),
+    "test_cuda_setup": ("test_a_bound_group_and_groups_of_it_are_set_up_when_they_are_made",),
     "test_cuda_mempool": ("test_a_pool_takes_the_allocator_of_a_backend",),
     "test_cuda_training": ("test_ddp_with_overlap_trains_as_on_the_cpu", "test_fsdp2_trains_as_on_the_cpu"),
 }
