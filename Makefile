@@ -194,6 +194,11 @@ races-cuda: export NCCLX_RS_RACE_SEED := $(or $(SEED),1)
 races-cuda: CUDA_TEST_NAMES := races
 races-cuda: rust-test-cuda
 
+# What those tests are worth: each mutation of the engine must fail one.
+.PHONY: mutations-cuda
+mutations-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS) ## Breaks the engine of streams in many ways, and sees that its tests notice
+	$(IN_VENV) $(FOR_RUST_CUDA) python tests/mutations/run_mutations.py $(MUTATIONS)
+
 # Whatever can be combined, as seeds draw it.
 .PHONY: samples-cuda
 samples-cuda: export NCCLX_RS_SAMPLES := $(or $(SAMPLES),1000)
@@ -301,7 +306,7 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
 		$(MAKE) --keep-going acceptance acceptance-cuda long-messages scale simulated-times nccl-versions chaos chaos-cuda \
-			races-cuda samples-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
+			races-cuda samples-cuda mutations-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024
