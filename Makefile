@@ -267,6 +267,23 @@ gpu-bundle: $(GPU_VENV)/.ready-$(GPU_TORCH) ## Packs what `gpu` runs, for a mach
 	program=$(CUDA_TESTS); tests/gpu/bundle.sh target/gpu-bundle/ncclx-rs-gpu.tar.gz $(GPU_VENV)/bin/python \
 		$(GPU_WHEEL)/*.whl "$$program"
 
+# The archive, unpacked in an empty folder, on the software CUDA: beside that it has only its own and the PyTorch of GPU_VENV.
+GPU_SOFTCUDA := $(CURDIR)/target/gpu-bundle/softcuda
+GPU_TRIAL := $(CURDIR)/target/gpu-bundle/trial
+.PHONY: try-gpu-bundle
+try-gpu-bundle: gpu-bundle ## Tries the archive of `make gpu-bundle` out on the software CUDA
+	$(MAKE) --silent -C tests/softcuda PYTHON="$(CURDIR)/$(GPU_VENV)/bin/python" OUT="$(GPU_SOFTCUDA)"
+	$(MAKE) --silent -C tests/fakenccl PYTHON="$(CURDIR)/$(GPU_VENV)/bin/python" SOFTCUDA="$(GPU_SOFTCUDA)"
+	$(AS_TWINS) src/device/kernels.cu -o $(GPU_SOFTCUDA)/kernels.so
+	$(AS_TWINS) tests/softcuda/tests/sample.cu -o $(GPU_SOFTCUDA)/twins.so
+	$(AS_TWINS) tests/gpu/probe.cu -o $(GPU_SOFTCUDA)/probes.so
+	rm -rf $(GPU_TRIAL)
+	mkdir -p $(GPU_TRIAL)
+	tar --extract --file target/gpu-bundle/ncclx-rs-gpu.tar.gz --directory $(GPU_TRIAL)
+	cd $(GPU_TRIAL)/ncclx-rs-gpu && PYTHON="$(CURDIR)/$(GPU_VENV)/bin/python" SOFTCUDA_HOME="$(GPU_SOFTCUDA)" SOFTCUDA_DEVICES=1 \
+		SOFTCUDA_TWINS="$(GPU_SOFTCUDA)/twins.so:$(GPU_SOFTCUDA)/kernels.so:$(GPU_SOFTCUDA)/probes.so" \
+		tests/softcuda/run ./run.sh $(GPU_OPTIONS)
+
 # The wheel for every PyTorch and Python: docs/packaging.md. SHIMS names some pairs of them (2.15:3.11), and PYTHON_HEADERS
 # the headers of a Python that is not installed (3.14=FOLDER).
 MACHINE ?= $(shell uname -m)
