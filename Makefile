@@ -386,7 +386,7 @@ lint: lint-workflows $(call ready,$(TORCH)) ## Checks formats, lints, types, lic
 	cargo metadata --locked --format-version 1 | $(VENV)/bin/python tests/lint/licences.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy torch_plugin/python tests/lint tests/bench packaging
+	$(VENV)/bin/mypy torch_plugin/python tests/lint tests/bench tests/mutations packaging
 
 .PHONY: stubtest
 stubtest: $(call installed,$(TORCH)) ## Compares the stubs with the built extension
