@@ -153,12 +153,11 @@ quick: $(call ready,$(TORCH)) ## Runs the smoke tests on an unoptimised build
 		-k "not beats_gloo"
 
 # CUDA without a GPU: tests/softcuda/README.md.
-SOFTCUDA := $(CURDIR)/target/softcuda/$(TORCH)
+softcuda_of = $(CURDIR)/target/softcuda/$(1)
+SOFTCUDA := $(call softcuda_of,$(TORCH))
 IN_SOFTCUDA = $(IN_VENV) SOFTCUDA_HOME="$(SOFTCUDA)" tests/softcuda/run
 .PHONY: softcuda test-cuda
-softcuda: $(call ready,$(TORCH)) ## Builds the software CUDA for tests
-	$(MAKE) --silent -C tests/softcuda PYTHON="$(CURDIR)/$(VENV)/bin/python" OUT="$(SOFTCUDA)"
-	$(MAKE) --silent -C tests/fakenccl PYTHON="$(CURDIR)/$(VENV)/bin/python" SOFTCUDA="$(SOFTCUDA)"
+softcuda: softcuda-$(TORCH) ## Builds the software CUDA for tests
 
 test-cuda: softcuda ## Runs the tests of CUDA tensors, on a software CUDA
 	$(IN_SOFTCUDA) python -m pytest tests/softcuda/tests
@@ -174,17 +173,18 @@ $(ACCEPTANCE_SIZES:%=acceptance-%): acceptance-%: $(call installed,$(TORCH))
 CUDA_TWINS = $(SOFTCUDA)/twins.so
 KERNEL_TWINS = $(SOFTCUDA)/kernels.so
 AS_TWINS = $(CXX) -x c++ -std=c++17 -O1 -ffp-contract=off -shared -fPIC -Itests/softcuda/include
-$(KERNEL_TWINS): src/device/kernels.cu $(wildcard tests/softcuda/include/*.h) | softcuda
+$(call softcuda_of,%)/kernels.so: src/device/kernels.cu $(wildcard tests/softcuda/include/*.h) | softcuda-%
+	mkdir -p $(@D)
 	$(AS_TWINS) $< -o $@
 $(CUDA_TWINS): tests/softcuda/tests/sample.cu $(wildcard tests/softcuda/include/*.h) | softcuda
 	$(AS_TWINS) $< -o $@
 .PHONY: rust-test-cuda
 test-cuda: rust-test-cuda
 # The compiler of kernels lies in a folder that PyTorch's wheel brings, which a program without PyTorch has to be told.
+FOR_RUST_CUDA = LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib)" \
+	SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1
 rust-test-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS)
-	LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib)" \
-		SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1 \
-		cargo test --locked --test cuda \
+	$(FOR_RUST_CUDA) cargo test --locked --test cuda \
 		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'" -- $(CUDA_TEST_NAMES)
 
 # Its races, under many seeds.
@@ -193,6 +193,11 @@ races-cuda: export NCCLX_RS_RACE_SEEDS := $(or $(SEEDS),1000)
 races-cuda: export NCCLX_RS_RACE_SEED := $(or $(SEED),1)
 races-cuda: CUDA_TEST_NAMES := races
 races-cuda: rust-test-cuda
+
+# What those tests are worth: each mutation of the engine must fail one.
+.PHONY: mutations-cuda
+mutations-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS) ## Breaks the engine of streams in many ways, and sees that its tests notice
+	$(IN_VENV) $(FOR_RUST_CUDA) python tests/mutations/run_mutations.py $(MUTATIONS)
 
 # Whatever can be combined, as seeds draw it.
 .PHONY: samples-cuda
@@ -260,6 +265,23 @@ gpu-bundle: $(GPU_VENV)/.ready-$(GPU_TORCH) ## Packs what `gpu` runs, for a mach
 	program=$(CUDA_TESTS); tests/gpu/bundle.sh target/gpu-bundle/ncclx-rs-gpu.tar.gz $(GPU_VENV)/bin/python \
 		$(GPU_WHEEL)/*.whl "$$program"
 
+# The archive, unpacked in an empty folder, on the software CUDA: beside that it has only its own and the PyTorch of GPU_VENV.
+GPU_SOFTCUDA := $(CURDIR)/target/gpu-bundle/softcuda
+GPU_TRIAL := $(CURDIR)/target/gpu-bundle/trial
+.PHONY: try-gpu-bundle
+try-gpu-bundle: gpu-bundle ## Tries the archive of `make gpu-bundle` out on the software CUDA
+	$(MAKE) --silent -C tests/softcuda PYTHON="$(CURDIR)/$(GPU_VENV)/bin/python" OUT="$(GPU_SOFTCUDA)"
+	$(MAKE) --silent -C tests/fakenccl PYTHON="$(CURDIR)/$(GPU_VENV)/bin/python" SOFTCUDA="$(GPU_SOFTCUDA)"
+	$(AS_TWINS) src/device/kernels.cu -o $(GPU_SOFTCUDA)/kernels.so
+	$(AS_TWINS) tests/softcuda/tests/sample.cu -o $(GPU_SOFTCUDA)/twins.so
+	$(AS_TWINS) tests/gpu/probe.cu -o $(GPU_SOFTCUDA)/probes.so
+	rm -rf $(GPU_TRIAL)
+	mkdir -p $(GPU_TRIAL)
+	tar --extract --file target/gpu-bundle/ncclx-rs-gpu.tar.gz --directory $(GPU_TRIAL)
+	cd $(GPU_TRIAL)/ncclx-rs-gpu && PYTHON="$(CURDIR)/$(GPU_VENV)/bin/python" SOFTCUDA_HOME="$(GPU_SOFTCUDA)" SOFTCUDA_DEVICES=1 \
+		SOFTCUDA_TWINS="$(GPU_SOFTCUDA)/twins.so:$(GPU_SOFTCUDA)/kernels.so:$(GPU_SOFTCUDA)/probes.so" \
+		tests/softcuda/run ./run.sh $(GPU_OPTIONS)
+
 # The wheel for every PyTorch and Python: docs/packaging.md. SHIMS names some pairs of them (2.15:3.11), and PYTHON_HEADERS
 # the headers of a Python that is not installed (3.14=FOLDER).
 MACHINE ?= $(shell uname -m)
@@ -299,7 +321,7 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
 		$(MAKE) --keep-going acceptance long-messages scale simulated-times nccl-versions chaos chaos-cuda \
-			races-cuda samples-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
+			races-cuda samples-cuda mutations-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024
@@ -362,7 +384,7 @@ lint: lint-workflows $(call ready,$(TORCH)) ## Checks formats, lints, types, lic
 	cargo metadata --locked --format-version 1 | $(VENV)/bin/python tests/lint/licences.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy torch_plugin/python tests/lint tests/bench packaging
+	$(VENV)/bin/mypy torch_plugin/python tests/lint tests/bench tests/mutations packaging
 
 .PHONY: stubtest
 stubtest: $(call installed,$(TORCH)) ## Compares the stubs with the built extension
@@ -394,16 +416,28 @@ clean: ## Removes environments and builds
 QUICK := CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16
 target_of = target/$(if $(filter $(TORCH),$(1)),torch$(1),compat)
 
-# Everything for one torch version: its environment, its build of the wheel, its smoke tests.
+# Everything for one torch version: its environment, its build of the wheel, its software CUDA, its smoke tests.
 define for_torch
 .PHONY: wheel-$(1) compat-$(1)
 wheel-$(1): $(call installed,$(1))
-compat-$(1): $(call installed,$(1))
+compat-$(1): $(call installed,$(1)) $(call softcuda_of,$(1))/kernels.so
 	$$(call in_venv,$(call venv_of,$(1))) python -m pytest tests/python -m smoke
+	if [[ -e $(call softcuda_of,$(1))/libcuda.so.1 ]]; then \
+		$$(call in_venv,$(call venv_of,$(1))) SOFTCUDA_HOME="$(call softcuda_of,$(1))" \
+			SOFTCUDA_TWINS="$(call softcuda_of,$(1))/kernels.so" tests/softcuda/run python -m pytest tests/cuda_python -m smoke; \
+	else \
+		echo "not tested: CUDA tensors, since this PyTorch $(1) is not for CUDA 13"; \
+	fi
+
+# The software CUDA is made for what this version's libraries import.
+.PHONY: softcuda-$(1)
+softcuda-$(1): $(call ready,$(1))
+	$(MAKE) --silent -C tests/softcuda PYTHON="$(CURDIR)/$(call venv_of,$(1))/bin/python" OUT="$(call softcuda_of,$(1))"
+	$(MAKE) --silent -C tests/fakenccl PYTHON="$(CURDIR)/$(call venv_of,$(1))/bin/python" SOFTCUDA="$(call softcuda_of,$(1))"
 
 .PHONY: drop-$(1)
 drop-$(1):
-	rm -rf $(call venv_of,$(1)) $(if $(filter $(TORCH),$(1)),target/torch$(1)) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
+	rm -rf $(call venv_of,$(1)) $(call softcuda_of,$(1)) $(if $(filter $(TORCH),$(1)),target/torch$(1)) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
 
 $(call ready,$(1)): requirements-dev.txt
 	test -x $$(@D)/bin/python || $(PYTHON) -m venv $$(@D)

@@ -58,6 +58,15 @@ pub(crate) fn can_have(settings: &[(&str, &str)]) -> bool {
     }
 }
 
+/// Whether a world on these devices can run here; if not, it says why.
+pub(crate) fn has_devices(devices: &[u32]) -> bool {
+    let lacking = devices.iter().find(|device| Device::new(**device).is_err());
+    if let Some(device) = lacking {
+        not_run(&format!("there is no device {device}"));
+    }
+    lacking.is_none()
+}
+
 /// Names the test that a process was begun for.
 const ALONE: &str = "NCCLX_RS_TEST_ALONE";
 

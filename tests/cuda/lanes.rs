@@ -287,18 +287,34 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
 #[test]
 fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaError> {
     let Some(context) = context() else { return Ok(()) };
-    // Nothing comes back to this sender but credits.
+    one_way(&context, 7, true)
+}
+
+#[test]
+fn a_half_is_free_only_when_it_has_been_read() {
+    const NAME: &str = "lanes::a_half_is_free_only_when_it_has_been_read";
+    // A pause between the receiver's wait and its copy is longer than what the sender needs to go on.
+    let settings = ["1", "2", "3"].map(|seed| [("SOFTCUDA_DELAY_US", "2000"), ("SOFTCUDA_SEED", seed)]);
+    alone(NAME, &settings.each_ref().map(|settings| &settings[..]), || {
+        let context = context().expect("the parent has one");
+        assert_eq!(one_way(&context, 60, false), Ok(()));
+    });
+}
+
+/// Sends so many segments to a receiver from which nothing comes back but credits. It may be held until the sender is as far
+/// as it gets.
+fn one_way(context: &Arc<Context>, segments: usize, is_held: bool) -> Result<(), CudaError> {
     let slice = |space| Slice::new(space, 0, 8);
     let (mut sender, mut receiver) = (Builder::new("example"), Builder::new("example"));
     sender.push(Action::Send { to: Rank(1), from: slice(Space::Input) });
     receiver.push(Action::Recv { from: Rank(0), into: slice(Space::Output) });
     let staged = Staged::new(vec![sender.finish(), receiver.finish()], ELEMENT, Scaling::Nothing);
     let (layout, control) = (WordLayout::new(2, 2), Arc::new(words(2)));
-    let mut staging = [Staging::new(&context, Rank(0), 2, HALF)?, Staging::new(&context, Rank(1), 2, HALF)?];
+    let mut staging = [Staging::new(context, Rank(0), 2, HALF)?, Staging::new(context, Rank(1), 2, HALF)?];
     let (fd, len) = staging[0].export().expect("own memory");
     staging[1].import(Rank(0), fd.as_fd(), len).expect("memory of another");
-    let bytes: Vec<u8> = (0..7 * 32).map(|byte| byte as u8).collect();
-    let (input, output) = (DeviceMemory::new(&context, bytes.len())?, DeviceMemory::new(&context, bytes.len())?);
+    let bytes: Vec<u8> = (0..segments * 32).map(|byte| (byte % 251) as u8).collect();
+    let (input, output) = (DeviceMemory::new(context, bytes.len())?, DeviceMemory::new(context, bytes.len())?);
     let current = context.enter()?;
     copy_from_host(&current, &bytes, input.bytes())?;
     let nothing = input.bytes().part(0, 0);
@@ -313,17 +329,19 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
         sum: ELEMENT,
     };
     let (streams, gate) =
-        ([Stream::new(&context, 0)?, Stream::new(&context, 0)?], Arc::new(SharedWords::new(1).expect("a word")));
-    let registered = RegisteredWords::new(&context, &gate)?;
-    let mut batch = Batch::new(Width::Bits64);
-    batch.wait(registered.word(0), 1);
-    streams[1].submit(&current, &mut batch)?;
+        ([Stream::new(context, 0)?, Stream::new(context, 0)?], Arc::new(SharedWords::new(1).expect("a word")));
+    let registered = RegisteredWords::new(context, &gate)?;
+    if is_held {
+        let mut batch = Batch::new(Width::Bits64);
+        batch.wait(registered.word(0), 1);
+        streams[1].submit(&current, &mut batch)?;
+    }
     let mut lanes = vec![];
     for (me, (staging, stream)) in staging.into_iter().zip(&streams).enumerate() {
-        let words = Arc::new(RegisteredWords::new(&context, &Arc::new(shared(&control)))?);
+        let words = Arc::new(RegisteredWords::new(context, &Arc::new(shared(&control)))?);
         let mut lane = Lane::new(0, Rank::from(me), layout, words, staging, Width::Bits64);
-        for from in (0..56).step_by(8) {
-            let whole = Collective::Broadcast { count: 56, root: Rank(0) };
+        for from in (0..segments * 8).step_by(8) {
+            let whole = Collective::Broadcast { count: segments * 8, root: Rank(0) };
             let segment = Cut::new("binomial", &whole, 2).segment(Rank::from(me), from, 8).expect("no all_to_all");
             let program = staged.program(Rank::from(me), None);
             let submission =
@@ -332,13 +350,15 @@ fn a_sender_that_is_ahead_leaves_what_is_still_to_be_read() -> Result<(), CudaEr
         }
         lanes.push(lane);
     }
-    // The sender is as far as it gets; a sender that is wrong has some time to go on.
-    let head = layout.index(0, Word::Head { sender: Rank(0), receiver: Rank(1) });
-    while control.word(head).load(Ordering::Acquire) < 2 {
-        std::thread::yield_now();
+    if is_held {
+        // A sender that is wrong has some time to go on.
+        let head = layout.index(0, Word::Head { sender: Rank(0), receiver: Rank(1) });
+        while control.word(head).load(Ordering::Acquire) < 2 {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        gate.word(0).store(1, Ordering::Release);
     }
-    std::thread::sleep(Duration::from_millis(20));
-    gate.word(0).store(1, Ordering::Release);
     for stream in &streams {
         stream.synchronize()?;
     }

@@ -9,7 +9,7 @@ use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp, Work};
 
 use crate::harness::{alone, context, is_alone, number, seeds};
 use crate::messages::{CELL, SMALL, recv, send};
-use crate::ranks::{OnDevice, data, hosts, total, world};
+use crate::ranks::{OnDevice, Process, data, hosts, of_processes, total, world};
 use crate::recording::{Graph, Mode};
 
 /// What every seed has: delays, and writes that other streams see late.
@@ -31,6 +31,16 @@ fn under_seeds(test: &str, settings: &[(&str, &str)], body: impl FnOnce(u64)) {
         seeds.iter().map(|seed| [settings, &[("SOFTCUDA_SEED", &seed[..])]].concat()).collect();
     let settings: Vec<&[(&str, &str)]> = settings.iter().map(|settings| &settings[..]).collect();
     alone(test, &settings, || body(number("SOFTCUDA_SEED").expect("it has one")));
+}
+
+/// Runs `body` on three ranks that are processes. The stream of the second one pauses for so many microseconds at most; those
+/// of the others never do. It is called in the test of that name.
+fn beside_a_slow_rank(test: &str, microseconds: &str, body: impl FnOnce(OnDevice)) {
+    if is_alone(test) {
+        body(Process::new(test).join("slow", 0, SHORT));
+    } else if context().is_some() {
+        of_processes(test, &[&[], &[("SOFTCUDA_DELAY_US", microseconds), ("SOFTCUDA_SEED", "1")], &[]]);
+    }
 }
 
 /// Has a rank's stream come late, by so many copies.
@@ -88,35 +98,63 @@ fn a_half_is_free_only_after_the_copy() {
     segments_under("races::a_half_is_free_only_after_the_copy", WEAK);
 }
 
+/// A graph whose every replay broadcasts something else, moves what the ranks have in a ring, and adds it up.
+fn replays(rank: &OnDevice, seed: u64) -> (Graph, Vec<DeviceMemory>) {
+    let (me, size, len, turns) = (rank.me(), 3, 100, 30);
+    let (next, last) = ((me + 1) % size, (me + 2) % size);
+    let (own, came, sum) = (rank.memory(&data(me, len)), rank.memory(&[0.0; 100]), rank.memory(&[0.0; 100]));
+    let first = rank.memory(&[0.0; 100]);
+    let told: Vec<DeviceMemory> = (0..turns).map(|turn| rank.memory(&data(turn, len))).collect();
+    let seen: Vec<DeviceMemory> = (0..turns).map(|_| rank.memory(&[0.0; 100])).collect();
+    let copy = |from: &DeviceMemory, into: &DeviceMemory| {
+        let current = rank.context.enter().expect("a context");
+        rank.stream.copy(&current, from.bytes(), into.bytes()).expect("a copy");
+    };
+    rank.comm.barrier().expect("all are there");
+    let graph = Graph::of(&rank.stream, Mode::Global, || {
+        rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&own], &[&sum]).expect("a sum");
+        let batch = [
+            rank.op(&rank.stream, send(next, 0), &[&own], &[], None),
+            rank.op(&rank.stream, recv(last, 0), &[], &[&came], None),
+        ];
+        rank.comm.submit_batch(&batch).expect("a batch");
+        copy(&came, &own);
+        rank.submit(OpKind::Broadcast { root: Rank(0) }, &[&first], &[&first]).expect("a broadcast");
+    });
+    rank.comm.barrier().expect("all are there");
+    for (told, seen) in told.iter().zip(&seen) {
+        delay(rank, &rank.stream, (me * 5 + seed as usize) % 4, &sum);
+        if me == 0 {
+            copy(told, &first);
+        }
+        graph.replay(&rank.stream);
+        copy(&first, seen);
+    }
+    assert!(rank.values(&own) == data(me, len) && rank.values(&sum) == total(size, len), "rank {me}");
+    for (turn, seen) in seen.iter().enumerate() {
+        assert!(rank.values(seen) == data(turn, len), "what replay {turn} brought to rank {me}");
+    }
+    (graph, [told, seen, vec![own, came, sum, first]].into_iter().flatten().collect())
+}
+
 /// R3: a sender's next replay begins before the receiver has made the words of this one zero.
 #[test]
 fn a_replay_begins_when_the_one_before_has_been_received() {
     under_seeds("races::a_replay_begins_when_the_one_before_has_been_received", WEAK, |seed| {
         world(3, SHORT, |rank| {
-            let (me, size, len) = (rank.me(), 3, 100);
-            let (next, last) = ((me + 1) % size, (me + 2) % size);
-            let (own, came, sum) = (rank.memory(&data(me, len)), rank.memory(&[0.0; 100]), rank.memory(&[0.0; 100]));
-            let first = rank.memory(&[0.0; 100]);
-            rank.comm.barrier().expect("all are there");
-            let graph = Graph::of(&rank.stream, Mode::Global, || {
-                rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&own], &[&sum]).expect("a sum");
-                let batch = [
-                    rank.op(&rank.stream, send(next, 0), &[&own], &[], None),
-                    rank.op(&rank.stream, recv(last, 0), &[], &[&came], None),
-                ];
-                rank.comm.submit_batch(&batch).expect("a batch");
-                let current = rank.context.enter().expect("a context");
-                rank.stream.copy(&current, came.bytes(), own.bytes()).expect("a copy");
-                rank.submit(OpKind::Broadcast { root: Rank(0) }, &[&first], &[&first]).expect("a broadcast");
-            });
-            rank.comm.barrier().expect("all are there");
-            for _ in 0..30 {
-                delay(&rank, &rank.stream, (me * 5 + seed as usize) % 4, &first);
-                graph.replay(&rank.stream);
-            }
-            assert!(rank.values(&own) == data(me, len) && rank.values(&sum) == total(size, len), "rank {me}");
-            rank.leave((graph, own, came, sum, first));
+            let kept = replays(&rank, seed);
+            rank.leave(kept);
         });
+    });
+}
+
+/// The same where one rank's stream is much slower than the others'.
+#[test]
+fn a_replay_begins_when_a_slow_rank_has_received_the_one_before() {
+    const NAME: &str = "races::a_replay_begins_when_a_slow_rank_has_received_the_one_before";
+    beside_a_slow_rank(NAME, "2000", |rank| {
+        let kept = replays(&rank, 1);
+        rank.leave(kept);
     });
 }
 
@@ -159,10 +197,11 @@ fn a_late_word_holds_up_no_release() {
     about_the_limit("races::a_late_word_holds_up_no_release", 3 * HALF);
 }
 
-/// R5: one rank gives up, and what its stream then sends makes no success on another one.
+/// R5: one rank gives up, and what its stream then sends makes no success on another one. The data is long enough that each
+/// rank adds up a part for all.
 #[test]
 fn who_gives_up_spoils_no_success() {
-    about_the_limit("races::who_gives_up_spoils_no_success", 10);
+    about_the_limit("races::who_gives_up_spoils_no_success", HALF);
 }
 
 /// R6: ranks call something different at once, and begin anew while others' streams still run out.

@@ -40,6 +40,27 @@ ONLY_SOFTWARE = {
 # The number of ranks, and how many devices they share.
 WORLDS = ((2, 1), (3, 3))
 
+# What every supported PyTorch must pass, which `make compat` runs: something of each subject, in one small world.
+SMOKE_WORLD = "2-on-1"
+SMOKE = {
+    "test_cuda_collectives": ("test_every_collective_is_right", "test_coalesced_collectives_are_right"),
+    "test_cuda_streams": (
+        "test_wait_orders_the_stream_and_never_blocks_the_host",
+        "test_callbacks_of_futures_run_on_streams_after_the_operation",
+        "test_groups_may_be_bound_to_a_device",
+        "test_the_object_api_serves_the_device",
+    ),
+    "test_cuda_graphs": ("test_blocking_and_asynchronous_collectives_are_captured", "test_messages_are_captured"),
+    "test_cuda_windows": ("test_parts_travel_in_a_ring", "test_c10ds_windows"),
+    "test_cuda_messages": (
+        "test_batches_exchange_messages_of_any_length",
+        "test_objects_travel_as_tensors_of_the_device",
+    ),
+    "test_cuda_setup": ("test_a_bound_group_and_groups_of_it_are_set_up_when_they_are_made",),
+    "test_cuda_mempool": ("test_a_pool_takes_the_allocator_of_a_backend",),
+    "test_cuda_training": ("test_ddp_with_overlap_trains_as_on_the_cpu", "test_fsdp2_trains_as_on_the_cpu"),
+}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tests of tests/python, from whose files some are made, carry it.
@@ -47,9 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items if not IS_SOFTWARE else ():
-        if reason := ONLY_SOFTWARE.get(item.path.stem):
+    for item in items:
+        if not IS_SOFTWARE and (reason := ONLY_SOFTWARE.get(item.path.stem)):
             item.add_marker(pytest.mark.skip(reason=reason))
+        name, _, parameters = item.name.partition("[")
+        if name in SMOKE.get(item.path.stem, ()) and SMOKE_WORLD in parameters and "blocking" not in parameters:
+            item.add_marker(pytest.mark.smoke)
 
 
 def begin(rank: int) -> None:

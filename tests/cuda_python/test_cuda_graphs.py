@@ -41,7 +41,7 @@ def blocking_and_asynchronous(rank: int, size: int) -> None:
         gathering = dist.all_gather_into_tensor(gathered, own, async_op=True)
         work.wait()
         gathering.wait()
-        assert work.is_completed() and work.exception() is None
+        assert work.is_completed() and work.is_success()
         dist.all_to_all_single(moved, own)
         dist.broadcast(first, src=0)
         # What is allocated here is the graph's, and another stream uses it.

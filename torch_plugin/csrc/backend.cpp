@@ -739,12 +739,16 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c
                                                       const std::vector<int>& ranks,
                                                       const c10::intrusive_ptr<Options>& opts) {
   // Called on all ranks, also on those that are in no group or are given another one's ranks.
-  const auto part = split_calls_.is_first(store) ? this->part(ranks) : nullptr;
+  const bool is_first = split_calls_.is_first(store);
+  const auto part = is_first ? this->part(ranks) : nullptr;
   const auto position = std::find(ranks.begin(), ranks.end(), getRank());
   if (position == ranks.end()) return nullptr;
+  if (const auto made = is_first ? nullptr : split_calls_.made(ranks.size())) return made;
   // Groups of one split may have the same name, and so the same store; their first ranks differ.
   const auto own = c10::make_intrusive<c10d::PrefixStore>(std::to_string(ranks.front()), store);
-  return join(own, opts, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), part.get());
+  auto made = join(own, opts, static_cast<int>(position - ranks.begin()), static_cast<int>(ranks.size()), part.get());
+  split_calls_.keep(made);
+  return made;
 }
 
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,

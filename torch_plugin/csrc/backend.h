@@ -92,20 +92,36 @@ class Part {
 };
 
 // Which calls of `split` are those of one `split_group`. PyTorch makes one for each type of device that a group serves, on some
-// ranks of some versions, and one on others; all with one store.
+// ranks of some versions, and one on others; all with one store. PyTorch 2.11 and 2.13 want all backends that one group gets to
+// be bound to the same device, and unbind the first; so later calls get what the first has made.
 class SplitCalls {
  public:
   // Whether it is the first with this store.
   bool is_first(const c10::intrusive_ptr<c10d::Store>& store) {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool is_first = !last_ || last_->lock() != store;
+    if (is_first) made_.reset();
     last_.emplace(store);
     return is_first;
+  }
+
+  // Keeps what the first call has made, for as long as others do.
+  void keep(const c10::intrusive_ptr<c10d::Backend>& made) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    made_.emplace(made);
+  }
+
+  // What it has made, if this is of so many ranks.
+  c10::intrusive_ptr<c10d::Backend> made(size_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto made = made_ ? made_->lock() : nullptr;
+    return made && static_cast<size_t>(made->getSize()) == size ? made : nullptr;
   }
 
  private:
   std::mutex mutex_;
   std::optional<c10::weak_intrusive_ptr<c10d::Store>> last_;
+  std::optional<c10::weak_intrusive_ptr<c10d::Backend>> made_;
 };
 
 struct DirectCall;
