@@ -159,13 +159,14 @@ MUTATIONS = (
     ),
     Mutation(
         "split found per rank",
-        "All ranks cut segments into leads and rests at the same place. Here those that send nothing to other hosts cut "
-        "where it suits them.",
+        "All ranks cut segments into leads and rests at the same place. Here those that send nothing to other hosts do "
+        "it where it suits them.",
         (
             Edit(
                 "src/device/lower.rs",
                 "        let inward = *inward as usize;\n",
-                "        let away = |step: &Step| matches!(step.action, Action::Send { to, .. } if !self.topo.same_host(me, to));\n"
+                "        let is_far = |to| !self.topo.same_host(me, to);\n"
+                "        let away = |step: &Step| matches!(step.action, Action::Send { to, .. } if is_far(to));\n"
                 "        let inward = if steps.iter().any(away) { *inward as usize } else { 0 };\n",
             ),
         ),
