@@ -309,6 +309,10 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 		cargo doc --locked --package ncclx_rs --package ncclx_rs_backend --no-deps --quiet --target-dir target/docs
 	NO_MKDOCS_2_WARNING=1 NCCLX_RS_RUSTDOC="$(CURDIR)/target/docs/doc" $(DOCS_VENV)/bin/mkdocs build
 
+.PHONY: screenshots
+screenshots: docs ## Photographs the site's main pages in a headless browser, into target/docs/screenshots
+	$(PYTHON) packaging/screenshots.py
+
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
