@@ -362,7 +362,7 @@ QUICK = [
     for document, code in without_tutorials("sh")
     for line in lines_of(code)
     if line.startswith(("ncclx-rs info", "ncclx-rs completion", "ncclx-rs doctor"))
-    or (line.startswith("ncclx-rs simulate --parameters cluster.json") and "12500" not in line)
+    or (line.startswith("ncclx-rs simulate --parameters cluster.json") and ",128" not in line)
 ]
 
 
