@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import platform
 import re
 import sys
@@ -32,7 +34,9 @@ def packed(folder: Path, *names: str) -> Path:
 def test_a_wheel_is_tried_for_the_pairs_that_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel = packed(tmp_path, "ncclx_rs/shims/torch2.15-cpython315.so", "ncclx_rs/shims/torch2.11-cpython310.so")
     assert [str(pair) for pair in check_wheels.pairs_of(wheel)] == ["2.11:3.10", "2.15:3.15"]
-    assert check_wheels.wheels_in(tmp_path) == [wheel]
+    assert check_wheels.wheels_in(tmp_path) == [wheel.resolve()]
+    with contextlib.chdir(tmp_path.parent) if sys.version_info >= (3, 11) else contextlib.nullcontext():
+        assert check_wheels.wheels_in(Path(os.path.relpath(tmp_path))) == [wheel.resolve()]
     assert check_wheels.main(["--dist", str(tmp_path), "--pairs", "2.13:3.12"]) == 1
     assert "2.13:3.12: not tried: the wheel has no part for it" in capsys.readouterr().out
     assert check_wheels.main(["--dist", str(tmp_path / "nothing")]) == 1
