@@ -282,9 +282,10 @@ try-gpu-bundle: gpu-bundle ## Tries the archive of `make gpu-bundle` out on the 
 		SOFTCUDA_TWINS="$(GPU_SOFTCUDA)/twins.so:$(GPU_SOFTCUDA)/kernels.so:$(GPU_SOFTCUDA)/probes.so" \
 		tests/softcuda/run ./run.sh $(GPU_OPTIONS)
 
-# The wheel for every PyTorch and Python: docs/packaging.md. SHIMS names some pairs of them (2.15:3.11), and PYTHON_HEADERS
-# the headers of a Python that is not installed (3.14=FOLDER).
+# The wheel for every PyTorch and Python: docs/packaging.md. SHIMS names some pairs of them (2.15:3.11), or `here` those whose
+# Python is installed, and PYTHON_HEADERS the headers of a Python that is not (3.14=FOLDER).
 MACHINE ?= $(shell uname -m)
+DIST ?= dist
 WHEEL_TOOLS := target/wheels/venv
 IN_WHEEL_TOOLS = PATH="$(CURDIR)/$(WHEEL_TOOLS)/bin:$$PATH" python
 $(WHEEL_TOOLS)/.ready: packaging/requirements.txt
@@ -293,16 +294,27 @@ $(WHEEL_TOOLS)/.ready: packaging/requirements.txt
 	touch $@
 
 .PHONY: wheels sdist
-wheels: $(WHEEL_TOOLS)/.ready ## Builds the wheel for every PyTorch and Python into dist/
-	$(IN_WHEEL_TOOLS) packaging/wheels.py --machine $(MACHINE) $(if $(SHIMS),--shims $(SHIMS)) \
+wheels: $(WHEEL_TOOLS)/.ready ## Builds the wheel for every PyTorch and Python into dist/, or DIST
+	$(IN_WHEEL_TOOLS) packaging/wheels.py --machine $(MACHINE) --out $(DIST) \
+		$(if $(SHIMS),$(if $(filter here,$(SHIMS)),--here,--shims $(SHIMS))) \
 		$(if $(PYTHON_HEADERS),--headers $(PYTHON_HEADERS)) $(if $(PROFILE),--profile $(PROFILE))
 # In a fresh environment for each PyTorch and Python that this machine has; PAIRS names some (2.15:3.11), and TORCH_INDEX the
 # package index of another build of PyTorch, such as that without CUDA.
 .PHONY: check-wheels
 check-wheels: ## Tries the wheels of dist/ with every PyTorch and Python that this machine has
-	$(PYTHON) packaging/check_wheels.py $(if $(PAIRS),--pairs $(PAIRS)) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	$(PYTHON) packaging/check_wheels.py --dist $(DIST) $(if $(PAIRS),--pairs $(PAIRS)) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 sdist: $(WHEEL_TOOLS)/.ready ## Builds the source distribution into dist/
-	$(IN_WHEEL_TOOLS) -m maturin sdist --out dist
+	$(IN_WHEEL_TOOLS) -m maturin sdist --out $(DIST)
+
+# One wheel for all that this machine can have, tried with each: those of dist/ stay as they are.
+.PHONY: all-wheels
+all-wheels:
+	$(MAKE) wheels SHIMS=here DIST=target/nightly
+	$(MAKE) check-wheels DIST=target/nightly
+
+.PHONY: package
+package: ## Packs the engine's crate, and builds it from what is packed
+	cargo package --locked --package ncclx_rs $(if $(DIRTY),--allow-dirty)
 
 # The site of the documentation, in target/docs/site: docs/, the docstrings and rustdoc's pages. The crate's pages are
 # those of its interface; `lint` looks at the rest of its documentation.
@@ -317,11 +329,15 @@ docs: $(DOCS_VENV)/.ready ## Builds the documentation's site into target/docs/si
 		cargo doc --locked --package ncclx_rs --package ncclx_rs_backend --no-deps --quiet --target-dir target/docs
 	NO_MKDOCS_2_WARNING=1 NCCLX_RS_RUSTDOC="$(CURDIR)/target/docs/doc" $(DOCS_VENV)/bin/mkdocs build
 
+.PHONY: screenshots
+screenshots: docs ## Photographs the site's main pages in a headless browser, into target/docs/screenshots
+	$(PYTHON) packaging/screenshots.py
+
 .PHONY: nightly
-nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan and fuzz
+nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance long-messages scale simulated-times nccl-versions chaos chaos-cuda \
-			races-cuda samples-cuda mutations-cuda soak soak-cuda miri tsan fuzz SEED=$$seed
+		$(MAKE) --keep-going acceptance long-messages scale simulated-times nccl-versions chaos chaos-cuda races-cuda \
+			samples-cuda mutations-cuda soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024

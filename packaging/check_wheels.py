@@ -53,7 +53,8 @@ def pairs_of(wheel: Path) -> list[Pair]:
 
 def wheels_in(folder: Path) -> list[Path]:
     """The wheels in a folder that are for this machine's processor."""
-    return sorted(folder.glob(f"ncclx_rs-*{platform.machine()}.whl"))
+    # With their whole paths: a trial runs in a folder of its own.
+    return sorted(folder.resolve().glob(f"ncclx_rs-*{platform.machine()}.whl"))
 
 
 def check(wheel: Path, pair: Pair, python: Path, torch: Torch) -> str:

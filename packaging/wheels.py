@@ -1,6 +1,6 @@
 """Builds the wheel for every PyTorch and Python, and the source distribution.
 
-python packaging/wheels.py [--shims 2.15:3.11 ...] [--headers 3.14=FOLDER ...] [--machine aarch64] [--out dist]
+python packaging/wheels.py [--shims 2.15:3.11 ... | --here] [--headers 3.14=FOLDER ...] [--machine aarch64] [--out dist]
 
 The extension itself is compiled once. Its part in C++, the shim, is compiled for each PyTorch and Python with nothing
 but the headers of both: PyTorch's are taken from its wheel. The result runs on every system of manylinux_2_28, which
@@ -91,6 +91,11 @@ def python_headers(python: str, given: dict[str, str]) -> str:
     if include is None:
         raise SystemExit(f"no headers of Python {python}: install it, or unpack them and add --headers {python}=FOLDER")
     return include
+
+
+def pairs_here(given: dict[str, str]) -> list[Pair]:
+    """The pairs whose Python has headers: they are given, or it is installed with them."""
+    return [pair for pair in PAIRS if pair.python in given or interpreter(pair.python)]
 
 
 def torch_headers(torch: str) -> Path:
@@ -222,14 +227,18 @@ def repair(wheel: Path, machine: str, out: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shims", nargs="*", type=Pair.parse, help="only these, each as 2.15:3.11; all without it")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shims", nargs="*", type=Pair.parse, help="only these, each as 2.15:3.11; all without it")
+    which.add_argument("--here", action="store_true", help="only those of Pythons that have headers here")
     parser.add_argument("--headers", nargs="*", default=[], metavar="VERSION=FOLDERS", help="a Python's headers")
     parser.add_argument("--machine", choices=("x86_64", "aarch64"), default="x86_64")
     parser.add_argument("--profile", default="release", help="cargo's profile (%(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     arguments = parser.parse_args()
     given = dict(entry.split("=", 1) for entry in arguments.headers)
-    pairs: list[Pair] = arguments.shims or list(PAIRS)
+    pairs: list[Pair] = pairs_here(given) if arguments.here else arguments.shims or list(PAIRS)
+    if not pairs:
+        parser.error("--here: there are no headers of any Python")
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob(f"ncclx_rs-*{arguments.machine}.whl"):

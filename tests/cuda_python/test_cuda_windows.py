@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ncclx_rs
@@ -255,3 +257,22 @@ def expandable_segments(rank: int, size: int) -> None:
 
 def test_expandable_segments_are_exposed_if_they_can_be(cuda_world: World) -> None:
     cuda_world.run(expandable_segments)
+
+
+def the_documents_pool(rank: int, size: int) -> None:
+    text = (Path(__file__).parents[2] / "docs/object_api.md").read_text()
+    (code,) = re.findall(r"^```python\n(pool = torch.cuda.MemPool\(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    comm = comm_of(rank, size)
+    known: dict[str, Any] = {"comm": comm, "torch": torch}
+    exec(code, known)
+    window, peer = known["window"], (rank + 1) % size
+    window.put(torch.full((2,), rank + 1.0, device="cuda"), peer)
+    window.signal(peer)
+    window.wait_signal((rank - 1) % size)
+    assert known["tensor"][:3].tolist() == [(rank - 1) % size + 1.0] * 2 + [0.0]
+    window.tensor_deregister()
+    comm.finalize()
+
+
+def test_the_documents_pool(cuda_world: World) -> None:
+    cuda_world.run(the_documents_pool)

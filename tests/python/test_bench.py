@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import BACKEND, World, fresh_store, needs
 from ncclx_rs.__main__ import COMMANDS
+from ncclx_rs.__main__ import main as program
 from ncclx_rs.bench import __main__ as command_line
 from ncclx_rs.bench import link, measure, plot, report
 from ncclx_rs.bench.measure import Case, Plan, Ratio, Result, Row, compare, percentile
@@ -440,3 +441,41 @@ def test_it_takes_the_ranks_of_torchrun() -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert [line.split()[0] for line in run.stdout.splitlines() if " ncclx_rs " in line] == ["8", "1K"]
+
+
+@pytest.mark.parametrize("command", ["bench", "tune", "simulate"])
+def test_a_terminal_sees_how_far_it_is(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs("tqdm", "the progress bar needs tqdm")
+    words = {
+        "bench": ["--ops", "barrier", "--rounds", "1"],
+        "tune": [
+            str(tmp_path / "tuning.json"),
+            "--collectives",
+            "broadcast",
+            "--max",
+            "4",
+            "--min",
+            "4",
+            "--rounds",
+            "1",
+        ],
+        "simulate": [
+            "--within-host",
+            "1e-6,1e-6,1e-6,1e-9",
+            "--collectives",
+            "broadcast",
+            "--sizes",
+            "8",
+            "--hosts",
+            "1",
+        ],
+    }
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert program([command, *words[command]]) == 0
+    assert "row" in capsys.readouterr().err
+    if command == "simulate":  # which starts no ranks
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+        assert program([command, *words[command]]) == 0
+        assert "no progress bar: it needs tqdm (pip install tqdm)" in capsys.readouterr().err

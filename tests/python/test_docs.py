@@ -20,6 +20,8 @@ from test_rendezvous import free_port
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "packaging"))
 import docs_pages  # noqa: E402  # packaging/ is no package
+import ratios  # noqa: E402
+import screenshots  # noqa: E402
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the documents are those of ncclx_rs")
 
@@ -153,3 +155,41 @@ def test_broken_links_of_a_site_are_found(tmp_path: Path) -> None:
     (site / "sub/index.html").write_text('<p id="here"><a href="../a.html#there">z</a><a href="/a.html">')
     broken = docs_pages.broken_links(site, [site / "a.html", site / "sub/index.html"])
     assert broken == ["a.html: no anchor #gone", "a.html: no file no.png", "sub/index.html: no anchor ../a.html#there"]
+
+
+# Stands for a browser: it writes an empty picture, and says a width.
+BROWSER = """#!/bin/sh
+for word; do
+    case $word in --screenshot=*) : > "${word#--screenshot=}" ;; esac
+done
+echo "<title>width WIDTH</title>"
+"""
+
+
+def test_pages_are_photographed_and_not_wider_than_their_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, out, browser = tmp_path / "site", tmp_path / "out", tmp_path / "browser"
+    site.mkdir()
+    (site / "a.html").write_text("<p>x")
+    arguments = ["a.html", "--site", str(site), "--out", str(out)]
+    monkeypatch.setenv("CHROME", str(browser))
+    for width, code, said in ((400, 0, ""), (401, 1, "a.html: 401 pixels wide in a window of 400\n")):
+        browser.write_text(BROWSER.replace("WIDTH", str(width)))
+        browser.chmod(0o700)
+        assert screenshots.main(arguments) == code
+        assert capsys.readouterr().err == said
+    assert sorted(picture.name for picture in out.iterdir()) == [
+        f"a-{window}-{scheme}.png" for window in ("narrow", "wide") for scheme in ("dark", "light")
+    ]
+    assert screenshots.main(["b.html", *arguments[1:]]) == 1
+    assert "b.html: there is no such page" in capsys.readouterr().err
+    pages = docs_pages.Pages.of(ROOT).texts
+    assert all(page.replace(".html", ".md") in pages for page in screenshots.PAGES)
+
+
+def test_the_picture_of_the_read_me_has_the_figures_of_today() -> None:
+    drawn = ratios.picture(*ratios.table(DOCUMENTS["docs/performance.md"]))
+    assert (ROOT / "docs/ratios.svg").read_text() == drawn, "the picture is stale: run packaging/ratios.py"
+    told = ratios.described(*ratios.table(DOCUMENTS["docs/performance.md"]))
+    assert f"![{told}](docs/ratios.svg)" in DOCUMENTS["README.md"]

@@ -63,6 +63,9 @@ def test_reductions_are_sums_unless_they_say_otherwise_and_calls_are_synchronous
     window = alone.new_window(parts[0])
     window.put(torch.ones(2), 0)
     assert parts[0].tolist() == [1.0, 1.0, 3.0, 3.0]
+    window.accumulate(torch.ones(2), 0)
+    window.flush(0, timeout=30)
+    assert parts[0].tolist() == [2.0, 2.0, 3.0, 3.0]
     window.tensor_deregister()
 
 
@@ -293,6 +296,10 @@ def test_hints_that_nobody_reads_are_warned_about_once(alone: TorchComm) -> None
     for call, said in (
         (lambda: alone.barrier(hints={"unread1": "x"}), "barrier: the hint 'unread1' is not known to any operation"),
         (lambda: window.put(torch.ones(1), 0, hints={"unread2": "x"}), "put: the hint 'unread2' is not known"),
+        (
+            lambda: window.accumulate(torch.ones(1), 0, hints={"unread4": "x"}),
+            "accumulate: the hint 'unread4' is not known",
+        ),
         (
             lambda: ncclx_rs.new_comm(
                 "gloo", "cpu", rank=0, size=1, hints={"interface": "lo", "unread3": "x"}

@@ -90,3 +90,17 @@ def test_a_missing_module_is_an_import_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="ncclx_rs has no native module; type `pip install"):
         _load.native()
+
+
+def test_a_pytorch_with_libraries_of_other_names_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "shims/torch2.14-cpython314.so: libc10.so: cannot open shared object file: No such file or directory"
+
+    def refuse(name: str) -> None:
+        raise ImportError(reason)
+
+    monkeypatch.setattr(_load.importlib, "import_module", refuse)
+    with pytest.raises(ImportError, match="have other names here than in PyTorch's own wheels, .* `pip install torch`"):
+        _load.native()
+    reason = "another reason"
+    with pytest.raises(ImportError, match="^another reason$"):
+        _load.native()

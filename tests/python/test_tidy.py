@@ -16,8 +16,8 @@ Graph = dict[str, set[str]]
 # The package's floors, the lowest first: a module uses only modules of lower ones.
 FLOORS = [
     # What needs nothing of the package.
-    """_alias _gpu _graph_gradients _load _logging _once _operands _remote _trace _tracing _types __main__ distwrap
-    functional bench bench.operations diagnose.dumps doctor""",
+    """_alias _gpu _graph_gradients _load _logging _once _operands _persistent _remote _trace _tracing _types __main__
+    distwrap functional bench bench.operations bench.progress diagnose.dumps doctor""",
     # One thing each: works, memory, hosts, what users get wrong.
     """_backend_class _bootstrap _host _live _memory _mistakes _rates _reconfigure _take_over _transport _work
     completion bench.device bench.link diagnose.links diagnose.perfetto diagnose.pytorch hooks._ring_buffer

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from harness import BACKEND
 from ncclx_rs import CommOptions, _bootstrap, _trace, objcol
+from test_rendezvous import free_port
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
 
@@ -111,3 +112,17 @@ def test_objects_travel_as_pickles_if_asked(monkeypatch: pytest.MonkeyPatch) -> 
             everything: list[Any] = [None]
             objcol.all_gather_object(comm, everything, {"a": 1})
             assert everything == [{"a": 1}]
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, True), ("1", True), ("0", False)])
+def test_the_store_is_of_the_kind_that_pytorch_takes(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    if text is not None:
+        monkeypatch.setenv("USE_LIBUV", text)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = _bootstrap._root_store.__wrapped__(0, 2, timedelta(seconds=10))
+    assert store.libuvBackend is expected

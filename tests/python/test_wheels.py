@@ -1,9 +1,12 @@
-"""`make check-wheels`: which environments a wheel is tried in, and what is told of a trial."""
+"""`make wheels` and `make check-wheels`: what a wheel is for, what it is tried in, and what is told of a trial."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import platform
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -13,6 +16,7 @@ from harness import BACKEND
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "packaging"))
 import check_wheels  # noqa: E402  # packaging/ is no package
+import wheels  # noqa: E402
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
 
@@ -30,7 +34,9 @@ def packed(folder: Path, *names: str) -> Path:
 def test_a_wheel_is_tried_for_the_pairs_that_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel = packed(tmp_path, "ncclx_rs/shims/torch2.15-cpython315.so", "ncclx_rs/shims/torch2.11-cpython310.so")
     assert [str(pair) for pair in check_wheels.pairs_of(wheel)] == ["2.11:3.10", "2.15:3.15"]
-    assert check_wheels.wheels_in(tmp_path) == [wheel]
+    assert check_wheels.wheels_in(tmp_path) == [wheel.resolve()]
+    with contextlib.chdir(tmp_path.parent) if sys.version_info >= (3, 11) else contextlib.nullcontext():
+        assert check_wheels.wheels_in(Path(os.path.relpath(tmp_path))) == [wheel.resolve()]
     assert check_wheels.main(["--dist", str(tmp_path), "--pairs", "2.13:3.12"]) == 1
     assert "2.13:3.12: not tried: the wheel has no part for it" in capsys.readouterr().out
     assert check_wheels.main(["--dist", str(tmp_path / "nothing")]) == 1
@@ -54,3 +60,19 @@ def test_a_trial_that_fails_is_told(
     assert capsys.readouterr().out == f"{NAME}, 2.15:3.11: it works\n"
     # What was asked for by name and cannot be tried is a failure.
     assert check_wheels.main(["--dist", str(tmp_path), "--pairs", "2.15:3.11", "2.15:3.12"]) == 1
+
+
+def test_a_machine_has_the_pairs_of_its_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels, "interpreter", lambda python: Path("python") if python == "3.10" else None)
+    pairs = [str(pair) for pair in wheels.pairs_here({"3.15": "/headers"})]
+    assert pairs == ["2.11:3.10", "2.12:3.10", "2.13:3.10", "2.14:3.10", "2.15:3.15"]
+
+
+def test_the_nightly_run_tries_a_wheel_for_all_that_the_machine_can_have() -> None:
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    (nightly,) = re.findall(r"^nightly:.*\n(?:\t.*\n)+", makefile, re.MULTILINE)
+    (all_wheels,) = re.findall(r"^all-wheels:\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert " all-wheels " in nightly and " package " in nightly
+    assert all_wheels.split() == (
+        "$(MAKE) wheels SHIMS=here DIST=target/nightly $(MAKE) check-wheels DIST=target/nightly".split()
+    )

@@ -65,7 +65,7 @@ from ncclx_rs._hooks import (
 )
 from ncclx_rs._memory import MemAllocator
 from ncclx_rs._new_comm import new_comm
-from ncclx_rs._operations import AllGatherPHandle
+from ncclx_rs._persistent import AllGatherPHandle
 from ncclx_rs._transport import (
     RdmaFuture,
     RdmaMemory,

@@ -31,12 +31,29 @@ class BatchSendRecv:
         self.ops: list[P2POp] = []
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
-        """Adds a send of ``tensor`` to rank ``dst``."""
+        """Adds a send of ``tensor`` to rank ``dst``.
+
+        Examples:
+            >>> batch = comm.batch_op_create()
+            >>> batch.send(torch.ones(2), dst=comm.rank)  # to itself
+            >>> batch.recv(torch.empty(2), src=comm.rank)
+            >>> batch.issue().is_completed()
+            True
+        """
         self._comm._check_rank("send", "dst", dst)
         self.ops.append(P2POp(P2POpType.SEND, tensor, dst))
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
-        """Adds a receive into ``tensor`` from rank ``src``."""
+        """Adds a receive into ``tensor`` from rank ``src``.
+
+        Examples:
+            >>> batch, received = comm.batch_op_create(), torch.empty(2)
+            >>> batch.recv(received, src=1 - comm.rank)
+            >>> batch.send(torch.ones(2), dst=1 - comm.rank)
+            >>> work = batch.issue()
+            >>> received
+            tensor([1., 1.])
+        """
         self._comm._check_rank("recv", "src", src)
         self.ops.append(P2POp(P2POpType.RECV, tensor, src))
 
@@ -51,6 +68,15 @@ class BatchSendRecv:
 
         Raises:
             RuntimeError: the batch is empty, or an operation failed.
+
+        Examples:
+            >>> batch, received = comm.batch_op_create(), torch.empty(2)
+            >>> batch.send(torch.ones(2), dst=1 - comm.rank)
+            >>> batch.recv(received, src=1 - comm.rank)
+            >>> work = batch.issue(async_op=True, timeout=30)
+            >>> work.wait()
+            >>> received
+            tensor([1., 1.])
         """
         if not self.ops:
             raise RuntimeError("Cannot issue empty batch operation")

@@ -38,8 +38,18 @@ def _root_store(rank: int, size: int, timeout: timedelta) -> c10d.Store:
         ) from error
     # Under torchrun, its agent serves the store.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # As torch.distributed: not every PyTorch is built with libuv.
+    with_libuv = os.environ.get("USE_LIBUV", "1") == "1"
     try:
-        return c10d.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        return c10d.TCPStore(
+            host,
+            port,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=with_libuv,
+        )
     except dist.DistNetworkError as error:
         if not serves or "EADDRINUSE" not in str(error):
             raise

@@ -184,6 +184,11 @@ class TorchComm(Operations):
         Raises:
             TypeError: the timeout is neither a duration nor a number of seconds.
             RuntimeError: the backend does not support it.
+
+        Examples:
+            >>> comm.set_timeout(60)
+            >>> comm.get_options().timeout
+            datetime.timedelta(seconds=60)
         """
         limit = as_timeout("set_timeout", timeout)
         if not callable(getattr(self._impl, "set_timeout", None)):
@@ -248,6 +253,16 @@ class TorchComm(Operations):
             TypeError: ``ranks`` is no list of ranks and no list of such lists.
             RuntimeError: a rank is not in this communicator or is repeated, the list lacks the caller, or the backend
                 cannot split; with NCCL also, a rank did not call it in time, or the ranks' lists do not go together.
+
+        Examples:
+            >>> pair = comm.split([0, 1], name="pair")
+            >>> pair.size
+            2
+            >>> pair.finalize()
+            >>> own = comm.split([[0], [1]])
+            >>> own.size
+            1
+            >>> own.finalize()
         """
         not_in_graphs("split", "it makes a communicator")
         self._check_usable("split")
@@ -391,6 +406,12 @@ class TorchComm(Operations):
 
         Raises:
             RuntimeError: the backend has no windows.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(4))
+            >>> window.get_size()
+            16
+            >>> window.tensor_deregister()
         """
         not_in_graphs("new_window", "it makes a window")
         self._check_usable("new_window")

@@ -20,12 +20,21 @@ def native() -> Any:
         ImportError: it has no part for this torch and this Python, or cannot be loaded.
     """
     # The native classes derive from classes of torch.distributed.
-    import torch.distributed  # noqa: F401
+    import torch
+    import torch.distributed
 
     if importlib.util.find_spec("ncclx_rs._native") is None:
         raise ImportError(f"ncclx_rs has no native module; {_REBUILD}")
-    # Waits if another thread is loading it.
-    return importlib.import_module("ncclx_rs._native")
+    try:
+        # Waits if another thread is loading it.
+        return importlib.import_module("ncclx_rs._native")
+    except ImportError as error:
+        if not re.search(r"lib(c10|torch_cpu|torch_python)\.so: cannot open", str(error)):
+            raise
+        raise ImportError(
+            f"the libraries of torch {torch.__version__} have other names here than in PyTorch's own wheels, as where "
+            f"a distribution has packaged it; type `pip install torch` in an environment of its own ({error})"
+        ) from error
 
 
 def shim() -> str:

@@ -14,6 +14,7 @@ from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import accepts_options
 from ncclx_rs._batch import BatchSendRecv
 from ncclx_rs._mistakes import explained, warn_of_hints
+from ncclx_rs._persistent import AllGatherPHandle
 from ncclx_rs._tracing import not_in_graphs
 from ncclx_rs._types import (
     AllGatherOptions,
@@ -48,7 +49,10 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Operations:
-    """The operations of `TorchComm`, and the part of its state that they use."""
+    """The operations of `TorchComm`, and the part of its state that they use.
+
+    The examples are what both of two ranks type, with `comm` the communicator of the two.
+    """
 
     _impl: TorchCommBackend
     _name: str
@@ -75,6 +79,14 @@ class Operations:
 
         Raises:
             RuntimeError: there is no such rank, or the receiver did not receive in time.
+
+        Examples:
+            >>> if comm.rank == 0:
+            ...     work = comm.send(torch.arange(3), dst=1)
+            ... else:
+            ...     tensor = torch.empty(3, dtype=torch.int64)
+            ...     work = comm.recv(tensor, src=0)
+            ...     assert tensor.tolist() == [0, 1, 2]
         """
         self._check_rank("send", "dst", dst)
         if self._ended("send", None, tensor, None, dst, async_op, hints, timeout, options):
@@ -96,6 +108,13 @@ class Operations:
 
         Raises:
             RuntimeError: there is no such rank, no message came in time, or it has another size.
+
+        Examples:
+            >>> sent, received = torch.full((2,), comm.rank), torch.empty(2, dtype=torch.int64)
+            >>> work = comm.send(sent, dst=1 - comm.rank, async_op=True)
+            >>> done = comm.recv(received, src=1 - comm.rank, timeout=30)
+            >>> assert received.tolist() == [1 - comm.rank] * 2
+            >>> work.wait()
         """
         self._check_rank("recv", "src", src)
         if self._ended("recv", tensor, None, None, src, async_op, hints, timeout, options):
@@ -105,7 +124,17 @@ class Operations:
         return self._issue(OpName.recv, hook_args, opts, tensor, src, async_op)
 
     def batch_op_create(self) -> BatchSendRecv:
-        """An empty batch of sends and receives."""
+        """An empty batch of sends and receives.
+
+        Examples:
+            >>> batch = comm.batch_op_create()
+            >>> received = torch.empty(1)
+            >>> batch.send(torch.tensor([comm.rank + 1.0]), dst=1 - comm.rank)
+            >>> batch.recv(received, src=1 - comm.rank)
+            >>> work = batch.issue()
+            >>> received.item() + comm.rank
+            2.0
+        """
         return BatchSendRecv(self)
 
     def _issue_batch(self, ops: Sequence[P2POp], async_op: bool, options: OpOptions) -> TorchWork:
@@ -153,6 +182,13 @@ class Operations:
 
         Raises:
             RuntimeError: there is no such root, or a rank called something else or nothing.
+
+        Examples:
+            >>> tensor = torch.full((2, 2), comm.rank + 1.0)
+            >>> work = comm.broadcast(tensor, root=0)
+            >>> tensor
+            tensor([[1., 1.],
+                    [1., 1.]])
         """
         self._check_rank("broadcast", "root", root)
         if self._ended("broadcast", tensor, None, None, root, async_op, hints, timeout, options):
@@ -175,6 +211,14 @@ class Operations:
         Raises:
             ValueError: ``op`` cannot combine that dtype.
             RuntimeError: a rank called something else or nothing.
+
+        Examples:
+            >>> tensor = torch.full((3,), comm.rank + 1.0)
+            >>> work = comm.all_reduce(tensor)
+            >>> tensor
+            tensor([3., 3., 3.])
+            >>> work = comm.all_reduce(tensor, ncclx_rs.ReduceOp.MAX, async_op=True, timeout=30)
+            >>> work.wait()
         """
         reduction = as_reduce_op("all_reduce", op)
         if self._ended("all_reduce", tensor, None, reduction, 0, async_op, hints, timeout, options):
@@ -195,7 +239,14 @@ class Operations:
         timeout: timedelta | float | None = None,
         options: ReduceOptions | None = None,
     ) -> TorchWork:
-        """As `all_reduce`, but only the root gets the result. Other ranks' ``tensor`` is undefined afterwards."""
+        """As `all_reduce`, but only the root gets the result. Other ranks' ``tensor`` is undefined afterwards.
+
+        Examples:
+            >>> tensor = torch.full((3,), comm.rank + 1)
+            >>> work = comm.reduce(tensor, root=0)
+            >>> if comm.rank == 0:
+            ...     assert tensor.tolist() == [3, 3, 3]
+        """
         reduction = as_reduce_op("reduce", op)
         self._check_rank("reduce", "root", root)
         if self._ended("reduce", tensor, None, reduction, root, async_op, hints, timeout, options):
@@ -218,6 +269,12 @@ class Operations:
         Raises:
             ValueError: an element of ``tensor_list`` has another size or dtype than ``tensor``.
             RuntimeError: ``tensor_list`` has not one tensor for each rank, or a rank called something else or nothing.
+
+        Examples:
+            >>> parts = [torch.empty(2) for _ in range(comm.size)]
+            >>> work = comm.all_gather(parts, torch.full((2,), float(comm.rank)))
+            >>> parts
+            [tensor([0., 0.]), tensor([1., 1.])]
         """
         self._check_length("all_gather", "tensor_list", tensor_list)
         hook_args = _hooks.AllGatherPreHookArgs(tensor, list(tensor_list), async_op)
@@ -233,7 +290,14 @@ class Operations:
         timeout: timedelta | float | None = None,
         options: AllGatherOptions | None = None,
     ) -> TorchWork:
-        """As `all_gather`, but the ranks' tensors may differ in size: ``tensor_list[r]`` has the size of rank r's."""
+        """As `all_gather`, but the ranks' tensors may differ in size: ``tensor_list[r]`` has the size of rank r's.
+
+        Examples:
+            >>> parts = [torch.empty(rank + 1) for rank in range(comm.size)]
+            >>> work = comm.all_gather_v(parts, torch.full((comm.rank + 1,), float(comm.rank)))
+            >>> parts
+            [tensor([0.]), tensor([1., 1.])]
+        """
         self._check_length("all_gather_v", "tensor_list", tensor_list)
         hook_args = _hooks.AllGatherVPreHookArgs(tensor, list(tensor_list), async_op)
         opts = AllGatherOptions.of("all_gather_v", timeout, hints, options)
@@ -248,7 +312,14 @@ class Operations:
         timeout: timedelta | float | None = None,
         options: AllGatherSingleOptions | None = None,
     ) -> TorchWork:
-        """As `all_gather`, into one tensor of ``size`` times the elements of ``input``, in the order of the ranks."""
+        """As `all_gather`, into one tensor of ``size`` times the elements of ``input``, in the order of the ranks.
+
+        Examples:
+            >>> output = torch.empty(4)
+            >>> work = comm.all_gather_single(output, torch.full((2,), float(comm.rank)))
+            >>> output
+            tensor([0., 0., 1., 1.])
+        """
         if self._ended("all_gather_single", output, input, None, 0, async_op, hints, timeout, options):
             return TorchWork()
         hook_args = _hooks.AllGatherSinglePreHookArgs(input, output, async_op)
@@ -270,6 +341,11 @@ class Operations:
         Raises:
             ValueError: an input has another size or dtype than ``output``, or ``op`` cannot combine that dtype.
             RuntimeError: ``input_list`` has not one tensor for each rank, or a rank called something else or nothing.
+
+        Examples:
+            >>> output = torch.empty(2)
+            >>> work = comm.reduce_scatter(output, [torch.ones(2), torch.full((2,), 5.0)])
+            >>> assert output.tolist() == ([2.0, 2.0] if comm.rank == 0 else [10.0, 10.0])
         """
         reduction = as_reduce_op("reduce_scatter", op)
         self._check_length("reduce_scatter", "input_list", input_list)
@@ -287,7 +363,13 @@ class Operations:
         timeout: timedelta | float | None = None,
         options: ReduceScatterOptions | None = None,
     ) -> TorchWork:
-        """As `reduce_scatter`, but the parts may differ in size: ``input_list[r]`` has that of rank r's ``output``."""
+        """As `reduce_scatter`, but the parts may differ in size: ``input_list[r]`` has that of rank r's ``output``.
+
+        Examples:
+            >>> output = torch.empty(comm.rank + 1)
+            >>> work = comm.reduce_scatter_v(output, [torch.ones(1), torch.ones(2)])
+            >>> assert output.tolist() == [2.0] * (comm.rank + 1)
+        """
         reduction = as_reduce_op("reduce_scatter_v", op)
         self._check_length("reduce_scatter_v", "input_list", input_list)
         hook_args = _hooks.ReduceScatterVPreHookArgs(list(input_list), output, reduction, async_op)
@@ -304,7 +386,13 @@ class Operations:
         timeout: timedelta | float | None = None,
         options: ReduceScatterSingleOptions | None = None,
     ) -> TorchWork:
-        """As `reduce_scatter`, from one tensor of ``size`` times the elements of ``output``."""
+        """As `reduce_scatter`, from one tensor of ``size`` times the elements of ``output``.
+
+        Examples:
+            >>> output = torch.empty(2)
+            >>> work = comm.reduce_scatter_single(output, torch.arange(4.0))
+            >>> assert output.tolist() == ([0.0, 2.0] if comm.rank == 0 else [4.0, 6.0])
+        """
         reduction = as_reduce_op("reduce_scatter_single", op)
         if self._ended("reduce_scatter_single", output, input, reduction, 0, async_op, hints, timeout, options):
             return TorchWork()
@@ -328,6 +416,11 @@ class Operations:
         Raises:
             ValueError: the ranks cannot share the tensors equally.
             RuntimeError: a rank called something else or nothing.
+
+        Examples:
+            >>> output = torch.empty(2)
+            >>> work = comm.all_to_all_single(output, torch.tensor([0.0, 1.0]) + 10 * comm.rank)
+            >>> assert output.tolist() == [comm.rank, comm.rank + 10]
         """
         if self._ended("all_to_all_single", output, input, None, 0, async_op, hints, timeout, options):
             return TorchWork()
@@ -353,6 +446,13 @@ class Operations:
         Raises:
             ValueError: there is not one size for each rank, or the sizes do not add up to the tensor's rows.
             RuntimeError: two ranks disagree on the size of a message, or a rank called something else or nothing.
+
+        Examples:
+            >>> counts = [1, 2]  # rows for rank 0 and for rank 1
+            >>> output = torch.empty(2 * counts[comm.rank])
+            >>> input = torch.full((3,), float(comm.rank))
+            >>> work = comm.all_to_all_v_single(output, input, [counts[comm.rank]] * 2, counts)
+            >>> assert output.tolist() == [0.0] * counts[comm.rank] + [1.0] * counts[comm.rank]
         """
         outputs, inputs = list(output_split_sizes), list(input_split_sizes)
         hook_args = _hooks.AllToAllVSinglePreHookArgs(input, output, inputs, outputs, async_op)
@@ -373,6 +473,12 @@ class Operations:
         Raises:
             RuntimeError: a list has not one tensor for each rank, two ranks disagree on the size of a message, or a
                 rank called something else or nothing.
+
+        Examples:
+            >>> outputs = [torch.empty(3), torch.empty(3)]
+            >>> inputs = [torch.full((3,), 10.0 * comm.rank + to) for to in range(comm.size)]
+            >>> work = comm.all_to_all(outputs, inputs)
+            >>> assert [output[0].item() for output in outputs] == [comm.rank, comm.rank + 10]
         """
         self._check_length("all_to_all", "output_tensor_list", output_tensor_list)
         self._check_length("all_to_all", "input_tensor_list", input_tensor_list)
@@ -391,6 +497,10 @@ class Operations:
 
         Raises:
             RuntimeError: a rank called something else or nothing.
+
+        Examples:
+            >>> comm.barrier().is_completed()
+            True
         """
         if self._ended("barrier", None, None, None, 0, async_op, hints, timeout, options):
             return TorchWork()
@@ -412,6 +522,12 @@ class Operations:
         Raises:
             ValueError: a tensor of the root's list has another size or dtype than ``output_tensor``.
             RuntimeError: there is no such root, its list has not one tensor for each rank, or a rank did not call it.
+
+        Examples:
+            >>> output = torch.empty(2)
+            >>> parts = [torch.zeros(2), torch.ones(2)] if comm.rank == 0 else []
+            >>> work = comm.scatter(output, parts, root=0)
+            >>> assert output.tolist() == [comm.rank] * 2
         """
         self._check_rank("scatter", "root", root)
         if self._rank == root:
@@ -437,6 +553,11 @@ class Operations:
         Raises:
             ValueError: a tensor of the root's list has another size or dtype than ``input_tensor``.
             RuntimeError: there is no such root, its list has not one tensor for each rank, or a rank did not call it.
+
+        Examples:
+            >>> parts = [torch.empty(2), torch.empty(2)] if comm.rank == 0 else []
+            >>> work = comm.gather(parts, torch.full((2,), comm.rank + 1.0), root=0)
+            >>> assert [part.tolist() for part in parts] == ([[1.0, 1.0], [2.0, 2.0]] if comm.rank == 0 else [])
         """
         self._check_rank("gather", "root", root)
         if self._rank == root:
@@ -458,6 +579,11 @@ class Operations:
         """As `gather`, into one tensor, whose first dimension is ``size`` times that of ``input``.
 
         Other ranks' ``output`` is left unchanged.
+
+        Examples:
+            >>> output = torch.zeros(4)
+            >>> work = comm.gather_single(output, torch.full((2,), comm.rank + 1.0), root=0)
+            >>> assert output.tolist() == ([1.0, 1.0, 2.0, 2.0] if comm.rank == 0 else [0.0] * 4)
         """
         self._check_rank("gather_single", "root", root)
         hook_args = _hooks.GatherSinglePreHookArgs(input, output, root, async_op)
@@ -492,6 +618,15 @@ class Operations:
         Raises:
             RuntimeError: ``output`` is not contiguous, its elements cannot be shared equally among the ranks, it cannot
                 be mapped on a CUDA device, or a rank did not call it.
+
+        Examples:
+            >>> output = torch.empty(4)
+            >>> handle = comm.all_gather_p_init(output)
+            >>> for step in range(3):
+            ...     work = comm.all_gather_p_exec(handle, torch.full((2,), float(comm.rank + step)))
+            >>> output
+            tensor([2., 2., 3., 3.])
+            >>> comm.all_gather_p_free(handle)
         """
         opts = AllGatherPInitOptions.of("all_gather_p_init", timeout, hints, options)
         self._check_usable("all_gather_p_init")
@@ -523,6 +658,13 @@ class Operations:
         Raises:
             ValueError: the input has another size or dtype.
             RuntimeError: the handle was freed, the ranks disagree, an output differs in size, or the operation failed.
+
+        Examples:
+            >>> handle = comm.all_gather_p_init(torch.empty(2))
+            >>> work = comm.all_gather_p_exec(handle, torch.tensor([comm.rank + 1.0]))
+            >>> handle.output
+            tensor([1., 2.])
+            >>> comm.all_gather_p_free(handle)
         """
         not_in_graphs("all_gather_p_exec", "the graph does not know the output; all_gather_single can be")
         if handle.output is None:
@@ -543,6 +685,10 @@ class Operations:
 
         Raises:
             RuntimeError: a rank did not call it, or the communicator has failed.
+
+        Examples:
+            >>> handle = comm.all_gather_p_init(torch.empty(2))
+            >>> comm.all_gather_p_free(handle)
         """
         handle.free()
 
@@ -633,35 +779,6 @@ class Operations:
         if not async_op:
             work.wait()
         return work
-
-
-class AllGatherPHandle:
-    """A prepared all_gather; see `TorchComm.all_gather_p_init`.
-
-    Attributes:
-        output: the output, until the handle is freed.
-        window: the number of the window that the output is a part of; None if the backend has no windows, and each
-            all_gather is an ordinary one.
-    """
-
-    def __init__(self, output: torch.Tensor, impl: Any) -> None:
-        """Registers the output. Programs call `TorchComm.all_gather_p_init` instead."""
-        self.output: torch.Tensor | None = output
-        self.window: int | None = None
-        self._c10d: Any = None
-        if hasattr(getattr(impl, "c10d", None), "_window_register"):
-            self._c10d = impl.c10d
-            self.window = self._c10d._window_register(output, True)
-
-    def gather(self, input: torch.Tensor, async_op: bool, limit: int) -> Any:
-        """Gathers into the window within ``limit`` ms. Programs call `TorchComm.all_gather_p_exec` instead."""
-        return self._c10d._window_all_gather(self.window, self.output, input, async_op, limit)
-
-    def free(self) -> None:
-        """Takes the output back, once on all ranks. Programs call `TorchComm.all_gather_p_free` instead."""
-        window, self.window, self.output = self.window, None, None
-        if window is not None:
-            self._c10d._window_deregister(window)
 
 
 # One count for the process, so that the calls of hooks on several communicators have an order.

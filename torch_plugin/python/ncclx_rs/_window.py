@@ -91,6 +91,13 @@ class TorchCommWindow:
             RuntimeError: a tensor is already registered, the tensor is not contiguous or on another device, or a rank
                 did not call it.
             ValueError: a CUDA graph captures the current stream.
+
+        Examples:
+            >>> window = comm.new_window()
+            >>> window.tensor_register(torch.zeros(4))
+            >>> window.shape
+            [4]
+            >>> window.tensor_deregister()
         """
         not_in_graphs("tensor_register", "it changes the window")
         if self._id is not None:
@@ -107,6 +114,12 @@ class TorchCommWindow:
         Raises:
             RuntimeError: no tensor is registered, or a rank did not call it.
             ValueError: a CUDA graph captures the current stream, of the tensor's device; the tensor stays registered.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(4))
+            >>> window.tensor_deregister()
+            >>> window.get_size()
+            0
         """
         not_in_graphs("tensor_deregister", "it changes the window")
         if self._id is None:
@@ -137,6 +150,15 @@ class TorchCommWindow:
             ValueError: the tensor does not fit into the part at that offset.
             RuntimeError: there is no such rank, no tensor is registered, the tensor is not contiguous, or the operation
                 failed.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(4))
+            >>> work = window.put(torch.ones(2), dst_rank=1 - comm.rank, target_offset_nelems=2)
+            >>> work = window.signal(1 - comm.rank)
+            >>> work = window.wait_signal(1 - comm.rank)
+            >>> window.get_tensor()
+            tensor([0., 0., 1., 1.])
+            >>> window.tensor_deregister()
         """
         return self._move(
             "put",
@@ -174,6 +196,14 @@ class TorchCommWindow:
             ValueError: the rank's part is too short for that offset and tensor.
             RuntimeError: there is no such rank, no tensor is registered, the tensor is not contiguous, or the operation
                 failed.
+
+        Examples:
+            >>> window = comm.new_window(torch.full((4,), comm.rank + 1.0))
+            >>> tensor = torch.empty(2)
+            >>> work = window.get(tensor, src_rank=1, source_offset_nelems=2)
+            >>> tensor
+            tensor([2., 2.])
+            >>> window.tensor_deregister()
         """
         return self._move(
             "get",
@@ -189,10 +219,10 @@ class TorchCommWindow:
         self,
         tensor: torch.Tensor,
         dst_rank: int,
-        target_offset_nelems: int,
-        async_op: bool,
+        target_offset_nelems: int = 0,
+        async_op: bool = False,
         hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
     ) -> TorchWork:
         """Adds a tensor to a rank's part, element by element. Once it is done, the program may change the tensor.
 
@@ -212,9 +242,22 @@ class TorchCommWindow:
                 one of CUDA tensors.
             RuntimeError: there is no such rank, no tensor is registered, the tensor is not contiguous, or the operation
                 failed.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(2))
+            >>> work = window.accumulate(torch.ones(2), dst_rank=0)
+            >>> window.fence()
+            >>> assert window.get_tensor().tolist() == ([2.0, 2.0] if comm.rank == 0 else [0.0, 0.0])
+            >>> window.tensor_deregister()
         """
         return self._move(
-            "accumulate", tensor, "dst_rank", dst_rank, target_offset_nelems, async_op, OpOptions(timeout, hints)
+            "accumulate",
+            tensor,
+            "dst_rank",
+            dst_rank,
+            target_offset_nelems,
+            async_op,
+            OpOptions.of("accumulate", timeout, hints, None),
         )
 
     def flush(
@@ -222,7 +265,7 @@ class TorchCommWindow:
         dst_rank: int,
         async_op: bool = False,
         hints: Mapping[str, str] | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
     ) -> TorchWork:
         """Waits until what this rank has put and accumulated is in a rank's part. torchcomms has no such method.
 
@@ -235,11 +278,17 @@ class TorchCommWindow:
         Raises:
             ValueError: the window is one of CUDA tensors.
             RuntimeError: there is no such rank, no tensor is registered, or the operation failed.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(2))
+            >>> work = window.put(torch.ones(2), dst_rank=1 - comm.rank, async_op=True)
+            >>> work = window.flush(1 - comm.rank)  # now the other rank has it
+            >>> window.tensor_deregister()
         """
         self._comm._check_rank("flush", "dst_rank", dst_rank)
-        return self._access("flush", OpOptions(timeout, hints), dst_rank, async_op)
+        return self._access("flush", OpOptions.of("flush", timeout, hints, None), dst_rank, async_op)
 
-    def flush_all(self, hints: Mapping[str, str] | None = None, timeout: timedelta | None = None) -> None:
+    def flush_all(self, hints: Mapping[str, str] | None = None, timeout: timedelta | float | None = None) -> None:
         """Does `flush` for all ranks.
 
         Args:
@@ -249,6 +298,13 @@ class TorchCommWindow:
         Raises:
             ValueError: the window is one of CUDA tensors.
             RuntimeError: no tensor is registered, or the operation failed.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(comm.size))
+            >>> for rank in range(comm.size):
+            ...     work = window.put(torch.ones(1), dst_rank=rank, target_offset_nelems=comm.rank, async_op=True)
+            >>> window.flush_all()
+            >>> window.tensor_deregister()
         """
         works = [self.flush(rank, True, hints, timeout) for rank in range(self._comm._size)]
         for work in works:
@@ -263,6 +319,14 @@ class TorchCommWindow:
             ValueError: the window is one of CUDA tensors.
             RuntimeError: no tensor is registered, a put or accumulate did not end in time, a rank did not call it, or a
                 rank is lost.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(1))
+            >>> work = window.accumulate(torch.ones(1), dst_rank=1 - comm.rank)
+            >>> window.fence()
+            >>> window.get_tensor()
+            tensor([1.])
+            >>> window.tensor_deregister()
         """
         not_in_graphs("fence", "the graph does not see what it changes; signal and wait_signal can be")
         self._comm._check_usable("fence")
@@ -290,6 +354,12 @@ class TorchCommWindow:
         Raises:
             TypeError: neither ``peer_rank`` nor ``dst_rank`` is given.
             RuntimeError: there is no such rank, no tensor is registered, or the operation failed.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(1))
+            >>> work = window.signal(1 - comm.rank)
+            >>> work = window.wait_signal(1 - comm.rank)
+            >>> window.tensor_deregister()
         """
         peer = dst_rank if peer_rank is None else peer_rank
         if peer is None:
@@ -314,6 +384,15 @@ class TorchCommWindow:
 
         Raises:
             RuntimeError: there is no such rank, no tensor is registered, no signal came in time, or the rank is lost.
+
+        Examples:
+            >>> window = comm.new_window(torch.zeros(1))
+            >>> work = window.put(torch.ones(1), dst_rank=1 - comm.rank)
+            >>> work = window.signal(1 - comm.rank)
+            >>> work = window.wait_signal(1 - comm.rank, timeout=30)
+            >>> window.get_tensor()
+            tensor([1.])
+            >>> window.tensor_deregister()
         """
         self._comm._check_rank("wait_signal", "peer_rank", peer_rank)
         return self._access("wait_signal", OpOptions.of("wait_signal", timeout, hints, None), peer_rank, async_op)
@@ -335,6 +414,12 @@ class TorchCommWindow:
         Raises:
             RuntimeError: there is no such rank, its part cannot be mapped or has another size than this rank's, or the
                 window keeps no tensor and ``rank`` is this rank.
+
+        Examples:
+            >>> window = comm.new_window(torch.full((2,), comm.rank + 1.0))
+            >>> window.map_remote_tensor(comm.rank) is window.get_tensor()
+            True
+            >>> window.tensor_deregister()
         """
         self._comm._check_rank("map_remote_tensor", "rank", rank)
         meta = self._registered()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +16,7 @@ from torch.multiprocessing.spawn import ProcessException
 from ncclx_rs.bench import launch, link, measure, plot, report
 from ncclx_rs.bench.measure import DTYPES, MODES, Plan, Row
 from ncclx_rs.bench.operations import OPERATIONS
+from ncclx_rs.bench.progress import Progress
 
 # The exit codes.
 FAILED, SLOWER = 1, 3
@@ -188,17 +187,9 @@ class Screen:
 
     def __init__(self, total: int, quiet: bool = False) -> None:
         """Shows a bar of so many rows; if ``quiet``, the rows themselves are not printed."""
-        self._bar: Any = None
+        self._progress = Progress(total, unit="row")
         self._quiet = quiet
         self._above: tuple[Any, ...] | None = None
-        if not sys.stderr.isatty():
-            return
-        try:
-            tqdm = importlib.import_module("tqdm").tqdm
-        except ImportError:
-            print("no progress bar: it needs tqdm (pip install tqdm)", file=sys.stderr)
-        else:
-            self._bar = tqdm(total=total, unit="row", leave=False)
 
     def show(self, row: Row) -> None:
         """Prints a row, under a heading where a new operation begins."""
@@ -206,16 +197,14 @@ class Screen:
         above = (case.operation, case.mode, case.ranks, case.dtype)
         text = report.lines(row) if above == self._above else f"{report.heading(case)}\n{report.lines(row)}"
         self._above = above
-        with self._bar.external_write_mode(file=sys.stdout) if self._bar is not None else contextlib.nullcontext():
-            if not self._quiet:
+        if not self._quiet:
+            with self._progress.aside():
                 print(text, flush=True)
-        if self._bar is not None:
-            self._bar.update()
+        self._progress.step()
 
     def close(self) -> None:
         """Removes the progress bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self._progress.close()
 
 
 def _rows(plan: Plan, worlds: Sequence[int]) -> Iterator[Row]:

@@ -21,6 +21,7 @@ from ncclx_rs._load import native
 from ncclx_rs.bench import report, tune
 from ncclx_rs.bench.__main__ import FAILED, names_of, parse_size, rank_list
 from ncclx_rs.bench.measure import Case, Result, Row
+from ncclx_rs.bench.progress import Progress
 
 # What can be simulated.
 COLLECTIVES = (*tune.COLLECTIVES, "all_to_all", "barrier")
@@ -216,10 +217,14 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
         parameters = _parameters(options)
         wanted = _wanted(options, worlds)
         findings: list[Finding] = []
-        for finding in simulated(parameters, options.collectives, wanted, options.sizes, worlds, options.late):
-            if not options.json:
-                _show(finding, findings[-1] if findings else None, bool(options.late))
-            findings.append(finding)
+        found = simulated(parameters, options.collectives, wanted, options.sizes, worlds, options.late)
+        with Progress(None, unit="row") as progress:
+            for finding in found:
+                if not options.json:
+                    with progress.aside():
+                        _show(finding, findings[-1] if findings else None, bool(options.late))
+                findings.append(finding)
+                progress.step()
     except ValueError as error:
         made.error(str(error))
     if not any(finding.reports for finding in findings):

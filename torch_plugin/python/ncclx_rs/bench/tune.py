@@ -30,6 +30,7 @@ from ncclx_rs.bench import launch, report
 from ncclx_rs.bench.__main__ import FAILED, above, names_of, parse_size, rank_list, sizes_between
 from ncclx_rs.bench.measure import Plan, Row, compare, measure_row, world
 from ncclx_rs.bench.operations import OPERATIONS, Place
+from ncclx_rs.bench.progress import Progress
 
 # The operation that is measured for each collective of the file. Other collectives have only one algorithm.
 COLLECTIVES = {
@@ -201,10 +202,13 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
         found = (finding for ranks in worlds for finding in launch.run_world(plan, ranks, run))
     findings: list[Finding] = []
     try:
-        for finding in found:
-            if not options.json:
-                _show(finding, findings[-1] if findings else None)
-            findings.append(finding)
+        with Progress(None, unit="row") as progress:
+            for finding in found:
+                if not options.json:
+                    with progress.aside():
+                        _show(finding, findings[-1] if findings else None)
+                findings.append(finding)
+                progress.step()
     except ProcessException as error:
         print(error, file=sys.stderr)
         return FAILED
