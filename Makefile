@@ -187,6 +187,13 @@ rust-test-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS)
 	$(FOR_RUST_CUDA) cargo test --locked --test cuda \
 		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'" -- $(CUDA_TEST_NAMES)
 
+# The Rust interface without Python: both ranks come to the same line.
+.PHONY: example-cuda
+test-cuda: example-cuda
+example-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS)
+	$(FOR_RUST_CUDA) cargo run --quiet --locked --profile test --example all_reduce_cuda \
+		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'" | grep --count "of 2: y = 3.000 x + 1.000" | grep -qx 2
+
 # Its races, under many seeds.
 .PHONY: races-cuda
 races-cuda: export NCCLX_RS_RACE_SEEDS := $(or $(SEEDS),1000)
