@@ -211,41 +211,4 @@ MUTATIONS = (
         (Edit("src/sys/cuda/words.rs", "const WITH_BARRIER: u32 = 0;\n", "const WITH_BARRIER: u32 = 1;\n"),),
         ("races::a_half_is_free_only_after_the_copy",),
     ),
-    Mutation(
-        "a token before the reset",
-        "A receiver puts a token back once its words are zero again. Here it puts it back before.",
-        (
-            Edit(
-                "src/device/tokens.rs",
-                "            [Step::Count(WordAccess::Write(head, 0)), Step::Token(WordAccess::Write(token, 1))]\n",
-                "            [Step::Token(WordAccess::Write(token, 1)), Step::Count(WordAccess::Write(head, 0))]\n",
-            ),
-        ),
-        ("races::a_replay_begins_when_a_slow_rank_has_received_the_one_before",),
-    ),
-    Mutation(
-        "no credits between hosts",
-        "The network fills half of the pinned memory when the stream has read what lay there. Here it does not wait.",
-        (
-            Edit(
-                "src/device/network.rs",
-                "        Turn { half, sent, received, taken: last[half] }\n",
-                "        Turn { half, sent, received, taken: last[half].min(0) }\n",
-            ),
-        ),
-        ("races::hosts_are_at_different_segments",),
-    ),
-    Mutation(
-        "no chain between streams",
-        "The operations of a communicator come one after the other, also if they are on several streams. Here they do "
-        "not.",
-        (
-            Edit(
-                "src/device/executor.rs",
-                "            stream.wait(current, &self.end)?;\n",
-                "            let _ = &self.end;\n",
-            ),
-        ),
-        ("pairwise::every_pair_of_values_goes_together",),
-    ),
 )
