@@ -271,10 +271,14 @@ fn hosts_are_at_different_segments() {
                 let counts = Counts::equal(40, size);
                 let exchange = OpKind::AllToAll { send: counts.clone(), recv: counts };
                 rank.submit(exchange, &[&own], &[&moved]).expect("an exchange");
-                kept.push((len, sum, own, moved));
+                // Of these ranks one sends all, and others nothing.
+                let sent = rank.memory(&if me == turn { data(50, len) } else { vec![-1.0; len] });
+                let broadcast = OpKind::Broadcast { root: Rank::from(turn) };
+                rank.submit(broadcast, &[&sent], &[&sent]).expect("a broadcast");
+                kept.push((len, sum, own, moved, sent));
             }
-            for (len, sum, _, moved) in &kept {
-                assert!(rank.values(sum) == total(size, *len), "rank {me}");
+            for (len, sum, _, moved, sent) in &kept {
+                assert!(rank.values(sum) == total(size, *len) && rank.values(sent) == data(50, *len), "rank {me}");
                 let block = |from: usize| data(from, 40 * size)[40 * me..][..40].to_vec();
                 assert!(rank.values(moved) == (0..size).flat_map(block).collect::<Vec<_>>(), "rank {me}");
             }

@@ -196,18 +196,6 @@ MUTATIONS = (
         ("races::a_half_is_free_only_after_the_copy",),
     ),
     Mutation(
-        "a token before the reset",
-        "A receiver puts a token back once its words are zero again. Here it puts it back before.",
-        (
-            Edit(
-                "src/device/tokens.rs",
-                "            [Step::Count(WordAccess::Write(head, 0)), Step::Token(WordAccess::Write(token, 1))]\n",
-                "            [Step::Token(WordAccess::Write(token, 1)), Step::Count(WordAccess::Write(head, 0))]\n",
-            ),
-        ),
-        ("races::a_replay_begins_when_a_slow_rank_has_received_the_one_before",),
-    ),
-    Mutation(
         "no credits between hosts",
         "The network fills half of the pinned memory when the stream has read what lay there. Here it does not wait.",
         (
