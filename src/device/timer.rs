@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use crate::device::in_flight::Ends;
 use crate::sync::Arc;
-use crate::sys::cuda::{Context, CudaError, Current, Moment, Stream};
+use crate::sys::cuda::{Context, CudaError, Current, Moment, Relaxed, Stream};
 use crate::work::Work;
 
 /// The times of the operations of one communicator.
@@ -17,6 +17,7 @@ pub(crate) struct Timer {
     spare: Vec<Lap>,
     /// Those in flight, in order, and when they began and ended.
     running: VecDeque<(Work, Lap)>,
+    has_failed: bool,
 }
 
 /// When an operation begins and ends.
@@ -27,29 +28,24 @@ impl Timer {
     /// A timer for up to `count` operations in flight.
     pub(crate) fn new(context: &Arc<Context>, ends: Arc<dyn Ends>, count: usize) -> Result<Timer, CudaError> {
         let lap = |_| Ok(Lap([Moment::new(context)?, Moment::new(context)?]));
-        Ok(Timer { ends, spare: (0..count).map(lap).collect::<Result<_, CudaError>>()?, running: VecDeque::new() })
+        let spare = (0..count).map(lap).collect::<Result<_, CudaError>>()?;
+        Ok(Timer { ends, spare, running: VecDeque::new(), has_failed: false })
     }
 
-    /// Reads what has ended, and puts the beginning of an operation on its stream.
-    pub(crate) fn begin(&mut self, current: &Current<'_>, stream: &Stream) -> Result<Option<Lap>, CudaError> {
-        self.read(current)?;
-        let Some(lap) = self.spare.pop() else { return Ok(None) };
-        lap.0[0].record(current, stream)?;
-        Ok(Some(lap))
+    /// Reads what has ended, and puts the beginning of an operation on its stream. Nothing that fails here fails the operation,
+    /// which is not timed then.
+    pub(crate) fn begin(&mut self, current: &Current<'_>, stream: &Stream) -> Option<Lap> {
+        self.read(current);
+        let lap = self.spare.pop()?;
+        self.is_recorded(lap.0[0].record(current, stream)).then_some(lap)
     }
 
     /// Puts the end of an operation on its stream.
-    pub(crate) fn end(
-        &mut self,
-        current: &Current<'_>,
-        stream: &Stream,
-        lap: Option<Lap>,
-        work: &Work,
-    ) -> Result<(), CudaError> {
-        let Some(lap) = lap else { return Ok(()) };
-        lap.0[1].record(current, stream)?;
-        self.running.push_back((work.clone(), lap));
-        Ok(())
+    pub(crate) fn end(&mut self, current: &Current<'_>, stream: &Stream, lap: Option<Lap>, work: &Work) {
+        let Some(lap) = lap else { return };
+        if self.is_recorded(lap.0[1].record(current, stream)) {
+            self.running.push_back((work.clone(), lap));
+        }
     }
 
     /// Whether it measures nothing just now.
@@ -57,15 +53,34 @@ impl Timer {
         self.running.is_empty()
     }
 
-    /// Tells how long operations took that have ended since the last time.
-    pub(crate) fn read(&mut self, current: &Current<'_>) -> Result<(), CudaError> {
-        while let Some((_, Lap([begin, end]))) = self.running.front() {
-            let Some(took) = end.since(current, begin)? else { break };
+    /// Tells how long operations took that have ended since the last time. Only of those the driver is asked, which answers then
+    /// without a wait.
+    pub(crate) fn read(&mut self, current: &Current<'_>) {
+        // Where another thread captures a graph, the driver may take the question for a part of that otherwise.
+        let _relaxed = (!self.is_idle()).then(Relaxed::enter);
+        while self.running.front().is_some_and(|(work, _)| work.is_done()) {
             let (work, lap) = self.running.pop_front().expect("looked at above");
-            self.ends.took(&work, took);
+            let Lap([begin, end]) = &lap;
+            match end.since(current, begin) {
+                // Its words say that it has ended, and the event behind them is not reached yet.
+                Ok(None) => return self.running.push_front((work, lap)),
+                Ok(Some(took)) => self.ends.took(&work, took),
+                Err(error) => self.tell(&error),
+            }
             self.spare.push(lap);
         }
-        Ok(())
+    }
+
+    /// Whether a moment was put on a stream.
+    fn is_recorded(&mut self, result: Result<(), CudaError>) -> bool {
+        result.inspect_err(|error| self.tell(error)).is_ok()
+    }
+
+    /// Says why an operation is not timed, the first time.
+    fn tell(&mut self, error: &CudaError) {
+        if !std::mem::replace(&mut self.has_failed, true) {
+            log::warn!("it is not known how long some operations took on a device: {error}");
+        }
     }
 }
 

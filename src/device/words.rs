@@ -91,7 +91,7 @@ pub const COUNT_SLOTS: usize = 128;
 
 impl ControlLayout {
     /// The version of this layout.
-    pub(crate) const VERSION: u32 = 4;
+    pub(crate) const VERSION: u32 = 5;
 
     /// The segment of `ranks` ranks that have `lanes` lanes each.
     pub fn new(ranks: usize, lanes: usize) -> ControlLayout {

@@ -8,7 +8,7 @@ use ncclx_rs::sys::cuda::{Batch, DeviceMemory, RegisteredWords, Stream, Width};
 use ncclx_rs::sys::words::SharedWords;
 use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp, Work};
 
-use crate::harness::{alone, context, is_alone};
+use crate::harness::{Software, alone, context, is_alone};
 use crate::messages::{recv, send};
 use crate::ranks::{OnDevice, Process, data, of_processes, total, world};
 use crate::windows::{Part, signal, wait_signal};
@@ -257,6 +257,20 @@ fn a_dump_tells_how_long_collectives_took_by_the_devices_clock() {
             rank.sum(&memory).expect("a sum");
             let last = device_times(&rank)[301].expect("there are spare events again");
             assert!(last > 0.0, "{last}");
+            // What cannot be measured is done all the same.
+            rank.comm.barrier().expect("both are there");
+            let call = "cuEventElapsedTime_v2";
+            if let (0, Some(software)) = (rank.me(), Software::new()) {
+                software.plant(call, software.uses(call) + 1);
+            }
+            rank.comm.barrier().expect("both are there");
+            (0..2).for_each(|_| rank.sum(&memory).expect("a sum"));
+            let times = device_times(&rank);
+            let lacking = times[302..].iter().filter(|time| time.is_none()).count();
+            let all = rank.comm.size() as f32;
+            let mut lack = [lacking as f32, 1.0];
+            rank.comm.all_reduce(&mut lack, ReduceOp::Sum).expect("a sum");
+            assert!(lack[0] == f32::from(u8::from(Software::new().is_some())) && lack[1] == all, "{times:?}");
             rank.leave(memory);
         });
         world(2, &[], |rank| {

@@ -191,7 +191,7 @@ API cuEventSynchronize(CUevent event) {
 }
 
 API cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) {
-  ENTER(Plain);
+  ENTER(NotInCapture);
   Lock lock(state());
   if (!check_handle(Kind::Event, start) || !check_handle(Kind::Event, end)) return CUDA_ERROR_INVALID_HANDLE;
   const bool timed = !((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING);
