@@ -3,7 +3,8 @@
 python packaging/check_wheels.py [--dist dist] [--pairs 2.15:3.11 ...] [--torch-index URL | --torch-from FOLDER]
 
 An environment has an empty home and no compiler on its PATH. PyTorch is installed first; the wheel must leave it as it
-is. Two ranks then run packaging/smoke.py.
+is. Two ranks then run packaging/smoke.py. Only after that come the packages that PyTorch's own tests need, and some of
+these run on two ranks, too (tests/acceptance).
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ from wheels import PAIRS, Pair, interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = Path(__file__).with_name("smoke.py")
+SUITE = ROOT / "tests/acceptance/test_pytorch_suite.py"
+# What PyTorch's modules for tests import.
+SUITE_NEEDS = ("expecttest", "numpy", "pytest")
+# Of PyTorch's own tests for backends, short ones that every version has: collectives, messages, training.
+SUITE_TESTS = (
+    "test_all_reduce_sum",
+    "test_all_gather",
+    "test_broadcast",
+    "test_send_recv",
+    "test_DistributedDataParallelCPU",
+)
 # What ends a trial that hangs, in seconds: PyTorch's download is the longest part.
 LIMIT = 3600
 
@@ -58,10 +70,11 @@ def wheels_in(folder: Path) -> list[Path]:
 
 
 def check(wheel: Path, pair: Pair, python: Path, torch: Torch) -> str:
-    """Installs a wheel into a fresh environment and runs the smoke test there.
+    """Installs a wheel into a fresh environment, and runs the smoke test and some of PyTorch's own tests there.
 
     Returns:
-        What the smoke test printed, and how long it took from the wheel's installation on.
+        What the smoke test printed, how many of PyTorch's tests passed, and how long it took from the wheel's
+        installation on.
 
     Raises:
         RuntimeError: a step failed; the text has its output.
@@ -69,11 +82,14 @@ def check(wheel: Path, pair: Pair, python: Path, torch: Torch) -> str:
     with tempfile.TemporaryDirectory(prefix="check-wheels-") as name:
         folder = Path(name)
         (folder / "home").mkdir()
-        shutil.copy(SMOKE, folder / "smoke.py")  # away from the sources, which must not be imported
+        for file in (SMOKE, SUITE):  # away from the sources, which must not be imported
+            shutil.copy(file, folder)
         environment = {
             name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_"))
         }
         environment |= {"HOME": str(folder / "home"), "PATH": str(folder / "venv/bin"), "OMP_NUM_THREADS": "1"}
+        # Ranks of the suite meet at a file in the folder for temporary ones, of which each trial needs its own.
+        environment["TMPDIR"] = name
         # The addresses of proxies have names in either case.
         environment |= {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
 
@@ -104,8 +120,23 @@ def check(wheel: Path, pair: Pair, python: Path, torch: Torch) -> str:
             (site,) = (folder / "venv/lib").glob("python*/site-packages")
             (site / "torch.pth").write_text(f"{torch.folder.resolve()}\n")
         run(folder / "venv/bin/ncclx-rs", "--version")
-        said = run(inside, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "smoke.py")
+        said = run(inside, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SMOKE.name)
+        run(inside, "-m", "pip", "install", "--quiet", *SUITE_NEEDS)
+        tests = (f"{SUITE.name}::TestBackend::{test}" for test in SUITE_TESTS)
+        said += f"; {suite_verdict(run(inside, '-m', 'pytest', '--quiet', *tests))}"
         return f"{said} ({time.monotonic() - started:.0f} s)"
+
+
+def suite_verdict(printed: str) -> str:
+    """What to say of PyTorch's own tests after what pytest printed.
+
+    Raises:
+        RuntimeError: some did not run; those that fail also end pytest with another exit code.
+    """
+    passed = f"{len(SUITE_TESTS)} passed"
+    if not printed.rpartition("\n")[2].startswith(passed):
+        raise RuntimeError(f"PyTorch's own tests were to have {passed}\n{printed}")
+    return f"{passed} of PyTorch's own tests"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

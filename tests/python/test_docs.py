@@ -20,6 +20,7 @@ from test_rendezvous import free_port
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "packaging"))
 import docs_pages  # noqa: E402  # packaging/ is no package
+import pictures  # noqa: E402
 import ratios  # noqa: E402
 import screenshots  # noqa: E402
 
@@ -193,3 +194,12 @@ def test_the_picture_of_the_read_me_has_the_figures_of_today() -> None:
     assert (ROOT / "docs/ratios.svg").read_text() == drawn, "the picture is stale: run packaging/ratios.py"
     told = ratios.described(*ratios.table(DOCUMENTS["docs/performance.md"]))
     assert f"![{told}](docs/ratios.svg)" in DOCUMENTS["README.md"]
+
+
+def test_the_pictures_of_the_design_are_those_that_are_drawn() -> None:
+    for file, draw in pictures.PICTURES.items():
+        drawn = draw()
+        assert (ROOT / file).read_text() == drawn.svg(), f"{file} is stale: run packaging/pictures.py"
+        assert f"![{drawn.title}]({Path(file).name})" in DOCUMENTS["docs/design.md"]
+    named = set(re.findall(r"\b(?:algo|comm|engine|transport)/[a-z_/]*(?:\.rs)?|\bwork\.rs", pictures.call().svg()))
+    assert len(named) > 5 and all((ROOT / "src" / name).exists() for name in named), named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -60,6 +61,23 @@ def test_a_trial_that_fails_is_told(
     assert capsys.readouterr().out == f"{NAME}, 2.15:3.11: it works\n"
     # What was asked for by name and cannot be tried is a failure.
     assert check_wheels.main(["--dist", str(tmp_path), "--pairs", "2.15:3.11", "2.15:3.12"]) == 1
+
+
+@pytest.mark.smoke
+def test_this_pytorch_has_the_tests_that_wheels_are_tried_by() -> None:
+    suite = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
+    assert suite is not None and suite.origin is not None
+    text = Path(suite.origin).read_text()
+    assert [test for test in check_wheels.SUITE_TESTS if f"def {test}(self)" not in text] == []
+    assert check_wheels.SUITE.is_file()
+
+
+def test_each_of_pytorchs_own_tests_has_to_pass() -> None:
+    warned, skipped = ".....\n5 passed, 2 warnings in 20.00s", "....s\n4 passed, 1 skipped in 20.00s"
+    assert check_wheels.suite_verdict(warned) == "5 passed of PyTorch's own tests"
+    for printed in (skipped, "no tests ran in 0.01s", ""):
+        with pytest.raises(RuntimeError, match="were to have 5 passed"):
+            check_wheels.suite_verdict(printed)
 
 
 def test_a_machine_has_the_pairs_of_its_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
