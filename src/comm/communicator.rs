@@ -522,7 +522,6 @@ impl Communicator {
     /// The flight recorder's operations and what this rank knows of its peers, as JSON with `reason`. `ncclx-rs diagnose`
     /// reads this format; see `docs/diagnosis.md`.
     pub fn dump(&self, reason: &str) -> String {
-        self.device.read_times();
         self.driver.with_engine(|engine| engine.dump(reason))
     }
 
@@ -531,7 +530,6 @@ impl Communicator {
     /// # Errors
     /// The system's error if the folder or the file cannot be written.
     pub fn write_dump(&self, folder: &Path, reason: &str) -> std::io::Result<PathBuf> {
-        self.device.read_times();
         self.driver.with_engine(|engine| engine.write_dump(folder, reason))
     }
 

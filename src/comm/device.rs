@@ -226,13 +226,6 @@ impl DeviceSide {
         executor.submit(&BatchRequest { messages: &messages, stream, timeout }, group)
     }
 
-    /// Has the flight recorder know how long operations took that have ended.
-    pub(super) fn read_times(&self) {
-        if let Some(executor) = self.executor.get() {
-            executor.read_times();
-        }
-    }
-
     /// The executor for this device, which the ranks set up at the first call.
     fn executor(
         &self,

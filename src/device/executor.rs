@@ -506,18 +506,6 @@ impl Executor {
         })
     }
 
-    /// Tells how long operations took, unless one is in flight or is submitted just now: then the driver might not answer.
-    pub(crate) fn read_times(&self) {
-        self.in_flight.look();
-        let Ok(mut state) = self.state.try_lock() else { return };
-        let Some(State { timer, context, .. }) = state.as_mut().filter(|state| !state.timer.is_idle()) else { return };
-        if self.in_flight.is_idle()
-            && let Ok(current) = context.enter()
-        {
-            timer.read(&current);
-        }
-    }
-
     /// Waits until nothing is in flight, for `limit` at most.
     pub(crate) fn drain(&self, limit: Duration) {
         let begin = Instant::now();

@@ -1,7 +1,7 @@
 //! How long operations take by the device's clock, where that is asked for.
 //!
 //! Events before and after an operation are read when the communicator's next operations are submitted, by threads of the
-//! program: no thread that makes progress or watches calls the driver. They are made in advance, since something may be in
+//! program: no thread that makes progress or watches calls the driver, and no dump waits for it. The events are made in advance, since something may be in
 //! flight later. Operations for which none is left are not timed.
 
 use std::collections::VecDeque;
@@ -48,16 +48,11 @@ impl Timer {
         }
     }
 
-    /// Whether it measures nothing just now.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.running.is_empty()
-    }
-
     /// Tells how long operations took that have ended since the last time. Only of those the driver is asked, which answers then
     /// without a wait.
-    pub(crate) fn read(&mut self, current: &Current<'_>) {
+    fn read(&mut self, current: &Current<'_>) {
         // Where another thread captures a graph, the driver may take the question for a part of that otherwise.
-        let _relaxed = (!self.is_idle()).then(Relaxed::enter);
+        let _relaxed = (!self.running.is_empty()).then(Relaxed::enter);
         while self.running.front().is_some_and(|(work, _)| work.is_done()) {
             let (work, lap) = self.running.pop_front().expect("looked at above");
             let Lap([begin, end]) = &lap;
