@@ -125,7 +125,8 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def descent(parameters: object) -> torch.optim.Optimizer:
     """Plain gradient descent: other optimizers divide by gradients, which enlarges a difference in the last bit."""
-    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)  # type: ignore[arg-type]
+    # Several parameters at a time, as by default on CUDA, PyTorch 2.11 takes gradients that are partial sums for sums.
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9, foreach=False)  # type: ignore[arg-type]
 
 
 def mean(value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ cp "$wheel" "$bundle/wheels/"
 strip -o "$bundle/bin/cuda-tests" "$program"
 # The tests, and what they read: sources of kernels, examples, bounds.
 git -C "$root" ls-files -z --cached --others --exclude-standard pyproject.toml LICENSE tests/gpu tests/cuda_python tests/python \
-    tests/softcuda tests/cuda tests/engine src/device examples docs/cuda.md \
+    tests/softcuda tests/cuda tests/engine src/device examples docs/cuda.md docs/object_api.md \
     | xargs -0 tar --create --file - --directory "$root" | tar --extract --file - --directory "$bundle"
 cp "$root/tests/gpu/on_target.sh" "$bundle/run.sh"
 {
