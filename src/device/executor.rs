@@ -24,7 +24,7 @@ use crate::device::rounds::{self, Rounds};
 use crate::device::segment::{Segment, StagingTooSmall};
 use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
-use crate::device::timer::{self, Timer};
+use crate::device::timer::Timer;
 use crate::device::vendor::calls::{self, Calls, Unfit};
 use crate::device::vendor::{SubmitError, VendorComm};
 use crate::device::watch;
@@ -204,11 +204,10 @@ impl Executor {
         let obstacle =
             (staging.kind() == StagingKind::Host).then_some("the ranks' devices do not reach each other's memory");
         let sharing = members.iter().filter(|member| member.device == members[me.index()].device).count();
-        let laps = if is_timed { timer::OPERATIONS } else { 0 };
         let memory = || -> Result<_, CudaError> {
             let launcher = Launcher::new(&context, sharing, None)?;
             let scratch = [DeviceMemory::new(&context, scratch_bytes)?, DeviceMemory::new(&context, scratch_bytes)?];
-            Ok((launcher, scratch, Event::new(&context)?, Timer::new(&context, ends.clone(), laps)?))
+            Ok((launcher, scratch, Event::new(&context)?, Timer::new(&context, ends.clone(), is_timed)?))
         };
         let (mut launcher, [scratch, sums], end, timer) = memory().map_err(|error| setup_failed(&comm, &error))?;
         watch::begin().map_err(|error| no_threads(&comm, &error))?;

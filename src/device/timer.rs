@@ -25,9 +25,10 @@ pub(crate) struct Timer {
 pub(crate) struct Lap([Moment; 2]);
 
 impl Timer {
-    /// A timer for up to `count` operations in flight.
-    pub(crate) fn new(context: &Arc<Context>, ends: Arc<dyn Ends>, count: usize) -> Result<Timer, CudaError> {
+    /// A timer for some operations in flight, if they are to be timed; else for none.
+    pub(crate) fn new(context: &Arc<Context>, ends: Arc<dyn Ends>, is_timed: bool) -> Result<Timer, CudaError> {
         let lap = |_| Ok(Lap([Moment::new(context)?, Moment::new(context)?]));
+        let count = if is_timed { OPERATIONS } else { 0 };
         let spare = (0..count).map(lap).collect::<Result<_, CudaError>>()?;
         Ok(Timer { ends, spare, running: VecDeque::new(), has_failed: false })
     }
@@ -80,4 +81,4 @@ impl Timer {
 }
 
 /// As many operations as programs usually have under way.
-pub(crate) const OPERATIONS: usize = 256;
+const OPERATIONS: usize = 256;

@@ -35,6 +35,17 @@ impl Kernels for NoKernels {
     }
 }
 
+/// The memory of an operation on a single host, whose segments share what the engine lends.
+fn tensors<'a>(
+    input: &'a [DeviceBytes<'a>],
+    output: &'a [DeviceBytes<'a>],
+    scratch: DeviceBytes<'a>,
+    sums: DeviceBytes<'a>,
+) -> Tensors<'a> {
+    let (scratch, sums) = ([scratch; 2], [sums; 2]);
+    Tensors { input, output, scratch, sums, parts: &[], element: ELEMENT, sum: ELEMENT }
+}
+
 /// What the test runs in a world of so many ranks: most take several segments.
 fn collectives(size: usize) -> Vec<Collective> {
     let last = Rank::from(size - 1);
@@ -154,15 +165,7 @@ fn rank(me: usize, size: usize, width: Width, words: SharedWords, others: &mut i
     let current = context.enter()?;
     for job in jobs.iter().cycle().take(3 * jobs.len()) {
         let (input, output) = (&[job.input.bytes()][..], &job.tensors()[..]);
-        let tensors = Tensors {
-            input,
-            output,
-            scratch: [scratch; 2],
-            sums: [sums; 2],
-            parts: &[],
-            element: ELEMENT,
-            sum: ELEMENT,
-        };
+        let tensors = tensors(input, output, scratch, sums);
         for from in (0..Cut::new(job.name, &job.whole, size).longest_block().max(1)).step_by(job.segment) {
             let segment =
                 Cut::new(job.name, &job.whole, size).segment(Rank::from(me), from, job.segment).expect("no all_to_all");
@@ -256,15 +259,7 @@ fn an_all_gather_takes_no_more_calls_than_it_must() {
             let (input, output) = (&[memory.bytes().part(0, 32)][..], &[memory.bytes().part(32, 128)][..]);
             let nothing = memory.bytes().part(0, 0);
             let (scratch, sums) = (nothing, nothing);
-            let tensors = Tensors {
-                input,
-                output,
-                scratch: [scratch; 2],
-                sums: [sums; 2],
-                parts: &[],
-                element: ELEMENT,
-                sum: ELEMENT,
-            };
+            let tensors = tensors(input, output, scratch, sums);
             let current = context.enter()?;
             for round in 0..4 {
                 let count = |call| software.uses(call);
@@ -319,15 +314,8 @@ fn one_way(context: &Arc<Context>, segments: usize, is_held: bool) -> Result<(),
     copy_from_host(&current, &bytes, input.bytes())?;
     let nothing = input.bytes().part(0, 0);
     let (scratch, sums) = (nothing, nothing);
-    let tensors = Tensors {
-        input: &[input.bytes()],
-        output: &[output.bytes()],
-        scratch: [scratch; 2],
-        sums: [sums; 2],
-        parts: &[],
-        element: ELEMENT,
-        sum: ELEMENT,
-    };
+    let (inputs, outputs) = ([input.bytes()], [output.bytes()]);
+    let tensors = tensors(&inputs, &outputs, scratch, sums);
     let (streams, gate) =
         ([Stream::new(context, 0)?, Stream::new(context, 0)?], Arc::new(SharedWords::new(1).expect("a word")));
     let registered = RegisteredWords::new(context, &gate)?;
