@@ -307,6 +307,9 @@ impl Communicator {
     pub fn submit_batch(&self, ops: &[Op]) -> Result<Work, Error> {
         let first = check::batch(ops)?;
         let Mode::Stream(stream) = first.mode else { unreachable!("it has been checked") };
+        if self.device.goes_through_host() {
+            return self.run_through_host(ops, stream);
+        }
         self.device.run_batch(self, ops, stream, first.timeout.unwrap_or_else(|| self.timeout()))
     }
 
@@ -346,6 +349,9 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Submitted, Error> {
         check::placement(op, Memory::Device(stream.device()))?;
+        if self.device.goes_through_host() {
+            return self.begin_through_host(op, factor, stream).map(Submitted::Pending);
+        }
         self.device.run(self, op, factor, stream, timeout).map(Submitted::Pending)
     }
 

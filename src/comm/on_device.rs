@@ -12,6 +12,9 @@ impl Communicator {
     /// Sets up what operations on the CUDA device of this number need, which else the first of them does. All ranks call it,
     /// each with its own device; it returns once all have. What fails on a rank is an error on all.
     pub fn prepare_device(&self, device: u32) -> Result<(), Error> {
+        if self.device.goes_through_host() {
+            return Ok(());
+        }
         self.device.prepare(self, device, self.timeout())
     }
 

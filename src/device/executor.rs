@@ -69,6 +69,8 @@ pub(crate) struct Options {
     pub(crate) algorithm: Option<String>,
     /// Whether it measures how long operations take.
     pub(crate) is_timed: bool,
+    /// Why it runs no programs, if it runs none.
+    pub(crate) no_programs: Option<&'static str>,
 }
 
 /// A communicator's executor for one device.
@@ -83,6 +85,8 @@ pub(crate) struct Executor {
     hosts: Option<Arc<dyn Exchange>>,
     /// Why this rank, or else another one, has no compiler of kernels.
     no_compiler: Option<String>,
+    /// Why it runs only what the library has, if so.
+    no_programs: Option<&'static str>,
     /// Locked while an operation is submitted. Calls of the driver queue work and do not wait.
     state: Mutex<Option<State>>,
 }
@@ -185,7 +189,7 @@ impl Executor {
     pub(crate) fn new(
         comm: String,
         me: Rank,
-        Options { algorithm, is_timed }: Options,
+        Options { algorithm, is_timed, no_programs }: Options,
         parts: Parts,
         vendor: Option<Arc<VendorComm>>,
         ends: Arc<dyn Ends>,
@@ -284,7 +288,7 @@ impl Executor {
         };
         let windows = Windows::new(wanted, &control, &in_flight, ends).map_err(|error| setup_failed(&comm, &error))?;
         let state = Mutex::new(Some(state));
-        Ok(Executor { comm, me, device, control, in_flight, windows, hosts, no_compiler, state })
+        Ok(Executor { comm, me, device, control, in_flight, windows, hosts, no_compiler, no_programs, state })
     }
 
     /// Why this rank has no compiler of kernels, if it has none.
@@ -373,6 +377,11 @@ impl Executor {
                 Run::Programs(prepared, parts.filter(|_| put.is_some()))
             }
         };
+        if let (Run::Programs(..), Some(why)) = (&run, self.no_programs)
+            && state.world > 1
+        {
+            return Err(self.refused(&request.signature, &why));
+        }
         if let Run::Programs(Prepared::Plan(plan), _) = &run
             && state.world > MAX_BLOCKS
         {

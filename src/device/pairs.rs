@@ -19,12 +19,12 @@ use crate::device::ring_lane::RingMemory;
 use crate::device::rounds::{CELLS, Direction};
 use crate::device::setup::{self, AllGather, Member, Parts, SetupFailure, Wanted};
 use crate::device::staging::Staging;
-use crate::device::vendor::choice::offer;
+use crate::device::vendor::choice::{no_streams, offer};
 use crate::device::vendor::{Candidate, VendorComm};
 use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::sync::Arc;
-use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width};
+use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width, provider};
 use crate::sys::nccl::NcclCall;
 use crate::types::Rank;
 
@@ -55,6 +55,11 @@ pub(crate) struct Libraries {
 }
 
 impl Libraries {
+    /// Why programs do not run on the streams of this process's devices, if they do not.
+    pub(crate) fn no_streams(&self) -> Option<&'static str> {
+        no_streams(self.engine, provider().ok()?)
+    }
+
     /// This rank, `me` among `names`, as it decides with them on the library.
     pub(crate) fn candidate<'a>(
         &self,

@@ -8,6 +8,7 @@ mod fence;
 mod footprint;
 mod graphs;
 mod harness;
+mod hip;
 mod hosts;
 mod lanes;
 mod message_graphs;

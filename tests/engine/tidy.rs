@@ -74,7 +74,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["device"],
             &["communicator"],
             // What a communicator offers, and ways to one.
-            &["blocking", "group", "launch", "on_device", "split", "window"],
+            &["blocking", "group", "launch", "on_device", "split", "through_host", "window"],
         ],
     ),
     (
@@ -171,6 +171,7 @@ const UNSAFE: &[&str] = &[
     "src/buffer.rs",
     "src/comm/blocking.rs",
     "src/comm/data.rs",
+    "src/comm/through_host.rs",
     "src/comm/tensors.rs",
     "src/device/kernels/load.rs",
     "src/engine/region.rs",

@@ -198,7 +198,7 @@ glob.glob = lambda pattern, **options: [pattern] if pattern.startswith("/dev/nvi
 """
 
 
-NO_DRIVER = "there is no CUDA driver: no libcuda.so.1 could be loaded"
+NO_DRIVER = "there is no CUDA driver: no libcuda.so.1 could be loaded, nor HIP's libamdhip64.so.7"
 
 # One program for all: most of its time is the import of torch.
 REFUSED = f"""{WITH_GPU}

@@ -36,11 +36,14 @@ impl Context {
         self.device
     }
 
-    /// Makes it this thread's, until what is returned goes.
+    /// Makes it this thread's, until what is returned goes. Not by pushing and popping: HIP's pop leaves the thread where it is.
     pub fn enter(&self) -> Result<Current<'_>, CudaError> {
+        let mut before = std::ptr::null_mut();
+        // SAFETY: `before` is a place for the result.
+        unsafe { call!(cuCtxGetCurrent(&raw mut before)) }?;
         // SAFETY: the context is kept by self.
-        unsafe { call!(cuCtxPushCurrent_v2(self.raw)) }?;
-        Ok(Current { _context: self, _of_this_thread: PhantomData })
+        unsafe { call!(cuCtxSetCurrent(self.raw)) }?;
+        Ok(Current { before, _context: self, _of_this_thread: PhantomData })
     }
 
     /// Gives something back, and says whether that worked. Where it did not there is nobody to tell, so it is logged.
@@ -68,15 +71,15 @@ impl Drop for Context {
 /// That a context is this thread's current one. Calls that need one take this.
 #[derive(Debug)]
 pub struct Current<'a> {
+    before: CUcontext,
     _context: &'a Context,
     _of_this_thread: PhantomData<*const ()>,
 }
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
-        let mut popped = std::ptr::null_mut();
-        // SAFETY: pushed in `enter` by this thread; `popped` is a place for the result.
-        let result = unsafe { call!(cuCtxPopCurrent_v2(&raw mut popped)) };
+        // SAFETY: it was this thread's; if it is gone since, this is an error.
+        let result = unsafe { call!(cuCtxSetCurrent(self.before)) };
         if let Err(error) = result {
             log::warn!("a context stays current: {error}");
         }

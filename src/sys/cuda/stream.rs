@@ -87,6 +87,12 @@ impl Stream {
         Stream { raw, context: context.clone(), is_own: false }
     }
 
+    /// The default stream of a context.
+    pub fn default_of(context: &Arc<Context>) -> Stream {
+        // SAFETY: it is always there.
+        unsafe { Stream::from_raw(context, 0) }
+    }
+
     /// The stream on which a caller has an operation put.
     ///
     /// # Panics

@@ -10,7 +10,7 @@ use libc::{RTLD_NOLOAD, RTLD_NOW};
 use libloading::os::unix::Library;
 
 use super::functions::{Functions, Status};
-use crate::sys::library::{file_of, said};
+use crate::sys::library::{as_listed, file_of, said};
 
 /// The library's file, as the system's loader knows it.
 const FILE: &str = "libucp.so.0";
@@ -142,8 +142,8 @@ impl Ucx {
     }
 
     fn of(library: Library, path: &Path) -> Result<Ucx, UcxError> {
-        let functions =
-            Functions::of(&library).map_err(|function| UcxError::Function { path: path.to_owned(), function })?;
+        let functions = Functions::of(&library, as_listed)
+            .map_err(|function| UcxError::Function { path: path.to_owned(), function })?;
         let (mut major, mut minor, mut patch) = (0, 0, 0);
         // SAFETY: it writes to three numbers, which live.
         unsafe { (functions.get_version)(&raw mut major, &raw mut minor, &raw mut patch) };
