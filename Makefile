@@ -201,6 +201,14 @@ races-cuda: export NCCLX_RS_RACE_SEED := $(or $(SEED),1)
 races-cuda: CUDA_TEST_NAMES := races
 races-cuda: rust-test-cuda
 
+# The same programs on AMD's functions.
+.PHONY: hip
+hip: export SOFTCUDA_PROVIDER := hip
+hip: export SOFTHIP_WAITS := 1
+hip: export NCCLX_RS_ENGINE := streams
+hip: CUDA_TEST_NAMES := lanes rings messages:: graphs:: hosts:: windows:: --skip vendor_
+hip: rust-test-cuda ## Runs the engine's programs for streams on a software HIP
+
 # What those tests are worth: each mutation of the engine must fail one.
 .PHONY: mutations-cuda
 mutations-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS) ## Breaks the engine of streams in many ways, and sees that its tests notice
@@ -344,7 +352,7 @@ screenshots: docs ## Photographs the site's main pages in a headless browser, in
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
 		$(MAKE) --keep-going acceptance long-messages scale simulated-times nccl-versions chaos chaos-cuda races-cuda \
-			samples-cuda mutations-cuda soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
+			samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024
