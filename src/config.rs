@@ -129,6 +129,9 @@ options! {
     nccl_config: NcclFields, "nccl_config", "", &[],
         "Fields of `ncclConfig_t`, as nccl.h has them, for communicators of NCCL and RCCL, as `minCTAs=4,maxCTAs=16`; others \
          are left to the library. The same on all ranks.";
+    nccl_ranks_per_root: usize, "nccl_ranks_per_root", "128", &["TORCH_NCCL_RANKS_PER_ROOT"],
+        "How many ranks meet at one of them when a communicator of NCCL or RCCL begins; more ranks have several such roots. 0: \
+         all meet at one.";
     spin: Spin, "spin_microseconds", "auto", &[],
         "How long a waiting thread polls before it sleeps; where ranks share a core, it yields the core after each poll. \
          auto is 50, and 100 where the host has fewer cores than ranks.";

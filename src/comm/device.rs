@@ -59,6 +59,7 @@ impl DeviceSide {
             engine: config.engine,
             files: [&config.nccl_library, &config.rccl_library].map(|file| file.as_ref().map(PathBuf::from)),
             fields: Arc::new(config.nccl_config.clone()),
+            ranks_per_root: config.nccl_ranks_per_root,
             limit: config.connect_timeout,
         };
         DeviceSide {

@@ -50,6 +50,8 @@ pub(crate) struct Libraries {
     pub(crate) files: [Option<PathBuf>; 2],
     /// The settings of the library's communicators.
     pub(crate) fields: Arc<NcclFields>,
+    /// How many ranks meet at one when they begin a communicator; 0: all.
+    pub(crate) ranks_per_root: usize,
     /// How long ranks wait for each other when they begin a communicator.
     pub(crate) limit: Duration,
 }
@@ -69,7 +71,7 @@ impl Libraries {
     ) -> Candidate<'a> {
         let (offer, library) = offer(self.engine, self.files.each_ref().map(Option::as_deref));
         let (limit, fields) = (timeout.min(self.limit), self.fields.clone());
-        Candidate { comm, me, names, limit, fields, offer, library, part: None }
+        Candidate { comm, me, names, limit, fields, ranks_per_root: self.ranks_per_root, offer, library, part: None }
     }
 }
 

@@ -299,6 +299,19 @@ API int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, c
   return InProgress;
 }
 
+// All ranks pass the same ids, so they meet where their sum says.
+API int ncclCommInitRankScalable(void** handle, int size, int rank, int count_of_ids, UniqueId* ids, const Config* config) {
+  *handle = nullptr;
+  if (settings().version < 22300) return refuse(InvalidUsage, "this version has one root");
+  if (count_of_ids < 1 || count_of_ids > size) return refuse(InvalidArgument, "there are no such roots");
+  count("several_roots");
+  UniqueId sum = ids[0];
+  for (int id = 1; id < count_of_ids; id++) {
+    for (size_t at = 0; at < sizeof sum.bytes; at++) sum.bytes[at] = char(sum.bytes[at] + ids[id].bytes[at]);
+  }
+  return ncclCommInitRankConfig(handle, size, sum, rank, config);
+}
+
 namespace {
 
 int refuse_family(int* state) {

@@ -6,7 +6,7 @@ use std::fmt;
 
 use super::config::Config;
 use super::functions::{Address, Code, Functions, RawComm, RawId, RawStream};
-use super::library::{Nccl, NcclError};
+use super::library::{Feature, Nccl, NcclError};
 use crate::config::NcclFields;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{Current, DeviceBytes, Stream};
@@ -191,25 +191,40 @@ impl Nccl {
 }
 
 impl NcclComm {
-    /// Begins one on the current context's device. It can be used once it is [done](Progress::Done) on every rank.
+    /// Begins one on the current context's device. It can be used once it is [done](Progress::Done) on every rank. All ranks
+    /// pass the same ids: one, or where the library has [`Feature::Roots`](super::Feature::Roots) several, at each of which a
+    /// run of ranks meets.
     pub fn begin(
         library: &Arc<Nccl>,
         _: &Current<'_>,
-        id: UniqueId,
+        ids: &[UniqueId],
         (rank, size): (u32, u32),
         fields: &Arc<NcclFields>,
     ) -> Result<NcclComm, NcclError> {
         let mut raw = std::ptr::null_mut();
         let mut config = Config::non_blocking(library.version().to_code(), fields);
         let (rank, size) = (rank as c_int, size as c_int);
-        // SAFETY: `raw` is a place for the result, and `config` as long as it says; the name that it refers to stays with the
-        // communicator.
-        let code = unsafe { (library.functions().comm_init)(&raw mut raw, size, RawId(id.0), rank, &raw mut config) };
+        let mut ids: Vec<RawId> = ids.iter().map(|id| RawId(id.0)).collect();
+        let (call, code) = match (&mut ids[..], library.functions().comm_init_scalable) {
+            ([id], _) => {
+                // SAFETY: `raw` is a place for the result, and `config` as long as it says; the name that it refers to stays
+                // with the communicator.
+                let code = unsafe { (library.functions().comm_init)(&raw mut raw, size, *id, rank, &raw mut config) };
+                ("ncclCommInitRankConfig", code)
+            }
+            (ids, Some(begin)) => {
+                let (count, first) = (ids.len() as c_int, ids.as_mut_ptr());
+                // SAFETY: as above; there are as many ids as it is told.
+                let code = unsafe { begin(&raw mut raw, size, rank, count, first, &raw mut config) };
+                ("ncclCommInitRankScalable", code)
+            }
+            (_, None) => return Err(library.lacks(Feature::Roots)),
+        };
         let comm = NcclComm::of(library.clone(), raw, fields.clone());
         match code {
             SUCCESS | IN_PROGRESS => Ok(comm),
             code => {
-                let error = library.failed("ncclCommInitRankConfig", code);
+                let error = library.failed(call, code);
                 comm.abort();
                 Err(error)
             }
@@ -344,11 +359,7 @@ impl NcclComm {
         };
         let f = self.functions();
         let (Some(create), Some(destroy)) = (f.pre_mul_sum, f.red_op_destroy) else {
-            return Err(NcclError::Lacks {
-                library: self.library.name(),
-                version: self.library.version(),
-                what: "PREMUL_SUM",
-            });
+            return Err(self.library.lacks(Feature::Factors));
         };
         // Aligned for any element.
         let mut value = u64::from_ne_bytes(if let Factor::Value(bytes) = factor { bytes } else { [0; 8] });

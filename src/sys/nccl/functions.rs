@@ -47,6 +47,8 @@ functions! {
     }
     optional {
         pre_mul_sum = "ncclRedOpCreatePreMulSum"(*mut c_int, *mut c_void, c_int, c_int, RawComm) -> Code;
+        comm_init_scalable =
+            "ncclCommInitRankScalable"(*mut RawComm, c_int, c_int, c_int, *mut RawId, *mut Config) -> Code;
         comm_split = "ncclCommSplit"(RawComm, c_int, c_int, *mut RawComm, *mut Config) -> Code;
         red_op_destroy = "ncclRedOpDestroy"(c_int, RawComm) -> Code;
     }

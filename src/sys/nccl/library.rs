@@ -299,6 +299,11 @@ impl Nccl {
         &self.functions
     }
 
+    /// The error of a call that takes what this library cannot do.
+    pub(super) fn lacks(&self, feature: Feature) -> NcclError {
+        NcclError::Lacks { library: self.name(), version: self.version, what: feature.text() }
+    }
+
     pub(super) fn check(&self, call: &'static str, code: Code) -> Result<(), NcclError> {
         if code == 0 { Ok(()) } else { Err(self.failed(call, code)) }
     }
