@@ -201,14 +201,6 @@ races-cuda: export NCCLX_RS_RACE_SEED := $(or $(SEED),1)
 races-cuda: CUDA_TEST_NAMES := races
 races-cuda: rust-test-cuda
 
-# The same programs on AMD's functions.
-.PHONY: hip
-hip: export SOFTCUDA_PROVIDER := hip
-hip: export SOFTHIP_WAITS := 1
-hip: export NCCLX_RS_ENGINE := streams
-hip: CUDA_TEST_NAMES := lanes rings messages:: graphs:: hosts:: windows:: --skip vendor_
-hip: rust-test-cuda ## Runs the engine's programs for streams on a software HIP
-
 # What those tests are worth: each mutation of the engine must fail one.
 .PHONY: mutations-cuda
 mutations-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS) ## Breaks the engine of streams in many ways, and sees that its tests notice
@@ -228,6 +220,15 @@ PYTHON_CUDA = SOFTCUDA_TWINS="$(KERNEL_TWINS)" $(IN_SOFTCUDA) python -m pytest
 CUDA_INSTALLED := softcuda $(KERNEL_TWINS) $(call installed,$(TORCH))
 python-test-cuda: $(CUDA_INSTALLED) $(PROGRAMS)
 	$(PYTHON_CUDA) tests/cuda_python
+
+# The same programs on AMD's functions.
+.PHONY: hip
+hip: export SOFTCUDA_PROVIDER := hip
+hip: export SOFTHIP_WAITS := 1
+hip: export NCCLX_RS_ENGINE := streams
+hip: CUDA_TEST_NAMES := lanes rings messages:: graphs:: hosts:: windows:: --skip vendor_
+hip: rust-test-cuda $(CUDA_INSTALLED) ## Runs the engine's programs for streams, and tests of PyTorch, on a software HIP
+	$(PYTHON_CUDA) tests/cuda_python -m smoke
 
 # PyTorch's own tests of CUDA tensors.
 .PHONY: acceptance-cuda
