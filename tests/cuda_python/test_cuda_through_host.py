@@ -88,9 +88,7 @@ def test_ddp_trains_with_a_rank_on_the_cpu(staged: World) -> None:
 def by_object(rank: int, size: int) -> None:
     device = placed(rank, torch.zeros(1)).device
     store = fresh_store()
-    comm = ncclx_rs.new_comm(
-        "ncclx", device, name="mixed", store=store, rank=rank, size=size, hints={"engine": "host"}
-    )
+    comm = ncclx_rs.new_comm("ncclx", device, name="mixed", store=store, rank=rank, size=size, hints={"engine": "host"})
     tensor = placed(rank, torch.ones(5))
     comm.all_reduce(tensor)
     assert_same(tensor.cpu(), torch.full((5,), 3.0), "the sum of ones")
