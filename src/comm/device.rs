@@ -32,8 +32,11 @@ use crate::sys::cuda::{Relaxed, StreamHandle};
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
 
+mod memory;
 mod parts;
 mod windows;
+
+pub use memory::Allocates;
 
 /// What a communicator has on a device.
 pub(super) struct DeviceSide {
@@ -60,6 +63,7 @@ impl DeviceSide {
             files: [&config.nccl_library, &config.rccl_library].map(|file| file.as_ref().map(PathBuf::from)),
             fields: Arc::new(config.nccl_config.clone()),
             limit: config.connect_timeout,
+            lent: Arc::default(),
         };
         DeviceSide {
             options,
@@ -97,8 +101,10 @@ impl DeviceSide {
 
     /// Gives back what the communicator has on the device. The engine is closed by then, so no thread waits in here for ranks.
     pub(super) fn close(&self) {
+        // What was never registered goes at once.
+        let lent = std::mem::take(&mut *lock(&self.libraries.lent));
         if let Some(executor) = self.executor.get() {
-            executor.close();
+            executor.close(lent);
         }
         if let Some(messages) = self.messages.get() {
             messages.close();

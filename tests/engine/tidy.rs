@@ -112,7 +112,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/device/",
         &[
             // Data.
-            &["allocator", "descriptors", "halves", "kernels", "layout", "network", "record", "segment", "staging"],
+            &["descriptors", "halves", "kernels", "layout", "network", "record", "regions", "segment", "staging"],
+            &["allocator"],
             // What is decided.
             &["call_log", "lower", "setup"],
             &["all_to_all", "counters", "plans", "rounds"],

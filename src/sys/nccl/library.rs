@@ -295,6 +295,11 @@ impl Nccl {
         &self.features
     }
 
+    /// The error of what it cannot do.
+    pub(crate) fn lacks(&self, feature: Feature) -> NcclError {
+        NcclError::Lacks { library: self.name(), version: self.version, what: feature.text() }
+    }
+
     pub(super) fn functions(&self) -> &Functions {
         &self.functions
     }
