@@ -36,8 +36,6 @@ mod memory;
 mod parts;
 mod windows;
 
-pub use memory::Allocates;
-
 /// What a communicator has on a device.
 pub(super) struct DeviceSide {
     options: executor::Options,

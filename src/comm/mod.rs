@@ -28,7 +28,6 @@ mod wireup;
 
 pub use communicator::{CommOptions, Communicator};
 pub use data::Data;
-pub use device::Allocates;
 pub use launch::Launch;
 pub use registry::{dumps, write_dumps};
 pub use split::LibraryPart;

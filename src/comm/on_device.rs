@@ -3,7 +3,7 @@
 use crate::buffer::{Buffer, Memory};
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
-use crate::comm::device::Allocates;
+use crate::device::allocator::Allocates;
 use crate::device::launch;
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op};

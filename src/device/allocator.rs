@@ -2,30 +2,26 @@
 //! library for communicators that go by it.
 //!
 //! The memory belongs to no communicator; communicators of a library register what their calls pass of it. Callers of
-//! [`allocate`] and [`free`] hold locks of their own, so neither writes a log as long as all goes well, which may wait for
-//! locks too. A forked child can neither use nor give back what its parent has allocated.
+//! [`allocate`] and [`free`] hold locks of their own, so neither writes a log, which may wait for locks too. A forked child can neither use nor give back what its parent has allocated.
 
 use std::collections::HashMap;
 
+pub use crate::device::regions::MemoryError;
 use crate::device::regions::{Memory, Region, Regions};
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{Code, Context, CudaError, Device, DeviceBytes, DevicePtr, SharedDeviceMemory};
 use crate::sys::fork::PerProcess;
 use crate::sys::nccl::{Feature, LibraryMemory, Nccl, NcclError};
 
-/// Why there is no memory, or why it is not given back.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum AllocatorError {
-    /// The driver refused something.
-    #[error(transparent)]
-    Driver(#[from] CudaError),
-    /// The vendor's library refused something.
-    #[error(transparent)]
-    Library(#[from] NcclError),
-    /// No library was [set](use_library) in this process.
-    #[error("no vendor's library allocates in this process")]
-    NoLibrary,
+/// What allocates device memory for a communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Allocates {
+    /// The engine.
+    Engine,
+    /// The vendor's library by which the communicator's tensors go.
+    Library,
+    /// The engine, since the library cannot: this says why.
+    InPlaceOfLibrary(String),
 }
 
 #[derive(Default)]
@@ -52,15 +48,15 @@ pub fn use_library(library: &Arc<Nccl>) -> Result<(), NcclError> {
 }
 
 /// Allocates at least `bytes` bytes, with any content, on this device. Returns their address.
-pub fn allocate(bytes: usize, device: u32) -> Result<u64, AllocatorError> {
+pub fn allocate(bytes: usize, device: u32) -> Result<u64, MemoryError> {
     let context = context(device)?;
     let memory = SharedDeviceMemory::new(&context, bytes)?;
     Ok(keep(Memory::Own(memory), context))
 }
 
 /// As [`allocate`], by the vendor's library.
-pub fn allocate_by_library(bytes: usize, device: u32) -> Result<u64, AllocatorError> {
-    let library = lock(ALLOCATED.get()).library.clone().ok_or(AllocatorError::NoLibrary)?;
+pub fn allocate_by_library(bytes: usize, device: u32) -> Result<u64, MemoryError> {
+    let library = lock(ALLOCATED.get()).library.clone().ok_or(MemoryError::NoLibrary)?;
     let context = context(device)?;
     let memory = LibraryMemory::new(&library, &context.enter()?, bytes)?;
     Ok(keep(Memory::Library(memory), context))
@@ -88,16 +84,17 @@ fn keep(memory: Memory, context: Arc<Context>) -> u64 {
 ///
 /// # Errors
 /// The driver or the library refused it, and the memory stays; or this process has not allocated it.
-pub fn free(address: u64) -> Result<(), AllocatorError> {
+pub fn free(address: u64) -> Result<(), MemoryError> {
     let at = DevicePtr::from_bits(address);
     let unknown = CudaError::Call { call: "cuMemUnmap", code: Code::InvalidValue };
     let region = lock(ALLOCATED.get()).memory.get(at).ok_or(unknown.clone())?;
     // A library does not wait, and not all drivers do when memory is unmapped.
     region.wait()?;
-    match lock(ALLOCATED.get()).memory.remove(at).and_then(|region| region.end()) {
+    let removed = lock(ALLOCATED.get()).memory.remove(at);
+    // Another thread may have been faster.
+    match removed.ok_or(unknown.clone())?.end()? {
         Some(Memory::Own(memory)) => Ok(memory.free()?),
         Some(Memory::Library(memory)) => Ok(memory.free(&region.context().enter()?)?),
-        // Another thread was faster.
         Some(Memory::Lent { .. }) | None => Err(unknown.into()),
     }
 }

@@ -126,7 +126,7 @@ impl LoggedCall {
             let (call, ours, theirs) = (self.signature, how(self.capture), how(theirs.capture));
             format!("the ranks disagree on collective {number}: rank {me} called {call} {ours}, rank {rank} {theirs}")
         } else if self.segments == theirs.segments {
-            let how = |memory| if memory == CallMemory::Registered { "registered" } else { "not" };
+            let how = |memory| if memory == CallMemory::Registered { "registered" } else { "not registered" };
             let (call, ours, theirs) = (self.signature, how(self.memory), how(theirs.memory));
             format!(
                 "the ranks disagree on the memory of collective {number}, {call}: that of rank {me} is {ours} with the vendor's \

@@ -13,6 +13,21 @@ use crate::sys::cuda::{Context, CudaError, Current, DeviceBytes, DevicePtr, Rela
 use crate::sys::fork::Origin;
 use crate::sys::nccl::{LibraryMemory, NcclComm, NcclError};
 
+/// Why there is no memory, or why it is not given back.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The driver refused something.
+    #[error(transparent)]
+    Driver(#[from] CudaError),
+    /// The vendor's library refused something.
+    #[error(transparent)]
+    Library(#[from] NcclError),
+    /// No library was set to allocate in this process.
+    #[error("no vendor's library allocates in this process")]
+    NoLibrary,
+}
+
 /// Where a piece of memory is from.
 pub(crate) enum Memory {
     /// The engine has allocated it.
@@ -85,20 +100,31 @@ impl Region {
 
     /// Ends its registrations, once the device does nothing more. What it was, which is nobody's any more; none if that has
     /// been called before.
-    pub(crate) fn end(&self) -> Option<Memory> {
+    ///
+    /// # Errors
+    /// It may still be used or registered, and so it stays.
+    pub(crate) fn end(&self) -> Result<Option<Memory>, MemoryError> {
         let State { memory, comms } = &mut *lock(&self.state);
         let comms: Vec<_> = std::mem::take(comms).iter().filter_map(Weak::upgrade).collect();
-        if comms.iter().any(|comm| !comm.is_gone()) {
-            // The library would end a registration below an operation that uses it.
-            let waited = self.wait();
-            waited.unwrap_or_else(|error| log::warn!("memory goes that a device may still use: {error}"));
-        }
-        for comm in comms {
-            if let Err(error) = comm.deregister(self.begin) {
-                log::warn!("memory stays registered with {}: {error}", comm.library().name());
+        let ended = self.end_with(&comms);
+        let memory = memory.take();
+        match ended {
+            Ok(()) => Ok(memory),
+            Err(error) => {
+                std::mem::forget(memory);
+                Err(error)
             }
         }
-        memory.take()
+    }
+
+    fn end_with(&self, comms: &[Arc<NcclComm>]) -> Result<(), MemoryError> {
+        if comms.iter().any(|comm| !comm.is_gone()) {
+            // The library would end a registration below an operation that uses it.
+            self.wait()?;
+        }
+        // All are tried.
+        let ended = comms.iter().map(|comm| comm.deregister(self.begin)).fold(Ok(()), Result::and);
+        Ok(ended?)
     }
 
     /// Waits until all that is on streams of its device has run.
@@ -112,7 +138,9 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if self.origin.is_here() {
-            drop(self.end());
+            if let Err(error) = self.end() {
+                log::warn!("device memory of {} bytes stays: {error}", self.len);
+            }
         } else {
             // Registrations and memory are the parent's, and so are the threads that may hold locks.
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);

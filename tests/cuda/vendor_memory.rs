@@ -2,9 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use ncclx_rs::comm::Allocates;
 use ncclx_rs::config::NcclFields;
-use ncclx_rs::device::allocator::{self, AllocatorError};
+use ncclx_rs::device::allocator::{self, Allocates, MemoryError};
 use ncclx_rs::sync::{Arc, AtomicBool, Ordering};
 use ncclx_rs::sys::cuda::{DeviceBytes, copy_from_host, copy_to_host};
 use ncclx_rs::sys::nccl::{NcclComm, Progress, Vendor};
@@ -291,7 +290,7 @@ fn a_library_without_memory_leaves_it_to_the_engine() {
         world_on(&[0, 1], NCCL, |rank| {
             let lacking = Allocates::InPlaceOfLibrary("NCCL 2.30.7 has no registered buffers".to_owned());
             assert_eq!(rank.comm.allocates(), Ok(lacking));
-            assert_eq!(allocator::allocate_by_library(100, 0), Err(AllocatorError::NoLibrary));
+            assert_eq!(allocator::allocate_by_library(100, 0), Err(MemoryError::NoLibrary));
             let memory = Allocated::new(&rank, Allocates::Engine, 100);
             right_sum(&rank, memory.all());
             let owner = Owner::default();

@@ -177,6 +177,7 @@ const UNSAFE: &[&str] = &[
     "src/engine/region.rs",
     "src/sys/",
     "torch_plugin/src/abi.rs",
+    "torch_plugin/src/abi/",
     "torch_plugin/src/allocator.rs",
     "torch_plugin/src/library/instance.rs",
     "torch_plugin/src/library/load.rs",

@@ -1,24 +1,15 @@
 //! Memory for a vendor's library: what its allocator gives, and what programs lend for calls.
 
+use std::fmt::Display;
+
 use super::DeviceSide;
 use crate::buffer::{Buffer, Memory};
-use crate::device::allocator;
+use crate::device::allocator::{self, Allocates};
 use crate::device::regions::{self, Owner, Region};
 use crate::error::{Error, InitError, UsageError};
 use crate::sync::lock;
-use crate::sys::cuda::{Context, CudaError, Device, DevicePtr};
+use crate::sys::cuda::{Context, Device, DevicePtr};
 use crate::sys::nccl::Feature;
-
-/// What allocates device memory for a communicator.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Allocates {
-    /// The engine.
-    Engine,
-    /// The vendor's library by which the communicator's tensors go.
-    Library,
-    /// The engine, since the library cannot: this says why.
-    InPlaceOfLibrary(String),
-}
 
 impl DeviceSide {
     pub(in crate::comm) fn allocates(&self, comm: &str) -> Result<Allocates, Error> {
@@ -43,8 +34,7 @@ impl DeviceSide {
         if self.libraries.offer().1.is_none_or(|library| !library.features().contains(&Feature::Memory)) {
             return Ok(());
         }
-        let failed = |error: CudaError| Error::Device { operation: operation.to_owned(), cause: error.to_string() };
-        let context = Context::primary(Device::new(device).map_err(failed)?).map_err(failed)?;
+        let context = Device::new(device).and_then(Context::primary).map_err(|error| failed(operation, &error))?;
         let region = Region::new(regions::Memory::Lent { buffer: memory, _owner: owner }, context);
         if lock(&self.libraries.lent).insert(region) {
             return Ok(());
@@ -56,10 +46,13 @@ impl DeviceSide {
     pub(in crate::comm) fn give_back(&self, operation: &str, memory: Buffer) -> Result<(), Error> {
         on_device(operation, memory)?;
         let lent = lock(&self.libraries.lent).remove(DevicePtr::from_bits(memory.ptr() as u64));
-        // What it ends takes no lock of the others.
-        drop(lent.and_then(|region| region.end()));
-        Ok(())
+        let ended = lent.map_or(Ok(None), |region| region.end());
+        ended.map(drop).map_err(|error| failed(operation, &error))
     }
+}
+
+fn failed(operation: &str, error: &dyn Display) -> Error {
+    Error::Device { operation: operation.to_owned(), cause: error.to_string() }
 }
 
 fn on_device(operation: &str, memory: Buffer) -> Result<u32, Error> {

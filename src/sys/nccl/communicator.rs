@@ -7,7 +7,7 @@ use std::fmt;
 use super::config::Config;
 use super::functions::{Address, Code, Functions, RawComm, RawId, RawStream};
 use super::library::{Nccl, NcclError};
-use super::registration::Registered;
+use super::registered::Registered;
 use crate::config::NcclFields;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::cuda::{Current, DeviceBytes, Stream};

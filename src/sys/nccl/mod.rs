@@ -10,6 +10,7 @@ mod config;
 mod functions;
 mod library;
 mod memory;
+mod registered;
 mod registration;
 mod split;
 

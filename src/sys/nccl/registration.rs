@@ -1,30 +1,12 @@
 //! Memory that is registered with a communicator, so that the library reads and writes it in place.
 #![allow(unsafe_code, reason = "calls a library in C")]
 
-use std::collections::BTreeMap;
-
 use super::communicator::NcclComm;
 use super::functions::{Address, RawComm, RawHandle};
 use super::library::{Feature, NcclError};
+use super::registered::{Handle, Registration};
 use crate::sync::lock;
 use crate::sys::cuda::{Current, DeviceBytes, DevicePtr};
-
-/// What has become of memory that was to be registered, by its first byte.
-pub(super) type Registered = BTreeMap<DevicePtr, Registration>;
-
-/// What a library has said to it.
-#[derive(Debug)]
-pub(super) enum Registration {
-    Done(Handle),
-    /// It failed, or the library is set to register nothing.
-    None,
-}
-
-#[derive(Debug)]
-pub(super) struct Handle(RawHandle);
-
-// SAFETY: a number that the library knows a registration by, which any thread may hand it.
-unsafe impl Send for Handle {}
 
 impl NcclComm {
     /// Registers memory, if that was not tried before. Whether it is registered; it is not where the library's own settings
