@@ -32,6 +32,7 @@ use crate::sys::cuda::{Provider, Relaxed, StreamHandle};
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
 
+mod memory;
 mod parts;
 mod windows;
 
@@ -61,6 +62,7 @@ impl DeviceSide {
             fields: Arc::new(config.nccl_config.clone()),
             ranks_per_root: config.nccl_ranks_per_root,
             limit: config.connect_timeout,
+            lent: Arc::default(),
         };
         DeviceSide {
             algorithm: config.algorithm.clone(),
@@ -104,8 +106,10 @@ impl DeviceSide {
 
     /// Gives back what the communicator has on the device. The engine is closed by then, so no thread waits in here for ranks.
     pub(super) fn close(&self) {
+        // What was never registered goes at once.
+        let lent = std::mem::take(&mut *lock(&self.libraries.lent));
         if let Some(executor) = self.executor.get() {
-            executor.close();
+            executor.close(lent);
         }
         if let Some(messages) = self.messages.get() {
             messages.close();

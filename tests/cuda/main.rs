@@ -31,6 +31,7 @@ mod setup;
 mod simulation;
 mod trouble;
 mod vendor;
+mod vendor_memory;
 mod vendor_messages;
 mod vendor_splits;
 mod window_graphs;

@@ -112,7 +112,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/device/",
         &[
             // Data.
-            &["allocator", "descriptors", "halves", "kernels", "layout", "network", "record", "segment", "staging"],
+            &["descriptors", "halves", "kernels", "layout", "network", "record", "regions", "segment", "staging"],
+            &["allocator"],
             // What is decided.
             &["call_log", "lower", "setup"],
             &["all_to_all", "counters", "plans", "rounds"],
@@ -177,6 +178,7 @@ const UNSAFE: &[&str] = &[
     "src/engine/region.rs",
     "src/sys/",
     "torch_plugin/src/abi.rs",
+    "torch_plugin/src/abi/",
     "torch_plugin/src/allocator.rs",
     "torch_plugin/src/library/instance.rs",
     "torch_plugin/src/library/load.rs",

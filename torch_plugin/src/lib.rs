@@ -43,6 +43,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dumps, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
     module.add_function(wrap_pyfunction!(vendor::vendor_library, module)?)?;
+    module.add_function(wrap_pyfunction!(vendor::allocates, module)?)?;
     module.add_function(wrap_pyfunction!(cuda_devices, module)?)?;
     module.add_function(wrap_pyfunction!(measure_link, module)?)?;
     module.add_class::<store::SecretStore>()?;

@@ -10,7 +10,7 @@ use crate::device::vendor::part::PartId;
 use crate::error::InitError;
 use crate::sync::Arc;
 use crate::sys::cuda::{self, Provider};
-use crate::sys::nccl::{Nccl, Vendor, Version};
+use crate::sys::nccl::{Feature, Nccl, Vendor, Version};
 use crate::types::Rank;
 
 /// What a rank is set to, and what it has found.
@@ -19,6 +19,8 @@ pub(crate) struct Offer {
     pub(crate) choice: EngineChoice,
     /// The library's `NCCL_VERSION_CODE`, or why there is none. `None` where nobody asks for one.
     pub(crate) library: Option<Result<u32, String>>,
+    /// Whether the library registers memory.
+    pub(crate) registers: bool,
     /// Where it has a communicator of the library already: which.
     pub(crate) part: Option<PartId>,
 }
@@ -51,16 +53,18 @@ pub(crate) fn no_streams(choice: EngineChoice, provider: Provider) -> Option<&'s
 
 /// What a rank offers, with the library that it has. It is only loaded where the rank is set to use it.
 pub(crate) fn offer(choice: EngineChoice, files: [Option<&Path>; 2]) -> (Offer, Option<Arc<Nccl>>) {
+    let found = |library| Offer { choice, library, registers: false, part: None };
     // A rank without devices has no part in this.
     let provider = cuda::provider().unwrap_or(Provider::Cuda);
-    let Some(vendor) = vendor(choice, provider) else { return (Offer { choice, library: None, part: None }, None) };
+    let Some(vendor) = vendor(choice, provider) else { return (found(None), None) };
     let named = files[usize::from(vendor == Vendor::Rccl)];
     match Nccl::load(vendor, named, &[]) {
         Ok(library) => {
             let code = library.version().to_code();
-            (Offer { choice, library: Some(Ok(code)), part: None }, Some(Arc::new(library)))
+            let registers = library.features().contains(&Feature::Memory);
+            (Offer { registers, ..found(Some(Ok(code))) }, Some(Arc::new(library)))
         }
-        Err(error) => (Offer { choice, library: Some(Err(error.to_string())), part: None }, None),
+        Err(error) => (found(Some(Err(error.to_string()))), None),
     }
 }
 

@@ -1,5 +1,6 @@
 //! A vendor's library that runs collectives and carries messages: [`choice`] decides whether ranks use it, [`calls`] turns a
-//! collective into its calls, and by a [`split`] the parts of a communicator get theirs.
+//! collective into its calls, and by a [`split`] the parts of a communicator get theirs. What calls pass of some memory is
+//! [`registered`] first.
 //!
 //! The library's operations stand between the same words, in the same log and in the same order as the programs of the
 //! [`executor`](super::executor), which also runs what the library does not have. No call of the library blocks: its own
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::NcclFields;
 use crate::device::in_flight::Runner;
+use crate::device::regions::Regions;
 use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
@@ -22,6 +24,7 @@ use crate::types::Rank;
 pub(crate) mod calls;
 pub(crate) mod choice;
 pub(crate) mod part;
+mod registered;
 pub(crate) mod split;
 
 use choice::{Decision, Offer, decide};
@@ -48,6 +51,8 @@ pub(crate) struct Candidate<'a> {
     pub(crate) ranks_per_root: usize,
     pub(crate) offer: Offer,
     pub(crate) library: Option<Arc<Nccl>>,
+    /// What the program has lent for calls.
+    pub(crate) lent: Arc<Mutex<Regions>>,
     /// What the ranks need not begin, where it was split from the communicator of others.
     pub(crate) part: Option<Part>,
 }
@@ -72,7 +77,7 @@ impl Candidate<'_> {
         members: &[Member],
         all_gather: &mut AllGather<'_>,
     ) -> Result<Option<(Chosen, Option<Part>)>, Error> {
-        let Candidate { comm, me, names, limit, fields, ranks_per_root, offer, library, part } = self;
+        let Candidate { comm, me, names, limit, fields, ranks_per_root, offer, library, lent, part } = self;
         let part = part.filter(|part| part.fits(library.as_deref(), &fields));
         let offer = Offer { part: part.as_ref().map(Part::id), ..offer };
         let offers: Vec<Offer> = tell(comm, names, all_gather, Ok(offer))?;
@@ -82,7 +87,8 @@ impl Candidate<'_> {
         };
         let part = part.filter(|part| offers.iter().all(|offer| offer.part == Some(part.id())));
         let (comm, names) = (comm.to_owned(), names.to_vec());
-        Ok(Some((Chosen { library, comm, me, names, limit, fields, ranks_per_root }, part)))
+        let registers = offers.iter().all(|offer| offer.registers);
+        Ok(Some((Chosen { library, comm, me, names, limit, fields, ranks_per_root, registers, lent }, part)))
     }
 }
 
@@ -97,6 +103,9 @@ pub(crate) struct Chosen {
     limit: Duration,
     fields: Arc<NcclFields>,
     ranks_per_root: usize,
+    /// Whether the libraries of all ranks register memory.
+    registers: bool,
+    lent: Arc<Mutex<Regions>>,
 }
 
 impl Chosen {
@@ -147,7 +156,7 @@ fn is_root(rank: usize, ranks: usize, ranks_per_root: usize) -> bool {
 }
 
 fn begin(chosen: &Chosen, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<NcclComm, Error> {
-    let Chosen { library, comm, me, names, limit, fields, ranks_per_root } = chosen;
+    let Chosen { library, comm, me, names, limit, fields, ranks_per_root, .. } = chosen;
     let failed =
         |cause| InitError::Os { comm: comm.to_owned(), what: format!("a communicator of {}", chosen.library()), cause };
     let has_roots = library.features().contains(&Feature::Roots);
@@ -284,6 +293,14 @@ impl VendorComm {
     /// Gives the communicator back. Nothing of it is on a stream.
     pub(crate) fn end(&self) {
         let raw = lock(&self.raw);
+        // The library ends them after what it needs for that.
+        if let Err(error) = raw.deregister_all() {
+            log::warn!(
+                "communicator `{}`: memory stays registered with {}: {error}",
+                self.chosen.comm,
+                self.chosen.library()
+            );
+        }
         // What communicators share ends with the first of them that is aborted.
         if self.chosen.fields.split_share == Some(1) { raw.destroy() } else { raw.abort() }
     }

@@ -76,6 +76,14 @@ pub struct Current<'a> {
     _of_this_thread: PhantomData<*const ()>,
 }
 
+impl Current<'_> {
+    /// Waits until all that is on streams of the device has run.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        // SAFETY: it asks for nothing but a current context, which self says that there is.
+        unsafe { call!(cuCtxSynchronize()) }
+    }
+}
+
 impl Drop for Current<'_> {
     fn drop(&mut self) {
         // SAFETY: it was this thread's; if it is gone since, this is an error.

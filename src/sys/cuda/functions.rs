@@ -83,6 +83,7 @@ functions! {
     cuDevicePrimaryCtxRelease_v2 = hipDevicePrimaryCtxRelease(CUdevice);
     cuCtxGetCurrent = hipCtxGetCurrent(*mut CUcontext);
     cuCtxSetCurrent = hipCtxSetCurrent(CUcontext);
+    cuCtxSynchronize = hipDeviceSynchronize();
     cuMemAlloc_v2 = hipMalloc(*mut CUdeviceptr, usize);
     cuMemFree_v2 = hipFree(CUdeviceptr);
     cuMemGetAllocationGranularity = hipMemGetAllocationGranularity(*mut usize, *const CUmemAllocationProp, CUmemAllocationGranularity_flags);

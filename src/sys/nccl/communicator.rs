@@ -7,8 +7,9 @@ use std::fmt;
 use super::config::Config;
 use super::functions::{Address, Code, Functions, RawComm, RawId, RawStream};
 use super::library::{Feature, Nccl, NcclError};
+use super::registered::Registered;
 use crate::config::NcclFields;
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::cuda::{Current, DeviceBytes, Stream};
 
 /// What ranks must know to begin a communicator together.
@@ -141,6 +142,19 @@ pub enum NcclCall<'a> {
 }
 
 impl NcclCall<'_> {
+    /// The memory that it reads and writes; of a root's call on another rank, one that it does neither with.
+    pub fn memory(&self) -> [Option<DeviceBytes<'_>>; 2] {
+        match *self {
+            NcclCall::AllReduce { from, into, .. }
+            | NcclCall::Reduce { from, into, .. }
+            | NcclCall::Broadcast { from, into, .. }
+            | NcclCall::AllGather { from, into }
+            | NcclCall::ReduceScatter { from, into, .. } => [Some(from), Some(into)],
+            NcclCall::Send { from, .. } => [Some(from), None],
+            NcclCall::Receive { into, .. } => [None, Some(into)],
+        }
+    }
+
     /// The library's function.
     fn name(&self) -> &'static str {
         match self {
@@ -171,6 +185,10 @@ pub struct NcclComm {
     library: Arc<Nccl>,
     /// None when it is gone. Held over calls, each of which returns at once.
     raw: Mutex<Option<Raw>>,
+    /// What is registered with it. Locked after `raw`.
+    pub(super) registered: Mutex<Registered>,
+    /// Held from when it is taken out of `raw` until the library is done with it.
+    ending: Mutex<()>,
     /// What the library may still refer to.
     _fields: Arc<NcclFields>,
 }
@@ -233,7 +251,13 @@ impl NcclComm {
 
     /// What the library has begun, and whose configuration refers to these fields.
     pub(super) fn of(library: Arc<Nccl>, raw: RawComm, fields: Arc<NcclFields>) -> NcclComm {
-        NcclComm { library, raw: Mutex::new((!raw.is_null()).then_some(Raw(raw))), _fields: fields }
+        NcclComm {
+            library,
+            raw: Mutex::new((!raw.is_null()).then_some(Raw(raw))),
+            registered: Mutex::default(),
+            ending: Mutex::new(()),
+            _fields: fields,
+        }
     }
 
     /// Calls something with it, which returns at once.
@@ -385,12 +409,23 @@ impl NcclComm {
     /// Has what it has on streams end, whatever the other ranks do, and gives it back. It waits for the device, and for graphs
     /// that calls were captured in: to be called on a thread of its own.
     pub fn abort(&self) {
-        let raw = lock(&self.raw).take();
-        if let Some(Raw(raw)) = raw {
+        if let Some((Raw(raw), _ending)) = self.take_out() {
             // SAFETY: it has just been taken out, so nobody else has it.
             let code = unsafe { (self.functions().comm_abort)(raw) };
             self.log_failure("ncclCommAbort", code);
         }
+    }
+
+    /// What is to be given back, unless somebody else does that, and the lock that is held until it is.
+    fn take_out(&self) -> Option<(Raw, MutexGuard<'_, ()>)> {
+        let mut raw = lock(&self.raw);
+        // Before `raw` is free: who finds nothing there can wait for the end.
+        raw.take().map(|raw| (raw, lock(&self.ending)))
+    }
+
+    /// Waits until the library is done with one that [is gone](NcclComm::is_gone).
+    pub(super) fn wait_for_the_end(&self) {
+        drop(lock(&self.ending));
     }
 
     /// Begins the end: what it still has to do for other ranks is done first, which [`progress`](NcclComm::progress) tells.
@@ -406,8 +441,7 @@ impl NcclComm {
 
     /// Gives it back, after [`finalize`](NcclComm::finalize). It may wait, as [`abort`](NcclComm::abort) does.
     pub fn destroy(&self) {
-        let raw = lock(&self.raw).take();
-        if let Some(Raw(raw)) = raw {
+        if let Some((Raw(raw), _ending)) = self.take_out() {
             // SAFETY: as in `abort`.
             let code = unsafe { (self.functions().comm_destroy)(raw) };
             self.log_failure("ncclCommDestroy", code);

@@ -295,13 +295,13 @@ impl Nccl {
         &self.features
     }
 
-    pub(super) fn functions(&self) -> &Functions {
-        &self.functions
+    /// The error of what it cannot do.
+    pub(crate) fn lacks(&self, feature: Feature) -> NcclError {
+        NcclError::Lacks { library: self.name(), version: self.version, what: feature.text() }
     }
 
-    /// The error of a call that takes what this library cannot do.
-    pub(super) fn lacks(&self, feature: Feature) -> NcclError {
-        NcclError::Lacks { library: self.name(), version: self.version, what: feature.text() }
+    pub(super) fn functions(&self) -> &Functions {
+        &self.functions
     }
 
     pub(super) fn check(&self, call: &'static str, code: Code) -> Result<(), NcclError> {

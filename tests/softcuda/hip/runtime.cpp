@@ -70,6 +70,8 @@ HIP hipCtxGetCurrent(CUcontext* context) {
 
 HIP hipCtxSetCurrent(CUcontext context) { return context ? cuCtxSetCurrent(context) : CUDA_SUCCESS; }
 
+SAME(hipDeviceSynchronize, cuCtxSynchronize, (), ())
+
 SAME(hipMalloc, cuMemAlloc, (CUdeviceptr * memory, size_t bytes), (memory, bytes))
 SAME(hipFree, cuMemFree, (CUdeviceptr memory), (memory))
 SAME(hipMemGetAllocationGranularity, cuMemGetAllocationGranularity,

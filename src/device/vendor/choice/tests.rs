@@ -7,7 +7,7 @@ fn decision(
     ranks: usize,
     change: impl Fn(usize, &mut Offer, &mut Member),
 ) -> Result<Decision, String> {
-    let mut offers = vec![Offer { choice, library: Some(Ok(23_007)), part: None }; ranks];
+    let mut offers = vec![Offer { choice, library: Some(Ok(23_007)), registers: true, part: None }; ranks];
     let mut members: Vec<Member> = (0..ranks).map(|rank| member(rank as u8)).collect();
     for (rank, (offer, member)) in offers.iter_mut().zip(&mut members).enumerate() {
         change(rank, offer, member);
@@ -100,7 +100,7 @@ fn ranks_on_one_device_and_ranks_that_are_set_otherwise_are_named() {
     assert!(error.contains("engine=rccl: ranks [1, 2] use one device, which RCCL refuses"), "{error}");
     let otherwise = |rank: usize, offer: &mut Offer, _: &mut Member| {
         if rank == 1 {
-            *offer = Offer { choice: EngineChoice::Streams, library: None, part: None };
+            *offer = Offer { choice: EngineChoice::Streams, library: None, registers: true, part: None };
         }
     };
     let error = decision(EngineChoice::Nccl, 2, otherwise).expect_err("they differ");
