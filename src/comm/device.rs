@@ -354,7 +354,7 @@ impl DeviceSide {
     }
 }
 
-fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
+pub(super) fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
     let driver = group.driver();
     if !driver.is_here() {
         return Err(driver.forked_error(operation));

@@ -3,6 +3,7 @@
 use crate::buffer::{Buffer, Memory};
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
+use crate::comm::device::check_open;
 use crate::device::allocator::Allocates;
 use crate::device::launch;
 use crate::error::{Error, UsageError};
@@ -15,7 +16,7 @@ impl Communicator {
     /// each with its own device; it returns once all have. What fails on a rank is an error on all.
     pub fn prepare_device(&self, device: u32) -> Result<(), Error> {
         if self.device.goes_through_host() {
-            return Ok(());
+            return check_open(self, "prepare_device");
         }
         self.device.prepare(self, device, self.timeout())
     }

@@ -243,6 +243,8 @@ pub(crate) trait Presence {
 /// What failed on a rank, as it tells the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SetupFailure {
+    /// Whose devices the rank has.
+    pub(crate) whose: Provider,
     pub(crate) what: String,
     pub(crate) cause: String,
 }
@@ -250,7 +252,9 @@ pub(crate) struct SetupFailure {
 impl SetupFailure {
     /// What did not work, and why.
     pub(crate) fn new(what: impl Display, cause: impl Display) -> SetupFailure {
-        SetupFailure { what: what.to_string(), cause: cause.to_string() }
+        // Where nothing has been found, CUDA's driver is missed.
+        let whose = provider().unwrap_or(Provider::Cuda);
+        SetupFailure { whose, what: what.to_string(), cause: cause.to_string() }
     }
 
     /// What this rank sends instead of what the others expect, when it does not go on.
@@ -260,7 +264,7 @@ impl SetupFailure {
 }
 
 pub(crate) fn failed<E: Display>(what: impl Display) -> impl FnOnce(E) -> SetupFailure {
-    move |cause| SetupFailure { what: what.to_string(), cause: cause.to_string() }
+    move |cause| SetupFailure::new(what, cause)
 }
 
 /// Tells the other ranks what this rank has, or what failed on it. Returns what all ranks have, or the first failure, the same
@@ -275,9 +279,9 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     let parsed = told.iter().zip(names).map(|(bytes, rank)| {
         let said: Result<T, SetupFailure> =
             serde_json::from_slice(bytes).unwrap_or_else(|error| Err(failed("what it has told")(error)));
-        said.map_err(|SetupFailure { what, cause }| InitError::Os {
+        said.map_err(|SetupFailure { whose, what, cause }| InitError::Os {
             comm: comm.to_owned(),
-            what: format!("CUDA on rank {rank}: {what}"),
+            what: format!("{whose} on rank {rank}: {what}"),
             cause,
         })
     });
@@ -386,9 +390,11 @@ impl Own {
                 StagingKind::Device => Staging::new(&context, me, ranks, half).map_err(HostMemoryError::from),
                 StagingKind::Host => Staging::pinned(&context, me, ranks, half),
             };
-            let made = made.map_err(|error| SetupFailure {
-                what: format!("staging memory of {} bytes for its device {device}", 2 * half),
-                cause: format!("{error}; with less in the setting `device_staging_bytes` it needs less"),
+            let made = made.map_err(|error| {
+                SetupFailure::new(
+                    format!("staging memory of {} bytes for its device {device}", 2 * half),
+                    format!("{error}; with less in the setting `device_staging_bytes` it needs less"),
+                )
             })?;
             let (fd, len) = made.export().map_err(failed("a file descriptor of its staging memory"))?;
             staging.push((made, fd));
@@ -574,6 +580,15 @@ pub(crate) mod tests {
             member.exports_memory = rank != 1;
         };
         assert_eq!(decision(3, apart).expect("they fit together").staging, StagingKind::Device);
+    }
+
+    #[test]
+    fn what_fails_is_named_with_whose_device_it_is() {
+        let names = [Rank(0), Rank(1)];
+        let failure = SetupFailure { whose: Provider::Hip, what: "its context".to_owned(), cause: "none".to_owned() };
+        let mut all_gather = |own: Vec<u8>| Ok(vec![own, failure.clone().told()]);
+        let error = tell("c", &names, &mut all_gather, Ok(())).expect_err("rank 1 has failed");
+        assert!(error.to_string().contains("HIP on rank 1: its context: none"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! AMD's devices, on the software HIP of tests/softcuda/hip: HIP in CUDA's place, RCCL, and worlds of both.
 
+use std::time::Duration;
+
 use ncclx_rs::sys::cuda::{DeviceMemory, Provider, driver_version, provider};
 use ncclx_rs::{Buffer, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, Source, StreamHandle, Tag};
 
@@ -66,6 +68,13 @@ fn amds_devices_have_rccl_without_a_word() {
             assert!(error.ends_with("engine=streams takes them all the same"), "{error}");
             rank.sum(&memory).expect("they go on");
             assert_eq!(rank.values(&memory), [3.0; 10]);
+            let (me, copy) = (Rank::from(rank.me()), rank.memory(&[0.0; 10]));
+            let to_itself = [
+                rank.op(&rank.stream, OpKind::Send { to: me, tag: Tag(0) }, &[&memory], &[], None),
+                rank.op(&rank.stream, OpKind::Recv { from: Source::Rank(me), tag: Tag(0) }, &[], &[&copy], None),
+            ];
+            rank.comm.submit_batch(&to_itself).expect("a work").wait(None).expect("it needs no other rank");
+            assert_eq!(rank.values(&copy), [3.0; 10]);
             // SAFETY: it stays until the end.
             let exposed =
                 unsafe { Buffer::on_device(memory.bytes().ptr().to_bits(), 10, DType::F32, rank.me() as u32) };
@@ -123,6 +132,14 @@ fn ranks_with_devices_of_both_vendors_work_together() {
     let refused = process.join("auto", me, &[]);
     let memory = refused.memory(&[1.0]);
     let error = refused.sum(&memory).expect_err("no library serves both").to_string();
+    assert!(error.contains("rank 0 is one of CUDA, and that of rank 1 one of HIP"), "{error}");
+    refused.leave(memory);
+    let refused = process.join("windows", me, &[]);
+    refused.comm.set_timeout(Duration::from_secs(30));
+    let memory = refused.memory(&[1.0]);
+    // SAFETY: it stays until the end.
+    let exposed = unsafe { Buffer::on_device(memory.bytes().ptr().to_bits(), 1, DType::F32, me) };
+    let error = refused.comm.window_register(exposed).expect_err("no library serves both").to_string();
     assert!(error.contains("rank 0 is one of CUDA, and that of rank 1 one of HIP"), "{error}");
     refused.leave(memory);
     // On one host, where their tensors go through its memory, and on one for each vendor.

@@ -29,6 +29,7 @@ mod reductions;
 mod rings;
 mod setup;
 mod simulation;
+mod through_host;
 mod trouble;
 mod vendor;
 mod vendor_memory;

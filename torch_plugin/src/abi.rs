@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use ncclx_rs::comm::LibraryPart;
 use ncclx_rs::comm::store::Store;
-use ncclx_rs::sys::cuda::Device;
+use ncclx_rs::sys::cuda::{Device, Provider, provider};
 use ncclx_rs::sys::segment::MappedMemory;
 use ncclx_rs::{CommOptions, Communicator, Mode, Op, Rank, SharedMemory, StreamHandle, WindowId, Work};
 use pyo3::prelude::*;
@@ -525,7 +525,10 @@ extern "C" fn cuda_devices(error: *mut RawError) -> i32 {
     let mut devices = 0;
     let status = without_tensors(error, || {
         devices = Device::count().map_err(|error| (Status::Failure, error.to_string()))?;
-        let hidden = "the CUDA driver shows no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi";
+        let hidden = match provider() {
+            Ok(Provider::Hip) => "HIP shows no device; look at HIP_VISIBLE_DEVICES and rocminfo",
+            _ => "the CUDA driver shows no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi",
+        };
         if devices == 0 { Err((Status::Failure, hidden.to_owned())) } else { Ok(()) }
     });
     if status == Status::Ok as i32 { devices as i32 } else { -1 }
