@@ -3,6 +3,8 @@
 //! So ranks on devices of different vendors and ranks without any make one communicator: all call the same operations of the
 //! CPU's engine. The caller's thread waits for its stream, copies and waits for the operation.
 
+use std::time::{Duration, Instant};
+
 use crate::buffer::{Buffer, Buffers};
 use crate::comm::check::{self, RankAndSize};
 use crate::comm::communicator::Communicator;
@@ -92,7 +94,8 @@ impl Communicator {
             return Err(Refusal::Captured);
         }
         let context = Device::new(stream.device()).and_then(Context::primary).map_err(failed)?;
-        Stream::of_caller(&context, stream).synchronize().map_err(failed)?;
+        let limit = ops[0].timeout.unwrap_or_else(|| self.timeout());
+        self.wait_for(&Stream::of_caller(&context, stream), ops[0].kind.name(), limit).map_err(Refusal::Failed)?;
         let current = context.enter().map_err(failed)?;
         let mut copies = Copies { context: context.clone(), all: Vec::new() };
         let mut copied = Vec::new();
@@ -116,6 +119,21 @@ impl Communicator {
         }
         drop(current);
         Ok((copies, copied))
+    }
+
+    /// Waits until the stream has come so far, for `limit` at most, and no longer than this rank is in the communicator.
+    fn wait_for(&self, stream: &Stream, operation: &str, limit: Duration) -> Result<(), Error> {
+        let begin = Instant::now();
+        while !stream.is_done().map_err(device_error(operation))? {
+            self.driver.with_engine(|engine| engine.check_open(operation))?;
+            let waited = begin.elapsed();
+            if waited >= limit {
+                let detail = "earlier work on its stream has not ended, so that it has not begun".to_owned();
+                return Err(Error::Timeout { operation: operation.to_owned(), waited, detail });
+            }
+            std::thread::sleep((waited / 8).clamp(Duration::from_micros(5), Duration::from_millis(1)));
+        }
+        Ok(())
     }
 
     /// Tells the other ranks of a collective that has failed on this rank before it could begin.

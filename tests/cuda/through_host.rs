@@ -3,8 +3,9 @@
 use std::time::{Duration, Instant};
 
 use ncclx_rs::comm::store::MemoryStore;
-use ncclx_rs::sync::Arc;
-use ncclx_rs::sys::cuda::Stream;
+use ncclx_rs::sync::{Arc, Ordering};
+use ncclx_rs::sys::cuda::{Batch, RegisteredWords, Stream, Width};
+use ncclx_rs::sys::words::SharedWords;
 use ncclx_rs::{
     Buffer, CommOptions, Communicator, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, Source, StreamHandle, Tag,
 };
@@ -31,7 +32,7 @@ fn a_call_that_fails_is_told_to_the_other_ranks() {
         world_on(&[0, 1, 0], &HOST, |rank| {
             rank.comm.set_timeout(Duration::from_secs(20));
             let memory = rank.memory(&[1.0; 10]);
-            for call in ["cuStreamSynchronize", "cuMemcpyDtoH_v2", "cuStreamGetCaptureInfo_v2"] {
+            for call in ["cuStreamQuery", "cuMemcpyDtoH_v2", "cuStreamGetCaptureInfo_v2"] {
                 rank.comm.barrier().expect("all are there");
                 if rank.me() == 0 {
                     software.plant(call, software.uses(call) + 1);
@@ -132,6 +133,44 @@ fn a_communicator_that_is_closed_says_so_at_once() {
                 assert!(matches!(error, Error::Closed { .. }), "{error:?}");
             }
             assert_eq!(software.uses("cuMemcpyDtoH_v2"), copied, "nothing is copied for it");
+        });
+    });
+}
+
+#[test]
+fn a_stream_that_does_not_come_so_far_is_waited_for_until_the_limit() {
+    alone("through_host::a_stream_that_does_not_come_so_far_is_waited_for_until_the_limit", &[&[TWO]], || {
+        world_on(&[0, 1], &HOST, |rank| {
+            rank.comm.set_timeout(Duration::from_secs(60));
+            let memory = rank.memory(&[1.0; 10]);
+            let words = Arc::new(SharedWords::new(1).expect("a word"));
+            let registered = RegisteredWords::new(&rank.context, &words).expect("a registration");
+            if rank.me() == 0 {
+                let mut batch = Batch::new(Width::Bits64);
+                batch.wait(registered.word(0), 1);
+                rank.stream.submit(&rank.context.enter().expect("a context"), &mut batch).expect("a wait");
+            }
+            let limit = (rank.me() == 0).then_some(Duration::from_millis(200));
+            let begun = Instant::now();
+            let outcome = rank.submit_within(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory], limit);
+            let error = outcome.expect_err("a stream waits").to_string();
+            assert!(error.contains("earlier work on its stream has not ended"), "{error}");
+            assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+            rank.comm.barrier().expect("they go on");
+            // An abort ends the wait as well.
+            if rank.me() == 0 {
+                let outcome = std::thread::scope(|scope| {
+                    let waits = scope.spawn(|| rank.sum(&memory));
+                    std::thread::sleep(Duration::from_millis(50));
+                    rank.comm.abort("the test is over");
+                    waits.join().expect("no panic")
+                });
+                assert!(matches!(outcome, Err(Error::Closed { .. })), "{outcome:?}");
+                words.word(0).store(1, Ordering::Release);
+            } else {
+                rank.sum(&memory).expect_err("the other one leaves");
+                rank.comm.abort("the test is over");
+            }
         });
     });
 }

@@ -109,6 +109,7 @@ functions! {
     cuStreamCreateWithPriority = hipStreamCreateWithPriority(*mut CUstream, c_uint, c_int);
     cuStreamDestroy_v2 = hipStreamDestroy(CUstream);
     cuStreamGetId = hipStreamGetId(CUstream, *mut c_ulonglong);
+    cuStreamQuery = hipStreamQuery(CUstream);
     cuStreamSynchronize = hipStreamSynchronize(CUstream);
     cuStreamWaitEvent = hipStreamWaitEvent(CUstream, CUevent, c_uint);
     cuStreamBatchMemOp_v2 = hipStreamBatchMemOp(CUstream, c_uint, *mut CUstreamBatchMemOpParams, c_uint);

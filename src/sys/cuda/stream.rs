@@ -120,6 +120,16 @@ impl Stream {
         unsafe { call!(cuStreamSynchronize(self.raw)) }
     }
 
+    /// Whether all of its operations are done. An error says that one of them has failed.
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        let _current = self.context.enter()?;
+        // SAFETY: the stream lives as long as self.
+        match unsafe { call!(cuStreamQuery(self.raw)) } {
+            Err(error) if error.code() == Some(Code::NotReady) => Ok(false),
+            result => result.map(|()| true),
+        }
+    }
+
     /// Copies device memory.
     ///
     /// # Panics

@@ -120,6 +120,7 @@ SAME(hipStreamCreateWithPriority, cuStreamCreateWithPriority, (CUstream * stream
      (stream, flags, priority))
 SAME(hipStreamDestroy, cuStreamDestroy, (CUstream stream), (stream))
 SAME(hipStreamGetId, cuStreamGetId, (CUstream stream, unsigned long long* id), (stream, id))
+SAME(hipStreamQuery, cuStreamQuery, (CUstream stream), (stream))
 SAME(hipStreamSynchronize, cuStreamSynchronize, (CUstream stream), (stream))
 SAME(hipStreamWaitEvent, cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned flags), (stream, event, flags))
 SAME(hipStreamGetCaptureInfo_v2, cuStreamGetCaptureInfo_v2,
