@@ -75,7 +75,8 @@ fn context(device: u32) -> Result<Arc<Context>, CudaError> {
 fn keep(memory: Memory, context: Arc<Context>) -> u64 {
     let region = Region::new(memory, context);
     let address = region.begin().to_bits();
-    lock(ALLOCATED.get()).memory.insert(region);
+    let kept = lock(ALLOCATED.get()).memory.insert(region);
+    assert!(kept.is_ok(), "what an allocator returns is where nothing is");
     address
 }
 

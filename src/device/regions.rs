@@ -5,6 +5,7 @@
 //! that it has itself, which is waited for.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::PoisonError;
 
 use crate::buffer::Buffer;
@@ -154,13 +155,13 @@ impl Drop for Region {
 pub(crate) struct Regions(BTreeMap<DevicePtr, Arc<Region>>);
 
 impl Regions {
-    /// Adds one. Whether there was none that begins there.
-    pub(crate) fn insert(&mut self, region: Region) -> bool {
-        let is_new = !self.0.contains_key(&region.begin);
-        if is_new {
-            self.0.insert(region.begin, Arc::new(region));
+    /// Adds one. It comes back if there is one that begins there, to go once no lock is held: its owner may be anything.
+    pub(crate) fn insert(&mut self, region: Region) -> Result<(), Region> {
+        match self.0.entry(region.begin) {
+            Entry::Vacant(place) => _ = place.insert(Arc::new(region)),
+            Entry::Occupied(_) => return Err(region),
         }
-        is_new
+        Ok(())
     }
 
     pub(crate) fn get(&self, begin: DevicePtr) -> Option<Arc<Region>> {

@@ -36,10 +36,10 @@ impl DeviceSide {
         }
         let context = Device::new(device).and_then(Context::primary).map_err(|error| failed(operation, &error))?;
         let region = Region::new(regions::Memory::Lent { buffer: memory, _owner: owner }, context);
-        if lock(&self.libraries.lent).insert(region) {
-            return Ok(());
-        }
-        Err(unexpected(operation, "memory that begins elsewhere than what is registered", "some that is registered"))
+        let lent = lock(&self.libraries.lent).insert(region);
+        lent.map_err(|_| {
+            unexpected(operation, "memory that begins elsewhere than what is registered", "some that is registered")
+        })
     }
 
     /// Gives back what was lent, once the device does nothing with it.
