@@ -156,12 +156,14 @@ pub(crate) struct Regions(BTreeMap<DevicePtr, Arc<Region>>);
 
 impl Regions {
     /// Adds one. It comes back if there is one that begins there, to go once no lock is held: its owner may be anything.
-    pub(crate) fn insert(&mut self, region: Region) -> Result<(), Region> {
+    pub(crate) fn insert(&mut self, region: Region) -> Option<Region> {
         match self.0.entry(region.begin) {
-            Entry::Vacant(place) => _ = place.insert(Arc::new(region)),
-            Entry::Occupied(_) => return Err(region),
+            Entry::Vacant(place) => {
+                place.insert(Arc::new(region));
+                None
+            }
+            Entry::Occupied(_) => Some(region),
         }
-        Ok(())
     }
 
     pub(crate) fn get(&self, begin: DevicePtr) -> Option<Arc<Region>> {

@@ -36,9 +36,13 @@ impl DeviceSide {
         }
         let context = Device::new(device).and_then(Context::primary).map_err(|error| failed(operation, &error))?;
         let region = Region::new(regions::Memory::Lent { buffer: memory, _owner: owner }, context);
-        let lent = lock(&self.libraries.lent).insert(region);
-        lent.map_err(|_| {
-            unexpected(operation, "memory that begins elsewhere than what is registered", "some that is registered")
+        let refused = lock(&self.libraries.lent).insert(region);
+        refused.map_or(Ok(()), |_| {
+            Err(unexpected(
+                operation,
+                "memory that begins elsewhere than what is registered",
+                "some that is registered",
+            ))
         })
     }
 
