@@ -195,9 +195,13 @@ def abort_with_registrations(rank: int, size: int) -> None:
         comm.all_reduce(each, ncclx_rs.ReduceOp.SUM, async_op=False)
     torch.cuda.synchronize()
     comm.barrier(async_op=False)
+    store = fresh_store()
     if rank == 0:
         # Its peer does not come.
         comm.all_reduce(tensor, ncclx_rs.ReduceOp.SUM, async_op=True)
+        store.set("called", "yes")
+    else:
+        store.wait(["called"])
     comm.abort()
     del tensor, lent, pool, comm
     gc.collect()

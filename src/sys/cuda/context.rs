@@ -41,9 +41,12 @@ impl Context {
         let mut before = std::ptr::null_mut();
         // SAFETY: `before` is a place for the result.
         unsafe { call!(cuCtxGetCurrent(&raw mut before)) }?;
+        if before == self.raw {
+            return Ok(Current { before: None, _context: self, _of_this_thread: PhantomData });
+        }
         // SAFETY: the context is kept by self.
         unsafe { call!(cuCtxSetCurrent(self.raw)) }?;
-        Ok(Current { before, _context: self, _of_this_thread: PhantomData })
+        Ok(Current { before: Some(before), _context: self, _of_this_thread: PhantomData })
     }
 
     /// Gives something back, and says whether that worked. Where it did not there is nobody to tell, so it is logged.
@@ -71,7 +74,8 @@ impl Drop for Context {
 /// That a context is this thread's current one. Calls that need one take this.
 #[derive(Debug)]
 pub struct Current<'a> {
-    before: CUcontext,
+    /// The one before, if that was another one.
+    before: Option<CUcontext>,
     _context: &'a Context,
     _of_this_thread: PhantomData<*const ()>,
 }
@@ -86,8 +90,9 @@ impl Current<'_> {
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
+        let Some(before) = self.before else { return };
         // SAFETY: it was this thread's; if it is gone since, this is an error.
-        let result = unsafe { call!(cuCtxSetCurrent(self.before)) };
+        let result = unsafe { call!(cuCtxSetCurrent(before)) };
         if let Err(error) = result {
             log::warn!("a context stays current: {error}");
         }

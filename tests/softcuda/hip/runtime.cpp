@@ -64,8 +64,9 @@ HIP hipGetDevicePropertiesR0600(void* properties, CUdevice) {
 HIP hipCtxGetCurrent(CUcontext* context) {
   const CUresult result = cuCtxGetCurrent(context);
   if (result != CUDA_SUCCESS || *context) return result;
+  // It stays until the process ends, as a device of HIP does.
   const CUresult retained = cuDevicePrimaryCtxRetain(context, 0);
-  return retained == CUDA_SUCCESS ? cuDevicePrimaryCtxRelease(0) : retained;
+  return retained == CUDA_SUCCESS ? cuCtxSetCurrent(*context) : retained;
 }
 
 HIP hipCtxSetCurrent(CUcontext context) { return context ? cuCtxSetCurrent(context) : CUDA_SUCCESS; }
