@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::buffer::{Buffer, Buffers};
 use crate::comm::check::{self, RankAndSize};
 use crate::comm::communicator::Communicator;
+use crate::deadline::nap;
 use crate::engine::progress::Engine;
 use crate::error::{Error, InitError, UsageError};
 use crate::op::{Mode, Op, OpKind};
@@ -131,7 +132,7 @@ impl Communicator {
                 let detail = "earlier work on its stream has not ended, so that it has not begun".to_owned();
                 return Err(Error::Timeout { operation: operation.to_owned(), waited, detail });
             }
-            std::thread::sleep((waited / 8).clamp(Duration::from_micros(5), Duration::from_millis(1)));
+            nap(waited);
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::config::NcclFields;
+use crate::deadline::nap;
 use crate::device::in_flight::Runner;
 use crate::device::regions::Regions;
 use crate::device::setup::{AllGather, Member, named, tell};
@@ -220,11 +221,6 @@ fn wait(
         }
         nap(waited);
     }
-}
-
-/// Sleeps longer after a longer wait.
-fn nap(waited: Duration) {
-    std::thread::sleep((waited / 8).clamp(Duration::from_micros(5), Duration::from_millis(1)));
 }
 
 /// Why not all of an operation is on its stream.
