@@ -8,10 +8,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
+use crate::comm::bootstrap::measure_start;
 use crate::comm::store::MemoryStore;
 use crate::comm::{CommOptions, Communicator};
 use crate::engine::reduce::{Operands, combine};
-use crate::error::Error;
+use crate::error::{Error, InitError};
+use crate::simulate::Start;
 use crate::types::{DType, Rank, ReduceOp, Tag};
 
 /// How often each figure is measured. The fastest counts: what else the host does only adds to it.
@@ -45,6 +47,10 @@ pub struct Measured {
     pub reduce_per_byte: f64,
     /// What copying a byte takes.
     pub copy_per_byte: f64,
+    /// What it takes to let a rank in that joins; see [`Start`](crate::simulate::Start).
+    pub admit: f64,
+    /// What it takes to write or read what the table of all ranks says of one.
+    pub table_per_rank: f64,
 }
 
 /// Measures them, which takes about a second.
@@ -63,11 +69,16 @@ pub fn measure() -> Result<Measured, Error> {
         Ok::<_, Error>(found)
     };
     let ((to_one, from_zero), (to_zero, from_one)) = (channel(), channel());
-    std::thread::scope(|scope| {
+    let (one, other) = std::thread::scope(|scope| {
         let other = scope.spawn(|| run(1, to_zero, from_zero));
-        let (one, other) = (run(0, to_one, from_one), other.join().expect("a rank does not panic"));
-        one.and_then(|one| Ok(combined(&one, &other?)))
-    })
+        let one = run(0, to_one, from_one);
+        (one, other.join().expect("a rank does not panic"))
+    });
+    let os = |error: std::io::Error| {
+        let (comm, what) = ("measure".to_owned(), "ranks that join to be measured".to_owned());
+        Error::Init(InitError::Os { comm, what, cause: error.to_string() })
+    };
+    Ok(combined(&one?, &other?, &measure_start().map_err(os)?))
 }
 
 /// What one rank sees.
@@ -80,7 +91,7 @@ struct Seen {
     copy_per_byte: f64,
 }
 
-fn combined(one: &Seen, other: &Seen) -> Measured {
+fn combined(one: &Seen, other: &Seen, start: &Start) -> Measured {
     let mean = |of: fn(&Seen) -> f64| f64::midpoint(of(one), of(other));
     let overhead = mean(|seen| seen.overhead);
     let short = one.half_trips[0];
@@ -92,6 +103,8 @@ fn combined(one: &Seen, other: &Seen) -> Measured {
         gap_per_byte: median(one.half_trips[1..].iter().map(slope).collect()),
         reduce_per_byte: mean(|seen| seen.reduce_per_byte),
         copy_per_byte: mean(|seen| seen.copy_per_byte),
+        admit: start.admit.seconds(),
+        table_per_rank: start.table_per_rank.seconds(),
     }
 }
 
@@ -233,9 +246,10 @@ mod tests {
 
     #[test]
     fn every_parameter_is_measured() {
-        let Measured { latency, overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte } = measure().unwrap();
-        assert!(latency.is_finite() && latency >= 0.0);
-        for figure in [overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte] {
+        let found = measure().unwrap();
+        assert!(found.latency.is_finite() && found.latency >= 0.0);
+        let Measured { overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, table_per_rank, .. } = found;
+        for figure in [overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, table_per_rank] {
             assert!(figure.is_finite() && figure > 0.0, "{figure}");
         }
     }

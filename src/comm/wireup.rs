@@ -195,6 +195,24 @@ impl Directory {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::bootstrap::addresses_of;
+    use crate::transport::auth::Secret;
+
+    #[test]
+    fn addresses_are_as_long_as_those_that_are_simulated() {
+        let identity = Identity { comm: [0; 16], me: Rank(3), size: 9, secret: Secret::new([0; 32]) };
+        let (config, poller) = (Config::default(), Poller::new().expect("a poller"));
+        let lengths = |addresses: BTreeMap<String, Vec<u8>>| -> Vec<(String, usize)> {
+            // An address of IPv4 has from 7 to 15 digits, and a port up to five.
+            addresses.into_iter().map(|(name, address)| (name, address.len().div_ceil(16))).collect()
+        };
+        let mut real = BTreeMap::new();
+        for purpose in [Purpose::Data, Purpose::FailureDetector] {
+            let transports = Transports::open("test", &identity, &config, &poller, None, purpose).expect("they open");
+            real.extend(transports.addresses());
+        }
+        assert_eq!(lengths(addresses_of(3, 1)), lengths(real));
+    }
 
     #[test]
     fn a_directory_gives_back_the_routes_of_each_rank() {

@@ -49,6 +49,17 @@ pub enum SimulateError {
     /// Nothing is known of the network, and there are several hosts.
     #[error("between_hosts: missing, and the world has {0} hosts")]
     Network(usize),
+    /// Nothing is known of what it takes ranks to meet.
+    #[error("start: missing, and the start of a world is simulated by it; `ncclx-rs simulate --measure` measures it")]
+    Start,
+    /// What ranks tell each other of a world as large does not fit into a message.
+    #[error("a world of {ranks} ranks does not come about: {cause}")]
+    Table {
+        /// The number of ranks.
+        ranks: usize,
+        /// Why.
+        cause: String,
+    },
     /// The schedules have more steps than fit in memory.
     #[error(
         "{steps} steps at least in the schedules of all {ranks} ranks together, and at most {MAX_STEPS} are simulated: \

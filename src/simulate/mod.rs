@@ -1,5 +1,5 @@
 //! Simulates collectives of worlds that nobody has at hand: the planner's own schedules ([`algo`](crate::algo)), run by events
-//! under LogGP ([`Model`]). Pure: no clock, no thread; the same question has the same answer.
+//! under LogGP ([`Model`]). [`bootstrap::simulate_start`](crate::comm::bootstrap::simulate_start) simulates how the ranks meet. Pure: no clock, no thread; the same question has the same answer.
 //!
 //! ```
 //! use ncclx_rs::simulate::{Case, Model, World, simulate};
@@ -22,9 +22,10 @@ mod world;
 use serde::Deserialize;
 
 pub use error::{MAX_BYTES, MAX_STEPS, SimulateError};
-pub use model::{Link, Model};
+pub use model::{Link, Model, Start};
 pub use program::Traffic;
 use program::{Placement, Program};
+pub(crate) use program::{Task, Tasks};
 pub use time::Time;
 pub use world::World;
 
@@ -49,7 +50,7 @@ pub struct Case<'a> {
 /// What came out.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// The size after rounding.
+    /// The size after rounding; of a start, that of the message with the table of all ranks.
     pub bytes: usize,
     /// When the last rank ends.
     pub time: Time,
@@ -69,9 +70,7 @@ pub struct Report {
 pub fn simulate(case: &Case<'_>, world: &World, model: &Model, late: &[(usize, f64)]) -> Result<Report, SimulateError> {
     let late = lateness(world, late)?;
     let collective = collective(case, world)?;
-    if world.hosts() > 1 && model.between_hosts.is_none() {
-        return Err(SimulateError::Network(world.hosts()));
-    }
+    check_network(world, model)?;
     let setting = |me| Setting {
         me,
         topo: world.topo(),
@@ -90,12 +89,45 @@ pub fn simulate(case: &Case<'_>, world: &World, model: &Model, late: &[(usize, f
         Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::Broadcast { .. } => Placement::InPlace,
         _ => Placement::Apart,
     };
-    let program = program(world, placement, plan)?;
-    let time_without_late = end(run::run(&program, world, model, &[]))?;
-    let time = if late.is_empty() { time_without_late } else { end(run::run(&program, world, model, &late))? };
+    let bytes = bytes(&collective, &setting(Rank(0)));
+    report(bytes, &program(world, placement, plan)?, world, model, &late)
+}
+
+/// Simulates ranks that do these tasks. What they send all at once is of `bytes`.
+pub(crate) fn simulate_tasks(
+    bytes: usize,
+    world: &World,
+    model: &Model,
+    late: &[(usize, f64)],
+    tasks: impl Fn(Rank) -> Tasks,
+) -> Result<Report, SimulateError> {
+    let late = lateness(world, late)?;
+    check_network(world, model)?;
+    let mut program = Program::new(world);
+    for rank in (0..world.ranks()).map(Rank::from) {
+        program.add_tasks(&tasks(rank))?;
+    }
+    report(bytes, &program, world, model, &late)
+}
+
+fn check_network(world: &World, model: &Model) -> Result<(), SimulateError> {
+    match world.hosts() > 1 && model.between_hosts.is_none() {
+        true => Err(SimulateError::Network(world.hosts())),
+        false => Ok(()),
+    }
+}
+
+fn report(
+    bytes: usize,
+    program: &Program<'_>,
+    world: &World,
+    model: &Model,
+    late: &[(u32, Time)],
+) -> Result<Report, SimulateError> {
+    let time_without_late = end(run::run(program, world, model, &[]))?;
+    let time = if late.is_empty() { time_without_late } else { end(run::run(program, world, model, late))? };
     let (rank_most, rank_total) = summary(&program.sent);
     let (host_most, host_total) = summary(&program.sent_by_hosts);
-    let bytes = bytes(&collective, &setting(Rank(0)));
     Ok(Report { bytes, time, time_without_late, rank_most, rank_total, host_most, host_total })
 }
 

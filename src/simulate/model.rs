@@ -47,6 +47,17 @@ pub struct Model {
     pub reduce_per_byte: Time,
     /// What a rank takes to copy a byte within its own memory.
     pub copy_per_byte: Time,
+    /// What the start of a world takes. None where nothing is known of it.
+    pub start: Option<Start>,
+}
+
+/// What it takes ranks to meet, beside the messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Start {
+    /// How long a rank that joins keeps the processor of the rank that takes it in.
+    pub admit: Time,
+    /// What a rank takes to write or read what the table of all ranks says of one.
+    pub table_per_rank: Time,
 }
 
 impl Model {
@@ -61,6 +72,7 @@ impl Model {
             between_hosts: file.between_hosts.map(|value| link("between_hosts", value)).transpose()?,
             reduce_per_byte: time("reduce_per_byte", file.reduce_per_byte)?,
             copy_per_byte: time("copy_per_byte", file.copy_per_byte)?,
+            start: file.start.map(start).transpose().map_err(|error| format!("start: {error}"))?,
         })
     }
 }
@@ -77,6 +89,7 @@ struct File {
     reduce_per_byte: f64,
     #[serde(default)]
     copy_per_byte: f64,
+    start: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -99,6 +112,17 @@ fn link(field: &str, value: Value) -> Result<Link, String> {
     })
 }
 
+fn start(value: Value) -> Result<Start, String> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Seconds {
+        admit: f64,
+        table_per_rank: f64,
+    }
+    let seconds: Seconds = read(value)?;
+    Ok(Start { admit: time("admit", seconds.admit)?, table_per_rank: time("table_per_rank", seconds.table_per_rank)? })
+}
+
 fn read<T: DeserializeOwned>(value: Value) -> Result<T, String> {
     serde_json::from_value(value).map_err(|error| error.to_string())
 }
@@ -117,7 +141,8 @@ mod tests {
 
     const FILE: &str = r#"{"version": 1, "note": "here", "reduce_per_byte": 1e-10, "copy_per_byte": 5e-11,
         "within_host": {"latency": 1e-6, "overhead": 2e-7, "gap": 3e-7, "gap_per_byte": 1e-10},
-        "between_hosts": {"latency": 2e-6, "overhead": 1e-6, "gap": 0, "gap_per_byte": 8e-11}}"#;
+        "between_hosts": {"latency": 2e-6, "overhead": 1e-6, "gap": 0, "gap_per_byte": 8e-11},
+        "start": {"admit": 1e-5, "table_per_rank": 2e-6}}"#;
 
     #[test]
     fn seconds_become_femtoseconds() {
@@ -125,6 +150,7 @@ mod tests {
         assert_eq!(model.within_host.overhead, Time::femtoseconds(200_000_000));
         assert_eq!(model.between_hosts.map(|link| link.gap_per_byte), Some(Time::femtoseconds(80_000)));
         assert_eq!(model.copy_per_byte, Time::femtoseconds(50_000));
+        assert_eq!(model.start.map(|start| start.table_per_rank), Some(Time::femtoseconds(2_000_000_000)));
         assert_eq!(model.within_host.bytes(11), Time::femtoseconds(1_000_000));
         assert_eq!(model.within_host.bytes(0), Time::ZERO);
     }
@@ -140,6 +166,8 @@ mod tests {
         assert_eq!(wrong("\"gap\": 0, ", ""), "between_hosts: missing field `gap`");
         assert!(wrong("\"gap\": 0", "\"gaps\": 0").starts_with("between_hosts: unknown field `gaps`"));
         assert!(wrong("2e-6", "\"2\"").starts_with("between_hosts: invalid type: string \"2\""));
+        assert!(wrong("\"admit\"", "\"admits\"").starts_with("start: unknown field `admits`"));
+        assert_eq!(wrong("1e-5", "-1"), "start: admit: expected seconds from 0 to 3600, got -1");
         assert_eq!(wrong("5e-11", "4000"), "copy_per_byte: expected seconds from 0 to 3600, got 4000");
         assert!(Model::parse("nothing").unwrap_err().contains("line 1 column"));
     }

@@ -1,8 +1,9 @@
-//! The schedules of all ranks, as compact as an event needs them.
+//! The schedules of all ranks, or other lists of what they do, as compact as an event needs them.
 
 use super::error::{MAX_STEPS, SimulateError};
+use super::time::Time;
 use super::world::World;
-use crate::schedule::{Action, Schedule, Slice, Space};
+use crate::schedule::{Action, Schedule, Slice, Space, StepId};
 use crate::types::Rank;
 
 /// The number of a step among those of all ranks.
@@ -21,6 +22,8 @@ pub(super) enum Kind {
     Reduce,
     /// Copies its bytes.
     Copy,
+    /// Works for as many femtoseconds as it has bytes.
+    Work,
     /// Nothing: a copy of memory onto itself.
     Nothing,
 }
@@ -33,6 +36,39 @@ pub(super) struct Step {
     /// How many messages to the same peer stand before it in the schedule.
     pub(super) sequence: u32,
     pub(super) kind: Kind,
+}
+
+/// What a rank does that runs no schedule of a collective.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Task {
+    /// Sends a message.
+    Send { to: Rank, bytes: u64 },
+    /// Receives the next message of that rank.
+    Receive { from: Rank, bytes: u64 },
+    /// Needs its processor.
+    Work(Time),
+}
+
+/// The tasks of a rank, each with those that it waits for.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tasks(Vec<(Task, Vec<StepId>)>);
+
+impl Tasks {
+    /// Adds a task. Messages between two ranks have the order in which their tasks are added.
+    pub(crate) fn push(&mut self, task: Task, after: impl Into<Vec<StepId>>) -> StepId {
+        self.0.push((task, after.into()));
+        (self.0.len() - 1) as StepId
+    }
+
+    /// The bytes that it receives, and those that it sends.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> (u64, u64) {
+        self.0.iter().fold((0, 0), |(received, sent), (task, _)| match task {
+            Task::Receive { bytes, .. } => (received + bytes, sent),
+            Task::Send { bytes, .. } => (received, sent + bytes),
+            Task::Work(_) => (received, sent),
+        })
+    }
 }
 
 /// Whether the input of a collective is its output.
@@ -130,35 +166,52 @@ impl<'a> Program<'a> {
         element: usize,
         placement: Placement,
     ) -> Result<(), SimulateError> {
+        let mut sends = Sends::default();
+        let steps = schedule.steps.iter().map(|step| {
+            (compact(&step.action, element as u64, placement, |to| sends.count(to)), step.after.as_slice())
+        });
+        self.add_steps(&steps.collect::<Vec<_>>())
+    }
+
+    /// Adds the tasks of the next rank.
+    pub(super) fn add_tasks(&mut self, tasks: &Tasks) -> Result<(), SimulateError> {
+        let mut sends = Sends::default();
+        let steps = tasks.0.iter().map(|(task, after)| {
+            let step = |kind, bytes, peer: Rank, sequence| Step { bytes, peer: peer.0, sequence, kind };
+            let step = match *task {
+                Task::Send { to, bytes } => step(Kind::Send, bytes, to, sends.count(to)),
+                Task::Receive { from, bytes } => step(Kind::Receive, bytes, from, 0),
+                Task::Work(time) => step(Kind::Work, time.in_femtoseconds(), Rank(0), 0),
+            };
+            (step, after.as_slice())
+        });
+        self.add_steps(&steps.collect::<Vec<_>>())
+    }
+
+    /// Adds the steps of the next rank, each with those that it waits for.
+    fn add_steps(&mut self, added: &[(Step, &[StepId])]) -> Result<(), SimulateError> {
         let before = self.steps.len() as StepNumber;
-        let edges: usize = schedule.steps.iter().map(|step| step.after.len()).sum();
-        let steps = (self.steps.len() + schedule.steps.len()) as u64;
+        let edges: usize = added.iter().map(|(_, after)| after.len()).sum();
+        let steps = (self.steps.len() + added.len()) as u64;
         // Edges are few a step; what keeps them countable keeps them from filling memory, too.
         if steps > MAX_STEPS || (self.dependents.len() + edges) as u64 > 4 * MAX_STEPS {
             return Err(SimulateError::Steps { steps, ranks: self.world.ranks() });
         }
         let rank = self.sent.len() as u32;
         self.sent.push(Traffic::default());
-        // Peers by the order in which they are met: most schedules have few.
-        let mut sends = rustc_hash::FxHashMap::<u32, u32>::default();
-        for (step, number) in schedule.steps.iter().zip(before..) {
-            let step = compact(&step.action, element as u64, placement, |to| {
-                let sequence = sends.entry(to.0).or_default();
-                *sequence += 1;
-                *sequence - 1
-            });
+        for ((step, _), number) in added.iter().zip(before..) {
             match step.kind {
-                Kind::Send => self.count(rank, &step),
+                Kind::Send => self.count(rank, step),
                 Kind::Receive | Kind::ReceiveReduce => self.receives.push((step.peer, number)),
-                Kind::Reduce | Kind::Copy | Kind::Nothing => {}
+                Kind::Reduce | Kind::Copy | Kind::Work | Kind::Nothing => {}
             }
-            self.steps.push(step);
+            self.steps.push(*step);
         }
         self.first.push(self.steps.len() as StepNumber);
         // By step within a sender, since numbers ascend.
         self.receives[self.first_receive[rank as usize] as usize..].sort_unstable();
         self.first_receive.push(self.receives.len() as u32);
-        self.link(schedule, before, edges);
+        self.link(added, before, edges);
         Ok(())
     }
 
@@ -171,12 +224,12 @@ impl<'a> Program<'a> {
     }
 
     /// Notes for each new step who waits for it.
-    fn link(&mut self, schedule: &Schedule, before: StepNumber, edges: usize) {
+    fn link(&mut self, added: &[(Step, &[StepId])], before: StepNumber, edges: usize) {
         let base = self.dependents.len() as u32;
-        let mut ends = vec![0u32; schedule.steps.len()];
-        for step in &schedule.steps {
-            self.waits_for.push(step.after.len() as u32);
-            step.after.iter().for_each(|id| ends[*id as usize] += 1);
+        let mut ends = vec![0u32; added.len()];
+        for (_, after) in added {
+            self.waits_for.push(after.len() as u32);
+            after.iter().for_each(|id| ends[*id as usize] += 1);
         }
         // From numbers to beginnings, which become ends as dependents are put in place.
         let mut end = base;
@@ -184,14 +237,27 @@ impl<'a> Program<'a> {
             (*count, end) = (end, end + *count);
         }
         self.dependents.resize(base as usize + edges, 0);
-        for (step, number) in schedule.steps.iter().zip(before..) {
-            for id in &step.after {
+        for ((_, after), number) in added.iter().zip(before..) {
+            for id in *after {
                 let end = &mut ends[*id as usize];
                 self.dependents[*end as usize] = number;
                 *end += 1;
             }
         }
         self.first_dependent.extend(ends);
+    }
+}
+
+/// How many messages a rank has sent to each other one so far. Most ranks send to few.
+#[derive(Default)]
+struct Sends(rustc_hash::FxHashMap<u32, u32>);
+
+impl Sends {
+    /// Counts one more; returns how many stood before it.
+    fn count(&mut self, to: Rank) -> u32 {
+        let sequence = self.0.entry(to.0).or_default();
+        *sequence += 1;
+        *sequence - 1
     }
 }
 

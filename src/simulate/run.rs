@@ -192,6 +192,7 @@ impl Run<'_> {
             Kind::ReceiveReduce => overhead().plus(self.model.reduce_per_byte.times(step.bytes)),
             Kind::Reduce => self.model.reduce_per_byte.times(step.bytes),
             Kind::Copy => self.model.copy_per_byte.times(step.bytes),
+            Kind::Work => Time::femtoseconds(step.bytes),
             Kind::Nothing => Time::ZERO,
         }
     }

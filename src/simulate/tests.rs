@@ -21,6 +21,7 @@ const MODEL: Model = Model {
     between_hosts: Some(BETWEEN),
     reduce_per_byte: Time::femtoseconds(123_457),
     copy_per_byte: Time::ZERO,
+    start: None,
 };
 
 fn schedule_of(write: impl FnOnce(&mut Builder)) -> Schedule {

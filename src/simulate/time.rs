@@ -29,6 +29,16 @@ impl Time {
         (0.0..=MAX_SECONDS).contains(&seconds).then(|| Time((seconds * PER_SECOND).round() as u64))
     }
 
+    /// A measured one.
+    pub(crate) fn of(duration: std::time::Duration) -> Time {
+        Time(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX).saturating_mul(1_000_000))
+    }
+
+    /// In femtoseconds.
+    pub(super) fn in_femtoseconds(self) -> u64 {
+        self.0
+    }
+
     /// In seconds.
     pub fn seconds(self) -> f64 {
         self.0 as f64 / PER_SECOND

@@ -42,7 +42,7 @@ impl World {
     }
 
     /// The number of the host of a rank.
-    pub(super) fn host_of(&self, rank: u32) -> usize {
+    pub(crate) fn host_of(&self, rank: u32) -> usize {
         rank as usize / self.ranks_per_host
     }
 }

@@ -21,6 +21,11 @@ impl ProcessId {
     pub fn own() -> ProcessId {
         ProcessId { namespace: namespace(), number: rustix::process::getpid().as_raw_pid() }
     }
+
+    /// One that is imagined: process `number` of a host with a name of its own.
+    pub(crate) fn imagined(namespace: String, number: i32) -> ProcessId {
+        ProcessId { namespace, number }
+    }
 }
 
 /// A process that may end. Its file descriptor becomes readable then.

@@ -100,6 +100,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["reply"],
             &["relay"],
             &["joiner", "root"],
+            &["simulated"],
             &["fuzz", "tests"],
         ],
     ),

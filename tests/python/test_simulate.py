@@ -26,7 +26,8 @@ LINKS = {
     "within_host": {"latency": 5e-7, "overhead": 2e-7, "gap": 1e-7, "gap_per_byte": 1e-10},
     "between_hosts": {"latency": 2.5e-6, "overhead": 1.5e-6, "gap": 1e-6, "gap_per_byte": 8e-11},
 }
-PARAMETERS = {"version": 1, "note": "a test", "reduce_per_byte": 1e-10, **LINKS}
+START = {"admit": 4e-5, "table_per_rank": 3e-6}
+PARAMETERS = {"version": 1, "note": "a test", "reduce_per_byte": 1e-10, **LINKS, "start": START}
 
 
 @pytest.fixture
@@ -101,6 +102,29 @@ def test_the_fastest_become_a_tuning_file(parameters: Path, tmp_path: Path, caps
     open_with(file)
 
 
+def test_the_start_of_a_world_has_a_time_and_counts(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = found(capsys, "--parameters", parameters, "--start", "--hosts", "1,512", "--late", "3=60")
+    assert told["schema"] == simulate.SCHEMA and told["late"] == {"3": 60.0}
+    few, many = told["starts"]
+    assert [(one["ranks"], one["hosts"]) for one in (few, many)] == [(8, 1), (4096, 512)]
+    # Rank 0 takes one after the other in, and tells each of them once; the others wait for who is late.
+    assert 4095 * START["admit"] < many["seconds"] - many["late_costs"] < 2 * 4095 * START["admit"]
+    assert all(59 < one["late_costs"] < one["seconds"] < 61 for one in (few, many))
+    assert many["rank_messages_max"] == 3 * 4095 and few["rank_messages_max"] == 3 * 7
+    # The table goes down a tree of which no rank has more than 32 below it, and of a rank it says less than 100 bytes.
+    assert few["bytes"] < many["bytes"] < 100 * 4096
+    assert many["rank_bytes_max"] < 32 * many["bytes"] + 4095 * 1000
+    assert many["rank_bytes_mean"] < many["bytes"] + 10_000
+
+
+def test_the_table_of_starts_has_a_line_a_world(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--parameters", str(parameters), "--start", "--hosts", "1,131072"]) == 0
+    out, err = capsys.readouterr()
+    heading, line = out.splitlines()[2:]
+    assert heading.split()[:4] == ["ranks", "hosts", "table", "time"] and line.split()[:2] == ["8", "1"]
+    assert err.startswith("1048576 ranks on 131072 hosts: not simulated: a world of 1048576 ranks does not come about")
+
+
 def test_a_world_that_is_too_large_for_an_algorithm_is_told(
     parameters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +163,8 @@ def test_a_world_that_is_too_large_for_an_algorithm_is_told(
         (["--late", f"{10**20}=1"], "expected RANK=SECONDS"),
         (["--late", "3=-1"], "--late: expected seconds from 0 to 3600.0, got '-1'"),
         (["--within-host", "0,0,0,0", "--hosts", "1", "--late", "8=1"], "late: expected a rank below 8, got 8"),
+        (["--within-host", "0,0,0,0", "--hosts", "1", "--start"], "start: missing, and the start of a world"),
+        (["--start", "--output", "tuning.json"], "--output: a start has no algorithms to choose from"),
         (["--output", "nowhere/tuning.json"], "--output: expected a path in a folder that exists"),
         (["--measure", "nowhere/host.json"], "--measure: expected a path in a folder that exists"),
     ],

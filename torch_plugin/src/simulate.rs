@@ -1,7 +1,8 @@
 //! Simulated collectives, and the measured parameters of their model.
 
+use ncclx_rs::comm::bootstrap::simulate_start as run_start;
 use ncclx_rs::measure::{Measured, measure};
-use ncclx_rs::simulate::{Case, Model, SimulateError, Traffic, World, simulate as run};
+use ncclx_rs::simulate::{Case, Model, Report, SimulateError, Traffic, World, simulate as run};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -11,6 +12,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(check_parameters, module)?)?;
     module.add_function(wrap_pyfunction!(check_world, module)?)?;
     module.add_function(wrap_pyfunction!(simulate, module)?)?;
+    module.add_function(wrap_pyfunction!(simulate_start, module)?)?;
     module.add_function(wrap_pyfunction!(measure_parameters, module)?)
 }
 
@@ -41,12 +43,35 @@ fn simulate<'py>(
     late: Vec<(usize, f64)>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let model = Model::parse(parameters).map_err(PyValueError::new_err)?;
-    let refused = |error: SimulateError| match error {
-        SimulateError::Steps { .. } => PyRuntimeError::new_err(error.to_string()),
-        _ => PyValueError::new_err(error.to_string()),
-    };
     let case = Case { collective, algorithm, bytes };
     let report = py.detach(|| run(&case, &World::new(ranks_per_host, hosts)?, &model, &late)).map_err(refused)?;
+    told(py, &report, ranks_per_host, hosts)
+}
+
+/// Simulates how the ranks of one world meet.
+#[pyfunction]
+#[pyo3(signature = (parameters, *, ranks_per_host, hosts, late))]
+fn simulate_start<'py>(
+    py: Python<'py>,
+    parameters: &str,
+    ranks_per_host: usize,
+    hosts: usize,
+    late: Vec<(usize, f64)>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let model = Model::parse(parameters).map_err(PyValueError::new_err)?;
+    let report = py.detach(|| run_start(&World::new(ranks_per_host, hosts)?, &model, &late)).map_err(refused)?;
+    told(py, &report, ranks_per_host, hosts)
+}
+
+fn refused(error: SimulateError) -> PyErr {
+    match error {
+        SimulateError::Steps { .. } | SimulateError::Table { .. } => PyRuntimeError::new_err(error.to_string()),
+        _ => PyValueError::new_err(error.to_string()),
+    }
+}
+
+/// A report by the names of its figures.
+fn told<'py>(py: Python<'py>, report: &Report, ranks_per_host: usize, hosts: usize) -> PyResult<Bound<'py, PyDict>> {
     let found = PyDict::new(py);
     found.set_item("bytes", report.bytes)?;
     found.set_item("seconds", report.time.seconds())?;
@@ -69,7 +94,8 @@ fn simulate<'py>(
 #[pyfunction]
 fn measure_parameters(py: Python<'_>) -> PyResult<Vec<(&'static str, f64)>> {
     let found = py.detach(measure).map_err(|error| PyRuntimeError::new_err(format!("measure_parameters: {error}")))?;
-    let Measured { latency, overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte } = found;
+    let Measured { latency, overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, table_per_rank } =
+        found;
     Ok(vec![
         ("latency", latency),
         ("overhead", overhead),
@@ -77,5 +103,7 @@ fn measure_parameters(py: Python<'_>) -> PyResult<Vec<(&'static str, f64)>> {
         ("gap_per_byte", gap_per_byte),
         ("reduce_per_byte", reduce_per_byte),
         ("copy_per_byte", copy_per_byte),
+        ("admit", admit),
+        ("table_per_rank", table_per_rank),
     ])
 }

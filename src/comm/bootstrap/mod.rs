@@ -29,6 +29,7 @@ mod reply;
 mod root;
 mod roster;
 mod server;
+mod simulated;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -43,6 +44,10 @@ pub use context::ROOT_KEY;
 use protocol::Host;
 pub use protocol::{Keys, RankInfo, Secret, shared_secret};
 use reply::World;
+#[cfg(test)]
+pub(crate) use simulated::addresses_of;
+pub(crate) use simulated::measure_start;
+pub use simulated::simulate_start;
 
 use crate::algo::Tuning;
 use crate::comm::store::Store;

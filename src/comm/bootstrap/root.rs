@@ -60,7 +60,7 @@ pub(super) fn serve(
 }
 
 /// What each rank is told: the table, or from which rank to get it.
-fn answers(world: &World, places: &[Option<Place>]) -> Result<Vec<Arc<[u8]>>, String> {
+pub(super) fn answers(world: &World, places: &[Option<Place>]) -> Result<Vec<Arc<[u8]>>, String> {
     let tree = world.tree();
     let complete: Arc<[u8]> = JoinReply::Complete(world.clone()).message()?.into();
     let answer = |rank: usize| match tree.parent(Rank::from(rank)) {

@@ -156,6 +156,11 @@ pub(super) fn decode(bytes: &[u8], size: usize) -> Result<Vec<RankInfo>, String>
 /// How many bytes the descriptions of ranks may have yet. A few bytes of a table may stand for many.
 struct Budget(usize);
 
+/// Whether so many ranks, whose descriptions are as long as this one, can be in a table. The error says why not.
+pub(super) fn fits(info: &RankInfo, ranks: usize) -> Result<(), String> {
+    Budget(TABLE_BYTES_MAX / ranks).take(&info.host_id, &Fields::of(info))
+}
+
 impl Budget {
     fn take(&mut self, host_id: &str, fields: &Fields) -> Result<(), String> {
         let bytes = host_id.len() + fields.0.iter().map(Vec::len).sum::<usize>();

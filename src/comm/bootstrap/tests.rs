@@ -1,8 +1,8 @@
-//! Ranks that end in the middle of the bootstrap of a large world.
+//! The bootstrap of a large world: ranks that end in the middle of it, and what it sends beside what is simulated.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::net::TcpListener;
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::build::Build;
@@ -12,7 +12,8 @@ use super::protocol::{Host, INFO_BYTES_MAX, JoinRequest, Joiner, Keys, RankInfo,
 use super::relay;
 use super::reply::{JoinReply, World};
 use super::server::{Event, Server};
-use super::{Bootstrap, join};
+use super::simulated::bytes_at_rank_0;
+use super::{Bootstrap, ROOT_KEY, join};
 use crate::algo::Tuning;
 use crate::comm::store::{MemoryStore, Store};
 use crate::config::Config;
@@ -179,4 +180,79 @@ fn who_cannot_take_part_gets_no_table_and_takes_no_place() {
         assert!(matches!(reply, JoinReply::Complete(_)), "{reply:?}");
         passed.join().expect("no panic").expect("it passes the table on");
     });
+}
+
+/// A store through which ranks find, at rank 0's port, a relay that counts.
+struct Counted<'a> {
+    store: &'a MemoryStore,
+    relay: u16,
+}
+
+impl Store for Counted<'_> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
+        self.store.set(key, value)
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
+        let mut record: serde_json::Value =
+            serde_json::from_slice(&self.store.get(key, timeout)?).map_err(|error| error.to_string())?;
+        record["root"]["Listening"]["place"]["port"] = self.relay.into();
+        Ok(record.to_string().into_bytes())
+    }
+
+    fn rendezvous_host(&self) -> Option<String> {
+        self.store.rendezvous_host()
+    }
+}
+
+/// Passes so many connections on to rank 0; how many bytes went there, and how many back.
+fn relay(listener: &TcpListener, store: &MemoryStore, connections: usize) -> (u64, u64) {
+    let record = store.get(ROOT_KEY, LONG).expect("rank 0 is there");
+    let record: serde_json::Value = serde_json::from_slice(&record).expect("JSON");
+    let port = record["root"]["Listening"]["place"]["port"].as_u64().expect("a port") as u16;
+    let copy = |mut from: TcpStream, mut to: TcpStream| {
+        let count = std::io::copy(&mut from, &mut to).expect("both sides live");
+        // The other side may have ended both ways.
+        let _ = to.shutdown(Shutdown::Write);
+        count
+    };
+    std::thread::scope(|scope| {
+        let ways: Vec<_> = (0..connections)
+            .map(|_| {
+                let (near, _) = listener.accept().expect("a rank comes");
+                let far = TcpStream::connect(("127.0.0.1", port)).expect("rank 0 listens");
+                let twins = [&near, &far].map(|stream| stream.try_clone().expect("a descriptor"));
+                let [near_too, far_too] = twins;
+                (scope.spawn(move || copy(near, far)), scope.spawn(move || copy(far_too, near_too)))
+            })
+            .collect();
+        ways.into_iter().fold((0, 0), |(there, back), (one, other)| {
+            (there + one.join().expect("no panic"), back + other.join().expect("no panic"))
+        })
+    })
+}
+
+#[test]
+fn rank_0_sends_and_receives_the_bytes_that_are_simulated() {
+    let (store, listener) = (&MemoryStore::default(), TcpListener::bind("0.0.0.0:0").expect("a port"));
+    let counted = &Counted { store, relay: listener.local_addr().expect("a port").port() };
+    let (ranks, counts) = std::thread::scope(|scope| {
+        let counts = scope.spawn(|| relay(&listener, store, SIZE - 1));
+        let join = |rank: usize| {
+            let store: &dyn Store = if rank == 0 { store } else { counted };
+            scope.spawn(move || join_as(rank, store))
+        };
+        let joined: Vec<_> = (0..SIZE).map(join).collect();
+        let joined = joined.into_iter().map(|rank| rank.join().expect("no panic").expect("all come"));
+        (joined.last().expect("some").ranks, counts.join().expect("no panic"))
+    });
+    let joiner = |info: RankInfo| {
+        let config = config(info.rank.index());
+        let (host, deadline) = (Host::here(&config), Instant::now() + LONG);
+        let rank = info.rank;
+        let context = JoinContext { name: "test", rank, size: SIZE, store, config: &config, host: &host, deadline };
+        // Of another port, which is as long: the system gives those of five digits.
+        Joiner { info, place: Some(context.listen().expect("a port").1) }
+    };
+    assert_eq!(bytes_at_rank_0(ranks.into_iter().map(joiner).collect()), counts);
 }

@@ -17,7 +17,7 @@ COMMANDS = {
     "tune": ("ncclx_rs.bench.tune", "finds the fastest algorithms on a machine, and writes them to a file"),
     "simulate": (
         "ncclx_rs.bench.simulate",
-        "simulates collectives in worlds of any size, by measured or given parameters",
+        "simulates collectives and the start of worlds of any size, by measured or given parameters",
     ),
     "diagnose": ("ncclx_rs.diagnose.__main__", "says from flight recorders which rank is to blame"),
     "top": ("ncclx_rs.top", "shows what the ranks of a job do: who waits for whom, how fast they are"),

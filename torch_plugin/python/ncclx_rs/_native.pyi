@@ -101,6 +101,25 @@ def simulate(
         RuntimeError: the schedules have too many steps.
     """
 
+def simulate_start(
+    parameters: str, *, ranks_per_host: int, hosts: int, late: list[tuple[int, float]]
+) -> dict[str, float]:
+    """Simulates how the ranks of one world meet.
+
+    Args:
+        parameters: JSON; docs/scale.md has the fields.
+        ranks_per_host: How many ranks each host has.
+        hosts: How many hosts there are.
+        late: Ranks, and how many seconds after the others each comes.
+
+    Returns:
+        What `simulate` returns; `bytes` are those of the message with the table of all ranks.
+
+    Raises:
+        ValueError: an argument is wrong, or the parameters say nothing of a start.
+        RuntimeError: there are too many ranks.
+    """
+
 def measure_parameters() -> list[tuple[str, float]]:
     """Measures the parameters of that model between two ranks of this host: seconds by name."""
 

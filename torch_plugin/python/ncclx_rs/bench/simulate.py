@@ -1,7 +1,8 @@
-"""Simulates collectives in worlds of any size, under the LogGP model.
+"""Simulates collectives, and the start, of worlds of any size under the LogGP model.
 
     ncclx-rs simulate --measure host.json
     ncclx-rs simulate --parameters cluster.json --ranks-per-host 8 --hosts 16,128 --sizes 1K,1M
+    ncclx-rs simulate --parameters cluster.json --ranks-per-host 8 --hosts 16,128 --start
 
 See docs/scale.md for the model and the file.
 """
@@ -30,6 +31,7 @@ SCHEMA = 1
 # The version of the file of parameters; see src/simulate/model.rs.
 VERSION = 1
 _LINK = ("latency", "overhead", "gap", "gap_per_byte")
+_START = ("admit", "table_per_rank")
 # The limits of src/simulate/.
 _MOST_SECONDS = 3600.0
 _MOST_BYTES = 64 << 30
@@ -160,6 +162,9 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--collectives", type=names_of(COLLECTIVES), default="all", help=f"{', '.join(COLLECTIVES)} (all)"
     )
+    what.add_argument(
+        "--start", action="store_true", help="how the ranks meet when a communicator begins, instead of collectives"
+    )
     what.add_argument("--algorithms", help="the algorithms' names (all that do the collective)")
     what.add_argument("--sizes", type=sizes, default="1K,64K,1M,16M", help="in bytes; K, M, G (1K,64K,1M,16M)")
     what.add_argument("--ranks-per-host", type=numbers, default="8", help="the ranks of each host (8)")
@@ -212,9 +217,13 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
             made.error(f"{option}: expected a path in a folder that exists, got {file}")
     if options.measure is not None:
         return _measure(options.measure, options.json)
+    if options.start and options.output is not None:
+        made.error("--output: a start has no algorithms to choose from")
     worlds = [World(ranks, hosts) for hosts in options.hosts for ranks in options.ranks_per_host]
     try:
         parameters = _parameters(options)
+        if options.start:
+            return _start(parameters, worlds, options.late, options.json)
         wanted = _wanted(options, worlds)
         findings: list[Finding] = []
         found = simulated(parameters, options.collectives, wanted, options.sizes, worlds, options.late)
@@ -268,6 +277,40 @@ def simulated(
                 if names and finding.bytes not in seen:
                     seen.add(finding.bytes)
                     yield finding
+
+
+def _start(parameters: str, worlds: Sequence[World], late: Sequence[tuple[int, float]], as_json: bool) -> int:
+    """Simulates how the ranks of each world meet; returns the exit code.
+
+    Raises:
+        ValueError: a parameter or a world is wrong.
+    """
+    starts: list[dict[str, float]] = []
+    for world in worlds:
+        try:
+            found = native().simulate_start(
+                parameters, ranks_per_host=world.ranks_per_host, hosts=world.hosts, late=list(late)
+            )
+        except RuntimeError as error:
+            print(f"{world.ranks} ranks on {world.hosts} hosts: not simulated: {error}", file=sys.stderr)
+            continue
+        if not as_json:
+            if not starts:
+                print("# simulated: from rank 0's word to the store until the last rank knows all; the table in bytes")
+                print("# time in milliseconds; what a rank sends, and a host to others: the most, and the mean")
+                print(f"{'ranks':>10} {'hosts':>10} {'table':>10} {'time':>12}{_late_column(bool(late))} {_names()}")
+            line = f"{world.ranks:>10} {world.hosts:>10} {found['bytes']:>10} {found['seconds'] * 1e3:>12.3f}"
+            line += f" {found['late_costs'] * 1e3:>12.3f}" if late else ""
+            print(f"{line} {_cells(found)}", flush=True)
+        starts.append({"ranks": world.ranks, "hosts": world.hosts, **found})
+    if as_json and starts:
+        told = {str(rank): seconds for rank, seconds in late}
+        print(
+            json.dumps(
+                {"schema": SCHEMA, "parameters": json.loads(parameters), "late": told, "starts": starts}, indent=2
+            )
+        )
+    return 0 if starts else FAILED
 
 
 def _finding(
@@ -367,13 +410,14 @@ def _measure(file: Path, as_json: bool) -> int:
         "within_host": {name: found[name] for name in _LINK},
         "reduce_per_byte": found["reduce_per_byte"],
         "copy_per_byte": found["copy_per_byte"],
+        "start": {name: found[name] for name in _START},
     }
     file.write_text(json.dumps(content, indent=1) + "\n")
     if as_json:
         print(json.dumps(content))
         return 0
     print("# between two ranks of this host")
-    for name in ("latency", "overhead", "gap"):
+    for name in ("latency", "overhead", "gap", *_START):
         print(f"{name:16} {found[name] * 1e6:10.3f} us")
     for name in ("gap_per_byte", "reduce_per_byte", "copy_per_byte"):
         print(f"{name:16} {found[name] * 1e9:10.4f} ns")
@@ -446,16 +490,26 @@ def _show(finding: Finding, before: Finding | None, is_late: bool) -> None:
         world = finding.world
         print(f"\n# simulated: {finding.collective}, {world.ranks} ranks, {world.hosts} host{'s' * (world.hosts > 1)}")
         print("# time in microseconds; what a rank sends, and a host to others: the most, and the mean")
-        names = " ".join(name.rjust(width) for name, width in zip(_COLUMNS.values(), _WIDTHS, strict=True))
-        late = "   late costs" if is_late else ""
-        print(f"{'bytes':>10} {'algorithm':>18} {'time':>14}{late} {names}")
+        print(f"{'bytes':>10} {'algorithm':>18} {'time':>14}{_late_column(is_late)} {_names()}")
     for name, found in finding.reports.items():
         late = f" {found['late_costs'] * 1e6:>12.2f}" if is_late else ""
         line = f"{report.size_text(finding.bytes):>10} {name:>18} {found['seconds'] * 1e6:>14.2f}{late} "
-        cells = [f"{found[column]:.1f}".removesuffix(".0") for column in _COLUMNS]
-        line += " ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
+        line += _cells(found)
         notes = ["fastest"] if name == finding.fastest else []
         notes += ["chosen"] if name == finding.chosen else []
         print((line + "  " + ", ".join(notes)).rstrip(), flush=True)
     for name, reason in finding.refused.items():
         print(f"{report.size_text(finding.bytes):>10} {name:>18} not simulated: {reason}", flush=True)
+
+
+def _late_column(is_late: bool) -> str:
+    return "   late costs" if is_late else ""
+
+
+def _names() -> str:
+    return " ".join(name.rjust(width) for name, width in zip(_COLUMNS.values(), _WIDTHS, strict=True))
+
+
+def _cells(found: dict[str, float]) -> str:
+    cells = [f"{found[column]:.1f}".removesuffix(".0") for column in _COLUMNS]
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))

@@ -1,0 +1,344 @@
+//! The bootstrap of worlds that nobody has at hand: its own messages, by its own tree, run by the events of
+//! [`simulate`](crate::simulate).
+//!
+//! Ranks are imagined, each with addresses of its own. What they tell each other is written by the code that real ones write
+//! it with, so that it is as long. Left out are the store, TLS, and what a rank takes to begin (its process, its transports).
+
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+use super::build::Build;
+use super::protocol::{
+    Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, NONCE_BYTES, Next, PROOF_BYTES, Place,
+    RankInfo, frame,
+};
+use super::reply::World as Ranks;
+use super::root::answers;
+use super::server::{Event, Server};
+use super::table;
+use super::tree::STAR_RANKS;
+use crate::algo::Tuning;
+use crate::schedule::StepId;
+use crate::simulate::{Model, Report, SimulateError, Start, Task, Tasks, Time, World, simulate_tasks};
+use crate::sys::net;
+use crate::sys::process::ProcessId;
+use crate::topo::Cpus;
+use crate::types::Rank;
+
+/// Simulates how the ranks of a world meet, from the moment at which rank 0 has told the store where it listens until the last
+/// rank knows all others. The ranks in `late` come so many seconds after the others.
+pub fn simulate_start(world: &World, model: &Model, late: &[(usize, f64)]) -> Result<Report, SimulateError> {
+    let start = model.start.ok_or(SimulateError::Start)?;
+    let ranks = world.ranks();
+    // So that what is much too large is refused at once: no description is shorter than the first.
+    let lengths = table::fits(&imagined(world, 0).info, ranks)
+        .and_then(|()| Lengths::of((0..ranks).map(|rank| imagined(world, rank)).collect()));
+    let lengths = lengths.map_err(|cause| SimulateError::Table { ranks, cause })?;
+    simulate_tasks(lengths.table as usize, world, model, late, |rank| lengths.tasks(rank, &start))
+}
+
+/// The rank of a world, with what it might tell of itself on an ordinary host.
+fn imagined(world: &World, rank: usize) -> Joiner {
+    let host = world.host_of(rank as u32);
+    let number = rank % (world.ranks() / world.hosts());
+    let id = format!("{:08x}-1234-4567-89ab-{:012x} net:[4026531840]", scrambled(host), scrambled(host + 1));
+    let here = Host { id: id.clone(), machine: id };
+    let info = RankInfo {
+        rank: Rank::from(rank),
+        host_id: here.id.clone(),
+        addresses: addresses_of(rank, host),
+        process: ProcessId::imagined(here.id.replace("net:", "pid:"), 4000 + number as i32),
+        cpus: Cpus::new((0..8).map(|cpu| (8 * number + cpu) as u32), None),
+        build: Build::own(),
+        world_size: world.ranks() as u32,
+        name: "default_pg".to_owned(),
+        algorithm: None,
+        through_host: false,
+    };
+    let place = Place { host: here, addresses: vec![network(host)], port: port(rank) };
+    Joiner { info, place: (world.ranks() > STAR_RANKS).then_some(place) }
+}
+
+/// What the transports of a rank publish by default, on a host with one network.
+pub(crate) fn addresses_of(rank: usize, host: usize) -> BTreeMap<String, Vec<u8>> {
+    let token = |which| u128::from(scrambled(2 * rank + which)).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
+    let tcp = |which| format!(r#"{{"hosts":["{}"],"port":{}}}"#, network(host), port(2 * rank + which)).into_bytes();
+    let of = |name: &str, which| match name {
+        "shm" => token(which).to_le_bytes().to_vec(),
+        _ => tcp(which),
+    };
+    ["shm", "tcp"]
+        .into_iter()
+        .flat_map(|name| [(name.to_owned(), of(name, 0)), (format!("{name} failure detector"), of(name, 1))])
+        .collect()
+}
+
+fn network(host: usize) -> IpAddr {
+    let [_, high, middle, low] = (host as u32).to_be_bytes();
+    Ipv4Addr::new(10, high, middle, low).into()
+}
+
+fn port(number: usize) -> u16 {
+    32768 + (scrambled(number) % 28232) as u16
+}
+
+/// Numbers of which one does not tell the next (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+fn scrambled(number: usize) -> u32 {
+    let mixed = (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (mixed >> 32) as u32
+}
+
+/// The bytes that rank 0 receives and sends while these ranks meet, its own description among theirs.
+#[cfg(test)]
+pub(super) fn bytes_at_rank_0(joiners: Vec<Joiner>) -> (u64, u64) {
+    let start = Start { admit: Time::ZERO, table_per_rank: Time::ZERO };
+    Lengths::of(joiners).expect("a small world").tasks(Rank(0), &start).bytes()
+}
+
+/// How long the messages of a bootstrap are, and between whom they go.
+struct Lengths {
+    hello: u64,
+    challenge: u64,
+    proof: u64,
+    /// What each rank tells of itself.
+    requests: Vec<u64>,
+    /// What rank 0 answers each rank.
+    answers: Vec<u64>,
+    /// The answer with the table.
+    table: u64,
+    /// From whom each rank gets the table, and to whom it passes it.
+    parents: Vec<Rank>,
+    children: Vec<Vec<Rank>>,
+}
+
+impl Lengths {
+    /// Those of a world of these ranks, in order.
+    fn of(joiners: Vec<Joiner>) -> Result<Lengths, String> {
+        let (hello, challenge, proof) = proofs()?;
+        let requests =
+            joiners.iter().map(request).map(|request| Ok(request?.len() as u64)).collect::<Result<_, String>>()?;
+        let (ranks, places): (Vec<_>, Vec<_>) = joiners.into_iter().map(|joiner| (joiner.info, joiner.place)).unzip();
+        let world = Ranks { ranks, tuning: Tuning::default() };
+        let answers: Vec<u64> = answers(&world, &places)?.iter().map(|answer| answer.len() as u64).collect();
+        let tree = world.tree();
+        let parents: Vec<Rank> = (0..places.len()).map(|rank| tree.parent(Rank::from(rank))).collect();
+        let mut children = vec![Vec::new(); parents.len()];
+        for (rank, parent) in parents.iter().enumerate().skip(1) {
+            children[parent.index()].push(Rank::from(rank));
+        }
+        let table = answers[0];
+        Ok(Lengths { hello, challenge, proof, requests, answers, table, parents, children })
+    }
+
+    fn tasks(&self, rank: Rank, start: &Start) -> Tasks {
+        let mut tasks = Tasks::default();
+        let table = Task::Work(start.table_per_rank.times(self.parents.len() as u64));
+        if rank == Rank(0) {
+            let all = (1..self.parents.len()).map(Rank::from);
+            let requests: Vec<StepId> = all.clone().map(|to| self.admit(&mut tasks, to, start, &[])).collect();
+            let written = tasks.push(table, requests);
+            all.for_each(|to| _ = tasks.push(Task::Send { to, bytes: self.answers[to.index()] }, [written]));
+            return tasks;
+        }
+        let mut told = self.join(&mut tasks, rank, Rank(0), self.answers[rank.index()], &[]);
+        let parent = self.parents[rank.index()];
+        if parent != Rank(0) {
+            told = self.join(&mut tasks, rank, parent, self.table, &[told]);
+        }
+        let read = tasks.push(table, [told]);
+        for &to in &self.children[rank.index()] {
+            let request = self.admit(&mut tasks, to, start, &[read]);
+            tasks.push(Task::Send { to, bytes: self.table }, [request]);
+        }
+        tasks
+    }
+
+    /// A rank joins at `listener`, which answers in the end. TCP connects by a message there and one back.
+    fn join(&self, tasks: &mut Tasks, rank: Rank, listener: Rank, answer: u64, after: &[StepId]) -> StepId {
+        let mut last = after.to_vec();
+        let mut step = |task| last = vec![tasks.push(task, std::mem::take(&mut last))];
+        let (send, receive) =
+            (|bytes| Task::Send { to: listener, bytes }, |bytes| Task::Receive { from: listener, bytes });
+        step(send(0));
+        step(receive(0));
+        step(send(self.hello));
+        step(receive(self.challenge));
+        step(send(self.proof));
+        step(send(self.requests[rank.index()]));
+        step(receive(answer));
+        last[0]
+    }
+
+    /// The other side of that, up to the answer: the system connects at once, and the rank listens after `after`.
+    fn admit(&self, tasks: &mut Tasks, joiner: Rank, start: &Start, after: &[StepId]) -> StepId {
+        let (send, receive) = (|bytes| Task::Send { to: joiner, bytes }, |bytes| Task::Receive { from: joiner, bytes });
+        let called = tasks.push(receive(0), []);
+        let connected = tasks.push(send(0), [called]);
+        let hello = tasks.push(receive(self.hello), [&[connected], after].concat());
+        let challenged = tasks.push(send(self.challenge), [hello]);
+        let proof = tasks.push(receive(self.proof), [challenged]);
+        let request = tasks.push(receive(self.requests[joiner.index()]), [proof]);
+        tasks.push(Task::Work(start.admit), [request])
+    }
+}
+
+fn request(joiner: &Joiner) -> Result<Vec<u8>, String> {
+    let request: JoinRequest = Ok(joiner.clone());
+    frame(&request, INFO_BYTES_MAX)
+}
+
+/// How long the two sides' messages are before the request, by one talk of theirs.
+fn proofs() -> Result<(u64, u64, u64), String> {
+    let random = |error: std::io::Error| error.to_string();
+    let keys = Keys::random().map_err(random)?;
+    let (joiner, mut listener) = (JoinerState::new(Rank(1)).map_err(random)?, ListenerState::new());
+    let hello = joiner.hello();
+    let Next::Write(challenge) = listener.receive(&keys, [0; 32], &hello)? else {
+        return Err("a listener does not answer".to_owned());
+    };
+    let fixed: &[u8; NONCE_BYTES + PROOF_BYTES] = challenge.as_slice().try_into().map_err(|_| "another length")?;
+    let proof = joiner.answer(&keys, [0; 32], fixed).ok_or("a listener does not know the secret")?;
+    Ok((hello.len() as u64, challenge.len() as u64, proof.len() as u64))
+}
+
+/// How many ranks join to measure it, and how many a table has.
+const MEASURED_RANKS: usize = 256;
+
+/// How often that is measured. The fastest counts.
+const ROUNDS: usize = 5;
+
+/// Measures [`Start`] on this host: the processor time of a rank that takes others in, and of one that writes or reads the table.
+pub(crate) fn measure_start() -> io::Result<Start> {
+    let world = World::new(8, MEASURED_RANKS / 8).expect("a world");
+    let joiners: Vec<Joiner> = (0..MEASURED_RANKS).map(|rank| imagined(&world, rank)).collect();
+    let ranks: Vec<RankInfo> = joiners.iter().map(|joiner| joiner.info.clone()).collect();
+    let requests: Vec<Vec<u8>> =
+        joiners.iter().skip(1).map(request).collect::<Result<_, _>>().map_err(io::Error::other)?;
+    let mut fastest = Start { admit: Time::MAX, table_per_rank: Time::MAX };
+    for _ in 0..ROUNDS {
+        let admit = measure_admit(&requests)? / requests.len() as u32;
+        let begin = processor_time();
+        let table = table::encode(&ranks).map_err(io::Error::other)?;
+        let encoded = processor_time();
+        table::decode(&table, MEASURED_RANKS).map_err(io::Error::other)?;
+        let decoded = processor_time();
+        let slower = (encoded - begin).max(decoded - encoded) / MEASURED_RANKS as u32;
+        fastest.admit = fastest.admit.min(Time::of(admit));
+        fastest.table_per_rank = fastest.table_per_rank.min(Time::of(slower));
+    }
+    Ok(fastest)
+}
+
+/// The processor time of this thread while it takes in ranks with these requests.
+fn measure_admit(requests: &[Vec<u8>]) -> io::Result<Duration> {
+    let (keys, listener) = (Keys::random()?, net::listen_anywhere()?);
+    let port = listener.local_addr()?.port();
+    let mut server = Server::new("measure", MEASURED_RANKS, &keys, None, listener)?;
+    std::thread::scope(|scope| {
+        let join =
+            || requests.iter().zip(1..).map(|(request, rank)| joined(port, &keys, Rank(rank), request)).collect();
+        let joiners = scope.spawn(move || -> io::Result<Vec<TcpStream>> { join() });
+        let (begin, deadline) = (processor_time(), Instant::now() + Duration::from_secs(60));
+        let mut left = requests.len();
+        while left > 0 {
+            if Instant::now() >= deadline {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, format!("{left} ranks have not joined")));
+            }
+            let events = server.turn(deadline)?;
+            left -= events.iter().filter(|event| matches!(event, Event::Joined(_, Ok(_)))).count();
+        }
+        let taken = processor_time() - begin;
+        joiners.join().expect("a rank that joins does not panic")?;
+        Ok(taken)
+    })
+}
+
+/// Joins as a rank does, and waits for no answer.
+fn joined(port: u16, keys: &Keys, rank: Rank, request: &[u8]) -> io::Result<TcpStream> {
+    let mut stream = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
+    stream.set_nodelay(true)?;
+    let joiner = JoinerState::new(rank)?;
+    stream.write_all(&joiner.hello())?;
+    let mut challenge = [0; NONCE_BYTES + PROOF_BYTES];
+    stream.read_exact(&mut challenge)?;
+    let proof = joiner.answer(keys, [0; 32], &challenge);
+    stream.write_all(&proof.ok_or_else(|| io::Error::other("a listener does not know the secret"))?)?;
+    stream.write_all(request)?;
+    Ok(stream)
+}
+
+/// What this thread has had of a processor so far.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simulate::Link;
+
+    fn link(latency: u64, overhead: u64) -> Link {
+        let [latency, overhead] = [latency, overhead].map(Time::femtoseconds);
+        Link { latency, overhead, gap: Time::ZERO, gap_per_byte: Time::ZERO }
+    }
+
+    /// Nothing takes time but what is given.
+    fn model(latency: u64, overhead: u64, admit: u64, table_per_rank: u64) -> Model {
+        let [admit, table_per_rank] = [admit, table_per_rank].map(Time::femtoseconds);
+        Model {
+            within_host: link(latency, overhead),
+            between_hosts: Some(link(latency, overhead)),
+            reduce_per_byte: Time::ZERO,
+            copy_per_byte: Time::ZERO,
+            start: Some(Start { admit, table_per_rank }),
+        }
+    }
+
+    fn time(world: &World, model: &Model) -> Time {
+        simulate_start(world, model, &[]).expect("a small world").time
+    }
+
+    #[test]
+    fn two_ranks_meet_by_three_messages_there_and_back() {
+        // There and back to connect and to prove; then the proof with the request there, and the table back.
+        let world = World::new(2, 1).unwrap();
+        assert_eq!(time(&world, &model(1000, 0, 0, 0)), Time::femtoseconds(6 * 1000));
+        // Twelve ends of messages, of which rank 1 sends two in a row, and rank 0 receives them in a row.
+        assert_eq!(time(&world, &model(0, 10, 0, 0)), Time::femtoseconds(13 * 10));
+        // Rank 0 writes a table of two ranks, and rank 1 reads it.
+        assert_eq!(time(&world, &model(0, 0, 100, 7)), Time::femtoseconds(100 + 2 * 7 + 2 * 7));
+    }
+
+    #[test]
+    fn rank_0_takes_one_after_the_other_in_and_a_tree_takes_the_table_on() {
+        let (flat, deep) = (World::new(8, 8).unwrap(), World::new(8, 64).unwrap());
+        assert_eq!(time(&flat, &model(0, 0, 100, 0)), Time::femtoseconds(63 * 100));
+        // Rank 0 writes it, the first rank of a host reads it and takes in the other seven, and those read it. Of 64 hosts the
+        // first ranks are two steps deep, and take in sixteen.
+        assert_eq!(time(&flat, &model(0, 0, 0, 1)), Time::femtoseconds(2 * 64));
+        assert_eq!(time(&deep, &model(0, 0, 0, 1)), Time::femtoseconds(4 * 512));
+        let late = simulate_start(&flat, &model(0, 0, 100, 0), &[(7, 1e-9)]).unwrap();
+        assert_eq!(late.time, Time::femtoseconds(1_000_000 + 100), "the others have been taken in by then");
+    }
+
+    #[test]
+    fn what_is_missing_is_told() {
+        let (world, here) = (World::new(2, 2).unwrap(), model(0, 0, 0, 0));
+        let of = |model: Model| simulate_start(&world, &model, &[]).unwrap_err().to_string();
+        assert!(of(Model { start: None, ..here }).starts_with("start: missing"));
+        assert!(of(Model { between_hosts: None, ..here }).starts_with("between_hosts: missing"));
+    }
+
+    #[test]
+    fn a_start_is_measured() {
+        let Start { admit, table_per_rank } = measure_start().expect("it can be measured");
+        let second = Time::from_seconds(1.0).unwrap();
+        assert!(Time::ZERO < admit && admit < second && Time::ZERO < table_per_rank && table_per_rank < second);
+    }
+}
