@@ -98,6 +98,9 @@ options! {
     single_copy_bytes: usize, "single_copy_bytes", "65536", &[],
         "Within a host, the receiver may read longer messages from the sender's memory, where the system allows it \
          (process_vm_readv) and it is faster; 0 for never.";
+    scratch_bytes: usize, "scratch_bytes", "8388608", &[],
+        "How much memory of its own the engine takes for the copies of a reduction, which longer ones make piece by piece, and \
+         how much it keeps; from 128 times as long on, a 128th of the data. Rank 0's holds for all ranks.";
     flight_recorder_size: usize, "flight_recorder_size", "2048", &["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"],
         "How many operations the flight recorder keeps, rounded up to a power of two; 0 for none.";
     pytorch_recorder: bool, "pytorch_recorder", "false", &[],

@@ -18,9 +18,11 @@ use smallvec::SmallVec;
 
 use crate::types::Rank;
 
+mod frame;
 mod slice;
 mod uses;
 
+pub(crate) use frame::{Frame, Run};
 pub use slice::{Slice, Space, StepId};
 use uses::{After, Uses};
 
@@ -137,6 +139,10 @@ pub struct Builder {
     steps: Vec<Step>,
     scratch: usize,
     sums: usize,
+    /// Where the memory of what is appended is, while that is a piece of a collective.
+    frame: Option<Frame>,
+    /// How much of `scratch` and `sums` the first piece has reserved.
+    piece: (usize, usize),
     /// The memory that the steps after the fence use.
     uses: Uses,
     /// Steps before this one are waited for by every later step.
@@ -153,6 +159,8 @@ impl Builder {
             steps: Vec::new(),
             scratch: 0,
             sums: 0,
+            frame: None,
+            piece: (0, 0),
             uses: Uses::default(),
             fence: None,
             fence_pending: false,
@@ -193,8 +201,30 @@ impl Builder {
         slice
     }
 
+    /// Appends what `write` does for a piece of a collective, whose memory is where `frame` says. Every other piece reserves
+    /// the same memory.
+    pub(crate) fn within(&mut self, frame: Frame, write: impl FnOnce(&mut Builder)) {
+        let (all, index) = ((self.scratch, self.sums), frame.index());
+        (self.scratch, self.sums) = if index % 2 == 0 { (0, 0) } else { self.piece };
+        self.frame = Some(frame);
+        write(self);
+        self.frame = None;
+        if index == 0 {
+            self.piece = (self.scratch, self.sums);
+        }
+        (self.scratch, self.sums) = (self.scratch.max(all.0), self.sums.max(all.1));
+        // Each piece has such steps of its own.
+        self.inward = 0;
+    }
+
     /// Appends a step. It waits for every earlier step that wrote memory that it uses, or read memory that it writes.
     pub fn push(&mut self, action: Action) -> StepId {
+        let Some(frame) = &self.frame else { return self.append(action) };
+        let placed = frame.placed(action);
+        placed.into_iter().map(|action| self.append(action)).last().expect("an action is one at least")
+    }
+
+    fn append(&mut self, action: Action) -> StepId {
         let id = self.steps.len() as StepId;
         let mut after: After = self.fence.into_iter().collect();
         if self.fence_pending {

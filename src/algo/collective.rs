@@ -144,6 +144,35 @@ pub struct Setting<'a> {
     pub scaling: Scaling,
     /// Whether long messages travel in chunks.
     pub chunking: Chunking,
+    /// How much memory copies may take.
+    pub scratch: ScratchLimit,
+}
+
+/// How much memory a rank may take for copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScratchLimit {
+    /// In bytes.
+    pub(super) limit: usize,
+    /// Into how many pieces the collective is cut of which this one is.
+    pub(super) pieces: usize,
+}
+
+impl ScratchLimit {
+    /// As much as there is: what runs the schedule cuts the collective itself.
+    pub const UNBOUNDED: ScratchLimit = ScratchLimit { limit: usize::MAX, pieces: 1 };
+
+    /// What the setting `scratch_bytes` is by default.
+    pub const DEFAULT: ScratchLimit = ScratchLimit::at_most(8 << 20);
+
+    /// So many bytes, but a 128th of what it would be otherwise where that is more, so that schedules stay short.
+    pub const fn at_most(bytes: usize) -> ScratchLimit {
+        ScratchLimit { limit: bytes, pieces: 1 }
+    }
+
+    /// How many bytes.
+    pub(crate) fn limit(self) -> usize {
+        self.limit
+    }
 }
 
 /// Whether long messages travel in chunks.
@@ -198,7 +227,10 @@ impl Setting<'_> {
 
     pub(super) fn chunk_of_elements(&self, element: usize, total: usize) -> usize {
         match self.chunking {
-            Chunking::Chunks => (CHUNK_BYTES / element).max(total / CHUNKS_MAX).max(1),
+            Chunking::Chunks => {
+                let most = CHUNKS_MAX.div_ceil(self.scratch.pieces);
+                (CHUNK_BYTES / element).max(total / most).max(1)
+            }
             Chunking::Whole => total.max(1),
         }
     }

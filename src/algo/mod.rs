@@ -8,6 +8,7 @@
 
 mod agreement;
 pub mod binomial;
+mod bounded;
 pub mod bruck;
 pub mod chain;
 pub mod collective;
@@ -22,6 +23,6 @@ pub mod select;
 pub mod tuning;
 pub mod van_de_geijn;
 
-pub use collective::{Chunking, Collective, Scaling, Setting};
+pub use collective::{Chunking, Collective, Scaling, ScratchLimit, Setting};
 pub use select::{names, plan, plan_with};
 pub use tuning::Tuning;

@@ -1,9 +1,10 @@
 //! The table of algorithms. The first row that can do a collective and is preferred for its size and world is taken.
 
-use crate::algo::collective::{Chunking, Collective, DIRECT_MAX_RANKS, Scaling, Setting, schedule};
+use crate::algo::collective::{Chunking, Collective, DIRECT_MAX_RANKS, Scaling, ScratchLimit, Setting, schedule};
 use crate::algo::group::{Group, blocks, pieces};
 use crate::algo::{
-    agreement, binomial, bruck, chain, direct, dissemination, halving_doubling, hierarchical, put, ring, van_de_geijn,
+    agreement, binomial, bounded, bruck, chain, direct, dissemination, halving_doubling, hierarchical, put, ring,
+    van_de_geijn,
 };
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
@@ -14,23 +15,32 @@ struct Row {
     name: &'static str,
     can: fn(&Collective, &Setting<'_>) -> bool,
     prefer: fn(&Collective, &Setting<'_>) -> bool,
+    /// The most elements that a rank copies, on whichever rank.
+    copies: fn(&Collective, &Setting<'_>) -> usize,
     build: fn(&mut Builder, &Collective, &Setting<'_>),
 }
 
 const TABLE: &[Row] = &[
-    Row { name: "local", can: |_, setting| setting.topo.size() == 1, prefer: always, build: local },
-    Row { name: "hierarchical", can: can_hierarchical, prefer: always, build: build_hierarchical },
+    Row { name: "local", can: |_, setting| setting.topo.size() == 1, prefer: always, copies: nothing, build: local },
+    Row {
+        name: "hierarchical",
+        can: can_hierarchical,
+        prefer: always,
+        copies: hierarchical_copies,
+        build: build_hierarchical,
+    },
     Row {
         name: "recursive_doubling",
         can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
         prefer: |collective, setting| bytes(collective, setting) <= doubling_max_bytes(setting),
+        copies: |collective, _| count(collective),
         build: |builder, collective, setting| {
             all_reduce(builder, collective, setting, |builder, data| {
                 halving_doubling::all_reduce_doubling(builder, &setting.world(), data);
             });
         },
     },
-    Row { name: "direct", can: can_direct, prefer: prefer_direct, build: build_direct },
+    Row { name: "direct", can: can_direct, prefer: prefer_direct, copies: direct_copies, build: build_direct },
     Row {
         name: "rabenseifner",
         can: |collective, _| matches!(collective, Collective::AllReduce { .. } | Collective::Reduce { .. }),
@@ -41,41 +51,47 @@ const TABLE: &[Row] = &[
             }
             _ => bytes(collective, setting) <= HALVING_MAX_BYTES,
         },
+        copies: reduction_copies,
         build: build_rabenseifner,
     },
     Row {
         name: "bruck",
         can: |collective, _| matches!(collective, Collective::AllGather { .. }),
         prefer: |collective, setting| bytes(collective, setting) <= bruck::BRUCK_MAX_BYTES,
+        copies: nothing,
         build: build_bruck,
     },
     Row {
         name: "van_de_geijn",
         can: |collective, _| matches!(collective, Collective::Broadcast { .. }),
         prefer: |collective, setting| is_long(collective, setting, BINOMIAL_BROADCAST_MAX_BYTES),
+        copies: nothing,
         build: |builder, collective, setting| {
             let Collective::Broadcast { count, root } = *collective else { unreachable!("checked by `can`") };
             broadcast_by(builder, setting, (count, root), van_de_geijn::broadcast);
         },
     },
-    Row { name: RING, can: can_ring, prefer: always, build: build_ring },
-    Row { name: "binomial", can: can_binomial, prefer: always, build: build_binomial },
+    Row { name: RING, can: can_ring, prefer: always, copies: ring_copies, build: build_ring },
+    Row { name: "binomial", can: can_binomial, prefer: always, copies: reduction_copies, build: build_binomial },
     Row {
         name: "chain",
         can: |collective, _| matches!(collective, Collective::Broadcast { .. } | Collective::Reduce { .. }),
         prefer: always,
+        copies: reduction_copies,
         build: build_chain,
     },
     Row {
         name: "dissemination",
         can: |collective, _| matches!(collective, Collective::Barrier),
         prefer: always,
+        copies: nothing,
         build: |builder, _, setting| dissemination::barrier(builder, &setting.world()),
     },
     Row {
         name: put::NAME,
         can: |collective, _| matches!(collective, Collective::AllGatherIntoParts { .. }),
         prefer: always,
+        copies: nothing,
         build: |builder, collective, setting| {
             let Collective::AllGatherIntoParts { count } = *collective else { unreachable!("checked by `can`") };
             put::all_gather(builder, &setting.world(), input(count));
@@ -138,13 +154,65 @@ pub(crate) fn combines_by_stripes(name: &str) -> bool {
 
 fn build(row: &Row, collective: &Collective, setting: Setting<'_>) -> Schedule {
     schedule(row.name, |builder| {
-        (row.build)(builder, collective, &setting);
+        let pieces = bounded::pieces((row.copies)(collective, &setting), &setting);
+        if pieces == 1 {
+            (row.build)(builder, collective, &setting);
+        } else {
+            let setting = Setting { scratch: ScratchLimit { pieces, ..setting.scratch }, ..setting };
+            for index in 0..pieces {
+                let (piece, frame) = bounded::piece(collective, setting.me, index, pieces);
+                builder.within(frame, |builder| (row.build)(builder, &piece, &setting));
+            }
+        }
         agreement::ensure(builder, collective, &setting.world());
     })
 }
 
 fn always(_: &Collective, _: &Setting<'_>) -> bool {
     true
+}
+
+fn nothing(_: &Collective, _: &Setting<'_>) -> usize {
+    0
+}
+
+/// The elements of an all_reduce or a reduce.
+fn count(collective: &Collective) -> usize {
+    match collective {
+        Collective::AllReduce { count } | Collective::Reduce { count, .. } => *count,
+        _ => 0,
+    }
+}
+
+/// Sums have memory of their own if they do not fit into elements; what a reduce combines on other ranks than the root always has.
+fn reduction_copies(collective: &Collective, setting: &Setting<'_>) -> usize {
+    match collective {
+        Collective::AllReduce { .. } if !setting.widens() => 0,
+        _ => count(collective),
+    }
+}
+
+fn ring_copies(collective: &Collective, setting: &Setting<'_>) -> usize {
+    match collective {
+        Collective::ReduceScatter { counts } => counts.total(),
+        _ => reduction_copies(collective, setting),
+    }
+}
+
+fn direct_copies(collective: &Collective, setting: &Setting<'_>) -> usize {
+    match collective {
+        Collective::ReduceScatter { counts } if setting.scaling == Scaling::Inputs => counts.total(),
+        _ => 0,
+    }
+}
+
+fn hierarchical_copies(collective: &Collective, setting: &Setting<'_>) -> usize {
+    match collective {
+        Collective::ReduceScatter { counts } if must_load(setting) => counts.total(),
+        // What this host has of the blocks of others, of which each of its ranks takes a share.
+        Collective::ReduceScatter { counts } => counts.total() / setting.topo.hosts()[0].len(),
+        _ => reduction_copies(collective, setting),
+    }
 }
 
 /// The bytes that the collective is about, on one rank. All ranks find the same, an all_to_all of unequal blocks aside.

@@ -13,7 +13,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::algo::collective::{Chunking, Collective, Scaling, Setting};
+use crate::algo::collective::{Chunking, Collective, Scaling, ScratchLimit, Setting};
 use crate::algo::select::{bytes, candidates};
 use crate::op::CollectiveKind;
 use crate::topo::Topology;
@@ -144,8 +144,14 @@ fn in_a_world<R>(
     let collective = Collective::of_kind(kind, bytes.max(1), (bytes / ranks).max(1), ranks);
     let names: Vec<String> = (0..ranks).map(|rank| (rank % hosts).to_string()).collect();
     let topo = Topology::new(&names);
-    let setting =
-        Setting { me: Rank(0), topo: &topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
+    let setting = Setting {
+        me: Rank(0),
+        topo: &topo,
+        element: 1,
+        scaling: Scaling::Nothing,
+        chunking: Chunking::Chunks,
+        scratch: ScratchLimit::UNBOUNDED,
+    };
     ask(&collective, &setting)
 }
 
@@ -171,8 +177,14 @@ mod tests {
 
     fn chosen(tuning: &Tuning, count: usize, hosts: &[&str]) -> Option<String> {
         let topo = Topology::new(hosts);
-        let setting =
-            Setting { me: Rank(0), topo: &topo, element: 4, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
+        let setting = Setting {
+            me: Rank(0),
+            topo: &topo,
+            element: 4,
+            scaling: Scaling::Nothing,
+            chunking: Chunking::Chunks,
+            scratch: ScratchLimit::UNBOUNDED,
+        };
         tuning.algorithm(&Collective::AllReduce { count }, &setting).map(str::to_owned)
     }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::algo::put;
+use crate::algo::{ScratchLimit, put};
 use crate::buffer::{Buffer, Memory};
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Checked, RankAndSize};
@@ -159,7 +159,8 @@ impl Communicator {
             }
             Ok(addresses)
         };
-        let Bootstrap { ranks, comm_id, tuning, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
+        let Bootstrap { ranks, comm_id, tuning, scratch_bytes, .. } =
+            bootstrap::join(&name, rank, size, store, &config, open)?;
         config.algorithm = ranks[0].algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
@@ -203,6 +204,7 @@ impl Communicator {
         engine.context.rndv.oversubscribed = oversubscribed || polling.time.is_zero();
         engine.collectives.algorithm.clone_from(&config.algorithm);
         engine.collectives.plans.tuning = tuning;
+        engine.collectives.scratch_limit = ScratchLimit::at_most(scratch_bytes);
         // With two ranks, each notices by itself that the other is gone.
         engine.context.failures.is_watched = size > 2;
         let driver = Driver::new(engine, poller, polling);

@@ -22,7 +22,7 @@
 
 use std::ops::Range;
 
-use crate::algo::{self, Chunking, Collective, Scaling, Setting};
+use crate::algo::{self, Chunking, Collective, Scaling, ScratchLimit, Setting};
 use crate::device::halves::Phase;
 use crate::device::layout::{Cell, Layout};
 use crate::device::network::{Parcel, Traffic};
@@ -247,7 +247,8 @@ impl Staged {
         scaling: Scaling,
     ) -> Option<Staged> {
         assert!(!matches!(collective, Collective::AllToAll { .. }), "no rank knows the blocks of all");
-        let setting = |me| Setting { me, topo, element, scaling, chunking: Chunking::Whole };
+        let setting =
+            |me| Setting { me, topo, element, scaling, chunking: Chunking::Whole, scratch: ScratchLimit::UNBOUNDED };
         let plan = |me| algo::plan_with(algorithm, collective, setting(me));
         let schedules = (0..topo.size()).map(Rank::from).map(plan).collect::<Option<_>>()?;
         Some(Staged::of_hosts(topo.clone(), schedules, element, scaling))

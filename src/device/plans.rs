@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::algo::{self, Chunking, Collective, Scaling, Setting, select};
+use crate::algo::{self, Chunking, Collective, Scaling, ScratchLimit, Setting, select};
 use crate::counts::Counts;
 use crate::device::halves::{Phase, skewed};
 use crate::device::lower::{InPlace, Program, Staged};
@@ -177,7 +177,14 @@ impl Plans {
     /// The name of the algorithm.
     fn choose(&self, shape: &Shape) -> &'static str {
         let Shape { ref collective, element, scaling, .. } = *shape;
-        let setting = Setting { me: self.me, topo: &self.topo, element, scaling, chunking: Chunking::Whole };
+        let setting = Setting {
+            me: self.me,
+            topo: &self.topo,
+            element,
+            scaling,
+            chunking: Chunking::Whole,
+            scratch: ScratchLimit::UNBOUNDED,
+        };
         let set = self.algorithm.as_deref().and_then(|name| algo::plan_with(name, collective, setting));
         set.unwrap_or_else(|| algo::plan(collective, setting)).name
     }

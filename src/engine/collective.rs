@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
-use crate::algo::{Chunking, Collective, Scaling, Setting};
+use crate::algo::{Chunking, Collective, Scaling, ScratchLimit, Setting};
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
@@ -164,6 +164,8 @@ pub(crate) struct Collectives {
     /// Collectives that other ranks gave up before this rank came to them.
     failed: BTreeMap<u64, Failure>,
     pub(crate) plans: PlanCache,
+    /// How much memory copies may take. The same on every rank.
+    pub(crate) scratch_limit: ScratchLimit,
     scratch: Scratch,
     /// `blocked` and `ready` of the collective before, to be used again.
     spare: (Vec<u32>, VecDeque<StepId>),
@@ -183,6 +185,7 @@ impl Collectives {
             unexpected: FxHashMap::default(),
             failed: BTreeMap::new(),
             plans: PlanCache::default(),
+            scratch_limit: ScratchLimit::UNBOUNDED,
             scratch: Scratch::default(),
             spare: (Vec::new(), VecDeque::new()),
         }
@@ -321,7 +324,8 @@ impl Collectives {
         if let Scaling::Sum { bytes } = scaling {
             request.spaces.sum = bytes;
         }
-        let setting = Setting { me: ctx.me, topo: &ctx.topo, element, scaling, chunking: Chunking::Chunks };
+        let (chunking, scratch) = (Chunking::Chunks, self.scratch_limit);
+        let setting = Setting { me: ctx.me, topo: &ctx.topo, element, scaling, chunking, scratch };
         let forced = self.algorithm.as_deref();
         let plan = self.plans.plan(&request.collective, setting, forced);
         request.signature.algorithm = plan.algorithm;
@@ -565,6 +569,7 @@ impl Collectives {
             self.posted.clear();
             self.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
         }
+        self.scratch.give_back(self.scratch_limit.limit());
         ctx.finish(work, result, None);
     }
 

@@ -217,7 +217,7 @@ const GENERATION_BYTES: usize = 4 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::algo::Chunking;
+    use crate::algo::{Chunking, ScratchLimit};
     use crate::counts::Counts;
     use crate::engine::region::{Region, Words};
     use crate::topo::Topology;
@@ -243,6 +243,7 @@ mod tests {
                 element: 8,
                 scaling: Scaling::Nothing,
                 chunking: Chunking::Chunks,
+                scratch: ScratchLimit::UNBOUNDED,
             };
             let plan = PlanCache::default().plan(&collective, setting, None);
             assert_eq!(plan.is_busy(spaces), is_busy, "{collective:?}, rank {me} of {size}");
@@ -252,8 +253,14 @@ mod tests {
     #[test]
     fn plans_are_kept_up_to_so_many_bytes() {
         let topo = Topology::single_host(64);
-        let setting =
-            Setting { me: Rank(3), topo: &topo, element: 4, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
+        let setting = Setting {
+            me: Rank(3),
+            topo: &topo,
+            element: 4,
+            scaling: Scaling::Nothing,
+            chunking: Chunking::Chunks,
+            scratch: ScratchLimit::UNBOUNDED,
+        };
         let mut cache = PlanCache::default();
         let splits = |call: usize| {
             let counts: Counts = (0..64).map(|rank| 1000 + (rank * call) % 7 + call).collect();
@@ -276,8 +283,14 @@ mod tests {
     #[test]
     fn a_plan_too_large_to_be_kept_puts_no_other_out() {
         let topo = Topology::single_host(8);
-        let setting =
-            Setting { me: Rank(3), topo: &topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
+        let setting = Setting {
+            me: Rank(3),
+            topo: &topo,
+            element: 1,
+            scaling: Scaling::Nothing,
+            chunking: Chunking::Chunks,
+            scratch: ScratchLimit::UNBOUNDED,
+        };
         let mut cache = PlanCache::default();
         let small = cache.plan(&Collective::Barrier, setting, None);
         let large = Plan {

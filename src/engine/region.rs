@@ -266,6 +266,19 @@ impl Scratch {
         let all = Piece { ptr: self.memory.as_mut_ptr().cast(), len: all };
         (Region::Run(all.part(0, bytes)), Region::Run(all.part(bytes, all.len - bytes)))
     }
+
+    /// Gives memory back to the system if it is more than `kept` bytes. Regions given out before are dead.
+    pub(crate) fn give_back(&mut self, kept: usize) {
+        if size_of_val(self.memory.as_slice()) > kept {
+            self.memory = Vec::new();
+        }
+    }
+
+    /// How many bytes are kept.
+    #[cfg(test)]
+    pub(crate) fn kept(&self) -> usize {
+        size_of_val(self.memory.as_slice())
+    }
 }
 
 /// Numbers of the engine's own that an operation reads or writes. They outlive the operation.

@@ -30,7 +30,7 @@ pub use time::Time;
 pub use world::World;
 
 use crate::algo::select::{bytes, candidates};
-use crate::algo::{Chunking, Collective, Scaling, Setting, plan_with};
+use crate::algo::{Chunking, Collective, Scaling, ScratchLimit, Setting, plan_with};
 use crate::op::CollectiveKind;
 use crate::schedule::Schedule;
 use crate::types::Rank;
@@ -77,6 +77,7 @@ pub fn simulate(case: &Case<'_>, world: &World, model: &Model, late: &[(usize, f
         element: ELEMENT_BYTES,
         scaling: Scaling::Nothing,
         chunking: Chunking::Chunks,
+        scratch: ScratchLimit::DEFAULT,
     };
     let plan = |rank| plan_with(case.algorithm, &collective, setting(rank));
     if plan(Rank(0)).is_none() {

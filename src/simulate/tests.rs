@@ -1,6 +1,6 @@
 use super::*;
 use crate::algo::group::{Group, pieces};
-use crate::algo::{binomial, halving_doubling, ring};
+use crate::algo::{ScratchLimit, binomial, halving_doubling, ring};
 use crate::schedule::{Action, Builder, Slice, Space};
 
 /// Parameters by which a rank that has sent is free again before it has something else to send.
@@ -214,7 +214,7 @@ fn what_is_sent_is_what_the_schedules_send() {
                 for me in (0..world.ranks()).map(Rank::from) {
                     let (topo, element) = (world.topo(), ELEMENT_BYTES);
                     let (scaling, chunking) = (Scaling::Nothing, Chunking::Chunks);
-                    let setting = Setting { me, topo, element, scaling, chunking };
+                    let setting = Setting { me, topo, element, scaling, chunking, scratch: ScratchLimit::UNBOUNDED };
                     for step in plan_with(algorithm, &shape, setting).unwrap().steps {
                         let count = |traffic: &mut Traffic, slice: Slice| {
                             traffic.messages += 1;

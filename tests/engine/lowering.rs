@@ -1,6 +1,6 @@
 //! What single schedules become: how many calls they take, where segments are cut, and what is waited for.
 
-use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
+use ncclx_rs::algo::{self, Chunking, Collective, Scaling, ScratchLimit, Setting};
 use ncclx_rs::device::counters::{Counters, Word, WordAccess};
 use ncclx_rs::device::lower::{DriverCall, InPlace, Kernel, Location, Program, Staged, WordOperation};
 use ncclx_rs::device::segment::Cut;
@@ -116,7 +116,14 @@ fn whole_messages_are_legal_in_the_order_of_the_schedules() {
                     algo::plan_with(
                         name,
                         &case.of(rank),
-                        Setting { me, topo: &topo, element: ELEMENT, scaling, chunking },
+                        Setting {
+                            me,
+                            topo: &topo,
+                            element: ELEMENT,
+                            scaling,
+                            chunking,
+                            scratch: ScratchLimit::UNBOUNDED,
+                        },
                     )
                 };
                 let Some(schedules) = (0..size).map(plan).collect::<Option<Vec<_>>>() else { continue };

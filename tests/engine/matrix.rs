@@ -4,7 +4,7 @@
 use std::cell::Cell;
 use std::time::Duration;
 
-use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
+use ncclx_rs::algo::{self, Chunking, Collective, Scaling, ScratchLimit, Setting};
 use ncclx_rs::{Communicator, Counts, OpKind, Rank, ReduceOp, SharedMemory, Topology};
 
 use crate::world::{Wire, buffer, host_of, run, world_hinted};
@@ -52,7 +52,14 @@ impl Part<'_> {
     /// Whether the algorithm does this collective: another would run it else, which has its own turn.
     fn does(&self, collective: Collective, average: bool) -> bool {
         let scaling = if average { Scaling::Sum { bytes: 8 } } else { Scaling::Nothing };
-        let setting = Setting { me: Rank(0), topo: self.topo, element: 8, scaling, chunking: Chunking::Chunks };
+        let setting = Setting {
+            me: Rank(0),
+            topo: self.topo,
+            element: 8,
+            scaling,
+            chunking: Chunking::Chunks,
+            scratch: ScratchLimit::UNBOUNDED,
+        };
         let does = algo::plan_with(self.algorithm, &collective, setting).is_some();
         self.has_run.set(self.has_run.get() || does);
         does

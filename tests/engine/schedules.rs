@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use ncclx_rs::algo::{self, Chunking, Collective, Scaling, Setting};
+use ncclx_rs::algo::{self, Chunking, Collective, Scaling, ScratchLimit, Setting};
 use ncclx_rs::schedule::{self, Action, Schedule, Slice, Space};
 use ncclx_rs::{Counts, Rank, Topology};
 use rand::rngs::StdRng;
@@ -221,10 +221,16 @@ fn same_type(from: Slice, into: Slice) {
     assert_eq!(from.space == Space::Sums, into.space == Space::Sums, "{from:?} meets {into:?}");
 }
 
-fn plan(name: Option<&str>, case: &Case, topo: &Topology, scaling: Scaling, element: usize) -> Option<Vec<Schedule>> {
+fn plan(
+    name: Option<&str>,
+    case: &Case,
+    topo: &Topology,
+    (scaling, element): (Scaling, usize),
+    scratch: ScratchLimit,
+) -> Option<Vec<Schedule>> {
     (0..topo.size())
         .map(|rank| {
-            let setting = Setting { me: Rank::from(rank), topo, element, scaling, chunking: Chunking::Chunks };
+            let setting = Setting { me: Rank::from(rank), topo, element, scaling, chunking: Chunking::Chunks, scratch };
             match name {
                 Some(name) => algo::plan_with(name, &case.of(rank), setting),
                 None => Some(algo::plan(&case.of(rank), setting)),
@@ -269,25 +275,50 @@ pub(crate) fn heard_in_order(schedules: &[Schedule]) -> Option<Vec<u64>> {
 
 fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
     let first = case.of(0);
-    let reduces =
-        matches!(first, Collective::AllReduce { .. } | Collective::Reduce { .. } | Collective::ReduceScatter { .. });
-    for scaling in if reduces { &SCALINGS[..] } else { &[Scaling::Nothing] } {
-        check_scaled(name, case, topo, seed, *scaling, ELEMENT);
+    for scaling in if reduced(&first).is_some() { &SCALINGS[..] } else { &[Scaling::Nothing] } {
+        check_scaled(name, case, topo, seed, (*scaling, ELEMENT), ScratchLimit::UNBOUNDED);
+        // In four pieces or eight, of which some may be empty.
+        if let Some(elements) = reduced(&first).filter(|elements| *elements > 0 && topo.size() <= 12) {
+            check_scaled(
+                name,
+                case,
+                topo,
+                seed,
+                (*scaling, ELEMENT),
+                ScratchLimit::at_most((elements * ELEMENT).div_ceil(2)),
+            );
+        }
     }
     // Shorter ones go in other ways.
     if matches!(first, Collective::AllGather { .. }) {
         for element in [1, 512] {
-            check_scaled(name, case, topo, seed, Scaling::Nothing, element);
+            check_scaled(name, case, topo, seed, (Scaling::Nothing, element), ScratchLimit::UNBOUNDED);
         }
     }
 }
 
-fn check_scaled(name: Option<&str>, case: &Case, topo: &Topology, seed: u64, scaling: Scaling, element: usize) {
-    let Some(schedules) = plan(name, case, topo, scaling, element) else { return };
+/// How many elements a reduction is about.
+fn reduced(collective: &Collective) -> Option<usize> {
+    match collective {
+        Collective::AllReduce { count } | Collective::Reduce { count, .. } => Some(*count),
+        Collective::ReduceScatter { counts } => Some(counts.total()),
+        _ => None,
+    }
+}
+
+fn check_scaled(
+    name: Option<&str>,
+    case: &Case,
+    topo: &Topology,
+    seed: u64,
+    (scaling, element): (Scaling, usize),
+    scratch: ScratchLimit,
+) {
+    let Some(schedules) = plan(name, case, topo, (scaling, element), scratch) else { return };
     let size = topo.size();
     let context = || {
         let (name, hosts) = (schedules[0].name, topo.hosts().len());
-        format!("{name} for {case:?} on {size} ranks, {hosts} hosts, seed {seed}, {scaling:?}")
+        format!("{name} for {case:?} on {size} ranks, {hosts} hosts, seed {seed}, {scaling:?}, {scratch:?}")
     };
     schedule::check(&schedules).unwrap_or_else(|mismatch| panic!("{}: {mismatch}", context()));
     let heard = heard_in_order(&schedules).unwrap_or_else(|| panic!("ranks wait for each other: {}", context()));
@@ -405,6 +436,7 @@ fn data_from_a_root_is_not_answered() {
                     element: 4,
                     scaling: Scaling::Nothing,
                     chunking: Chunking::Chunks,
+                    scratch: ScratchLimit::UNBOUNDED,
                 };
                 let schedule = algo::plan(&collective, setting);
                 let waits = schedule.steps.iter().skip_while(|step| matches!(step.action, Action::Send { .. }));
@@ -426,6 +458,7 @@ fn a_short_all_gather_of_many_ranks_takes_few_messages() {
             element: 8,
             scaling: Scaling::Nothing,
             chunking: Chunking::Chunks,
+            scratch: ScratchLimit::UNBOUNDED,
         };
         let schedules: Vec<Schedule> = (0..size).map(|rank| algo::plan(&collective, setting(rank))).collect();
         for schedule in &schedules {
@@ -439,7 +472,7 @@ fn a_short_all_gather_of_many_ranks_takes_few_messages() {
 /// The schedules of all ranks, by what the table takes.
 fn schedules_of(collective: &Collective, topo: &Topology, element: usize, scaling: Scaling) -> Vec<Schedule> {
     let case = Case::Same(collective.clone());
-    plan(None, &case, topo, scaling, element).expect("every collective has an algorithm")
+    plan(None, &case, topo, (scaling, element), ScratchLimit::UNBOUNDED).expect("every collective has an algorithm")
 }
 
 #[test]
@@ -450,7 +483,14 @@ fn the_length_of_a_broadcast_or_reduce_decides_what_runs_it() {
         let (count, root) = (bytes / 4, Rank(1));
         let collective =
             if is_broadcast { Collective::Broadcast { count, root } } else { Collective::Reduce { count, root } };
-        let setting = Setting { me: Rank(0), topo, element: 4, scaling: Scaling::Nothing, chunking };
+        let setting = Setting {
+            me: Rank(0),
+            topo,
+            element: 4,
+            scaling: Scaling::Nothing,
+            chunking,
+            scratch: ScratchLimit::UNBOUNDED,
+        };
         algo::plan(&collective, setting).name
     };
     for (topo, bytes, of_broadcast, of_reduce) in [
@@ -587,8 +627,17 @@ fn a_block_of_a_reduce_scatter_goes_once_between_two_hosts() {
         let collective = Collective::ReduceScatter { counts: Counts::equal(each, size) };
         let sent_to_other_hosts = |me: Rank| {
             let chunking = Chunking::Chunks;
-            let schedule =
-                algo::plan(&collective, Setting { me, topo: &topo, element: 4, scaling: Scaling::Nothing, chunking });
+            let schedule = algo::plan(
+                &collective,
+                Setting {
+                    me,
+                    topo: &topo,
+                    element: 4,
+                    scaling: Scaling::Nothing,
+                    chunking,
+                    scratch: ScratchLimit::UNBOUNDED,
+                },
+            );
             assert_eq!(schedule.name, "hierarchical");
             let sent = |step: &schedule::Step| match step.action {
                 Action::Send { to, from } if !topo.same_host(me, to) => from.len,
@@ -606,7 +655,14 @@ fn a_block_of_a_reduce_scatter_goes_once_between_two_hosts() {
 /// most messages of a host, and the bytes of all.
 fn all_gather_between_hosts(topo: &Topology, each: usize) -> (usize, usize) {
     let collective = Collective::AllGather { counts: Counts::equal(each, topo.size()) };
-    let setting = |me| Setting { me, topo, element: 1, scaling: Scaling::Nothing, chunking: Chunking::Chunks };
+    let setting = |me| Setting {
+        me,
+        topo,
+        element: 1,
+        scaling: Scaling::Nothing,
+        chunking: Chunking::Chunks,
+        scratch: ScratchLimit::UNBOUNDED,
+    };
     let schedules: Vec<Schedule> =
         (0..topo.size()).map(|rank| algo::plan(&collective, setting(Rank::from(rank)))).collect();
     assert_eq!(schedule::check(&schedules), Ok(()));
@@ -689,7 +745,14 @@ fn schedules_of_much_data_and_of_many_ranks_are_short() {
                 for scaling in [Scaling::Inputs, Scaling::Sum { bytes: 4 }, Scaling::Sum { bytes: 8 }] {
                     let schedule = algo::plan(
                         &collective,
-                        Setting { me: root, topo, element: 4, scaling, chunking: Chunking::Chunks },
+                        Setting {
+                            me: root,
+                            topo,
+                            element: 4,
+                            scaling,
+                            chunking: Chunking::Chunks,
+                            scratch: ScratchLimit::UNBOUNDED,
+                        },
                     );
                     let (steps, name) = (schedule.steps.len(), schedule.name);
                     let waits: usize = schedule.steps.iter().map(|step| step.after.len()).sum();
@@ -706,3 +769,45 @@ fn schedules_of_much_data_and_of_many_ranks_are_short() {
 
 /// Into how many pieces what two ranks exchange is cut at most, or almost.
 const PIECES: usize = 260;
+
+#[test]
+fn what_long_reductions_copy_takes_a_bounded_amount_of_memory() {
+    let (element, limit) = (4, 8 << 20);
+    let by_hosts = |hosts: usize, ranks: usize| {
+        Topology::new(&(0..hosts * ranks).map(|rank| (rank / ranks).to_string()).collect::<Vec<_>>())
+    };
+    for topo in [by_hosts(1, 2), by_hosts(1, 16), by_hosts(2, 4), by_hosts(4, 4), by_hosts(16, 1)] {
+        let (size, root) = (topo.size(), Rank(1));
+        for bytes in [1 << 20, 100 << 20, 1 << 30] {
+            let counts = Counts::equal(bytes / element / size, size);
+            for collective in [
+                Collective::AllReduce { count: bytes / element },
+                Collective::Reduce { count: bytes / element, root },
+                Collective::ReduceScatter { counts },
+            ] {
+                for scaling in [Scaling::Nothing, Scaling::Inputs, Scaling::Sum { bytes: 4 }, Scaling::Sum { bytes: 8 }]
+                {
+                    for name in algo::names() {
+                        let setting = |me| Setting {
+                            me,
+                            topo: &topo,
+                            element,
+                            scaling,
+                            chunking: Chunking::Chunks,
+                            scratch: ScratchLimit::at_most(limit),
+                        };
+                        let most = (0..size).filter_map(|me| {
+                            let schedule = algo::plan_with(name, &collective, setting(Rank::from(me)))?;
+                            Some((schedule.scratch * element + schedule.sums * 8, schedule.steps.len()))
+                        });
+                        let Some((taken, steps)) = most.max() else { continue };
+                        let context = format!("{name}, {collective:?}, {scaling:?}: {taken} bytes, {steps} steps");
+                        // Chunks that are combined at a time come on top, each of a 256th of what is very long.
+                        assert!(taken <= 3 * limit.max(bytes / 16), "{context}");
+                        assert!(steps <= 3 * size * PIECES + 4 * PIECES, "{context}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -81,13 +81,13 @@ fn describe(mut input: Input<'_>) {
 fn outcome(bytes: &[u8]) {
     let Some((length, body)) = bytes.split_at_checked(size_of::<u32>()) else { return };
     let Ok(length) = frame_length(length, TABLE_BYTES_MAX) else { return };
-    if let Ok(JoinReply::Complete(World { ranks, tuning })) =
+    if let Ok(JoinReply::Complete(World { ranks, tuning, scratch_bytes })) =
         JoinReply::parse(&body[..length.min(body.len())], WORLD as usize)
     {
         assert!(ranks.iter().enumerate().all(|(index, info)| info.rank.index() == index));
         assert_eq!(ranks.len(), WORLD as usize);
         // What it says can be said again, unless that takes more bytes than a rank may have.
-        let again = JoinReply::Complete(World { ranks: ranks.clone(), tuning }).message();
+        let again = JoinReply::Complete(World { ranks: ranks.clone(), tuning, scratch_bytes }).message();
         let Ok(again) = again else { return };
         let Ok(JoinReply::Complete(world)) = JoinReply::parse(&again[size_of::<u32>()..], WORLD as usize) else {
             panic!("the same is no answer")

@@ -69,6 +69,8 @@ pub struct Bootstrap {
     pub ranks: Vec<RankInfo>,
     /// Rank 0's tuning file.
     pub tuning: Tuning,
+    /// Rank 0's setting `scratch_bytes`.
+    pub scratch_bytes: usize,
 }
 
 /// Joins the communicator `name` as `rank` of `size`. Returns when all ranks have joined, or fails at the timeout.
@@ -105,14 +107,14 @@ pub fn join(
             through_host: config.engine == EngineChoice::Host,
         })
     };
-    let (keys, World { ranks, tuning }) = if size == 1 {
+    let (keys, World { ranks, tuning, scratch_bytes }) = if size == 1 {
         let keys = context.new_keys()?;
         let own = describe(&keys)?;
-        (keys, World { ranks: vec![own], tuning: context.tuning()? })
+        (keys, World { ranks: vec![own], tuning: context.tuning()?, scratch_bytes: config.scratch_bytes })
     } else if rank == Rank(0) {
         root::serve(&context, describe)?
     } else {
         joiner::join_root(&context, describe)?
     };
-    Ok(Bootstrap { comm_id: keys.comm_id, secret: keys.secret, ranks, tuning })
+    Ok(Bootstrap { comm_id: keys.comm_id, secret: keys.secret, ranks, tuning, scratch_bytes })
 }

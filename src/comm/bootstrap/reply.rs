@@ -23,6 +23,8 @@ pub(super) struct World {
     pub(super) ranks: Vec<RankInfo>,
     /// Rank 0's tuning file, so that all ranks choose the same algorithms.
     pub(super) tuning: Tuning,
+    /// Rank 0's setting, so that all ranks cut collectives alike.
+    pub(super) scratch_bytes: usize,
 }
 
 impl World {

@@ -35,7 +35,7 @@ pub(super) fn serve(
     };
     publish(context, RootRecord::Listening(address))?;
     let admitted = admit_all(context, &mut server, own).and_then(|(ranks, places)| {
-        let world = World { ranks, tuning };
+        let world = World { ranks, tuning, scratch_bytes: context.config.scratch_bytes };
         let answers = answers(&world, &places).map_err(|cause| context.config_error(cause))?;
         Ok((world, answers))
     });

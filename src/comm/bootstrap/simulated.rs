@@ -123,7 +123,7 @@ impl Lengths {
         let requests =
             joiners.iter().map(request).map(|request| Ok(request?.len() as u64)).collect::<Result<_, String>>()?;
         let (ranks, places): (Vec<_>, Vec<_>) = joiners.into_iter().map(|joiner| (joiner.info, joiner.place)).unzip();
-        let world = Ranks { ranks, tuning: Tuning::default() };
+        let world = Ranks { ranks, tuning: Tuning::default(), scratch_bytes: 8 << 20 };
         let answers: Vec<u64> = answers(&world, &places)?.iter().map(|answer| answer.len() as u64).collect();
         let tree = world.tree();
         let parents: Vec<Rank> = (0..places.len()).map(|rank| tree.parent(Rank::from(rank))).collect();

@@ -162,7 +162,7 @@ fn who_cannot_take_part_gets_no_table_and_takes_no_place() {
     let elsewhere = &Host { id: "elsewhere".to_owned(), ..host.clone() };
     let host_of = |rank| if rank == FIRST || rank == FIRST + 1 { host } else { elsewhere };
     let ranks = (0..SIZE).map(|rank| info(rank, host_of(rank))).collect();
-    let world = World { ranks, tuning: Tuning::default() };
+    let world = World { ranks, tuning: Tuning::default(), scratch_bytes: 0 };
     let message = JoinReply::Complete(world.clone()).message().expect("a table")[size_of::<u32>()..].to_vec();
     let (first, second) = (context(FIRST), context(FIRST + 1));
     let (listener, place) = first.listen().expect("a port");

@@ -6,7 +6,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use ncclx_rs::algo::{Chunking, Collective, Scaling, Setting, plan};
+use ncclx_rs::algo::{Chunking, Collective, Scaling, ScratchLimit, Setting, plan};
 use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, DType, Rank, ReduceOp, Tag, Topology};
 
@@ -122,6 +122,7 @@ fn plan_anew(calls: usize) {
         element: DType::F32.size(),
         scaling: Scaling::Nothing,
         chunking: Chunking::Chunks,
+        scratch: ScratchLimit::DEFAULT,
     };
     for _ in 0..calls {
         std::hint::black_box(plan(&Collective::AllReduce { count: 1 << 20 }, setting));
