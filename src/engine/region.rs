@@ -273,12 +273,6 @@ impl Scratch {
             self.memory = Vec::new();
         }
     }
-
-    /// How many bytes are kept.
-    #[cfg(test)]
-    pub(crate) fn kept(&self) -> usize {
-        size_of_val(self.memory.as_slice())
-    }
 }
 
 /// Numbers of the engine's own that an operation reads or writes. They outlive the operation.

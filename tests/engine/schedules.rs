@@ -804,7 +804,7 @@ fn what_long_reductions_copy_takes_a_bounded_amount_of_memory() {
                         let context = format!("{name}, {collective:?}, {scaling:?}: {taken} bytes, {steps} steps");
                         // Chunks that are combined at a time come on top, each of a 256th of what is very long.
                         assert!(taken <= 3 * limit.max(bytes / 16), "{context}");
-                        assert!(steps <= 3 * size * PIECES + 4 * PIECES, "{context}");
+                        assert!(steps <= 4 * (size + 1) * PIECES, "{context}");
                     }
                 }
             }

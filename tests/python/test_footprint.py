@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +64,30 @@ def memory_is_bounded(rank: int, size: int) -> None:
     assert mean <= 4 << 20, f"a communicator takes {mean / (1 << 20):.1f} MB a rank"
 
 
+def copies_of_long_reductions_are_bounded(rank: int, size: int) -> None:
+    data = torch.ones(30_000_000)  # 120 MB
+
+    def taken(**hints: str) -> int:
+        """What a reduce has left to a rank's communicator."""
+        group = dist.new_group(backend=BACKEND, pg_options=ncclx_rs.Options(hints=hints))
+        dist.reduce(data[:size], 0, group=group)
+        data.fill_(rank + 1)
+        before = own_memory()
+        dist.reduce(data, 0, group=group)
+        after = own_memory()
+        if rank == 0:
+            assert torch.equal(data, torch.full_like(data, size * (size + 1) / 2))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        return after - before
+
+    # Rank 0's setting holds for all.
+    bounded, whole = taken(scratch_bytes=str(1 << 20 if rank == 0 else 1 << 30)), taken(scratch_bytes=str(1 << 30))
+    by_default = taken()
+    if rank != 0:
+        assert bounded < 8 << 20 and by_default < 16 << 20 and whole > 100 << 20, (bounded, by_default, whole)
+
+
 def idle_ranks_use_no_processor(rank: int, size: int) -> None:
     dist.all_reduce(torch.ones(100), async_op=True).wait()
     talk_to_all([dist.group.WORLD], size)
@@ -102,6 +127,11 @@ def waiting_ranks_sleep(rank: int, size: int, later: bool) -> None:
 @pytest.mark.worlds(sizes=(8,), modes=("shm", "tcp"))
 def test_memory(world: World) -> None:
     world.run(memory_is_bounded)
+
+
+@pytest.mark.worlds(sizes=(2, 3), modes=("shm",))
+def test_copies(fresh_world: World) -> None:
+    fresh_world.run(copies_of_long_reductions_are_bounded)
 
 
 @pytest.mark.worlds(sizes=(2,), modes=("shm", "tcp"))
