@@ -18,92 +18,15 @@ use smallvec::SmallVec;
 
 use crate::types::Rank;
 
+mod action;
 mod frame;
 mod slice;
 mod uses;
 
+pub use action::Action;
 pub(crate) use frame::{Frame, Run};
 pub use slice::{Slice, Space, StepId};
 use uses::{After, Uses};
-
-/// The action of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Action {
-    /// Sends a message. The k-th send to a peer matches the peer's k-th receive from this rank, in schedule order.
-    Send {
-        /// The receiving rank.
-        to: Rank,
-        /// What is sent.
-        from: Slice,
-    },
-    /// Receives a message.
-    Recv {
-        /// The sending rank.
-        from: Rank,
-        /// Where it goes.
-        into: Slice,
-    },
-    /// Receives a message and combines it: `into = into ⊕ message`.
-    RecvReduce {
-        /// The sending rank.
-        from: Rank,
-        /// The accumulator.
-        into: Slice,
-    },
-    /// Copies, and widens elements that become sums. A copy of memory onto itself does nothing.
-    Copy {
-        /// The source.
-        from: Slice,
-        /// The destination, as long as the source.
-        into: Slice,
-    },
-    /// `into = into ⊕ from`.
-    Reduce {
-        /// The right operand.
-        from: Slice,
-        /// The left operand and the result.
-        into: Slice,
-    },
-    /// `into = block₀ ⊕ block₁ ⊕ …` over blocks of `into.len` elements, rounded once. One block is the old content of `into`;
-    /// `from` consists of the others.
-    Fold {
-        /// The other blocks, in order; as long as `into` times a whole number.
-        from: Slice,
-        /// One of the blocks and the result, apart from `from`.
-        into: Slice,
-        /// The position of `into` among the blocks. As wide as a [`Rank`]: a larger type makes every step larger.
-        position: u32,
-    },
-    /// Multiplies in place by the rank's own factor of PREMUL_SUM.
-    Scale {
-        /// What is multiplied.
-        slice: Slice,
-    },
-    /// `into = (block₀ + block₁ + …) / world size` over the blocks of `into.len` elements that `from` consists of, rounded
-    /// once.
-    Average {
-        /// The blocks, in order: elements, or sums of them. As long as `into` times a whole number.
-        from: Slice,
-        /// The result: `from` itself, or apart from it.
-        into: Slice,
-    },
-}
-
-impl Action {
-    /// The slice that is read, then the slice that is written.
-    pub(crate) fn touches(&self) -> (Option<Slice>, Option<Slice>) {
-        match *self {
-            Action::Send { from, .. } => (Some(from), None),
-            Action::Recv { into, .. } => (None, Some(into)),
-            Action::RecvReduce { into, .. } => (None, Some(into)),
-            Action::Copy { from, into }
-            | Action::Reduce { from, into }
-            | Action::Fold { from, into, .. }
-            | Action::Average { from, into } => (Some(from), Some(into)),
-            Action::Scale { slice } => (None, Some(slice)),
-        }
-    }
-}
 
 /// An action and the earlier steps that it must wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]

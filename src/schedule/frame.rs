@@ -2,7 +2,7 @@
 
 use smallvec::{SmallVec, smallvec};
 
-use super::Action;
+use super::action::Action;
 use super::slice::{Slice, Space};
 
 /// A run of a piece's input.

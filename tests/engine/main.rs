@@ -6,6 +6,7 @@ mod blocking;
 mod bootstrap;
 mod cases;
 mod collectives;
+mod copies;
 mod cores;
 mod crowds;
 mod detours;

@@ -64,7 +64,7 @@ def memory_is_bounded(rank: int, size: int) -> None:
     assert mean <= 4 << 20, f"a communicator takes {mean / (1 << 20):.1f} MB a rank"
 
 
-def copies_of_long_reductions_are_bounded(rank: int, size: int) -> None:
+def what_ranks_copy_takes_bounded_memory(rank: int, size: int) -> None:
     data = torch.ones(30_000_000)  # 120 MB
 
     def taken(**hints: str) -> int:
@@ -84,6 +84,14 @@ def copies_of_long_reductions_are_bounded(rank: int, size: int) -> None:
     # Rank 0's setting holds for all.
     bounded, whole = taken(scratch_bytes=str(1 << 20 if rank == 0 else 1 << 30)), taken(scratch_bytes=str(1 << 30))
     by_default = taken()
+    # What is not made piece by piece is given back.
+    group = dist.new_group(backend=BACKEND, pg_options=ncclx_rs.Options(hints={"algorithm": "binomial"}))
+    part = data[: data.numel() // size]
+    blocks = [torch.ones_like(part) for _ in range(size)] if rank == 0 else None
+    before = own_memory()
+    dist.gather(part, blocks, group=group)
+    given_back = own_memory() - before
+    assert given_back < 16 << 20, given_back
     if rank != 0:
         assert bounded < 8 << 20 and by_default < 16 << 20 and whole > 100 << 20, (bounded, by_default, whole)
 
@@ -131,7 +139,7 @@ def test_memory(world: World) -> None:
 
 @pytest.mark.worlds(sizes=(2, 3), modes=("shm",))
 def test_copies(fresh_world: World) -> None:
-    fresh_world.run(copies_of_long_reductions_are_bounded)
+    fresh_world.run(what_ranks_copy_takes_bounded_memory)
 
 
 @pytest.mark.worlds(sizes=(2,), modes=("shm", "tcp"))
