@@ -15,7 +15,7 @@ use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
-use crate::config::{Config, DumpSignal, TransportChoice};
+use crate::config::{Config, DumpSignal};
 use crate::engine::collective::Request;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
@@ -130,11 +130,6 @@ impl Communicator {
         }
         limits::raise_descriptors();
         let mut config = Config::resolve(&hints)?;
-        if config.transport == TransportChoice::Ucx {
-            let what =
-                "ucx moves bytes between two processes (RdmaTransport) alone: expected transport auto, shm or tcp";
-            return Err(InitError::Config(format!("communicator `{name}`: {what}")));
-        }
         // A shorter operation timeout also limits the wait for all ranks to join.
         config.connect_timeout = config.connect_timeout.min(timeout.unwrap_or(Duration::MAX));
         let os = |what: &str, cause: std::io::Error| InitError::Os {
@@ -160,6 +155,7 @@ impl Communicator {
             Ok(addresses)
         };
         let Bootstrap { ranks, comm_id, tuning, .. } = bootstrap::join(&name, rank, size, store, &config, open)?;
+        Transports::check(&name, &ranks)?;
         config.algorithm = ranks[0].algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
@@ -230,7 +226,7 @@ impl Communicator {
             timeout_millis,
             configured_timeout,
             stack_frames,
-            maps_windows: config.transport.has_shm(),
+            maps_windows: config.transport.has_shm() && config.transport.has_others_than_ucx(),
             driver,
             device,
             detector,

@@ -16,6 +16,7 @@ use crate::transport::auth::Identity;
 use crate::transport::shm::{RingSettings, ShmTransport};
 use crate::transport::tcp::TcpTransport;
 use crate::transport::tls::Tls;
+use crate::transport::ucx::{self, Need, UcxTransport};
 use crate::types::Rank;
 
 /// What streams are for.
@@ -35,6 +36,10 @@ struct Entry {
 }
 
 impl Entry {
+    fn everywhere(transport: impl Transport + 'static, purpose: Purpose) -> Entry {
+        Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose }
+    }
+
     /// The name that its address is published under.
     fn key(&self) -> String {
         match self.purpose {
@@ -42,6 +47,11 @@ impl Entry {
             Purpose::FailureDetector => format!("{} failure detector", self.transport.name()),
         }
     }
+}
+
+/// The error of a rank that does without UCX where it must not.
+fn no_ucx(name: &str, rank: Rank, cause: &str) -> InitError {
+    InitError::Config(format!("communicator `{name}`: rank {rank} does not take UCX: {cause}"))
 }
 
 /// Which peers a transport is for.
@@ -71,6 +81,9 @@ impl Transports {
             let (comm, what) = (name.to_owned(), what.to_owned());
             move |cause: std::io::Error| InitError::Os { comm, what, cause: cause.to_string() }
         };
+        let choice = config.transport;
+        // The failure detector has connections of its own, which say that a process is gone.
+        let has_others = purpose == Purpose::FailureDetector || choice.has_others_than_ucx();
         let mut transports = Vec::new();
         let line_ownership = config.shm_line_ownership;
         let (bytes, peer_can_read, timeout) = match purpose {
@@ -79,22 +92,49 @@ impl Transports {
             }
             Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
-        if config.transport.has_shm() {
+        if choice.has_shm() && has_others {
             let settings = RingSettings { bytes, peer_can_read, line_ownership };
             let transport = ShmTransport::new(identity.clone(), poller.clone(), settings)
                 .map_err(os("the shared memory transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::SameHost, purpose });
         }
-        if config.transport.has_tcp() {
+        if choice.has_tcp() {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
             let tls = Tls::new(config, &identity.secret)?;
-            let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, timeout)
-                .map_err(os("the TCP transport"))?;
-            transports.push(Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose });
+            if purpose == Purpose::Data && identity.size > 1 {
+                match ucx::offer(config, &[], tls.is_some()) {
+                    Ok(context) => {
+                        let need = if has_others { Need::Better } else { Need::Any };
+                        let (identity, poller, advertise) = (identity.clone(), poller.clone(), advertise.clone());
+                        let transport = UcxTransport::new(identity, context, need, poller, advertise, timeout)
+                            .map_err(os("the UCX transport"))?;
+                        transports.push(Entry::everywhere(transport, purpose));
+                    }
+                    Err(cause) if has_others => log::debug!("communicator `{name}`: no UCX: {cause}"),
+                    Err(cause) => return Err(no_ucx(name, identity.me, &cause)),
+                }
+            }
+            if has_others {
+                let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, timeout)
+                    .map_err(os("the TCP transport"))?;
+                transports.push(Entry::everywhere(transport, purpose));
+            }
         }
         Ok(Transports { transports })
+    }
+
+    /// Refuses ranks of which one takes UCX alone and another does not offer it. All ranks find the same.
+    pub(crate) fn check(name: &str, ranks: &[RankInfo]) -> Result<(), InitError> {
+        let offers = |info: &&RankInfo, transport: &str| info.addresses.contains_key(transport);
+        let takes_alone = |info: &&RankInfo| offers(info, "ucx") && !offers(info, "tcp");
+        let forced = ranks.iter().find(takes_alone);
+        let Some((forced, lacking)) = forced.zip(ranks.iter().find(|info| !offers(info, "ucx"))) else {
+            return Ok(());
+        };
+        let cause = format!("rank {} has transport=ucx alone; set it on both, or on neither", forced.rank);
+        Err(no_ucx(name, lacking.rank, &cause))
     }
 
     /// The addresses to publish, by transport name.
