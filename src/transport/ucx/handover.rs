@@ -98,11 +98,16 @@ impl Opening {
     /// Advances without blocking, and returns the stream once both sides take it. The error says that UCX does not lead to the peer,
     /// or that this process was too slow for it.
     pub(super) fn drive(&mut self, stream: &mut (impl Read + Write)) -> Result<Option<Outflow>, LinkDown> {
-        let age = self.since.elapsed();
-        self.next_stages(stream, age).map_err(|down| match down.kind {
-            // As in the handshake before: the acceptor hangs up on slow peers.
-            Down::HungUp if age >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(down.cause),
-            _ => LinkDown::unfit(format!("UCX with it fails: {down}")),
+        let (age, detour) = (self.since.elapsed(), self.detour);
+        self.next_stages(stream, age).map_err(|down| {
+            let cause = format!("UCX with it fails: {down}");
+            match (down.kind, detour) {
+                // As in the handshake before: the acceptor hangs up on slow peers.
+                (Down::HungUp, _) if age >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(cause),
+                // The same, where it tells of one that leaves.
+                (Down::HungUp, Detour::Impossible) => LinkDown::refused(cause),
+                _ => LinkDown::unfit(cause),
+            }
         })
     }
 

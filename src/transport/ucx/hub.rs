@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
+use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
@@ -307,7 +308,8 @@ impl Outflow {
     pub(super) fn is_granted(&self) -> Result<bool, LinkDown> {
         let looked = self.flow.progressed(|link| (link.down(), link.to.as_ref().is_some_and(|to| to.is_granted)));
         match looked {
-            Some((Some(down), false)) => Err(down),
+            // Its end is that of the other side's.
+            Some((Some(down), false)) => Err(LinkDown::hung_up(down.cause)),
             looked => Ok(looked.is_some_and(|(_, is_granted)| is_granted)),
         }
     }
@@ -341,6 +343,14 @@ impl Outflow {
             Some(Some(flushed)) => flushed.map_err(|error| LinkDown::new(format!("UCX: {error}"))),
             Some(None) => Ok(false),
             None => Ok(true),
+        }
+    }
+
+    /// Sends what was written on its way before the stream ends, as far as that takes moments.
+    pub(super) fn finish(&self) {
+        let begin = Instant::now();
+        while self.flushed() == Ok(false) && begin.elapsed() < FINISH_TIMEOUT {
+            std::hint::spin_loop();
         }
     }
 
@@ -468,6 +478,9 @@ impl Drop for Inflow {
         }
     }
 }
+
+/// What a device takes to acknowledge messages, many times over.
+const FINISH_TIMEOUT: Duration = Duration::from_millis(2);
 
 /// How often to arm in one call while there is progress to make.
 const ARMS_MAX: usize = 16;

@@ -105,6 +105,7 @@ impl SendStream for UcxSendStream {
 impl Drop for UcxSendStream {
     fn drop(&mut self) {
         if let Stage::Open(outflow) = &self.stage {
+            outflow.finish();
             let sent = outflow.sent().to_le_bytes();
             // Eight bytes, the only ones that this side sends on the open connection: there is room, or it has ended.
             let _ = self.connection.stream().write(&sent);
