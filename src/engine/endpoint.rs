@@ -592,7 +592,12 @@ impl Endpoints {
     /// Whether bytes wait to be written, or streams are being opened.
     pub(crate) fn is_busy(&self) -> bool {
         self.queues().chain(self.unsettled()).any(|peer| peer.outbox.is_waiting() || peer.outbox.is_opening())
-            || self.transports.iter().any(|transport| transport.holds_bytes())
+            || self.holds_bytes()
+    }
+
+    /// Whether bytes that streams have taken wait in this process.
+    pub(crate) fn holds_bytes(&self) -> bool {
+        self.transports.iter().any(|transport| transport.holds_bytes())
     }
 
     /// Whether every byte that should has left this process.

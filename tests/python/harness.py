@@ -45,7 +45,7 @@ GRACE_SECONDS = 3.0
 
 PR_SET_PDEATHSIG = 1
 
-MODES = ("shm", "tcp", "hier")
+MODES = ("shm", "tcp", "hier", "ucx")
 # The pretended host of each rank in mode "hier". With three ranks, the hosts' ranks are not contiguous.
 HOSTS = {2: "ab", 3: "aba", 4: "aabb", 5: "aabbb", 6: "aaabbb", 7: "aaabbbb", 8: "aaaabbbb"}
 

@@ -29,6 +29,13 @@ pub(crate) fn vendor_library(py: Python<'_>, name: &str, packages: Vec<PathBuf>)
     Ok((library.path().to_owned(), library.version().to_string(), lacks.map(|feature| feature.text()).collect()))
 }
 
+/// Has UCX looked for in the folder of the environment's packages, where communicators take it too.
+pub(crate) fn look_for_ucx(py: Python<'_>) -> PyResult<()> {
+    let folder = py.import("sysconfig")?.call_method1("get_path", ("purelib",))?.extract()?;
+    ncclx_rs::sys::ucx::look_in(folder);
+    Ok(())
+}
+
 fn ucx(py: Python<'_>, choice: UcxChoice, packages: Vec<PathBuf>) -> PyResult<Found> {
     let named = match choice {
         UcxChoice::Off => return Err(PyOSError::new_err("the setting `ucx` is off")),

@@ -13,6 +13,6 @@ mod worker;
 
 pub use context::{Context, RegisteredMemory};
 pub use endpoint::Endpoint;
-pub use library::{Ucx, UcxError, Version};
+pub use library::{Ucx, UcxError, Version, look_in};
 pub use messages::{Arrived, COPIED_MAX, Messenger, Recipient};
 pub use worker::Device;

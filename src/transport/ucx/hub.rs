@@ -13,10 +13,10 @@ use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::fork::Origin;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
-use crate::sys::ucx::{Arrived, Context, Device, Messenger};
+use crate::sys::ucx::{Arrived, Device, Messenger};
 use crate::transport::ucx::link::{Incoming, Link, Outgoing};
 use crate::transport::ucx::message::{Header, Kind};
-use crate::transport::ucx::offer::Need;
+use crate::transport::ucx::offer::{Allowed, Need};
 use crate::transport::{PATIENCE, PATIENCE_WITH_CALLS};
 use crate::types::Rank;
 
@@ -24,7 +24,7 @@ use crate::types::Rank;
 #[derive(Debug)]
 pub(super) struct Hub {
     me: Rank,
-    context: Arc<Context>,
+    allowed: Allowed,
     need: Need,
     poller: Poller,
     origin: Origin,
@@ -51,8 +51,8 @@ struct State {
 }
 
 impl Hub {
-    pub(super) fn new(me: Rank, context: Arc<Context>, need: Need, poller: Poller) -> Arc<Hub> {
-        Arc::new(Hub { me, context, need, poller, origin: Origin::here(), state: Mutex::default() })
+    pub(super) fn new(me: Rank, allowed: Allowed, need: Need, poller: Poller) -> Arc<Hub> {
+        Arc::new(Hub { me, allowed, need, poller, origin: Origin::here(), state: Mutex::default() })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -67,7 +67,7 @@ impl Hub {
 
     fn messenger<'a>(&self, state: &'a mut State) -> Result<&'a Messenger, String> {
         if state.messenger.is_none() {
-            let messenger = Messenger::new(&self.context).map_err(|error| error.to_string())?;
+            let messenger = Messenger::new(&self.allowed.load()?).map_err(|error| error.to_string())?;
             let watched = self.poller.watch(messenger, Interest::Read).map_err(|error| error.to_string())?;
             state.messenger = Some(watched);
             // It was never armed.

@@ -61,10 +61,13 @@ impl Link {
         self.recipient.failure().map(|failure| LinkDown::new(format!("UCX: {failure}")))
     }
 
-    /// Sends a message without bytes of a stream.
+    /// Sends a message without bytes of a stream. What opens one is as long as any: UCX sends the first long message only once it
+    /// has an answer of the peer's UCX, which must not come later, when the peer may be busy with something else.
     pub(super) fn send(&mut self, header: Header) -> Result<(), LinkDown> {
-        let mut bytes = self.recipient.buffer(Header::BYTES);
+        let len = if header.number == 0 { MESSAGE_BYTES } else { Header::BYTES };
+        let mut bytes = self.recipient.buffer(len);
         bytes.extend_from_slice(&header.encode());
+        bytes.resize(len, 0);
         self.recipient.send(bytes).map_err(|error| LinkDown::new(format!("UCX: {error}")))
     }
 

@@ -27,7 +27,6 @@ use crate::sync::Arc;
 use crate::sys::net;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket::{self, PeerTimeout};
-use crate::sys::ucx::Context;
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::Address;
@@ -39,7 +38,7 @@ use crate::transport::ucx::send_stream::UcxSendStream;
 use crate::transport::{Accepted, Detour, SendStream, Transport};
 use crate::types::Rank;
 
-pub(crate) use offer::{Need, Offer, offer};
+pub(crate) use offer::{Allowed, Need, Offer, offer};
 
 /// The transport of one communicator.
 #[derive(Debug)]
@@ -55,10 +54,10 @@ pub struct UcxTransport {
 }
 
 impl UcxTransport {
-    /// Listens on every address. Peers learn those of `advertise`, the best first.
+    /// Listens on every address. Peers learn those of `advertise`, the best first. UCX is loaded when the first stream is opened.
     pub(crate) fn new(
         identity: Identity,
-        context: Arc<Context>,
+        allowed: Allowed,
         need: Need,
         poller: Poller,
         advertise: Vec<IpAddr>,
@@ -68,7 +67,7 @@ impl UcxTransport {
         let port = listener.local_addr()?.port();
         let listener = poller.watch(listener, Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone());
-        let hub = Hub::new(identity.me, context, need, poller.clone());
+        let hub = Hub::new(identity.me, allowed, need, poller.clone());
         Ok(UcxTransport { identity, poller, advertise, port, timeout, listener, pending, hub })
     }
 }

@@ -19,25 +19,43 @@ pub(crate) enum Need {
     Any,
 }
 
-/// What a process with these settings offers. `has_tls` says that nothing may travel in the clear.
-pub(crate) fn offer(config: &Config, packages: &[PathBuf], has_tls: bool) -> Offer {
-    let named = match &config.ucx {
-        UcxChoice::Off => return Err("its setting `ucx` is off".to_owned()),
-        UcxChoice::Auto => None,
-        UcxChoice::File(path) => Some(path.as_path()),
-    };
-    match config.transport {
-        TransportChoice::Shm | TransportChoice::Tcp => return Err("its setting `transport` is another".to_owned()),
-        // Before the library is loaded, which patches functions of the process.
-        TransportChoice::Auto if !net::has_rdma_devices() => {
-            return Err("its setting `transport` is auto, and its host has no RDMA device".to_owned());
+/// UCX as the settings let a process use it. Nothing is loaded yet.
+#[derive(Clone, Debug)]
+pub(crate) struct Allowed {
+    named: Option<PathBuf>,
+    packages: Vec<PathBuf>,
+}
+
+impl Allowed {
+    /// Whether these settings let it, or why they do not. `has_tls` says that nothing may travel in the clear.
+    pub(crate) fn by(config: &Config, packages: &[PathBuf], has_tls: bool) -> Result<Allowed, String> {
+        let named = match &config.ucx {
+            UcxChoice::Off => return Err("its setting `ucx` is off".to_owned()),
+            UcxChoice::Auto => None,
+            UcxChoice::File(path) => Some(path.clone()),
+        };
+        match config.transport {
+            TransportChoice::Shm | TransportChoice::Tcp => return Err("its setting `transport` is another".to_owned()),
+            TransportChoice::Auto if !net::has_rdma_devices() => {
+                return Err("its setting `transport` is auto, and its host has no RDMA device".to_owned());
+            }
+            TransportChoice::Auto | TransportChoice::Ucx => {}
         }
-        TransportChoice::Auto | TransportChoice::Ucx => {}
+        if has_tls {
+            return Err("its setting `tls` forbids what travels in the clear".to_owned());
+        }
+        Ok(Allowed { named, packages: packages.to_vec() })
     }
-    if has_tls {
-        return Err("its setting `tls` forbids what travels in the clear".to_owned());
+
+    /// Loads the library, which patches functions of the process.
+    pub(crate) fn load(&self) -> Offer {
+        Context::of_process(self.named.as_deref(), &self.packages).map_err(|error| error.to_string())
     }
-    Context::of_process(named, packages).map_err(|error| error.to_string())
+}
+
+/// What a process with these settings offers.
+pub(crate) fn offer(config: &Config, packages: &[PathBuf], has_tls: bool) -> Offer {
+    Allowed::by(config, packages, has_tls)?.load()
 }
 
 #[cfg(test)]
