@@ -117,7 +117,15 @@ impl Hub {
         Ok(Inflow { flow: Flow { hub: self.clone(), peer, session } })
     }
 
+    /// Goes on before callers' handshakes do.
+    pub(super) fn begin_to_accept(&self) {
+        let state = &mut *self.state();
+        self.progress_for_all(state);
+        state.must_accept = false;
+    }
+
     /// Goes on with whatever is under way.
+    #[cfg(test)]
     pub(super) fn progress(&self) {
         self.progress_for_all(&mut self.state());
     }
@@ -129,6 +137,12 @@ impl Hub {
             // Whoever sleeps does so for streams that nothing else names.
             self.poller.wake();
         }
+    }
+
+    /// Whether no armed stream has become ready.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        self.state().ready.is_empty()
     }
 
     /// Appends the armed streams that have become ready. True: callers' handshakes go on.

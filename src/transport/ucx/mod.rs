@@ -88,7 +88,7 @@ impl Transport for UcxTransport {
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        self.hub.progress();
+        self.hub.begin_to_accept();
         let (listener, timeout) = (&self.listener, self.timeout);
         self.pending.admit(listener.as_fd(), || {
             socket::admit(listener.accept(), |(stream, _)| {
