@@ -465,6 +465,22 @@ impl Value for Duration {
     }
 }
 
+impl Value for TransportChoice {
+    const EXPECTED: &'static str = TransportChoice::FORM;
+
+    fn parse(text: &str) -> Option<Self> {
+        TransportChoice::read(text)
+    }
+}
+
+impl Value for UcxChoice {
+    const EXPECTED: &'static str = UcxChoice::FORM;
+
+    fn parse(text: &str) -> Option<Self> {
+        Some(UcxChoice::read(text))
+    }
+}
+
 impl Value for EngineChoice {
     const EXPECTED: &'static str = "auto, streams, nccl or rccl";
 

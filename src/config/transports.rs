@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use super::Value;
-
 /// Which transports may be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransportChoice {
@@ -41,10 +39,11 @@ impl TransportChoice {
     }
 }
 
-impl Value for TransportChoice {
-    const EXPECTED: &'static str = "auto, shm, tcp or ucx";
+impl TransportChoice {
+    /// The values, in words.
+    pub(super) const FORM: &'static str = "auto, shm, tcp or ucx";
 
-    fn parse(text: &str) -> Option<Self> {
+    pub(super) fn read(text: &str) -> Option<TransportChoice> {
         match text {
             "auto" => Some(TransportChoice::Auto),
             "shm" => Some(TransportChoice::Shm),
@@ -66,15 +65,16 @@ pub enum UcxChoice {
     File(PathBuf),
 }
 
-impl Value for UcxChoice {
-    const EXPECTED: &'static str = "auto, off or a file";
+impl UcxChoice {
+    /// The values, in words.
+    pub(super) const FORM: &'static str = "auto, off or a file";
 
-    fn parse(text: &str) -> Option<Self> {
-        Some(match text {
+    pub(super) fn read(text: &str) -> UcxChoice {
+        match text {
             "auto" => UcxChoice::Auto,
             "off" => UcxChoice::Off,
             file => UcxChoice::File(file.into()),
-        })
+        }
     }
 }
 
@@ -85,7 +85,7 @@ mod tests {
     #[test]
     fn ucx_is_found_or_named_or_off() {
         let file = UcxChoice::File("/opt/ucx/lib/libucp.so.0".into());
-        let values = ["auto", "off", "/opt/ucx/lib/libucp.so.0"].map(UcxChoice::parse);
-        assert_eq!(values, [Some(UcxChoice::Auto), Some(UcxChoice::Off), Some(file)]);
+        let values = ["auto", "off", "/opt/ucx/lib/libucp.so.0"].map(UcxChoice::read);
+        assert_eq!(values, [UcxChoice::Auto, UcxChoice::Off, file]);
     }
 }

@@ -113,7 +113,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
     (
         "src/transport/ucx/",
-        &[&["message", "offer"], &["link"], &["hub"], &["handover"], &["recv_stream", "send_stream"], &["tests"]],
+        &[&["header", "offer"], &["link"], &["hub"], &["handover"], &["recv_stream", "send_stream"], &["tests"]],
     ),
     (
         "src/device/",

@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use crate::error::LinkDown;
 use crate::sys::ucx::{Arrived, COPIED_MAX, Device, Recipient};
 use crate::transport::runs::Runs;
-use crate::transport::ucx::message::{Header, Kind};
+use crate::transport::ucx::header::{Header, Kind};
 use crate::types::Rank;
 
 /// The way to a peer.

@@ -10,9 +10,9 @@
 //! peer. So no stream has a descriptor that tells of its messages: [`Hub`](hub::Hub) knows which streams have some.
 
 mod handover;
+mod header;
 mod hub;
 mod link;
-mod message;
 mod offer;
 mod recv_stream;
 mod send_stream;

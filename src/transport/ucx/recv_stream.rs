@@ -10,9 +10,9 @@ use crate::sys::ucx::Arrived;
 use crate::transport::RecvStream;
 use crate::transport::handshake::is_passing;
 use crate::transport::ucx::handover::Caller;
+use crate::transport::ucx::header::Header;
 use crate::transport::ucx::hub::Inflow;
 use crate::transport::ucx::link::{CREDIT_INTERVAL, cost};
-use crate::transport::ucx::message::Header;
 
 /// The receiving end of a stream: messages by UCX, and the connection beside them.
 #[derive(Debug)]
