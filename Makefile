@@ -221,6 +221,15 @@ CUDA_INSTALLED := softcuda $(KERNEL_TWINS) $(call installed,$(TORCH))
 python-test-cuda: $(CUDA_INSTALLED) $(PROGRAMS)
 	$(PYTHON_CUDA) tests/cuda_python
 
+# The same programs on AMD's functions.
+.PHONY: hip
+hip: export SOFTCUDA_PROVIDER := hip
+hip: export SOFTHIP_WAITS := 1
+hip: export NCCLX_RS_ENGINE := streams
+hip: CUDA_TEST_NAMES := lanes rings messages:: graphs:: hosts:: windows:: --skip vendor_
+hip: rust-test-cuda $(CUDA_INSTALLED) ## Runs the engine's programs for streams, and tests of PyTorch, on a software HIP
+	$(PYTHON_CUDA) tests/cuda_python -m smoke
+
 # PyTorch's own tests of CUDA tensors.
 .PHONY: acceptance-cuda
 test-cuda: acceptance-cuda
@@ -344,7 +353,7 @@ screenshots: docs ## Photographs the site's main pages in a headless browser, in
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
 		$(MAKE) --keep-going acceptance long-messages scale simulated-times nccl-versions chaos chaos-cuda races-cuda \
-			samples-cuda mutations-cuda soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
+			samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024

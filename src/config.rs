@@ -14,13 +14,14 @@ use std::fmt::{self, Write};
 use std::time::Duration;
 
 use log::LevelFilter;
-use serde::{Deserialize, Serialize};
 
 use crate::error::InitError;
 
+mod engine;
 mod nccl_fields;
 mod transports;
 
+pub use engine::EngineChoice;
 pub use nccl_fields::NcclFields;
 pub use transports::{TransportChoice, UcxChoice};
 
@@ -119,8 +120,9 @@ options! {
     device_timing: bool, "device_timing", "false", &["TORCH_NCCL_ENABLE_TIMING"],
         "CUDA: whether the flight recorder tells how long collectives took by their device's clock.";
     engine: EngineChoice, "engine", "auto", &[],
-        "CUDA: what runs collectives and messages of tensors of devices: streams (the engine's own programs), or a vendor's \
-         library, nccl or rccl, for what it has; auto takes streams. The same on all ranks.";
+        "What runs collectives and messages of tensors of devices: streams (the engine's own programs); a vendor's library, nccl \
+         or rccl, for what it has; host (the engine of the CPU, also where other ranks have tensors of other devices or of the \
+         CPU). auto takes streams on CUDA's devices, and rccl on HIP's. The same on all ranks.";
     nccl_library: Option<String>, "nccl_library", "", &[],
         "The file of NCCL; otherwise the one that the process has loaded, that of a Python package, or the system's.";
     rccl_library: Option<String>, "rccl_library", "", &[],
@@ -128,6 +130,9 @@ options! {
     nccl_config: NcclFields, "nccl_config", "", &[],
         "Fields of `ncclConfig_t`, as nccl.h has them, for communicators of NCCL and RCCL, as `minCTAs=4,maxCTAs=16`; others \
          are left to the library. The same on all ranks.";
+    nccl_ranks_per_root: usize, "nccl_ranks_per_root", "128", &["TORCH_NCCL_RANKS_PER_ROOT"],
+        "How many ranks meet at one of them when a communicator of NCCL or RCCL begins; more ranks have several such roots. 0: \
+         all meet at one.";
     spin: Spin, "spin_microseconds", "auto", &[],
         "How long a waiting thread polls before it sleeps; where ranks share a core, it yields the core after each poll. \
          auto is 50, and 100 where the host has fewer cores than ranks.";
@@ -226,31 +231,6 @@ pub fn manual() -> String {
             .expect("a string takes any text");
     }
     text
-}
-
-/// What runs collectives on tensors of devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum EngineChoice {
-    /// What is the better way: streams, as long as no GPU has shown otherwise.
-    Auto,
-    /// Programs for streams.
-    Streams,
-    /// NVIDIA's library, or an error.
-    Nccl,
-    /// AMD's library, or an error.
-    Rccl,
-}
-
-impl EngineChoice {
-    /// As the option has it.
-    pub fn name(self) -> &'static str {
-        match self {
-            EngineChoice::Auto => "auto",
-            EngineChoice::Streams => "streams",
-            EngineChoice::Nccl => "nccl",
-            EngineChoice::Rccl => "rccl",
-        }
-    }
 }
 
 /// Whether to do something that may pay or not.
@@ -482,11 +462,10 @@ impl Value for UcxChoice {
 }
 
 impl Value for EngineChoice {
-    const EXPECTED: &'static str = "auto, streams, nccl or rccl";
+    const EXPECTED: &'static str = EngineChoice::FORM;
 
     fn parse(text: &str) -> Option<Self> {
-        use EngineChoice::{Auto, Nccl, Rccl, Streams};
-        [Auto, Streams, Nccl, Rccl].into_iter().find(|choice| choice.name() == text)
+        EngineChoice::read(text)
     }
 }
 

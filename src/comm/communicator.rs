@@ -305,6 +305,9 @@ impl Communicator {
     pub fn submit_batch(&self, ops: &[Op]) -> Result<Work, Error> {
         let first = check::batch(ops)?;
         let Mode::Stream(stream) = first.mode else { unreachable!("it has been checked") };
+        if self.device.goes_through_host() {
+            return self.run_through_host(ops, stream);
+        }
         self.device.run_batch(self, ops, stream, first.timeout.unwrap_or_else(|| self.timeout()))
     }
 
@@ -344,6 +347,9 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Submitted, Error> {
         check::placement(op, Memory::Device(stream.device()))?;
+        if self.device.goes_through_host() {
+            return self.begin_through_host(op, factor, stream).map(Submitted::Pending);
+        }
         self.device.run(self, op, factor, stream, timeout).map(Submitted::Pending)
     }
 
@@ -663,6 +669,39 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::store::MemoryStore;
+
+    fn pair(settings: &[(&str, &str)]) -> [Communicator; 2] {
+        let store = Arc::new(MemoryStore::default());
+        let join = |rank: usize| {
+            let hints = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+            let timeout = Some(Duration::from_secs(20));
+            let (name, store) = ("pair".to_owned(), store.clone());
+            Communicator::new(CommOptions { name, rank: Rank::from(rank), size: 2, store, timeout, hints }).unwrap()
+        };
+        std::thread::scope(|scope| [0, 1].map(|rank| scope.spawn(move || join(rank))).map(|rank| rank.join().unwrap()))
+    }
+
+    #[test]
+    fn what_tls_holds_of_operations_that_have_ended_in_their_call_leaves_though_no_thread_waits() {
+        let [one, other] = pair(&[("transport", "tcp"), ("tls", "on")]);
+        std::thread::scope(|scope| {
+            let meets = scope.spawn(|| other.barrier().unwrap());
+            one.barrier().unwrap();
+            meets.join().unwrap();
+        });
+        let (mut data, mut count) = ([7u8; 4096], 0);
+        let holds_bytes = || one.driver.with_engine(|engine| engine.context.endpoints.holds_bytes());
+        // Its root waits for nobody, until TLS and the system have no more room.
+        while !holds_bytes() {
+            one.broadcast(&mut data, Rank(0)).unwrap();
+            count += 1;
+        }
+        for _ in 0..count {
+            other.broadcast(&mut [0u8; 4096], Rank(0)).unwrap();
+        }
+        one.abort("the test is over");
+    }
 
     #[test]
     fn a_flush_goes_on_as_long_as_bytes_move() {

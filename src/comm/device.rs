@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::buffer::Buffer;
 use crate::comm::check::{self, RankAndSize};
 use crate::comm::other_hosts::ThroughEngine;
-use crate::config::Config;
+use crate::config::{Config, EngineChoice};
 use crate::deadline::deadline_after;
 use crate::device::executor::{self, CollectiveRequest, Executor, LANE, Ranks};
 use crate::device::far_windows::FarWindows;
@@ -28,16 +28,18 @@ use crate::engine::relay::Pier;
 use crate::error::{Error, InitError, UsageError};
 use crate::op::{Op, OpKind};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
-use crate::sys::cuda::{Relaxed, StreamHandle};
+use crate::sys::cuda::{Provider, Relaxed, StreamHandle};
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
 
+mod memory;
 mod parts;
 mod windows;
 
 /// What a communicator has on a device.
 pub(super) struct DeviceSide {
-    options: executor::Options,
+    algorithm: Option<String>,
+    is_timed: bool,
     /// The identity of this rank's host.
     host: String,
     /// The bytes of half of a rank's staging memory.
@@ -54,15 +56,17 @@ pub(super) struct DeviceSide {
 
 impl DeviceSide {
     pub(super) fn new(config: &Config, host: &str) -> DeviceSide {
-        let options = executor::Options { algorithm: config.algorithm.clone(), is_timed: config.device_timing };
         let libraries = Libraries {
             engine: config.engine,
             files: [&config.nccl_library, &config.rccl_library].map(|file| file.as_ref().map(PathBuf::from)),
             fields: Arc::new(config.nccl_config.clone()),
+            ranks_per_root: config.nccl_ranks_per_root,
             limit: config.connect_timeout,
+            lent: Arc::default(),
         };
         DeviceSide {
-            options,
+            algorithm: config.algorithm.clone(),
+            is_timed: config.device_timing,
             host: host.to_owned(),
             staging_bytes: config.device_staging.get(),
             libraries,
@@ -71,6 +75,11 @@ impl DeviceSide {
             messages: OnceLock::new(),
             part: Mutex::new(None),
         }
+    }
+
+    /// Whether tensors of devices go through memory of the host, by the CPU's engine.
+    pub(super) fn goes_through_host(&self) -> bool {
+        self.libraries.engine == EngineChoice::Host
     }
 
     /// Waits until nothing is in flight on the device, for `limit` at most.
@@ -97,8 +106,10 @@ impl DeviceSide {
 
     /// Gives back what the communicator has on the device. The engine is closed by then, so no thread waits in here for ranks.
     pub(super) fn close(&self) {
+        // What was never registered goes at once.
+        let lent = std::mem::take(&mut *lock(&self.libraries.lent));
         if let Some(executor) = self.executor.get() {
-            executor.close();
+            executor.close(lent);
         }
         if let Some(messages) = self.messages.get() {
             messages.close();
@@ -286,7 +297,9 @@ impl DeviceSide {
         let ends = Arc::new(Reports(group.driver().clone()));
         let hosts = Arc::new(ThroughEngine(group.driver().clone()));
         let hosts = (hosts.clone() as Arc<dyn Exchange>, hosts as Arc<dyn FarWindows>);
-        let own = Executor::new(group.name().to_owned(), me, self.options.clone(), parts, vendor, ends, hosts);
+        let no_programs = self.libraries.no_streams();
+        let options = executor::Options { algorithm: self.algorithm.clone(), is_timed: self.is_timed, no_programs };
+        let own = Executor::new(group.name().to_owned(), me, options, parts, vendor, ends, hosts);
         // A failure on one rank is an error on all. On all ranks, what may wait for a device is over before any puts something
         // on a stream.
         let own = own.map(|executor| {
@@ -322,7 +335,14 @@ impl DeviceSide {
         let mut candidate = self.libraries.candidate(comm, (me, names), timeout);
         candidate.part = lock(&self.part).take().filter(|part| part.device() == context.device().ordinal());
         let current = setup::agree(comm, names, "its context", context.enter(), |_| {}, all_gather)?;
-        let Some((chosen, part)) = candidate.choose(members, all_gather)? else { return Ok(None) };
+        let Some((chosen, part)) = candidate.choose(members, all_gather)? else {
+            if me.index() == 0 && members.iter().any(|member| member.provider == Provider::Hip) {
+                log::warn!(
+                    "communicator `{comm}`: whether streams of HIP's devices can wait for words has not been shown"
+                );
+            }
+            return Ok(None);
+        };
         let begun = match part {
             Some(part) => chosen.take(part),
             None => chosen.begin(&current, all_gather)?,
@@ -334,7 +354,7 @@ impl DeviceSide {
     }
 }
 
-fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
+pub(super) fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
     let driver = group.driver();
     if !driver.is_here() {
         return Err(driver.forked_error(operation));

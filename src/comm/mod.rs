@@ -23,6 +23,7 @@ pub mod store;
 mod summary;
 #[cfg(feature = "tch")]
 mod tensors;
+mod through_host;
 mod window;
 mod wireup;
 

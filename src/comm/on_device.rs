@@ -1,7 +1,10 @@
 //! What programs call of a communicator for tensors in the memory of a CUDA device alone.
 
 use crate::buffer::{Buffer, Memory};
+use crate::comm::check;
 use crate::comm::communicator::Communicator;
+use crate::comm::device::check_open;
+use crate::device::allocator::Allocates;
 use crate::device::launch;
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op};
@@ -12,7 +15,44 @@ impl Communicator {
     /// Sets up what operations on the CUDA device of this number need, which else the first of them does. All ranks call it,
     /// each with its own device; it returns once all have. What fails on a rank is an error on all.
     pub fn prepare_device(&self, device: u32) -> Result<(), Error> {
+        if self.device.goes_through_host() {
+            return check_open(self, "prepare_device");
+        }
         self.device.prepare(self, device, self.timeout())
+    }
+
+    /// What allocates device memory that this communicator's calls take in place: decided by its setting `engine`, as on every
+    /// rank. Where it is a vendor's library, [`allocator::allocate_by_library`](crate::device::allocator::allocate_by_library)
+    /// works from now on.
+    ///
+    /// # Errors
+    /// The library is set, and this rank has none.
+    pub fn allocates(&self) -> Result<Allocates, Error> {
+        self.device.allocates(self.name())
+    }
+
+    /// Has a vendor's library (`engine=nccl`) take this device memory in place in later collectives, as it does memory of
+    /// [`allocator`](crate::device::allocator) anyway: it is registered when a collective first passes some of it. Ranks need
+    /// not call this together, but must all pass registered memory to a collective, or none. Without a library nothing
+    /// happens. `owner` keeps the memory, and is dropped when it is no longer registered.
+    pub fn register_memory(&self, memory: Buffer, owner: Box<dyn Send + Sync>) -> Result<(), Error> {
+        let operation = "register_memory";
+        self.check_here(operation)?;
+        self.driver.with_engine(|engine| engine.check_open(operation))?;
+        check::lengths(operation, "memory", &[memory])?;
+        self.device.lend(operation, memory, owner)
+    }
+
+    /// Ends [`register_memory`](Communicator::register_memory) of this memory. Waits for what streams of the device do; memory
+    /// that is not registered is passed over.
+    pub fn deregister_memory(&self, memory: Buffer) -> Result<(), Error> {
+        let operation = "deregister_memory";
+        self.check_here(operation)?;
+        self.device.give_back(operation, memory)
+    }
+
+    fn check_here(&self, operation: &str) -> Result<(), Error> {
+        if self.driver.is_here() { Ok(()) } else { Err(self.driver.forked_error(operation)) }
     }
 
     /// As [`submit`](Communicator::submit) of a reduction by [`ReduceOp::PreMulSum`] in [`Mode::Stream`], but its factor is one

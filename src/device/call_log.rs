@@ -12,6 +12,19 @@ pub(crate) struct LoggedCall {
     signature: Signature,
     segments: u32,
     capture: Capture,
+    memory: CallMemory,
+}
+
+/// Whether a vendor's library finds all memory of a rank's call registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub(crate) enum CallMemory {
+    /// It gets none, or no library does the call.
+    None = 0,
+    /// It does not.
+    Plain = 1,
+    /// It does.
+    Registered = 2,
 }
 
 /// Whether a call is recorded in a CUDA graph.
@@ -71,7 +84,18 @@ impl Disagreement {
 impl LoggedCall {
     /// A call that runs as so many segments.
     pub(crate) fn new(signature: Signature, segments: u32, capture: Capture) -> LoggedCall {
-        LoggedCall { signature, segments, capture }
+        LoggedCall { signature, segments, capture, memory: CallMemory::None }
+    }
+
+    /// The same, with memory that the library finds so.
+    pub(crate) fn with_memory(self, memory: CallMemory) -> LoggedCall {
+        LoggedCall { memory, ..self }
+    }
+
+    /// Whether two ranks' calls go together.
+    pub(crate) fn goes_with(&self, other: &LoggedCall) -> bool {
+        let mixes = self.memory != other.memory && ![self.memory, other.memory].contains(&CallMemory::None);
+        !mixes && LoggedCall { memory: other.memory, ..*self } == *other
     }
 
     pub(crate) fn signature(&self) -> Signature {
@@ -101,6 +125,14 @@ impl LoggedCall {
         } else if self.capture != theirs.capture {
             let (call, ours, theirs) = (self.signature, how(self.capture), how(theirs.capture));
             format!("the ranks disagree on collective {number}: rank {me} called {call} {ours}, rank {rank} {theirs}")
+        } else if self.segments == theirs.segments {
+            let how = |memory| if memory == CallMemory::Registered { "registered" } else { "not registered" };
+            let (call, ours, theirs) = (self.signature, how(self.memory), how(theirs.memory));
+            format!(
+                "the ranks disagree on the memory of collective {number}, {call}: that of rank {me} is {ours} with the vendor's \
+                 library, that of rank {rank} is {theirs}; take memory of get_mem_allocator(), or registered tensors, on all \
+                 ranks or on none"
+            )
         } else {
             let (ours, theirs) = (self.segments, theirs.segments);
             format!(
@@ -114,7 +146,8 @@ impl LoggedCall {
     pub(crate) fn publish(&self, line: &Line, number: u64, store: impl FnOnce()) {
         let [mark, words @ ..] = line;
         let [first, second] = self.signature.to_words();
-        let values = [first, second, u64::from(self.segments), u64::from(self.capture == Capture::Captured)];
+        let is_captured = self.capture == Capture::Captured;
+        let values = [first, second, u64::from(self.segments), u64::from(is_captured), self.memory as u64];
         record::publish(mark, number, || {
             words.iter().zip(values).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
             store();
@@ -125,10 +158,15 @@ impl LoggedCall {
     pub(crate) fn read<T>(line: &Line, number: u64, load: impl FnOnce() -> T) -> Option<(LoggedCall, T)> {
         let [mark, words @ ..] = line;
         let load = || (words.each_ref().map(|word| word.load(Ordering::Relaxed)), load());
-        let ([first, second, segments, capture, ..], beside) = record::read(mark, number, load)?;
+        let ([first, second, segments, capture, memory, ..], beside) = record::read(mark, number, load)?;
         let capture = if capture == 0 { Capture::Eager } else { Capture::Captured };
         let signature = Signature::from_words([first, second]);
-        Some((LoggedCall { signature, segments: segments as u32, capture }, beside))
+        let memory = match memory {
+            0 => CallMemory::None,
+            1 => CallMemory::Plain,
+            _ => CallMemory::Registered,
+        };
+        Some((LoggedCall { signature, segments: segments as u32, capture, memory }, beside))
     }
 }
 

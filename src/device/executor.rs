@@ -7,7 +7,7 @@ use crate::algo::{Collective, put};
 use crate::buffer::Buffer;
 use crate::counts::Counts;
 use crate::device::all_to_all;
-use crate::device::call_log::{Blocks, Capture as Captured, LoggedCall};
+use crate::device::call_log::{Blocks, CallMemory, Capture as Captured, LoggedCall};
 use crate::device::control::{Control, FailureKind};
 use crate::device::far_windows::FarWindows;
 use crate::device::graph::{CaptureSite, Graphs, Home, number_of};
@@ -19,6 +19,7 @@ use crate::device::lower::Program;
 use crate::device::network::{NetworkMemory, Traffic};
 use crate::device::other_hosts::{Exchange, OtherHosts};
 use crate::device::plans::{Plan, Plans, Room};
+use crate::device::regions::Regions;
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Rounds};
 use crate::device::segment::{Segment, StagingTooSmall};
@@ -69,6 +70,8 @@ pub(crate) struct Options {
     pub(crate) algorithm: Option<String>,
     /// Whether it measures how long operations take.
     pub(crate) is_timed: bool,
+    /// Why it runs no programs, if it runs none.
+    pub(crate) no_programs: Option<&'static str>,
 }
 
 /// A communicator's executor for one device.
@@ -83,6 +86,8 @@ pub(crate) struct Executor {
     hosts: Option<Arc<dyn Exchange>>,
     /// Why this rank, or else another one, has no compiler of kernels.
     no_compiler: Option<String>,
+    /// Why it runs only what the library has, if so.
+    no_programs: Option<&'static str>,
     /// Locked while an operation is submitted. Calls of the driver queue work and do not wait.
     state: Mutex<Option<State>>,
 }
@@ -185,7 +190,7 @@ impl Executor {
     pub(crate) fn new(
         comm: String,
         me: Rank,
-        Options { algorithm, is_timed }: Options,
+        Options { algorithm, is_timed, no_programs }: Options,
         parts: Parts,
         vendor: Option<Arc<VendorComm>>,
         ends: Arc<dyn Ends>,
@@ -284,7 +289,7 @@ impl Executor {
         };
         let windows = Windows::new(wanted, &control, &in_flight, ends).map_err(|error| setup_failed(&comm, &error))?;
         let state = Mutex::new(Some(state));
-        Ok(Executor { comm, me, device, control, in_flight, windows, hosts, no_compiler, state })
+        Ok(Executor { comm, me, device, control, in_flight, windows, hosts, no_compiler, no_programs, state })
     }
 
     /// Why this rank has no compiler of kernels, if it has none.
@@ -373,6 +378,11 @@ impl Executor {
                 Run::Programs(prepared, parts.filter(|_| put.is_some()))
             }
         };
+        if let (Run::Programs(..), Some(why)) = (&run, self.no_programs)
+            && state.world > 1
+        {
+            return Err(self.refused(&request.signature, &why));
+        }
         if let Run::Programs(Prepared::Plan(plan), _) = &run
             && state.world > MAX_BLOCKS
         {
@@ -393,10 +403,12 @@ impl Executor {
                 error => self.refused(&request.signature, &error),
             })?;
         }
-        let (algorithm, segments) = match &run {
-            Run::Programs(Prepared::Plan(plan), _) => (plan.algorithm, plan.segments as u32),
-            Run::Programs(Prepared::Rounds(..), _) => (request.signature.algorithm, 1),
-            Run::Vendor(_, calls) => (request.signature.algorithm, calls.pieces),
+        let (algorithm, segments, memory) = match &run {
+            Run::Programs(Prepared::Plan(plan), _) => (plan.algorithm, plan.segments as u32, CallMemory::None),
+            Run::Programs(Prepared::Rounds(..), _) => (request.signature.algorithm, 1, CallMemory::None),
+            Run::Vendor(comm, calls) => {
+                (request.signature.algorithm, calls.pieces, comm.register(&current, &calls.calls))
+            }
         };
         let signature = Signature { algorithm, ..request.signature };
         let blocks = match (&request.collective, &run) {
@@ -411,7 +423,7 @@ impl Executor {
         let sequence = state.before + number;
         let work = Work::new(self.in_flight.clone(), ranks.begin(signature, sequence, request.inputs, request.outputs));
         let mode = if capture.is_some() { Captured::Captured } else { Captured::Eager };
-        let call = LoggedCall::new(signature, segments, mode);
+        let call = LoggedCall::new(signature, segments, mode).with_memory(memory);
         if let Err(disagreement) = self.control.enter(LANE, number, call, blocks) {
             let disagreement = disagreement.named(|rank| self.control.name(rank));
             let detail = call.disagreement(sequence, self.me, disagreement);
@@ -525,13 +537,14 @@ impl Executor {
         self.in_flight.leave(error);
     }
 
-    /// Has the reaper give memory back once the device does not use it any more. This rank must have left before.
-    pub(crate) fn close(&self) {
+    /// Has the reaper give memory back once the device does not use it any more, and what the program has lent after it. This
+    /// rank must have left before.
+    pub(crate) fn close(&self, lent: Regions) {
         self.windows.close();
         let Some(state) = lock(&self.state).take() else { return };
         // A thread that was still setting up when this rank left may have submitted operations since.
         self.in_flight.leave(self.closed("an operation in flight".to_owned()));
-        watch::reap(self.in_flight.clone(), Box::new(state));
+        watch::reap(self.in_flight.clone(), Box::new((state, lent)));
     }
 
     /// The error of an operation that cannot be run, on this rank or on any.

@@ -1,6 +1,6 @@
 // The engine's arithmetic on a GPU: the same bits as `engine/reduce.rs` makes on the CPU.
 //
-// NVRTC compiles it at run time for the device at hand, one module for each type of elements: `MODULE` says which. The host's
+// NVRTC, or hipRTC, compiles it at run time for the device at hand, one module for each type of elements: `MODULE` says which. The host's
 // compiler takes it too, as a whole; tests compare what that computes with the CPU engine. Neither may contract a product and
 // a sum, flush subnormal numbers or multiply by reciprocals: see the options in `kernels.rs`.
 //
@@ -8,11 +8,13 @@
 // A block may be `into` itself. Nothing needs to be aligned; memory that is aligned alike is taken 16 bytes at a time. Threads
 // share nothing and wait for nothing, so any grid is right.
 
-#ifndef __CUDACC__
-#include "softcuda_kernel.h"
-#define __grid_constant__
-#else
+#if defined(__CUDACC__) || defined(__HIPCC_RTC__)
 #define SOFTCUDA_TWIN(name)
+#else
+#include "softcuda_kernel.h"
+#endif
+#if !defined(__CUDACC__) || defined(__HIPCC_RTC__)
+#define __grid_constant__
 #endif
 
 typedef signed char i8;

@@ -13,7 +13,9 @@ use crate::device::lane::{Kernels, Places, Stretches};
 use crate::device::lower::{DriverCall, Kernel, Location, Program};
 use crate::schedule::{Slice, Space};
 use crate::sync::Arc;
-use crate::sys::cuda::{Attribute, Beside, Combine, Context, CudaError, Current, DeviceBytes, Stream, driver_version};
+use crate::sys::cuda::{
+    Attribute, Beside, Combine, Context, CudaError, Current, DeviceBytes, Provider, Stream, driver_version, provider,
+};
 use crate::types::{DType, ReduceOp};
 
 pub use crate::device::kernels::load::LoadError;
@@ -39,14 +41,14 @@ pub enum LaunchError {
 /// Where to look for a compiler of kernels, and its cache.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    /// Where NVRTC is looked for, before the system's folders.
+    /// Where NVRTC or hipRTC is looked for, before the system's folders.
     pub folders: Vec<PathBuf>,
     /// The kernels that have been compiled before.
     pub cache: Option<Cache>,
 }
 
 impl Sources {
-    /// The wheels of the CUDA runtime that this process has loaded, and the user's cache.
+    /// The folders of the runtime of CUDA or HIP that this process has loaded, and the user's cache.
     pub fn of_process() -> Sources {
         // If the file cannot be read, the compiler may still be in the system's folders.
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
@@ -155,8 +157,11 @@ impl Launcher {
     fn compiler(&mut self) -> Result<&Compiler, LaunchError> {
         if self.compiler.is_none() {
             let Sources { folders, cache } = self.sources.clone().unwrap_or_else(Sources::of_process);
-            let compiler = Compiler::load(&folders, driver_version()?.major, cache).map_err(LoadError::from)?;
-            self.compiler = Some(compiler);
+            let compiler = match provider()? {
+                Provider::Cuda => Compiler::load(&folders, driver_version()?.major, cache),
+                Provider::Hip => Compiler::load_for_hip(&folders, self.context.device().architecture()?, cache),
+            };
+            self.compiler = Some(compiler.map_err(LoadError::from)?);
         }
         Ok(self.compiler.as_ref().expect("it has just been loaded"))
     }

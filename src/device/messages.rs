@@ -255,6 +255,7 @@ impl Messages {
             error
         })?;
         if let Some(id) = number_of(capture, || first.to_string())? {
+            self.own.libraries.no_streams().map_or(Ok(()), |why| Err(self.refused(first, &why)))?;
             return self.capture(state, (&current, &stream, id), stretches, request, peers);
         }
         let unmet = self.unmet_after(state, request)?;

@@ -24,7 +24,8 @@
 //! their streams [wait](graph_waits) in replays. Accesses to [windows of other hosts](far_windows) take [`routes`]; the
 //! [`landing`] thread carries out those from other hosts.
 //!
-//! The [`allocator`] is for users' programs: its memory can be exposed to other ranks.
+//! The [`allocator`] is for users' programs: its memory can be exposed to other ranks. It consists of [`regions`], which a
+//! vendor's library may register.
 
 pub(crate) mod accesses;
 pub mod all_to_all;
@@ -58,6 +59,7 @@ pub(crate) mod parts;
 pub(crate) mod plans;
 mod record;
 pub(crate) mod recordings;
+pub(crate) mod regions;
 pub(crate) mod replay;
 pub mod ring_lane;
 pub mod rings;

@@ -15,17 +15,18 @@ use crate::device::far_pairs::{FarPair, FarPairs};
 use crate::device::in_flight::{Ends, InFlight};
 use crate::device::network::NetworkMemory;
 use crate::device::parts::Awaited;
+use crate::device::regions::Regions;
 use crate::device::ring_lane::RingMemory;
 use crate::device::rounds::{CELLS, Direction};
 use crate::device::setup::{self, AllGather, Member, Parts, SetupFailure, Wanted};
 use crate::device::staging::Staging;
-use crate::device::vendor::choice::offer;
+use crate::device::vendor::choice::{Offer, no_streams, offer};
 use crate::device::vendor::{Candidate, VendorComm};
 use crate::device::words::ControlLayout;
 use crate::error::Error;
-use crate::sync::Arc;
-use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width};
-use crate::sys::nccl::NcclCall;
+use crate::sync::{Arc, Mutex};
+use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width, provider};
+use crate::sys::nccl::{Nccl, NcclCall};
 use crate::types::Rank;
 
 /// What the setup of pairs needs to know of this rank.
@@ -50,11 +51,25 @@ pub(crate) struct Libraries {
     pub(crate) files: [Option<PathBuf>; 2],
     /// The settings of the library's communicators.
     pub(crate) fields: Arc<NcclFields>,
+    /// How many ranks meet at one when they begin a communicator; 0: all.
+    pub(crate) ranks_per_root: usize,
     /// How long ranks wait for each other when they begin a communicator.
     pub(crate) limit: Duration,
+    /// What the program has lent for calls of the library.
+    pub(crate) lent: Arc<Mutex<Regions>>,
 }
 
 impl Libraries {
+    /// Why programs do not run on the streams of this process's devices, if they do not.
+    pub(crate) fn no_streams(&self) -> Option<&'static str> {
+        no_streams(self.engine, provider().ok()?)
+    }
+
+    /// What this rank offers other ranks, with the library that it has.
+    pub(crate) fn offer(&self) -> (Offer, Option<Arc<Nccl>>) {
+        offer(self.engine, self.files.each_ref().map(Option::as_deref))
+    }
+
     /// This rank, `me` among `names`, as it decides with them on the library.
     pub(crate) fn candidate<'a>(
         &self,
@@ -62,9 +77,10 @@ impl Libraries {
         (me, names): (Rank, &'a [Rank]),
         timeout: Duration,
     ) -> Candidate<'a> {
-        let (offer, library) = offer(self.engine, self.files.each_ref().map(Option::as_deref));
-        let (limit, fields) = (timeout.min(self.limit), self.fields.clone());
-        Candidate { comm, me, names, limit, fields, offer, library, part: None }
+        let (offer, library) = self.offer();
+        let (limit, fields, lent) = (timeout.min(self.limit), self.fields.clone(), self.lent.clone());
+        let ranks_per_root = self.ranks_per_root;
+        Candidate { comm, me, names, limit, fields, ranks_per_root, offer, library, lent, part: None }
     }
 }
 

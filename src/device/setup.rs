@@ -19,8 +19,8 @@ use crate::device::staging::{Staging, StagingKind};
 use crate::error::{Error, InitError};
 use crate::sync::Arc;
 use crate::sys::cuda::{
-    Attribute, Context, CudaError, Device, DeviceUuid, DriverVersion, HostMemoryError, RegisteredWords, Width,
-    driver_version,
+    Attribute, Context, CudaError, Device, DeviceUuid, DriverVersion, HostMemoryError, Provider, RegisteredWords,
+    Width, driver_version, provider,
 };
 use crate::sys::process::ProcessId;
 use crate::sys::words::SharedWords;
@@ -87,6 +87,8 @@ pub struct Member {
     pub device: DeviceUuid,
     /// The device's number in its process.
     pub ordinal: u32,
+    /// Whose device it is.
+    pub provider: Provider,
     /// Its driver.
     pub driver: DriverVersion,
     /// Whether streams wait for words of 64 bits.
@@ -132,13 +134,14 @@ pub fn decide(comm: &str, names: &[Rank], members: &[Member]) -> Result<Decision
             layouts.iter().map(|(layout, ranks)| format!("{} version {layout}", named(ranks))).collect();
         return error(format!("ranks lay out shared words differently: {}; install one build on all", list.join(", ")));
     }
-    let old: Vec<usize> = ranks_where(members, |member| member.driver < OLDEST_DRIVER);
-    if let Some(first) = old.first() {
+    let old = members.iter().find(|member| member.driver < oldest_driver(member.provider));
+    if let Some(Member { provider, driver, .. }) = old {
+        let ranks = ranks_where(members, |member| (member.provider, member.driver) == (*provider, *driver));
         return error(format!(
-            "the CUDA driver of {} serves CUDA {}, and its streams cannot wait for words (cuStreamBatchMemOp_v2), which \
-             CUDA {OLDEST_DRIVER} and later can: update the driver, or move the tensors to the CPU",
-            named(&old),
-            members[*first].driver
+            "the driver of {} serves {provider} {driver}, and its streams cannot wait for words, which {provider} {} and \
+             later can: update the driver, or move the tensors to the CPU",
+            named(&ranks),
+            oldest_driver(*provider),
         ));
     }
     for (device, ranks) in groups(members, |member| &member.device) {
@@ -170,6 +173,14 @@ fn obstacle(names: &[Rank], members: &[Member]) -> Option<String> {
         return Some(format!("the device of {} cannot hand its memory to another process", named(names, &closed)));
     }
     members.iter().enumerate().find_map(|(rank, member)| {
+        let is_strange = |other: &Member| other.host == member.host && other.provider != member.provider;
+        if let Some(other) = members.iter().position(is_strange) {
+            let (whose, others) = (member.provider, members[other].provider);
+            let (rank, other) = (names[rank], names[other]);
+            return Some(format!(
+                "the device of rank {rank} is one of {whose}, and that of rank {other} one of {others}"
+            ));
+        }
         let reaches = |other: &Member| {
             other.host != member.host || other.device == member.device || member.reaches.contains(&other.device)
         };
@@ -232,6 +243,8 @@ pub(crate) trait Presence {
 /// What failed on a rank, as it tells the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SetupFailure {
+    /// Whose devices the rank has.
+    pub(crate) whose: Provider,
     pub(crate) what: String,
     pub(crate) cause: String,
 }
@@ -239,7 +252,9 @@ pub(crate) struct SetupFailure {
 impl SetupFailure {
     /// What did not work, and why.
     pub(crate) fn new(what: impl Display, cause: impl Display) -> SetupFailure {
-        SetupFailure { what: what.to_string(), cause: cause.to_string() }
+        // Where nothing has been found, CUDA's driver is missed.
+        let whose = provider().unwrap_or(Provider::Cuda);
+        SetupFailure { whose, what: what.to_string(), cause: cause.to_string() }
     }
 
     /// What this rank sends instead of what the others expect, when it does not go on.
@@ -249,7 +264,7 @@ impl SetupFailure {
 }
 
 pub(crate) fn failed<E: Display>(what: impl Display) -> impl FnOnce(E) -> SetupFailure {
-    move |cause| SetupFailure { what: what.to_string(), cause: cause.to_string() }
+    move |cause| SetupFailure::new(what, cause)
 }
 
 /// Tells the other ranks what this rank has, or what failed on it. Returns what all ranks have, or the first failure, the same
@@ -264,9 +279,9 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     let parsed = told.iter().zip(names).map(|(bytes, rank)| {
         let said: Result<T, SetupFailure> =
             serde_json::from_slice(bytes).unwrap_or_else(|error| Err(failed("what it has told")(error)));
-        said.map_err(|SetupFailure { what, cause }| InitError::Os {
+        said.map_err(|SetupFailure { whose, what, cause }| InitError::Os {
             comm: comm.to_owned(),
-            what: format!("CUDA on rank {rank}: {what}"),
+            what: format!("{whose} on rank {rank}: {what}"),
             cause,
         })
     });
@@ -317,6 +332,7 @@ fn probe(wanted: &Wanted<'_>) -> Result<Member, SetupFailure> {
             process: ProcessId::own(),
             device: device.uuid()?,
             ordinal: wanted.device,
+            provider: provider()?,
             driver,
             has_wide_words: has(Attribute::WordsOf64Bits)?,
             exports_memory: has(Attribute::VirtualMemory)? && has(Attribute::MemoryAsDescriptor)?,
@@ -374,9 +390,11 @@ impl Own {
                 StagingKind::Device => Staging::new(&context, me, ranks, half).map_err(HostMemoryError::from),
                 StagingKind::Host => Staging::pinned(&context, me, ranks, half),
             };
-            let made = made.map_err(|error| SetupFailure {
-                what: format!("staging memory of {} bytes for its device {device}", 2 * half),
-                cause: format!("{error}; with less in the setting `device_staging_bytes` it needs less"),
+            let made = made.map_err(|error| {
+                SetupFailure::new(
+                    format!("staging memory of {} bytes for its device {device}", 2 * half),
+                    format!("{error}; with less in the setting `device_staging_bytes` it needs less"),
+                )
             })?;
             let (fd, len) = made.export().map_err(failed("a file descriptor of its staging memory"))?;
             staging.push((made, fd));
@@ -439,8 +457,13 @@ impl Own {
 const EXCHANGE: &str = "the exchange of file descriptors";
 const NONE_FROM: &str = "a rank has handed too few over";
 
-/// The first version of CUDA whose drivers have the operations on words that programs use.
-const OLDEST_DRIVER: DriverVersion = DriverVersion { major: 12, minor: 0 };
+/// The first version whose drivers have all that programs use: operations on words, and numbers for streams.
+fn oldest_driver(provider: Provider) -> DriverVersion {
+    match provider {
+        Provider::Cuda => DriverVersion { major: 12, minor: 0 },
+        Provider::Hip => DriverVersion { major: 7, minor: 1 },
+    }
+}
 
 /// `CU_COMPUTEMODE_EXCLUSIVE`, which old drivers had, and `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
 const EXCLUSIVE: [u32; 2] = [1, 3];
@@ -485,6 +508,7 @@ pub(crate) mod tests {
             process: serde_json::from_str(&process).expect("a process"),
             device: DeviceUuid([rank; 16]),
             ordinal: rank.into(),
+            provider: Provider::Cuda,
             driver: DriverVersion { major: 13, minor: 0 },
             has_wide_words: true,
             exports_memory: true,
@@ -559,6 +583,32 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn what_fails_is_named_with_whose_device_it_is() {
+        let names = [Rank(0), Rank(1)];
+        let failure = SetupFailure { whose: Provider::Hip, what: "its context".to_owned(), cause: "none".to_owned() };
+        let mut all_gather = |own: Vec<u8>| Ok(vec![own, failure.clone().told()]);
+        let error = tell("c", &names, &mut all_gather, Ok(())).expect_err("rank 1 has failed");
+        assert!(error.to_string().contains("HIP on rank 1: its context: none"), "{error}");
+    }
+
+    #[test]
+    fn devices_of_two_vendors_stage_on_the_host_they_share() {
+        let of_hip = |rank, member: &mut Member| {
+            if rank == 1 {
+                member.provider = Provider::Hip;
+            }
+        };
+        let decided = decision(2, of_hip).expect("they fit together");
+        assert_eq!(decided.staging, StagingKind::Host);
+        assert!(decided.reason.contains("rank 0 is one of CUDA, and that of rank 1 one of HIP"), "{}", decided.reason);
+        let apart = |rank, member: &mut Member| {
+            of_hip(rank, member);
+            member.host = ["one", "two"][usize::from(rank)].to_owned();
+        };
+        assert_eq!(decision(2, apart).expect("they fit together").staging, StagingKind::Device);
+    }
+
+    #[test]
     fn an_old_driver_is_named_with_what_it_lacks() {
         let old = |rank, member: &mut Member| {
             if rank == 1 {
@@ -567,9 +617,14 @@ pub(crate) mod tests {
         };
         let error = decision(2, old).expect_err("it is too old");
         assert!(
-            error.contains("driver of rank 1 serves CUDA 11.8") && error.contains("cuStreamBatchMemOp_v2"),
+            error.contains("driver of rank 1 serves CUDA 11.8") && error.contains("which CUDA 12.0 and"),
             "{error}"
         );
+        let of_hip = |rank, member: &mut Member| {
+            (member.provider, member.driver.major) = (Provider::Hip, if rank == 1 { 6 } else { 8 });
+        };
+        let error = decision(2, of_hip).expect_err("it is too old");
+        assert!(error.contains("driver of rank 1 serves HIP 6.0") && error.contains("which HIP 7.1 and"), "{error}");
     }
 
     #[test]

@@ -579,9 +579,21 @@ impl Collectives {
             _ => (Reason::Own, None, error.to_string()),
         };
         self.finish_active(ctx, Err(error));
-        for peer in ctx.endpoints.others() {
-            ctx.endpoints.send_failure(peer, Failed::Collective { sequence, reason, lost }, &text);
+        tell_others(ctx, Failed::Collective { sequence, reason, lost }, &text);
+    }
+
+    /// Counts the next collective as one that has failed on this rank before it could begin, and tells every other rank. False:
+    /// earlier ones have not ended, and nothing is done.
+    pub(crate) fn fail_next(&mut self, ctx: &mut OpContext, text: &str) -> bool {
+        if !self.is_idle() {
+            return false;
         }
+        let sequence = self.next;
+        self.next += 1;
+        self.failed.remove(&sequence);
+        self.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
+        tell_others(ctx, Failed::Collective { sequence, reason: Reason::Own, lost: None }, text);
+        true
     }
 
     fn fail_active_remotely(&mut self, ctx: &mut OpContext, failure: Failure) {
@@ -716,6 +728,13 @@ pub(crate) fn scaling(reduce: Option<ReduceOp>, dtype: DType, size: usize) -> Sc
         // The average of one is that one, with all its bits.
         Some(ReduceOp::Avg) if size > 1 => Scaling::Sum { bytes: Operands::Sums(dtype).size() },
         _ => Scaling::Nothing,
+    }
+}
+
+/// Tells every other rank of a failure.
+fn tell_others(ctx: &mut OpContext, failed: Failed, text: &str) {
+    for peer in ctx.endpoints.others() {
+        ctx.endpoints.send_failure(peer, failed, text);
     }
 }
 

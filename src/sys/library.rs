@@ -1,6 +1,7 @@
 //! Libraries that are loaded at run time and never linked: their functions by name, and what the loader says of them.
 #![allow(unsafe_code, reason = "asks the loader about functions of a library")]
 
+use std::borrow::Cow;
 use std::error::Error;
 use std::ffi::{CStr, OsStr, c_void};
 use std::mem::MaybeUninit;
@@ -23,20 +24,23 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Those of a library, or the name of one that it lacks.
-            pub(super) fn of(library: &libloading::os::unix::Library) -> Result<Functions, &'static str> {
+            /// Those of a library, or the name of one that it lacks. `name` says what the library calls a function of this list.
+            pub(super) fn of(
+                library: &libloading::os::unix::Library,
+                name: impl Fn(&'static str) -> std::borrow::Cow<'static, str>,
+            ) -> Result<Functions, &'static str> {
                 Ok(Functions {
                     $($needed: {
                         // SAFETY: whoever lists it says that the library's header declares it with this type.
                         let found = unsafe {
-                            library.get::<unsafe extern "C" fn($($needed_argument),*) -> $needed_result>($needed_name)
+                            library.get::<unsafe extern "C" fn($($needed_argument),*) -> $needed_result>(&*name($needed_name))
                         };
                         *found.map_err(|_| $needed_name)?
                     },)*
                     $($optional: {
                         // SAFETY: likewise, of every version that has it.
                         let found = unsafe {
-                            library.get::<unsafe extern "C" fn($($argument),*) -> $result>($optional_name)
+                            library.get::<unsafe extern "C" fn($($argument),*) -> $result>(&*name($optional_name))
                         };
                         found.ok().map(|found| *found)
                     },)*
@@ -46,6 +50,11 @@ macro_rules! functions {
     };
 }
 pub(super) use functions;
+
+/// The name of a function in a library that calls it as it is listed.
+pub(super) fn as_listed(name: &'static str) -> Cow<'static, str> {
+    Cow::Borrowed(name)
+}
 
 /// What the loader says.
 pub(super) fn said(error: &libloading::Error) -> String {

@@ -1,6 +1,8 @@
-//! NVIDIA's run-time compiler, a library that is looked for when it is needed: nothing is linked.
+//! NVIDIA's run-time compiler, or AMD's hipRTC, which has the same functions: a library that is looked for when it is needed.
+//! Nothing is linked.
 #![allow(unsafe_code, reason = "calls a library in C")]
 
+use std::borrow::Cow;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -8,10 +10,13 @@ use std::path::{Path, PathBuf};
 
 use libloading::os::unix::Library;
 
-use crate::sys::library::functions;
+use crate::sys::library::{as_listed, functions};
 
 /// The names of the library, by the version of CUDA.
 const NAMES: [(u32, &str); 2] = [(13, "libnvrtc.so.13"), (12, "libnvrtc.so.12")];
+
+/// Those of hipRTC.
+const HIP_NAMES: [&str; 2] = ["libhiprtc.so.7", "libhiprtc.so"];
 
 type Code = c_int;
 type Program = *mut c_void;
@@ -63,8 +68,6 @@ functions! {
     needed {
         error_string = "nvrtcGetErrorString"(Code) -> *const c_char;
         version = "nvrtcVersion"(*mut c_int, *mut c_int) -> Code;
-        architecture_count = "nvrtcGetNumSupportedArchs"(*mut c_int) -> Code;
-        architectures = "nvrtcGetSupportedArchs"(*mut c_int) -> Code;
         create = "nvrtcCreateProgram"(
             *mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
         ) -> Code;
@@ -75,7 +78,10 @@ functions! {
         cubin = "nvrtcGetCUBIN"(Program, *mut c_char) -> Code;
         destroy = "nvrtcDestroyProgram"(*mut Program) -> Code;
     }
-    optional {}
+    optional {
+        architecture_count = "nvrtcGetNumSupportedArchs"(*mut c_int) -> Code;
+        architectures = "nvrtcGetSupportedArchs"(*mut c_int) -> Code;
+    }
 }
 
 impl Nvrtc {
@@ -83,32 +89,57 @@ impl Nvrtc {
     /// newer than its own, `newest`.
     pub fn load(folders: &[PathBuf], newest: u32) -> Result<Nvrtc, NvrtcError> {
         let names = NAMES.iter().filter(|(version, _)| *version <= newest).map(|(_, name)| *name);
+        let what = format!("NVRTC of CUDA {newest} or before");
+        Nvrtc::first(folders, names, &what, as_listed)
+    }
+
+    /// Loads hipRTC from one of `folders`, else from where the system looks.
+    pub fn load_for_hip(folders: &[PathBuf]) -> Result<Nvrtc, NvrtcError> {
+        Nvrtc::first(folders, HIP_NAMES.into_iter(), "hipRTC", |name| match name {
+            "nvrtcGetCUBINSize" => Cow::Borrowed("hiprtcGetCodeSize"),
+            "nvrtcGetCUBIN" => Cow::Borrowed("hiprtcGetCode"),
+            name => Cow::Owned(name.replacen("nvrtc", "hiprtc", 1)),
+        })
+    }
+
+    /// The first library of these names. `renamed` says what it calls a function of NVRTC.
+    fn first(
+        folders: &[PathBuf],
+        names: impl Iterator<Item = &'static str> + Clone,
+        what: &str,
+        renamed: impl Fn(&'static str) -> Cow<'static, str>,
+    ) -> Result<Nvrtc, NvrtcError> {
         let places = names.clone().flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
         for path in places.filter(|path| path.exists()).chain(names.map(PathBuf::from)) {
             // SAFETY: the library's initialisers ask nothing of who loads it.
             if let Ok(library) = unsafe { Library::new(&path) } {
-                return Nvrtc::of(library, &path);
+                return Nvrtc::of(library, &path, renamed);
             }
         }
-        Err(NvrtcError::Missing(format!(
-            "no NVRTC of CUDA {newest} or before, neither in {folders:?} nor in the system"
-        )))
+        Err(NvrtcError::Missing(format!("no {what}, neither in {folders:?} nor in the system")))
     }
 
-    fn of(library: Library, path: &Path) -> Result<Nvrtc, NvrtcError> {
-        let functions =
-            Functions::of(&library).map_err(|function| NvrtcError::Function { path: path.to_owned(), function })?;
+    fn of(
+        library: Library,
+        path: &Path,
+        renamed: impl Fn(&'static str) -> Cow<'static, str>,
+    ) -> Result<Nvrtc, NvrtcError> {
+        let functions = Functions::of(&library, renamed)
+            .map_err(|function| NvrtcError::Function { path: path.to_owned(), function })?;
         let mut nvrtc =
             Nvrtc { functions, version: (0, 0), architectures: Vec::new(), _library: ManuallyDrop::new(library) };
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: it writes to two numbers, which live.
         nvrtc.check("nvrtcVersion", unsafe { (functions.version)(&raw mut major, &raw mut minor) })?;
         nvrtc.version = (major as u32, minor as u32);
+        let (Some(count_of), Some(list)) = (functions.architecture_count, functions.architectures) else {
+            return Ok(nvrtc);
+        };
         // SAFETY: it writes to a number, which lives.
-        nvrtc.check("nvrtcGetNumSupportedArchs", unsafe { (functions.architecture_count)(&raw mut count) })?;
+        nvrtc.check("nvrtcGetNumSupportedArchs", unsafe { count_of(&raw mut count) })?;
         let mut architectures = vec![0; count.max(0) as usize];
         // SAFETY: it writes as many numbers as it said.
-        nvrtc.check("nvrtcGetSupportedArchs", unsafe { (functions.architectures)(architectures.as_mut_ptr()) })?;
+        nvrtc.check("nvrtcGetSupportedArchs", unsafe { list(architectures.as_mut_ptr()) })?;
         nvrtc.architectures = architectures.into_iter().map(|architecture| architecture as u32).collect();
         Ok(nvrtc)
     }
@@ -118,7 +149,7 @@ impl Nvrtc {
         self.version
     }
 
-    /// What it compiles for: 90 is compute capability 9.0.
+    /// What it compiles for: 90 is compute capability 9.0. hipRTC does not say.
     pub fn architectures(&self) -> &[u32] {
         &self.architectures
     }

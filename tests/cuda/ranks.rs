@@ -27,9 +27,7 @@ impl OnDevice {
         device: u32,
         hints: &[(&str, &str)],
     ) -> OnDevice {
-        let hints = hints.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-        let options = CommOptions { name: name.to_owned(), rank, size, store, timeout: None, hints };
-        let comm = Communicator::new(options).expect("a communicator");
+        let comm = communicator((name, rank, size), store, hints);
         let context = Context::primary(Device::new(device).expect("a device")).expect("a context");
         let stream = Stream::new(&context, 0).expect("a stream");
         OnDevice { comm, context, stream }
@@ -119,6 +117,16 @@ impl OnDevice {
     }
 }
 
+fn communicator(
+    (name, rank, size): (&str, Rank, usize),
+    store: Arc<dyn Store>,
+    hints: &[(&str, &str)],
+) -> Communicator {
+    let hints = hints.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let options = CommOptions { name: name.to_owned(), rank, size, store, timeout: None, hints };
+    Communicator::new(options).expect("a communicator")
+}
+
 fn buffer(memory: &DeviceMemory, device: u32) -> Buffer {
     let bytes = memory.bytes();
     // SAFETY: tests keep memory until the end.
@@ -198,6 +206,12 @@ impl Process {
     pub(crate) fn join(&self, name: &str, device: u32, hints: &[(&str, &str)]) -> OnDevice {
         let store = Arc::new(PrefixStore::new(name, self.store.clone()));
         OnDevice::new((name, self.rank, self.size), store, device, hints)
+    }
+
+    /// As [`Process::join`], of a rank that has no device.
+    pub(crate) fn join_without_device(&self, name: &str, hints: &[(&str, &str)]) -> Communicator {
+        let store = Arc::new(PrefixStore::new(name, self.store.clone()));
+        communicator((name, self.rank, self.size), store, hints)
     }
 }
 

@@ -8,7 +8,7 @@ use ncclx_rs::sys::cuda::DeviceMemory;
 use ncclx_rs::sys::nccl::{Nccl, NcclComm, Progress, UniqueId, Vendor};
 use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp};
 
-use crate::harness::{Software, alone, context};
+use crate::harness::{Software, alone, calls_of_nccl, context};
 use crate::ranks::{OnDevice, data, hosts_on, total, world_on};
 
 const NCCL: &[(&str, &str)] = &[("engine", "nccl")];
@@ -136,6 +136,23 @@ fn each_version_is_called_as_it_wants() {
             all_collectives(&rank, 100);
             rank.leave(());
         });
+    });
+}
+
+#[test]
+fn many_ranks_meet_at_several() {
+    let old: &[(&str, &str)] = &[FOUR, ("FAKENCCL_VERSION", "22703")];
+    alone("vendor::many_ranks_meet_at_several", &[&[FOUR], old], || {
+        for (each, roots) in [("1", 3), ("2", 2), ("0", 1), ("128", 1)] {
+            let before = ["ids", "several_roots"].map(calls_of_nccl);
+            world_on(&[0, 1, 2], &[("engine", "nccl"), ("nccl_ranks_per_root", each)], |rank| {
+                all_collectives(&rank, 10);
+                rank.leave(());
+            });
+            let [ids, several] = ["ids", "several_roots"].map(calls_of_nccl);
+            assert_eq!(ids - before[0], roots, "{each} a root");
+            assert_eq!(several - before[1], if roots > 1 { 3 } else { 0 }, "{each} a root");
+        }
     });
 }
 
@@ -384,7 +401,7 @@ fn the_face_says_what_the_library_refuses() {
                     let context = context().expect("the software CUDA");
                     let current = context.enter().expect("a context");
                     let comm =
-                        NcclComm::begin(library, &current, UniqueId(id.0), (rank, 2), &fields).expect("a beginning");
+                        NcclComm::begin(library, &current, &[UniqueId(id.0)], (rank, 2), &fields).expect("a beginning");
                     let error = loop {
                         match comm.progress() {
                             Ok(Progress::Going) => std::thread::sleep(Duration::from_millis(1)),
@@ -402,7 +419,7 @@ fn the_face_says_what_the_library_refuses() {
         assert!(errors.iter().all(|error| error.contains("invalid usage: Duplicate GPU detected")), "{errors:?}");
         let context = context().expect("the software CUDA");
         let current = context.enter().expect("a context");
-        let error = NcclComm::begin(&library, &current, id, (2, 2), &fields).expect_err("there is no such rank");
+        let error = NcclComm::begin(&library, &current, &[id], (2, 2), &fields).expect_err("there is no such rank");
         assert!(error.to_string().contains("invalid argument: there is no such rank"), "{error}");
     });
 }

@@ -501,7 +501,7 @@ fn the_fake_library_refuses_a_receive_of_another_length() {
                 scope.spawn(move || {
                     let context = context_of(rank);
                     let current = context.enter().expect("a context");
-                    let comm = NcclComm::begin(library, &current, UniqueId(id.0), (rank, 2), &fields).expect("one");
+                    let comm = NcclComm::begin(library, &current, &[UniqueId(id.0)], (rank, 2), &fields).expect("one");
                     let settled = |comm: &NcclComm| loop {
                         match comm.progress() {
                             Ok(Progress::Going) => std::thread::sleep(Duration::from_millis(1)),

@@ -296,7 +296,7 @@ def test_the_flight_recorder_has_its_operations(library_world: World) -> None:
 
 
 def called(what: str) -> int:
-    """How often this process has called the fake library: for `groups`, `sends`, `receives`, `ids` or `splits`."""
+    """How often this process has called the fake library for something (tests/fakenccl/README.md)."""
     library = os.environ[f"NCCLX_RS_{os.environ['NCCLX_RS_ENGINE'].upper()}_LIBRARY"]
     count = ctypes.CDLL(library).fakenccl_count
     count.restype = ctypes.c_ulong

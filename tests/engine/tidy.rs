@@ -74,7 +74,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["device"],
             &["communicator"],
             // What a communicator offers, and ways to one.
-            &["blocking", "group", "launch", "on_device", "split", "window"],
+            &["blocking", "group", "launch", "on_device", "split", "through_host", "window"],
         ],
     ),
     (
@@ -119,7 +119,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/device/",
         &[
             // Data.
-            &["allocator", "descriptors", "halves", "kernels", "layout", "network", "record", "segment", "staging"],
+            &["descriptors", "halves", "kernels", "layout", "network", "record", "regions", "segment", "staging"],
+            &["allocator"],
             // What is decided.
             &["call_log", "lower", "setup"],
             &["all_to_all", "counters", "plans", "rounds"],
@@ -178,11 +179,13 @@ const UNSAFE: &[&str] = &[
     "src/buffer.rs",
     "src/comm/blocking.rs",
     "src/comm/data.rs",
+    "src/comm/through_host.rs",
     "src/comm/tensors.rs",
     "src/device/kernels/load.rs",
     "src/engine/region.rs",
     "src/sys/",
     "torch_plugin/src/abi.rs",
+    "torch_plugin/src/abi/",
     "torch_plugin/src/allocator.rs",
     "torch_plugin/src/library/instance.rs",
     "torch_plugin/src/library/load.rs",

@@ -42,6 +42,11 @@ int check(Checked& checked, void* handle, void* stream, size_t count, int type, 
   return Success;
 }
 
+// Memory of a program, as a call notes it.
+std::pair<uintptr_t, size_t> place(const void* address, size_t bytes) {
+  return {reinterpret_cast<uintptr_t>(address), bytes};
+}
+
 // Adds what a rank gets and gives where each gets something of all others.
 void swap(std::vector<Transfer>& transfers, const Communicator& comm, int peer, char* from, char* into, size_t bytes) {
   if (peer == comm.rank) {
@@ -97,7 +102,7 @@ int reduction(const void* from, void* into, size_t count, int type, int op, Goes
     const Op folded = has_factor ? Op::Sum : static_cast<Op>(op);
     if (is_mine && bytes) fold(target, data->ranks, element, folded);
   };
-  return add({comm, checked.stream, moves, computes});
+  return add({comm, checked.stream, moves, computes, {place(from, length), place(into, is_mine ? bytes : 0)}});
 }
 
 }  // namespace
@@ -131,7 +136,7 @@ API int ncclBroadcast(const void* from, void* into, size_t count, int type, int 
       swap(transfers, *comm, peer, source, peer == root ? target : nullptr, bytes);
     }
   };
-  return add({comm, checked.stream, moves, nullptr});
+  return add({comm, checked.stream, moves, nullptr, {place(from, is_root ? bytes : 0), place(into, bytes)}});
 }
 
 API int ncclAllGather(const void* from, void* into, size_t count, int type, void* handle, void* stream) {
@@ -146,17 +151,19 @@ API int ncclAllGather(const void* from, void* into, size_t count, int type, void
       swap(transfers, *comm, peer, source, target + bytes * peer, bytes);
     }
   };
-  return add({comm, checked.stream, moves, nullptr});
+  return add({comm, checked.stream, moves, nullptr, {place(from, bytes), place(into, bytes * comm->size)}});
 }
 
 namespace {
 
-int message(char* bytes, size_t length, bool is_send, int peer, const Checked& checked) {
+int message(const void* memory, bool is_send, int peer, const Checked& checked) {
+  const size_t length = checked.bytes;
+  char* const bytes = alias(memory, length);
   const auto moves = [=](std::vector<Transfer>& transfers) {
     transfers.push_back({is_send, peer, bytes, length, std::make_shared<uint64_t>(is_send ? length : 0)});
   };
   count(is_send ? "sends" : "receives");
-  return add({checked.comm, checked.stream, moves, nullptr, peer, is_send});
+  return add({checked.comm, checked.stream, moves, nullptr, {place(memory, length)}, peer, is_send});
 }
 
 }  // namespace
@@ -164,13 +171,13 @@ int message(char* bytes, size_t length, bool is_send, int peer, const Checked& c
 API int ncclSend(const void* from, size_t count, int type, int peer, void* comm, void* stream) {
   Checked checked;
   if (const int refused = check(checked, comm, stream, count, type, peer)) return refused;
-  return message(alias(from, checked.bytes), checked.bytes, true, peer, checked);
+  return message(from, true, peer, checked);
 }
 
 API int ncclRecv(void* into, size_t count, int type, int peer, void* comm, void* stream) {
   Checked checked;
   if (const int refused = check(checked, comm, stream, count, type, peer)) return refused;
-  return message(alias(into, checked.bytes), checked.bytes, false, peer, checked);
+  return message(into, false, peer, checked);
 }
 
 API int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int residence, void* handle) {

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <thread>
 
+#include "memory.h"
 #include "settings.h"
 
 namespace fakenccl {
@@ -65,6 +67,18 @@ std::shared_ptr<Communicator> find(void* handle) {
   std::lock_guard<std::mutex> lock(living().mutex);
   const auto found = living().all.find(handle);
   return found == living().all.end() ? nullptr : found->second;
+}
+
+bool is_enrolled_somewhere(uintptr_t begin, size_t bytes) {
+  std::lock_guard<std::mutex> lock(living().mutex);
+  return std::any_of(living().all.begin(), living().all.end(),
+                     [&](const auto& known) { return known.second->touches(begin, bytes); });
+}
+
+Result breach(const std::string& why) {
+  count("breaches");
+  fprintf(stderr, "fakenccl: %s\n", why.c_str());
+  return refuse(InvalidUsage, why);
 }
 
 void* publish(std::shared_ptr<Communicator> made) {
@@ -215,10 +229,60 @@ Result Communicator::followed_by_next(CUstream stream) {
   return cuEventRecord(end_, stream) ? UnhandledCudaError : Success;
 }
 
+void* Communicator::enroll(uintptr_t begin, size_t bytes) {
+  static std::atomic<uintptr_t> handles{0};
+  const uintptr_t handle = 16 * ++handles;
+  std::lock_guard<std::mutex> lock(enrolled_mutex_);
+  enrolled_[handle] = {begin, bytes};
+  return reinterpret_cast<void*>(handle);
+}
+
+bool Communicator::dismiss(void* handle) {
+  std::lock_guard<std::mutex> lock(enrolled_mutex_);
+  return enrolled_.erase(reinterpret_cast<uintptr_t>(handle));
+}
+
+bool Communicator::is_enrolled(uintptr_t begin, size_t bytes) {
+  std::lock_guard<std::mutex> lock(enrolled_mutex_);
+  return std::any_of(enrolled_.begin(), enrolled_.end(), [&](const auto& known) {
+    const auto& [start, length] = known.second;
+    return start <= begin && begin + bytes <= start + length;
+  });
+}
+
+bool Communicator::touches(uintptr_t begin, size_t bytes) {
+  std::lock_guard<std::mutex> lock(enrolled_mutex_);
+  return std::any_of(enrolled_.begin(), enrolled_.end(), [&](const auto& known) {
+    const auto& [start, length] = known.second;
+    return start < begin + bytes && begin < start + length;
+  });
+}
+
+size_t Communicator::dismiss_all() {
+  std::lock_guard<std::mutex> lock(enrolled_mutex_);
+  const size_t left = enrolled_.size();
+  for (const auto& [handle, place] : enrolled_) {
+    count("left");
+    if (!is_device_memory(place.first, place.second)) breach("memory was freed before its registration has ended");
+  }
+  enrolled_.clear();
+  return left;
+}
+
+void Communicator::tell(uint64_t launch, Passed passed) {
+  shared_->card(rank).passed[launch % 64] = 4 * launch + static_cast<uint64_t>(passed);
+}
+
+bool Communicator::mixes(uint64_t launch, Passed passed, int peer) const {
+  const uint64_t told = shared_->card(peer).passed[launch % 64];
+  const auto theirs = static_cast<Passed>(told % 4);
+  return told / 4 == launch && theirs != passed && theirs != Passed::Nothing && passed != Passed::Nothing;
+}
+
 bool Communicator::begin_launch() {
   running_++;
   const Fault& fault = settings().fault;
-  const bool goes_wrong = fault.rank == rank && fault.when == Fault::When::Launch && ++launches_ == fault.launch;
+  const bool goes_wrong = ++launches_ == fault.launch && fault.rank == rank && fault.when == Fault::When::Launch;
   if (goes_wrong && fault.is_error) fail("a connection was lost");
   while (goes_wrong && !is_aborted()) usleep(200);
   return !is_aborted();
@@ -244,6 +308,7 @@ void Communicator::destroy() {
     if (making_) making_->is_aborted_ = true;
   }
   while (running_) usleep(100);
+  dismiss_all();
   cuEventDestroy_v2(end_);
 }
 
@@ -299,6 +364,19 @@ API int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, c
   return InProgress;
 }
 
+// All ranks pass the same ids, so they meet where their sum says.
+API int ncclCommInitRankScalable(void** handle, int size, int rank, int count_of_ids, UniqueId* ids, const Config* config) {
+  *handle = nullptr;
+  if (settings().version < 22300) return refuse(InvalidUsage, "this version has one root");
+  if (count_of_ids < 1 || count_of_ids > size) return refuse(InvalidArgument, "there are no such roots");
+  count("several_roots");
+  UniqueId sum = ids[0];
+  for (int id = 1; id < count_of_ids; id++) {
+    for (size_t at = 0; at < sizeof sum.bytes; at++) sum.bytes[at] = char(sum.bytes[at] + ids[id].bytes[at]);
+  }
+  return ncclCommInitRankConfig(handle, size, sum, rank, config);
+}
+
 namespace {
 
 int refuse_family(int* state) {
@@ -334,6 +412,8 @@ API int ncclCommAbort(void* handle) {
 API int ncclCommDestroy(void* handle) {
   const auto comm = take(handle);
   if (!comm) return refuse(InvalidArgument, "no communicator");
+  // NCCL ends them after what it needs for that.
+  if (const size_t left = comm->dismiss_all()) breach(std::to_string(left) + " registrations were left to ncclCommDestroy");
   comm->destroy();
   return Success;
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -57,6 +58,22 @@ class Communicator {
   };
   Result split(Place place, bool is_blocking, std::shared_ptr<Communicator>& made);
 
+  // Registers memory, which is known by the number that is returned.
+  void* enroll(uintptr_t begin, size_t bytes);
+  // Whether there was such a registration, which ends.
+  bool dismiss(void* handle);
+  // Whether all these bytes are registered, or some byte is.
+  bool is_enrolled(uintptr_t begin, size_t bytes);
+  bool touches(uintptr_t begin, size_t bytes);
+  // Ends what a program has left, and says how much that was.
+  size_t dismiss_all();
+
+  // What this rank passes to its launch of this number, and whether a peer that has passed something there goes with it.
+  enum class Passed : uint64_t { Nothing, Plain, Registered };
+  void tell(uint64_t launch, Passed passed);
+  bool mixes(uint64_t launch, Passed passed, int peer) const;
+  uint64_t launches() const { return launches_; }
+
   // Says that this end of a message's channel is there, and whether the other one is, too, or nobody waits for it any more.
   void connect(int peer, bool is_send);
   bool is_connected(int peer, bool is_send) const;
@@ -109,6 +126,9 @@ class Communicator {
   std::mutex making_mutex_;
   std::shared_ptr<Communicator> making_;
   std::atomic<int> running_{0};
+  std::mutex enrolled_mutex_;
+  // By handle: where they begin, and their bytes.
+  std::map<uintptr_t, std::pair<uintptr_t, size_t>> enrolled_;
   std::atomic<unsigned long> launches_{0};
   std::mutex order_;
   CUevent end_ = nullptr;
@@ -124,6 +144,12 @@ Result check(const Config& config);
 
 // Bytes that no other id has.
 Result draw(UniqueId& id);
+
+// Whether a communicator has registered some of this memory.
+bool is_enrolled_somewhere(uintptr_t begin, size_t bytes);
+
+// Counts what NCCL leaves undefined, and refuses it.
+Result breach(const std::string& why);
 
 // Those that programs have, which know them by their addresses.
 std::shared_ptr<Communicator> find(void* handle);

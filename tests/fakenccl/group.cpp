@@ -28,15 +28,37 @@ struct Launch {
 
   void run() const {
     if (comm->begin_launch()) {
+      const auto passed = this->passed();
+      const uint64_t number = comm->launches();
+      comm->tell(number, passed);
       std::vector<Transfer> transfers;
       for (const Call& call : calls) call.moves(transfers);
       if (comm->exchange(transfers)) {
+        // Undefined there. What has come from a rank says that it has told this.
+        for (const Transfer& transfer : transfers) {
+          if (!transfer.is_send && transfer.length && comm->mixes(number, passed, transfer.peer)) {
+            breach("registered memory meets other memory");
+          }
+        }
         for (const Call& call : calls) {
           if (call.computes) call.computes();
         }
       }
     }
     comm->end_launch();
+  }
+
+  // Whether all memory is registered that the calls pass.
+  Communicator::Passed passed() const {
+    auto passed = Communicator::Passed::Nothing;
+    for (const Call& call : calls) {
+      for (const auto& [begin, bytes] : call.memory) {
+        if (!bytes) continue;
+        if (!comm->is_enrolled(begin, bytes)) return Communicator::Passed::Plain;
+        passed = Communicator::Passed::Registered;
+      }
+    }
+    return passed;
   }
 
   Result submit() {

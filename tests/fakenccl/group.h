@@ -13,6 +13,8 @@ struct Call {
   CUstream stream;
   std::function<void(std::vector<Transfer>&)> moves;
   std::function<void()> computes;
+  // What of a program's memory it reads and writes.
+  std::vector<std::pair<uintptr_t, size_t>> memory;
   // Of a message: the rank at the other end, and which end this one is.
   int peer = -1;
   bool is_send = false;

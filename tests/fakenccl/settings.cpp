@@ -27,7 +27,10 @@ Fault fault() {
     abort();
   }
   fault.launch = strtoul(when, nullptr, 10);
-  fault.when = !strcmp(when, "init") ? Fault::When::Init : !strcmp(when, "split") ? Fault::When::Split : Fault::When::Launch;
+  fault.when = !strcmp(when, "init")       ? Fault::When::Init
+               : !strcmp(when, "split")    ? Fault::When::Split
+               : !strcmp(when, "register") ? Fault::When::Register
+                                           : Fault::When::Launch;
   fault.is_error = !strcmp(what, "error");
   return fault;
 }

@@ -4,10 +4,10 @@
 
 namespace fakenccl {
 
-// What goes wrong on one rank: "rank:when:what". `when` is the number of a launch, from 1 on, "init" or "split"; `what` is
-// "hang" or "error".
+// What goes wrong on one rank: "rank:when:what". `when` is the number of a launch, from 1 on, "init", "split" or
+// "register"; `what` is "hang" or "error".
 struct Fault {
-  enum class When { Init, Split, Launch };
+  enum class When { Init, Split, Register, Launch };
   int rank = -1;
   When when = When::Init;
   unsigned long launch = 0;

@@ -30,6 +30,8 @@ struct Card {
   int color, key;
   // Of a communicator that has this rank first.
   UniqueId id;
+  // What it has passed to its latest launches: four times the number of one, and of which kind the memory was.
+  std::atomic<uint64_t> passed[64];
 };
 
 class Shared {

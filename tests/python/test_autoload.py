@@ -198,7 +198,7 @@ glob.glob = lambda pattern, **options: [pattern] if pattern.startswith("/dev/nvi
 """
 
 
-NO_DRIVER = "there is no CUDA driver: no libcuda.so.1 could be loaded"
+NO_DRIVER = "there is no CUDA driver: no libcuda.so.1 could be loaded, nor HIP's libamdhip64.so.7"
 
 # One program for all: most of its time is the import of torch.
 REFUSED = f"""{WITH_GPU}
@@ -280,6 +280,26 @@ def test_groups_of_another_backend_than_the_default_are_warned_about(backends: s
         done.stderr
     )
     assert "does not run on it" not in python(program).stderr
+
+
+ROCM = """
+import ctypes
+import torch
+asked = []
+def load(name, *rest, **more):
+    asked.append(name)
+    if name != {there!r}:
+        raise OSError(name)
+torch.version.cuda, torch.version.hip, ctypes.CDLL = None, "7.1", load
+from ncclx_rs._gpu import has_driver
+has_driver.cache_clear()
+print(has_driver(), *asked)
+"""
+
+
+def test_a_pytorch_for_rocm_has_a_driver_where_there_is_hip() -> None:
+    assert printed(ROCM.format(there="libamdhip64.so.7")) == "True libamdhip64.so.7"
+    assert printed(ROCM.format(there="libcuda.so.1")) == "False libamdhip64.so.7 libamdhip64.so"
 
 
 def test_a_wrong_default_is_a_warning_and_torch_loads() -> None:

@@ -158,6 +158,11 @@ dist.destroy_process_group()
         "docs/object_api.md", "import ncclx_rs as torchcomms", after="torchcomms.new_comm, torchcomms.ReduceOp", ranks=0
     ),
     Part(
+        "docs/nccl.md",
+        "import ncclx_rs, torch\n\n# On ranks",
+        after="assert gradients.tolist() == [2.0] * 1000; comm.finalize()",
+    ),
+    Part(
         "docs/object_api.md",
         'comm = ncclx_rs.new_comm("ncclx", torch.device("cpu")',
         "import ncclx_rs, torch",

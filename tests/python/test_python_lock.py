@@ -110,6 +110,15 @@ def device(backend):
         pass  # there is none
 
 
+def memory(backend):
+    assert backend._allocates() == (False, "")  # no library runs operations here
+    for call in (backend._register, backend._deregister):
+        try:
+            call(torch.ones(3).as_subclass(Owned))
+        except ValueError:
+            pass  # it is the host's
+
+
 def future(backend):
     work = backend._message(False, torch.ones(3).as_subclass(Owned), 0, 2, limit)
     holding.usleep(200_000)
@@ -132,6 +141,7 @@ ENTRIES = {
     "window": window,
     "one_sided": one_sided,
     "parts": parts,
+    "memory": memory,
     "direct": direct,
     "device": device,
     "barrier": lambda backend: backend._barrier(False, limit * 100),

@@ -95,7 +95,7 @@ def test_the_walk_sees_imports() -> None:
     graph = python_imports()
     assert "ncclx_rs._api" in graph["ncclx_rs"], "an import by name"
     assert "ncclx_rs._types" in graph["ncclx_rs._work"]
-    assert rust_uses()["abi"] == {"convert", "logging", "shim", "stack"}
+    assert rust_uses()["abi"] == {"abi/entry", "abi/memory", "convert", "logging", "shim", "stack"}
     assert rust_uses()["library/instance"] == {"library/store"}
 
 

@@ -171,6 +171,11 @@ class NcclxBackend : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Whether a vendor's library allocates for it, or else why not, if it should.
+  std::pair<bool, std::string> allocates();
+  // Has a vendor's library take a tensor in place, whose memory is kept as long.
+  void register_memory(const at::Tensor& tensor);
+  void deregister_memory(const at::Tensor& tensor);
   void setTimeout(Milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return engine_->collectives(comm()->get()); }

@@ -153,6 +153,14 @@ struct NcclxEngine {
   int32_t (*part)(NcclxComm* comm, const int32_t* ranks, uint64_t n, NcclxPart** part, NcclxError* error);
   void (*inherit)(NcclxComm* comm, NcclxPart* part);  // takes the part
   void (*part_free)(NcclxPart* part);
+  // Whether a vendor's library allocates device memory for the communicator: `by_library` is 1, or 0. Without an error, its text
+  // says why the engine does so in place of the library, or is empty.
+  int32_t (*allocates)(NcclxComm* comm, uint32_t* by_library, NcclxError* error);
+  // Has a vendor's library take memory of a device in place. Calls `let_go(kept)` exactly once, on any thread: when it is no longer
+  // registered, also after an error.
+  int32_t (*memory_register)(NcclxComm* comm, const NcclxBuffer* memory, void* kept, void (*let_go)(void* kept),
+                             NcclxError* error);
+  int32_t (*memory_deregister)(NcclxComm* comm, const NcclxBuffer* memory, NcclxError* error);
 };
 
 // What the shim's library exports.
@@ -174,4 +182,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 128);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 272);
+static_assert(sizeof(NcclxEngine) == 296);

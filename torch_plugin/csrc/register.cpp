@@ -102,6 +102,9 @@ void define(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("_part", &NcclxBackend::part, py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
       .def("_inherit", &NcclxBackend::inherit, py::arg("part"), py::call_guard<py::gil_scoped_release>())
+      .def("_allocates", &NcclxBackend::allocates, py::call_guard<py::gil_scoped_release>())
+      .def("_register", &NcclxBackend::register_memory, py::arg("tensor"), py::call_guard<py::gil_scoped_release>())
+      .def("_deregister", &NcclxBackend::deregister_memory, py::arg("tensor"), py::call_guard<py::gil_scoped_release>())
       .def("_window_register", &NcclxBackend::register_window, py::arg("tensor"), py::arg("owning") = true,
            py::call_guard<py::gil_scoped_release>())
       .def("_window_deregister", &NcclxBackend::deregister_window, py::arg("window"),

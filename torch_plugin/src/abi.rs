@@ -11,41 +11,28 @@
 //! shim would free that memory. Elsewhere a panic becomes an error.
 #![allow(unsafe_code, reason = "the C boundary")]
 
-use std::any::Any;
-use std::ffi::{CStr, c_char, c_void};
-use std::io::Write;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ffi::{c_char, c_void};
 use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::LibraryPart;
 use ncclx_rs::comm::store::Store;
-use ncclx_rs::sys::cuda::Device;
+use ncclx_rs::sys::cuda::{Device, Provider, provider};
 use ncclx_rs::sys::segment::MappedMemory;
-use ncclx_rs::{
-    Buffer, Buffers, CommOptions, Communicator, Error, Mode, Op, Rank, SharedMemory, StreamHandle, WindowId, Work,
-};
+use ncclx_rs::{CommOptions, Communicator, Mode, Op, Rank, SharedMemory, StreamHandle, WindowId, Work};
 use pyo3::prelude::*;
 
 use crate::convert::{self, Numbers, Status};
 use crate::{logging, shim, stack};
 
-const ERROR_BYTES: usize = 4096;
+mod entry;
+mod memory;
 
-#[repr(C)]
-struct RawError {
-    text: [u8; ERROR_BYTES],
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RawBuffer {
-    ptr: *mut u8,
-    numel: u64,
-    dtype: i32,
-    device: i32,
-}
+use entry::{
+    ERROR_BYTES, RawBuffer, RawError, buffers, duration, failure, guarded, or_end, slice, string, without_tensors,
+};
+use memory::{Drops, allocates, memory_deregister, memory_register};
 
 #[repr(C)]
 struct RawOp {
@@ -139,13 +126,16 @@ struct RawEngine {
     part: extern "C" fn(*const Communicator, *const i32, u64, *mut *mut LibraryPart, *mut RawError) -> i32,
     inherit: extern "C" fn(*const Communicator, *mut LibraryPart),
     part_free: extern "C" fn(*mut LibraryPart),
+    allocates: extern "C" fn(*const Communicator, *mut u32, *mut RawError) -> i32,
+    memory_register: extern "C" fn(*const Communicator, *const RawBuffer, *mut c_void, Drops, *mut RawError) -> i32,
+    memory_deregister: extern "C" fn(*const Communicator, *const RawBuffer, *mut RawError) -> i32,
 }
 
 const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 128);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 272);
+const _: () = assert!(size_of::<RawEngine>() == 296);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -182,103 +172,14 @@ static ENGINE: RawEngine = RawEngine {
     part,
     inherit,
     part_free,
+    allocates,
+    memory_register,
+    memory_deregister,
 };
 
 /// Loads the shim, which adds the backend's classes to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     shim::register(module, &ENGINE)
-}
-
-// ---- helpers ----
-
-/// Runs the body of an entry; a panic ends the process.
-fn guarded(error: *mut RawError, body: impl FnOnce() -> Result<(), (Status, String)>) -> i32 {
-    write_error(error, or_end(body))
-}
-
-/// Runs the body of an entry without tensors; a panic becomes a failure with its text.
-fn without_tensors(error: *mut RawError, body: impl FnOnce() -> Result<(), (Status, String)>) -> i32 {
-    let ended = catch_unwind(AssertUnwindSafe(body));
-    let internal =
-        |panic: Box<dyn Any + Send>| Err((Status::Failure, format!("internal error: {}", panic_text(panic.as_ref()))));
-    write_error(error, ended.unwrap_or_else(internal))
-}
-
-/// Writes the error of a result; returns its status.
-fn write_error(error: *mut RawError, result: Result<(), (Status, String)>) -> i32 {
-    let Err((status, text)) = result else { return Status::Ok as i32 };
-    // SAFETY: the shim passes a writable NcclxError that lives for the call.
-    let error = unsafe { &mut *error };
-    let mut end = text.len().min(ERROR_BYTES - 1);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    error.text[..end].copy_from_slice(&text.as_bytes()[..end]);
-    error.text[end] = 0;
-    status as i32
-}
-
-/// Runs the body of an entry that returns no error; a panic ends the process.
-fn or_end<T>(body: impl FnOnce() -> T) -> T {
-    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
-        // Not logged: the record would have to wait for Python's lock.
-        let _ = writeln!(
-            std::io::stderr(),
-            "ncclx_rs: internal error: {}; the process ends, since the engine may still use memory of tensors",
-            panic_text(panic.as_ref())
-        );
-        std::process::abort()
-    })
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().cloned();
-    text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_else(|| "a panic".to_owned())
-}
-
-fn failure(error: &Error) -> (Status, String) {
-    (Status::of(error.class()), error.to_string())
-}
-
-/// # Safety
-/// `data` points to `len` values that live as long as the result; it may be null when `len` is zero.
-unsafe fn slice<'a, T>(data: *const T, len: u64) -> &'a [T] {
-    if len == 0 {
-        return &[];
-    }
-    // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts(data, len as usize) }
-}
-
-/// # Safety
-/// `text` ends with a zero and lives for the call.
-unsafe fn string(text: *const c_char) -> String {
-    // SAFETY: the caller's promise.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
-fn duration(millis: i64) -> Option<Duration> {
-    u64::try_from(millis).ok().map(Duration::from_millis)
-}
-
-/// # Safety
-/// `buffers` and `len` are those of a RawOp that lives for the call.
-unsafe fn buffers(buffers: *const RawBuffer, len: u64) -> Result<Buffers, (Status, String)> {
-    // SAFETY: the caller's promise.
-    let raw = unsafe { slice(buffers, len) };
-    raw.iter()
-        .map(|raw| {
-            let dtype = convert::dtype(raw.dtype).map_err(|error| failure(&error.into()))?;
-            let len = convert::length("tensor", raw.numel).map_err(|error| failure(&error.into()))?;
-            // SAFETY: the shim keeps the tensor behind `ptr` until the operation's completion; see the module's text.
-            Ok(match u32::try_from(raw.device) {
-                // SAFETY: as above; PyTorch's allocator gives the memory of a device out in the order of its streams.
-                Ok(device) => unsafe { Buffer::on_device(raw.ptr.addr() as u64, len, dtype, device) },
-                // SAFETY: as above.
-                Err(_) => unsafe { Buffer::from_raw(raw.ptr, len, dtype) },
-            })
-        })
-        .collect()
 }
 
 // ---- the store ----
@@ -624,7 +525,10 @@ extern "C" fn cuda_devices(error: *mut RawError) -> i32 {
     let mut devices = 0;
     let status = without_tensors(error, || {
         devices = Device::count().map_err(|error| (Status::Failure, error.to_string()))?;
-        let hidden = "the CUDA driver shows no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi";
+        let hidden = match provider() {
+            Ok(Provider::Hip) => "HIP shows no device; look at HIP_VISIBLE_DEVICES and rocminfo",
+            _ => "the CUDA driver shows no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi",
+        };
         if devices == 0 { Err((Status::Failure, hidden.to_owned())) } else { Ok(()) }
     });
     if status == Status::Ok as i32 { devices as i32 } else { -1 }

@@ -18,7 +18,16 @@ extern "C" fn ncclx_rs_cuda_malloc(bytes: usize, device: c_int, _stream: *mut c_
     address.map_or(std::ptr::null_mut(), |address| std::ptr::without_provenance_mut(address as usize))
 }
 
-/// Gives memory back. Nobody hears what does not work.
+/// As the other, by the vendor's library that a communicator has set for this process.
+// SAFETY: as above.
+#[unsafe(no_mangle)]
+extern "C" fn ncclx_rs_library_malloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *mut c_void {
+    let allocate = || allocator::allocate_by_library(bytes, u32::try_from(device).ok()?).ok();
+    let address = catch_unwind(allocate).ok().flatten();
+    address.map_or(std::ptr::null_mut(), |address| std::ptr::without_provenance_mut(address as usize))
+}
+
+/// Gives memory of either back. Nobody hears what does not work.
 // SAFETY: as above.
 #[unsafe(no_mangle)]
 extern "C" fn ncclx_rs_cuda_free(memory: *mut c_void, _bytes: usize, _device: c_int, _stream: *mut c_void) {

@@ -21,7 +21,7 @@ mod vendor;
 
 use std::path::PathBuf;
 
-use ncclx_rs::sys::cuda::{Device, driver_version};
+use ncclx_rs::sys::cuda::{Device, driver_version, provider};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -44,6 +44,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dumps, module)?)?;
     module.add_function(wrap_pyfunction!(mesh::mesh_grid, module)?)?;
     module.add_function(wrap_pyfunction!(vendor::vendor_library, module)?)?;
+    module.add_function(wrap_pyfunction!(vendor::allocates, module)?)?;
     module.add_function(wrap_pyfunction!(cuda_devices, module)?)?;
     module.add_function(wrap_pyfunction!(measure_link, module)?)?;
     module.add_class::<store::SecretStore>()?;
@@ -114,12 +115,12 @@ fn advertised_addresses(host: Option<&str>) -> PyResult<Vec<String>> {
     Ok(told.iter().map(ToString::to_string).collect())
 }
 
-/// The version of CUDA that the driver serves, and the devices' names.
+/// The version of CUDA that the driver serves, or of HIP, and the devices' names.
 #[pyfunction]
 fn cuda_devices() -> PyResult<(String, Vec<String>)> {
     let found = driver_version().and_then(|version| {
         let names = (0..Device::count()?).map(|number| Device::new(number)?.name()).collect::<Result<_, _>>()?;
-        Ok((format!("a driver of CUDA {version}"), names))
+        Ok((format!("a driver of {} {version}", provider()?), names))
     });
     found.map_err(|error| PyOSError::new_err(error.to_string()))
 }

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use ncclx_rs::config::{Config, UcxChoice};
+use ncclx_rs::device::allocator;
+use ncclx_rs::sync::Arc;
 use ncclx_rs::sys::nccl::{Feature, Nccl, Vendor};
 use ncclx_rs::sys::ucx::Ucx;
 use pyo3::exceptions::{PyOSError, PyValueError};
@@ -34,6 +36,23 @@ pub(crate) fn look_for_ucx(py: Python<'_>) -> PyResult<()> {
     let folder = py.import("sysconfig")?.call_method1("get_path", ("purelib",))?.extract()?;
     ncclx_rs::sys::ucx::look_in(folder);
     Ok(())
+}
+
+/// Whether a library allocates for communicators that are set to `nccl` or `rccl`, or as the settings say; else why not, if it
+/// should. It does from now on.
+#[pyfunction]
+#[pyo3(signature = (library, packages))]
+pub(crate) fn allocates(py: Python<'_>, library: Option<&str>, packages: Vec<PathBuf>) -> PyResult<(bool, String)> {
+    let config = Config::resolve(&[]).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let (vendor, named) = match library.unwrap_or(config.engine.name()) {
+        "nccl" => (Vendor::Nccl, config.nccl_library),
+        "rccl" => (Vendor::Rccl, config.rccl_library),
+        _ => return Ok((false, String::new())),
+    };
+    let library = py.detach(|| Nccl::load(vendor, named.map(PathBuf::from).as_deref(), &packages));
+    let library = library.map_err(|error| PyOSError::new_err(error.to_string()))?;
+    let set = allocator::use_library(&Arc::new(library));
+    Ok((set.is_ok(), set.err().map(|error| error.to_string()).unwrap_or_default()))
 }
 
 fn ucx(py: Python<'_>, choice: UcxChoice, packages: Vec<PathBuf>) -> PyResult<Found> {

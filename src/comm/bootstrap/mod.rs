@@ -46,7 +46,7 @@ use reply::World;
 
 use crate::algo::Tuning;
 use crate::comm::store::Store;
-use crate::config::Config;
+use crate::config::{Config, EngineChoice};
 use crate::deadline::deadline_after;
 use crate::error::InitError;
 use crate::sys::process::{self, ProcessId};
@@ -97,6 +97,7 @@ pub fn join(
             world_size,
             name: name.to_string(),
             algorithm: config.algorithm.clone(),
+            through_host: config.engine == EngineChoice::Host,
         })
     };
     let (keys, World { ranks, tuning }) = if size == 1 {

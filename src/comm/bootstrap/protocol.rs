@@ -114,6 +114,8 @@ pub struct RankInfo {
     pub name: String,
     /// The algorithm that its settings ask for. Rank 0's holds for all ranks; joining fails if another rank asks for another.
     pub algorithm: Option<String>,
+    /// Whether its tensors of devices go through memory of the host (`engine=host`).
+    pub through_host: bool,
 }
 
 pub(super) mod rank_number {

@@ -37,6 +37,11 @@ impl Roster {
             let algorithm = |info: &RankInfo| format!("`{}`", info.algorithm.as_deref().unwrap_or("auto"));
             return differ("algorithm", &algorithm(&info), &algorithm(root));
         }
+        if info.through_host != root.through_host {
+            let engine = |info: &RankInfo| if info.through_host { "host" } else { "another" };
+            return differ("the engine", engine(&info), engine(root))
+                .map_err(|text| format!("{text}: engine=host is set on all ranks or on none"));
+        }
         let (rank, host, size) = (info.rank, &info.host_id, root.world_size);
         match self.ranks.get_mut(rank.index()) {
             None => Err(format!("rank {rank} on host `{host}` is beyond the world size {size}")),
@@ -89,6 +94,7 @@ mod tests {
             world_size: 2,
             name: "test".to_owned(),
             algorithm: None,
+            through_host: false,
         }
     }
 
@@ -105,6 +111,17 @@ mod tests {
             let cause = roster.add(info(1, other.clone())).expect_err("it differs");
             assert_eq!(cause, format!("rank 1 on host `there` has build {other}, rank 0 has {own}"));
             assert_eq!((roster.add(info(1, own.clone())), roster.missing()), (Ok(()), vec![]));
+        }
+    }
+
+    #[test]
+    fn a_rank_whose_tensors_alone_go_through_the_host_is_refused() {
+        for at in [0, 1] {
+            let [root, other] = [0, 1].map(|rank| RankInfo { through_host: rank == at, ..info(rank, Build::own()) });
+            let cause = Roster::new(root).add(other).expect_err("it differs");
+            let engines = ["another, rank 0 has host", "host, rank 0 has another"][at as usize];
+            let expected = format!("rank 1 on host `there` has the engine {engines}: engine=host is set on all ranks");
+            assert!(cause.starts_with(&expected), "{cause}");
         }
     }
 }

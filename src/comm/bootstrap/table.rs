@@ -31,6 +31,7 @@ struct Common {
     world_size: u32,
     name: String,
     algorithm: Option<String>,
+    through_host: bool,
 }
 
 /// A rank without its number and its host.
@@ -43,10 +44,10 @@ const LEADING: usize = 4;
 impl Fields {
     fn of(info: &RankInfo) -> Fields {
         let json = |value: Result<Vec<u8>, serde_json::Error>| value.expect("numbers and texts are JSON");
-        let RankInfo { build, world_size, name, algorithm, .. } = info.clone();
+        let RankInfo { build, world_size, name, algorithm, through_host, .. } = info.clone();
         let transports: Vec<&String> = info.addresses.keys().collect();
         let leading = [
-            json(serde_json::to_vec(&Common { build, world_size, name, algorithm })),
+            json(serde_json::to_vec(&Common { build, world_size, name, algorithm, through_host })),
             json(serde_json::to_vec(&info.cpus)),
             json(serde_json::to_vec(&info.process)),
             json(serde_json::to_vec(&transports)),
@@ -60,11 +61,11 @@ impl Fields {
     }
 
     fn info(&self, rank: Rank, host_id: String) -> Result<RankInfo, String> {
-        let Common { build, world_size, name, algorithm } = parsed(self.get(0))?;
+        let Common { build, world_size, name, algorithm, through_host } = parsed(self.get(0))?;
         let (cpus, process): (Cpus, ProcessId) = (parsed(self.get(1))?, parsed(self.get(2))?);
         let transports: Vec<String> = parsed(self.get(3))?;
         let addresses: BTreeMap<String, Vec<u8>> = transports.into_iter().zip(self.0[LEADING..].to_vec()).collect();
-        Ok(RankInfo { rank, host_id, addresses, process, cpus, build, world_size, name, algorithm })
+        Ok(RankInfo { rank, host_id, addresses, process, cpus, build, world_size, name, algorithm, through_host })
     }
 }
 
@@ -259,6 +260,7 @@ mod tests {
             world_size: size as u32,
             name: "default_pg".to_owned(),
             algorithm: None,
+            through_host: false,
         }
     }
 
@@ -281,6 +283,7 @@ mod tests {
         ranks[1].addresses.clear();
         ranks[2].host_id = String::new();
         ranks[3].algorithm = Some("ring".to_owned());
+        ranks[3].through_host = true;
         ranks[3].host_id = ranks[0].host_id.clone();
         ranks[4].addresses.insert("another".to_owned(), vec![7; 300]);
         ranks[5].name = "ä".repeat(100);

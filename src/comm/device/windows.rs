@@ -8,7 +8,7 @@ use crate::comm::check::{self, RankAndSize};
 use crate::device::windows::{Access, AccessRequest};
 use crate::engine::call::Call;
 use crate::engine::flight_recorder::Bytes;
-use crate::error::Error;
+use crate::error::{Error, InitError};
 use crate::op::{Op, OpKind};
 use crate::sys::cuda::{Relaxed, StreamHandle};
 use crate::types::Rank;
@@ -33,6 +33,10 @@ impl DeviceSide {
         // Mapping memory spoils captures otherwise. Where there is no driver, the setup says so.
         let _relaxed = Relaxed::enter();
         let executor = self.executor(group, "window_register", device, timeout)?;
+        // After the setup, in which ranks notice that they are set differently or have devices of several vendors.
+        if let Some(why) = self.libraries.no_streams() {
+            return Err(InitError::Config(format!("communicator `{}`: window_register: {why}", group.name())).into());
+        }
         let are_there = || group.driver().with_engine(|engine| engine.is_whole());
         executor.windows.register(window, memory, timeout, &mut |own| all_gather(group, own, timeout), &are_there)
     }

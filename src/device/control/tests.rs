@@ -4,7 +4,7 @@ use std::thread;
 
 use super::*;
 use crate::counts::Counts;
-use crate::device::call_log::Capture;
+use crate::device::call_log::{CallMemory, Capture};
 use crate::op::CollectiveKind;
 use crate::signature::Signature;
 use crate::types::DType;
@@ -106,6 +106,32 @@ fn calls_that_run_otherwise_are_other_calls() {
     let error = host[1].enter(0, 1, captured, None).expect_err("a capture");
     let text = "the ranks disagree on collective 1: rank 1 called barrier() in a graph's capture, rank 0 eagerly";
     assert_eq!(captured.disagreement(1, Rank(1), error), text);
+}
+
+#[test]
+fn registered_memory_goes_with_no_other() {
+    let calls =
+        [CallMemory::None, CallMemory::Plain, CallMemory::Registered].map(|memory| all_reduce(7).with_memory(memory));
+    for first in calls {
+        for second in calls {
+            let host = host(2, Width::Bits64);
+            host[0].enter(0, 1, first, None).expect("the first");
+            assert_eq!(host[1].call_of(Rank(0), 0, 1), Some(first));
+            let entered = host[1].enter(0, 1, second, None);
+            let goes = first == second || [first, second].contains(&calls[0]);
+            assert_eq!(entered.is_ok(), goes, "{first:?} and {second:?}");
+            if let Err(error) = entered {
+                let text = second.disagreement(1, Rank(1), error);
+                let expected = "the ranks disagree on the memory of collective 1, all_reduce(SUM, 7 × float32): that of rank 1 is ";
+                assert!(text.starts_with(expected), "{text}");
+                assert_eq!(text.contains("that of rank 0 is registered"), first == calls[2], "{text}");
+            }
+        }
+    }
+    let longer = all_reduce(8).with_memory(CallMemory::None);
+    let host = host(2, Width::Bits64);
+    host[0].enter(0, 1, calls[2], None).expect("the first");
+    assert!(host[1].enter(0, 1, longer, None).is_err(), "it is longer all the same");
 }
 
 #[test]

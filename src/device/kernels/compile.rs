@@ -9,6 +9,8 @@ use crate::sys::nvrtc::{Nvrtc, NvrtcError};
 /// So that the kernels have the CPU's bits: nothing is contracted, flushed or approximated.
 const ARITHMETIC: [&str; 4] = ["--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"];
 const LANGUAGE: [&str; 2] = ["--std=c++17", "--device-int128"];
+/// The same for hipRTC, which otherwise contracts, and by default does nothing else of that.
+const FOR_HIP: [&str; 2] = ["-ffp-contract=off", "-std=c++17"];
 
 /// Why there are no kernels.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,6 +24,9 @@ pub enum CompileError {
         /// The newest version of CUDA that the driver runs.
         newest: u32,
     },
+    /// There is no compiler for AMD's devices.
+    #[error("reductions of tensors on AMD's devices need hipRTC, which ROCm has: {0}")]
+    NoHipCompiler(NvrtcError),
     /// The compiler knows no device like this one.
     #[error("NVRTC {}.{} does not compile for devices of compute capability {}.{}", .version.0, .version.1, .architecture / 10, .architecture % 10)]
     Architecture {
@@ -31,7 +36,7 @@ pub enum CompileError {
         version: (u32, u32),
     },
     /// The compiler does not take the source.
-    #[error("NVRTC cannot compile the kernels of {module}: {reason}")]
+    #[error("the kernels of {module} cannot be compiled: {reason}")]
     Source {
         /// The type of their elements.
         module: &'static str,
@@ -49,6 +54,8 @@ fn package(newest: u32) -> String {
 #[derive(Debug)]
 pub struct Compiler {
     nvrtc: Nvrtc,
+    /// What it calls the devices of HIP that it compiles for, if it is hipRTC.
+    hip: Option<String>,
     cache: Option<Cache>,
 }
 
@@ -57,13 +64,23 @@ impl Compiler {
     /// cache it compiles anew in each process.
     pub fn load(folders: &[PathBuf], newest: u32, cache: Option<Cache>) -> Result<Compiler, CompileError> {
         let nvrtc = Nvrtc::load(folders, newest).map_err(|reason| CompileError::NoCompiler { reason, newest })?;
-        Ok(Compiler { nvrtc, cache })
+        Ok(Compiler { nvrtc, hip: None, cache })
     }
 
-    /// The code of a module for devices of this compute capability: 90 is 9.0.
+    /// The compiler of one of `folders`, else of the system, for AMD's devices that it calls `architecture`.
+    pub fn load_for_hip(
+        folders: &[PathBuf],
+        architecture: String,
+        cache: Option<Cache>,
+    ) -> Result<Compiler, CompileError> {
+        let nvrtc = Nvrtc::load_for_hip(folders).map_err(CompileError::NoHipCompiler)?;
+        Ok(Compiler { nvrtc, hip: Some(architecture), cache })
+    }
+
+    /// The code of a module for devices of this compute capability: 90 is 9.0. hipRTC compiles for the devices that it was loaded for.
     pub fn module(&self, module: Module, architecture: u32) -> Result<Vec<u8>, CompileError> {
         let (version, known) = (self.nvrtc.version(), self.target(architecture)?);
-        let options = options(module, known);
+        let options = self.options(module, known);
         let key = key(&options, version);
         if let Some(cubin) = self.cached(&key) {
             return Ok(cubin);
@@ -78,6 +95,9 @@ impl Compiler {
 
     /// The architecture whose code devices of this compute capability run.
     pub(crate) fn target(&self, architecture: u32) -> Result<u32, CompileError> {
+        if self.hip.is_some() {
+            return Ok(architecture);
+        }
         let version = self.nvrtc.version();
         fitting(architecture, self.nvrtc.architectures()).ok_or(CompileError::Architecture { architecture, version })
     }
@@ -85,7 +105,16 @@ impl Compiler {
     /// The path of a module's entry in the cache, if there is a cache.
     pub fn entry(&self, module: Module, architecture: u32) -> Option<PathBuf> {
         let known = self.target(architecture).ok()?;
-        Some(self.cache.as_ref()?.path(&key(&options(module, known), self.nvrtc.version())))
+        Some(self.cache.as_ref()?.path(&key(&self.options(module, known), self.nvrtc.version())))
+    }
+
+    fn options(&self, module: Module, architecture: u32) -> Vec<String> {
+        let (fixed, target) = match &self.hip {
+            Some(name) => (FOR_HIP.to_vec(), format!("--offload-arch={name}")),
+            None => ([&ARITHMETIC[..], &LANGUAGE].concat(), format!("--gpu-architecture=sm_{architecture}")),
+        };
+        let fixed = fixed.into_iter().map(ToOwned::to_owned);
+        fixed.chain([target, format!("-D{}", module.definition())]).collect()
     }
 
     fn cached(&self, key: &Key) -> Option<Vec<u8>> {
@@ -94,11 +123,6 @@ impl Compiler {
             None
         })
     }
-}
-
-fn options(module: Module, architecture: u32) -> Vec<String> {
-    let fixed = ARITHMETIC.iter().chain(&LANGUAGE).map(|option| (*option).to_owned());
-    fixed.chain([format!("--gpu-architecture=sm_{architecture}"), format!("-D{}", module.definition())]).collect()
 }
 
 fn key(options: &[String], version: (u32, u32)) -> Key {
@@ -111,12 +135,14 @@ fn fitting(architecture: u32, known: &[u32]) -> Option<u32> {
     known.iter().copied().filter(|known| *known <= architecture && known / 10 == architecture / 10).max()
 }
 
-/// Where a process that has loaded a CUDA runtime may find the compiler of the same wheels: `maps` is what
+/// Where a process that has loaded the runtime of CUDA or HIP may find the compiler of the same wheels: `maps` is what
 /// /proc/self/maps holds.
 pub fn folders_beside_runtime(maps: &str) -> Vec<PathBuf> {
     let paths = maps.lines().filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])));
-    let is_runtime =
-        |path: &&Path| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"libcudart"));
+    let is_runtime = |path: &&Path| {
+        let name = path.file_name().map_or(&[][..], |name| name.as_encoded_bytes());
+        name.starts_with(b"libcudart") || name.starts_with(b"libamdhip64")
+    };
     let mut folders = Vec::new();
     for folder in paths.filter(is_runtime).filter_map(Path::parent) {
         // For CUDA 13 one folder has them both; for CUDA 12 each package has its own.

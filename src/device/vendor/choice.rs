@@ -9,7 +9,8 @@ use crate::device::setup::{Member, named, ranks_where};
 use crate::device::vendor::part::PartId;
 use crate::error::InitError;
 use crate::sync::Arc;
-use crate::sys::nccl::{Nccl, Vendor, Version};
+use crate::sys::cuda::{self, Provider};
+use crate::sys::nccl::{Feature, Nccl, Vendor, Version};
 use crate::types::Rank;
 
 /// What a rank is set to, and what it has found.
@@ -18,6 +19,8 @@ pub(crate) struct Offer {
     pub(crate) choice: EngineChoice,
     /// The library's `NCCL_VERSION_CODE`, or why there is none. `None` where nobody asks for one.
     pub(crate) library: Option<Result<u32, String>>,
+    /// Whether the library registers memory.
+    pub(crate) registers: bool,
     /// Where it has a communicator of the library already: which.
     pub(crate) part: Option<PartId>,
 }
@@ -30,25 +33,38 @@ pub(crate) enum Decision {
     Streams,
 }
 
-/// Which vendor's library a choice means, if one.
-fn vendor(choice: EngineChoice) -> Option<Vendor> {
-    match choice {
-        EngineChoice::Nccl => Some(Vendor::Nccl),
-        EngineChoice::Rccl => Some(Vendor::Rccl),
-        EngineChoice::Auto | EngineChoice::Streams => None,
+/// Which vendor's library a choice means on devices of this provider, if one.
+fn vendor(choice: EngineChoice, provider: Provider) -> Option<Vendor> {
+    match (choice, provider) {
+        (EngineChoice::Nccl, _) => Some(Vendor::Nccl),
+        (EngineChoice::Rccl, _) | (EngineChoice::Auto, Provider::Hip) => Some(Vendor::Rccl),
+        (EngineChoice::Auto | EngineChoice::Streams | EngineChoice::Host, _) => None,
     }
+}
+
+/// Why programs do not run on streams of this provider, if they do not: HIP may make a stream wait for a word by a kernel that
+/// spins, which can keep the very kernel from running that it waits for. So they have to be asked for.
+pub(crate) fn no_streams(choice: EngineChoice, provider: Provider) -> Option<&'static str> {
+    (provider == Provider::Hip && choice != EngineChoice::Streams).then_some(
+        "RCCL has no such operation, and programs for streams have not been shown to work on HIP's devices: engine=streams \
+         takes them all the same",
+    )
 }
 
 /// What a rank offers, with the library that it has. It is only loaded where the rank is set to use it.
 pub(crate) fn offer(choice: EngineChoice, files: [Option<&Path>; 2]) -> (Offer, Option<Arc<Nccl>>) {
-    let Some(vendor) = vendor(choice) else { return (Offer { choice, library: None, part: None }, None) };
+    let found = |library| Offer { choice, library, registers: false, part: None };
+    // A rank without devices has no part in this.
+    let provider = cuda::provider().unwrap_or(Provider::Cuda);
+    let Some(vendor) = vendor(choice, provider) else { return (found(None), None) };
     let named = files[usize::from(vendor == Vendor::Rccl)];
     match Nccl::load(vendor, named, &[]) {
         Ok(library) => {
             let code = library.version().to_code();
-            (Offer { choice, library: Some(Ok(code)), part: None }, Some(Arc::new(library)))
+            let registers = library.features().contains(&Feature::Memory);
+            (Offer { registers, ..found(Some(Ok(code))) }, Some(Arc::new(library)))
         }
-        Err(error) => (Offer { choice, library: Some(Err(error.to_string())), part: None }, None),
+        Err(error) => (found(Some(Err(error.to_string()))), None),
     }
 }
 
@@ -66,7 +82,22 @@ pub(crate) fn decide(comm: &str, names: &[Rank], offers: &[Offer], members: &[Me
             "rank {rank} has engine={first}, rank {other} engine={second}: set the same on all ranks"
         ));
     }
-    let Some(vendor) = vendor(choice) else { return Ok(Decision::Streams) };
+    let provider = members[0].provider;
+    let other = members.iter().position(|member| member.provider != provider);
+    if let Some(other) = other.filter(|_| choice != EngineChoice::Streams) {
+        let (rank, there, others) = (names[0], names[other], members[other].provider);
+        return error(format!(
+            "engine={}: the device of rank {rank} is one of {provider}, and that of rank {there} one of {others}, which no \
+             library serves together: take engine=streams, or engine=host",
+            choice.name()
+        ));
+    }
+    let Some(vendor) = vendor(choice, provider) else { return Ok(Decision::Streams) };
+    if (vendor, provider) == (Vendor::Nccl, Provider::Hip) {
+        return error(
+            "engine=nccl: the ranks' devices are HIP's, which NCCL does not serve: take engine=rccl".to_owned(),
+        );
+    }
     match obstacle(vendor.name(), names, offers, members) {
         Some(obstacle) => error(format!("engine={}: {obstacle}; or take engine=streams", choice.name())),
         None => Ok(Decision::Vendor),

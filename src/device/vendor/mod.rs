@@ -1,5 +1,6 @@
 //! A vendor's library that runs collectives and carries messages: [`choice`] decides whether ranks use it, [`calls`] turns a
-//! collective into its calls, and by a [`split`] the parts of a communicator get theirs.
+//! collective into its calls, and by a [`split`] the parts of a communicator get theirs. What calls pass of some memory is
+//! [`registered`] first.
 //!
 //! The library's operations stand between the same words, in the same log and in the same order as the programs of the
 //! [`executor`](super::executor), which also runs what the library does not have. No call of the library blocks: its own
@@ -11,17 +12,20 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::config::NcclFields;
+use crate::deadline::nap;
 use crate::device::in_flight::Runner;
+use crate::device::regions::Regions;
 use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::{CudaError, Current, Stream};
-use crate::sys::nccl::{Nccl, NcclCall, NcclComm, NcclError, Progress, UniqueId};
+use crate::sys::nccl::{Feature, Nccl, NcclCall, NcclComm, NcclError, Progress, UniqueId};
 use crate::types::Rank;
 
 pub(crate) mod calls;
 pub(crate) mod choice;
 pub(crate) mod part;
+mod registered;
 pub(crate) mod split;
 
 use choice::{Decision, Offer, decide};
@@ -45,8 +49,11 @@ pub(crate) struct Candidate<'a> {
     pub(crate) names: &'a [Rank],
     pub(crate) limit: Duration,
     pub(crate) fields: Arc<NcclFields>,
+    pub(crate) ranks_per_root: usize,
     pub(crate) offer: Offer,
     pub(crate) library: Option<Arc<Nccl>>,
+    /// What the program has lent for calls.
+    pub(crate) lent: Arc<Mutex<Regions>>,
     /// What the ranks need not begin, where it was split from the communicator of others.
     pub(crate) part: Option<Part>,
 }
@@ -71,7 +78,7 @@ impl Candidate<'_> {
         members: &[Member],
         all_gather: &mut AllGather<'_>,
     ) -> Result<Option<(Chosen, Option<Part>)>, Error> {
-        let Candidate { comm, me, names, limit, fields, offer, library, part } = self;
+        let Candidate { comm, me, names, limit, fields, ranks_per_root, offer, library, lent, part } = self;
         let part = part.filter(|part| part.fits(library.as_deref(), &fields));
         let offer = Offer { part: part.as_ref().map(Part::id), ..offer };
         let offers: Vec<Offer> = tell(comm, names, all_gather, Ok(offer))?;
@@ -80,7 +87,9 @@ impl Candidate<'_> {
             Decision::Vendor => library.expect("every rank has one, as all have told"),
         };
         let part = part.filter(|part| offers.iter().all(|offer| offer.part == Some(part.id())));
-        Ok(Some((Chosen { library, comm: comm.to_owned(), me, names: names.to_vec(), limit, fields }, part)))
+        let (comm, names) = (comm.to_owned(), names.to_vec());
+        let registers = offers.iter().all(|offer| offer.registers);
+        Ok(Some((Chosen { library, comm, me, names, limit, fields, ranks_per_root, registers, lent }, part)))
     }
 }
 
@@ -94,6 +103,10 @@ pub(crate) struct Chosen {
     /// How long to wait for the other ranks when one begins.
     limit: Duration,
     fields: Arc<NcclFields>,
+    ranks_per_root: usize,
+    /// Whether the libraries of all ranks register memory.
+    registers: bool,
+    lent: Arc<Mutex<Regions>>,
 }
 
 impl Chosen {
@@ -125,15 +138,41 @@ impl Chosen {
     }
 }
 
+/// What ranks tell before a communicator begins.
+#[derive(Debug, Serialize, Deserialize)]
+struct Root {
+    /// Whether its library lets ranks meet at several of them.
+    has_roots: bool,
+    /// Of a rank at which others meet: the unique id, or why it has none.
+    id: Option<Result<Vec<u8>, String>>,
+}
+
+/// Whether a run of at most so many ranks meets at this one, the first of the run. The library has runs that differ by one rank at most,
+/// the longer ones first.
+fn is_root(rank: usize, ranks: usize, ranks_per_root: usize) -> bool {
+    let roots = if ranks_per_root == 0 { 1 } else { ranks.div_ceil(ranks_per_root) };
+    let (length, longer) = (ranks / roots, ranks % roots);
+    let first = |root: usize| root * length + root.min(longer);
+    (0..roots).any(|root| first(root) == rank)
+}
+
 fn begin(chosen: &Chosen, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<NcclComm, Error> {
-    let Chosen { library, comm, me, names, limit, fields } = chosen;
-    let own = if me.index() == 0 { library.unique_id().map(|id| id.0.to_vec()) } else { Ok(Vec::new()) };
+    let Chosen { library, comm, me, names, limit, fields, ranks_per_root, .. } = chosen;
     let failed =
         |cause| InitError::Os { comm: comm.to_owned(), what: format!("a communicator of {}", chosen.library()), cause };
-    let ids: Vec<Result<Vec<u8>, String>> = tell(comm, names, all_gather, Ok(own.map_err(|error| error.to_string())))?;
-    let id = ids.into_iter().next().expect("rank 0's").map_err(failed)?;
-    let id = <[u8; 128]>::try_from(id).map_err(|id| failed(format!("rank 0 tells an id of {} bytes", id.len())))?;
-    let begun = NcclComm::begin(library, current, UniqueId(id), (me.0, names.len() as u32), fields);
+    let has_roots = library.features().contains(&Feature::Roots);
+    let is_root = me.index() == 0 || has_roots && is_root(me.index(), names.len(), *ranks_per_root);
+    let id = is_root.then(|| library.unique_id().map(|id| id.0.to_vec()).map_err(|error| error.to_string()));
+    let told: Vec<Root> = tell(comm, names, all_gather, Ok(Root { has_roots, id }))?;
+    // Where a rank cannot meet at several, all meet at the first.
+    let several = told.iter().all(|root| root.has_roots);
+    let ids = told.into_iter().zip(names).filter_map(|(root, rank)| Some((root.id?, rank)));
+    let ids = ids.take(if several { usize::MAX } else { 1 }).map(|(id, rank)| {
+        let id = id.map_err(|cause| format!("rank {rank}: {cause}"))?;
+        <[u8; 128]>::try_from(id).map(UniqueId).map_err(|id| format!("rank {rank} tells an id of {} bytes", id.len()))
+    });
+    let ids = ids.collect::<Result<Vec<UniqueId>, String>>().map_err(failed)?;
+    let begun = NcclComm::begin(library, current, &ids, (me.0, names.len() as u32), fields);
     let (raw, beginning) = match begun {
         Err(error) => (None, Beginning::Failed(error.to_string())),
         Ok(raw) => match wait(|| raw.progress(), *limit, || false) {
@@ -182,11 +221,6 @@ fn wait(
         }
         nap(waited);
     }
-}
-
-/// Sleeps longer after a longer wait.
-fn nap(waited: Duration) {
-    std::thread::sleep((waited / 8).clamp(Duration::from_micros(5), Duration::from_millis(1)));
 }
 
 /// Why not all of an operation is on its stream.
@@ -255,6 +289,14 @@ impl VendorComm {
     /// Gives the communicator back. Nothing of it is on a stream.
     pub(crate) fn end(&self) {
         let raw = lock(&self.raw);
+        // The library ends them after what it needs for that.
+        if let Err(error) = raw.deregister_all() {
+            log::warn!(
+                "communicator `{}`: memory stays registered with {}: {error}",
+                self.chosen.comm,
+                self.chosen.library()
+            );
+        }
         // What communicators share ends with the first of them that is aborted.
         if self.chosen.fields.split_share == Some(1) { raw.destroy() } else { raw.abort() }
     }
@@ -276,6 +318,15 @@ impl Runner for VendorComm {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_meet_in_runs_that_are_as_long() {
+        let roots = |ranks: usize, each| (0..ranks).filter(|rank| is_root(*rank, ranks, each)).collect::<Vec<_>>();
+        assert_eq!([roots(1, 128), roots(128, 128), roots(1000, 0)], [[0], [0], [0]]);
+        assert_eq!(roots(129, 128), [0, 65]);
+        assert_eq!(roots(10, 4), [0, 4, 7]);
+        assert_eq!(roots(3, 1), [0, 1, 2]);
+    }
 
     #[test]
     fn what_has_failed_comes_before_who_waits_for_it() {

@@ -58,7 +58,7 @@ impl Windows {
     /// What this rank brings: descriptors of its memory, and a place for those of the others.
     fn offer(&self, memory: Buffer) -> Result<(Own, Offer), SetupFailure> {
         const MEMORY: &str = "the memory of its window";
-        let refused = |cause: String| SetupFailure { what: MEMORY.to_owned(), cause };
+        let refused = |cause: String| SetupFailure::new(MEMORY, cause);
         if let Some(obstacle) = self.obstacle {
             return Err(refused(obstacle.to_owned()));
         }
@@ -131,7 +131,7 @@ impl Windows {
         if slot == SLOTS {
             let cause =
                 format!("{SLOTS} windows are registered, or CUDA graphs have accesses to them, which is the most");
-            return Err(SetupFailure { what: "its window".to_owned(), cause });
+            return Err(SetupFailure::new("its window", cause));
         }
         // No rank uses the slot before all have told that they are done.
         self.signals.reset(slot, self.seat);

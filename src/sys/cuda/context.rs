@@ -36,11 +36,17 @@ impl Context {
         self.device
     }
 
-    /// Makes it this thread's, until what is returned goes.
+    /// Makes it this thread's, until what is returned goes. Not by pushing and popping: HIP's pop leaves the thread where it is.
     pub fn enter(&self) -> Result<Current<'_>, CudaError> {
+        let mut before = std::ptr::null_mut();
+        // SAFETY: `before` is a place for the result.
+        unsafe { call!(cuCtxGetCurrent(&raw mut before)) }?;
+        if before == self.raw {
+            return Ok(Current { before: None, _context: self, _of_this_thread: PhantomData });
+        }
         // SAFETY: the context is kept by self.
-        unsafe { call!(cuCtxPushCurrent_v2(self.raw)) }?;
-        Ok(Current { _context: self, _of_this_thread: PhantomData })
+        unsafe { call!(cuCtxSetCurrent(self.raw)) }?;
+        Ok(Current { before: Some(before), _context: self, _of_this_thread: PhantomData })
     }
 
     /// Gives something back, and says whether that worked. Where it did not there is nobody to tell, so it is logged.
@@ -68,15 +74,25 @@ impl Drop for Context {
 /// That a context is this thread's current one. Calls that need one take this.
 #[derive(Debug)]
 pub struct Current<'a> {
+    /// The one before, if that was another one.
+    before: Option<CUcontext>,
     _context: &'a Context,
     _of_this_thread: PhantomData<*const ()>,
 }
 
+impl Current<'_> {
+    /// Waits until all that is on streams of the device has run.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        // SAFETY: it asks for nothing but a current context, which self says that there is.
+        unsafe { call!(cuCtxSynchronize()) }
+    }
+}
+
 impl Drop for Current<'_> {
     fn drop(&mut self) {
-        let mut popped = std::ptr::null_mut();
-        // SAFETY: pushed in `enter` by this thread; `popped` is a place for the result.
-        let result = unsafe { call!(cuCtxPopCurrent_v2(&raw mut popped)) };
+        let Some(before) = self.before else { return };
+        // SAFETY: it was this thread's; if it is gone since, this is an error.
+        let result = unsafe { call!(cuCtxSetCurrent(before)) };
         if let Err(error) = result {
             log::warn!("a context stays current: {error}");
         }

@@ -7,10 +7,11 @@ use std::fmt;
 use cudarc::driver::sys::{CUdevice, CUdevice_attribute, CUuuid};
 use serde::{Deserialize, Serialize};
 
-use super::error::CudaError;
-use super::functions::call;
+use super::error::{CudaError, check};
+use super::functions::{call, functions};
+use super::provider::Provider;
 
-/// The version of the driver: of the latest CUDA that it serves.
+/// The version of the driver: of the latest CUDA that it serves, or of HIP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DriverVersion {
     /// As 13.
@@ -32,7 +33,15 @@ pub fn driver_version() -> Result<DriverVersion, CudaError> {
     // SAFETY: `version` is a place for the result.
     unsafe { call!(cuDriverGetVersion(&raw mut version)) }?;
     let version = version.unsigned_abs();
-    Ok(DriverVersion { major: version / 1000, minor: version % 1000 / 10 })
+    Ok(match provider()? {
+        Provider::Cuda => DriverVersion { major: version / 1000, minor: version % 1000 / 10 },
+        Provider::Hip => DriverVersion { major: version / 10_000_000, minor: version % 10_000_000 / 100_000 },
+    })
+}
+
+/// Whose devices this process uses. An error on a machine that has none.
+pub fn provider() -> Result<Provider, CudaError> {
+    functions().map(|functions| functions.provider)
 }
 
 /// Harmless when repeated.
@@ -71,17 +80,29 @@ pub enum Attribute {
     CapabilityMinor,
 }
 
+/// What is asked for of `hipDeviceProp_tR0600`, whose layout stays as the number in its name says.
+#[repr(C, align(8))]
+struct Properties {
+    _before: [u8; 1160],
+    architecture: [u8; 256],
+    _behind: [u8; 2680],
+}
+
 impl Attribute {
-    fn raw(self) -> CUdevice_attribute {
+    /// Its number as CUDA has it, and as HIP has it.
+    fn raw(self) -> (CUdevice_attribute, c_int) {
         use CUdevice_attribute::*;
         match self {
-            Attribute::WordsOf64Bits => CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
-            Attribute::VirtualMemory => CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
-            Attribute::MemoryAsDescriptor => CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
-            Attribute::ComputeMode => CU_DEVICE_ATTRIBUTE_COMPUTE_MODE,
-            Attribute::Multiprocessors => CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-            Attribute::CapabilityMajor => CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-            Attribute::CapabilityMinor => CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            Attribute::WordsOf64Bits => (CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, 10_013),
+            Attribute::VirtualMemory => {
+                (CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 89)
+            }
+            // HIP has no such question: descriptors are all that it hands over.
+            Attribute::MemoryAsDescriptor => (CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 89),
+            Attribute::ComputeMode => (CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, 6),
+            Attribute::Multiprocessors => (CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 63),
+            Attribute::CapabilityMajor => (CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 23),
+            Attribute::CapabilityMinor => (CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 61),
         }
     }
 }
@@ -127,11 +148,25 @@ impl Device {
         Ok(DeviceUuid(uuid.bytes.map(|byte| byte as u8)))
     }
 
+    /// What AMD's compilers call a device of HIP, as `gfx942:sramecc+:xnack-`.
+    pub fn architecture(self) -> Result<String, CudaError> {
+        let functions = functions()?;
+        let missing = CudaError::NoFunction { function: "hipGetDevicePropertiesR0600" };
+        let properties = functions.properties.ok_or(missing)?;
+        let mut found = Properties { _before: [0; 1160], architecture: [0; 256], _behind: [0; 2680] };
+        // SAFETY: `found` is a place for the result, and longer than that is.
+        let raw = unsafe { properties((&raw mut found).cast(), self.raw) };
+        check(raw, || "hipGetDevicePropertiesR0600")?;
+        Ok(CStr::from_bytes_until_nul(&found.architecture).unwrap_or_default().to_string_lossy().into_owned())
+    }
+
     /// A number, or 0 or 1 for no or yes.
     pub fn attribute(self, attribute: Attribute) -> Result<u32, CudaError> {
+        let (cuda, hip) = attribute.raw();
+        let number = if provider()? == Provider::Hip { hip } else { cuda as c_int };
         let mut value: c_int = 0;
         // SAFETY: `value` is a place for the result.
-        unsafe { call!(cuDeviceGetAttribute(&raw mut value, attribute.raw(), self.raw)) }?;
+        unsafe { call!(cuDeviceGetAttribute(&raw mut value, number, self.raw)) }?;
         Ok(value.unsigned_abs())
     }
 

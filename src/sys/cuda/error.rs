@@ -2,21 +2,23 @@
 
 use std::fmt;
 
+use super::provider::Provider;
+
 /// Why something with CUDA did not work.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// The machine has no driver for NVIDIA's GPUs.
-    #[error("there is no CUDA driver: no libcuda.so.1 could be loaded")]
+    /// The machine has no driver for GPUs.
+    #[error("there is no CUDA driver: no libcuda.so.1 could be loaded, nor HIP's libamdhip64.so.7")]
     NoDriver,
     /// The driver lacks a function, since it is too old.
-    #[error("the CUDA driver has no {function}: CUDA 12.0 and later have it")]
+    #[error("the driver has no {function}: {} and later have it", first_with(function))]
     NoFunction {
         /// Its name.
         function: &'static str,
     },
     /// A call failed.
-    #[error("{call} failed: {code}")]
+    #[error("{call} failed: {}", in_words(call, *code))]
     Call {
         /// The driver's function.
         call: &'static str,
@@ -38,11 +40,25 @@ impl CudaError {
 /// `CUresult`: a number, so that one that a later driver invents is no undefined behaviour.
 pub(super) type RawCode = u32;
 
-/// An error if `raw` says so, of the driver's function `call`.
-pub(super) fn check(call: &'static str, raw: RawCode) -> Result<(), CudaError> {
+/// An error if `raw` says so, of a call of this name.
+pub(super) fn check(raw: RawCode, call: impl FnOnce() -> &'static str) -> Result<(), CudaError> {
     match raw {
         0 => Ok(()),
-        raw => Err(CudaError::Call { call, code: Code::from_raw(raw) }),
+        raw => Err(CudaError::Call { call: call(), code: Code::from_raw(raw) }),
+    }
+}
+
+/// The first release that has all functions which are used here.
+fn first_with(function: &str) -> &'static str {
+    if Provider::Hip.has(function) { "ROCm 7.1" } else { "CUDA 12.0" }
+}
+
+/// What the provider of a call calls its error. HIP's errors have the numbers of CUDA's.
+fn in_words(call: &str, code: Code) -> String {
+    let text = code.to_string();
+    match text.strip_prefix("CUDA_ERROR_") {
+        Some(rest) if Provider::Hip.has(call) => format!("HIP's error {rest}"),
+        _ => text,
     }
 }
 
@@ -192,9 +208,11 @@ mod tests {
 
     #[test]
     fn errors_name_the_call_and_what_cuda_calls_them() {
-        assert_eq!(check("cuInit", 0), Ok(()));
-        let error = check("cuMemAlloc_v2", 2).unwrap_err();
+        assert_eq!(check(0, || "cuInit"), Ok(()));
+        let error = check(2, || "cuMemAlloc_v2").unwrap_err();
         assert_eq!(error.to_string(), "cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)");
-        assert_eq!(check("cuInit", 4711).unwrap_err().code(), Some(Code::Unknown(4711)));
+        let error = check(2, || "hipMalloc").unwrap_err();
+        assert_eq!(error.to_string(), "hipMalloc failed: HIP's error OUT_OF_MEMORY (2)");
+        assert_eq!(check(4711, || "cuInit").unwrap_err().code(), Some(Code::Unknown(4711)));
     }
 }

@@ -18,6 +18,11 @@ use crate::sync::Arc;
 pub struct DevicePtr(pub(super) CUdeviceptr);
 
 impl DevicePtr {
+    /// The address that is this number.
+    pub fn from_bits(bits: u64) -> DevicePtr {
+        DevicePtr(bits)
+    }
+
     /// The address as a number.
     pub fn to_bits(self) -> u64 {
         self.0

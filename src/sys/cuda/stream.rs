@@ -87,6 +87,12 @@ impl Stream {
         Stream { raw, context: context.clone(), is_own: false }
     }
 
+    /// The default stream of a context.
+    pub fn default_of(context: &Arc<Context>) -> Stream {
+        // SAFETY: it is always there.
+        unsafe { Stream::from_raw(context, 0) }
+    }
+
     /// The stream on which a caller has an operation put.
     ///
     /// # Panics
@@ -112,6 +118,16 @@ impl Stream {
         let _current = self.context.enter()?;
         // SAFETY: the stream lives as long as self.
         unsafe { call!(cuStreamSynchronize(self.raw)) }
+    }
+
+    /// Whether all of its operations are done. An error says that one of them has failed.
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        let _current = self.context.enter()?;
+        // SAFETY: the stream lives as long as self.
+        match unsafe { call!(cuStreamQuery(self.raw)) } {
+            Err(error) if error.code() == Some(Code::NotReady) => Ok(false),
+            result => result.map(|()| true),
+        }
     }
 
     /// Copies device memory.

@@ -6,9 +6,10 @@ use std::fmt;
 
 use super::config::Config;
 use super::functions::{Address, Code, Functions, RawComm, RawId, RawStream};
-use super::library::{Nccl, NcclError};
+use super::library::{Feature, Nccl, NcclError};
+use super::registered::Registered;
 use crate::config::NcclFields;
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::cuda::{Current, DeviceBytes, Stream};
 
 /// What ranks must know to begin a communicator together.
@@ -141,6 +142,19 @@ pub enum NcclCall<'a> {
 }
 
 impl NcclCall<'_> {
+    /// The memory that it reads and writes; of a root's call on another rank, one that it does neither with.
+    pub fn memory(&self) -> [Option<DeviceBytes<'_>>; 2] {
+        match *self {
+            NcclCall::AllReduce { from, into, .. }
+            | NcclCall::Reduce { from, into, .. }
+            | NcclCall::Broadcast { from, into, .. }
+            | NcclCall::AllGather { from, into }
+            | NcclCall::ReduceScatter { from, into, .. } => [Some(from), Some(into)],
+            NcclCall::Send { from, .. } => [Some(from), None],
+            NcclCall::Receive { into, .. } => [None, Some(into)],
+        }
+    }
+
     /// The library's function.
     fn name(&self) -> &'static str {
         match self {
@@ -171,6 +185,10 @@ pub struct NcclComm {
     library: Arc<Nccl>,
     /// None when it is gone. Held over calls, each of which returns at once.
     raw: Mutex<Option<Raw>>,
+    /// What is registered with it. Locked after `raw`.
+    pub(super) registered: Mutex<Registered>,
+    /// Held from when it is taken out of `raw` until the library is done with it.
+    ending: Mutex<()>,
     /// What the library may still refer to.
     _fields: Arc<NcclFields>,
 }
@@ -191,25 +209,40 @@ impl Nccl {
 }
 
 impl NcclComm {
-    /// Begins one on the current context's device. It can be used once it is [done](Progress::Done) on every rank.
+    /// Begins one on the current context's device. It can be used once it is [done](Progress::Done) on every rank. All ranks
+    /// pass the same ids: one, or where the library has [`Feature::Roots`](super::Feature::Roots) several, at each of which a
+    /// run of ranks meets.
     pub fn begin(
         library: &Arc<Nccl>,
         _: &Current<'_>,
-        id: UniqueId,
+        ids: &[UniqueId],
         (rank, size): (u32, u32),
         fields: &Arc<NcclFields>,
     ) -> Result<NcclComm, NcclError> {
         let mut raw = std::ptr::null_mut();
         let mut config = Config::non_blocking(library.version().to_code(), fields);
         let (rank, size) = (rank as c_int, size as c_int);
-        // SAFETY: `raw` is a place for the result, and `config` as long as it says; the name that it refers to stays with the
-        // communicator.
-        let code = unsafe { (library.functions().comm_init)(&raw mut raw, size, RawId(id.0), rank, &raw mut config) };
+        let mut ids: Vec<RawId> = ids.iter().map(|id| RawId(id.0)).collect();
+        let (call, code) = match (&mut ids[..], library.functions().comm_init_scalable) {
+            ([id], _) => {
+                // SAFETY: `raw` is a place for the result, and `config` as long as it says; the name that it refers to stays
+                // with the communicator.
+                let code = unsafe { (library.functions().comm_init)(&raw mut raw, size, *id, rank, &raw mut config) };
+                ("ncclCommInitRankConfig", code)
+            }
+            (ids, Some(begin)) => {
+                let (count, first) = (ids.len() as c_int, ids.as_mut_ptr());
+                // SAFETY: as above; there are as many ids as it is told.
+                let code = unsafe { begin(&raw mut raw, size, rank, count, first, &raw mut config) };
+                ("ncclCommInitRankScalable", code)
+            }
+            (_, None) => return Err(library.lacks(Feature::Roots)),
+        };
         let comm = NcclComm::of(library.clone(), raw, fields.clone());
         match code {
             SUCCESS | IN_PROGRESS => Ok(comm),
             code => {
-                let error = library.failed("ncclCommInitRankConfig", code);
+                let error = library.failed(call, code);
                 comm.abort();
                 Err(error)
             }
@@ -218,7 +251,13 @@ impl NcclComm {
 
     /// What the library has begun, and whose configuration refers to these fields.
     pub(super) fn of(library: Arc<Nccl>, raw: RawComm, fields: Arc<NcclFields>) -> NcclComm {
-        NcclComm { library, raw: Mutex::new((!raw.is_null()).then_some(Raw(raw))), _fields: fields }
+        NcclComm {
+            library,
+            raw: Mutex::new((!raw.is_null()).then_some(Raw(raw))),
+            registered: Mutex::default(),
+            ending: Mutex::new(()),
+            _fields: fields,
+        }
     }
 
     /// Calls something with it, which returns at once.
@@ -344,11 +383,7 @@ impl NcclComm {
         };
         let f = self.functions();
         let (Some(create), Some(destroy)) = (f.pre_mul_sum, f.red_op_destroy) else {
-            return Err(NcclError::Lacks {
-                library: self.library.name(),
-                version: self.library.version(),
-                what: "PREMUL_SUM",
-            });
+            return Err(self.library.lacks(Feature::Factors));
         };
         // Aligned for any element.
         let mut value = u64::from_ne_bytes(if let Factor::Value(bytes) = factor { bytes } else { [0; 8] });
@@ -374,12 +409,23 @@ impl NcclComm {
     /// Has what it has on streams end, whatever the other ranks do, and gives it back. It waits for the device, and for graphs
     /// that calls were captured in: to be called on a thread of its own.
     pub fn abort(&self) {
-        let raw = lock(&self.raw).take();
-        if let Some(Raw(raw)) = raw {
+        if let Some((Raw(raw), _ending)) = self.take_out() {
             // SAFETY: it has just been taken out, so nobody else has it.
             let code = unsafe { (self.functions().comm_abort)(raw) };
             self.log_failure("ncclCommAbort", code);
         }
+    }
+
+    /// What is to be given back, unless somebody else does that, and the lock that is held until it is.
+    fn take_out(&self) -> Option<(Raw, MutexGuard<'_, ()>)> {
+        let mut raw = lock(&self.raw);
+        // Before `raw` is free: who finds nothing there can wait for the end.
+        raw.take().map(|raw| (raw, lock(&self.ending)))
+    }
+
+    /// Waits until the library is done with one that [is gone](NcclComm::is_gone).
+    pub(super) fn wait_for_the_end(&self) {
+        drop(lock(&self.ending));
     }
 
     /// Begins the end: what it still has to do for other ranks is done first, which [`progress`](NcclComm::progress) tells.
@@ -395,8 +441,7 @@ impl NcclComm {
 
     /// Gives it back, after [`finalize`](NcclComm::finalize). It may wait, as [`abort`](NcclComm::abort) does.
     pub fn destroy(&self) {
-        let raw = lock(&self.raw).take();
-        if let Some(Raw(raw)) = raw {
+        if let Some((Raw(raw), _ending)) = self.take_out() {
             // SAFETY: as in `abort`.
             let code = unsafe { (self.functions().comm_destroy)(raw) };
             self.log_failure("ncclCommDestroy", code);

@@ -20,6 +20,9 @@ pub(super) struct RawId(pub(super) [u8; 128]);
 /// Memory of a device, of which the host only knows the address.
 pub(super) type Address = *mut c_void;
 
+/// What a library knows a registration by.
+pub(super) type RawHandle = *mut c_void;
+
 /// `cudaStream_t`, which the driver calls `CUstream`.
 pub(super) type RawStream = *mut c_void;
 
@@ -47,8 +50,14 @@ functions! {
     }
     optional {
         pre_mul_sum = "ncclRedOpCreatePreMulSum"(*mut c_int, *mut c_void, c_int, c_int, RawComm) -> Code;
+        comm_init_scalable =
+            "ncclCommInitRankScalable"(*mut RawComm, c_int, c_int, c_int, *mut RawId, *mut Config) -> Code;
         comm_split = "ncclCommSplit"(RawComm, c_int, c_int, *mut RawComm, *mut Config) -> Code;
         red_op_destroy = "ncclRedOpDestroy"(c_int, RawComm) -> Code;
+        mem_alloc = "ncclMemAlloc"(*mut Address, usize) -> Code;
+        mem_free = "ncclMemFree"(Address) -> Code;
+        comm_register = "ncclCommRegister"(RawComm, Address, usize, *mut RawHandle) -> Code;
+        comm_deregister = "ncclCommDeregister"(RawComm, RawHandle) -> Code;
     }
 }
 

@@ -10,7 +10,7 @@ use libc::{RTLD_NOLOAD, RTLD_NOW};
 use libloading::os::unix::Library;
 
 use super::functions::{Code, Functions};
-use crate::sys::library::{file_of, said};
+use crate::sys::library::{as_listed, file_of, said};
 
 /// Whose library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -254,7 +254,7 @@ impl Nccl {
     }
 
     fn of(vendor: Vendor, library: Library, path: &Path) -> Result<Nccl, NcclError> {
-        let functions = Functions::of(&library).map_err(|function| {
+        let functions = Functions::of(&library, as_listed).map_err(|function| {
             let (path, name) = (path.to_owned(), vendor.name());
             NcclError::Function { path, name, function }
         })?;
@@ -293,6 +293,11 @@ impl Nccl {
     /// What it can do of what not every library can.
     pub fn features(&self) -> &[Feature] {
         &self.features
+    }
+
+    /// The error of what it cannot do.
+    pub(crate) fn lacks(&self, feature: Feature) -> NcclError {
+        NcclError::Lacks { library: self.name(), version: self.version, what: feature.text() }
     }
 
     pub(super) fn functions(&self) -> &Functions {

@@ -41,8 +41,7 @@ impl NcclComm {
     ) -> Result<Splitting, NcclError> {
         let library = self.library();
         let (true, Some(split)) = (library.features().contains(&Feature::Split), library.functions().comm_split) else {
-            let what = Feature::Split.text();
-            return Err(NcclError::Lacks { library: library.name(), version: library.version(), what });
+            return Err(library.lacks(Feature::Split));
         };
         let made = Box::new(AtomicPtr::new(std::ptr::null_mut()));
         let mut config = Config::non_blocking(library.version().to_code(), fields);

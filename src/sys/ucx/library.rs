@@ -11,7 +11,7 @@ use libloading::os::unix::Library;
 
 use super::functions::{Functions, Status};
 use crate::sync::{Mutex, lock};
-use crate::sys::library::{file_of, said};
+use crate::sys::library::{as_listed, file_of, said};
 
 /// The library's file, as the system's loader knows it.
 const FILE: &str = "libucp.so.0";
@@ -156,8 +156,8 @@ impl Ucx {
     }
 
     fn of(library: Library, path: &Path) -> Result<Ucx, UcxError> {
-        let functions =
-            Functions::of(&library).map_err(|function| UcxError::Function { path: path.to_owned(), function })?;
+        let functions = Functions::of(&library, as_listed)
+            .map_err(|function| UcxError::Function { path: path.to_owned(), function })?;
         let (mut major, mut minor, mut patch) = (0, 0, 0);
         // SAFETY: it writes to three numbers, which live.
         unsafe { (functions.get_version)(&raw mut major, &raw mut minor, &raw mut patch) };

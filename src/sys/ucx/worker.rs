@@ -237,6 +237,8 @@ impl Link {
     /// Ends it without waiting for the peer, so that nothing goes on that was under way. False: it did not end, and what it
     /// uses must never be freed.
     pub(super) fn close(self, worker: &Worker) -> bool {
+        // UCX queues the failure of an endpoint for the next progress, which crashes (1.22) if the endpoint is closed by then.
+        worker.progress();
         let params = RequestParams::forced();
         // SAFETY: the endpoint lives, and is not used after this.
         let closing = unsafe { (worker.functions().ep_close)(self.raw, &raw const params) };

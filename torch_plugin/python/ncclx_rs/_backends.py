@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import entry_points
@@ -21,7 +22,7 @@ from ncclx_rs import _backend, _vendor
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._library import OWN_VARIABLE, TORCHCOMMS_VARIABLE, find_library
 from ncclx_rs._load import native
-from ncclx_rs._memory import MemAllocator, cuda_allocator
+from ncclx_rs._memory import MemAllocator, allocator_of
 from ncclx_rs._mistakes import warn_of_hints
 from ncclx_rs._types import CommOptions, OpOptions, ReduceOp
 
@@ -112,7 +113,30 @@ class C10dBackend(TorchCommBackend):
     def get_mem_allocator(self) -> Any:
         if not self.has_allocators:
             return super().get_mem_allocator()
-        return _allocator(self._device)
+        return self.allocator(self._device)
+
+    def allocator(self, device: torch.device) -> Any:
+        """The allocator of tensors on a type of device."""
+        if device.type != "cuda":
+            return MemAllocator()
+        if hasattr(self.c10d, "_allocates"):
+            return allocator_of(*self.c10d._allocates())
+        return allocator_of(*_vendor.allocates(self._library))
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """Has a vendor's library take a tensor in place, if the communicator goes by one."""
+        if not tensor.is_cuda or not hasattr(self.c10d, "_register"):
+            return
+        by_library, why_not = self.c10d._allocates()
+        if by_library:
+            self.c10d._register(tensor)
+        elif why_not:
+            warnings.warn(f"tensor_register: the tensor is not registered: {why_not}", UserWarning, stacklevel=3)
+
+    def deregister(self, tensor: torch.Tensor) -> None:
+        """Undoes `register`."""
+        if tensor.is_cuda and hasattr(self.c10d, "_deregister") and self.c10d._allocates()[0]:
+            self.c10d._deregister(tensor)
 
     def host(self, rank: int) -> int:
         """The number of a rank's host. Zero for all ranks if the backend does not know the hosts."""
@@ -359,13 +383,8 @@ def get_mem_allocator(backend: str, device: str | torch.device = "cpu") -> Any:
     """
     made = make_backend(backend)
     if isinstance(made, C10dBackend) and made.has_allocators:
-        return _allocator(torch.device(device))
+        return made.allocator(torch.device(device))
     return made.get_mem_allocator()
-
-
-def _allocator(device: torch.device) -> Any:
-    """The engine's allocator of tensors on a type of device."""
-    return cuda_allocator() if device.type == "cuda" else MemAllocator()
 
 
 def make_backend(name: str) -> TorchCommBackend:

@@ -506,21 +506,32 @@ class TorchComm(Operations):
     def tensor_register(self, tensor: torch.Tensor) -> None:
         """Registers a tensor that will be communicated often.
 
+        Where tensors go by NCCL or RCCL, the library then takes a CUDA tensor in place in collectives, as it does
+        memory of `get_mem_allocator` anyway. Ranks need not register together, but to each collective all pass
+        registered tensors, or none does. A warning says so where the library cannot. The memory is kept until
+        `tensor_deregister`, or the end of the communicator.
+
         Raises:
             RuntimeError: it is already registered.
+            ValueError: where tensors go by a library, the tensor is not contiguous.
         """
         if tensor.data_ptr() in self._registered:
             raise RuntimeError("tensor_register: the tensor is registered already")
+        if isinstance(self._impl, C10dBackend):
+            self._impl.register(tensor)
         self._registered[tensor.data_ptr()] = tensor
 
     def tensor_deregister(self, tensor: torch.Tensor) -> None:
-        """Undoes `tensor_register`.
+        """Undoes `tensor_register`. Waits for what the tensor's device does, where a library had it.
 
         Raises:
             RuntimeError: it is not registered.
         """
-        if self._registered.pop(tensor.data_ptr(), None) is None:
+        registered = self._registered.pop(tensor.data_ptr(), None)
+        if registered is None:
             raise RuntimeError("tensor_deregister: the tensor is not registered")
+        if isinstance(self._impl, C10dBackend):
+            self._impl.deregister(registered)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,24 @@ _GPU_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/k
 
 @functools.cache
 def has_driver() -> bool:
-    """Whether there is a CUDA driver for this build of PyTorch. It is only loaded: not every program will use it."""
+    """Whether there is a driver for this build of PyTorch: of CUDA, or the HIP that a PyTorch for ROCm has loaded.
+
+    It is only loaded: not every program will use it.
+    """
     import torch
 
-    if torch.version.cuda is None:
+    if torch.version.cuda is not None:
+        files = ["libcuda.so.1"]
+    elif torch.version.hip is not None:
+        files = ["libamdhip64.so.7", "libamdhip64.so"]
+    else:
         return False
+    return any(map(_is_loadable, files))
+
+
+def _is_loadable(file: str) -> bool:
     try:
-        ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL(file)
     except OSError:
         return False
     return True

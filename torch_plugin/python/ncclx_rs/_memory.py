@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -44,8 +45,10 @@ class MemAllocator:
 
 
 @functools.cache
-def cuda_allocator() -> Any:
-    """The allocator of device memory that other processes can map, for `torch.cuda.MemPool`. There is one in a process.
+def cuda_allocator(by_library: bool = False) -> Any:
+    """The allocator of device memory that other processes can map, for `torch.cuda.MemPool`.
+
+    There is one in a process, and one beside it for communicators of a vendor's library, which allocates there.
 
     Raises:
         RuntimeError: this PyTorch has no CUDA, or the machine no device.
@@ -55,8 +58,17 @@ def cuda_allocator() -> Any:
     if native()._cuda_devices() <= 0 or not cuda.is_built():
         raise RuntimeError("get_mem_allocator: this PyTorch has no CUDA")
     path = native().__file__
-    own: Any = torch.cuda.memory.CUDAPluggableAllocator(path, "ncclx_rs_cuda_malloc", "ncclx_rs_cuda_free")
+    allocate = "ncclx_rs_library_malloc" if by_library else "ncclx_rs_cuda_malloc"
+    own: Any = torch.cuda.memory.CUDAPluggableAllocator(path, allocate, "ncclx_rs_cuda_free")
     return own.allocator()
+
+
+def allocator_of(by_library: bool, why_not: str) -> Any:
+    """The allocator that the engine has chosen; a warning says why it is not the library's where that should be."""
+    if why_not:
+        message = f"get_mem_allocator: the memory is the engine's own, and is not registered: {why_not}"
+        warnings.warn(message, UserWarning, stacklevel=2)
+    return cuda_allocator(by_library)
 
 
 # PyTorch lets one thread at a time allocate from a pool.
@@ -64,12 +76,15 @@ _pool_lock = threading.Lock()
 
 
 @functools.cache
-def _pool() -> Any:
+def _pool(allocator: Any) -> Any:
     """The pool of `empty_on_device`. It stays, as other ranks may have mapped what is in it."""
-    return torch.cuda.MemPool(cuda_allocator())
+    return torch.cuda.MemPool(allocator)
 
 
-def empty_on_device(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty_on_device(
+    length: int, dtype: torch.dtype, device: torch.device, by_library: bool, why_not: str
+) -> torch.Tensor:
     """A tensor of ``length`` elements with anything in them, in device memory that other processes can map."""
-    with _pool_lock, torch.cuda.use_mem_pool(_pool(), device):
+    allocator = allocator_of(by_library, why_not)
+    with _pool_lock, torch.cuda.use_mem_pool(_pool(allocator), device):
         return torch.empty(length, dtype=dtype, device=device)

@@ -42,6 +42,19 @@ def find_vendor_library(backend: str) -> VendorLibrary:
     return VendorLibrary(str(path), version, lacks)
 
 
+def allocates(library: str | None) -> tuple[bool, str]:
+    """Whether a library allocates device memory, that of the settings if none is named; else why not, if it should.
+
+    Raises:
+        RuntimeError: the library is missing, or cannot be used.
+    """
+    try:
+        by_library, why_not = native().allocates(library, [sysconfig.get_path("purelib")])
+    except OSError as error:
+        raise RuntimeError(f"get_mem_allocator: {error}") from None
+    return bool(by_library), str(why_not)
+
+
 # ---- the backends ----
 
 IMPLEMENTATION = "implementation"

@@ -7,7 +7,7 @@ fn decision(
     ranks: usize,
     change: impl Fn(usize, &mut Offer, &mut Member),
 ) -> Result<Decision, String> {
-    let mut offers = vec![Offer { choice, library: Some(Ok(23_007)), part: None }; ranks];
+    let mut offers = vec![Offer { choice, library: Some(Ok(23_007)), registers: true, part: None }; ranks];
     let mut members: Vec<Member> = (0..ranks).map(|rank| member(rank as u8)).collect();
     for (rank, (offer, member)) in offers.iter_mut().zip(&mut members).enumerate() {
         change(rank, offer, member);
@@ -42,6 +42,40 @@ fn what_stands_in_the_way_is_an_error_where_the_library_was_asked_for() {
 }
 
 #[test]
+fn hips_devices_are_rccls() {
+    let of_hip = |_: usize, _: &mut Offer, member: &mut Member| member.provider = Provider::Hip;
+    assert_eq!(decision(EngineChoice::Auto, 2, of_hip), Ok(Decision::Vendor));
+    assert_eq!(decision(EngineChoice::Streams, 2, of_hip), Ok(Decision::Streams));
+    let error = decision(EngineChoice::Nccl, 2, of_hip).expect_err("it is the other vendor's");
+    assert!(error.contains("devices are HIP's, which NCCL does not serve: take engine=rccl"), "{error}");
+    let lacks = |rank: usize, offer: &mut Offer, member: &mut Member| {
+        of_hip(rank, offer, member);
+        if rank == 1 {
+            offer.library = Some(Err("it is nowhere".to_owned()));
+        }
+    };
+    let error = decision(EngineChoice::Auto, 2, lacks).expect_err("there is none");
+    assert!(error.contains("engine=auto: rank 1 has no RCCL: it is nowhere; or take engine=streams"), "{error}");
+    for choice in [EngineChoice::Auto, EngineChoice::Nccl, EngineChoice::Rccl] {
+        assert!(no_streams(choice, Provider::Hip).is_some() && no_streams(choice, Provider::Cuda).is_none());
+    }
+    assert_eq!(no_streams(EngineChoice::Streams, Provider::Hip), None);
+}
+
+#[test]
+fn devices_of_two_vendors_have_no_library() {
+    let mixed = |rank: usize, _: &mut Offer, member: &mut Member| {
+        if rank == 1 {
+            member.provider = Provider::Hip;
+        }
+    };
+    let error = decision(EngineChoice::Auto, 2, mixed).expect_err("neither library serves both");
+    let expected = "engine=auto: the device of rank 0 is one of CUDA, and that of rank 1 one of HIP";
+    assert!(error.contains(expected) && error.contains("take engine=streams"), "{error}");
+    assert_eq!(decision(EngineChoice::Streams, 2, mixed), Ok(Decision::Streams));
+}
+
+#[test]
 fn versions_may_differ_in_the_last_number_only() {
     let with = |code| {
         move |rank: usize, offer: &mut Offer, _: &mut Member| {
@@ -66,7 +100,7 @@ fn ranks_on_one_device_and_ranks_that_are_set_otherwise_are_named() {
     assert!(error.contains("engine=rccl: ranks [1, 2] use one device, which RCCL refuses"), "{error}");
     let otherwise = |rank: usize, offer: &mut Offer, _: &mut Member| {
         if rank == 1 {
-            *offer = Offer { choice: EngineChoice::Streams, library: None, part: None };
+            *offer = Offer { choice: EngineChoice::Streams, library: None, registers: true, part: None };
         }
     };
     let error = decision(EngineChoice::Nccl, 2, otherwise).expect_err("they differ");
