@@ -670,6 +670,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 mod tests {
     use super::*;
     use crate::comm::store::MemoryStore;
+    use crate::types::ReduceOp;
 
     fn pair(settings: &[(&str, &str)]) -> [Communicator; 2] {
         let store = Arc::new(MemoryStore::default());
@@ -692,13 +693,13 @@ mod tests {
         });
         let (mut data, mut count) = ([7u8; 4096], 0);
         let holds_bytes = || one.driver.with_engine(|engine| engine.context.endpoints.holds_bytes());
-        // Its root waits for nobody, until TLS and the system have no more room.
+        // The root does nothing yet, and others wait for nobody until TLS and the system have no more room.
         while !holds_bytes() {
-            one.broadcast(&mut data, Rank(0)).unwrap();
+            one.reduce(&mut data, ReduceOp::Sum, Rank(1)).unwrap();
             count += 1;
         }
         for _ in 0..count {
-            other.broadcast(&mut [0u8; 4096], Rank(0)).unwrap();
+            other.reduce(&mut data, ReduceOp::Sum, Rank(1)).unwrap();
         }
         one.abort("the test is over");
     }

@@ -113,7 +113,14 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
     (
         "src/transport/ucx/",
-        &[&["header", "offer"], &["link"], &["hub"], &["handover"], &["recv_stream", "send_stream"], &["tests"]],
+        &[
+            &["header", "offer", "ordered"],
+            &["link"],
+            &["hub"],
+            &["handover"],
+            &["recv_stream", "send_stream"],
+            &["fuzz", "tests"],
+        ],
     ),
     (
         "src/device/",

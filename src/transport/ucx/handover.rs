@@ -19,13 +19,13 @@ use crate::types::Rank;
 
 /// What one side tells the other of its end: the stream's name, chosen by the acceptor, and its worker's address or a refusal.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Introduction {
+pub(super) struct Introduction {
     session: u64,
-    address: Result<Vec<u8>, String>,
+    pub(super) address: Result<Vec<u8>, String>,
 }
 
 impl Introduction {
-    fn encode(&self) -> Vec<u8> {
+    pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, bytes) = match &self.address {
             Ok(address) => (ADDRESS, address.as_slice()),
             Err(refusal) => (REFUSAL, refusal.as_bytes()),
@@ -38,14 +38,18 @@ impl Introduction {
 
 /// Reads an introduction piece by piece.
 #[derive(Debug, Default)]
-struct Reading {
+pub(super) struct Reading {
     /// The kind, the stream's name and the length, once they have come.
     head: Option<(u8, u64, usize)>,
 }
 
 impl Reading {
     /// None while it is not complete.
-    fn drive(&mut self, exchange: &mut Exchange, stream: &mut impl Read) -> Result<Option<Introduction>, LinkDown> {
+    pub(super) fn drive(
+        &mut self,
+        exchange: &mut Exchange,
+        stream: &mut impl Read,
+    ) -> Result<Option<Introduction>, LinkDown> {
         let (kind, session, len) = match self.head {
             Some(head) => head,
             None => {

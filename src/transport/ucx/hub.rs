@@ -124,10 +124,12 @@ impl Hub {
         state.must_accept = false;
     }
 
-    /// Goes on with whatever is under way.
+    /// Goes on with whatever is under way, and leaves the worker's descriptor silent about it.
     #[cfg(test)]
     pub(super) fn progress(&self) {
-        self.progress_for_all(&mut self.state());
+        let state = &mut *self.state();
+        self.progress_for_all(state);
+        state.arm();
     }
 
     fn progress_for_all(&self, state: &mut State) {
@@ -210,8 +212,8 @@ impl State {
                     incoming.is_probed = true;
                     self.must_accept = true;
                 } else {
-                    incoming.keep(number, message);
-                    if incoming.has_piece() && std::mem::take(&mut incoming.is_armed) {
+                    incoming.pieces.keep(number, message);
+                    if incoming.pieces.has_next() && std::mem::take(&mut incoming.is_armed) {
                         self.ready.push(StreamName::From(from));
                     }
                 }
@@ -441,8 +443,8 @@ impl Inflow {
     pub(super) fn receive(&self, into: &mut VecDeque<Arrived>) -> (u64, Option<LinkDown>) {
         let received = self.flow.progressed(|link| {
             let Some(from) = &mut link.from else { return (0, None) };
-            from.take(into);
-            let taken = from.taken;
+            from.pieces.take(into);
+            let taken = from.pieces.taken();
             (taken, if into.is_empty() { link.down() } else { None })
         });
         received.unwrap_or((0, None))
@@ -461,7 +463,7 @@ impl Inflow {
     /// Has the engine told once there is a piece. True: there is one now, or none will come.
     pub(super) fn arm(&self) -> bool {
         let arm = |link: &mut Link| {
-            let is_ready = link.down().is_some() || link.from.as_ref().is_none_or(Incoming::has_piece);
+            let is_ready = link.down().is_some() || link.from.as_ref().is_none_or(|from| from.pieces.has_next());
             if let Some(from) = &mut link.from {
                 from.is_armed = !is_ready;
             }

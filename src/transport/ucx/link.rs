@@ -1,12 +1,12 @@
 //! What a hub knows of one peer: its endpoint, and the stream each way.
 
-use std::collections::VecDeque;
 use std::io::IoSlice;
 
 use crate::error::LinkDown;
 use crate::sys::ucx::{Arrived, COPIED_MAX, Device, Recipient};
 use crate::transport::runs::Runs;
 use crate::transport::ucx::header::{Header, Kind};
+use crate::transport::ucx::ordered::Ordered;
 use crate::types::Rank;
 
 /// The way to a peer.
@@ -42,10 +42,8 @@ pub(super) struct Incoming {
     pub(super) is_probed: bool,
     /// The peer counts it as open.
     pub(super) is_open: bool,
-    /// The pieces that its reader has not taken. UCX promises no order, so some may be missing in between.
-    pieces: VecDeque<Option<Arrived>>,
-    /// How many its reader has taken.
-    pub(super) taken: u64,
+    /// The pieces that its reader has not taken: no more than the peer has credit for, which only a peer that errs exceeds.
+    pub(super) pieces: Ordered<Arrived>,
     pub(super) is_armed: bool,
 }
 
@@ -116,33 +114,7 @@ impl Outgoing {
 
 impl Incoming {
     pub(super) fn new(session: u64) -> Incoming {
-        let pieces = VecDeque::new();
-        Incoming { session, is_probed: false, is_open: false, pieces, taken: 0, is_armed: false }
-    }
-
-    /// Keeps a piece. One that the peer had no credit for is dropped, which its reader notices as missing.
-    pub(super) fn keep(&mut self, number: u64, piece: Arrived) {
-        let Some(place) = number.checked_sub(self.taken).filter(|place| *place < WINDOW) else { return };
-        let place = place as usize;
-        if self.pieces.len() <= place {
-            self.pieces.resize_with(place + 1, || None);
-        }
-        self.pieces[place] = Some(piece);
-    }
-
-    /// Whether the next piece is there.
-    pub(super) fn has_piece(&self) -> bool {
-        self.pieces.front().is_some_and(Option::is_some)
-    }
-
-    /// Takes the next pieces.
-    pub(super) fn take(&mut self, into: &mut VecDeque<Arrived>) {
-        while let Some(Some(_)) = self.pieces.front()
-            && let Some(piece) = self.pieces.pop_front()
-        {
-            into.extend(piece);
-            self.taken += 1;
-        }
+        Incoming { session, is_probed: false, is_open: false, pieces: Ordered::new(WINDOW), is_armed: false }
     }
 }
 

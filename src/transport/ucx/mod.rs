@@ -9,11 +9,14 @@
 //! megabytes of receive buffers, and on every kind of device some descriptors, which a worker for each peer would take for each
 //! peer. So no stream has a descriptor that tells of its messages: [`Hub`](hub::Hub) knows which streams have some.
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod handover;
 mod header;
 mod hub;
 mod link;
 mod offer;
+mod ordered;
 mod recv_stream;
 mod send_stream;
 
