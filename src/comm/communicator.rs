@@ -669,40 +669,6 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::store::MemoryStore;
-    use crate::types::ReduceOp;
-
-    fn pair(settings: &[(&str, &str)]) -> [Communicator; 2] {
-        let store = Arc::new(MemoryStore::default());
-        let join = |rank: usize| {
-            let hints = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-            let timeout = Some(Duration::from_secs(20));
-            let (name, store) = ("pair".to_owned(), store.clone());
-            Communicator::new(CommOptions { name, rank: Rank::from(rank), size: 2, store, timeout, hints }).unwrap()
-        };
-        std::thread::scope(|scope| [0, 1].map(|rank| scope.spawn(move || join(rank))).map(|rank| rank.join().unwrap()))
-    }
-
-    #[test]
-    fn what_tls_holds_of_operations_that_have_ended_in_their_call_leaves_though_no_thread_waits() {
-        let [one, other] = pair(&[("transport", "tcp"), ("tls", "on")]);
-        std::thread::scope(|scope| {
-            let meets = scope.spawn(|| other.barrier().unwrap());
-            one.barrier().unwrap();
-            meets.join().unwrap();
-        });
-        let (mut data, mut count) = ([7u8; 4096], 0);
-        let holds_bytes = || one.driver.with_engine(|engine| engine.context.endpoints.holds_bytes());
-        // The root does nothing yet, and others wait for nobody until TLS and the system have no more room.
-        while !holds_bytes() {
-            one.reduce(&mut data, ReduceOp::Sum, Rank(1)).unwrap();
-            count += 1;
-        }
-        for _ in 0..count {
-            other.reduce(&mut data, ReduceOp::Sum, Rank(1)).unwrap();
-        }
-        one.abort("the test is over");
-    }
 
     #[test]
     fn a_flush_goes_on_as_long_as_bytes_move() {

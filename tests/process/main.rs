@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod crowd;
 mod descriptors;
+mod held_bytes;
 #[path = "../engine/lacking.rs"]
 mod lacking;
 mod late_ranks;
