@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes, modes = chosen.get("sizes", SIZES), chosen.get("modes", MODES)
     # A single rank has no transport to vary.
     worlds = [(size, mode) for size in sizes for mode in (modes if size > 1 else modes[:1])]
-    # All sizes go over transports of the engine's own; what is UCX's shows in those that have a way of it to themselves.
+    # Other transports are the engine's own. What is UCX's shows in the sizes that have one of its ways to themselves.
     worlds = [(size, mode) for size, mode in worlds if mode != "ucx" or size in UCX_WAYS]
     for fixture, scope in (("world", "session"), ("fresh_world", "function")):
         if fixture in metafunc.fixturenames:
