@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use ncclx_rs::{Communicator, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag, Work};
 
-use crate::ucx_process::run_through;
 use crate::world::{Wire, buffer, op, run, wires, world_with};
 use crate::{Random, alone, entries};
 
@@ -206,12 +205,4 @@ fn a_long_run_holds_no_more_at_its_end() {
     let after = Holdings::settled(before);
     let threads = before.threads + CALLBACK_THREADS;
     assert!(after.files <= before.files && after.threads <= threads, "{before:?} became {after:?}");
-}
-
-#[test]
-fn a_long_run_holds_no_more_at_its_end_through_ucx() {
-    let _alone = alone();
-    for way in ["tcp", "posix,cma"] {
-        run_through(way, &["soak::"], 1);
-    }
 }

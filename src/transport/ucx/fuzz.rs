@@ -29,13 +29,13 @@ fn message(bytes: &[u8]) {
 }
 
 /// A connection on which so many bytes come at a time.
-struct Connection<'a> {
+struct Trickle<'a> {
     left: &'a [u8],
     step: usize,
     is_due: bool,
 }
 
-impl Read for Connection<'_> {
+impl Read for Trickle<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         self.is_due = !self.is_due;
         if !self.is_due {
@@ -50,7 +50,7 @@ impl Read for Connection<'_> {
 
 /// What is read from these bytes, and how many of them were taken; none if the connection ends before, or is refused.
 fn introduction(bytes: &[u8], step: usize) -> Option<(Introduction, usize)> {
-    let mut connection = Connection { left: bytes, step, is_due: false };
+    let mut connection = Trickle { left: bytes, step, is_due: false };
     let (mut exchange, mut reading) = (Exchange::default(), Reading::default());
     let introduction = loop {
         match reading.drive(&mut exchange, &mut connection) {
